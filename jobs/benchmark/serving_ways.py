@@ -93,6 +93,7 @@ class CachedWay:
     """
 
     def __init__(self, mode: str, job: ServingWork) -> None:
+        """Load the engine of ``mode``, a key of CACHED; "text-vllm" replaces visual tokens by random words."""
         source, self._cache = ModelSource.resolve(job.model), TokenCache(job.cache)
         options = EngineOptions(engine=CACHED[mode])
         self._engine = load_engine(options, source, choose_runtime(), self._cache.max_tokens + 1)
@@ -118,14 +119,17 @@ class CachedWay:
         self._engine.close()
 
     def _read(self, ratio: float, n_fewer: int, video_id: str) -> Visual:
-        """Read a video's Visual with ``n_fewer`` tokens fewer than the ratio gives."""
+        """Read a video's Visual with ``n_fewer`` tokens fewer than the ratio gives; a negative number takes more."""
         row = self._cache.metadata(video_id)
         tokens = max(1, int(ratio * row["n_total"]) - n_fewer)
         share = (tokens + 0.5) / row["n_total"] if tokens < row["n_tokens"] else None
         return self._cache.get(video_id, share).visual
 
     def _ask(self, read: Callable[[str], Visual], questions: int, number: int) -> Pass:
-        """Read all videos, build all prompts and generate the answers, timed as one pass."""
+        """Read all videos, build all prompts and generate the answers, timed as one pass.
+
+        ``number`` is the round, which seeds the random words. An engine in this process gets batches of its usual size.
+        """
         start_s, sent_before = time.perf_counter(), self._sent.total if self._sent else 0
         before = getattr(self._engine, "reused_tokens", 0)
         prompts: list[Prompt] = []
@@ -169,6 +173,7 @@ class OnlineWay:
     """The way of answering by vLLM alone, whose own loader decodes every video and whose model encodes it."""
 
     def __init__(self, job: ServingWork) -> None:
+        """Load vLLM for the videos that the cache is of; their uris must be local files."""
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - tens of seconds to import
 
         runtime, (name, revision) = choose_runtime(), ModelSource.resolve(job.model).pretrained()
@@ -227,6 +232,7 @@ class SentBytes:
     """The count of bytes sent to an engine's process, in ``total``; it wraps the encoder of the engine's client."""
 
     def __init__(self, client: Any) -> None:
+        """Count the bytes of each later message of ``client``, whose encoder is replaced for good."""
         self.total = 0
         encode = client.encoder.encode
 
