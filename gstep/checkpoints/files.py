@@ -137,8 +137,8 @@ def _resolve_commit(repo: str, revision: str | None) -> str:
 def _fetch(repo: str, revision: str | None, filename: str, *, dry_run: bool = False) -> Any:
     """Download a file of a repository unless it is cached; return its path, or None if there is no such file.
 
-    With ``dry_run`` nothing is downloaded, and the result only tells by None if the file is absent. Raises ModelError
-    for any other failure.
+    With ``dry_run`` nothing is downloaded, and the result only tells by None if the file is absent. If HF_HUB_OFFLINE
+    is set, a file that is not cached counts as absent. Raises ModelError for any other failure.
     """
     try:
         offline = not _has_address(constants.ENDPOINT)

@@ -103,7 +103,7 @@ class FastVID(Pruner):
         return n_frames * budget_for(retention_ratio, per_frame)
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        """Select and merge the share ``ratio`` of each frame, segment by segment; ``budget`` is not used.
+        """Select and merge the share ``ratio`` of the tokens, segment by segment; ``budget`` is not used.
 
         The seed breaks ties if the evidence has no ``noise``.
         """

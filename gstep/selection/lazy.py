@@ -219,7 +219,10 @@ class _Search:
         return self._compute_scores(self.nearest[indices], self.density_term[indices])
 
     def _choose_candidates(self) -> tuple[Indices, _Rival]:
-        """Find the K tokens of the highest known scores, equals by lowest index, and the best token outside of them."""
+        """Find the K tokens of the highest known scores, equals by lowest index, and the best token outside of them.
+
+        The indices ascend. If there are at most K tokens, all are candidates and the rival's score is -inf.
+        """
         score, size = self.score, self.block
         if len(score) <= size:
             return np.arange(len(score)), _Rival(-np.inf, 0)

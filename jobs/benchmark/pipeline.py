@@ -90,7 +90,11 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 
 
 def _measure_driver(arguments: argparse.Namespace, about: Mapping[str, object]) -> CommandResult:
-    """Measure the driver's CPU time for a video, and the videos a second on this machine, whose CPUs all share."""
+    """Measure the driver's CPU time for a video, and the videos a second on this machine, whose CPUs all share.
+
+    The result has a line to print instead of a table. Raises UsageError if both numbers of ``--driver`` are equal, and
+    RunFailed if they are too small.
+    """
     n_few, n_many = sorted(arguments.driver)
     if n_few == n_many:
         raise UsageError("--driver takes two different numbers of videos: the difference is measured")

@@ -55,7 +55,10 @@ class SleepingEncoder(VideoEncoder):
         self._computing = threading.Lock()  # two calls run at a time, but only one computes
 
     def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> VideoItem:
-        """Sleep for the nominal time, then return synthetic tokens and the record of the video."""
+        """Sleep for the nominal time, then return synthetic tokens and the record of the video.
+
+        Calls from several threads sleep one after the other. The record has the nominal time.
+        """
         visual, pruned = make_tokens(len(frames), self._sleep_setup.pruner, self._sleep_setup.retention_ratio)
         with self._computing:
             time.sleep(self._sleep_setup.work_s)

@@ -80,7 +80,10 @@ class TimedReader:
     requests: int | None = None
 
     def shares(self, plain: TimedReader | None) -> tuple[str, str]:
-        """Format the median ratio of its rate to ``plain``'s, by wall clock and by CPU time; "" without ``plain``."""
+        """Format the median ratio of its rate to ``plain``'s in percent, by wall clock and by CPU time.
+
+        Both texts are "" without ``plain``. A ratio compares the same round of both ways.
+        """
         if plain is None:
             return "", ""
         size = self.n_bytes / plain.n_bytes
@@ -223,7 +226,10 @@ def _make_pyarrow_readers(store: LocalStore) -> Iterator[TimedReader]:
 
 
 def _make_cache_readers(store: Store, where: str) -> Iterator[TimedReader]:
-    """Yield this package's own ways of reading: single videos, batches, a data loader."""
+    """Yield this package's own ways of reading: single videos, batches, a data loader.
+
+    ``where`` begins their names: "S3: " for a store, "" for a folder.
+    """
     cache = TokenCache(str(store), store=store)
     ids = cache.video_ids
     shuffled_ids = [ids[i] for i in np.random.default_rng(1).permutation(len(ids))]

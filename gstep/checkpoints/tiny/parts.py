@@ -34,8 +34,8 @@ class TinyModel:
 class Draw:
     """A seeded source of random weights, collected by name in ``weights``.
 
-    Draws are uniform, which takes only exact operations: the same bits on every machine. The numbers depend on the
-    order of the calls.
+    ``linear`` and ``norm`` store their weights; the other methods only return an array. Draws are uniform, which takes
+    only exact operations: the same bits on every machine. The numbers depend on the order of the calls.
     """
 
     def __init__(self) -> None:

@@ -83,9 +83,8 @@ def _draw_qwen3_5_weights(config: Mapping[str, Any]) -> Weights:
             _draw_gated_mlp(draw, f"{layer}.mlp", width, text["intermediate_size"])
     draw.weights[f"{model}.norm.weight"] = draw.uniform((width,), 0.05)
     draw.linear("lm_head", text["vocab_size"], width, gain=2, bias=False)
-    draw.weights["lm_head.weight"][: len(SPECIAL)] *= np.float32(
-        0.5
-    )  # else some answers would end with their first token
+    # Otherwise some answers would end with their first token.
+    draw.weights["lm_head.weight"][: len(SPECIAL)] *= np.float32(0.5)
     return draw.weights
 
 
