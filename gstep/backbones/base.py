@@ -365,8 +365,8 @@ class Backbone(ABC):
         if not len(frames_THWC):
             raise ValueError("a video needs at least one frame")
         # A CPU's library chooses its kernel by a product's shape, and the kernel decides the order in which a row's sum
-        # is rounded (oneDNN with AMX in bfloat16, for example). With single frames every product has the same shape,
-        # for any length of video and any ``frame_batch``. A frame's hundreds of rows keep the cores busy.
+        # is rounded (oneDNN with AMX in bfloat16, for example). Single frames give every product the same shape, for
+        # any length of video and any ``frame_batch``. A frame's hundreds of rows keep the cores busy.
         _, height, width, _ = frames_THWC.shape
         batch = 1 if self.on_cpu else self.frame_batch
         while True:

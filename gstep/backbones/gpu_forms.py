@@ -381,8 +381,8 @@ def _attend_in_pieces(
 def attend(query_SHE: Tensor, key_SHE: Tensor, value_SHE: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     """Attend within pieces of rows, [S,H,E], in as few calls as the device allows.
 
-    Pieces of one length are a batch of sdpa. Pieces of several lengths are one call of torch's attention with bounds
-    on a GPU that has it (in 16 bits, from compute capability 8 on), else one call of sdpa a length.
+    Pieces of one length are a batch of sdpa. Pieces of several lengths take a single call of torch's attention with
+    bounds, on a GPU that has it (in 16 bits, from compute capability 8 on). Elsewhere each length takes a call of sdpa.
 
     Args:
         cu_seqlens: [pieces + 1] int32, the bounds of the pieces.

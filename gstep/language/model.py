@@ -213,7 +213,8 @@ class LanguageModel:
         """Make the batch of all prompts, and compute the key-value cache of their videos if that saves work.
 
         It saves work if prompts share videos, or if an attention mask for all prompts would be too large; otherwise the
-        cache is None. With linear attention the cache also includes the texts except their ``last`` tokens.
+        cache is None. A model with linear attention gets a cache that includes the texts, too, except their ``last``
+        tokens.
         """
         first_of_group: list[int] = []  # the first prompt of each group of prompts on the same videos
         group = []  # each prompt's group

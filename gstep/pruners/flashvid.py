@@ -160,8 +160,8 @@ def merge_back(
 
     A token is merged if its similarity is above ``threshold``. If fewer than ``min_tokens`` tokens of the segment would
     remain, only the most similar tokens are merged. Trees grow along the frames: a token's sum is added to its parent.
-    A remaining token is divided by 1 + the number of its direct children, as in the official code, though the sums of
-    deeper trees have more terms.
+    A remaining token is divided by 1 + the number of its direct children, as in the official code. The sums of deeper
+    trees have more terms than that.
     """
     cosine_UNN = direction_LND[1:] @ direction_LND[:-1].mT
     cosine_UNN = cosine_UNN.masked_fill(~(is_free_LN[1:, :, None] & is_free_LN[:-1, None]), -1)

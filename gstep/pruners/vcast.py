@@ -22,7 +22,7 @@ class VCAST(Pruner):
     """Video curvature-aware pruning (arXiv 2603.27650; github.com/xinyouu/V-CAST, compressor/v_cast).
 
     The authors' code keeps round(r x M) tokens and at least one a frame. This method keeps B tokens, so that frames may
-    have none if B < T. With their number as ``budget`` it keeps the same tokens. A single frame is pruned too; their
+    have none if B < T. If their number is the ``budget``, the tokens are the same. A single frame is pruned too; their
     code keeps it whole.
 
     Attributes:

@@ -38,7 +38,10 @@ def full_precision() -> Iterator[None]:
 
 
 def _set_full() -> Callable[[], None]:
-    """Set full float32 precision in this process, and return the function that restores the previous settings."""
+    """Set full float32 precision in this process, and return the function that restores the previous settings.
+
+    Nothing changes if the precision is full already.
+    """
     operators = _list_operators()
     precisions = [operator.fp32_precision for operator in operators]
     if operators and _FULL.issuperset(precisions):

@@ -109,7 +109,8 @@ class CachedWay:
         """Make a function that asks about every video, with a number of its tokens that no earlier call has used."""
         number = self._rounds[ratio]
         self._rounds[ratio] += 1
-        # One more, one less, two more, ...; if all stored tokens are used, only fewer.
+        # Later rounds take one token more, one less, two more and so on; they only take fewer if the ratio is the
+        # stored ratio.
         n_fewer = number if ratio >= self._cache.retention_ratio else (number + 1) // 2 * (-1 if number % 2 else 1)
         read = functools.cache(functools.partial(self._read, ratio, n_fewer))  # each video once a round
         return functools.partial(self._ask, read, questions, number)
