@@ -121,7 +121,8 @@ def read_tensor_types(source: TensorSource) -> dict[str, str | None] | None:
 def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
     """Find the weight files with the precedence of from_pretrained: the single file, the index, or a folder's shards.
 
-    Raises ModelError if there are no safetensors files, or an adapter's tensors beside or among them.
+    Raises ModelError if there are no safetensors files, if the index names files outside of the folder, or for an
+    adapter's tensors beside or among them.
     """
     index = None
     if files.has(SINGLE):

@@ -121,7 +121,10 @@ class PruneInside:
         self.short = self._select(hidden_BLD, row_BL)
 
     def _select(self, hidden_BLD: Tensor, row_BL: Tensor) -> ShortRows:
-        """Return the indices of all text and of the visual tokens that the method selects by the row of attention."""
+        """Return the indices of all text and of the visual tokens that the method selects by the row of attention.
+
+        The method draws random numbers, if any, with seed 0.
+        """
         indices = []
         for hidden_LD, row, prunable, mask in zip(hidden_BLD, row_BL, self.prunable, self.mask, strict=True):
             visual = prunable.nonzero()[:, 0].to(row.device)
