@@ -129,10 +129,11 @@ class _Sources:
         return origin is not None and (top == first or not any(part in origin for part in _INSTALL_FOLDERS))
 
     def texts(self, name: str) -> list[str]:
-        """Return the statements that ``name`` of the first module depends on, without layout, sorted.
+        """Return the statements that ``name`` depends on, directly or not, in one fixed layout, sorted.
 
-        A module without source, such as an extension module, counts by the hash of its file.
-        Raises one of _UNREADABLE where the first module has no source that binds the name.
+        ``name`` is looked up in the module that these sources start from. Statements of other modules count only if
+        those modules are the user's. A module without source, such as an extension module, gives the hash of its file.
+        Raises one of _UNREADABLE if the first module has no source, or does not bind ``name``.
         """
         if name not in self._read(self._start).statements:
             raise LookupError(name)

@@ -135,11 +135,13 @@ def _power_of_2(least: int) -> int:
 
 
 def suit_llava(model: Any, vision: Any) -> FusedSteps:
-    """Change a LlavaOnevisionModel in place: contiguous states, fused steps, pooling with the channels last.
+    """Make a LlavaOnevisionModel faster on a GPU, in place; load its weights and move it to its device before.
 
-    ``vision`` is its module that holds the vision tower's embeddings and layers. Returns the steps that the layers
-    take. On a GPU the first layer runs once with the kernels and once without, and its results turn the kernels on or
-    off.
+    Patches are embedded by one matrix product, element-wise steps are fused, and pooling keeps the channels last.
+    ``vision`` is its module that holds the vision tower's embeddings and layers.
+
+    Returns the fused steps that the layers share. On a GPU the first layer runs once with the Triton kernels and once
+    without, and the comparison turns the kernels on or off; see :meth:`FusedSteps.prove`.
     """
     steps, embeddings = FusedSteps(), vision.embeddings
     kernel_CK = _flat_kernel(embeddings.patch_embedding)
@@ -157,10 +159,14 @@ def suit_llava(model: Any, vision: Any) -> FusedSteps:
 
 
 def suit_internvl(tower: Any) -> FusedSteps:
-    """Change an InternVLVisionModel in place: patches by a product, joined queries, keys and values, fused norms.
+    """Make an InternVLVisionModel faster on a GPU, in place; load its weights and move it to its device before.
 
-    The scales of a layer (``lambda_1``, ``lambda_2``) become part of the weights of its last products, and 1
-    themselves; a second call changes nothing. Returns the steps as :func:`suit_llava` does.
+    Patches are embedded by one matrix product, and norms are fused. Queries, keys and values become one product if
+    attention is sdpa without norms of its own. The scales ``lambda_1`` and ``lambda_2`` of a layer go into the weights
+    before them, and become 1. A second call changes no result.
+
+    Returns the fused steps that the layers share. On a GPU the first layer runs once with the Triton kernels and once
+    without, and the comparison turns the kernels on or off; see :meth:`FusedSteps.prove`.
     """
     steps, patches = FusedSteps(), tower.embeddings.patch_embeddings
     kernel_CK = _flat_kernel(patches.projection)
@@ -181,11 +187,14 @@ def suit_internvl(tower: Any) -> FusedSteps:
 
 
 def suit_qwen(tower: Any) -> FusedSteps:
-    """Change a vision tower of Qwen2.5-VL or Qwen3-VL in place: patches by a product, one attention call, fused steps.
+    """Make a vision tower of Qwen2.5-VL or Qwen3-VL faster on a GPU, in place; load and move its weights before.
 
-    The gate and up of a gated MLP become one product, padded with zeros to a multiple of 128 channels; a second call
-    pads nothing. Attention stays the stock one where the tower was built with "eager". Returns the steps as
-    :func:`suit_llava` does.
+    Patches are embedded by one matrix product, attention is one call, and element-wise steps are fused. The gate and up
+    of a gated MLP with SiLU become one product, padded with zeros to a multiple of 128 channels. A second call pads
+    nothing. Attention stays the stock one if the tower was built with "eager".
+
+    Returns the fused steps that the blocks share. On a GPU the first block runs once with the Triton kernels and once
+    without, and the comparison turns the kernels on or off; see :meth:`FusedSteps.prove`.
     """
     steps, projection = FusedSteps(), tower.patch_embed.proj
     tower.patch_embed.forward = partial(_embed_rows, projection)

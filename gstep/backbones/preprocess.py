@@ -333,10 +333,12 @@ def check_shape(height: int, width: int) -> None:
 def fit_size(
     height: int, width: int, n_frames: int, n_bounded: int, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Choose (height, width) like smart_resize of both stock processors: multiples of ``factor``, pixels in bounds.
+    """Choose the (height, width) to resize frames to, by the rule of both stock processors' smart_resize.
 
-    The bounds apply to ``n_bounded`` frames together; the scale is computed for ``n_frames``. Both sides are at least
-    ``factor`` if frames shrink, even if that exceeds ``max_pixels``.
+    Both are multiples of ``factor``. The pixels of ``n_bounded`` frames decide whether frames shrink, grow or stay. The
+    scale is then computed from the pixels of ``n_frames`` frames. A side that shrinks stays at least ``factor``, even
+    if the pixels then exceed ``max_pixels``. The caller refuses extreme aspect ratios: unlike smart_resize, this
+    function does not.
     """
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     pixels = n_bounded * rows * columns

@@ -180,7 +180,7 @@ class TextTower:
     def load(cls, source: TextTowerSource, device: str) -> TextTower:
         """Load the tower of ``source`` onto ``device`` in float32.
 
-        Raises ModelError if this node's files differ from the resolved files.
+        Raises ModelError if this node has other files than ``source`` was resolved from.
         """
         from transformers import SiglipTextConfig, SiglipTextModel  # noqa: PLC0415 - seconds, and rarely needed
 

@@ -199,7 +199,10 @@ class LanguageModel:
         return [float(rows[: len(t)].gather(-1, t[:, None]).sum()) for rows, t in zip(logprobs, targets, strict=True)]
 
     def _prune_inside(self, prompts: Sequence[Prompt], method: Pruner, retention_ratio: float) -> PruneInside:
-        """Make the pruning of a batch of prompts inside the model, with their visual tokens marked."""
+        """Make the object that prunes a batch of prompts inside the model; the caller applies it.
+
+        It knows which tokens of each prompt may be pruned.
+        """
         batch = Batch.of(prompts)
         _, video = placeholder_of(self.model.config)
         prunable = torch.zeros_like(batch.mask, dtype=torch.bool)

@@ -116,7 +116,11 @@ class VisionZip(Pruner):
 
 
 def _select_by_attention(visual: VisualTokens, n_kept: int, n_dominant: int) -> Selection:
-    """Select and merge every frame by variant llava, each frame's dominant tokens first."""
+    """Select and merge the tokens of each frame by variant llava.
+
+    A frame has its ``n_dominant`` tokens of highest attention first, then ``n_kept - n_dominant`` contextual (merged)
+    tokens. The indices count through all frames; they ascend within either part of a frame only.
+    """
     n_frames, size, _ = visual.tokens.shape
     order_TN = largest(visual.evidence["token_attention"], size)
     dominant_TS = order_TN[:, :n_dominant].sort(dim=1).values
@@ -133,7 +137,12 @@ def _select_by_attention(visual: VisualTokens, n_kept: int, n_dominant: int) -> 
 
 
 def _select_by_norm(tokens_TND: Tensor, n_kept: int, n_dominant: int, neighbours: int) -> Selection:
-    """Select and merge every frame by variant qwen, in ascending index."""
+    """Select and merge the tokens of each frame by variant qwen.
+
+    ``n_dominant`` tokens of a frame are selected by norm; the other ``n_kept - n_dominant`` are contextual (merged).
+    ``neighbours`` is the number of nearest tokens whose mean cosine is a token's density. The indices count through all
+    frames and ascend.
+    """
     size = tokens_TND.shape[1]
     index, tokens, merged = [], [], []
     for frame, tokens_ND in enumerate(tokens_TND):
@@ -185,7 +194,12 @@ def add_nearest(tokens_XD: Tensor, key_XE: Tensor, target_C: Tensor) -> Tensor:
 
 
 def zip_frame(tokens_ND: Tensor, n_dominant: int, n_contextual: int, neighbours: int) -> tuple[Tensor, Tensor]:
-    """Select and merge one frame by variant qwen: (indices [K] in the frame, tokens [K,D]), dominant tokens first."""
+    """Select and merge one frame by variant qwen: (indices [K] in the frame, tokens [K,D]), dominant tokens first.
+
+    Dominant tokens have the highest norms, highest first. The ``n_contextual`` tokens of highest density follow, in
+    ascending index, each replaced by the mean of the tokens nearest to it. They stay unmerged if no other token is
+    left. ``neighbours`` is the number of nearest tokens whose mean cosine is a token's density.
+    """
     rows_ND = working_copy(tokens_ND.double())
     order_N = largest(torch.linalg.vector_norm(rows_ND, dim=1), len(rows_ND))
     dominant_S, plain_X = order_N[:n_dominant], order_N[n_dominant:].sort().values

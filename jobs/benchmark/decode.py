@@ -147,10 +147,12 @@ def _parse_positive(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
-    """Make the clips whose names hold a word of ``--clips``, time the decoding of each, and return the table.
+    """Measure the CPU seconds of decoding synthetic clips in several ways, and return the table.
 
-    Sets torch to one thread in this process. Raises UsageError for a word that no clip has, and if both numbers of
-    ``--loop`` are equal.
+    Only clips whose names hold a word of ``--clips`` are made; without words, all. They stay in ``--folder`` if it is
+    given, and a clip that is there already is used as it is. ``--loop`` adds videos a second of jobs.prune and of
+    DataLoader loops, from the difference of two numbers of videos. Sets torch to one thread in this process. Raises
+    UsageError for a word that no clip has, and if both numbers of ``--loop`` are equal.
     """
     clips = [*CLIPS, *LONG_CLIPS] if arguments.long else [*CLIPS]
     names = [name for name in clips if any(part in name for part in arguments.clips or [""])]
@@ -231,9 +233,10 @@ def _repeat(once: Path, path: Path, clip: Clip) -> None:
 
 
 def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: float) -> ClipTimes:
-    """Measure the CPU seconds of all ways on one clip, in turns, and the floor from the seconds of its two parts.
+    """Measure the CPU seconds of all ways on one clip, in turns, and the floor as the sum of its two parts.
 
-    ``snap_s`` is the --snap-to-keyframes of one way.
+    A way has its best of ``repeats`` rounds. ``snap_s`` is the --snap-to-keyframes of one way. A child process is
+    started for the decode and ended.
     """
     index = probe(str(path), sniff(path))
     assert index.packets is not None and index.pts is not None

@@ -218,7 +218,7 @@ class TimedWork(NamedTuple, Generic[T]):
 def time_work(work: Callable[[], T], device: str) -> TimedWork[T]:
     """Run ``work`` and time it: on a GPU by CUDA events between synchronisations, else by wall clock.
 
-    The peak of memory is torch's on the GPU, else this process's; both are reset first.
+    The peak of memory is torch's on the GPU, else this process's, or None if unknown. It is reset first.
     """
     if not device.startswith("cuda"):
         with suppress(OSError):  # Linux alone
@@ -253,7 +253,11 @@ class Bench:
     """The run of a measurement: its loaded models, and the caches that it makes below ``folder``. Close it last."""
 
     def __init__(self, job: Measurement, folder: Path, say: Callable[[str], None]) -> None:
-        """Load the vision tower, the decoder and the language model; ``say`` gets lines of progress."""
+        """Load the vision tower, the decoder and the language model to be measured.
+
+        Every answer gets its full length, as the end token is removed from the language model's generation config.
+        ``folder`` gets the caches of the arms, and :meth:`run` writes them. ``say`` gets lines of progress.
+        """
         self._job, self._say, self._device = job, say, job.runtime.device
         say(f"loading {job.recipe.source.name}")
         self.tower: Backbone = family_of(job.recipe.source).load(job.runtime)

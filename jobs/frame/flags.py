@@ -25,7 +25,11 @@ T = TypeVar("T")
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
-    """Add a flag for each field of a config class, in the groups of ``option``, own fields before inherited fields."""
+    """Add a flag for each field of a config class to ``parser``, in the help's groups.
+
+    A field is in the group that its ``option`` names, else in the group of the field before it. A class's own fields
+    come before inherited fields.
+    """
     hints = get_type_hints(config)
     groups: dict[str, argparse._ArgumentGroup] = {}
     title = ""

@@ -181,9 +181,11 @@ class _Step:
         return tables, names, False
 
     def _choose_levels(self, n_rows: int, *, whole: bool) -> list[SortedFile]:
-        """Choose the sorted files to merge with ``n_rows`` rows of small files; none without rows, all for ``whole``.
+        """Choose which sorted files to merge with ``n_rows`` rows of small files.
 
-        Sources of merges that are not ``keep`` old yet are never chosen.
+        Usually these are complete levels, from the lowest on, up to the level of all rows chosen so far. A level of
+        more than ``max_rows`` rows ends the choice. ``whole`` chooses all files; else none if ``n_rows`` is 0. Files
+        that an earlier merge took in are never chosen; they wait for their deletion.
         """
         waiting = [file for file in self._sorted if file.file.name not in self._merged_names]
         if whole:

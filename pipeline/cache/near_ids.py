@@ -41,9 +41,9 @@ def _first(ids: pa.ChunkedArray, limit: int = MAX_SUGGESTIONS) -> list[str]:
 
 
 def _only_of_base_name(wrong: str, ids: pa.ChunkedArray) -> list[str]:
-    """Return the only id that has the base name of ``wrong``, else the only id with this name but for its suffix.
+    """Return the one id with the base name of ``wrong``; else the one id that differs from it in the suffix only.
 
-    The list is empty if several ids have the name.
+    The list is empty if no id fits, or several ids do.
     """
     path = PurePosixPath(wrong)
     if not path.name:

@@ -275,9 +275,9 @@ def list_videos(store: Store, token_shard: str) -> list[str]:
 
 
 def read_videos(store: Store, rows: Sequence[VideoRow]) -> list[pa.Table]:
-    """Read all token rows of each video, checked against its row; adjacent videos of a shard open it once.
+    """Read all token rows of each video, checked against its row, in the order of ``rows``.
 
-    Raises CorruptShard, OSError.
+    Neighbouring rows that name one shard open it once. Raises CorruptShard, OSError.
     """
     tables: list[pa.Table] = []
     shard: TokenShard | None = None

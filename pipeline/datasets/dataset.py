@@ -297,9 +297,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return videos
 
     def _shares(self, ranks: Ranks, epoch: int) -> list[ShardShare]:
-        """Return the shards of a rank in an epoch in order, each with the number of its videos that are read.
+        """Return the shards of a rank in an epoch in order, each with the number of its videos to read.
 
-        Raises ValueError where ``even`` would leave no rank a video.
+        With ``even`` all ranks read equally many videos: a rank stops in the middle of a shard, or leaves out shards.
+        Raises ValueError if ``even`` is set and there are fewer shards than ranks.
         """
         counts, world_size = self._shards.counts, ranks.world_size
         if self._even and 0 < len(counts) < world_size:

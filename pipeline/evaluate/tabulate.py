@@ -100,14 +100,17 @@ def results_table(
     seed: int = 0,
     notes: Sequence[str] = (),
 ) -> ResultsTable:
-    """Compute the table of results for one or several benchmarks.
+    """Compare methods on one or several benchmarks: scores, differences with intervals, and averages.
+
+    A row is a method at one retention ratio with one kind of positions, averaged over its seeds. Full retention is the
+    first row. ``rel`` of a row is its score in percent of full retention.
 
     Args:
         title: what was pruned: the model.
         benchmarks: in the order of their columns.
-        methods: in the order of rows, others are left out; None: all, in order of first appearance.
-        reference: the method that others are compared with; None: gstep, else the first, and full retention where there
-            is one method alone.
+        methods: the methods to show, in the order of rows; None: all, in order of first appearance.
+        reference: the method that each row is compared with, at the row's own ratio. None: gstep if it has rows, else
+            the first method. If a single method has rows, None is full retention.
         ours: the method that LaTeX marks as ours.
         draws: the number of bootstrap draws of whole videos. A benchmark's draws depend on the seed and its title
             alone.

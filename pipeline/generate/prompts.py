@@ -301,7 +301,7 @@ class PromptMaker:
     def _build(self, question: QuestionRecord, mode: AnswerMode) -> PreparedQuestion | AnswerRecord:
         """Read the question's videos, prune them under the question's pruning, and build the prompt.
 
-        Returns the error row of a prompt that does not fit with its answer.
+        If prompt and answer together exceed the context, returns the question's error row instead.
         """
         late, text = self._prunings[question.get("pruning", "")], question["prompt"]
         words = None if late is None else self._embeddings.embedding(late, text)

@@ -173,7 +173,10 @@ class CachedPrompts:
         return Conversation(messages_out, links, n_characters)
 
     def check_length(self, n_characters: int) -> None:
-        """Raise ValueError for texts too long for any prompt of the model, at ``_CHARACTERS_PER_TOKEN``."""
+        """Raise ValueError if texts of ``n_characters`` in all are too long for any prompt of the model.
+
+        The limit is ``_CHARACTERS_PER_TOKEN`` characters for each token of the model's context.
+        """
         most = _CHARACTERS_PER_TOKEN * self.builder.context_length
         if n_characters > most:
             raise ValueError(

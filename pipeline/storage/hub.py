@@ -26,9 +26,10 @@ class HubFiles:
     """The files of datasets on the hub. Raises OSError (FileNotFoundError) that names the URI."""
 
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
-        """Yield the files whose URIs begin with ``prefix``, by name; one request a folder of thousand files.
+        """Yield the files whose URIs begin with ``prefix``, by name, after all are listed.
 
-        Without ``deep``, only files beside the prefix. All are listed before the first is yielded.
+        Without ``deep``, files in subfolders are left out. A listing takes about one request for each folder or for
+        each thousand of its files.
         """
         folder = prefix.rpartition("/")[0]
         with _connect_to(folder) as (hub, path):

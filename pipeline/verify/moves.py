@@ -298,9 +298,9 @@ def _join(
 
 
 def _delete_emptied(store: Store, live: pa.Table, keep: timedelta, result: JoinResult) -> None:
-    """Delete the token shards that earlier joins emptied at least ``keep`` ago and that no live row names.
+    """Delete the token shards that joins emptied at least ``keep`` ago, unless a live row names them.
 
-    ``result.deleted`` gets their names.
+    The records of the joins stay. The names of the deleted shards are added to ``result.deleted``.
     """
     live_shards = set(live["token_shard"].to_pylist())
     for record in store.names(RUNS, ".json"):

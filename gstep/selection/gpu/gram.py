@@ -112,7 +112,10 @@ def prepare_task(
 
 
 def _prepare_tokens(tokens_MD: Tensor) -> Tensor:
-    """Make tokens contiguous for the kernels, and scale them by row if some row's magnitude is out of range."""
+    """Return the tokens contiguous for the kernels; they are scaled row by row if one row's magnitude is out of range.
+
+    Tokens on a CPU that are bfloat16 become float32.
+    """
     dtype = tokens_MD.dtype
     if not tokens_MD.is_cuda and dtype == torch.bfloat16:
         dtype = torch.float32  # Triton's interpreter multiplies bfloat16 by its bits as if they were integers
@@ -176,7 +179,7 @@ def select_by_gram(task: Task) -> Tensor:
 
 
 def no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a bar that every token passes, for ``greedy_kernel``: its key, [1] float64, and its index, [1] int32."""
+    """Return a bar below every token, for :func:`run_greedy`: its key, [1] float64 -inf, and its index, [1] int32 0."""
     key_1 = torch.full((1,), -torch.inf, dtype=torch.float64, device=device)
     return key_1, torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -184,10 +187,11 @@ def no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
 def run_greedy(
     task: Task, row_R: Tensor, distance_R: Tensor, bar: tuple[Tensor, Tensor], order_B: Tensor, count_1: Tensor
 ) -> Tensor:
-    """Launch ``greedy_kernel`` on tokens ``row_R``, ascending; return their distances after it, [R].
+    """Pick greedily among tokens ``row_R``, ascending; return their distances after the picks, [R].
 
     Picking ends with the budget, or if no token of ``row_R`` passes the ``bar``. The picks are appended to ``order_B``,
-    from ``count_1`` on, and ``count_1`` is raised.
+    from ``count_1`` on, and ``count_1`` is raised; both are changed in place. Launches three kernels and does not wait
+    for the GPU.
     """
     distances_SS = pair_distances(task, row_R)
     width, n_rows = len(distances_SS), len(row_R)

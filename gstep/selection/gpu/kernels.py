@@ -36,7 +36,11 @@ def _dots(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tl.tensor:
-    """Multiply tokens ``a_token`` [BLOCK] and ``b_token`` [BLOCK]: [BLOCK, BLOCK] float32."""
+    """Compute the dot products of tokens ``a_token`` [BLOCK] with tokens ``b_token`` [BLOCK]: [BLOCK, BLOCK] float32.
+
+    Both are indices of rows of ``tokens_ptr`` [M, HIDDEN]; none is checked against M. Rows are multiplied BLOCK_D
+    channels at a time, float32 never as TF32.
+    """
     offset = tl.arange(0, BLOCK_D)
     a_ptr = tokens_ptr + a_token.to(tl.int64)[:, None] * HIDDEN + offset[None, :]
     b_ptr = tokens_ptr + b_token.to(tl.int64)[None, :] * HIDDEN + offset[:, None]
@@ -61,7 +65,12 @@ def squares_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Compute the product of each token with itself, float64. Grid: (ceil(M / BLOCK),)."""
+    """Store each token's dot product with itself, computed as ``gram_kernel`` computes products.
+
+    ``squares_ptr`` [n_tokens] is float64, though the sums are float32: products of different kernels stay bit-equal.
+
+    Grid: (ceil(n_tokens / BLOCK),).
+    """
     row = tl.arange(0, BLOCK)
     token = tl.program_id(0) * BLOCK + row
     inside = tl.minimum(token, n_tokens - 1)
@@ -72,7 +81,10 @@ def squares_kernel(
 
 @triton.jit
 def _distance(dot: tl.tensor, inverse: tl.tensor, zero_distance: tl.tensor) -> tl.tensor:
-    """Compute the cosine distance, float64, which is 0 where it lies below ``zero_distance``."""
+    """Compute cosine distances from raw dot products, in float64; a distance below ``zero_distance`` becomes 0.
+
+    ``inverse`` is the product of the inverse norms of both tokens.
+    """
     distance = 1.0 - dot.to(tl.float64) * inverse
     return tl.where(distance >= zero_distance, distance, 0.0)
 
@@ -91,7 +103,7 @@ def gram_kernel(
 ) -> None:
     """Compute the dot products of tokens ``row_ptr`` [R] with each other, [R, stride] float32.
 
-    Columns from R on stay as they are.
+    ``row_ptr`` holds indices of rows of ``tokens_ptr`` [M, HIDDEN]. Columns from R on are not written.
 
     Grid: (ceil(R / BLOCK) ** 2,). The program of a tile above the diagonal also writes its mirror tile below. GROUP
     rows of tiles are walked column by column, so that programs that run together share tokens in L2.
@@ -128,10 +140,14 @@ def fold_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Compute the distances of tokens ``row_ptr`` [R] from their dot products, [R, stride] both, 0 from column R on.
+    """Compute the distances of tokens ``row_ptr`` [R] from their dot products ``gram_ptr``.
+
+    ``gram_ptr`` and ``distances_ptr`` are [R, stride]; distances are 0 from column R on. ``inverse_ptr`` [M] has the
+    inverse norms of all tokens, float64. ``constants_ptr`` [2] holds beta, which is not used here, and ZERO_DISTANCE.
 
     The distances are float64, because float32 would make ties of distances that the plain form tells apart. The kernel
     is not part of ``gram_kernel``, whose tile in float64 no registers would hold.
+
     Grid: (ceil(R / ROWS), ceil(stride / BLOCK)).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -161,12 +177,14 @@ def refresh_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Update Eq. (10) for tokens ``row_ptr`` [R]: the minimum with their distances to the picks since their marks.
+    """Lower the distances of tokens ``row_ptr`` [R] to the minimum with their distances to the picks since their marks.
 
-    ``distance_ptr`` [M] is float64 read as int64: both order non-negative numbers, and -inf below them, alike.
-    ``mark_ptr`` [M]: the number of picks that a token's distance includes. Each program takes all its rows together,
-    from their smallest mark on; a pick that is included twice changes nothing.
-    Grid: (ceil(R / BLOCK), ceil(picks / BLOCK)).
+    This is Eq. (10). ``distance_ptr`` [M] is float64 read as int64: both order non-negative numbers, and -inf below
+    them, alike. ``mark_ptr`` [M]: the number of picks that a token's distance includes; it is read only, and the caller
+    moves it. Each program takes all its rows together, from their smallest mark on; a pick that is included twice
+    changes nothing. Picks are the first ``count_ptr`` [1] of ``order_ptr``. Picked tokens stay at -inf.
+
+    Grid: (ceil(R / BLOCK), ceil(picks / BLOCK)); more programs than the picks need do nothing.
     """
     count = tl.load(count_ptr)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -92,7 +92,10 @@ class LazyForm:
         return row_K, (key[None], n_before.to(torch.int32)[None])
 
     def _refresh(self, row_R: Tensor, max_picks: int) -> None:
-        """Update the distances of ``row_R`` with all picks; the caller moves their marks."""
+        """Lower the distances of ``row_R`` to include all picks, in place; the caller moves their marks.
+
+        ``max_picks`` is an upper bound of the number of picks, which sizes the launch.
+        """
         task, block = self.task, self.task.tuning.block
         kernels.refresh_kernel[(triton.cdiv(len(row_R), block), triton.cdiv(max_picks, block))](
             task.tokens,

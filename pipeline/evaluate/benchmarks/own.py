@@ -135,9 +135,9 @@ def _bare(text: str) -> str:
 
 
 def _find_choice(answer: str, options: Sequence[str]) -> int | None:
-    """Return the index of the choice that ``answer`` means by text, text in any case, letter or index, or None.
+    """Return the index of the choice that ``answer`` means, or None.
 
-    The first of these rules that fits decides.
+    It may be the choice's text, its text in another case, its letter, or its index counted from 0; tried in this order.
     """
     if answer in options:
         return options.index(answer)
