@@ -40,11 +40,11 @@ class GstepCached(lmms):  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """Return a reply to each request. Raise UsageError, UnknownVideo or RunFailed."""
-        names = make_unique(
+        ids = make_unique(
             f"{task}/{split}/{doc_id}" for *_, doc_id, task, split in (request.args for request in requests)
         )
         return self._replies.replies(
-            [self._make_question(request, name) for request, name in zip(requests, names, strict=True)]
+            [self._make_question(request, question_id) for request, question_id in zip(requests, ids, strict=True)]
         )
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
@@ -58,8 +58,12 @@ class GstepCached(lmms):  # type: ignore[misc]
         """Refuse tasks of several rounds: further rounds bring images that no cache holds."""
         raise UsageError("gstep_cached answers one question at a time, and takes no tasks of several rounds")
 
-    def _make_question(self, request: Instance, name: str) -> LmmsQuestion:
-        """Convert a request to a question. Raise UsageError for tasks of another output type."""
+    def _make_question(self, request: Instance, question_id: str) -> LmmsQuestion:
+        """Convert a request of lmms-eval to a question.
+
+        Raises UsageError if the task's output_type is not generate_until, if the document names no video, and for
+        settings that are not understood.
+        """
         if len(request.args) != 6 or not isinstance(request.args[1], Mapping):
             raise UsageError("gstep_cached answers tasks whose output_type is generate_until, and no other")
         prompt, settings, doc_to_visual, doc_id, task, split = request.args
@@ -68,7 +72,7 @@ class GstepCached(lmms):  # type: ignore[misc]
             key = video_key(doc, self._arguments.video_id, folder)
         except UsageError as error:
             raise UsageError(f"task {task}, document {doc_id}: {error}") from error
-        return make_question(name, task, doc_id, key, prompt, settings, self._arguments.seed)
+        return make_question(question_id, task, doc_id, key, prompt, settings, self._arguments.seed)
 
 
 def _folder(task: str, doc_to_visual: Any) -> str | None:

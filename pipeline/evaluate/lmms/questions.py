@@ -76,23 +76,22 @@ def make_unique(names: Iterable[str]) -> list[str]:
 
 
 def make_question(
-    name: str, task: str, doc_id: int, key: str, prompt: str, settings: Mapping[str, Any], seed: int = 0
+    question_id: str, task: str, doc_id: int, key: str, prompt: str, settings: Mapping[str, Any], seed: int = 0
 ) -> LmmsQuestion:
     """Convert a request of lmms-eval to a question.
 
     Args:
-        name: the question's id.
         key: the text by which the document names its video.
         settings: the request's ``generation_kwargs``.
-        seed: of the run; the question's own seed follows from it and ``name``.
+        seed: of the run; the question's own seed follows from it and ``question_id``.
 
     Raises UsageError for settings that are not understood.
     """
     try:
-        decoding, stops = _decoding(settings, derive_seed(seed, name)), _stops(settings)
+        decoding, stops = _decoding(settings, derive_seed(seed, question_id)), _stops(settings)
     except (TypeError, ValueError) as error:
         raise UsageError(f"task {task}: generation_kwargs {dict(settings)}: {error}") from error
-    return LmmsQuestion(name, task, doc_id, key, prompt, decoding, stops)
+    return LmmsQuestion(question_id, task, doc_id, key, prompt, decoding, stops)
 
 
 def _decoding(settings: Mapping[str, Any], seed: int) -> Decoding:
