@@ -91,6 +91,7 @@ class LazyTable(Mapping[str, Any]):
         self._targets = dict(targets)
 
     def __getitem__(self, name: str) -> Any:
+        """Import and return the object of this name. Raises KeyError that lists the known names."""
         if name not in self._targets:
             hint = did_you_mean(name, self._targets)
             raise KeyError(f"unknown {self._kind} {name!r}{hint}; known: {', '.join(self._targets)}")

@@ -160,7 +160,8 @@ class ModelFamily(ABC):
     def text_tower(self, siglip: str | Path) -> TextTowerSource:
         """Find the text tower and the pooling head of the SigLIP checkpoint behind the vision tower.
 
-        Raises ModelError as :meth:`with_pooling_head` does, and for a checkpoint without a text tower that fits.
+        ``siglip`` is a folder or a Hugging Face id, as for :meth:`with_pooling_head`. Raises ModelError for a family
+        without such a tower, and for a checkpoint without a head and a text tower that fit.
         """
         head = self.with_pooling_head(siglip).pooling_head
         assert head is not None

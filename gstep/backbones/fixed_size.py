@@ -47,9 +47,10 @@ class FixedSizeFamily(ModelFamily):
         return model, self.names_in_memory
 
     def preprocessor(self) -> FixedSizePreprocessor:
-        """Make the preprocessor as :meth:`ModelFamily.preprocessor`.
+        """Make the picklable preprocessor that the checkpoint's files describe, without weights.
 
-        Raises ModelError, too, if the frame size or the vision layers in config.json do not fit.
+        Raises ModelError for a setting that is not implemented, and if the frame size or the vision layers in
+        config.json do not fit.
         """
         source = self.source
         kind = source.preprocessor.get("video_processor_type", self.video_processor)

@@ -37,7 +37,10 @@ class InternVL(FixedSizeFamily):
     variant = "llava"
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> InternVLBackbone:
-        """Load the vision part as :meth:`ModelFamily.load`."""
+        """Load the vision part, ready to encode; the language model is neither read nor allocated.
+
+        Raises ModelError if weights are missing, or do not fit the config.
+        """
         preprocessor = self.preprocessor()
         model, names = self.empty_tower(runtime)
         load_weights(model, self.source, names, device=runtime.device, dtype=runtime.dtype)
@@ -74,11 +77,11 @@ class InternVL(FixedSizeFamily):
         return StaticParts(self._text_width(), None)
 
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Count (T, N) as :meth:`ModelFamily.token_counts`; the vision tower takes frames of one size only."""
+        """Compute (frames, tokens a frame) for resized frames, which are squares of one size; ``width`` is not used."""
         return n_frames, int(height // self._side("patch_size") * self._downsample_ratio()) ** 2
 
     def tower_work(self, height: int, width: int) -> TowerWork:
-        """Count as :meth:`ModelFamily.tower_work`; patches are merged before the projector."""
+        """Count the work of encoding one frame, from the config alone; patches are merged before the projector."""
         vision, D = self._vision(), self._text_width()
         C, inner, depth = vision["hidden_size"], vision["intermediate_size"], vision["num_hidden_layers"]
         patch, merged = self._side("patch_size"), C * round(1 / self._downsample_ratio()) ** 2

@@ -44,7 +44,11 @@ class LlavaOnevision(FixedSizeFamily):
     )
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> LlavaOnevisionBackbone:
-        """Load the vision part as :meth:`ModelFamily.load`, and the pooling head if the source has one."""
+        """Load the vision part, ready to encode, and the pooling head if the source has one.
+
+        The language model is neither read nor allocated. Raises ModelError if weights are missing, or do not fit the
+        config.
+        """
         preprocessor = self.preprocessor()
         model, names = self.empty_tower(runtime)
         load_weights(model, self.source, names, device=runtime.device, dtype=runtime.dtype)
@@ -84,11 +88,14 @@ class LlavaOnevision(FixedSizeFamily):
         return StaticParts(hidden_size=len(row), newline=row)
 
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Count (T, N) as :meth:`ModelFamily.token_counts`; the vision tower takes frames of one size only."""
+        """Compute (frames, tokens a frame) for resized frames, which are squares of one size; ``width`` is not used."""
         return n_frames, _count_tokens_per_frame(height, self._vision("patch_size", 14))
 
     def tower_work(self, height: int, width: int) -> TowerWork:
-        """Count as :meth:`ModelFamily.tower_work`; all patches pass the projector and are pooled afterwards."""
+        """Count the work of encoding one frame, from the config alone.
+
+        All patches pass the projector before they are pooled.
+        """
         C, inner, D = self._vision("hidden_size", 1152), self._vision("intermediate_size", 4304), self._text_width()
         patch, depth = self._vision("patch_size", 14), self._vision("num_hidden_layers", 26)
         P = (height // patch) * (width // patch)

@@ -177,7 +177,7 @@ class FixedSizePreprocessor(Preprocessor):
         return self.height, self.width
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings as :meth:`Preprocessor.settings`, with ``size``."""
+        """Return all settings that determine the pixel values, ``size`` too, JSON-able, for a cache's fingerprint."""
         return {**super().settings(), "size": [self.height, self.width]}
 
 
@@ -269,7 +269,10 @@ class DynamicSizePreprocessor(Preprocessor):
         return blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(T * H * W, -1)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings as :meth:`Preprocessor.settings`, with the sizes of patches and the limits."""
+        """Return all settings that determine the pixel values, JSON-able, for a cache's fingerprint.
+
+        The sizes of patches and the limits are among them.
+        """
         return {
             **super().settings(),
             "patch_size": self.patch_size,

@@ -64,7 +64,11 @@ class QwenVL(ModelFamily):
     image_processors: ClassVar[tuple[str, ...]]
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> QwenBackbone:
-        """Load the tower as :meth:`ModelFamily.load`; its rotary frequencies are computed, since no file has them."""
+        """Load the vision tower, ready to encode; the language model is neither read nor allocated.
+
+        Rotary frequencies are computed, since no file has them. Raises ModelError if weights are missing, or do not fit
+        the config.
+        """
         preprocessor = self.preprocessor()
         whole, names = self.empty_tower(runtime)
         load_weights(whole, self.source, names, device=runtime.device, dtype=runtime.dtype)
@@ -79,9 +83,10 @@ class QwenVL(ModelFamily):
         return nn.ModuleDict({"visual": tower}), _names_in_memory
 
     def preprocessor(self) -> DynamicSizePreprocessor:
-        """Make the preprocessor as :meth:`ModelFamily.preprocessor`.
+        """Make the picklable preprocessor that the checkpoint's files describe, without weights.
 
-        Raises ModelError, too, for patches of another size than the vision tower's in config.json.
+        Raises ModelError for a setting that is not implemented, and for patches of another size than the vision tower's
+        in config.json.
         """
         self._check_processor()
         source, vision = self.source, self._vision_config()
@@ -120,12 +125,16 @@ class QwenVL(ModelFamily):
         return StaticParts(int(vision["out_hidden_size"]), None, len(vision.get("deepstack_visual_indexes", ())))
 
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
+        """Compute (temporal patches, tokens of each) for resized frames; an incomplete last temporal patch counts."""
         vision = self._vision_config()
         side = vision["patch_size"] * vision["spatial_merge_size"]
         return -(-n_frames // vision["temporal_patch_size"]), (height // side) * (width // side)
 
     def tower_work(self, height: int, width: int) -> TowerWork:
-        """Count as :meth:`ModelFamily.tower_work`; each deepstack level has its own merger."""
+        """Count the work of encoding one temporal patch, from the config alone.
+
+        Each deepstack level has its own merger.
+        """
         vision = self._vision_config()
         C, inner, merged = vision["hidden_size"], vision["intermediate_size"], vision["spatial_merge_size"] ** 2
         P = merged * self.token_counts(1, height, width)[1]
@@ -141,7 +150,10 @@ class QwenVL(ModelFamily):
         return int(vision["depth"] * 4 * P**2 * vision["hidden_size"])
 
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
-        """Compute as :meth:`ModelFamily.token_bytes`; the evidence of these families is one number a token."""
+        """Compute the bytes of a video's visual tokens and evidence (names) in bfloat16, from the config alone.
+
+        The evidence of these families is one number a token.
+        """
         static, (T, N) = self.static(), self.token_counts(n_frames, height, width)
         return int(T * N * 2 * (static.hidden_size * (1 + static.deepstack_levels) + len(evidence)))
 

@@ -124,8 +124,8 @@ class ModelSource(TensorSource):
 def _read_config(name: str, files: CheckpointFiles, served_methods: Collection[str] = ()) -> tuple[str, dict[str, Any]]:
     """Read and check config.json; return (model type, config).
 
-    Raises ModelError if it is missing, describes a model quantized by a method not in ``served_methods``, or has a
-    model type of no family here.
+    ``name`` is the model's, for messages. Raises ModelError if the file is missing, describes a model quantized by a
+    method not in ``served_methods``, or has a model type of no family here.
     """
     config = files.read_json("config.json")
     if config is None:

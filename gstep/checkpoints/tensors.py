@@ -82,7 +82,12 @@ def read_tensors(
 
 
 def iter_tensors(source: TensorSource, rename: Callable[[str], str | None]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (new name, memory-mapped values) of the tensors that ``rename`` selects; raises as ``read_tensors``."""
+    """Yield (new name, memory-mapped values) of the tensors that ``rename`` selects; only their shards are opened.
+
+    ``rename`` maps the name on disk to the new name, or to None for a tensor that is left out.
+
+    Raises ModelError if a file is missing or is no safetensors file, or a tensor is quantized or of an adapter.
+    """
     for filename in list_files_with(source, rename):
         path = source.file(filename)
         try:
@@ -146,7 +151,8 @@ def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
 def refuse_adapter_files(name: str, files: CheckpointFiles) -> None:
     """Raise ModelError if the checkpoint has an adapter's files, which transformers would apply and this project not.
 
-    A model whose files cannot be looked up, because the Hub is unreachable, passes unchecked.
+    ``name`` is the model's, for the message. A model whose files cannot be looked up, because the Hub is unreachable,
+    passes unchecked.
     """
     for filename in ("adapter_config.json", "non_lora_trainables.bin"):
         try:
@@ -192,7 +198,7 @@ def _refuse_adapter_tensor(name: str, key: str) -> None:
 def refuse_quantized(name: str, config: Mapping[str, Any], served_methods: Collection[str] = ()) -> None:
     """Raise ModelError if config.json, or a part such as text_config, has a ``quantization_config``.
 
-    Quantization by a method of ``served_methods`` is allowed.
+    ``name`` is the model's, for the message. Quantization by a method of ``served_methods`` is allowed.
     """
     for part, settings in {"": config, **config}.items():
         quantization = settings.get("quantization_config") if isinstance(settings, dict) else None

@@ -141,9 +141,9 @@ class PruneInside:
         return ShortRows(index, valid)
 
     def _shorten(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Cut the hidden states of the prefill before layer K, then positions and mask as :meth:`_keep_short`.
+        """Drop the pruned tokens before layer K, as a hook; return the layer's arguments and keywords.
 
-        A hook before layer K: it returns the layer's arguments and keywords.
+        In the prefill the hidden states are cut; in every call, positions and mask are cut too.
         """
         assert self.short is not None
         hidden_BLD, *options = args

@@ -40,7 +40,12 @@ class LanguageModel:
 
     @classmethod
     def load(cls, source: ModelSource, runtime: Runtime) -> Self:
-        """Load the model, as :func:`gstep.language.load_language_model`."""
+        """Load the model without its vision tower; nothing checks that it can answer.
+
+        :func:`gstep.language.load_language_model` checks that.
+
+        Raises ModelError if weights are missing or do not have the shapes of the config.
+        """
         return cls(load_llm(source, runtime), tokenizer_of(source), runtime.device)
 
     @property

@@ -192,7 +192,10 @@ def _union_members(hint: Any) -> Iterator[Any]:
 
 
 def _check_value(name: str, value: Any, accepted: list[Any], label: str) -> Any:
-    """Convert ``value`` to the first accepted type that it fits. Raises ValueError, naming the types."""
+    """Convert ``value`` to the first accepted type that it fits. Raises ValueError, naming the types.
+
+    ``name`` is the parameter's and ``label`` the method's, for the message.
+    """
     for candidate in accepted:
         fits, converted = _convert(candidate, value)
         if fits:

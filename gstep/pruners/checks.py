@@ -18,7 +18,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[float], bool]) -> float:
     """Check that ``value`` is a finite number (no bool) for which ``is_accepted`` holds; return it as a float.
 
-    ``accepted`` describes the accepted numbers for the message, such as "in [0, 1]". Raises ValueError.
+    Raises ValueError. Its message has ``name``, the parameter's, and ``accepted``, which describes the accepted
+    numbers: "in [0, 1]".
     """
     if isinstance(value, Real) and not isinstance(value, bool):
         number = as_float(value)

@@ -93,7 +93,11 @@ class CachedWay:
     """
 
     def __init__(self, mode: str, job: ServingWork) -> None:
-        """Load the engine of ``mode``, a key of CACHED; "text-vllm" replaces visual tokens by random words."""
+        """Load the engine of ``mode``, a key of CACHED, with its model.
+
+        "text-vllm" replaces visual tokens by random words. Nothing checks that ``job.cache`` was made with
+        ``job.model``.
+        """
         source, self._cache = ModelSource.resolve(job.model), TokenCache(job.cache)
         options = EngineOptions(engine=CACHED[mode])
         self._engine = load_engine(options, source, choose_runtime(), self._cache.max_tokens + 1)
@@ -174,7 +178,11 @@ class OnlineWay:
     """The way of answering by vLLM alone, whose own loader decodes every video and whose model encodes it."""
 
     def __init__(self, job: ServingWork) -> None:
-        """Load vLLM for the videos that the cache is of; their uris must be local files."""
+        """Load vLLM with its model, to answer from the video files that ``job.cache`` was made of.
+
+        Their uris must be paths of whole local files; nothing checks it. vLLM may read all files below their common
+        folder. It takes ``job.num_frames`` frames of a video.
+        """
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - tens of seconds to import
 
         runtime, (name, revision) = choose_runtime(), ModelSource.resolve(job.model).pretrained()

@@ -111,6 +111,7 @@ def build_video(
     import torch  # noqa: PLC0415 - two seconds, for whoever wants tokens
 
     def numbers(name: str, dtype: Any) -> Tensor | None:
+        """Return a column of numbers in ``order``; None if it has nulls."""
         if table[name].null_count:
             return None
         values = table[name].to_numpy()

@@ -83,7 +83,7 @@ def drop_unknown_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[st
 
 
 def _drop_unknown(old_value: object, value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a part of an identity as ``drop_unknown_code``."""
+    """Return the part ``value`` of an identity without the code of methods for which ``old_value`` has no code."""
     if not isinstance(old_value, Mapping):
         return value
     if "code" in value and "code" not in old_value and old_value.get("method") == value["method"]:

@@ -31,7 +31,11 @@ def encode(values: NDArray[np.int16], bits: int, group: int, n_kept: int) -> lis
 
 
 def _encode_rows(raw_KD: Tensor, bits: int, group: int, n_kept: int) -> list[Tensor]:
-    """Encode a few rows, [k,D] raw bits, as ``encode`` does."""
+    """Encode a few rows, [k,D] bits of bfloat16: return their whole numbers, scales and kept channels, as raw bits.
+
+    Without kept channels there is no third column. Raises ValueError for numbers that no float16 scale reaches, and for
+    numbers that are not finite.
+    """
     values_KD = raw_KD.view(torch.bfloat16).float()
     largest = _find_largest(raw_KD, min(n_kept, raw_KD.shape[1]))
     values_KD.scatter_(1, largest, 0.0)

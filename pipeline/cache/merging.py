@@ -132,9 +132,10 @@ class _Step:
         keep: timedelta,
         max_rows: float,
     ) -> None:
-        """List the table, and delete the sources of merges that are ``keep`` old.
+        """List the table, and delete at once the sources of earlier merges that are at least ``keep`` old.
 
-        ``result`` gets the counts of each step.
+        ``result`` gets the counts of each step. ``everything`` merges all levels, also without small files. Levels of
+        more than ``max_rows`` rows are left alone, unless ``everything`` is set.
         """
         self._store, self._made_with, self._result = store, made_with, result
         self._everything, self._keep, self._max_rows = everything, keep, max_rows

@@ -88,7 +88,7 @@ def list_table_files(store: Store) -> list[TableFile]:
 
 
 def parse_file_name(name: str) -> TableFile:
-    """Parse a file's name to a TableFile."""
+    """Parse a file's name to a TableFile; any name that is no sorted file's gives a small file, of level 0."""
     match = _SORTED_NAME.fullmatch(PurePosixPath(name).name)
     if match is None:
         return TableFile(name)
@@ -186,7 +186,7 @@ class SortedFile:
     """
 
     def __init__(self, store: Store, file: TableFile) -> None:
-        """Read the tail of the file, and check it."""
+        """Read the tail of the file, and check it against the hash and the row count in its name."""
         self.file = file
         self._store = store
         tail = store.read_slice(file.name, -file.n_tail)
@@ -281,7 +281,12 @@ class VideosTable:
     """
 
     def __init__(self, store: Store, made_with: str | None = None, keep: int = 8) -> None:
-        """Cache ``keep`` small files, and ``keep`` footers of sorted files, in memory for single rows."""
+        """Read nothing yet.
+
+        Args:
+            made_with: the fingerprint of the identity whose files count; None for all files.
+            keep: the number of small files, and of footers of sorted files, that stay in memory for single rows.
+        """
         self.foreign: dict[str, str | None] = {}
         self.store, self._made_with = store, made_with
         self._rows_of_small = LoadedOnce(partial(_load_rows, store), keep)
@@ -327,7 +332,7 @@ class VideosTable:
         return map(self.read_row, places["shard"].to_pylist(), places["row"].to_pylist())
 
     def _is_own(self, name: str, made_with: str | None) -> bool:
-        """Return True if a file's fingerprint is the cache's; otherwise add the file to ``foreign``."""
+        """Return True if a file's fingerprint is the cache's, or either is None; else add it to ``foreign``."""
         if is_same_identity(made_with, self._made_with):
             return True
         self.foreign[name] = made_with

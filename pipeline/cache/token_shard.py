@@ -67,7 +67,10 @@ class TokenShard:
     """
 
     def __init__(self, store: Store, name: str, footer_hash: str) -> None:
-        """Open the shard, read its footer, and compare it with ``footer_hash``."""
+        """Open the shard and read its footer.
+
+        Raises CorruptShard if the shard is missing, or if the footer's hash is not ``footer_hash``.
+        """
         self.name = name
         self._label = f"{store}/{name}"
         try:

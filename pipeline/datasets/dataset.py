@@ -112,11 +112,11 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     ) -> None:
         """Take the videos ``ids``, each once, or all that have tokens, for ``rank`` of ``world_size``.
 
-        The default is the rank of torch.distributed when the dataset is read; without torch.distributed this process
-        has all videos.
-        ``retention_ratio``, ``order`` and ``evidence`` are as in TokenCache.get.
+        Without ``rank`` the rank of torch.distributed counts, when the dataset is read; without torch.distributed this
+        process has all videos. ``retention_ratio``, ``order`` and ``evidence`` are the arguments of TokenCache.get.
 
-        Raises ValueError where ``even`` would leave no rank a video; for torch.distributed's when the dataset is read.
+        Raises ValueError if ``even`` is set and there are fewer token shards than ranks: here with ``rank``, else when
+        the dataset is read.
         """
         super().__init__()
         self.cache = cache if isinstance(cache, TokenCache) else TokenCache(cache)

@@ -237,7 +237,7 @@ def _group_arms(
 
 
 def _choose_reference(groups: Sequence[_Group], name: str | None) -> str:
-    """Return the method that rows are compared with: ``name``, else GSTEP, else the first method.
+    """Return the method that rows are compared with: ``name``, else GSTEP if it has rows, else the first method.
 
     A single method is compared with full retention. Raises UsageError if ``name`` is no row.
     """
@@ -248,7 +248,10 @@ def _choose_reference(groups: Sequence[_Group], name: str | None) -> str:
 
 
 def _find_method(groups: Sequence[_Group], name: str, option: str) -> str:
-    """Return the method of the rows that a user's ``name`` means. Raises UsageError where there is none."""
+    """Return the method of the rows that a user's ``name`` means. Raises UsageError if there is none.
+
+    ``option`` is the flag that ``name`` came from, for the error.
+    """
     methods = list(dict.fromkeys(group.method for group in groups))
     for method in methods:
         if is_named(name, method):

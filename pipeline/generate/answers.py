@@ -332,8 +332,8 @@ def select_live(rows: pa.Table) -> pa.Table:
 def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
     """Merge the Parquet files of a table of answers into one, if more than ``at_least`` wait; only live rows stay.
 
-    A merged file's sources stay, for readers, until a later merge finds it older than ``keep``. Raises CorruptShard,
-    OSError.
+    The sources of this merge stay, for readers. In any case the sources of earlier merges are deleted if their merged
+    file is at least ``keep`` old. Files of JSON lines are left alone. Raises CorruptShard, OSError.
     """
     names = store.names(ANSWERS, SUFFIXES["parquet"])
     tables = {name: _parse(store, name, data) for name, data in zip(names, store.read_all(names), strict=True)}
@@ -352,7 +352,10 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
 
 
 def try_merge_answers(store: Store, at_least: int, say: Callable[[str], object]) -> None:
-    """Merge as ``merge_answers``; if that fails, ``say`` gets a warning, and nothing is lost."""
+    """Merge the Parquet files of answers if more than ``at_least`` wait, and delete the sources of older merges.
+
+    An error loses no row and is not raised: ``say`` gets a warning.
+    """
     try:
         merge_answers(store, at_least)
     except (CorruptShard, OSError) as error:

@@ -142,7 +142,10 @@ def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None,
 
 
 def read_given_questions(source: object, mode: AnswerMode, limit: int | None = None) -> pa.Table:
-    """Read questions from dicts, or a table that Arrow takes, as ``read_questions`` does. Raises QuestionsError."""
+    """Return the questions of dicts, or of a table that Arrow takes, checked like the rows of a file.
+
+    A table's carried columns keep their types. Raises QuestionsError.
+    """
     types: dict[str, pa.DataType] = {}
     if hasattr(source, "__arrow_c_stream__"):
         source = table = _convert_table(source)

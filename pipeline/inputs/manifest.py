@@ -386,13 +386,13 @@ def _from_store(videos: str, roots: Roots, objects: Objects, forms: frozenset[st
 
 
 def given_manifest(rows: object, video_roots: Sequence[str] = ()) -> pa.Table:
-    """List the videos that a caller has at hand, as ``read_manifest`` does those of a file.
+    """List the videos that a caller has at hand, as MANIFEST_SCHEMA, in their order; an iterator is used up.
 
     Args:
         rows: paths or s3:// objects, each of which may be read, with its last segment as ``video_id``; or rows (dicts,
             or a table that Arrow takes) with video_id and uri, as of a manifest that lies in the current folder.
 
-    Raises ManifestError as ``read_manifest`` does.
+    Raises ManifestError for a row that makes no sense, no row at all, and a missing or duplicate ``video_id``.
     """
     roots = _roots(video_roots)
     if isinstance(rows, Iterator):

@@ -100,6 +100,7 @@ class NamedVideos:
     """
 
     def __init__(self, name: str, base: Path | str, roots: Roots) -> None:
+        """Prepare the checks of paths; nothing is read."""
         self._name, self._base = name, base
         local = isinstance(base, Path)
         self._prefixes = roots.prefixes if local else [str(base), *roots.prefixes]

@@ -139,9 +139,9 @@ def given_parts(name: str, source: object, needs: str) -> Iterator[TableRows]:
 
 
 def given_rows(name: str, source: object, needs: str) -> Iterator[tuple[str, UserRow]]:
-    """Yield the rows of ``given_parts`` one by one, as ``read_rows`` does, without empty cells of dicts.
+    """Yield the place of each row, in words, and the row as a dict; empty cells of dicts are left out.
 
-    Raises BadRow.
+    ``name`` and ``needs`` are for errors: the rows' name, and the columns that a row must have. Raises BadRow.
     """
     if hasattr(source, "__arrow_c_stream__"):
         source = given_table(name, source, needs).to_pylist()

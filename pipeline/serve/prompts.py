@@ -134,7 +134,10 @@ class CachedPrompts:
     """
 
     def __init__(self, config: ServedCache) -> None:
-        """Open the caches and check that they fit the model; threads refresh them until ``close``."""
+        """Open all caches and check that they fit the model; a thread for each cache refreshes it until ``close``.
+
+        The model's weights are not loaded.
+        """
         self.served = config
         self.source = ModelSource.resolve(config.model, config.revision, quantized=True)
         self.builder: PromptBuilder = prompt_builder(self.source, config.positions, config.rule, config.frame_times)
@@ -185,9 +188,9 @@ class CachedPrompts:
             )
 
     def find(self, link: CacheLink) -> Future[ServedVideo]:
-        """Return a future of the linked video, as ServedVideos.find. Raises ValueError for an unknown cache.
+        """Return a future of the linked video, finished if memory has its tokens; else a thread reads them.
 
-        A link without a ratio gets the server's ratio.
+        A link without a ratio gets the server's ratio. Raises ValueError for an unknown cache.
         """
         if link.cache not in self.caches:
             names = ", ".join(filter(None, self.caches)) or "none"

@@ -230,7 +230,7 @@ class LocalStore:
         return sorted(files)
 
     def exists(self, name: str) -> bool:
-        """Return True if there is such a file."""
+        """Return True if ``name`` is a regular file; False for a folder."""
         check_name(name)
         try:
             return stat.S_ISREG(self._stat(name).st_mode)

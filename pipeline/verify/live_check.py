@@ -52,7 +52,12 @@ class LiveCheck:
     """
 
     def __init__(self, cache: TokenCache, model: str | None, objects: Objects) -> None:
-        """Load the model; ``objects`` reads sources on S3, and ``model`` is where it is now, if it was moved."""
+        """Load the model of the newest run of ``cache`` to this machine's GPU or CPU, which may download its files.
+
+        Args:
+            model: where the model is now; None if the run's record still tells.
+            objects: reads sources on S3.
+        """
         store = cache.store
         self._cache, self._objects = cache, objects
         run = newest_record(store)

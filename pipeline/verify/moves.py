@@ -94,7 +94,8 @@ def remove_videos(
 ) -> RemovalResult:
     """Remove these videos for ``reason``, also ids without a row; repeat it to resume an interrupted removal.
 
-    Waits for ``keep`` before it deletes token shards that held the videos, so that readers can finish.
+    Waits for ``keep`` before it deletes token shards that held the videos, so that readers can finish. Then it deletes
+    files of the videos table that were merged at least ``keep`` ago. The names of all deleted files are in the result.
 
     Raises NotACache, CacheLocked where a run writes to it, CorruptShard where a token shard is damaged, and OSError.
     """
@@ -250,7 +251,10 @@ class JoinResult:
 def join_tokens(
     store: Store, say: Callable[[str], object], keep: timedelta, shard_bytes: int = SHARD_BYTES
 ) -> JoinResult:
-    """Join token shards of less than half of ``shard_bytes``, and delete those that were emptied ``keep`` ago.
+    """Join token shards of less than half of ``shard_bytes``, and delete shards that earlier joins emptied.
+
+    An emptied shard is deleted if its join is at least ``keep`` old and no live row names it. The shards that this join
+    empties stay. If it joins any, the files of the videos table are merged too. ``say`` gets lines of progress.
 
     Raises NotACache, CacheLocked where a run writes to it, CorruptShard where a token shard is damaged, and OSError.
     """

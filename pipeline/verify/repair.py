@@ -148,9 +148,10 @@ class Repair:
         return move_videos(self._store, rows[0]["run_id"], rows) if rows else []
 
     def _set_aside(self, known_ids: Collection[str]) -> None:
-        """Move damaged and foreign files out of the table, and commit a failed row for each video that has no row then.
+        """Move damaged and foreign files of the table aside, and commit a failed row for each lost video.
 
-        These videos are found in the token shards that nothing names. Videos of foreign files get no row.
+        The files go to the folder of replaced files. Lost videos are found in the token shards that no row names.
+        Videos of foreign files get no row.
         """
         problems = [problem for problem in self._report.problems if problem.kind in {*_OF_TABLE, Kind.LOST}]
         is_lost = any(problem.kind is not Kind.FINGERPRINT for problem in problems)
@@ -169,7 +170,10 @@ class Repair:
             self._retire(name)
 
     def _ids_of(self, name: str) -> list[str]:
-        """Return the ids of the videos in a token shard that no row names."""
+        """Return the ids of the videos in a token shard.
+
+        If it cannot be read, the list is empty, and the report gets a note.
+        """
         try:
             return list_videos(self._store, name)
         except (OSError, pa.ArrowException) as error:
@@ -177,7 +181,11 @@ class Repair:
             return []
 
     def _change(self, changes: dict[str, VideoRow]) -> None:
-        """Merge the table until each video has one row, and replace the rows of these videos: video_id -> new row."""
+        """Merge the table until each video has one row, and replace the rows of these videos: video_id -> new row.
+
+        A file with a replaced row is written again; the old file moves to the folder of replaced files. The sources of
+        the merge are deleted at once.
+        """
         merge_fully(self._store, self._made_with)
         table = LiveVideos.open(self._store, self._made_with)
         shards = {place.shard for video_id in changes if (place := table.find(video_id)) is not None}

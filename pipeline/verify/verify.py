@@ -249,6 +249,7 @@ class _Verification:
         table = VideosTable(self.store, keep=8 * self.request.jobs)
 
         def check(name: str) -> CheckedShard:
+            """Check one token shard against its rows that are not bad; a sound shard is not read again."""
             if name in self.sound:
                 return replace(self.sound[name], n_bytes=0)
             rows = [(shard, table.read_row(shard, row)) for shard, row in places[name] if (shard, row) not in bad]

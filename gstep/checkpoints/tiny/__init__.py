@@ -66,7 +66,10 @@ def build(name: str) -> Path:
 
 
 def write(name: str, folder: Path) -> None:
-    """Write a tiny model's files into an existing folder."""
+    """Write the weights, config, processor and tokenizer files of the tiny model ``name`` into an existing folder.
+
+    Files of these names are replaced.
+    """
     model = _ALL[name]
     save_file(_draw_weights(name), folder / "model.safetensors", metadata={"format": "pt"})
     for filename, content in {"config.json": model.config, **model.processor_files}.items():

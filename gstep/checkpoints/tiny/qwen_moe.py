@@ -121,7 +121,12 @@ _THINKING = "assistant\\n<think>\\n' -}}"
 def _make_model(name: str, architecture: str, weights: Any, text: Mapping[str, Any], *, thinks: bool) -> TinyModel:
     """Make a tiny model from its language model; all other parts are the tiny Qwen3-VL's.
 
-    ``thinks`` is for Qwen3.5: its tower has no deepstack levels and its prompt opens a thinking block.
+    Args:
+        name: the model type in config.json.
+        architecture: the class name in config.json.
+        weights: the function that draws all weights.
+        text: entries of text_config that replace the tiny Qwen3-VL's.
+        thinks: True for Qwen3.5, whose tower has no deepstack levels and whose prompt opens a thinking block.
     """
     vision = {**QWEN3["vision_config"], "model_type": name}
     if thinks:

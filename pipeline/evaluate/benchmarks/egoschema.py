@@ -46,9 +46,9 @@ def _any_row(row: UserRow, place: AnnotationRow) -> UserRow:
 
 
 def _subset_row(row: UserRow, place: AnnotationRow) -> UserRow | None:
-    """Convert a row as ``_any_row`` does; add the right answer to a row of the authors' layout.
+    """Convert a row of either layout to the hub's, and add its ``cluster``.
 
-    Returns None for a row of that layout whose right answer is not published.
+    A row of the authors' layout gets its right answer. Returns None if that answer is not published.
     """
     if "q_uid" in row:
         answers = place.tables[_ANSWERS]

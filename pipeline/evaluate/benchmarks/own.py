@@ -150,7 +150,10 @@ def _find_choice(answer: str, options: Sequence[str]) -> int | None:
 
 
 def _label(row: Mapping[str, object], name: str, where: str) -> str:
-    """Return a carried column as text, "" where empty. Raises QuestionsError unless it is text or a whole number."""
+    """Return the carried column ``name`` as text, "" if it is empty; ``where`` names the row in an error.
+
+    Raises QuestionsError unless it is text or a whole number.
+    """
     value = row.get(name)
     if value is None:
         return ""

@@ -70,7 +70,10 @@ def _reorder(question: Question, order: Sequence[int]) -> Question:
 
 
 def _about(name: QuestionType, thing: Thing, prompt: str, right: str, choices: Sequence[str]) -> Question:
-    """Build a question about one thing, whose name replaces ``{}`` in the prompt."""
+    """Build a question of type ``name`` about one thing, whose name replaces ``{}`` in the prompt.
+
+    ``right`` is the text of the right choice.
+    """
     return Question(
         type=name,
         prompt=prompt.format(thing.name),

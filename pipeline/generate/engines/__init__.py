@@ -99,10 +99,10 @@ class EngineCrashed(Exception):  # noqa: N818
 
 
 def load_engine(options: EngineOptions, source: ModelSource, runtime: Runtime, largest_video: int = 0) -> Engine:
-    """Load the engine that the options name, and its model. Raises ModelError.
+    """Load the engine that the options name, and its model, which takes minutes for a large model. Raises ModelError.
 
     Args:
-        largest_video: the most visual tokens that a video has in a prompt.
+        largest_video: the most visual tokens that a video has in a prompt; only the vllm engine reads it.
     """
     engine: Engine = ENGINES[options.engine].load(options, source, runtime, largest_video)
     return engine

@@ -25,7 +25,7 @@ class TransformersEngine:
 
     @classmethod
     def load(cls, options: EngineOptions, source: ModelSource, runtime: Runtime, largest_video: int) -> Self:
-        """Load the model, as :func:`pipeline.generate.engines.load_engine`."""
+        """Load the model into this process; ``options`` and ``largest_video`` are not used. Raises ModelError."""
         return cls(load_language_model(source, runtime), runtime)
 
     @staticmethod
@@ -35,14 +35,17 @@ class TransformersEngine:
         """Accept every request: the engine answers any prompt."""
 
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
-        """Return batches by their cost, as :class:`pipeline.generate.engines.Engine`."""
+        """Group the prompts into batches of at most ``most`` by their cost; return the prompts' numbers in each batch.
+
+        A prompt costs its tokens behind the video; with ``inside`` it costs all its tokens.
+        """
         lengths = [len(prompt) for prompt in prompts]
         return batches_by_cost(
             lengths, lengths if inside else [len(prompt) - prompt.prefix_length for prompt in prompts], most
         )
 
     def describe(self) -> JsonObject:
-        """Return the provenance of answers, as :class:`pipeline.generate.engines.Engine`."""
+        """Return the runtime and the model's bytes, for the provenance of answers, JSON-able."""
         return {**self._runtime.describe(), "model_bytes": self._model.n_bytes}
 
     def close(self) -> None:

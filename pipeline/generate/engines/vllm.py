@@ -69,9 +69,10 @@ class VllmEngine:
 
     @classmethod
     def load(cls, options: EngineOptions, source: ModelSource, runtime: Runtime, largest_video: int) -> Self:
-        """Start the engine with its model, as :func:`pipeline.generate.engines.load_engine`.
+        """Start vLLM's engine with its model, which takes minutes for a large model.
 
-        Sets vLLM's environment variables in this process. Raises ModelError if the largest video does not fit.
+        Sets vLLM's environment variables in this process. ``engine_params`` of the options replace the usual arguments.
+        Raises ModelError if the largest video does not fit.
         """
         prepare_process(runtime.device, options.tensor_parallel)
         from vllm import EngineArgs  # noqa: PLC0415 - tens of seconds to import
@@ -140,7 +141,7 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], *, inside: tuple[Pruner, float] | None = None
     ) -> list[Answer]:
-        """Answer a batch of prompts, as :class:`pipeline.generate.engines.Engine`; ``inside`` must be None.
+        """Answer prompts, which may differ in length and in their options; ``inside`` must be None.
 
         Times are the whole batch's: until every prompt had its first token, and from there on. Sets ``first_token_s``.
         """
@@ -160,7 +161,7 @@ class VllmEngine:
         *,
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
-        """Score continuations, as :class:`pipeline.generate.engines.Engine`; ``inside`` must be None.
+        """Score each continuation of each prompt by its log-probability; ``inside`` must be None.
 
         Continuations that begin alike share requests: each asks for all tokens that may follow one beginning. So the
         letters of a question are one request, and longer texts find their prompt in the prefix cache.
@@ -183,11 +184,11 @@ class VllmEngine:
         ]
 
     def embedding(self, text: str) -> Tensor:
-        """Return the embedding of a text, as :class:`pipeline.generate.engines.Engine`."""
+        """Return the mean input embedding [1,D] of a text's tokens. Raises ValueError for an empty text."""
         return self._embeddings.mean(text).to(self._runtime.device)
 
     def describe(self) -> JsonObject:
-        """Return the provenance of answers, as :class:`pipeline.generate.engines.Engine`."""
+        """Return vLLM's version, its parallelism and the runtime, for the provenance of answers, JSON-able."""
         parallel = {"tensor_parallel": self._tensor_parallel}
         return {**self._runtime.describe(), "attn_implementation": "vllm", "vllm": _version(), **parallel}
 
