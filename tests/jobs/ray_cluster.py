@@ -60,10 +60,6 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def head_pid(self) -> int:
-        return self._nodes[0].pid
-
     def add_node(self, *, cpus: int = 2) -> None:
         """Join one more node and wait until the cluster counts it."""
         (agent,) = _free_ports(1)
@@ -77,17 +73,10 @@ class Cluster:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
 
-    def submit(self, *entrypoint: str, options: tuple[str, ...] = (), **more: Any) -> Ended:
-        """Run ``ray job submit <options> -- <entrypoint>``, which ends with the job without --no-wait."""
-        return self.ray("job", "submit", "--address", self.address, *options, "--", *entrypoint, **more)
-
     def logs(self, job: str) -> str:
-        """Return what a job has printed so far; ``ray job logs`` asks for the same, and takes seconds to start."""
+        """Return what a job has printed so far."""
         logs: str = self.get(f"/api/jobs/{job}/logs")["logs"]
         return logs
-
-    def stop(self, job: str) -> Ended:
-        return self.ray("job", "stop", "--address", self.address, job)
 
     def info(self, job: str) -> dict[str, Any]:
         """Return what the job server says of a job: status, message, driver_exit_code, driver_info and more."""
@@ -101,12 +90,16 @@ class Cluster:
         )
         return self.info(job)
 
-    def get(self, path: str) -> Any:
-        """Fetch the JSON behind a path of the job server."""
-        file = Path(self.environment["HOME"]) / ".ray" / "auth_token"
-        token = self.environment.get("RAY_AUTH_TOKEN") or (file.read_text() if file.exists() else None)
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        with urllib.request.urlopen(urllib.request.Request(self.address + path, headers=headers), timeout=30) as answer:
+    def get(self, path: str, document: object = None, token: str | None = None) -> Any:
+        """Fetch the JSON behind a path of the job server, or post a document there; by the cluster's token or another.
+
+        It asks for what ``ray job`` asks for, which takes seconds to start.
+        """
+        token = self.environment["RAY_AUTH_TOKEN"] if token is None else token
+        body = None if document is None else json.dumps(document).encode()
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        request = urllib.request.Request(self.address + path, body, headers if token else {})
+        with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
     def close(self) -> None:

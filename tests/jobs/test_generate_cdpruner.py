@@ -142,10 +142,7 @@ def test_a_gpu_that_is_poisoned_while_choosing_ends_the_actor(answer, monkeypatc
 
 def test_who_holds_no_such_method_reads_no_evidence(tmp_path, tower):
     store = tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
-    for late, evidence in (
-        (None, {}),
-        (LatePruning(CDPruner(), 0.1, tower, EMBEDDED), {"image_embedding"}),
-    ):
+    for late, evidence in ((None, {}), (LatePruning(CDPruner(), 0.1, tower, EMBEDDED), {"image_embedding"})):
         videos = Answerer(setup_of(store, prunings={"": late}))._prompts.videos
         assert set(videos.get("a", None).visual.evidence) == set(evidence)
 

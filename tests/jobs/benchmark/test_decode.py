@@ -46,7 +46,7 @@ def test_all_ways_of_decoding_are_measured_beside_the_least(one_clip, tmp_path, 
 def test_the_whole_job_is_measured_beside_loops(one_clip, capsys, monkeypatch):
     with ray_here(*PLAIN):
         monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-        assert benchmark.main([*SMALL, "--loop", "1", "6", "--workers", "1"]) == 0
+        assert benchmark.main([*SMALL, "--loop", "1", "6", "--workers", "1", "--repeats", "1"]) == 0
     (clip,) = json.loads(capsys.readouterr().out)["clips"]
     per_second = clip["videos_per_s"]
     assert set(per_second) == {JOB, "loop with decord", "loop with torchcodec"}
