@@ -19,19 +19,12 @@ from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import forbid_models, forbid_ray, run_here
 from tests.jobs.processes import family
-from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import write_clip
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
 SMALL = ["--num-frames", "2"]
-
-
-@pytest.fixture(scope="module")
-def one_ray():
-    with ray_here({"num_cpus": 2}):
-        yield
 
 
 @pytest.fixture(scope="module")

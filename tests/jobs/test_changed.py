@@ -8,12 +8,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import ray
 
 from jobs import prune, verify
 from pipeline import TokenCache
 from tests.jobs.jobs import document_of, run_here
-from tests.pipeline.rays import PLAIN, ray_here
 from tests.pipeline.s3 import S3Server
 from tests.pipeline.videos import write_clip
 
@@ -22,12 +20,6 @@ pytestmark = pytest.mark.slow
 OPTIONS = ("--num-frames", "2")
 IDS = ("file", "object", "t.tar/a", "t.tar/b", "s.tar/a", "s.tar/b", "z.zip/a", "z.zip/b")
 FORMS = ("file", "object", "t.tar/a", "s.tar/a", "z.zip/a")  # the id of a video of each form
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_here(*PLAIN):
-        yield ray.get_runtime_context().gcs_address
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +93,7 @@ def server(monkeypatch):
         yield opened
 
 
-def test_other_content_of_the_same_size_is_noticed_and_the_same_content_is_kept(cluster, contents, server, tmp_path):
+def test_other_content_of_the_same_size_is_noticed_and_the_same_content_is_kept(one_ray, contents, server, tmp_path):
     a, b, other = contents
     corpus = Corpus(tmp_path / "corpus", server)
     corpus.write(a, b)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 
 import pipeline
 from jobs import inspect, prune, remove, verify
@@ -18,7 +17,6 @@ from pipeline import TokenCache
 from pipeline.inputs.archives import Tar
 from pipeline.inputs.forms import FORMS
 from tests.jobs.jobs import assert_complete, clips, forbid_ray, run_here
-from tests.pipeline.rays import ray_here
 from tests.pipeline.s3 import S3Server
 from tests.pipeline.tars import member, write_tar
 from tests.waiting import wait_until
@@ -26,12 +24,6 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 OPTIONS = ["--num-frames", "2", "--max-failed", "9"]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_here({"num_cpus": 2}):
-        yield ray.get_runtime_context().gcs_address
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +60,7 @@ def tokens(cache: Path) -> dict[str, tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def tokens_of_files(cluster, corpus, tmp_path_factory) -> dict[str, tuple[str, str]]:
+def tokens_of_files(one_ray, corpus, tmp_path_factory) -> dict[str, tuple[str, str]]:
     """The tokens of the clips as files of a folder, which every other form must give too."""
     cache = tmp_path_factory.mktemp("caches") / "files"
     done = run_here(prune, [str(corpus / "files"), "--out", str(cache), *OPTIONS])
@@ -76,7 +68,7 @@ def tokens_of_files(cluster, corpus, tmp_path_factory) -> dict[str, tuple[str, s
     return tokens(cache)
 
 
-def test_every_form_gives_equal_tokens(cluster, corpus, tokens_of_files, tmp_path, monkeypatch):
+def test_every_form_gives_equal_tokens(one_ray, corpus, tokens_of_files, tmp_path, monkeypatch):
     forms = {"a.tar": [], "a.zip": [], "a.parquet": ["--column", "film"]}
     for form, more in forms.items():
         done = run_here(prune, [str(corpus / form), *more, "--out", str(tmp_path / form), *OPTIONS])
@@ -103,7 +95,7 @@ def test_every_form_gives_equal_tokens(cluster, corpus, tokens_of_files, tmp_pat
         assert again.returncode == 0 and "4 of 4 videos are in the cache already" in again.stdout
 
 
-def test_broken_members_and_changed_tars(cluster, files, tmp_path):
+def test_broken_members_and_changed_tars(one_ray, files, tmp_path):
     place, cache = tmp_path / "tars", tmp_path / "cache"
     place.mkdir()
     broken = {"bad.mp4": b"no video", "bikes.mp4": files["bikes.mp4"]}
@@ -149,7 +141,7 @@ def contents_below(cache: Path) -> dict[str, str]:
     return found
 
 
-def test_after_a_removal_no_byte_of_a_video_s_texts_is_left(cluster, files, tmp_path):
+def test_after_a_removal_no_byte_of_a_video_s_texts_is_left(one_ray, files, tmp_path):
     place, cache, clip = tmp_path / "tars", tmp_path / "cache", files["bikes.mp4"]
     place.mkdir()
     alone = place / "lone-wolf.mp4"
@@ -211,7 +203,7 @@ def test_a_dry_run_counts_tars_and_their_videos_where_it_may(corpus, tmp_path, m
 
 
 def test_tars_on_s3_give_equal_tokens_for_a_request_each_and_say_what_was_read(
-    cluster, corpus, files, tokens_of_files, tmp_path, monkeypatch
+    one_ray, corpus, files, tokens_of_files, tmp_path, monkeypatch
 ):
     with S3Server() as server:
         server.reach(monkeypatch)
@@ -233,7 +225,7 @@ def test_tars_on_s3_give_equal_tokens_for_a_request_each_and_say_what_was_read(
         assert server.counts() == {"HEAD": 2}  # of each name one to find it
 
 
-def test_an_id_in_two_tars_costs_one_video(cluster, files, tmp_path, monkeypatch):
+def test_an_id_in_two_tars_costs_one_video(one_ray, files, tmp_path, monkeypatch):
     clip, cache = files["carphone_distorted.mp4"], tmp_path / "cache"
     for place, members in (("p", {"a.mp4": clip, "b.mp4": clip}), ("q", {"a.mp4": files["bikes.mp4"], "c.mp4": clip})):
         (tmp_path / place).mkdir()
@@ -263,7 +255,7 @@ class Gated(Tar):
         yield from super().members(asked)
 
 
-def test_the_first_videos_are_cached_while_a_later_tar_is_not_indexed(cluster, files, tmp_path, monkeypatch):
+def test_the_first_videos_are_cached_while_a_later_tar_is_not_indexed(one_ray, files, tmp_path, monkeypatch):
     """It waits for ever if anything needs all indexes first."""
     place, cache, ids = tmp_path / "tars", tmp_path / "cache", []
     place.mkdir()
@@ -295,7 +287,7 @@ def test_the_first_videos_are_cached_while_a_later_tar_is_not_indexed(cluster, f
     assert again.returncode == 0 and "10 of 10 videos are in the cache already" in again.stdout
 
 
-def test_a_tar_that_changed_unseen_by_its_index_ends_the_run(cluster, files, tmp_path):
+def test_a_tar_that_changed_unseen_by_its_index_ends_the_run(one_ray, files, tmp_path):
     """Without a kept index the change is found on the way: nothing is overwritten, and the remedy is the same."""
     place, cache = tmp_path / "tars", tmp_path / "cache"
     place.mkdir()
@@ -313,7 +305,7 @@ def test_a_tar_that_changed_unseen_by_its_index_ends_the_run(cluster, files, tmp
     assert TokenCache(cache).metadata("1.tar/a.mp4")["attempts"] >= 1 and tokens(cache) != before
 
 
-def test_a_limit_opens_the_tars_that_it_needs_and_the_next_run_goes_on(cluster, files, tmp_path):
+def test_a_limit_opens_the_tars_that_it_needs_and_the_next_run_goes_on(one_ray, files, tmp_path):
     place, cache = tmp_path / "tars", tmp_path / "cache"
     place.mkdir()
     for number in range(5):

@@ -12,7 +12,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 import torch
 
 from gstep.backbones import ModelSource, family_of
@@ -32,21 +31,14 @@ from tests.gstep.llms import Encoded, stock, stock_inputs
 from tests.jobs.jobs import committed, forbid_models, forbid_ray, run_here, start, stop, wait_for_files
 from tests.pipeline.asking import thinking_model, write_questions
 from tests.pipeline.evaluate.videomme import LEFT_OUT, PER_VIDEO, video_id, write_videomme
-from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import sample
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 
 N_VIDEOS = 4
 GRID = ("--method", "gstep", "vidcom2", "fastv,K=1", "--retention-ratio", "0.25", "0.1")
 ARMS = ["none@1", *(f"{name}@{ratio}" for name in ("gstep", "vidcom2", "fastv,K=1") for ratio in (0.25, 0.1))]
 LIGHT = ("--num-frames", "4", "--draws", "200")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_ray():
-    with ray_here({"num_cpus": 2}):
-        yield ray.get_runtime_context().gcs_address
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import ray
 from ray.data._internal.logical.optimizers import get_execution_plan
 
 from gstep.backbones import ModelSource
@@ -23,10 +22,9 @@ from tests.jobs.hostile import HangingAnswerer
 from tests.jobs.jobs import clips, forbid_ray, start, stop, wait_for_files
 from tests.jobs.processes import assert_all_gone, family, titled
 from tests.pipeline.asking import setup_of, write_questions
-from tests.pipeline.rays import ray_here
 from tests.pipeline.s3 import SECRET, S3Server
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 
 FRAMES = 4
 TOKENS = FRAMES * 196 // 10 + 1  # a video at ratio 0.10, and its newline
@@ -46,13 +44,6 @@ def asked() -> list[dict]:
 
 
 FAILURES = {"q14": "failed-video", "q15": "unknown-video", "q16": "bad-prompt"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_ray():
-    """One Ray for all commands that run in this process."""
-    with ray_here({"num_cpus": 2}):
-        yield ray.get_runtime_context().gcs_address
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from tests.interpreter import run_python
 from tests.jobs.jobs import environment, forbid_ray, run_here
 from tests.paths import ROOT
 from tests.pipeline.asking import tiny_cache
-from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import sample
 
 SECTION = (ROOT / "gstep/README.md").read_text().split("## Add a method\n")[1].split("\n## ")[0]
@@ -70,15 +69,14 @@ def test_a_file_and_a_line_make_it_a_method_of_the_package(tmp_path):
 
 
 @pytest.mark.slow
-def test_workers_that_lack_its_module_fail_the_run_with_its_name(mine, tmp_path):
+def test_workers_that_lack_its_module_fail_the_run_with_its_name(one_ray, mine, tmp_path):
     """The driver has it, the nodes of the cluster do not."""
     (tmp_path / "videos").mkdir()
     shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
     argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--num-frames", "3", "--pruner", "mine:Mine"]
     importlib.import_module("mine")
     sys.path.remove(str(mine))
-    with ray_here({"num_cpus": 2}):
-        done = run_here(prune, argv)
+    done = run_here(prune, argv)
     said = " ".join(done.stdout.split())
     assert done.returncode == 1, said
     (why,) = re.findall(r"failed: (.*)", said)

@@ -7,7 +7,6 @@ import pytest
 from jobs import prune
 from pipeline import TokenCache
 from tests.jobs.jobs import clips
-from tests.pipeline.rays import ray_here
 
 
 def record_of(cache):
@@ -15,16 +14,15 @@ def record_of(cache):
 
 
 @pytest.mark.slow
-def test_a_run_ends_at_its_limit_goes_on_and_records_what_it_took(tmp_path, capsys):
+def test_a_run_ends_at_its_limit_goes_on_and_records_what_it_took(one_ray, tmp_path, capsys):
     cache = tmp_path / "cache"
     argv = [str(clips()[0].parent), "--out", str(cache), "--num-frames", "4", "--device", "cpu", "--json"]
-    with ray_here({"num_cpus": 2}):
-        quick = ["--decode-timeout", "1", "--stall-timeout", "2"]  # looked at each fifth of a second
-        assert prune.main([*argv, *quick, "--max-hours", "1e-6"]) == 1  # no video is done
-        stopped = json.loads(capsys.readouterr().out)
-        assert stopped["n_ok"] == 0 and stopped["n_missing"] == 0 and stopped["n_waiting"] == 4
-        assert record_of(cache)["ended_by"] == "--max-hours 1e-06 is reached"
-        assert prune.main(argv) == 0
+    quick = ["--decode-timeout", "1", "--stall-timeout", "2"]  # looked at each fifth of a second
+    assert prune.main([*argv, *quick, "--max-hours", "1e-6"]) == 1  # no video is done
+    stopped = json.loads(capsys.readouterr().out)
+    assert stopped["n_ok"] == 0 and stopped["n_missing"] == 0 and stopped["n_waiting"] == 4
+    assert record_of(cache)["ended_by"] == "--max-hours 1e-06 is reached"
+    assert prune.main(argv) == 0
     done = json.loads(capsys.readouterr().out)
     assert done["n_ok"] == done["n_new"] == 4 and len(TokenCache(cache).video_ids) == 4
     summary = record_of(cache)["summary"]

@@ -17,20 +17,12 @@ from pipeline import TokenCache
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import clips, forbid_ray, run
-from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import write_clip
 
 pytestmark = pytest.mark.slow
 
 FRAMES = 4
 GOOD = ["av1.mp4", "bigbuckbunny.mp4", "bikes.mp4", "carphone_distorted.mp4", "carphone_pristine.mp4"]
-
-
-@pytest.fixture(scope="module")
-def one_ray():
-    """One Ray for the commands that run in this process."""
-    with ray_here({"num_cpus": 2}):
-        yield
 
 
 @pytest.fixture(scope="module")

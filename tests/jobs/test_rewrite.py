@@ -7,18 +7,11 @@ import torch
 
 from jobs import prune, recode, reprune, verify
 from pipeline import TokenCache
-from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import sample
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 CLIPS = ["bikes.mp4", "carphone_pristine.mp4"]
 EVIDENCE = ["--evidence", "fastvid", "--siglip", "tiny"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_ray():
-    with ray_here({"num_cpus": 2}):
-        yield
 
 
 def same(one, other):

@@ -33,7 +33,6 @@ from pipeline.errors import RunFailed
 from pipeline.prune import graph
 from pipeline.prune.batches import pack, unpack
 from pipeline.prune.recipe import Recipe
-from tests.pipeline.rays import PLAIN, ray_here
 from tests.waiting import wait_until
 
 RAY = "/venv/lib/python3.11/site-packages/ray"
@@ -127,14 +126,13 @@ def test_the_job_runs_with_an_encoder_that_sleeps(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_job_runs_by_stages_that_do_nothing_with_several_encoders(tmp_path, monkeypatch):
+def test_the_job_runs_by_stages_that_do_nothing_with_several_encoders(one_ray, tmp_path, monkeypatch):
     for place, name in ((Recipe, "encode_setup"), (graph, "Decoder")):  # which the job replaces in its own process
         monkeypatch.setattr(place, name, getattr(place, name))
     monkeypatch.setattr(ray, "shutdown", lambda: None)  # other tests share this Ray
     work = Work(DRIVER, 2, 0.0, 1, encoders=2, folder=str(tmp_path), videos=16)
     make_videos(work)
-    with ray_here(*PLAIN):
-        done = run_job(work)
+    done = run_job(work)
     assert done["seconds"] > 0 and done["store objects"] >= 2
     cache = TokenCache(work.out)
     rows = [cache.metadata(video_id) for video_id in cache.video_ids]

@@ -12,6 +12,7 @@ from contextlib import suppress
 import pytest
 import ray
 
+from jobs import prune
 from pipeline import TokenCache
 from tests.interpreter import run_python
 from tests.jobs.faults import Driver, files, tiny_videos
@@ -45,7 +46,8 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
     started = time.time()
     both = ("decode", "encode")  # a port names a metric for a while before it has values
     with growing_ray({"num_cpus": 2, "_system_config": {"metrics_report_interval_ms": 1000}}):
-        second = Driver(argv, tmp_path / "second", RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+        address = ray.get_runtime_context().gcs_address
+        second = Driver(argv, tmp_path / "second", report_in_the_end, RAY_ADDRESS=address)
         meanwhile = wait_until(lambda: scrape(both), lambda: second.output, 240, meanwhile=pause)
         (tmp_path / "videos" / "quick").touch()
         assert second.wait(240) == 0, second.output
@@ -79,6 +81,18 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
     assert all(len(share) == 1 and 0 <= share[0] <= 1 for share in shares.values()), shares
     assert values(meanwhile, "ray_gstep_queue", stage="decode") and values(meanwhile, "ray_gstep_items_left")
     assert values(meanwhile, "ray_gstep_last_row_time")[0] > started
+
+
+def report_in_the_end():
+    """Let this driver leave Ray as a command does, which sends a last report."""
+    main = prune.main
+
+    def whole(argv):
+        code = main(argv)
+        ray.shutdown()
+        return code
+
+    prune.main = whole
 
 
 def scrape(busy=()):

@@ -125,41 +125,34 @@ def test_a_document_is_strict_json_in_ascii(capsys):
     assert json.loads(out, parse_constant=pytest.fail) == {"x": None, "y": [1, None], "z": {"ü": "a"}, "s": "\udcff"}
 
 
-COMMANDS = {
-    "prune": prune, "generate": generate, "evaluate": evaluate, "inspect": inspect, "verify": verify,
-    "compact": compact, "serve": serve, "benchmark": benchmark, "doctor": doctor,
-}  # fmt: skip
+REFUSED = {
+    prune: (["/no/such/folder"], "ManifestError"),
+    generate: (["/no/cache"], "UsageError"),
+    evaluate: ([], "UsageError"),
+    inspect: (["/no/cache"], "NotACache"),
+    verify: (["/no/cache"], "NotACache"),
+    compact: (["/no/cache"], "NotACache"),
+    doctor: (["--num-frames", "0"], "UsageError"),
+}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_mistyped_flag_is_a_document_on_every_command(name, capsys):
-    words = ["read"] if name == "benchmark" else []
-    with pytest.raises(SystemExit) as caught:
-        COMMANDS[name].main([*words, "--json", "--no-such-flag"])
-    said = capsys.readouterr()
-    assert caught.value.code == 2 and "usage: " in said.err
-    error = json.loads(said.out)["error"]
-    assert error["class"] == "UsageError" and error["message"]
-
-
-@pytest.mark.parametrize(
-    ("name", "argv", "named"),
-    [
-        ("prune", ["/no/such/folder"], "ManifestError"),
-        ("generate", ["/no/cache"], "UsageError"),
-        ("evaluate", [], "UsageError"),
-        ("inspect", ["/no/cache"], "NotACache"),
-        ("verify", ["/no/cache"], "NotACache"),
-        ("compact", ["/no/cache"], "NotACache"),
-        ("doctor", ["--num-frames", "0"], "UsageError"),
-    ],
-)
-def test_a_refusal_is_a_document_on_every_command(name, argv, named, capsys):
-    assert COMMANDS[name].main([*argv, "--json"]) == 2
+@pytest.mark.parametrize("command", [*REFUSED, serve, benchmark])
+def test_a_mistyped_flag_is_a_document_on_every_command(command, capsys):
+    words = ["read"] if command is benchmark else []
+    with pytest.raises(SystemExit, match="2"):
+        command.main([*words, "--json", "--no-such-flag"])
     said = capsys.readouterr()
     error = json.loads(said.out)["error"]
-    assert error["class"] == named
-    assert error["message"] in said.err.removeprefix("error: ")
+    assert "usage: " in said.err and error["class"] == "UsageError" and error["message"]
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_a_refusal_is_a_document_on_every_command(command, capsys):
+    argv, kind = REFUSED[command]
+    assert command.main([*argv, "--json"]) == 2
+    said = capsys.readouterr()
+    error = json.loads(said.out)["error"]
+    assert error["class"] == kind and error["message"] in said.err.removeprefix("error: ")
 
 
 OF_RUNS = {
