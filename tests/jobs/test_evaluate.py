@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import signal
@@ -12,10 +11,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
-from gstep.backbones import ModelSource, family_of
-from gstep.language import prompt_builder
+from gstep.backbones import ModelSource
+from gstep.language import Decoding, prompt_builder
 from gstep.methods import METHODS
 from jobs import evaluate
 from pipeline import TokenCache, read_answers
@@ -25,9 +23,7 @@ from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.generate.answers import AnswersTable
 from pipeline.generate.engines.vllm import VllmEngine
 from pipeline.storage.stores import LocalStore
-from pipeline.video.decode import DecodeRequest, decode_video
-from pipeline.video.sampling import Sampling
-from tests.gstep.llms import Encoded, stock, stock_inputs
+from tests.gstep.llms import llm
 from tests.jobs.jobs import committed, forbid_models, forbid_ray, run_here, start, stop, wait_for_files
 from tests.pipeline.asking import thinking_model, write_questions
 from tests.pipeline.evaluate.videomme import LEFT_OUT, PER_VIDEO, video_id, write_videomme
@@ -151,45 +147,21 @@ def test_a_grid_that_is_killed_goes_on_and_answers_nothing_twice(one_ray, result
     assert scores_of(out).drop_columns(drawn).equals(scores_of(results).drop_columns(drawn))
 
 
-def test_full_retention_replies_as_the_stock_model_does_on_pixels(tmp_path):
-    """Reply by reply, the stock model's own visual features in bfloat16, as the cache stores them.
-
-    All families are in pipeline/generate/test_parity.py.
-    """
-    model, data, out = "tiny", tmp_path / "data", tmp_path / "r"
+def test_full_retention_replies_as_the_model_does_on_all_tokens(tmp_path):
+    """pipeline/generate/test_parity.py holds these against the stock models on pixels."""
+    data, out, source = tmp_path / "data", tmp_path / "r", ModelSource.resolve("tiny")
     write_videomme(data, n_videos=2, faults=False)
     for number, clip in enumerate(("bikes.mp4", "carphone_pristine.mp4")):  # noise alone would make replies alike
         shutil.copy(sample(clip), data / video_id(number))
-    argv = ["--benchmark", "videomme", "--data", str(data), "--model", model, "--out", str(out), "--draws", "200"]
-    done = run_here(evaluate, [*argv, "--num-frames", "4", "--method", "none", "--limit", str(PER_VIDEO + 3)])
-    assert done.returncode == 0, done.stdout
-    source, benchmark = ModelSource.resolve(model), find_benchmark("videomme")
-    protocol, cache = benchmark.protocol(), TokenCache(out / "cache")
-    rules = protocol.rules(source.model_type)
-    family = family_of(source)
-    preprocessor = family.preprocessor()
+    evaluated(data, out, "--method", "none", "--limit", str(PER_VIDEO + 3))
+    benchmark, cache, build = find_benchmark("videomme"), TokenCache(out / "cache"), prompt_builder(source).build
+    protocol, items = benchmark.protocol(), benchmark.load(data).items[: PER_VIDEO + 3]
+    system = protocol.rules(source.model_type).system
+    texts = [protocol.text(item, source.model_type) for item in items]
+    prompts = [build(text, [cache.get(item.video_id).visual], system) for text, item in zip(texts, items, strict=True)]
+    expected = llm("tiny").generate(prompts, [Decoding(max_new_tokens=protocol.max_new_tokens)] * len(prompts))
     replies = {row["question_id"]: row["answer"] for row in read_answers(out / "answers").to_pylist()}
-    whole = stock(model).model
-    features = whole.get_video_features
-    for item in benchmark.load(data).items[: PER_VIDEO + 3]:
-        frames = decode_video(DecodeRequest(data / item.video_id, Sampling(4), preprocessor)).frames
-        visual = cache.get(item.video_id).visual
-        pixels = {"pixel_values_videos": preprocessor.normalise(frames, "cpu", torch.float32)[None]}
-        builder = prompt_builder(source)
-        prompt = builder.build(protocol.text(item, source.model_type), [visual], rules.system)
-
-        @functools.wraps(features)  # generate looks at its signature
-        def rounded(*args, **keywords):
-            seen = features(*args, **keywords)
-            seen.pooler_output = seen.pooler_output.to(torch.bfloat16).to(seen.pooler_output.dtype)
-            return seen
-
-        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-            patch.setattr(whole, "get_video_features", rounded)
-            inputs = stock_inputs(model, prompt, Encoded(visual, pixels))
-            made = stock(model).generate(**inputs, max_new_tokens=protocol.max_new_tokens, do_sample=False)
-        text = builder.tokenizer.decode(made[0, len(prompt) :], skip_special_tokens=True)
-        assert replies[item.question_id] == text
+    assert [replies[item.question_id] for item in items] == [answer.text for answer in expected]
     assert len(set(replies.values())) > 2  # they do depend on what is asked and seen
 
 

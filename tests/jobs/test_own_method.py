@@ -87,7 +87,7 @@ def test_workers_that_lack_its_module_fail_the_run_with_its_name(one_ray, mine, 
 @pytest.mark.parametrize(
     ("method", "param", "why"),
     [
-        ("gstep", "radius=abc", "'gstep': radius must be an integer; got 'abc'"),
+        ("gstep", "radius=abc", "'gstep': radius must be an integer or none; got 'abc'"),
         ("mine:Mine", "p=abc", "'mine:Mine': p must be a number; got 'abc'"),
         ("mine:Mine", "q=1", "unknown parameter q of method 'mine:Mine'; it accepts: p"),
     ],

@@ -97,7 +97,7 @@ def test_a_cache_without_identity_is_not_shown(refuse):
         (f"visionzip {LLAVA} --model tiny-qwen2-5-vl", "qwen2_5_vl does not give token_attention, token_key from the"),
         (
             f"visionzip {LLAVA} --model tiny-qwen3-vl",
-            "models of type llava_onevision do, and none, random, uniform, topk",
+            "models of type llava_onevision do, and none, random, uniform",
         ),
         (f"fastvid {LLAVA} --model tiny-qwen3-vl", "qwen3_vl does not give frame_feature, token_"),
         ("flashvid --model tiny-qwen2-5-vl", "--pruner flashvid: the encoder of qwen2_5_vl does not give token_"),

@@ -44,8 +44,8 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster():
-    with Cluster(cpus=2, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as cluster:
-        cluster.add_node(cpus=2)
+    with Cluster(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as cluster:
+        cluster.add_node()
         yield cluster
 
 
