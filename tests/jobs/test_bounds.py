@@ -17,7 +17,7 @@ from pipeline import Summary, TokenCache
 from pipeline.cache.table import parse_file_name, read_file
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
-from tests.jobs.jobs import forbid_models, forbid_ray, run_here
+from tests.jobs.jobs import document_of, forbid_models, forbid_ray, run_here
 from tests.jobs.processes import family
 from tests.pipeline.videos import write_clip
 from tests.waiting import wait_until
@@ -162,6 +162,26 @@ def test_the_next_run_goes_on_from_a_share(half):
     code, text = pruned(folder, "--limit", "9")
     assert code == 0 and "5 ok, 1 failed, 0 without a row tokens" in text
     assert [row["video_id"] for row in rows_of(folder)] == [f"{name}.mp4" for name in "abcdef"]
+
+
+def test_a_run_ends_at_its_limit_goes_on_and_records_what_it_took(one_ray, folder):
+    cache = folder / "cache"
+    argv = [str(folder / "videos"), "--out", str(cache), *SMALL, "--device", "cpu"]
+
+    def last_record() -> dict:
+        return json.loads(max((cache / "runs").iterdir()).read_text())
+
+    quick = ["--decode-timeout", "1", "--stall-timeout", "2"]  # looked at each fifth of a second
+    code, stopped, _ = document_of(prune, [*argv, *quick, "--max-hours", "1e-6"])  # no video is done
+    assert code == 1 and (stopped["n_ok"], stopped["n_missing"], stopped["n_waiting"]) == (0, 0, 2)
+    assert last_record()["ended_by"] == "--max-hours 1e-06 is reached"
+    code, done, _ = document_of(prune, argv)
+    assert code == 0 and done["n_ok"] == done["n_new"] == len(TokenCache(cache).video_ids) == 2
+    for key in ("wall_s", "decode_core_s", "output_bytes", "encoder_busy"):
+        assert last_record()["summary"][key] == done[key] > 0
+    size = sum(file.stat().st_size for file in (cache / "tokens").iterdir())
+    assert done["output_bytes"] < size < done["output_bytes"] + 2 * 8192  # and the footer of each shard
+    assert done["encoder_busy"] < 1
 
 
 def test_two_threads_fill_two_caches_on_the_ray_of_this_process(one_ray, folder):

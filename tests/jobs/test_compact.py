@@ -105,7 +105,7 @@ def test_what_is_no_cache_and_minutes_that_no_clock_has_are_refused(cache, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("touches", range(5))
+@pytest.mark.parametrize("touches", [0, 2, 4])
 def test_a_kill_loses_and_doubles_nothing(cache, tmp_path, touches):
     """The first touch puts the merged file, the others delete the three files whose rows it has."""
     before = {name: TokenCache(cache).get(name).tokens for name in "abc"}

@@ -139,15 +139,6 @@ def test_nothing_left_to_do_starts_nothing(server, killed, manifest, monkeypatch
     assert "finished after" in capsys.readouterr().out
 
 
-def test_two_runs_at_once_are_refused(server, manifest, monkeypatch, capsys):
-    store = ObjectStore(server.uri("two"), server.objects())
-    forbid_ray(monkeypatch)
-    server.reach(monkeypatch)
-    with Claim(store, "first", print, heartbeat_s=1):  # a quicker sign of life
-        assert prune.main(argv(manifest, store.root)) == 2
-    assert '"run_id": "first"' in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("place", "told"),
     [("s3://no-such-bucket/cache", "NoSuchBucket"), ("s3://", "expected s3://BUCKET"), ("taken", "is no cache")],
