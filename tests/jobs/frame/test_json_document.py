@@ -53,26 +53,33 @@ def test_what_is_printed_meanwhile_goes_to_stderr(capfd):
 
 # A command beside a thread that prints all the time, as Ray's does, and at exit something prints once more.
 PRINTING = """
-import atexit, os, sys, threading, time
+import atexit, os, sys, threading
 from rich.console import Console
 from jobs.command import run_to_exit_code
 from jobs.frame.json_document import CommandResult
+
+printed = threading.Event()
 
 def prints():
     while True:
         print("(raylet) a worker died", flush=True)
         os.write(1, b"of a library\\n")
+        printed.set()
+
+def wait_for_more():
+    printed.clear()
+    assert printed.wait(60)
 
 def work():
     threading.Thread(target=prints, daemon=True).start()
-    time.sleep(0.2)
+    wait_for_more()
     if "fails" in sys.argv:
         raise ValueError("a bug")
     return CommandResult(3, {"n": "\\u00fc"})
 
 atexit.register(print, "goodbye", flush=True)
 code = run_to_exit_code(work, Console(stderr=True), document=True)
-time.sleep(0.2)
+wait_for_more()
 sys.exit(code)
 """
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 VIDEOS = 12
 CELLS = 36  # tokens of a frame
-RIGHT = {"none": 186, "gstep": 173, "random": 104}
+RIGHT = {"none": 93, "gstep": 88, "random": 44}
 MUTATED = 2  # videos
 
 
