@@ -25,10 +25,12 @@ def job(tmp_path) -> list[str]:
 def until_it_says(process: subprocess.Popen[str], text: str) -> str:
     """Read what the command says until a line has this text; return the lines."""
     assert process.stdout is not None
-    lines = [next(process.stdout)]
-    while text not in lines[-1]:
-        lines.append(next(process.stdout))
-    return "".join(lines)
+    output = ""
+    for line in process.stdout:
+        output += line
+        if text in line:
+            return output
+    raise AssertionError(f"it never said {text}: {output}")
 
 
 def raylet_of(process: subprocess.Popen[str]) -> int:
