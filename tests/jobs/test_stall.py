@@ -12,7 +12,7 @@ import pytest
 from pipeline.runner import driver
 from pipeline.runner.prefork.server import SOCKET
 from tests.jobs.faults import Driver, files, tiny_videos
-from tests.jobs.jobs import ALONE, environment
+from tests.jobs.jobs import ALONE, environment, shut_ray_down_in_the_end
 from tests.jobs.processes import assert_all_gone, family
 
 pytestmark = pytest.mark.slow
@@ -34,6 +34,7 @@ class LateClock:
 def count_from_the_freeze() -> None:
     """Let the watchdog of this driver wait for the file, and its workers be its own."""
     os.environ.pop(SOCKET, None)
+    shut_ray_down_in_the_end()
     clock = LateClock(Path(os.environ["FROZEN"]))
     driver.Watchdog = partial(driver.Watchdog, clock=clock)  # type: ignore[assignment,misc]
 

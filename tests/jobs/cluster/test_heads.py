@@ -12,11 +12,10 @@ from contextlib import suppress
 import pytest
 import ray
 
-from jobs import prune
 from pipeline import TokenCache
 from tests.interpreter import run_python
 from tests.jobs.faults import Driver, files, tiny_videos
-from tests.jobs.jobs import committed, environment
+from tests.jobs.jobs import committed, environment, shut_ray_down_in_the_end
 from tests.jobs.processes import assert_all_gone, family
 from tests.pipeline.rays import growing_ray
 from tests.waiting import wait_until
@@ -47,7 +46,7 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
     both = ("decode", "encode")  # a port names a metric for a while before it has values
     with growing_ray({"num_cpus": 2, "_system_config": {"metrics_report_interval_ms": 1000}}):
         address = ray.get_runtime_context().gcs_address
-        second = Driver(argv, tmp_path / "second", report_in_the_end, RAY_ADDRESS=address)
+        second = Driver(argv, tmp_path / "second", shut_ray_down_in_the_end, RAY_ADDRESS=address)
         meanwhile = wait_until(lambda: scrape(both), lambda: second.output, 240, meanwhile=pause)
         (tmp_path / "videos" / "quick").touch()
         assert second.wait(240) == 0, second.output
@@ -81,18 +80,6 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
     assert all(len(share) == 1 and 0 <= share[0] <= 1 for share in shares.values()), shares
     assert values(meanwhile, "ray_gstep_queue", stage="decode") and values(meanwhile, "ray_gstep_items_left")
     assert values(meanwhile, "ray_gstep_last_row_time")[0] > started
-
-
-def report_in_the_end():
-    """Let this driver leave Ray as a command does, which sends a last report."""
-    main = prune.main
-
-    def whole(argv):
-        code = main(argv)
-        ray.shutdown()
-        return code
-
-    prune.main = whole
 
 
 def scrape(busy=()):
