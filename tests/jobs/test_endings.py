@@ -4,11 +4,12 @@ import os
 import shutil
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from tests.jobs.jobs import ALONE, assert_complete, clips, start, wait_for_files
-from tests.jobs.processes import assert_all_gone, family, raylets, titled
+from tests.jobs.processes import assert_all_gone, family, titled
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -33,20 +34,24 @@ def until_it_says(process: subprocess.Popen[str], text: str) -> str:
     raise AssertionError(f"it never said {text}: {output}")
 
 
-def raylet_of(process: subprocess.Popen[str]) -> int:
+def wait_for(process: subprocess.Popen[str], name: str) -> int:
+    """Wait until Ray has started this program of its own; return its process id."""
+
+    def programs() -> list[int]:
+        return [pid for pid, title in family(process.pid).items() if Path(title.partition(" ")[0]).name == name]
+
     def running() -> None:
         assert process.poll() is None, process.communicate()[0]
 
-    return wait_until(lambda: raylets(process.pid), "the raylet", meanwhile=running)[0]
+    return wait_until(programs, name, meanwhile=running)[0]
 
 
-@pytest.mark.parametrize("moment", ["imports", "raylet"])
+@pytest.mark.parametrize("moment", ["gcs_server", "raylet"])
 def test_sigterm_at_any_moment_while_ray_starts_ends_with_130_and_a_word(job, moment):
     """Ray Data is imported meanwhile, whose imports no exception may fall into."""
     process = start(*job, **ALONE)
     until_it_says(process, "starting Ray on this machine")
-    if moment == "raylet":
-        raylet_of(process)
+    wait_for(process, moment)
     everything = family(process.pid)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
@@ -63,7 +68,7 @@ def test_a_ray_that_does_not_start_is_tried_once_more_and_an_actor_of_ray_datas_
     slowly = ["--decoder", "tests.jobs.hostile:SlowDecoder", "--videos-per-shard", "1"]
     process = start(*job, *slowly, **ALONE)
     output = until_it_says(process, "starting Ray on this machine")
-    raylet = raylet_of(process)
+    raylet = wait_for(process, "raylet")
     os.kill(raylet, signal.SIGSTOP)
     try:
         output += until_it_says(process, "trying once more")
