@@ -242,6 +242,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
             raise UsageError(f"--videos plans for videos that are not here: leave out {self.named}")
 
     def __post_init__(self) -> None:
+        """Check all options. Raises UsageError that names the option and the values it takes."""
         super().__post_init__()
         if isinstance(self.videos, str):  # as older records of runs have it
             object.__setattr__(self, "videos", [self.videos])

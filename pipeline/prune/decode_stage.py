@@ -140,6 +140,7 @@ class Decoder:
     """
 
     def __init__(self, setup: DecodeSetup, heartbeats: ActorHandle | None = None, videos_per_bundle: int = 1) -> None:
+        """Report that this process starts, and prepare decoding; the child that decodes starts with the first video."""
         self._heartbeat = Heartbeat("decode", heartbeats, suspects=False)  # a video kills the child, not this process
         self._heartbeat.start()
         if self._heartbeat.ends_at_once:  # before multiprocessing removes the socket of its fork server

@@ -103,6 +103,7 @@ class VideoEncoder:
     _max_pass = Fraction(1)  # the part of a pass that several videos may fill
 
     def __init__(self, setup: EncodeSetup, backbone: Backbone | None = None) -> None:
+        """Make the pruner and load the backbone, unless one is given; on a GPU with streams for copies and pruning."""
         self._setup = setup
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
@@ -217,6 +218,7 @@ class VideoEncoder:
         return self._prune_once(visual)
 
     def _prune_once(self, visual: VisualTokens) -> tuple[PrunedTokens, float]:
+        """Return the kept tokens and the seconds of pruning. Raises VideoFault of the stage prune."""
         with self._turn(self._pruning, self._prunes) as turn:
             try:
                 pruned = prune_tokens(self._pruner, visual, self._setup.retention_ratio, self._setup.seed)
@@ -358,6 +360,7 @@ class Encoder:
     """
 
     def __init__(self, setup: EncodeSetup, heartbeats: ActorHandle | None = None) -> None:
+        """Report that this process starts, and load the model. After a crash the first videos are encoded singly."""
         self._heartbeat = Heartbeat("encode", heartbeats)
         self._heartbeat.start()
         self._alone = threading.Lock()

@@ -194,6 +194,7 @@ def render_forecast(plan: Forecast) -> RenderableType:
 
 
 def _list_lines(plan: Forecast) -> list[tuple[str, str]]:
+    """Return the forecast's lines for the terminal: (label, text)."""
     counts, (T, N) = plan.tally, plan.grid
     waiting = counts.n_todo - plan.n_todo
     waiting_note = f", {waiting} more wait (--limit)" if waiting else ""

@@ -83,6 +83,7 @@ class LocalEncoder:
     """
 
     def __init__(self, **options: Any) -> None:
+        """Check the options and load the model; decoding runs in this process. Raises UsageError and ModelError."""
         config = make_config(PruneConfig, "encode_video", options, OPTIONS)
         recipe = resolve(config)
         self._setup = recipe.encode_setup(config.device, config.dtype)

@@ -179,6 +179,11 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self.recipe = self.recipe.match_cache(self.store, self.console)
 
     def list_remaining(self) -> Discovery:
+        """Read what earlier runs committed, say what is skipped, and return the videos left to do.
+
+        Archives that are not indexed yet are searched while the run works. Files of the table from a superseded
+        identity are left out without a warning. Raises UsageError.
+        """
         if self.recipe.is_restarted:
             self._restart_cache()
         self._committed = list_committed_shards(self.store)  # by earlier runs
@@ -248,6 +253,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             raise UsageError(f"{self.options.named}: none of the {todo.n_parts - 1} archives holds a video{part}")
 
     def process(self, todo: Discovery) -> None:
+        """Encode the videos, then those that failed once more, and keep the run's record meanwhile.
+
+        A limit of hours ends it without an error.
+        """
         with todo:
             self._todo, self._is_estimated = todo, not todo.is_complete
             n_videos = todo.estimate_count()
@@ -332,6 +341,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         return super().can_run_on(cluster) and (not on_gpus or cluster.get("GPU", 0.0) >= 1)
 
     def plan(self, items: Discovery) -> Resources:
+        """Plan the workers for the cluster as it is now, say what is short, and record the plan.
+
+        Raises RunFailed if no node is left that the run needs.
+        """
         cluster = self.available_resources()
         if not self.can_run_on(cluster):
             raise RunFailed("the nodes that the run needs were lost. Rerun the command once they are back")
@@ -459,6 +472,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         return Discovery.of(select_unfinished(items.all().todo, self.ledger.refresh(), self.failed))
 
     def summarise(self, todo: Discovery, wall_s: float) -> Summary:
+        """Return the summary of the cache's rows for this run's videos; say which archives were not read wholly."""
         header = read_header(self.store)
         if todo.n_left:
             self.say(f"note: {todo.n_left} archives are not indexed yet; their videos are not in these counts")

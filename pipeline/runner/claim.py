@@ -112,6 +112,7 @@ class Claim:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Delete the note. A store that does not answer leaves it to go stale; ``error`` gets a line that says so."""
         self._end_event.set()
         if error is not None:
             self._leave_at(error)

@@ -116,6 +116,7 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
     def initialise() -> None:
+        """Call ``ray.init()``, pass its result or error on, and stay: Ray's processes end with this thread."""
         try:
             with _without_monitor(), forking_workers() if forks else nullcontext():
                 ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False, job_config=job)
@@ -126,6 +127,7 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
         threading.Event().wait()
 
     def import_ray_data() -> None:  # an interrupt in the middle of an import may leave its lock taken for ever
+        """Import Ray Data while Ray starts, and pass an error on."""
         try:
             with pause_garbage_collector():
                 import_module("ray.data")

@@ -144,6 +144,7 @@ class OneLine:
         self._width = 0
 
     def __call__(self, progress: Progress) -> None:
+        """Write the progress over the line before; a note and the last progress end with a new line."""
         if progress.note.startswith("configuration: "):
             return  # the options stand in the cell above
         ends = progress.note or (progress.total and progress.done == progress.total)

@@ -65,6 +65,7 @@ class RunFile:
         self.save(status="running")
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        """Record how the run ended. If the store does not take it, ``value`` gets a line that says so."""
         status = "finished" if kind is None else "cancelled" if issubclass(kind, KeyboardInterrupt) else "failed"
         if value is None:
             self.save(status=status, ended=now(), error=None)

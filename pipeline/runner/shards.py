@@ -95,6 +95,7 @@ class Shards:
     """
 
     def __init__(self, flow: RunGraph, age_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Prepare the shards of a run's graph. A shard that is not full is written after ``age_s`` seconds."""
         self._flow = flow
         self._age_s = age_s
         self._clock = clock

@@ -236,6 +236,7 @@ class Fetcher(Generic[T]):
     """
 
     def __init__(self, items: Iterator[T]) -> None:
+        """Start a thread that fetches the items, one ahead of their use."""
         self.is_at_end = False
         self._items = items
         self._ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(1)

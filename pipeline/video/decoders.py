@@ -98,6 +98,7 @@ class LibraryDecoder:
     """
 
     def __init__(self, index: VideoIndex) -> None:
+        """Open the video with the library. Raises IndexMismatch if the library refuses it or counts other frames."""
         if reason := self.reason_against(index):
             raise IndexMismatch(reason)
         self._chunk = chunk_length(index.height, index.width)

@@ -70,6 +70,7 @@ def fork_ahead() -> Iterator[None]:
     start = util.spawnv_passfds
 
     def spawn(path: bytes, arguments: Sequence[str | bytes], descriptors: Sequence[int]) -> int:
+        """Hand the request to the server that stands by, if it is one for a fork server; else start a process."""
         global _standing_by  # noqa: PLW0603
         waits = _standing_by
         if waits is None or forkserver.__name__ not in str(arguments[-1]) or len(descriptors) != 2:

@@ -34,6 +34,7 @@ class PyavNvdecDecoder(PyavDecoder):
     """
 
     def __init__(self, index: VideoIndex) -> None:
+        """Open the decoder of the GPU. Raises IndexMismatch for a codec that a core decodes."""
         super().__init__(index)
         if self._packets.codec not in _CODECS:
             raise IndexMismatch(f"{self._packets.codec} is left to a core")

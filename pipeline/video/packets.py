@@ -75,6 +75,10 @@ class VideoPackets:
     """
 
     def __init__(self, path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
+        """Open the file and read all packets' headers; up to ``max_kept_bytes`` of packets stay in memory.
+
+        A fault in the middle of the file is kept in ``fault``, not raised.
+        """
         self.demuxer = demuxer
         self._path = path
         self._container = open_container(path, demuxer)

@@ -56,6 +56,7 @@ class Sampling:
     min_rule: str = ROUNDED
 
     def __post_init__(self) -> None:
+        """Check the fields. Raises ValueError."""
         if self.rule not in FRAME_RULES:
             raise ValueError(f"rule must be one of {', '.join(FRAME_RULES)}, got {self.rule!r}")
         if self.rule != TRUNCATE and self.fps is not None:

@@ -152,6 +152,7 @@ class _Child:
     """One child process and the parent's end of the pipe to it. Raises VideoFault("internal") if it does not start."""
 
     def __init__(self, memory_mb: int, on_gpu: bool) -> None:
+        """Start the process and wait until it is ready. Raises VideoFault (internal) if it does not start."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         self.pipe, child_pipe = context.Pipe()
