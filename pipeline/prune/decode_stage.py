@@ -112,7 +112,10 @@ class VideoDecoder:
         return Containers(self._setup.objects, [_find_spot(row) for row in rows if not (row["policy"] or row["fault"])])
 
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
-        """Decode a video: return its record and frames [t,h,w,3]; a fault makes an error record, and frames None."""
+        """Decode a video: return its record and frames [t,h,w,3]; a fault makes an error record, and frames None.
+
+        The seconds in the record leave out the start of a child. ``source`` stays open.
+        """
         start, setup = time.perf_counter() - self._sandbox.starting_s, self._setup
         record, clip = _first_record(row, source), (row["start_s"], row["end_s"])
         kind = setup.sampling, setup.preprocessor
@@ -167,7 +170,10 @@ class Decoder:
                 yield packed
 
     def _decode_reported(self, row: TodoRow, items: ItemsInHand, containers: Containers) -> VideoItem:
-        """Decode one video, and report its outcome to the heartbeat. Waits while this worker is excluded."""
+        """Decode one video, and report its outcome to the heartbeat. Waits while this worker is excluded.
+
+        Two calls may fetch their videos at once; one of them decodes.
+        """
         self._heartbeat.wait_while_excluded()
         with self._decoder.open(row, containers) as source, self._decoding:
             record, frames = self._decoder.decode_one(row, source)
@@ -181,7 +187,7 @@ def _find_spot(row: TodoRow) -> ArchiveMember | None:
 
 
 def _first_record(row: TodoRow, source: Source) -> VideoRecord:
-    """Return the record of a video before decoding: the columns of its manifest row and its open file."""
+    """Return the record of a video before decoding: the columns of its manifest row and open file, status "ok"."""
     columns = {name: value for name, value in row.items() if name in _ROW_COLUMNS}
     columns["source_mark"] = source.mark or row["mark"]  # the open file's may be newer than a listing's
     if (spot := _find_spot(row)) is not None:
@@ -203,7 +209,10 @@ def _find_size(row: TodoRow, source: Source) -> int | None:
 
 
 def make_decoding_columns(video: DecodedVideo, attempts: int) -> VideoRecord:
-    """Return the columns of the videos table about decoding."""
+    """Return the columns of the videos table about decoding.
+
+    ``attempts`` is the number of this attempt; a second try within it adds one.
+    """
     return {
         **without_nulls({name: getattr(video, name) for name in _DECODED_COLUMNS}, VideoRecord),
         "attempts": attempts + video.attempts - 1,

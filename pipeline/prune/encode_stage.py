@@ -122,7 +122,10 @@ class VideoEncoder:
             self._pruning = threading.Lock()
 
     def _compiling(self) -> AbstractContextManager[None]:
-        """Return a context that compiles a built-in method's GPU kernels in parallel with its block."""
+        """Return a context that compiles a built-in method's GPU kernels in parallel with its block.
+
+        The context does nothing on a CPU, for a user's own method, and if no shape is planned.
+        """
         setup = self._setup
         if setup.shape is None or ":" in setup.pruner or not self._runtime.device.startswith("cuda"):
             return nullcontext()
@@ -132,6 +135,8 @@ class VideoEncoder:
 
     def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> VideoItem:
         """Encode and prune a decoded video; return its kept tokens and its record.
+
+        Ends the process if the GPU is broken.
 
         Args:
             frames: [t,h,w,3], resized by the preprocessor.
@@ -166,12 +171,12 @@ class VideoEncoder:
         """Encode decoded videos in one pass of the tower, and prune each; None stands for a video to encode alone.
 
         A failure here may be caused by another video, so only ``encode_one`` decides on a video's fault. After a pass
-        that did not fit the GPU's memory the next passes have half the frames.
+        that did not fit the GPU's memory the next passes have half the frames. Ends the process if the GPU is broken.
         """
         names = ", ".join(video.record["video_id"] for video in videos)
         try:
             return self._encode_pass(videos, names)
-        except Exception as error:  # noqa: BLE001 - as in _guarded
+        except Exception as error:  # noqa: BLE001 - as in _run_guarded
             exit_after_gpu_fault(names, error)
             if is_out_of_memory(error):
                 self._max_pass /= 2
@@ -232,8 +237,9 @@ class VideoEncoder:
     def _turn(self, lock: threading.Lock, stream: torch.cuda.Stream | None = None) -> Iterator[Turn]:
         """Launch kernels under ``lock`` on a GPU's ``stream`` in this context; wait for them at its end, and time them.
 
-        The next thread launches its kernels meanwhile, so that the GPU never waits for a host between two videos. The
-        end waits after an error too: memory that the error frees may go to another stream at once.
+        Without ``stream`` it is the current stream. The yielded turn has its seconds after the context. The next thread
+        launches its kernels meanwhile, so that the GPU never waits for a host between two videos. The end waits after
+        an error too: memory that the error frees may go to another stream at once.
         """
         turn = Turn()
         if self._copies is None:
@@ -257,7 +263,10 @@ class VideoEncoder:
         turn.seconds = first.elapsed_time(last) / 1e3
 
     def _load_frames(self, frames: NDArray[np.uint8]) -> Tensor:
-        """Copy the frames to the device, from pinned memory in parallel with the kernels of another video."""
+        """Copy the frames to the GPU, from pinned memory in parallel with the kernels of another video.
+
+        On a CPU the frames are only wrapped as a tensor.
+        """
         if self._copies is None:
             return as_frames(frames)
         pinned_frames = torch.empty(frames.shape, dtype=torch.uint8, pin_memory=True)
@@ -278,7 +287,7 @@ class VideoEncoder:
     ) -> VideoItem:
         """Return the video's complete record and its kept tokens on the CPU, in the precision of the cache.
 
-        The record notes a pass of ``n_videos`` on a GPU, since batching may change the rounding there.
+        If a GPU encoded ``n_videos`` > 1 in one pass, the record says so, since that may change the rounding.
         """
         is_shared = n_videos > 1 and not self.backbone.on_cpu
         runtime = self._runtime_record | ({"shared_pass": f"{n_videos} videos"} if is_shared else {})
@@ -344,7 +353,10 @@ def _run_guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
 
 
 def _try_alone(names: str, work: Callable[[], T]) -> T | None:
-    """Return ``work()``, or None if it raises. Ends the process if the GPU is broken."""
+    """Return ``work()``, or None if it fails; only MethodFails is raised. Ends the process if the GPU is broken.
+
+    ``names`` are the videos to print then.
+    """
     try:
         return _run_guarded("prune", names, work)
     except VideoFault:
@@ -372,7 +384,10 @@ class Encoder:
         yield pack(self.encode(unpack(batch)))
 
     def encode(self, videos: Sequence[VideoItem]) -> list[VideoItem]:
-        """Encode the videos of a bundle; a fault of a video becomes its error row."""
+        """Encode the videos of a bundle, and return them in their order; a fault of a video becomes its error row.
+
+        After a crash of an earlier process the first CAREFUL videos are encoded one by one.
+        """
         if self._careful > 0:
             with self._alone:
                 self._careful -= len(videos)
@@ -396,7 +411,7 @@ class Encoder:
     def _encode_suspect(self, video: VideoItem) -> VideoItem:
         """Encode one video while no other is in hand, so that a crash is surely its own.
 
-        Refuse it after POISON crashes.
+        A video with POISON crashes is not tried: it gets an error row of class crash.
         """
         with self._heartbeat.holding(video.record["video_id"]) as items:
             hosts = self._heartbeat.deaths(video.record["video_id"])
@@ -406,7 +421,10 @@ class Encoder:
         return VideoItem(failed_video(video.record, _repeated_crash(hosts)))
 
     def _encode_reported(self, video: VideoItem, items: ItemsInHand) -> VideoItem:
-        """Encode one video, and report its outcome to the heartbeat. Waits while this worker is excluded."""
+        """Encode one video, and report its outcome to the heartbeat. Waits while this worker is excluded.
+
+        A video that failed in decoding keeps its error row.
+        """
         self._heartbeat.wait_while_excluded()
         if video.frames is None:
             items.release(is_result=False)

@@ -103,7 +103,7 @@ class Forecast:
 def forecast(config: PruneConfig, console: Console) -> Forecast:
     """Check the request as a run does, and count its work; starts and writes nothing.
 
-    Raises UsageError for whatever a run would refuse.
+    Prints the notes that a run prints before it starts. Raises UsageError for whatever a run would refuse.
     """
     run = PruneRun(config, console)
     run.prepare()
@@ -138,7 +138,7 @@ def forecast(config: PruneConfig, console: Console) -> Forecast:
 
 
 def _measure_minute(recipe: Recipe) -> tuple[int, int, int]:
-    """Compute (tokens, kept tokens, bytes on disk) of a video of one minute in full HD."""
+    """Compute (tokens, kept tokens, bytes on disk) of a video of one minute in full HD, without decoding anything."""
     sampling, family = recipe.sampling, family_of(recipe.source)
     n_frames = sampling.num_frames or 0
     if sampling.fps is not None:
@@ -239,9 +239,10 @@ def _list_leaves(values: CacheIdentity | JsonObject, prefix: str = "") -> list[t
 
 
 def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
-    """Estimate what a run with the same flags would take; looks at the probed videos, starts and writes nothing.
+    """Estimate what a run with the same flags would take; starts no Ray and writes nothing.
 
-    Raises UsageError for whatever a run would refuse before it starts, and if no probed video can be read.
+    Decodes a sample of the videos here, and may encode it; neither if the options describe the corpus. Raises
+    UsageError for whatever a run would refuse before it starts, and if no probed video can be read.
     """
     cluster, notes = _choose_cluster(config)
     if config.corpus_videos is None or config.seconds is None:
@@ -275,7 +276,10 @@ def _is_this_machine(config: PruneConfig) -> bool:
 
 
 def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Workload:
-    """Estimate the work of the videos to do by decoding (and encoding) a sample. Raise UsageError."""
+    """Estimate the work of the videos to do by decoding (and encoding) a sample; prints a line about it.
+
+    Indexes all archives first. Raises UsageError if no video is named, or no video of the sample can be read.
+    """
     run = PruneRun(config, console)
     run.prepare()
     with store_usage_errors():
@@ -321,6 +325,8 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
 def _input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Sequence[VideoRecord]) -> Interval | None:
     """Estimate the mean bytes of a file from listed sizes, and from a sample for files without a listed size.
 
+    None if files lack a size and the sample has none either.
+
     Args:
         listed_sizes: the size of each video, null if unknown.
         unlisted_records: probed videos without a listed size.
@@ -344,7 +350,8 @@ def _shape(record: VideoRecord) -> Shape:
 def _probe(recipe: Recipe, rows: Sequence[TodoRow], cluster: Cluster) -> tuple[list[VideoRecord], list[float]]:
     """Decode videos in a child process and encode them here; return their records, and the seconds of each encoding.
 
-    Seconds are GPU seconds, or core seconds without a GPU. The list is empty if ``_probe_encoder`` returns None.
+    Seconds are GPU seconds, or core seconds without a GPU. The list is empty if ``_probe_encoder`` returns None. A
+    video that decodes but cannot be encoded has an error record.
     """
     records, encode_s = list[VideoRecord](), list[float]()
     encoder, first = None, True
@@ -373,7 +380,10 @@ def _probe(recipe: Recipe, rows: Sequence[TodoRow], cluster: Cluster) -> tuple[l
 
 
 def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int) -> VideoEncoder | None:
-    """Load the encoder on this machine; None if the plan is for another cluster, or encoding would take too long."""
+    """Load the encoder on this machine; None if the plan is for another cluster, or encoding would take too long.
+
+    ``n_videos`` videos of ``shape`` are to be encoded. Raises UsageError if the encoder cannot be loaded.
+    """
     expected_s = _count_work(recipe, cluster, n_videos, [shape]).encode_s.expected
     if not _is_this_machine(recipe.config) or n_videos * expected_s > _MAX_ENCODE_S * (
         1 if cluster.gpus else cluster.cores

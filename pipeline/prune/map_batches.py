@@ -95,6 +95,7 @@ class EncodeVideos:
     """
 
     def __init__(self, stages: PruneStages) -> None:
+        """Load the model; the schema of the output follows from it."""
         self._encoder = Encoder(stages.encode)
         levels = family_of(stages.encode.source).static().deepstack_levels
         self._schema = _TOKENS.append(pa.field("tokens", pa.large_binary()))
@@ -102,6 +103,7 @@ class EncodeVideos:
             self._schema = self._schema.append(pa.field(f"deepstack_{level}", pa.large_binary()))
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        """Encode each row of the batch, and yield its table of one row."""
         for part in batch.to_batches():
             for place, row in enumerate(part["record"].to_pylist()):
                 frames = read_cell(part["frames"], place, np.uint8)

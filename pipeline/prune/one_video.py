@@ -52,14 +52,20 @@ class EncodedVideo:
     record: VideoRecord
 
     def kept(self, retention_ratio: float | None = None) -> NDArray[np.bool_]:
-        """Return a mask [T,rows,columns] of the kept tokens, or of the smaller selection. Raise as ``pruned.at``."""
+        """Return a mask [T,rows,columns] of the kept tokens, or of the smaller selection at ``retention_ratio``.
+
+        Raises as ``pruned.at``.
+        """
         pruned = self.pruned if retention_ratio is None else self.pruned.at(retention_ratio)
         mask = np.zeros(pruned.n_total, np.bool_)
         mask[pruned.index.cpu().numpy()] = True
         return mask.reshape(-1, *self.grid)
 
     def picture(self, retention_ratio: float | None = None, columns: int = 4) -> NDArray[np.uint8]:
-        """Draw [H,W,3] uint8: the (first) frame of each t side by side, dark where its tokens were pruned."""
+        """Draw [H,W,3] uint8: the (first) frame of each t side by side, dark where its tokens were pruned.
+
+        ``columns`` frames share a row of the picture. ``retention_ratio`` is as in ``kept``.
+        """
         mask = self.kept(retention_ratio)
         frames = self.frames[:: math.ceil(len(self.frames) / len(mask))]
         _, height, width, _ = frames.shape

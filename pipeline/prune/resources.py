@@ -84,6 +84,10 @@ class Resources(Plan):
         of an encoder is long enough that it does not wait for the driver, which looks ten times a second. It has at
         most an eighth of the encoder's share, since other encoders may finish earlier, and all queues at most a quarter
         of the object stores. All shards in memory fit half of the object stores, which is Ray's own limit.
+
+        Args:
+            store_bytes: of all object stores together.
+            frame_bytes, token_bytes: the bytes of one video.
         """
         max_shard = store_bytes / 2 / (self.shards_at_once * max(token_bytes, 1))
         shard = max(1, int(min(self.videos_per_shard, max_shard)))
@@ -146,9 +150,10 @@ class Resources(Plan):
 
 
 def count_videos_per_shard(shard_bytes: int, token_bytes: int, n_frames: int) -> int:
-    """Return the number of videos that fill a shard of ``shard_bytes``.
+    """Return the number of videos that fill a shard of ``shard_bytes``, at least 1.
 
-    It is limited so that the driver can hold the records of a shard in memory.
+    It is limited so that the driver can hold the records of a shard in memory. A video has ``token_bytes`` bytes of
+    tokens and ``n_frames`` frames.
     """
     records = MAX_RECORDS_BYTES // (RECORD_BYTES + FRAME_RECORD_BYTES * n_frames)
     return max(1, min(shard_bytes // max(token_bytes, 1), records))
@@ -168,10 +173,15 @@ def plan_resources(
 ) -> Resources:
     """Divide a cluster of ``cpus``, ``gpus`` and bytes of ``memory`` among the workers for ``n_videos``.
 
-    ``total_file_bytes`` are the bytes of their files, infinite if unknown.
-
     Decoders reserve every CPU, since decoding is the bottleneck of most runs. Encoders and writers reserve no CPU: an
     encoder often waits, so the system shares the cores, and both fit any node.
+
+    Args:
+        gpus: below 1, encoders run on CPUs.
+        total_file_bytes: of the videos' files; infinite if unknown.
+        videos_per_shard: at most; small runs get smaller shards.
+        decode_workers, encode_workers: at most; None for a number that fits the cluster.
+        decode_on_gpus: whether decoders reserve a share of the GPUs.
     """
     cores = max(1, int(cpus))
     max_encoders = int(gpus) if gpus >= 1 else cores
@@ -220,7 +230,7 @@ def plan_workers(
 
 
 def total_file_bytes(videos: pa.Table) -> float:
-    """Return the total bytes of the files of ``videos`` (TODO_SCHEMA).
+    """Return the total bytes of the files of ``videos`` (TODO_SCHEMA); videos that may not be read count nothing.
 
     Infinite for more than MAX_MEASURED_FILES videos, or if a size is unknown: then all decoders start.
     """
@@ -238,7 +248,10 @@ def _file_bytes(path: str, listed_bytes: int | None) -> float:
 
 
 def list_shortfalls(config: PruneConfig, uncapped: Resources, plan: Resources, n_videos: int) -> Iterator[str]:
-    """Yield a note for each requested number of workers that the cluster cannot hold."""
+    """Yield a note for each requested number of workers that the cluster cannot hold, and for smaller shards.
+
+    ``uncapped`` and ``plan`` are as of ``plan_workers``.
+    """
     for name, n_requested, n_planned in (
         ("decode-workers", config.decode_workers, plan.decode.workers),
         ("encode-workers", config.encode_workers, plan.encode.workers),

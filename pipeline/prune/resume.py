@@ -164,7 +164,11 @@ class _Comparison(NamedTuple):
 def _compare(
     part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: Sizes, redo: pa.Array | None
 ) -> _Comparison:
-    """Compare a part of the manifest with the cache's rows."""
+    """Compare a part of the manifest with the cache's rows.
+
+    ``asker`` looks up the sizes and marks of files that the part does not tell, on disk or with a request each. Files
+    with another mark and the old size are compared by a few bytes. Raises UsageError if the store does not answer.
+    """
     rows = ledger.find(part["video_id"])
     has_row = rows >= 0
 
@@ -231,7 +235,10 @@ def _compare(
 
 
 def _find_recoded(ledger: Ledger, decoder: str) -> Mask:
-    """Return a mask over ``ledger.decoders`` [n]: the user's own ``decoder`` with other code than now."""
+    """Return a mask over ``ledger.decoders`` [n]: the user's own ``decoder`` with other code than now.
+
+    The mask is False for built-in decoders, and for a user's other decoders.
+    """
     now = f"{decoder} {decoder_version(decoder)}" if ":" in decoder else ""
     is_own = (bool(now) and text.startswith(f"{decoder} ") and CODE in text for text in ledger.decoders)
     return np.array([same and text != now for same, text in zip(is_own, ledger.decoders, strict=True)], np.bool_)
@@ -257,7 +264,7 @@ def _describe_change(row: ManifestRow, old: VideoRow, size: int, *, is_replaced:
 
 
 def split_at_limit(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
-    """Return the first ``limit`` videos to do, and the number of later videos without a row."""
+    """Return the first ``limit`` videos to do, and the number of later videos without a row; (all, 0) for None."""
     if limit is None:
         return todo, 0
     waiting = pc.sum(pc.equal(todo["attempts"].slice(limit), 1)).as_py() or 0
@@ -294,7 +301,8 @@ def select_retries(todo: pa.Table, failed_attempts: Mapping[str, int], max_attem
 def select_existing(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
     """Select the rows of ``todo`` (TODO_SCHEMA) whose file or archive exists now; one request for each remote file.
 
-    Rows with a fault of the manifest or the index are left out: no worker has tried to read them.
+    Rows with a fault of the manifest or the index are left out: no worker has tried to read them. No row is selected if
+    the store refuses every request.
     """
     todo = todo.filter(todo["fault"].is_null())
     offsets, uris = todo["source_offset"].to_pylist(), todo["uri"].to_pylist()
@@ -308,7 +316,7 @@ def select_existing(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
 
 
 def format_skipped(tally: ManifestCounts, config: PruneConfig) -> list[str]:
-    """Return lines for the user about skipped videos and videos that ``--limit`` leaves for later."""
+    """Return lines for the user about cached videos, failed videos, and videos that ``--limit`` leaves for later."""
     n_cached, lines = tally.done + tally.failed, []
     if n_cached:
         remedy = "" if config.retry_failed else " (--retry-failed tries them again)"

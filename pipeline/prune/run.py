@@ -114,6 +114,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
     def __init__(
         self, options: PruneConfig, console: Console, given_videos: object = None, *, list_failed: bool = False
     ) -> None:
+        """Set up an empty run; nothing is checked or read before ``prepare``."""
         super().__init__(options, console)
         self._given_videos, self._list_failed = given_videos, list_failed
         self.facts: Facts | None = None
@@ -130,7 +131,11 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self._saved_at = time.monotonic()
 
     def prepare(self) -> None:
-        """Check the options, read the list of videos, and resolve model and method; set ``manifest`` and ``recipe``."""
+        """Check the options, read the list of videos, and resolve model and method.
+
+        Sets ``store``, ``run_id``, ``indexing``, ``manifest`` and ``recipe``, and prints notes. Raises UsageError;
+        nothing is started.
+        """
         config = self.options
         self._objects = Objects.from_environment(config.s3_endpoint)
         self.store, self.run_id = store_at(config.out, self._objects), new_run_id()
@@ -147,7 +152,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             self.match()
 
     def _list_videos(self) -> None:
-        """Read the manifest or the caller's rows, and set ``indexing`` and ``manifest``. Raises UsageError."""
+        """Read the manifest or the caller's rows, and set ``indexing`` and ``manifest``; print notes on files left out.
+
+        New indexes of archives are stored in the cache, except for a plan or a dry run. Raises UsageError.
+        """
         config = self.options
         writes = not (config.dry_run or config.plan)
         is_limited = config.limit is not None
@@ -181,8 +189,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
     def list_remaining(self) -> Discovery:
         """Read what earlier runs committed, say what is skipped, and return the videos left to do.
 
-        Archives that are not indexed yet are searched while the run works. Files of the table from a superseded
-        identity are left out without a warning. Raises UsageError.
+        Sets ``ledger`` and ``tally``. Archives that are not indexed yet are searched while the run works. Files of the
+        table from a superseded identity are left out without a warning. A cache of a method with other code is
+        restarted (``_restart_cache``). Removed videos are deleted from the indexes of archives. Raises UsageError.
         """
         if self.recipe.is_restarted:
             self._restart_cache()
@@ -206,7 +215,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         return Discovery(self.indexing, self._objects, self._select, todo_now, self.options.limit)
 
     def _restart_cache(self) -> None:
-        """Restart the cache with its method's new code. Raise UsageError if that loses tokens of videos not named."""
+        """Restart the cache with its method's new code: its rows count no more. A plan or dry run only says so.
+
+        Raises UsageError if that loses tokens of videos that this run does not name.
+        """
         ledger = Ledger(self.store, made_with(self.store)).refresh()
         with_tokens = np.flatnonzero(ledger.columns["fault"] == 0)
         with_tokens = with_tokens[~ledger.removed(with_tokens)]
@@ -234,7 +246,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         return own_videos, select_remaining(own_videos, self.ledger, self.options, self._objects, self._redo).todo
 
     def _forget_removed(self, videos: pa.Table) -> None:
-        """Delete removed videos from newer indexes, and from the examples of left-out files."""
+        """Delete removed videos from newer indexes, and from the examples of left-out files.
+
+        Does nothing if the run keeps no index.
+        """
         if not self.indexing.keeps or not np.any(self.ledger.columns["state"] == REMOVED):
             return
         rows = self.ledger.find(videos["video_id"])
@@ -283,9 +298,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
                     self.say(f"note: {reached}. Progress is saved. Rerun the command to continue")
 
     def _begin(self, n_videos: int) -> tuple[str, str]:
-        """Join the cluster, write the header of a new cache, and set ``stages`` and ``facts``.
+        """Join the cluster, write the header of a new cache, and set ``stages`` and ``facts``; return device and dtype.
 
-        Return device and dtype.
+        Waits for ``--min-gpus``, and starts the monitor. Raises UsageError or RunFailed.
         """
         recipe, config = self.recipe, self.options
         device, dtype = choose_device(config, recipe.dtype, self.say)
@@ -305,14 +320,15 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         return device, dtype
 
     def remember_header(self) -> None:
-        """Store the cache's header in memory; ``commit`` raises if the header changes."""
+        """Read the cache's header into memory; ``commit`` raises if the header changes afterwards."""
         self._header = self.store.read(HEADER)
         self._made_with = fingerprint(json.loads(self._header)["identity"])
 
     def _retry_failed(self, todo: Discovery) -> None:
-        """Retry failed videos.
+        """Retry failed videos once, if there are any to retry; print a note.
 
-        On the other nodes if most failed on some nodes, else the videos that can be read now.
+        If most failed on some nodes, videos that may succeed elsewhere run on the other nodes. These nodes are excluded
+        from then on. Otherwise videos that could not be read run again, if they exist now.
         """
         without: dict[str, str] = {}
         for report in self._reports:
@@ -369,6 +385,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         return uncapped, replace(plan, rows_per_group=self.indexing.unit)
 
     def build(self, items: Discovery, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
+        """Build the graph of the plan, which must be a ``Resources``, without the excluded nodes."""
         assert isinstance(plan, Resources)
         decode, encode = self.stages.decode, self.stages.encode
         return build_graph(
@@ -376,7 +393,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         )
 
     def commit(self, number: int, rows: pa.Table) -> None:
-        """Commit the rows of a shard (WRITTEN), and count them."""
+        """Commit the rows of a shard (WRITTEN), and count them; now and then merge small files of the table.
+
+        Raises RunFailed if the cache's header has changed.
+        """
         records = unpack_written(rows)
         self._check_header()
         commit(self.store, self.run_id, number, records, made_with=self._made_with)
@@ -448,7 +468,8 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
     def find_stop_reason(self, report: WorkerReport) -> str | None:
         """Return a reason if too many videos failed for one infrastructure reason and no worker does better, else None.
 
-        Raise LimitReached after ``--max-hours``.
+        The second pass has no such reason. Saves the run's record once all archives are indexed. Raises LimitReached
+        after ``--max-hours``, and RunFailed if an archive cannot be indexed.
         """
         self._todo.check()
         if self._is_estimated and self._todo.is_complete:
@@ -501,6 +522,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         return replace(summary, facts=self.facts.as_record(wall_s))
 
     def tidy(self) -> None:
+        """Delete the files of the method's old code, and merge files of the table.
+
+        A failure to delete is only a warning.
+        """
         try:
             delete_superseded(self.store, read_header(self.store))
         except (CorruptShard, OSError) as error:

@@ -153,6 +153,7 @@ class _Counts:
     """The sums over rows of a ledger for a summary."""
 
     def __init__(self, ledger: Ledger) -> None:
+        """Start with all sums at zero."""
         self._ledger = ledger
         self._by_class = np.zeros(len(ledger.classes), np.int64)
         self._first: dict[int, int] = {}  # class -> its first row
@@ -163,7 +164,7 @@ class _Counts:
         self._by_note = np.zeros(len(ledger.notes), np.int64)
 
     def add(self, rows: NDArray[np.int64]) -> None:
-        """Add these rows of the ledger; removed videos count only in ``n_removed``."""
+        """Add the rows of the ledger with these indices; removed videos count only in ``n_removed``."""
         is_removed = self._ledger.removed(rows)
         self.n_removed += int(is_removed.sum())
         rows = rows[~is_removed]
