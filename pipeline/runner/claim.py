@@ -75,6 +75,12 @@ class Claim:
         join: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
+        """Prepare the note; nothing is written before the ``with`` block.
+
+        Args:
+            notify: gets a line while entering waits for another run.
+            join: whether to write beside other runs without a look at them.
+        """
         self._store, self._beating = store, store.impatient()
         self._notify, self._join, self._heartbeat_s = notify, join, heartbeat_s
         self._name = f"{RUNS}/{run_id}{NOTE}"
@@ -93,6 +99,7 @@ class Claim:
         self._heart = threading.Thread(target=self._live, name="claim", daemon=True)
 
     def __enter__(self) -> Claim:
+        """Write the note, look for other runs, and start the thread that renews the note."""
         _OPEN.add(self._me["run_id"])
         try:
             self._beat(self._store)
@@ -125,13 +132,16 @@ class Claim:
         self._me["progress"] = asdict(progress)
 
     def _leave_at(self, error: BaseException) -> None:
-        """Delete this run's note as one of the last writes before ``error`` leaves the run."""
+        """Delete this run's note as one of the last writes before ``error`` leaves the run.
+
+        If that fails, ``error`` gets a line that says so; nothing is raised.
+        """
         if why := write_last(error, self._leave):
             stale_s = MAX_MISSED_BEATS * self._heartbeat_s
             error.add_note(f"the note of this run was not deleted, and blocks other runs for {stale_s:g} s: {why}")
 
     def _leave(self) -> None:
-        """Wait for the last beat, then delete this run's note. Raises OSError."""
+        """End the claim: wait up to one interval for the last beat, then delete this run's note. Raises OSError."""
         _OPEN.discard(self._me["run_id"])
         if self._heart.ident is not None:
             self._heart.join(self._heartbeat_s)
@@ -150,7 +160,10 @@ class Claim:
                 self._beat(self._beating)
 
     def _refuse(self, name: str, holder: Holder) -> None:
-        """Raise CacheLocked if the run ``holder`` is alive; delete its note if it has ended."""
+        """Raise CacheLocked if the run ``holder`` is alive; delete its note if it has ended. It may wait for a beat.
+
+        Two runs that start at once see each other's notes: the run with the smaller id passes here.
+        """
         if holder.get("run_id") == self._me["run_id"]:
             return
         # Both runs have just started and see each other: the run with the smaller id continues.
@@ -164,7 +177,11 @@ class Claim:
             self._store.delete(name)
 
     def _is_alive(self, name: str, holder: Holder) -> bool:
-        """Wait for a beat of another run's note; return True if one comes before the note counts as abandoned."""
+        """Wait for a beat of another run's note; return True if one comes before the note counts as abandoned.
+
+        This run's own note is renewed meanwhile, and the user is told once. A live process of this container with a
+        fresh note is alive without a wait.
+        """
         limit, is_told = timedelta(seconds=MAX_MISSED_BEATS * self._heartbeat_s), False
         # A running process with an old note may have been stopped, or a clock has jumped: its next beat decides.
         runs_here, until = _is_here(holder), time.monotonic() + limit.total_seconds()
@@ -192,7 +209,8 @@ class Claim:
 def find_holder(store: Store) -> Holder | None:
     """Return the note of the first run that seems to write to ``store``, also a run of this process; None without one.
 
-    The run's process is alive on this machine, or its note is younger than MAX_MISSED_BEATS. Raises OSError.
+    The run's process is alive on this machine, or its note is younger than MAX_MISSED_BEATS. Reads notes only: nothing
+    is waited for or deleted. Raises OSError.
     """
     for name, holder in _notes(store):
         if not _has_ended_here(holder):
@@ -216,7 +234,7 @@ def _notes(store: Store) -> Iterator[tuple[str, Holder]]:
 
 
 def _read(store: Store, name: str) -> Holder | None:
-    """Read a note; None if it was deleted."""
+    """Read a note; None if it was deleted. A damaged note gives only the ``run_id`` in its name."""
     try:
         content = json.loads(store.read(name))
     except FileNotFoundError:

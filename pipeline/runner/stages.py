@@ -144,7 +144,8 @@ def add_stage(
 ) -> ray.data.Dataset:
     """Add a stage to the graph: its workers map ``rows``, one row a call, on nodes that match ``labels``.
 
-    A worker is an actor of class ``kind``, constructed with ``arguments``.
+    A worker is an actor of class ``kind``, constructed with ``arguments``. ``end_workers`` of the same thread ends the
+    workers.
     """
     return rows.map_batches(
         kind,
@@ -177,7 +178,7 @@ def start_actors(
 ) -> list[ActorHandle]:
     """Start the workers of a stage that the driver runs by itself, with the options that Ray Data's actors have.
 
-    ``labels`` selects the nodes that they may start on, by Ray's labels of nodes.
+    ``labels`` selects the nodes that they may start on, by Ray's labels of nodes. Returns before they run.
     """
     options = {**_worker_options(stage, labels), "scheduling_strategy": "SPREAD"}
     return [
@@ -196,7 +197,7 @@ def _actor_name(run: int) -> dict[str, str]:
 
 
 def end_workers() -> None:
-    """End the Ray workers that graphs of this thread's run have left behind.
+    """End the Ray workers that graphs of this thread's run have left behind. A cluster that does not answer is ignored.
 
     A worker outlives its graph if it hangs, or if its node was lost and it waits for resources elsewhere. It would
     block the resources of the next graph for ever.
@@ -209,7 +210,10 @@ def end_workers() -> None:
 
 
 def configure_ray_data() -> None:
-    """Set Ray Data up for a run: no progress bars of its own, no tolerated errors, a block a row."""
+    """Set Ray Data up for a run: no progress bars of its own, no tolerated errors, a block a row.
+
+    Also silences its logger and a warning, for the whole process.
+    """
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # the run itself says which error ended it
     # Ray 2.60 announces that max_restarts and names will move to a named parameter, which it does not have yet.
     warnings.filterwarnings("ignore", message="`ray_remote_args(_fn)?` is deprecated")
