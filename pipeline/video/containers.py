@@ -57,10 +57,10 @@ _TS_PACKETS = ((0, 188), (4, 192), (0, 204))
 
 
 def sniff(path: str | Path) -> str:
-    """Find the FFmpeg demuxer to open a file with, by its first bytes.
+    """Return the FFmpeg demuxer to open a file with, by its first bytes.
 
-    Raises VideoFault: "unsupported" for anything that is not a known video container, "policy" for playlists and for
-    what is not a file (a FIFO, a device), "io" where the file cannot be read. The message says what it looks like.
+    Raises VideoFault: "unsupported" for anything that is not a known video container, "policy" for playlists and for a
+    FIFO, socket or device, "io" where the file cannot be read. The message says what the file looks like.
     """
     with open_regular(path) as file:
         return recognise(file.read(HEAD_BYTES), path)
@@ -81,7 +81,11 @@ def recognise(head: bytes, path: str | Path) -> str:
 
 
 def open_regular(path: str | Path) -> BufferedReader:
-    """Open a file for reading. Raises VideoFault where it is missing, unreadable or not a regular file."""
+    """Open a file for reading; the caller closes it.
+
+    Raises VideoFault: "io" where it is missing or unreadable, "unsupported" for a folder, "policy" for a FIFO, socket
+    or device.
+    """
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116 - first, since opening a FIFO would block
         if stat.S_ISDIR(mode):
@@ -98,7 +102,8 @@ def open_regular(path: str | Path) -> BufferedReader:
 def count_missing_bytes(path: str | Path, demuxer: str) -> int:
     """Return the number of bytes that a cut-off file lacks, by the lengths stated inside it.
 
-    The result is 0 for a file that is complete or states no length. Raises VideoFault("io") where it cannot be read.
+    The result is 0 for a complete file, a file that states no length, and a container other than MP4, Matroska and AVI.
+    Raises VideoFault where the file cannot be opened.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -122,7 +127,7 @@ def has_overstated_table(path: str | Path) -> bool:
 
 
 def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
-    """Return True if the MP4 table at ``kind_at`` states more entries than it holds."""
+    """Return True if the MP4 table at ``kind_at``, the place of its four letters, states more entries than it holds."""
     kind, box_end = moov[kind_at : kind_at + 4], kind_at - 4 + int.from_bytes(moov[kind_at - 4 : kind_at], "big")
     place = kind_at + 8  # behind the version and the flags
     if kind == b"stsz":
@@ -133,7 +138,10 @@ def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
 
 
 def _mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (four letters, start, length) of each top-level box that states its length."""
+    """Yield (four letters, start, length) of each top-level box; end before a box that states no length.
+
+    A length may reach beyond ``size``, the bytes of the file.
+    """
     start = 0
     while start + 8 <= size:
         file.seek(start)
@@ -148,13 +156,19 @@ def _mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, int, in
 
 
 def _mov_end(file: BufferedReader, size: int) -> int:
-    """Return the end of the last box of an MP4 file that holds video; bytes appended to a file are no box."""
+    """Return where the last box with video of an MP4 file ends by its length; 0 without such a box.
+
+    Bytes appended to a file are no box.
+    """
     boxes = _mov_boxes(file, size)
     return max((start + length for kind, start, length in boxes if kind in (b"moov", b"mdat", b"moof")), default=0)
 
 
 def _matroska_end(file: BufferedReader, size: int) -> int:
-    """Find the end of the segment, which holds everything after the EBML header; 0 where its length is left open."""
+    """Return the end of the segment, which holds everything after the EBML header; 0 where its length is left open.
+
+    ``size`` is not used.
+    """
     header = file.read(64)
     length, width = _ebml_length(header[4:])
     segment = 4 + width + length

@@ -34,7 +34,10 @@ class PyavNvdecDecoder(PyavDecoder):
     """
 
     def __init__(self, index: VideoIndex) -> None:
-        """Open the decoder of the GPU. Raises IndexMismatch for a codec that a core decodes."""
+        """Make a decoder on the GPU.
+
+        Raises IndexMismatch for a codec that is left to a core, RuntimeError without a GPU.
+        """
         super().__init__(index)
         if self._packets.codec not in _CODECS:
             raise IndexMismatch(f"{self._packets.codec} is left to a core")
@@ -58,7 +61,10 @@ class PyavNvdecDecoder(PyavDecoder):
 
 
 def _on_gpu(codec: str) -> VideoCodecContext:
-    """Make a decoder on the GPU, whose frames stay there. Raises RuntimeError where there is none."""
+    """Make a decoder on the GPU, whose frames stay there.
+
+    Raises RuntimeError without a GPU, or without a GPU decoder of ``codec``.
+    """
     accelerator = HWAccel("cuda", allow_software_fallback=False, options={"primary_ctx": "1"}, is_hw_owned=True)
     try:
         context = av.CodecContext.create(codec, "r", accelerator)

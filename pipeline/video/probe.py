@@ -95,10 +95,10 @@ class IndexMismatch(Exception):  # noqa: N818
 def probe(path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES) -> VideoIndex:
     """Index a file by reading its packets; only the first frame is decoded, for its shape and orientation.
 
-    If packets do not tell the frames (no or broken timestamps), the whole file is decoded once instead. The index
-    holds the file open: close its ``packets``, of which memory holds ``max_kept_bytes`` bytes.
+    If packets do not tell the frames (no or broken timestamps), the whole file is decoded once instead. The index holds
+    the file open, and up to ``max_kept_bytes`` bytes of packets in memory: close its ``packets``.
 
-    Raises VideoFault ("unsupported", "corrupt") or an error of PyAV's.
+    Raises VideoFault ("unsupported", "corrupt") or an error of PyAV's; then nothing stays open.
     """
     packets = VideoPackets(path, demuxer, max_kept_bytes)
     try:
@@ -141,9 +141,10 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
 
 
 def scan(index: VideoIndex) -> VideoIndex:
-    """Rebuild an index by decoding the whole file, whose packets do not tell which frames come out.
+    """Return a new index, made by decoding the whole file, whose packets do not tell which frames come out.
 
-    The holes are the stretches of the index whose frames do not come out, and what the container states beyond it.
+    The holes are the stretches of the index whose frames do not come out, and what the container states beyond it. The
+    packets are shared with the old index.
 
     Raises VideoFault("corrupt") where nothing can be decoded.
     """
@@ -179,7 +180,10 @@ def scan(index: VideoIndex) -> VideoIndex:
 
 
 def _add_times(index: VideoIndex, packets: VideoPackets, pts: NDArray[np.int64], last_duration: int) -> VideoIndex:
-    """Fill in timestamps and duration from presentation times in the stream's ticks."""
+    """Return the index with timestamps, duration, rate and tick, from presentation times in the stream's ticks.
+
+    ``last_duration`` is the last frame's, in ticks; 0 takes the mean.
+    """
     tick: Fraction = packets.stream.time_base
     start_time = packets.start_time
     origin = Fraction(start_time, 1_000_000) if start_time is not None else int(pts[0]) * tick
@@ -205,7 +209,7 @@ def _true_rate(stated_rates: Sequence[Fraction], n_frames: int, span: Fraction, 
     """Return a file's frames a second by its timestamps, from the first to the last ``span`` seconds.
 
     A stated rate that agrees is exact where timestamps are rounded: to ticks, or to the milliseconds of a container
-    that the file was copied from.
+    that the file was copied from. The first stated rate counts for a single frame.
     """
     if n_frames < 2 or not span:
         return float(stated_rates[0])
@@ -231,7 +235,10 @@ def _timestamps_usable(shown_packets: Sequence[PacketInfo], packets: VideoPacket
 
 
 def _orientation(frame: av.VideoFrame) -> Orientation:
-    """Read the display matrix of a frame. Raises VideoFault("unsupported") for angles that are no quarter turns."""
+    """Return the turn in the display matrix of a frame; none without a matrix.
+
+    Raises VideoFault("unsupported") for angles that are no quarter turns.
+    """
     side_data = frame.side_data.get("DISPLAYMATRIX")
     if side_data is None:
         return _AS_STORED

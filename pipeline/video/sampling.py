@@ -129,7 +129,7 @@ def find_tolerances(timestamps: NDArray[np.float64], tick_s: float) -> NDArray[n
 
 
 def is_even(timestamps: NDArray[np.float64], tick_s: float) -> bool:
-    """Return True if frames follow each other at one rate, but for what ticks round.
+    """Return True if frames follow each other at one rate, but for what ticks round; fewer than three always do.
 
     Arguments as of ``find_tolerances``.
     """
@@ -142,9 +142,13 @@ def is_even(timestamps: NDArray[np.float64], tick_s: float) -> bool:
 def find_true_times(
     timestamps: NDArray[np.float64], duration_s: float, fps: float, tick_s: float
 ) -> tuple[NDArray[np.float64], float, float]:
-    """Return times, duration and tick without what a container's ticks round, so that frames are those of any other.
+    """Return times, duration and tick without a container's rounding, so that all containers give the same frames.
 
     If the rate varies they are as given. The tick is 0 where nothing is rounded any more.
+
+    Args:
+        timestamps: [F] seconds, ascending.
+        fps: average frames a second of the file.
     """
     even = timestamps[0] + np.arange(len(timestamps)) / fps
     if not _is_near(timestamps, even, 1 / fps, tick_s):
@@ -156,7 +160,7 @@ def find_true_times(
 
 
 def _is_near(timestamps: NDArray[np.float64], even: NDArray[np.float64], step: float, tick_s: float) -> bool:
-    """Return True if timestamps are ``even`` ones, ``step`` seconds apart, that were rounded.
+    """Return True if timestamps are ``even`` times, ``step`` seconds apart, that were rounded.
 
     They are rounded to ticks, or to the milliseconds of a container that the file was copied from.
     """
@@ -171,7 +175,10 @@ def clip_rate(
     duration_s: float,
     tick_s: float = 0.0,
 ) -> float:
-    """Return the frames a second of a clip: the file's own ``fps`` unless its rate varies. Raise as ``clip_range``."""
+    """Return the frames a second of a clip: the file's own ``fps`` unless its rate varies.
+
+    If it varies, the frames of the clip are divided by its seconds. Raises as ``clip_range`` then.
+    """
     if is_even(timestamps, tick_s):
         return fps
     first, stop = clip_range(timestamps, start_s, end_s, duration_s, tick_s)
@@ -187,13 +194,15 @@ def choose_frames(
     duration_s: float | None = None,
     tick_s: float = 0.0,
 ) -> NDArray[np.int64]:
-    """Choose the frames to use: [T] indices, ascending; an index repeats where the clip has too few frames.
+    """Choose the frames to use: [T] indices, ascending; an index may repeat.
 
     Uniform sampling goes by ``sampling.rule``, by default the integer ``linspace`` over the clip's frames that
     lmms-eval uses for LLaVA-OneVision.
+
     Sampling by fps takes, for k = 0, 1, ..., the frame on screen at start + k / fps: the last one whose timestamp is
     not later (up to ``find_tolerances``), so the first one may have come up just before the clip starts. No frame at or
-    behind the end of the clip is taken.
+    behind the end of the clip is taken. ``min_frames`` and ``max_frames`` of ``sampling`` apply then.
+    ``snap_to_keyframes_s`` is left to ``snap_frames``.
 
     Args:
         timestamps: [F] seconds of every frame of the file in presentation order, ascending.
@@ -276,9 +285,10 @@ def _spread(first: int, stop: int, count: int) -> NDArray[np.int64]:
 
 
 def _round_frames(first: int, stop: int, count: int) -> NDArray[np.int64]:
-    """Return ``count`` evenly spaced frames of [first, stop), rounded as ``torch.linspace(...).round()`` in float32.
+    """Return ``count`` evenly spaced frames of [first, stop), or fewer: an even number, and no more than there are.
 
-    As in vision_process.py of qwen-vl-utils 0.0.14: from the start up to the middle, from the end behind it.
+    There are 2 at least: a single frame is repeated. Rounded as ``torch.linspace(...).round()`` in float32, as in
+    vision_process.py of qwen-vl-utils 0.0.14: from the start up to the middle, from the end behind it.
     """
     count = max(2, min(count, stop - first) // 2 * 2)
     last = np.float32(stop - first - 1)
@@ -288,7 +298,9 @@ def _round_frames(first: int, stop: int, count: int) -> NDArray[np.int64]:
 
 
 def _fill_frames(indices: NDArray[np.int64], first: int, stop: int, min_frames: int, rule: str) -> NDArray[np.int64]:
-    """Return ``min_frames`` frames of [first, stop) by the rule of a Qwen processor; ``indices`` if these are no fewer.
+    """Return ``min_frames`` frames of [first, stop) by a Qwen processor's rule, or ``indices`` if these are no fewer.
+
+    STEPPED takes an even number: it rounds an odd ``min_frames`` down.
 
     As sample_frames of transformers 5.24: np.linspace(...).round() in models/qwen3_vl/video_processing_qwen3_vl.py,
     torch.arange(0, n, n / count).int() in models/qwen2_vl/video_processing_qwen2_vl.py.
