@@ -20,7 +20,7 @@ _AT_ONCE = 32  # files and archives that are checked in parallel
 
 
 def find_replaced(rows: Sequence[ManifestRow], samples: Sequence[int], objects: Objects) -> list[bool]:
-    """Return for each row whether its file has other bytes than its cached video had; False for a file that is gone.
+    """Return a bool a row: True if its file has other bytes than its cached video had; False if the file is gone.
 
     Reads a few bytes of each file, of many files in parallel.
 
@@ -45,7 +45,10 @@ def find_replaced(rows: Sequence[ManifestRow], samples: Sequence[int], objects: 
 def _compare_group(
     rows: Sequence[ManifestRow], samples: Sequence[int], objects: Objects, numbers: Sequence[int]
 ) -> list[bool]:
-    """Return for each of ``numbers`` whether that row is replaced; the rows lie in one container, or name one file."""
+    """Return a bool for each of ``numbers``: True if that row is replaced.
+
+    The rows lie in one archive, or name one file.
+    """
     with Containers(objects) as opened:
         return [_is_replaced(rows[number], samples[number], objects, opened) for number in numbers]
 

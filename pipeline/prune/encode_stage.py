@@ -418,7 +418,7 @@ class Encoder:
             if len(hosts) < POISON:
                 return self._encode_reported(video, items)
             items.release(is_result=False, fault="crash")
-        return VideoItem(failed_video(video.record, _repeated_crash(hosts)))
+        return VideoItem(failed_video(video.record, _make_crash_fault(hosts)))
 
     def _encode_reported(self, video: VideoItem, items: ItemsInHand) -> VideoItem:
         """Encode one video, and report its outcome to the heartbeat. Waits while this worker is excluded.
@@ -444,7 +444,7 @@ class Encoder:
         return VideoItem({**failed_video(record, fault), "encode_s": time.perf_counter() - start})
 
 
-def _repeated_crash(hosts: list[str]) -> VideoFault:
+def _make_crash_fault(hosts: list[str]) -> VideoFault:
     """Return the fault of a video that crashed the encode process several times."""
     where = ", ".join(dict.fromkeys(hosts))
     message = f"the encode process crashed {len(hosts)} times with this video in hand, on {where}; Ray's logs say how"
@@ -482,23 +482,23 @@ def collect_kept_tokens(pruned: PrunedTokens, visual: VisualTokens, evidence: It
         return None if values is None else values[order].to(dtype).cpu().numpy()
 
     return KeptTokens(
-        tokens=_bits(pruned.tokens[order]),
+        tokens=_to_bits(pruned.tokens[order]),
         index=take_ordered(pruned.index, torch.int32),
         rank=take_ordered(pruned.rank, torch.int32),
         merged=take_ordered(pruned.merged, torch.bool),
         density=take_ordered(pruned.density, torch.float32),
-        deepstack=[_bits(level.flatten(0, 1)[places]) for level in visual.deepstack],
-        evidence={name: _evidence_bits(name, visual.evidence[name], places) for name in evidence},
+        deepstack=[_to_bits(level.flatten(0, 1)[places]) for level in visual.deepstack],
+        evidence={name: _take_evidence_bits(name, visual.evidence[name], places) for name in evidence},
     )
 
 
-def _evidence_bits(name: str, values: Tensor, places: Tensor) -> Bits:
+def _take_evidence_bits(name: str, values: Tensor, places: Tensor) -> Bits:
     """Return the bits of evidence at the kept indices; evidence of frames is taken whole."""
     rows = values if is_per_frame(name) else values.flatten(0, 1)[places]
-    return _bits(rows.reshape(len(rows), -1))
+    return _to_bits(rows.reshape(len(rows), -1))
 
 
-def _bits(values: Tensor) -> Bits:
+def _to_bits(values: Tensor) -> Bits:
     """Convert a tensor to the bits of bfloat16, as int16."""
     return np.asarray(values.to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy())
 

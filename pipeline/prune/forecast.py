@@ -308,7 +308,7 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
     if len(pixels) == 1 < n_videos:
         ((width, height),) = pixels
         notes.append(f"all of them are {width} x {height}: other sizes were not measured")
-    shapes = [_shape(record) for record in good]
+    shapes = [_read_shape(record) for record in good]
     unlisted_records = [record for row, record in zip(sample, records, strict=True) if row["size"] is None]
     counted_work = _count_work(recipe, cluster, n_videos, shapes)
     return replace(
@@ -316,13 +316,13 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
         failed=1 - len(good) / len(records),
         decode_s=mean_of([record["decode_s"] for record in records], n_videos, least=0.1),
         encode_s=mean_of(encode_s, n_videos, least=0.1) if encode_s else counted_work.encode_s,
-        input_bytes=_input_bytes(todo["size"], unlisted_records),
+        input_bytes=_estimate_input_bytes(todo["size"], unlisted_records),
         video_s=mean_of([measure_seconds(record) for record in good], n_videos),
         notes=(*notes, *(() if encode_s else counted_work.notes)),
     )
 
 
-def _input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Sequence[VideoRecord]) -> Interval | None:
+def _estimate_input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Sequence[VideoRecord]) -> Interval | None:
     """Estimate the mean bytes of a file from listed sizes, and from a sample for files without a listed size.
 
     None if files lack a size and the sample has none either.
@@ -342,7 +342,7 @@ def _input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Sequence[Video
     )
 
 
-def _shape(record: VideoRecord) -> Shape:
+def _read_shape(record: VideoRecord) -> Shape:
     """Return the shape of a decoded video."""
     return len(record["frame_indices"]), record["height"], record["width"]
 
@@ -363,7 +363,7 @@ def _probe(recipe: Recipe, rows: Sequence[TodoRow], cluster: Cluster) -> tuple[l
             if frames is None:
                 continue
             if first:
-                encoder, first = _probe_encoder(recipe, cluster, _shape(record), len(rows)), False
+                encoder, first = _probe_encoder(recipe, cluster, _read_shape(record), len(rows)), False
             if encoder is None:
                 continue
             try:
@@ -394,7 +394,7 @@ def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int
 
 
 def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: float) -> Workload:
-    """Estimate the work of a corpus that the options describe, without a video."""
+    """Estimate the work of a corpus that the options describe, without a video: ``n_videos`` of ``seconds`` each."""
     (width, height), sampling = recipe.config.pixels(), recipe.sampling
     by_time = max(sampling.min_frames, int(seconds * (sampling.fps or 1.0)))
     n_frames = sampling.num_frames or min(by_time, sampling.max_frames or 1)

@@ -49,8 +49,8 @@ def build_graph(
 ) -> RunGraph:
     """Build the graph that turns the videos of ``todo`` into written records; it runs once its batches are read.
 
-    If archives are still to be indexed, a thread starts now that feeds their videos, and an actor that stores these.
-    ``without``: the ids of nodes on which no worker may run.
+    If archives are still to be indexed, a thread starts now that feeds their videos, and an actor that stores the
+    videos. ``without``: the ids of nodes on which no worker may run.
     """
     labels = node_selector(without)
     # 1. Manifest: blocks small enough to spread. They are cut here without a task (from_arrow starts a task a block):

@@ -48,7 +48,7 @@ def refuse_forbidden(manifest: pa.Table, list_name: str) -> None:
         return
     counts = sorted(forbidden["policy"].value_counts().to_pylist(), key=lambda count: -count["counts"])
     reasons = [
-        f"{count['counts']}: {count['values']}, {_example(forbidden, count['values'])}"
+        f"{count['counts']}: {count['values']}, {_describe_example(forbidden, count['values'])}"
         for count in counts[:_MAX_REASONS]
     ]
     more = [f"and {len(counts) - _MAX_REASONS} other reasons"] if len(counts) > _MAX_REASONS else []
@@ -61,7 +61,7 @@ def refuse_forbidden(manifest: pa.Table, list_name: str) -> None:
     )
 
 
-def _example(forbidden: pa.Table, reason: str) -> str:
+def _describe_example(forbidden: pa.Table, reason: str) -> str:
     """Describe the first forbidden row that has this reason."""
     row = forbidden.filter(pc.equal(forbidden["policy"], reason)).slice(0, 1).to_pylist()[0]
     return printable(f"e.g. {row['video_id']}: {row['uri']}")
@@ -135,7 +135,7 @@ def find_sure_failures(todo: pa.Table) -> dict[str, Example]:
 
 
 def _find_sure_failure(row: TodoRow) -> tuple[str, str] | None:
-    """Return why a video is sure to fail: (the problem with its fault class, the details), or None.
+    """Return the reason that a video is sure to fail: (the problem with its fault class, the details), or None.
 
     A local file must exist on this machine, so each row costs a look at the disk.
     """

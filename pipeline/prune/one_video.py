@@ -136,7 +136,7 @@ def encode_video(
     >>> video.pruned.tokens, video.pruned.index, video.timestamps  # [B,D], [B], seconds
     >>> matplotlib.pyplot.imshow(video.picture())  # pruned areas are dark
 
-    The tokens are those that ``prune_videos`` would cache. The model is loaded for this call: for several videos make
+    ``prune_videos`` would cache the same tokens. The model is loaded for this call: for several videos make
     a :class:`pipeline.LocalEncoder` with the same options. The file is decoded in this process, so a file that crashes
     the decoder ends it; ``prune_videos`` decodes in child processes.
 

@@ -290,7 +290,7 @@ def _suggest_models(pruner: Pruner, source: ModelSource) -> str:
 
 
 def _check_decoder(name: str) -> None:
-    """Raise UsageError unless ``--decoder`` names a decoder that can be imported here."""
+    """Raise UsageError unless ``--decoder`` is "auto" or names a decoder that can be imported here."""
     names = ("auto", *DECODERS)
     if name == "auto":
         return

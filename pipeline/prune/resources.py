@@ -237,10 +237,10 @@ def total_file_bytes(videos: pa.Table) -> float:
     if len(videos) > MAX_MEASURED_FILES:
         return math.inf
     rows = videos.select(["uri", "policy", "size"]).to_pylist()
-    return sum(_file_bytes(row["uri"], row["size"]) for row in rows if row["policy"] is None)
+    return sum(_measure_file_bytes(row["uri"], row["size"]) for row in rows if row["policy"] is None)
 
 
-def _file_bytes(path: str, listed_bytes: int | None) -> float:
+def _measure_file_bytes(path: str, listed_bytes: int | None) -> float:
     """Return a file's size: listed, or measured on this machine; infinite if neither is known."""
     if listed_bytes is not None or is_remote(path):
         return math.inf if listed_bytes is None else listed_bytes
@@ -271,9 +271,10 @@ def cut_units(
 ) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of each unit of ``videos`` (MANIFEST_SCHEMA), by their order and sizes alone.
 
-    A unit has at most MAX_UNIT_BYTES and ``max_videos``. Units become smaller towards the end, so that few videos wait
-    for a slow worker. If possible a unit has whole bundles of ``bundle`` videos, and whole row groups of ``row_group``
-    rows of a table. ``later_bytes`` of videos follow, presumably of similar size.
+    A unit has about MAX_UNIT_BYTES at most (a larger video is alone), and about ``max_videos``. It is rounded up to
+    whole bundles of ``bundle`` videos, and to whole row groups of ``row_group`` rows of a table if possible. Units
+    become smaller towards the end, so that few videos wait for a slow worker. ``later_bytes`` of videos follow,
+    presumably of similar size.
     """
     n_videos = len(videos)
     ends = np.concatenate([[0], np.cumsum(pc.fill_null(videos["size"], 0).to_numpy())])

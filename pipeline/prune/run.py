@@ -268,7 +268,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             raise UsageError(f"{self.options.named}: none of the {todo.n_parts - 1} archives holds a video{part}")
 
     def process(self, todo: Discovery) -> None:
-        """Encode the videos, then those that failed once more, and keep the run's record meanwhile.
+        """Encode the videos, then the failed videos once more, and keep the run's record meanwhile.
 
         A limit of hours ends it without an error.
         """

@@ -243,12 +243,12 @@ class TokenSource(Datasource):  # type: ignore[misc]  # Ray has no types
             metadata = BlockMetadata(
                 num_rows=n_videos, size_bytes=self._video_bytes * n_videos, input_files=None, exec_stats=None
             )
-            read = partial(_read, cache, numbers.tolist(), self._options)
+            read = partial(_read_shards, cache, numbers.tolist(), self._options)
             tasks.append(ReadTask(read, metadata, per_task_row_limit=per_task_row_limit))
         return tasks
 
 
-def _read(cache_ref: ray.ObjectRef, numbers: Sequence[int], options: ReadOptions) -> Iterator[pa.Table]:
+def _read_shards(cache_ref: ray.ObjectRef, numbers: Sequence[int], options: ReadOptions) -> Iterator[pa.Table]:
     """Read the videos of some shards, and yield a one-row table for each; runs in a read task."""
     cached: tuple[TokenCache, LiveShards] = ray.get(cache_ref)
     cache, shards = cached

@@ -88,7 +88,7 @@ class Claim:
             "run_id": run_id,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "namespace": _namespace(),
+            "namespace": _read_namespace(),
             "started": _read_start_ticks(os.getpid()),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
             "checked": False,
@@ -108,7 +108,7 @@ class Claim:
             raise UsageError(f"{self._store}: nothing can be written here: {error.strerror or error}") from error
         try:
             if not self._join:
-                for name, holder in _notes(self._store):
+                for name, holder in _iter_notes(self._store):
                     self._refuse(name, holder)
             self._me["checked"] = True
             self._beat(self._store)
@@ -185,7 +185,7 @@ class Claim:
         limit, is_told = timedelta(seconds=MAX_MISSED_BEATS * self._heartbeat_s), False
         # A running process with an old note may have been stopped, or a clock has jumped: its next beat decides.
         runs_here, until = _is_here(holder), time.monotonic() + limit.total_seconds()
-        while (silent := _note_age(self._store, name, self._name)) is not None and (runs_here or silent < limit):
+        while (silent := _find_age(self._store, name, self._name)) is not None and (runs_here or silent < limit):
             if runs_here and silent < limit:
                 return True
             if time.monotonic() > until:
@@ -198,7 +198,7 @@ class Claim:
             time.sleep(min(1.0, self._heartbeat_s / 4))
             with suppress(OSError):
                 self._beat(self._beating)
-            now = _read(self._store, name)
+            now = _read_note(self._store, name)
             if now is None:
                 return False
             if now.get("beat") != holder.get("beat"):
@@ -212,7 +212,7 @@ def find_holder(store: Store) -> Holder | None:
     The run's process is alive on this machine, or its note is younger than MAX_MISSED_BEATS. Reads notes only: nothing
     is waited for or deleted. Raises OSError.
     """
-    for name, holder in _notes(store):
+    for name, holder in _iter_notes(store):
         if not _has_ended_here(holder):
             with suppress(FileNotFoundError):
                 if _is_here(holder) or store.age(name) < timedelta(seconds=MAX_MISSED_BEATS * HEARTBEAT_S):
@@ -225,15 +225,15 @@ def describe_holder(holder: Holder) -> str:
     return json.dumps({name: holder.get(name) for name in ("host", "pid", "run_id", "since")})
 
 
-def _notes(store: Store) -> Iterator[tuple[str, Holder]]:
+def _iter_notes(store: Store) -> Iterator[tuple[str, Holder]]:
     """Yield the name and content of every claim's note."""
     for name in store.names(RUNS, NOTE):
-        note = _read(store, name)
+        note = _read_note(store, name)
         if note is not None:
             yield name, note
 
 
-def _read(store: Store, name: str) -> Holder | None:
+def _read_note(store: Store, name: str) -> Holder | None:
     """Read a note; None if it was deleted. A damaged note gives only the ``run_id`` in its name."""
     try:
         content = json.loads(store.read(name))
@@ -244,7 +244,7 @@ def _read(store: Store, name: str) -> Holder | None:
     return cast(Holder, content) if isinstance(content, dict) else {"run_id": PurePosixPath(name).stem}
 
 
-def _note_age(store: Store, name: str, own_name: str) -> timedelta | None:
+def _find_age(store: Store, name: str, own_name: str) -> timedelta | None:
     """Return the age of a note relative to this run's own newest note, by the store's clock.
 
     None if the note is gone.
@@ -257,7 +257,7 @@ def _note_age(store: Store, name: str, own_name: str) -> timedelta | None:
 
 def _is_in_this_container(holder: Holder) -> bool:
     """Return True if a run's driver is on this host and in this container."""
-    own_container = (socket.gethostname(), _namespace())
+    own_container = (socket.gethostname(), _read_namespace())
     return bool(own_container[1]) and (holder.get("host"), holder.get("namespace")) == own_container
 
 
@@ -275,7 +275,7 @@ def _has_ended_here(holder: Holder) -> bool:
     return _read_start_ticks(int(holder["pid"])) != holder.get("started")
 
 
-def _namespace() -> str:
+def _read_namespace() -> str:
     """Return an id of this process's container (its PID namespace), "" where the system has none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

@@ -290,7 +290,7 @@ class GraphRun(Generic[T]):
         except (ray.exceptions.RayError, OSError) as error:
             why = (isinstance(error, ray.exceptions.RayError) and self._watchdog.failure()) or describe_cause(error)
             of = f"{reporter.progress.done} of {len(self._items)} {item}s"
-            if full := self._full_disks(error):
+            if full := self._find_full_disks(error):
                 if self._driver.can_run_on(sum_resources({**self._driver.excluded_nodes, **full})):
                     raise DiskFull(full) from error
                 why += f"; {DiskFull(full)}, and no other node can run all stages. {FREE_SPACE}; then rerun the command"
@@ -298,7 +298,7 @@ class GraphRun(Generic[T]):
         if n_missing := len(self._items) - reporter.progress.done:
             raise RunFailed(f"{n_missing} of {len(self._items)} {item}s have no row. Rerun the command")
 
-    def _full_disks(self, error: Exception) -> dict[str, str]:
+    def _find_full_disks(self, error: Exception) -> dict[str, str]:
         """Return the nodes with full disks after an error of Ray: id -> host and folder; {} for any other error."""
         with suppress(Exception):  # a cluster that does not answer: the error itself says more
             if isinstance(error, ray.exceptions.RayError):

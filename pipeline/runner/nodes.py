@@ -78,14 +78,14 @@ class RayDisk(NamedTuple):
         """
         limit = float(os.environ.get(_SPILL_VARIABLE, _SPILL_LIMIT))
         disks: dict[int, RayDisk] = {}
-        for folder in _ray_folders():
+        for folder in _find_ray_folders():
             with suppress(OSError):  # it is gone, or no folder of this machine
                 disk = shutil.disk_usage(folder)
                 disks.setdefault(os.stat(folder).st_dev, cls(folder, disk.free, disk.total, limit))  # noqa: PTH116
         return list(disks.values())
 
 
-def _ray_folders() -> Iterator[str]:
+def _find_ray_folders() -> Iterator[str]:
     """Yield the folders that Ray writes to on this node: its session folder and its spill folder."""
     yield ray._private.worker._global_node.get_session_dir_path()
     with suppress(OSError):  # a system without /proc: the session's folder is the usual one

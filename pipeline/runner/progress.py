@@ -338,7 +338,7 @@ class LineReporter(Reporter):
         self._console = console
         self._interval = interval
         self._end_event = threading.Event()
-        self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
+        self._ticker = threading.Thread(target=self._print_lines, name="progress", daemon=True)
 
     def __enter__(self) -> Self:
         self._ticker.start()
@@ -347,18 +347,18 @@ class LineReporter(Reporter):
     def __exit__(self, *error: object) -> None:
         self._end_event.set()
         self._ticker.join()
-        self._line()
+        self._print_line()
 
-    def _tick(self) -> None:
+    def _print_lines(self) -> None:
         """Print a line at each interval until the run ends; runs in a thread."""
         for _ in range(_EARLY_LINES):
             if self._end_event.wait(min(self._interval, EARLY_S)):
                 return
-            self._line()
+            self._print_line()
         while not self._end_event.wait(self._interval):
-            self._line()
+            self._print_line()
 
-    def _line(self) -> None:
+    def _print_line(self) -> None:
         """Print the counts, the rate and the time left."""
         pace = str(self.pace)
         self._console.print(f"{self.progress}, {pace}" if pace else str(self.progress), highlight=False, soft_wrap=True)

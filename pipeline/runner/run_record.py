@@ -197,8 +197,9 @@ class Outcome:
     def exit_code(self, failure_limit: int, outside_limit: int | None = None) -> int:
         """Return 0 if every item has a row, at least one is ok, and failures are within the limits; else 1.
 
-        An item that failed by a bug makes it 1 too. ``failure_limit`` holds for all failures together, and for those of
-        this run. ``outside_limit`` is the limit for infrastructure errors; None for no limit of their own.
+        An item that failed by a bug makes it 1 too. All failures together, and the failures of this run, must be at
+        most ``failure_limit``. ``outside_limit`` is the limit for infrastructure errors; None for no limit of their
+        own.
         """
         bad = (
             self.n_missing

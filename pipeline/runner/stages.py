@@ -155,7 +155,7 @@ def add_stage(
         zero_copy_batch=True,
         compute=ray.data.ActorPoolStrategy(size=stage.workers, max_tasks_in_flight_per_actor=stage.in_flight),
         max_concurrency=stage.calls,
-        ray_remote_args_fn=partial(_actor_name, threading.get_ident()),
+        ray_remote_args_fn=partial(_name_actor, threading.get_ident()),
         **_worker_options(stage, labels),
     )
 
@@ -182,7 +182,7 @@ def start_actors(
     """
     options = {**_worker_options(stage, labels), "scheduling_strategy": "SPREAD"}
     return [
-        ray.remote(kind).options(**options, **_actor_name(threading.get_ident())).remote(*arguments)
+        ray.remote(kind).options(**options, **_name_actor(threading.get_ident())).remote(*arguments)
         for _ in range(stage.workers)
     ]
 
@@ -190,8 +190,11 @@ def start_actors(
 _names: dict[int, list[str]] = defaultdict(list)  # thread of a run -> names of the workers that it started
 
 
-def _actor_name(run: int) -> dict[str, str]:
-    """Return options that name an actor of this thread's run; Ray calls this for every actor, in another thread."""
+def _name_actor(run: int) -> dict[str, str]:
+    """Return options that name an actor of the run of thread ``run``, and note the name for ``end_workers``.
+
+    Ray calls this for every actor, in another thread.
+    """
     _names[run].append(f"worker-{uuid4().hex}")
     return {"name": _names[run][-1]}
 

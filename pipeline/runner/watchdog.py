@@ -130,7 +130,10 @@ class Watchdog:
         return self._read()
 
     def _read(self) -> WorkerReport:
-        """Return the latest answer of the heartbeats, or the last report. At most one request is pending."""
+        """Return the latest answer of the heartbeats, or the last report without an answer in ``every_s``.
+
+        At most one request is pending: a late answer is returned by a later call.
+        """
         try:
             self._pending_answer = self._pending_answer or self.heartbeats.read.remote()
             report: WorkerReport = ray.get(self._pending_answer, timeout=self.every_s)

@@ -35,7 +35,7 @@ _DEMUXERS: tuple[tuple[bytes, str], ...] = (
     (rb"\x00?\x00\x00\x01(?:[\x27\x47\x67]|\x09[\x10\x30\x50\x70\x90\xb0\xd0\xf0])", "h264"),  # SPS or delimiter first
     (rb"\x00?\x00\x00\x01(?:\x40|\x46)\x01", "hevc"),  # VPS or delimiter first
 )
-# Other known formats, to name them in errors; "policy" marks those that make a decoder open other files or hosts.
+# Other known formats, to name them in errors; "policy" marks formats that make a decoder open other files or hosts.
 _REFUSED: tuple[tuple[bytes, FaultClass, str], ...] = (
     (rb"\s*#EXTM3U", "policy", "an HLS playlist"),
     (rb"ffconcat version", "policy", "an FFmpeg concat script"),
@@ -107,7 +107,7 @@ def count_missing_bytes(path: str | Path, demuxer: str) -> int:
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        find_end = {"mov": _mov_end, "matroska": _matroska_end, "avi": _avi_end}.get(demuxer)
+        find_end = {"mov": _find_mov_end, "matroska": _find_matroska_end, "avi": _find_avi_end}.get(demuxer)
         return max(0, find_end(file, size) - size) if find_end else 0
 
 
@@ -118,7 +118,7 @@ def has_overstated_table(path: str | Path) -> bool:
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        for kind, start, length in _mov_boxes(file, size):
+        for kind, start, length in _iter_mov_boxes(file, size):
             if kind == b"moov":
                 file.seek(start)
                 moov = file.read(length)
@@ -137,7 +137,7 @@ def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
     return int.from_bytes(moov[place : place + 4], "big") * _ENTRY_BYTES[kind] > box_end - place - 4
 
 
-def _mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, int, int]]:
+def _iter_mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield (four letters, start, length) of each top-level box; end before a box that states no length.
 
     A length may reach beyond ``size``, the bytes of the file.
@@ -155,39 +155,39 @@ def _mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, int, in
         start += length
 
 
-def _mov_end(file: BufferedReader, size: int) -> int:
+def _find_mov_end(file: BufferedReader, size: int) -> int:
     """Return where the last box with video of an MP4 file ends by its length; 0 without such a box.
 
     Bytes appended to a file are no box.
     """
-    boxes = _mov_boxes(file, size)
+    boxes = _iter_mov_boxes(file, size)
     return max((start + length for kind, start, length in boxes if kind in (b"moov", b"mdat", b"moof")), default=0)
 
 
-def _matroska_end(file: BufferedReader, size: int) -> int:
+def _find_matroska_end(file: BufferedReader, size: int) -> int:
     """Return the end of the segment, which holds everything after the EBML header; 0 where its length is left open.
 
     ``size`` is not used.
     """
     header = file.read(64)
-    length, width = _ebml_length(header[4:])
+    length, width = _read_ebml_length(header[4:])
     segment = 4 + width + length
     file.seek(segment)
     head = file.read(12)
     if head[:4] != b"\x18\x53\x80\x67":
         return 0
-    length, width = _ebml_length(head[4:])
+    length, width = _read_ebml_length(head[4:])
     unknown = length == (1 << (7 * width)) - 1
     return 0 if unknown else segment + 4 + width + length
 
 
-def _ebml_length(data: bytes) -> tuple[int, int]:
+def _read_ebml_length(data: bytes) -> tuple[int, int]:
     """Read an EBML variable-length integer: its value, and the bytes that it takes."""
     width = 9 - data[0].bit_length() if data and data[0] else 8
     return int.from_bytes(data[:width], "big") & ((1 << (7 * width)) - 1), width
 
 
-def _avi_end(file: BufferedReader, size: int) -> int:
+def _find_avi_end(file: BufferedReader, size: int) -> int:
     """Return the end of an AVI file by the length in its RIFF header."""
     file.seek(4)
     return 8 + int.from_bytes(file.read(4), "little")

@@ -203,7 +203,7 @@ class _Decoding:
         # A relative "http:x" must not look like an address to FFmpeg.
         path = os.path.abspath(self._request.path)  # noqa: PTH100
         if os.path.isdir(path):  # noqa: PTH112
-            return self._folder(path)
+            return self._decode_folder(path)
         demuxer = sniff(path)
         size, digest = fingerprint(path)
         if n_missing := count_missing_bytes(path, demuxer):
@@ -219,7 +219,7 @@ class _Decoding:
             sample = sample_file(path)
             return replace(self._read_by_any(index), source_size=size, source_hash=digest, source_sample=sample)
 
-    def _folder(self, path: str) -> DecodedVideo:
+    def _decode_folder(self, path: str) -> DecodedVideo:
         """Decode a folder of JPEG frames, whatever decoder is requested. Raises VideoFault, or an error of PyAV's."""
         index = index_frames(path)
         size, digest = fingerprint_frames(path, frame_names(path))

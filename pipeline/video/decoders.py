@@ -52,8 +52,8 @@ class FrameDecoder(Protocol):
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
         """Yield the frames that ``indices`` (distinct, ascending) name, in this order.
 
-        They come in chunks of [k,H,W,3] uint8 RGB, turned as they are shown, H and W being those of the index. Chunks
-        are small (``chunk_length``), so that memory stays bounded. May raise any exception.
+        They come in chunks of [k,H,W,3] uint8 RGB, turned as they are shown, with H and W of the index. Chunks are
+        small (``chunk_length``), so that memory stays bounded. May raise any exception.
         """
 
     def close(self) -> None:

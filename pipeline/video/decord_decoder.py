@@ -35,7 +35,7 @@ class DecordDecoder(LibraryDecoder):
             (index.packets.n_streams != 1, "it has several video streams"),
             (index.codec not in _PARAMETERS, "only the frame size of H.264 and HEVC is known to stay the same"),
             (index.pts[0] != 0, "it does not start at 0"),
-            (_brings_parameters(index.packets), "its parameters may change on the way"),
+            (_may_change_parameters(index.packets), "its parameters may change on the way"),
             (_has_leading_frames(index.packets.table), "frames shown before a keyframe are stored behind it"),
             (index.orientation != Orientation(), "it is rotated"),
             (index.pixel_format != "yuv420p", f"its pixels are {index.pixel_format}"),
@@ -68,7 +68,7 @@ def _has_leading_frames(packets: Sequence[PacketInfo]) -> bool:
     return bool((pts < np.maximum.accumulate(np.where(keyframe, pts, pts.min()))).any())
 
 
-def _brings_parameters(packets: VideoPackets) -> bool:
+def _may_change_parameters(packets: VideoPackets) -> bool:
     """Return True if a keyframe seems to carry codec parameters, which may differ from the container's.
 
     Reads each keyframe's packet; a codec other than H.264 and HEVC always matches.

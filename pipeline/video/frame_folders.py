@@ -164,6 +164,8 @@ JPEGS = "pipeline.video.frame_folders:JpegDecoder"
 def index_frames(path: str) -> VideoIndex:
     """Index a folder of frames; only the first one is decoded, for its shape.
 
+    Frame number k, from 1, is at k / rate seconds. The index has no ``packets`` and no ``pts``.
+
     Raises VideoFault: "unsupported" where the path does not say how many frames a second there are, and what
     ``frame_names`` and ``read_frame`` raise.
     """

@@ -59,7 +59,7 @@ class VideoPackets:
     Attributes:
         demuxer: name of FFmpeg's demuxer, as ``containers.sniff`` gave it.
         stream: PyAV's stream; its codec context decodes.
-        codec: the codec's own name ("av1", "vp9"), not that of the library which decodes it ("libdav1d").
+        codec: the codec's own name ("av1", "vp9"), not the name of the library that decodes it ("libdav1d").
         start_time: of the container, microseconds; None where it has none.
         n_streams: how many video streams the file has.
         table: the container's facts about each packet.
@@ -94,7 +94,7 @@ class VideoPackets:
             self.n_streams = len(self._container.streams.video)
             self.table: list[PacketInfo] = []
             self.parameters_change = False
-            self.stated_s = _stated_seconds(self._container, self.stream, demuxer)
+            self.stated_s = _read_stated_seconds(self._container, self.stream, demuxer)
             self.fault: FFmpegError | None = None
             self.n_corrupt = self._end_byte = 0
             self._sub_layers: set[int] = _sub_layers(self.stream.codec_context.extradata or b"")
@@ -204,7 +204,7 @@ class VideoPackets:
         """
         try:
             return list(codec.decode(packet))
-        except FFmpegError as error:  # some decoders answer broken data with EPERM or an error of a library of theirs
+        except FFmpegError as error:  # some decoders answer broken data with EPERM or their library's own error
             if isinstance(error, MemoryError):
                 raise
             self.fault = error
@@ -298,7 +298,9 @@ def pick_stream(container: InputContainer) -> av.VideoStream:
     """
     streams = [s for s in container.streams.video if not s.disposition & _STILL_IMAGES]
     if not streams:
-        raise VideoFault("unsupported", f"the file holds no video stream{_other_streams(container)}; leave it out")
+        raise VideoFault(
+            "unsupported", f"the file holds no video stream{_describe_other_streams(container)}; leave it out"
+        )
     streams = [s for s in streams if s.codec_context is not None]
     if not streams:
         raise VideoFault("unsupported", "no decoder knows the codec of the video stream")
@@ -311,7 +313,7 @@ def pick_stream(container: InputContainer) -> av.VideoStream:
     return stream
 
 
-def _other_streams(container: InputContainer) -> str:
+def _describe_other_streams(container: InputContainer) -> str:
     """Describe the streams of a file without video, for an error message."""
     kinds = (("audio", container.streams.audio), ("pictures", container.streams.video))
     kinds_text = " and ".join(name for name, streams in kinds if streams)
@@ -333,7 +335,7 @@ def _iter_packets(container: InputContainer, stream: av.VideoStream) -> Iterator
         return
 
 
-def _stated_seconds(container: InputContainer, stream: av.VideoStream, demuxer: str) -> float | None:
+def _read_stated_seconds(container: InputContainer, stream: av.VideoStream, demuxer: str) -> float | None:
     """Return the seconds of a video by its stream's header or tag, or by the file's header where it has no sound.
 
     None if nothing is stated, and for containers other than _STATING.

@@ -23,7 +23,7 @@ ROUNDED, STEPPED = "rounded", "stepped"
 TIME_RULE = 2
 # Times are quotients of integers; a frame at 0.1 s must count as on screen at 0.1 s. No video has frames this close.
 _EPSILON = 1e-6
-_TICKS = 2  # by which rounding moves a timestamp: its own, that of the first frame, and what demuxers interpolate
+_TICKS = 2  # by which rounding moves a timestamp: its own rounding, the first frame's, and the demuxer's interpolation
 _MS, _HALF_MS = 0.001, 0.0005  # bounds of clips come in milliseconds (shot detectors, subtitles, tables)
 
 
@@ -95,7 +95,9 @@ def clip_range(
 
     Raises VideoFault("unsupported") where the clip is empty, backwards, outside the video or holds no frame.
     """
-    clip = f"the clip [{_seconds(start_s, '0')}, {_seconds(end_s, 'end')}) of a video of {duration_s:.3f} s"
+    clip = (
+        f"the clip [{_format_seconds(start_s, '0')}, {_format_seconds(end_s, 'end')}) of a video of {duration_s:.3f} s"
+    )
     start, end = -math.inf if start_s is None else start_s, math.inf if end_s is None else end_s
     if not (start < end) or (start_s is not None and not 0 <= start_s < math.inf):
         raise VideoFault("unsupported", f"{clip} must start at 0 s or later and end after its start")
@@ -182,7 +184,7 @@ def clip_rate(
     if is_even(timestamps, tick_s):
         return fps
     first, stop = clip_range(timestamps, start_s, end_s, duration_s, tick_s)
-    start, end = _bounds(timestamps, start_s, end_s, duration_s)
+    start, end = _find_bounds(timestamps, start_s, end_s, duration_s)
     return (stop - first) / (end - start)
 
 
@@ -222,14 +224,14 @@ def choose_frames(
     first, stop = clip_range(timestamps, start_s, end_s, duration_s, tick_s)
     if sampling.fps is None:
         assert sampling.num_frames is not None
-        spread = _spread if sampling.rule == TRUNCATE else _round_frames
+        spread = _spread_frames if sampling.rule == TRUNCATE else _round_frames
         return spread(first, stop, sampling.num_frames)
-    start, end = _bounds(timestamps, start_s, end_s, duration_s)
+    start, end = _find_bounds(timestamps, start_s, end_s, duration_s)
     fps, most = sampling.fps, sampling.max_frames
     count = max(1, math.ceil((end - start) * fps - _EPSILON))
     if most is not None and count > most:
         if is_even(timestamps, tick_s):
-            return _spread(first, stop, most)
+            return _spread_frames(first, stop, most)
         count, fps = most, most / (end - start)
     tolerance = find_tolerances(timestamps, tick_s)
     times = start + np.arange(count) / fps
@@ -240,7 +242,7 @@ def choose_frames(
     return indices if len(indices) >= least else _fill_frames(indices, first, stop, least, sampling.min_rule)
 
 
-def _bounds(
+def _find_bounds(
     timestamps: NDArray[np.float64], start_s: float | None, end_s: float | None, duration_s: float
 ) -> tuple[float, float]:
     """Return the part of the clip [start, end) in which the video shows something, seconds."""
@@ -259,7 +261,7 @@ def snap_frames(
     Args:
         indices: [T] indices of frames, ascending.
         timestamps: [F] seconds of every frame, ascending.
-        keyframes: [K] indices of those frames that may be moved to, ascending.
+        keyframes: [K] indices of the frames that others may move to, ascending.
         within_s: seconds.
     """
     times, at = timestamps[keyframes], timestamps[indices]
@@ -279,7 +281,7 @@ def count_repeated(indices: NDArray[np.int64]) -> int:
     return len(indices) - len(np.unique(indices))
 
 
-def _spread(first: int, stop: int, count: int) -> NDArray[np.int64]:
+def _spread_frames(first: int, stop: int, count: int) -> NDArray[np.int64]:
     """Return ``count`` evenly spaced frames of [first, stop), truncated to integers."""
     return first + np.linspace(0, stop - first - 1, count, dtype=int).astype(np.int64)
 
@@ -314,6 +316,6 @@ def _fill_frames(indices: NDArray[np.int64], first: int, stop: int, min_frames: 
     return first + spread if len(spread) > len(indices) else indices
 
 
-def _seconds(value: float | None, none: str) -> str:
+def _format_seconds(value: float | None, none: str) -> str:
     """Format seconds, or ``none`` for None."""
     return none if value is None else f"{value:g} s"

@@ -126,9 +126,9 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
             raise
         except (EOFError, OSError) as error:
             self._child = None
-            raise _crash(child.end_code(), backend) from error
+            raise _make_crash_fault(child.end_code(), backend) from error
         except BaseException:
-            self.close()  # after Ctrl-C, for example, a late answer must not be taken for that of the next request
+            self.close()  # after Ctrl-C, for example, a late answer must not be taken for the next request's
             raise
 
     def _get_child(self) -> _Child:
@@ -224,7 +224,7 @@ def _hide_main_module() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _crash(code: int | None, backend: str | None) -> VideoFault:
+def _make_crash_fault(code: int | None, backend: str | None) -> VideoFault:
     """Return the fault of a video whose decode process ended with ``code`` (negative: by that signal)."""
     if code is None or code >= 0:
         return VideoFault("crash", f"the decode process ended with exit code {code}", backend=backend)

@@ -59,7 +59,7 @@ class SharedFrames:
             self._current = number, self._idle.pop(number)
         else:
             self._n_pieces += 1
-            self._descriptor = _file_in_memory(max(1, size))
+            self._descriptor = _create_memory(max(1, size))
             self._current = self._n_pieces, mmap.mmap(self._descriptor, 0)
         return np.frombuffer(self._current[1], np.uint8, size).reshape(shape)
 
@@ -138,7 +138,7 @@ def _keeps_its_size(descriptor: int) -> bool:
     return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
 
 
-def _file_in_memory(size: int) -> int:
+def _create_memory(size: int) -> int:
     """Create ``size`` bytes of memory, sealed against shrinking under a reader, and return its descriptor.
 
     A platform without such memory gets a temporary file without a name.

@@ -107,15 +107,15 @@ def open_source(uri: str, objects: Objects, limit: int, fetch: Fetch | None = No
         _fetch(source, fetch or partial(_download, source, objects), limit)
     except Exception as error:  # noqa: BLE001 - the error boundary of a video: anything becomes its error row
         source.close()
-        source.fault = _fault(uri, error, limit)
+        source.fault = _make_fault(uri, error, limit)
     return source
 
 
 def same_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> Source:
     """Open the source of a videos row, if its size is still the recorded one; an object is one GET.
 
-    ``fetch`` is as ``open_source`` takes it. Raises VideoFault("io") where the file is gone or the row lacks its size
-    or hash, ReplacedSource where it has another size. Other faults come in the source.
+    ``fetch`` is as ``open_source`` takes it. Raises VideoFault("io") where the file is gone or cannot be read, or the
+    row lacks its size or hash; ReplacedSource where it has another size, or a copy has another fault.
     """
     is_copy = fetch is not None or is_remote(row["uri"])
     if not is_copy:
@@ -170,7 +170,7 @@ def _download(source: Source, objects: Objects, write: Callable[[bytes], object]
         return write_download(download, write, limit, source.uri)
 
 
-def _fault(uri: str, error: Exception, limit: int) -> VideoFault:
+def _make_fault(uri: str, error: Exception, limit: int) -> VideoFault:
     """Make the fault of a video that could not be fetched; ``limit`` is the largest number of bytes allowed."""
     if isinstance(error, VideoFault):
         return error
@@ -187,7 +187,7 @@ class Sizes:
 
     def __init__(self, objects: Objects | None = None) -> None:
         self._objects = objects
-        self._n_requests = self._n_refused = 0  # requests; those in a row, up to the last one, that were refused
+        self._n_requests = self._n_refused = 0  # requests; the latest requests in a row that were refused
         self._refusal: OSError | None = None
 
     @property
