@@ -95,9 +95,10 @@ class Turn:
 class VideoEncoder:
     """The encoder and pruner of one video after another, for a run's actors and for ``jobs.verify --live``.
 
-    Several threads may call it: at one moment the frames of one video go to the GPU, a second video is encoded, a third
-    is pruned on a stream of its own, and the tokens of a fourth come back. A CPU encodes or prunes one video at a time.
-    It loads one vision tower, unless ``backbone`` is given, and never the LLM. Raises ModelError if that fails.
+    Several threads may call it: a GPU then works on four videos at once. One video's frames come, the second is
+    encoded, the third is pruned on another stream, and the fourth's tokens leave. A CPU encodes or prunes one video at
+    a time. The encoder loads one vision tower, unless ``backbone`` is given, and never the LLM. Raises ModelError if
+    that fails.
     """
 
     _max_pass = Fraction(1)  # the part of a pass that several videos may fill

@@ -45,8 +45,9 @@ def prune_stages(**options: Any) -> PruneStages:
 
     ``pipeline/examples/own_stages.py`` runs them over a folder of clips.
 
-    With GPUs give encoders ``num_gpus=1`` instead of CPUs. With ``max_concurrency=2`` a worker of either stage fetches
-    or hands over one video while it works on another. Nothing is cached or resumed; ``prune_videos`` does that.
+    Give encoders ``num_gpus=1`` instead of CPUs if there are GPUs. If ``max_concurrency`` is 2, a worker of either
+    stage fetches or hands over one video while it works on another. Nothing is cached or resumed; ``prune_videos`` does
+    that.
 
     Args:
         options: the options of ``python -m jobs.prune --help-all`` that concern one video, ``decode_timeout`` and

@@ -159,7 +159,7 @@ class Recipe:
         """Return this recipe with the dtype of the cache in ``store``, and with its larger ratio for a nested method.
 
         Prints a note about the ratio. A cache without a row restricts nothing. A cache without tokens does not restrict
-        the method's code. With ``--on-changed redo`` other code of the method is no error: ``is_restarted`` is set
+        the method's code. Other code of the method is no error under ``--on-changed redo``: ``is_restarted`` is set
         instead.
 
         Raises IdentityMismatch if the cache has another identity, or tokens made by other code of the method.

@@ -70,8 +70,8 @@ class Resources(Plan):
         """Return the bytes of object store for waiting videos, without the videos that workers have in hand.
 
         These are a few bundles a decoder, the queue of each encoder, and a few shards. ``frame_bytes`` and
-        ``token_bytes`` are the bytes of one video. With less memory than the waiting shards take, Ray slows to one
-        block in ten seconds.
+        ``token_bytes`` are the bytes of one video. If the waiting shards take more memory, Ray slows to one block in
+        ten seconds.
         """
         bundles = 4 * self.decode.workers + (self.encode.in_flight or 4) * self.encode.workers
         frames = bundles * max(self.videos_per_bundle * frame_bytes, MIN_WORKER_BYTES)
@@ -82,8 +82,8 @@ class Resources(Plan):
 
         Videos share a bundle while there are enough bundles for all workers and the object stores hold them. The queue
         of an encoder is long enough that it does not wait for the driver, which looks ten times a second. It has at
-        most an eighth of the encoder's share, since other encoders may finish earlier, and all queues at most a quarter
-        of the object stores. All shards in memory fit half of the object stores, which is Ray's own limit.
+        most an eighth of the encoder's share, since other encoders may finish earlier. All queues have at most a
+        quarter of the object stores. All shards in memory fit half of the object stores, which is Ray's own limit.
 
         Args:
             store_bytes: of all object stores together.
@@ -272,7 +272,7 @@ def cut_units(
     """Yield (start, stop) of each unit of ``videos`` (MANIFEST_SCHEMA), by their order and sizes alone.
 
     A unit has about MAX_UNIT_BYTES at most (a larger video is alone), and about ``max_videos``. It is rounded up to
-    whole bundles of ``bundle`` videos, and to whole row groups of ``row_group`` rows of a table if possible. Units
+    whole bundles of ``bundle`` videos. If possible it has whole row groups of ``row_group`` rows of a table. Units
     become smaller towards the end, so that few videos wait for a slow worker. ``later_bytes`` of videos follow,
     presumably of similar size.
     """

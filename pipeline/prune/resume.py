@@ -97,9 +97,9 @@ def select_remaining(
     """Return the videos that this run must process; a failed row counts as done unless ``--retry-failed``.
 
     Videos with an id in ``redo`` are processed again whatever their row says. Sizes and marks come from a listing on
-    S3, an index or the manifest, else from the file, or one HEAD for each ok row of an object that a manifest names.
-    With ``--retry-failed`` failed rows without attempts left cost a HEAD too: a repaired video gets new attempts. With
-    ``--on-changed skip`` no HEAD is needed. A file with its old size and another mark is compared by a few bytes.
+    S3, an index or the manifest, else from the file. An object that a manifest names costs one HEAD for each ok row.
+    Failed rows without attempts left cost a HEAD too under ``--retry-failed``: a repaired video gets new attempts.
+    Under ``--on-changed skip`` no HEAD is needed. A file with its old size and another mark is compared by a few bytes.
 
     Raises SourceChanged if a cached video's uri, size, clip or own decoder code differs and ``--on-changed`` is
     ``refuse``; UsageError if the store does not answer.
@@ -274,8 +274,8 @@ def split_at_limit(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
 def select_unfinished(todo: pa.Table, ledger: Ledger, failed_attempts: Mapping[str, int]) -> pa.Table:
     """Select the rows of ``todo`` (TODO_SCHEMA) whose attempt has no row in the cache yet.
 
-    ``failed_attempts`` maps each video that failed in this run to its attempt, which may be later than the one of its
-    live row.
+    ``failed_attempts`` maps each video that failed in this run to its attempt. The attempt in its live row may be
+    earlier.
     """
     ids, target_attempts = todo["video_id"], todo["attempts"].to_numpy()
     rows = ledger.find(ids)

@@ -94,8 +94,8 @@ def _is_this_machine(host: str) -> bool:
 def check_answers(address: str) -> None:
     """Raise RunFailed if the cluster at ``address`` does not answer, or asks for a token that is missing.
 
-    Ray itself would ask twenty times and say only that it failed. Not checked are an address of Ray Client, a word
-    without a port, and a cluster that is found on this machine while this user has a token.
+    Ray itself would ask twenty times and say only that it failed. An address of Ray Client and a word without a port
+    are not checked. A cluster found on this machine is not checked if this user has a token.
     """
     mode, is_discovered = os.environ.get("RAY_AUTH_MODE"), not os.environ.get("RAY_ADDRESS")
     if "://" in address or ":" not in address or (mode is None and is_discovered and _has_token()):

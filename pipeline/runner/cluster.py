@@ -111,8 +111,8 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
     Ctrl-C and SIGTERM interrupt the wait. Then Ray is shut down, and KeyboardInterrupt raised.
 
     It runs in a thread of its own. On the main thread it would replace the handler of SIGTERM by a handler that ends
-    the process at once, and an exception in the middle of it may leave a core that aborts at exit. The thread never
-    ends, since the kernel kills Ray's processes with the thread that started them.
+    the process at once. An exception in the middle of it may leave a core that aborts at exit. The thread never ends,
+    since the kernel kills Ray's processes with the thread that started them.
     """
     start_result, import_result = Future[None](), Future[None]()
     forks = starts and sys.platform == "linux" and (FORKS_ON_GPU_NODES or not torch.cuda.device_count())

@@ -245,8 +245,8 @@ class Heartbeat:
 def exit_after_gpu_fault(item: str, error: Exception) -> None:
     """End this process if ``error`` broke its CUDA context, which would fail all later work too; else return.
 
-    A small operation tests the GPU: Triton, cuDNN and drivers have words of their own for a broken context, and cuBLAS
-    says "CUDA error" if it only has too little memory. Without a CUDA context in this process the error's text decides.
+    A small operation tests the GPU: Triton, cuDNN and drivers have words of their own for a broken context. cuBLAS says
+    "CUDA error" if it only has too little memory. Without a CUDA context in this process the error's text decides.
     """
     if not is_out_of_memory(error) and _is_broken(error):
         give_up_process(item, error)

@@ -97,8 +97,8 @@ def find_full_disks(without: Collection[str] = (), *, spilling_failed: bool = Fa
     """Return the living nodes with a disk too full for Ray, except ``without``: node id -> host and folder.
 
     Waits up to half a minute for the nodes; a node that does not answer is left out. Ray frees spilled objects as soon
-    as a run fails. So after ``spilling_failed``, if no disk is full, a disk with less free space than its node's object
-    store needs counts as full.
+    as a run fails. So a lower limit holds if ``spilling_failed`` and no disk is full now: a disk counts as full if it
+    has less free space than its node's object store needs.
     """
     nodes = {node: (name, has) for name, node, has in iter_alive_nodes() if node not in without}
     answers = {node: task_on(node).remote(RayDisk.measure) for node in nodes}

@@ -68,8 +68,8 @@ class RunGraph:
     def batches(self) -> Iterator[GraphOutput]:
         """Run the graph, and yield each batch of its last stage as soon as it is computed; empty batches are left out.
 
-        Closing the generator ends the graph. With writers a batch has references, and its number of items is an upper
-        bound.
+        Closing the generator ends the graph. If there are writers, a batch has references, and its number of items is
+        an upper bound.
         """
         # Not iter_batches: its threads wait in a way that nothing can interrupt, and it fetches ahead.
         bundles = self.dataset.iter_internal_ref_bundles()

@@ -315,9 +315,9 @@ def is_still_running() -> bool:
 def _interrupt(thread: threading.Thread) -> None:
     """Raise _Abandoned in another thread, and wait up to 10 s for its end; do nothing if it has ended.
 
-    Nothing simpler stops a waiting iteration: Ray Data has no public way to shut its executor down, a thread cannot be
-    cancelled, and shutting Ray down could end a head of another owner. Ray waits in Python code, in short sleeps, and
-    shuts the execution down at an exception of any kind, as it does for Ctrl-C.
+    Nothing simpler stops a waiting iteration: Ray Data has no public way to shut its executor down, and a thread cannot
+    be cancelled. Shutting Ray down could end a head of another owner. Ray waits in Python code, in short sleeps. It
+    shuts the execution down at an exception of any kind, as for Ctrl-C.
     """
     if thread.is_alive() and thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Abandoned))

@@ -102,8 +102,8 @@ def open_regular(path: str | Path) -> BufferedReader:
 def count_missing_bytes(path: str | Path, demuxer: str) -> int:
     """Return the number of bytes that a cut-off file lacks, by the lengths stated inside it.
 
-    The result is 0 for a complete file, a file that states no length, and a container other than MP4, Matroska and AVI.
-    Raises VideoFault where the file cannot be opened.
+    The result is 0 for a complete file and a file that states no length. Containers other than MP4, Matroska and AVI
+    give 0 too. Raises VideoFault where the file cannot be opened.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size

@@ -75,8 +75,8 @@ def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], 
         clip: start and end in seconds; None for the video's start or end.
         warnings: errors that FFmpeg logged while it read the file.
 
-    Raises VideoFault("corrupt") where more than MAX_LOST of a damaged clip does not decode (MAX_UNSHOWN of another
-    clip), or where FFmpeg reported errors and the clip holds no frame.
+    Raises VideoFault("corrupt") where more than MAX_LOST of a damaged clip does not decode, or MAX_UNSHOWN of another
+    clip. A clip without a frame is corrupt too if FFmpeg reported errors.
     """
     start, stop = 0.0 if clip[0] is None else clip[0], math.inf if clip[1] is None else clip[1]
     if not start < stop:

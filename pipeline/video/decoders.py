@@ -97,7 +97,7 @@ class LibraryDecoder:
     """The base of decoders that let another library read the file once more, for files it is known to get right.
 
     Raises IndexMismatch for files whose frames the library may get wrong, or where it counts other frames than the
-    index, and the library's own error for what it cannot read.
+    index. The library's own error is raised for what it cannot read.
     """
 
     def __init__(self, index: VideoIndex) -> None:

@@ -217,8 +217,7 @@ class VideoPackets:
     def _tells_references(self) -> bool:
         """Return True if the codec marks frames that no other refers to, and each packet is one frame.
 
-        In HEVC with sub-layers a higher layer may refer to frames that are marked so, and a field may have its own
-        packet.
+        In HEVC with sub-layers a higher layer may refer to frames that are marked so. A field may have its own packet.
         """
         return self.codec in _SKIPPING and not self._fields and (self.codec != "hevc" or self._sub_layers == {1})
 

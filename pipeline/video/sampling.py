@@ -113,8 +113,8 @@ def clip_range(
 def find_tolerances(timestamps: NDArray[np.float64], tick_s: float) -> NDArray[np.float64]:
     """Return the tolerance of each frame's timestamp, [F] seconds: times within it mean that frame.
 
-    This is half a millisecond and half a tick, and less than half the way to the next frame at another time. Where
-    frames are a tick apart, as in AVI, a tick counts frames and rounds nothing.
+    This is half a millisecond and half a tick, and less than half the way to the next frame at another time. If frames
+    are a tick apart, as in AVI, a tick counts frames and rounds nothing.
 
     Args:
         timestamps: [F] seconds, ascending; several frames may share one.
@@ -201,9 +201,9 @@ def choose_frames(
     Uniform sampling goes by ``sampling.rule``, by default the integer ``linspace`` over the clip's frames that
     lmms-eval uses for LLaVA-OneVision.
 
-    Sampling by fps takes, for k = 0, 1, ..., the frame on screen at start + k / fps: the last one whose timestamp is
-    not later (up to ``find_tolerances``), so the first one may have come up just before the clip starts. No frame at or
-    behind the end of the clip is taken. ``min_frames`` and ``max_frames`` of ``sampling`` apply then.
+    Sampling by fps takes, for k = 0, 1, ..., the frame on screen at start + k / fps: the last frame whose timestamp is
+    not later (up to ``find_tolerances``). So the first frame may have come up just before the clip starts. No frame at
+    or behind the end of the clip is taken. ``min_frames`` and ``max_frames`` of ``sampling`` apply then.
     ``snap_to_keyframes_s`` is left to ``snap_frames``.
 
     Args:

@@ -214,7 +214,7 @@ class _Child:
 def _hide_main_module() -> Iterator[None]:
     """Keep a child that starts inside this context from importing this process's main module.
 
-    The main module of an actor is Ray's worker, which takes half a second to import and is of no use to a decoder.
+    The main module of an actor is Ray's worker. It takes half a second to import, and a decoder has no use for it.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -296,7 +296,7 @@ def _confine(memory_mb: int, on_gpu: bool) -> str:
 def _limit_memory(memory_mb: int, on_gpu: bool) -> str:
     """Let this process grow by ``memory_mb`` MiB from here, and return a note if the platform has no such limit.
 
-    With ``on_gpu`` only private memory that can be written counts, otherwise all of the address space.
+    If ``on_gpu``, only private memory that can be written counts, otherwise all of the address space.
     """
     kind, field = (resource.RLIMIT_DATA, 5) if on_gpu else (resource.RLIMIT_AS, 0)
     try:
@@ -314,8 +314,8 @@ def _end_with_parent() -> None:
 
     Returns at once. It does nothing in a process that is no child of multiprocessing.
 
-    The parent holds the other end of the sentinel pipe. A signal from the kernel needs no Python to run here, so a
-    decoder that never releases the interpreter's lock cannot hold it up; the thread is for where there is no O_ASYNC.
+    The parent holds the other end of the sentinel pipe. A signal from the kernel needs no Python to run here. So a
+    decoder that never releases the interpreter's lock cannot hold it up. The thread serves systems without O_ASYNC.
     """
     parent = multiprocessing.parent_process()
     if parent is None:  # not a child: called by hand
