@@ -160,7 +160,10 @@ class Decoder:
         return self.decode(unpack_unit(unit))
 
     def decode(self, todo: pa.Table | pa.RecordBatch) -> Iterator[pa.Table]:
-        """Decode rows of TODO_SCHEMA, and yield a row of BUNDLE for each ``videos_per_bundle`` of them."""
+        """Decode rows of TODO_SCHEMA, and yield a row of BUNDLE for each ``videos_per_bundle`` of them.
+
+        The last row may have fewer. The videos of a bundle are reported as in hand while they are decoded.
+        """
         rows: list[TodoRow] = todo.to_pylist()
         with self._decoder.containers(rows) as containers:
             for start in range(0, len(rows), self._videos_per_bundle):

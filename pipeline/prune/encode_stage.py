@@ -397,7 +397,10 @@ class Encoder:
             return [item for group in self.encoder.group_by_pass(videos) for item in self._encode_group(group, items)]
 
     def _encode_group(self, videos: Sequence[VideoItem], items: ItemsInHand) -> Iterator[VideoItem]:
-        """Encode a group of videos in one pass, and each failed video again alone; yield them in order."""
+        """Encode a group of videos in one pass, and each failed video again alone; yield them in order.
+
+        Each outcome is reported to the heartbeat. Waits while this worker is excluded.
+        """
         results: Sequence[VideoItem | None] = [None]
         if len(videos) > 1:
             self._heartbeat.wait_while_excluded()

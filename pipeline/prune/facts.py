@@ -51,7 +51,7 @@ class Facts:
         self._encoders = encoders
 
     def add(self, records: Iterable[VideoRecord]) -> None:
-        """Add the rows of a shard."""
+        """Add the rows of a shard, failed videos too. Pruning on CPUs counts as encoding."""
         for record in records:
             self.videos += 1
             self.decode_core_s += record.get("decode_s", 0.0)

@@ -151,7 +151,10 @@ def _measure_minute(recipe: Recipe) -> tuple[int, int, int]:
 
 
 def _describe_model(recipe: Recipe, tensors_checked: bool) -> str:
-    """Describe the model: whether its vision part is complete, and which engines answer from its tokens."""
+    """Describe the model: whether its vision part is complete, and which engines answer from its tokens.
+
+    ``tensors_checked`` is False if its tensors' names could not be checked on this machine.
+    """
     kind = recipe.source.model_type
     tensors = "its vision part is complete" if tensors_checked else "its tensors' names are known once it is downloaded"
     if kind not in BUILDERS:
@@ -161,7 +164,10 @@ def _describe_model(recipe: Recipe, tensors_checked: bool) -> str:
 
 
 def _compare_to_stock(recipe: Recipe) -> str:
-    """Describe the difference to the tokens of transformers' own processor and model."""
+    """Describe the difference to the tokens of transformers' own processor and model.
+
+    Only the number of frames a second depends on the options; the rest is a fixed text.
+    """
     family, sampling = family_of(recipe.source), recipe.sampling
     fps = recipe.source.preprocessor.get("fps") or family.stock_fps
     frames = f"{sampling.fps:g} frames a second" if sampling.fps else f"{sampling.num_frames} frames a video"
@@ -173,7 +179,10 @@ def _compare_to_stock(recipe: Recipe) -> str:
 
 
 def _check_writable(store: Store) -> None:
-    """Raise UsageError if a folder cannot be made or written to. An object store is not checked."""
+    """Raise UsageError if the store's folder cannot be made or written to; an object store is not checked.
+
+    Writes nothing: permissions decide.
+    """
     if store.folder is None:
         return
     existing_folder = next(path for path in (store.folder, *store.folder.parents) if path.exists())
@@ -410,7 +419,10 @@ def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: flo
 
 
 def _count_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequence[Shape]) -> Workload:
-    """Estimate the work of encoding and storing ``n_videos`` from the model's config; ``shapes`` are a sample."""
+    """Estimate the work of encoding and storing ``n_videos`` from the model's config; ``shapes`` are a sample.
+
+    Seconds of decoding are left to the caller.
+    """
     family, encode = family_of(recipe.source), recipe.encode_setup(recipe.config.device, recipe.dtype)
     utilisation = UTILISATION.get(family.model_type, ANY_TOWER)
 

@@ -112,7 +112,7 @@ class EncodeVideos:
                 yield from map(self._row, self._encoder.encode([item]))
 
     def _row(self, video: VideoItem) -> pa.Table:
-        """Return a pruned video as one output row, its tokens in ascending position."""
+        """Return a pruned video as one output row, its tokens in ascending position; a failed video has nulls."""
         row = parse_json_columns(cast(VideoRow, {name: video.record.get(name) for name in VIDEO_SCHEMA.names}))
         row_columns: dict[str, Any] = {
             name: row[name] for name in ("video_id", "status", "error_class", "error_message")

@@ -117,7 +117,7 @@ class LocalEncoder:
         )
 
     def _decode(self, path: str, start_s: float | None, end_s: float | None) -> tuple[VideoRecord, NDArray[np.uint8]]:
-        """Decode a video or clip. Raises VideoFault."""
+        """Decode a video or clip: return its record and frames [F,h,w,3]. Raises VideoFault."""
         place = path if is_s3(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
         row = todo_row(path, place, start_s, end_s)
         with self._decoder.open(row) as source:

@@ -99,7 +99,10 @@ class Recipe:
         )
 
     def encode_setup(self, device: str, dtype: str) -> EncodeSetup:
-        """Return the settings of encode workers, on the chosen device and dtype."""
+        """Return the settings of encode workers, on the chosen device and dtype, without the hash of the tower.
+
+        The run adds that hash, since it reads the weights.
+        """
         return EncodeSetup(
             source=self.source,
             pruner=self.method,
@@ -198,6 +201,8 @@ class Recipe:
 def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSource | None = None) -> Recipe:
     """Resolve and check the model, its frames and the method. Reads no cache and no video. Raises UsageError.
 
+    Imports a user's own method and decoder. Fetches small files of a Hugging Face model that are not on this machine.
+
     Args:
         objects: the access to S3; None takes it from the options and the environment.
         source: the model, if it is resolved already.
@@ -251,7 +256,7 @@ def _add_pooling_head(
 ) -> ModelSource:
     """Return the model with the pooling head of ``--siglip``, if given.
 
-    Raises UsageError if the model cannot give evidence that the method or the cache needs.
+    Raises UsageError if the model cannot give evidence that the method or the cache needs, or nothing needs the head.
     """
     if unknown := sorted(pruner.needs - pruner.sources.keys()):
         raise UsageError(

@@ -211,7 +211,10 @@ def plan_resources(
 def plan_workers(
     config: PruneConfig, setups: PruneStages, cluster: Mapping[str, float], n_videos: int, file_bytes: float = math.inf
 ) -> tuple[Resources, Resources]:
-    """Plan the workers for ``n_videos`` with ``file_bytes`` in all: (uncapped, fitted to the object stores)."""
+    """Plan the workers for ``n_videos`` with ``file_bytes`` in all: (uncapped, fitted to the object stores).
+
+    ``cluster`` has Ray's resources by name: CPU and object_store_memory at least.
+    """
     shape, encode = setups.decode.largest_frames(), setups.encode
     by_size = count_videos_per_shard(config.target_shard_mb * 10**6, encode.stored_bytes_per_video(*shape), shape[0])
     uncapped = plan_resources(

@@ -252,7 +252,7 @@ def _add_attempts(part: pa.RecordBatch, state: _Comparison, mask: Mask) -> pa.Re
 
 
 def _describe_change(row: ManifestRow, old: VideoRow, size: int, *, is_replaced: bool) -> str:
-    """Describe the difference of a manifest row, whose video has ``size`` bytes now, from its cached row."""
+    """Describe the first difference of a manifest row, whose video has ``size`` bytes now, from its cached row."""
     for name in ("uri", "start_s", "end_s"):
         if row[name] != old[name]:
             return f"{row['video_id']}: {name} was {old[name]!r}, is {row[name]!r}"

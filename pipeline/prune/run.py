@@ -300,7 +300,8 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
     def _begin(self, n_videos: int) -> tuple[str, str]:
         """Join the cluster, write the header of a new cache, and set ``stages`` and ``facts``; return device and dtype.
 
-        Waits for ``--min-gpus``, and starts the monitor. Raises UsageError or RunFailed.
+        Waits for ``--min-gpus``, starts the monitor, and reads the tower's weights once for their hash. Raises
+        UsageError or RunFailed.
         """
         recipe, config = self.recipe, self.options
         device, dtype = choose_device(config, recipe.dtype, self.say)
@@ -451,9 +452,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             metrics.count("stage_seconds", sum(stage_s), stage=stage)
 
     def _record_shards(self, token_shards: Collection[str]) -> None:
-        """Add committed token shards to the run's record, so that lost files of the table are noticed.
+        """Add committed token shards and the facts to the run's record, so that lost files of the table are noticed.
 
-        Saves it each minute.
+        Saves the record each minute.
         """
         assert self.facts is not None
         for shard in token_shards:  # sorting the whole list would take longer with each commit

@@ -87,9 +87,10 @@ def summarise(
     list_failed: bool = False,
     committed: Sequence[str] = (),
 ) -> Summary:
-    """Count the videos of a cache, or the videos of the manifest; ``n_waiting`` of these are left for another run.
+    """Count the videos of a cache, or the videos of the manifest without the ``n_waiting`` left for another run.
 
-    ``committed`` are the token shards that records of runs name (``list_committed_shards``).
+    ``committed`` are the token shards that records of runs name (``list_committed_shards``). ``list_failed`` fills
+    ``Summary.failed``, if there is a manifest.
     """
     counts, failed_classes = _count_rows(ledger, manifest, list_failed=list_failed)
     n_videos = counts.n_rows if manifest is None else len(manifest) - n_waiting - counts.n_removed

@@ -220,7 +220,10 @@ class Outcome:
         return {name: value for name, value in self.as_record().items() if name not in _RUN_FIELDS}
 
     def pace(self, item: str) -> str:
-        """Return a sentence with the number of items of this run, its time and its rate."""
+        """Return a sentence with the number of items of this run, its time and its rate.
+
+        A run without items says that every item has a row already.
+        """
         if not self.n_new:
             return f"nothing to do: every {item} has a row already"
         failed = f" ({self.n_new_failed} failed)" if self.n_new_failed else ""

@@ -204,7 +204,10 @@ class Shards:
             self._write()
 
     def _write(self) -> None:
-        """Give the waiting batches to the writer with the fewest shards; do nothing while every writer has two."""
+        """Give the waiting batches to the writer with the fewest shards; do nothing while every writer has two.
+
+        Without writers the batches are a written shard at once.
+        """
         if not self._waiting:
             return
         number = self._n_shards

@@ -91,6 +91,7 @@ class Watchdog:
         """Raise RunFailed if nothing has moved for ``timeout_s``, by the last report that was read.
 
         Raise ClusterChanged after SHRUNK_S already, if nodes were lost and the remaining nodes can run all stages.
+        Nodes are lost if all workers fitted at the first call and do not fit now.
         """
         if self._did_fit is None:
             self._did_fit, _ = self._check_fit()

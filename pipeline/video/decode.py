@@ -255,7 +255,8 @@ class _Decoding:
     def _read(self, index: VideoIndex, backend: str, clip: tuple[float | None, float | None]) -> DecodedVideo:
         """Choose the frames of the ``clip`` (start, end in seconds) by ``index``, and read them with one decoder.
 
-        Raises VideoFault where the clip is empty or damaged, or the decoder's own error.
+        Sets and announces ``backend`` before the decoder opens the file. Raises VideoFault where the clip is empty or
+        damaged, or the decoder's own error.
         """
         sampling = self._request.sampling
         self._check(index, clip)

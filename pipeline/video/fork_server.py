@@ -26,9 +26,9 @@ _standing_by: _StandBy | None = None
 
 
 def stand_by() -> None:
-    """Start the process that waits; called once in a process that is itself forked and has no threads.
+    """Start the process that waits until ``fork_ahead`` makes it the fork server; it ends with this process.
 
-    The process ends with this process.
+    Called once in a process that is itself forked and has no threads.
     """
     global _standing_by  # noqa: PLW0603 - there is one in a process, as there is one server
     parent_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -325,7 +325,10 @@ def _sub_layers(data: bytes | memoryview) -> set[int]:
 
 
 def _iter_packets(container: InputContainer, stream: av.VideoStream) -> Iterator[av.Packet]:
-    """Yield the packets of a stream; behind damage a transport stream's demuxer asks to be called again."""
+    """Yield the packets of a stream to the end of the file.
+
+    Behind damage a transport stream's demuxer asks to be called again: it is.
+    """
     while True:
         try:
             yield from container.demux(stream)
