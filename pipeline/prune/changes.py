@@ -1,7 +1,7 @@
-"""Whether the files of cached videos have other bytes now, by a few of their bytes.
+"""The comparison of cached videos' files with their files now, by a few of their bytes.
 
-It is asked where a file has its old size and another mark: a copy of the same bytes has other times and, uploaded in
-parts, another ETag. A rebuilt tar has another mark, and most of its members are the same.
+It is made if a file has its old size and another mark. A copy of the same bytes has other times. Uploaded in parts it
+has another ETag. A rebuilt tar has another mark, and most of its members are the same.
 """
 
 from __future__ import annotations
