@@ -93,8 +93,12 @@ def test_blocks_of_the_manifest_are_whole_bundles_and_the_last_ones_a_bundle_eac
 @pytest.mark.slow
 @pytest.mark.parametrize(("cpus", "gpus"), [(1, 0), (64, 8)])
 def test_ray_does_not_fuse_the_stages_and_tries_every_task_again_finitely(tmp_path, cpus, gpus):
+    plan = plan_resources(cpus, gpus, 8)
     with ray_here(*PLAIN):
-        operator = get_execution_plan(graph_of(8, plan_resources(cpus, gpus, 8), tmp_path).dataset._logical_plan)[0].dag
+        dataset = graph_of(8, plan, tmp_path).dataset
+        operator = get_execution_plan(dataset._logical_plan)[0].dag
+    least, limit = plan.store_bytes(2 * FRAME, 0), dataset.context.execution_options.resource_limits
+    assert least <= limit.object_store_memory < 2 * least
     names, retries = [operator.name], []
     while operator.input_dependencies:
         retries.append({name: operator._ray_remote_args.get(name) for name in ("max_restarts", "max_task_retries")})

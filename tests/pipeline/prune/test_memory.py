@@ -20,7 +20,7 @@ from tests.pipeline.rays import graph_of, ray_here, rows_of
 from tests.pipeline.videos import write_clip
 
 FRAMES, FRAME_BYTES = 16, 16 * 384 * 384 * 3  # 7 MB a video, all of them more than may wait
-SMALL, LARGE = 36, 84
+SMALL, LARGE = 24, 64
 
 
 class SlowEncoder(VideoEncoder):
@@ -70,7 +70,7 @@ def watch_memory(peaks: list[Peak]) -> Iterator[None]:
     ended = threading.Event()
 
     def sample() -> None:
-        while not ended.wait(0.1):
+        while not ended.wait(0.25):
             peaks[-1].look()
 
     thread = threading.Thread(target=sample, daemon=True)
