@@ -93,6 +93,5 @@ def test_a_plain_script_without_a_main_guard_may_call_it(tmp_path):
         f"video = pipeline.encode_video({str(CLIP)!r}, model='tiny', num_frames=2, device='cpu')\n"
         "print('kept', video.pruned.n_kept)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = run_python(script, cwd=tmp_path, env=environment)
+    done = run_python(script, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.stdout == "kept 98\n", done.stderr

@@ -12,7 +12,7 @@ import ray
 
 from pipeline.prune.resources import PRUNING
 from pipeline.runner import heartbeat
-from pipeline.runner.heartbeat import Heartbeat, WorkerGivenUp
+from pipeline.runner.heartbeat import Heartbeat
 from pipeline.runner.heartbeats import (
     DEATHS,
     DEATHS_S,
@@ -91,16 +91,6 @@ def actor(monkeypatch) -> Heartbeats:
 
 def handle(actor: Heartbeats) -> SimpleNamespace:
     return handle_of(actor.state, actor.fail, actor.start, actor.deaths)
-
-
-def test_a_worker_asks_how_often_others_died_and_is_given_up_in_the_end(actor):
-    for _ in range(DEATHS + 1):
-        mine = Heartbeat("encode", handle(actor))
-        mine.start()
-        actor.state("encode", worker("w1", "h1"), ["v1"], ProgressDelta(0, 1))
-    assert mine.deaths("v1") == ["h1"] * DEATHS
-    with pytest.raises(WorkerGivenUp, match="encode"):
-        mine.start()
 
 
 def test_how_it_went_is_known_by_node(actor):
