@@ -106,12 +106,12 @@ def s3_left(server, tmp_path):
     rows = [encoded(name, TOKENS, 0.25, "gstep", start_s=None, end_s=None, **source[name]) for name in good]
     failure = encoded_failure(bad, VideoFault("io", "x"), start_s=None, end_s=None, **source[bad])
     write_shard(store, "run", *rows, failure)
-    live = Ledger(store).refresh()
+    live, objects = Ledger(store).refresh(), server.objects()
 
     def select(videos, **options):
-        manifest = read_manifest(videos, (), server.objects())
+        manifest = read_manifest(videos, (), objects)
         server.requests.clear()
-        return select_remaining(manifest, live, PruneConfig(**options), server.objects()).todo["video_id"].to_pylist()
+        return select_remaining(manifest, live, PruneConfig(**options), objects).todo["video_id"].to_pylist()
 
     return select
 
