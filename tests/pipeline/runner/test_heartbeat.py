@@ -93,6 +93,25 @@ def handle(actor: Heartbeats) -> SimpleNamespace:
     return handle_of(actor.state, actor.fail, actor.start, actor.deaths)
 
 
+def test_work_waits_for_its_report_once_a_process_of_the_worker_crashed(actor):
+    """Reports travel while the process works. A process that ends at once may take them with it."""
+    sent: list[tuple[object, ...]] = []
+
+    def answer() -> float:
+        while sent:
+            actor.state(*sent.pop(0))
+        return 1.0
+
+    handle = handle_of(actor.start)
+    handle.state = SimpleNamespace(remote=lambda *report: sent.append(report))
+    handle.every_s = SimpleNamespace(remote=answer)
+    for crashes in range(2):
+        mine = Heartbeat("encode", handle)
+        mine.start()
+        with mine.holding("q1"):
+            assert actor.read().inside["encode"] == [f"q1 on {HERE}"] * crashes
+
+
 def test_how_it_went_is_known_by_node(actor):
     mine = Heartbeat("encode", handle(actor))
     for failed in (False, True, None, True):  # None: it came as a failure of another stage
