@@ -64,19 +64,17 @@ def test_gpus_that_join_late_are_waited_for_and_at_most_so_many_are_counted(grow
             PruneConfig(**wrong)
 
 
-def nodes_of(title: str) -> set[str]:
-    """The nodes on which actors of this class ran."""
-    return {actor["Address"]["NodeID"] for actor in state.actors().values() if title in actor["ActorClassName"]}
-
-
 def test_an_encoder_starts_where_no_cpu_of_the_gpu_node_is_free(grown, tmp_path):
+    before = state.actors().keys()
     plan = plan_resources(2, 1, 8)
     assert (plan.decode.workers, plan.encode.workers, plan.encode.num_gpus) == (2, 1, 1)
     with hold_cpu(scheduling_strategy=NodeAffinitySchedulingStrategy(grown.gpu_node, soft=False)):
         rows = rows_of(graph_of(8, plan, tmp_path))
     assert len(rows) == 8
-    assert nodes_of("Encoder") == {grown.gpu_node}
-    assert nodes_of("Decoder") == {grown.cpu_node}
+    actors = [actor for name, actor in state.actors().items() if name not in before]
+    places = {(actor["ActorClassName"], actor["Address"]["NodeID"]) for actor in actors}
+    assert {node for title, node in places if "Encoder" in title} == {grown.gpu_node}
+    assert {node for title, node in places if "Decoder" in title} == {grown.cpu_node}
 
 
 def test_decoders_that_are_through_give_their_gpu_back_while_the_encoder_works(grown, tmp_path):

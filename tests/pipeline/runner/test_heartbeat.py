@@ -54,18 +54,6 @@ def test_a_statement_replaces_the_one_before():
     assert (reading.n_passed_on["decode"], reading.n_moves) == (1, 4)
 
 
-def test_what_a_worker_held_when_its_process_died_is_known_to_the_next_one():
-    heartbeats = Heartbeats(STAGES)
-    for died, host in enumerate(("h1", "h2")):
-        assert heartbeats.start("encode", worker("a")) == died
-        heartbeats.state("encode", worker("a", host), ["poison"], ProgressDelta(0, 1))
-    heartbeats.start("encode", worker("a"))
-    heartbeats.state("encode", worker("b", "h1"), ["good"], ProgressDelta(0, 1))
-    assert heartbeats.deaths("encode", "poison") == ["h1", "h2"]
-    assert heartbeats.deaths("encode", "good") == heartbeats.deaths("decode", "poison") == []
-    assert heartbeats.read().inside["encode"] == ["good on h1"]
-
-
 def test_deaths_count_by_the_hour_and_not_over_the_run():
     heartbeats = Heartbeats(STAGES, clock := Clock())
     for _ in range(5 * DEATHS):
@@ -112,17 +100,18 @@ def test_work_waits_for_its_report_once_a_process_of_the_worker_crashed(actor):
             assert actor.read().inside["encode"] == [f"q1 on {HERE}"] * crashes
 
 
-def test_how_it_went_is_known_by_node(actor):
+def test_how_it_went_is_known_by_node_and_failures_by_host_and_class(actor):
     mine = Heartbeat("encode", handle(actor))
-    for failed in (False, True, None, True):  # None: it came as a failure of another stage
+    for failed, fault in ((False, "corrupt"), (True, "io"), (None, None), (True, "io")):  # None: it came as a failure
         with mine.holding("v") as held:
-            held.release(failed)
-    actor.state("encode", worker("w2", "h2", "n2"), [], ProgressDelta(n_ok=5))
+            held.release(failed, is_result=fault is None, fault=fault)
+    actor.state("encode", worker("w2", "h2", "n2"), [], ProgressDelta(n_ok=5, faults=("io",)))
     with pytest.raises(OSError, match="away"), mine.holding("v"):
         raise OSError("away")  # it is tried again here
-    tallies = actor.read().tallies
-    assert tallies["encode"] == {"n1": NodeTally(HERE, 1, 2), "n2": NodeTally("h2", 5, 0)}
-    assert tallies["decode"] == {}
+    report = actor.read()
+    assert report.tallies["encode"] == {"n1": NodeTally(HERE, 1, 2), "n2": NodeTally("h2", 5, 0)}
+    assert report.tallies["decode"] == {}
+    assert report.faults == {("encode", HERE, "io"): 2, ("encode", HERE, "corrupt"): 1, ("encode", "h2", "io"): 1}
 
 
 def test_what_was_held_before_is_held_meanwhile_and_after(actor):
@@ -213,22 +202,17 @@ def test_a_store_that_does_not_answer_workers_is_reported_since_the_first_notice
     assert heartbeats.read().outages == []
 
 
-def test_files_that_nobody_has_put_nobody_out_of_service():
-    heartbeats, workers = Heartbeats(STAGES, Clock()), [worker(name) for name in "abcd"]
+def test_files_that_nobody_has_put_nobody_out_of_service_nor_does_what_a_lost_node_held():
+    clock, living = Clock(), {"n1", "n2"}
+    heartbeats, workers = Heartbeats(STAGES, clock, living=lambda: set(living)), [worker(name) for name in "abcd"]
     for who in workers:
         heartbeats.state("decode", who, [], ProgressDelta(n_ok=3, n_failed=RECENT))
     assert not any(heartbeats.is_excluded("decode", who) for who in workers)
     assert (heartbeats.read().excluded_workers, heartbeats.read().failing) == ([], ["decode"])
-    heartbeats.state("decode", worker("e"), ["its first"], ProgressDelta(n_moves=1))
+    heartbeats.state("decode", worker("e", "h2", "n2"), ["its first"], ProgressDelta(n_moves=1))
     assert heartbeats.read().failing == []
-
-
-def test_what_a_lost_node_held_is_nobodys_work():
-    clock, living = Clock(), {"n1", "n2"}
-    heartbeats = Heartbeats(STAGES, clock, living=lambda: set(living))
-    heartbeats.state("decode", worker("gone", "h2", "n2"), ["v"], ProgressDelta(n_moves=1))
-    heartbeats.state("decode", worker("a"), [], ProgressDelta(n_failed=RECENT))
-    assert heartbeats.is_excluded("decode", worker("a")) and heartbeats.read().failing == []
+    clock.now += 11  # the others have nothing left to do
+    assert heartbeats.is_excluded("decode", worker("a"))
     living.remove("n2")
     clock.now += 11
     heartbeats.state("decode", worker("a"), [], ProgressDelta(n_failed=1))
@@ -276,16 +260,6 @@ def test_time_with_something_in_hand_is_busy_and_loading_is_neither_busy_nor_idl
     assert (reading.up_s["decode"], reading.busy_s["decode"]) == (0, 0)
 
 
-def test_failures_are_known_by_stage_host_and_class(actor):
-    mine = Heartbeat("decode", handle(actor))
-    with mine.holding("v1", "v2", "v3") as held:
-        held.release(is_failure=True, is_result=False, fault="io")
-        held.release(is_failure=False, is_result=False, fault="corrupt")
-        held.release(is_failure=False)
-    actor.state("decode", worker("w2", "h2"), [], ProgressDelta(faults=("io", "io")))
-    assert actor.read().faults == {("decode", HERE, "io"): 1, ("decode", HERE, "corrupt"): 1, ("decode", "h2", "io"): 2}
-
-
 def test_processes_that_died_are_named_once_with_what_they_held():
     living = {"n1", "n2"}
     heartbeats = Heartbeats(STAGES, Clock(), living=lambda: set(living))
@@ -309,16 +283,19 @@ def test_processes_that_died_are_named_once_with_what_they_held():
     assert len(heartbeats.read().deaths) == 3
 
 
-def test_what_was_in_hand_on_lost_nodes_is_not_blamed_for_them():
-    living = {"n1", "n2", "n3"}
+def test_what_a_dead_process_held_is_known_to_the_next_one_and_lost_nodes_are_not_blamed_on_it():
+    living = {"n1", "n2", "n3", "n4"}
     heartbeats = Heartbeats(STAGES, Clock(), living=lambda: set(living))
-    for node in ("n1", "n2", "n3"):
+    for node in sorted(living):
         heartbeats.start("encode", worker("a", node, node))
         heartbeats.state("encode", worker("a", node, node), ["v"], ProgressDelta(n_moves=1))
-        living.discard(node if node != "n3" else "")
-    assert heartbeats.deaths("encode", "v") == []
-    heartbeats.start("encode", worker("a", "n4", "n4"))  # a process that died on a node that lives
-    assert heartbeats.deaths("encode", "v") == ["n3"]
+        if node in ("n1", "n2"):
+            living.discard(node)
+    assert heartbeats.deaths("encode", "v") == ["n3"]  # where a process died on a node that lives
+    heartbeats.start("encode", worker("a", "n4", "n4"))
+    heartbeats.state("encode", worker("b", "n4", "n4"), ["good"], ProgressDelta(0, 1))
+    assert heartbeats.deaths("encode", "v") == ["n3", "n4"] and heartbeats.read().inside["encode"] == ["good on n4"]
+    assert heartbeats.deaths("encode", "good") == heartbeats.deaths("decode", "v") == []
 
 
 @pytest.fixture(scope="module")

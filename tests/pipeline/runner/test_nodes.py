@@ -48,17 +48,8 @@ def test_a_disk_takes_no_more_than_up_to_rays_limit():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("limit", "failed", "says"),
-    [
-        ("0.0001", False, "% full)"),
-        ("", False, None),
-        ("", True, None),  # Ray's disk here takes more than the object store holds
-    ],
-)
-def test_a_node_is_full_by_the_limit_that_its_own_ray_has(limit, failed, says):
-    env = {"env_vars": {"RAY_local_fs_capacity_threshold": limit}} if limit else {}
-    with ray_here({"num_cpus": 1, **env}) if env else ray_here(*PLAIN) as nodes:
-        full = find_full_disks(spilling_failed=failed)
-        assert find_full_disks(without=nodes) == {}
-    assert (list(full) == nodes and says in full[nodes[0]]) if says else full == {}
+@pytest.mark.parametrize("spilling_failed", [False, True])
+def test_a_disk_that_takes_what_the_object_store_holds_is_not_full(spilling_failed):
+    """Full ones end or shrink a run in the tests of jobs."""
+    with ray_here(*PLAIN):
+        assert find_full_disks(spilling_failed=spilling_failed) == {}

@@ -34,9 +34,9 @@ def test_the_exit_code(ended, limit, code):
 
 
 def test_failures_are_counted_with_their_first_example():
+    kinds = {"a": "io", "b": "corrupt", "c": "corrupt"}
     rows = [
-        {"video_id": name, "error_class": kind, "error_message": f"{name} is {kind}"}
-        for name, kind in (("a", "io"), ("b", "corrupt"), ("c", "corrupt"))
+        {"video_id": name, "error_class": kind, "error_message": f"{name} is {kind}"} for name, kind in kinds.items()
     ]
     failures, examples = count_failures(rows, "video_id")
     assert list(failures.items()) == [("corrupt", 2), ("io", 1)]
@@ -45,9 +45,8 @@ def test_failures_are_counted_with_their_first_example():
 
 
 def test_the_table_names_the_remedy_and_takes_no_id_for_markup():
-    ended = Outcome(n_ok=1, failures={"io": 2, "strange": 1}, n_missing=0, examples={
-        "io": ("[red]a[/red].mp4", "gone"), "strange": ("b.mp4", "?")
-    })  # fmt: skip
+    examples = {"io": ("[red]a[/red].mp4", "gone"), "strange": ("b.mp4", "?")}
+    ended = Outcome(n_ok=1, failures={"io": 2, "strange": 1}, n_missing=0, examples=examples)
     text = io.StringIO()
     Console(file=text, width=300).print(ended.failures_table("video", FAULTS))
     said = text.getvalue()

@@ -70,24 +70,19 @@ def test_names_of_runs_differ_and_sort_by_their_time():
     assert times == sorted(times)
 
 
+UPLOADED = {"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip"}}
+
+
 @pytest.mark.parametrize(
-    ("out", "job", "refused"),
-    [
-        ("cache", {"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip"}}, True),
-        ("cache", {"runtime_env": {}}, False),
-        ("cache", {}, False),
-        ("cache", None, False),
-        ("/mnt/cache", {"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip"}}, False),
-    ],
+    ("out", "job"), [("cache", {"runtime_env": {}}), ("cache", {}), ("cache", None), ("/mnt/cache", UPLOADED)]
 )
-def test_a_relative_place_in_an_uploaded_folder_would_be_lost(monkeypatch, out, job, refused):
+def test_a_relative_place_in_an_uploaded_folder_would_be_lost(monkeypatch, out, job):
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(UPLOADED))
+    with pytest.raises(UsageError, match=r"--out cache: .*name an absolute path"):
+        check_out(LocalStore("cache"))
+    check_out(ObjectStore("s3://bucket/cache", Objects()))
     if job is None:
-        monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+        monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")
     else:
         monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
-    check_out(ObjectStore("s3://bucket/cache", Objects()))
-    if refused:
-        with pytest.raises(UsageError, match=r"--out cache: .*name an absolute path"):
-            check_out(LocalStore(out))
-    else:
-        check_out(LocalStore(out))
+    check_out(LocalStore(out))

@@ -21,10 +21,6 @@ from tests.waiting import wait_until
 STAGES = tuple(PRUNING.stages)
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("graph of ")]
-
-
 def test_every_item_comes_in_order_and_an_error_of_the_iterator_arrives():
     with Fetcher(12 // n for n in (1, 2, 3, 0)) as fetcher:
         assert [fetcher.next(10) for _ in range(3)] == [12, 6, 4] and not fetcher.is_at_end
@@ -43,7 +39,7 @@ def test_a_wait_ends_while_nothing_comes_and_leaving_ends_the_iterator():
     with Fetcher(endless()) as fetcher:
         assert fetcher.next(10) == "a"
         assert [fetcher.next(0.01) for _ in range(3)] == [None] * 3 and not fetcher.is_at_end
-    assert not threads()
+    assert not fetcher._thread.is_alive()
 
 
 def test_at_most_one_item_is_fetched_ahead():
@@ -51,7 +47,7 @@ def test_at_most_one_item_is_fetched_ahead():
     with Fetcher(fetched.append(number) or number for number in range(100)) as fetcher:
         assert fetcher.next(10) == 0
         wait_until(lambda: len(fetched) >= 3, "one in the queue and one that waits for its place", 20)
-    assert not threads() and len(fetched) == 3
+    assert not fetcher._thread.is_alive() and len(fetched) == 3
 
 
 @pytest.mark.parametrize(
