@@ -160,7 +160,7 @@ def run_until_stalled(graph, plan, heartbeats, reached) -> str:
 
     Its patience starts once the heartbeats say what ``reached`` waits for, however long the workers take to start.
     """
-    watchdog, deadline = Watchdog(heartbeats, 1, plan, 8), time.monotonic() + 120
+    watchdog, deadline = Watchdog(heartbeats, 3, plan, 8), time.monotonic() + 120
 
     def look() -> None:
         if not reached(ray.get(heartbeats.read.remote())):
@@ -194,7 +194,7 @@ def test_a_graph_whose_writer_hangs_ends(heartbeats, tmp_path):
     path = str(write_clip(tmp_path / "v.mp4", count=2))  # of what failed no shard is written
     graph = graph_of(8, plan, HangingStore(tmp_path), path, heartbeats=heartbeats)
     why = run_until_stalled(graph, plan, heartbeats, lambda report: report.inside["write"])
-    assert re.match(r"no video moved for 1 s: write holds \d \(v\d on .*\) and does not move; .*--out", why)
+    assert re.match(r"no video moved for 3 s: write holds \d \(v\d on .*\) and does not move; .*--out", why)
 
 
 @pytest.mark.slow

@@ -9,22 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.runner.prefork import worker
 from pipeline.runner.prefork.server import SOCKET
-from pipeline.runner.prefork.worker import request_worker
 from tests.interpreter import run_python
 from tests.jobs.jobs import environment, fork_server
 from tests.jobs.processes import assert_all_gone, family
 from tests.paths import ROOT
 from tests.waiting import wait_until
 
-# A driver that starts Ray as commands do, on a node with a GPU. Its workers say what they are: one of the server, one
-# that has an environment of its own, and one after the server's socket is gone.
+# A driver that starts Ray as commands do, on a node with a GPU. Two workers say what they are: one of the server, and
+# one that has an environment of its own.
 DRIVER = """
 import json, os, signal, sys
 from pathlib import Path
 import ray, torch
 from pipeline.runner.cluster import connect
-from pipeline.runner.prefork.server import start_server
 
 @ray.remote(num_cpus=0)
 class Worker:
@@ -41,10 +40,7 @@ logs = Path(ray._private.worker._global_node.get_logs_dir_path())
 workers = [Worker.remote(), Worker.options(runtime_env={"env_vars": {"A_WORD": "of its own"}}).remote()]
 forked, own = ray.get([worker.describe.remote() for worker in workers])
 logged = sum("a line of its log" in path.read_text() for path in logs.glob(f"worker*-{forked['pid']}.out"))
-Path(start_server()).unlink()
-workers.append(Worker.remote())
-without = ray.get(workers[-1].describe.remote())
-print(json.dumps(dict(forked=forked, own=own, without=without, logged=logged)), flush=True)
+print(json.dumps(dict(forked=forked, own=own, logged=logged)), flush=True)
 signal.pause()
 """
 
@@ -60,12 +56,11 @@ def test_a_worker_is_forked_as_ray_would_start_it_or_started_by_ray_and_ends_wit
             programs = family(driver.pid)
         finally:
             driver.kill()
-    forked, own, without = (document[name] for name in ("forked", "own", "without"))
+    forked, own = document["forked"], document["own"]
     assert forked["forked"] and forked["loaded"] and forked["leads"], forked
     assert (forked["word"], forked["folder"], document["logged"]) == ("of the driver", str(tmp_path), 1)
     assert forked["oom"] > 0  # the kernel ends workers first, as Ray asks it to
-    assert not own["forked"] and own["word"] == "of its own"
-    assert not without["forked"] and not without["loaded"]
+    assert not own["forked"] and not own["loaded"] and own["word"] == "of its own"
     servers = [pid for pid, title in programs.items() if "prefork/server.py" in title]
     assert servers and any("/raylet" in title for title in programs.values())
     assert not any("/monitor.py" in title for title in programs.values())
@@ -80,7 +75,7 @@ def request_program(tmp_path, monkeypatch):
 
     def request(program: str) -> bool:
         (tmp_path / "program.py").write_text(program)
-        return request_worker(fork_server(), [str(tmp_path / "program.py")])
+        return worker.request_worker(fork_server(), [str(tmp_path / "program.py")])
 
     return request
 
@@ -130,10 +125,14 @@ def test_a_server_of_other_variables_that_imports_read_forks_nothing(request_pro
     assert not request_program(RUNS)
 
 
-def test_a_server_that_has_ended_forks_nothing(tmp_path):
+def test_where_the_server_has_ended_ray_sets_its_worker_up(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "socket"))
-    assert not request_worker(str(tmp_path / "socket"), ["program.py"])
+    commands: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, command: commands.append(command))
+    monkeypatch.setenv(SOCKET, str(tmp_path / "socket"))
+    worker.main(["-u", "workers/default_worker.py", "--language=PYTHON"])
+    assert [command[1] for command in commands] == ["workers/setup_worker.py"]
 
 
 def test_of_raylets_that_have_ended_the_server_keeps_no_process(request_program, monkeypatch):
