@@ -117,34 +117,6 @@ def test_short_videos_are_planned_with_the_least_frames_of_the_family(model, pat
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"gpus": 8}, "--gpus goes with --plan"),
-        ({"gpus": 0}, "--gpus goes with --plan"),
-        ({"price": ["gpu-hour=1.0"]}, "--price goes with --plan"),
-        ({"corpus_videos": 2, "seconds": 1}, "--videos goes with --plan"),
-        ({"plan": True, "dry_run": True}, "give one of them"),
-        ({"plan": True, "corpus_videos": 0, "seconds": 1}, "whole number, at least 1"),
-        ({"plan": True, "corpus_videos": 1.5, "seconds": 1}, "whole number, at least 1"),
-        ({"plan": True, "corpus_videos": 10}, "--videos N and --seconds S"),
-        ({"plan": True, "seconds": 10}, "--videos N and --seconds S"),
-        ({"plan": True, "corpus_videos": 10, "seconds": 10, "videos": ["here"]}, "leave out here"),
-        ({"plan": True, "corpus_videos": 10, "seconds": 10, "size": "big"}, "WIDTHxHEIGHT"),
-        ({"plan": True, "gpu_type": "A200"}, "--gpu-type must be one of A100"),
-        ({"plan": True, "gpu_type": "A100", "gpus": 0}, "do not go together"),
-        ({"plan": True, "price": ["gpu-hour=-1"]}, "--price must be a positive number"),
-        ({"plan": True, "price": ["gpu-hour=much"]}, "--price gpu-hour=much: that is no number"),
-        ({"plan": True, "price": ["day=1"]}, "--price must be of a gpu-hour, a core-hour or a gb-month, got 'day'"),
-        ({"plan": True, "probe": 0}, "--probe must be a positive number"),
-        ({"max_hours": 0.0}, "--max-hours must be a positive number"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(options, says):
-    with pytest.raises(UsageError, match=says):
-        PruneConfig(**options)
-
-
-@pytest.mark.parametrize(
     ("model", "options"),
     [("LLaVA-OneVision-7B", {}), ("Qwen2.5-VL-7B", {"max_pixels": 602112}), ("Qwen3-VL-8B", {})],
 )
