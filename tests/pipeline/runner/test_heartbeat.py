@@ -136,9 +136,10 @@ def test_of_several_items_those_that_are_done_are_let_go_and_told_with_the_last(
         assert reading.inside["decode"] == [f"v3 on {HERE}", f"v4 on {HERE}"]
         assert (reading.n_passed_on["decode"], reading.n_results["decode"], reading.n_moves) == (2, 1, 6)
         assert reading.tallies["decode"]["n1"] == NodeTally(HERE, 1, 1)
-        held.release(is_failure=False)
+        held.release(is_failure=False, n=2)
     reading = actor.read()
-    assert (reading.inside["decode"], reading.n_passed_on["decode"], reading.n_moves) == ([], 3, 7)
+    assert (reading.inside["decode"], reading.n_passed_on["decode"], reading.n_moves) == ([], 4, 8)
+    assert reading.tallies["decode"]["n1"] == NodeTally(HERE, 3, 1)
 
 
 def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed(actor):
