@@ -131,7 +131,7 @@ def test_the_table_of_the_page_is_what_plans_of_the_published_models_print(tmp_p
     options |= {"corpus_videos": 1e6, "seconds": 60, "gpus": 8, "gpu_type": "A100", "price": ["gpu-hour=1.8"]}
     config = PruneConfig(plan=True, model=str(tmp_path), out=str(tmp_path / "c"), **options)
     plan = plan_run(config, Console(quiet=True))
-    assert plan.cluster.cores == 8 * 24  # what usually stands beside them
+    assert plan.cluster.cores == 8 * 12  # what usually stands beside them
     shown = dict(list_rows(plan))
     (row,) = re.findall(rf"^\| {model} \| 8 \| (.*) \|$", (ROOT / "pipeline/plan/README.md").read_text(), re.MULTILINE)
     wall, bottleneck, gpu_hours, output, cost = row.split(" | ")

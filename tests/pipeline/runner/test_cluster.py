@@ -47,7 +47,8 @@ def grown():
             waits = pool.submit(choose_device, PruneConfig(min_gpus=2, stall_timeout=300), "auto", notes.append)
             wait_until(lambda: notes[-1].endswith("waiting 300 s for 2"), "that it waits")
             gpu_node = add_node(num_cpus=1, num_gpus=2).node_id
-            yield Grown(nodes[0], gpu_node, without_gpus, waits.result(), notes)
+            waited = waits.result()
+        yield Grown(nodes[0], gpu_node, without_gpus, waited, notes)
 
 
 def test_gpus_that_join_late_are_waited_for_and_at_most_so_many_are_counted(grown):
