@@ -27,7 +27,7 @@ class SlowEncoder(VideoEncoder):
     """Takes its time, and computes on two of the frames only."""
 
     def encode_one(self, record, frames):
-        threading.Event().wait(0.08)
+        threading.Event().wait(0.16)
         few = {**record, **{name: record[name][:2] for name in ("frame_indices", "timestamps")}}
         return super().encode_one(few, frames[:2].copy())
 
@@ -41,7 +41,7 @@ class SlowStore(LocalStore):
     """Takes its time with each shard of four videos."""
 
     def put(self, name, data):
-        threading.Event().wait(0.48)
+        threading.Event().wait(0.8)
         super().put(name, data)
 
 
@@ -93,7 +93,7 @@ def test_later_videos_take_no_more_memory_than_the_first(tmp_path):
         if len(peaks) == 1 and 4 * len([*tmp_path.glob("tokens/*.parquet")]) >= SMALL:
             peaks.append(Peak())
 
-    with ray_here({"num_cpus": 4, "object_store_memory": 1000 * 10**6}):
+    with ray_here({"num_cpus": 4, "object_store_memory": 2000 * 10**6}):
         graph = graph_of(LARGE, plan, SlowStore(tmp_path), clip, FRAMES, "tests.pipeline.videos:Instant", SlowSetup)
         with watch_memory(peaks):
             rows = rows_of(graph, moved=look_at_shards)
