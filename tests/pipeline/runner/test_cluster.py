@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 
-class Grown(NamedTuple):
+class GpuCluster(NamedTuple):
     """A cluster of a node with CPUs, which a node with GPUs has joined; what ``choose_device`` gave, and its notes."""
 
     cpu_node: str
@@ -36,11 +36,11 @@ class Grown(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def grown():
+def gpu_cluster():
     notes: list[str] = []
     with growing_ray({"num_cpus": 2, "num_gpus": 0}) as (add_node, nodes):
-        asked = (PruneConfig(), "auto"), (PruneConfig(), "bfloat16"), (PruneConfig(device="cpu"), "auto")
-        without_gpus = [choose_device(*options, notes.append) for options in asked]
+        requests = (PruneConfig(), "auto"), (PruneConfig(), "bfloat16"), (PruneConfig(device="cpu"), "auto")
+        without_gpus = [choose_device(*options, notes.append) for options in requests]
         with pytest.raises(UsageError, match=r"--min-gpus 2: the cluster has 0 GPUs after 0\.2 s"):
             choose_device(PruneConfig(min_gpus=2, stall_timeout=0.2, decode_timeout=0.1), "auto", notes.append)
         with ThreadPoolExecutor(1) as pool:  # nodes are added by the main thread alone
@@ -48,16 +48,17 @@ def grown():
             wait_until(lambda: notes[-1].endswith("waiting 300 s for 2"), "that it waits")
             gpu_node = add_node(num_cpus=1, num_gpus=2).node_id
             waited = waits.result()
-        yield Grown(nodes[0], gpu_node, without_gpus, waited, notes)
+        yield GpuCluster(nodes[0], gpu_node, without_gpus, waited, notes)
 
 
-def test_gpus_that_join_late_are_waited_for_and_at_most_so_many_are_counted(grown):
+def test_gpus_that_join_late_are_waited_for_and_at_most_so_many_are_counted(gpu_cluster):
     """--min-gpus; without it auto takes the CPUs, and says so."""
-    assert grown.without_gpus == [("cpu", "float32"), ("cpu", "bfloat16"), ("cpu", "float32")]
-    in_float32, in_bfloat16, *others = grown.notes  # bfloat16: as the cache has it already; --device cpu asks for them
+    assert gpu_cluster.without_gpus == [("cpu", "float32"), ("cpu", "bfloat16"), ("cpu", "float32")]
+    # --dtype bfloat16 is as the cache has it already. --device cpu asks for CPUs, which needs no note.
+    in_float32, in_bfloat16, *others = gpu_cluster.notes
     assert "no GPU now" in in_float32 and "--min-gpus" in in_float32 and "on CPUs in float32, " in in_float32
     assert "on CPUs in bfloat16, " in in_bfloat16 and not any("on CPUs" in note for note in others)
-    assert grown.waited == ("cuda", "bfloat16")
+    assert gpu_cluster.waited == ("cuda", "bfloat16")
     assert [sum_resources((), most)["GPU"] for most in (None, 1, 8)] == [2, 1, 2]
     assert "GPU" not in cap_gpus({"CPU": 4.0}, 2)
     for wrong in ({"max_gpus": 0}, {"min_gpus": 4, "max_gpus": 3}):
@@ -65,20 +66,20 @@ def test_gpus_that_join_late_are_waited_for_and_at_most_so_many_are_counted(grow
             PruneConfig(**wrong)
 
 
-def test_an_encoder_starts_where_no_cpu_of_the_gpu_node_is_free(grown, tmp_path):
+def test_an_encoder_starts_where_no_cpu_of_the_gpu_node_is_free(gpu_cluster, tmp_path):
     before = state.actors().keys()
     plan = plan_resources(2, 1, 8)
     assert (plan.decode.workers, plan.encode.workers, plan.encode.num_gpus) == (2, 1, 1)
-    with hold_cpu(scheduling_strategy=NodeAffinitySchedulingStrategy(grown.gpu_node, soft=False)):
+    with hold_cpu(scheduling_strategy=NodeAffinitySchedulingStrategy(gpu_cluster.gpu_node, soft=False)):
         rows = rows_of(graph_of(8, plan, tmp_path))
     assert len(rows) == 8
     actors = [actor for name, actor in state.actors().items() if name not in before]
     places = {(actor["ActorClassName"], actor["Address"]["NodeID"]) for actor in actors}
-    assert {node for title, node in places if "Encoder" in title} == {grown.gpu_node}
-    assert {node for title, node in places if "Decoder" in title} == {grown.cpu_node}
+    assert {node for title, node in places if "Encoder" in title} == {gpu_cluster.gpu_node}
+    assert {node for title, node in places if "Decoder" in title} == {gpu_cluster.cpu_node}
 
 
-def test_decoders_that_are_through_give_their_gpu_back_while_the_encoder_works(grown, tmp_path):
+def test_decoders_that_are_through_give_their_gpu_back_while_the_encoder_works(gpu_cluster, tmp_path):
     free, clip = [], str(write_clip(tmp_path / "v.mp4", count=2))
     plan = plan_resources(1, 1, 16, decode_on_gpus=True)
     plan = replace(plan, encode=replace(plan.encode, num_gpus=0.0))  # nvdec's decoders, and an encoder on the CPU
