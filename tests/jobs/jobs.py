@@ -65,6 +65,7 @@ def environment(**more: str | None) -> dict[str, str]:
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",  # a process less in every head
         "RAY_worker_niceness": "0",  # else (15) workers starve beside whatever else keeps the cores busy
+        "RAY_health_check_period_ms": "1000",  # else a node counts as alive for a quarter of a minute after its end
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # else ``ray start`` lingers for half a minute at its end
     }
     wanted = {**kept, **paths, **ray, "PYTHONUNBUFFERED": "1", SOCKET: fork_server(), **more}
@@ -136,6 +137,20 @@ def assert_complete(cache: Path | Store, ids: list[str]) -> None:
     for video_id in ids:
         video = opened.get(video_id)
         assert len(video.tokens) == video.metadata["n_tokens"]
+
+
+def shut_ray_down_in_the_end() -> None:
+    """Let this driver, which was forked, leave Ray as the process of a command does when it exits."""
+    from jobs import prune  # noqa: PLC0415 - not when Ray's workers import this module
+
+    main = prune.main
+
+    def whole(argv: list[str]) -> int:
+        code = main(argv)
+        ray.shutdown()
+        return code
+
+    prune.main = whole  # type: ignore[assignment]
 
 
 def forbid_ray(patch: pytest.MonkeyPatch) -> None:
