@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 from itertools import product
 from typing import Any
@@ -229,6 +228,5 @@ print((after - before) * 1024 / (tokens.numel() * 2))
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux alone")
 def test_memory_stays_below_the_tokens_own_again() -> None:
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
     done = run_python("-c", MEMORY, check=True, timeout=500)
     assert float(done.stdout) < 1.0
