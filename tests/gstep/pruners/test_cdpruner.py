@@ -11,9 +11,8 @@ from gstep.pruners.cdpruner import greedy_map, relevance
 from tests.gstep.synthetic import prune, video
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_cdpruner_takes_the_largest_determinant_at_each_step(seed: int) -> None:
-    rng = np.random.default_rng(seed)
+def test_cdpruner_takes_the_largest_determinant_at_each_step() -> None:
+    rng = np.random.default_rng(0)
     direction = torch.nn.functional.normalize(torch.from_numpy(rng.normal(size=(30, 8))), dim=1)
     quality = torch.from_numpy(rng.uniform(0.1, 1.0, 30))
     kernel = quality[:, None] * (direction @ direction.T) * quality
