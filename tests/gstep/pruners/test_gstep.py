@@ -53,7 +53,7 @@ def test_all_cases_are_here() -> None:
     assert len(DATA["orders"]) == sum(case["n_kept"] for case in CASES)
 
 
-@pytest.mark.parametrize(("dtype", "step"), [(torch.float32, 1), (torch.float64, 1), (torch.float16, 7)], ids=str)
+@pytest.mark.parametrize(("dtype", "step"), [(torch.float32, 1), (torch.float64, 3), (torch.float16, 7)], ids=str)
 @pytest.mark.parametrize("name", INPUTS)
 def test_selection(name: str, dtype: torch.dtype, step: int) -> None:
     wrong = []
