@@ -1,7 +1,5 @@
 """The stock models of transformers, whole and with pixels, beside what this project makes of the same video."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from functools import cache

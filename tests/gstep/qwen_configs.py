@@ -1,7 +1,5 @@
 """What decides the vision part in the config.json of every dense size on the hub, in the form of its files."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -1,7 +1,5 @@
 """Each equation of the density against a few lines of float64 numpy written from the paper."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 

@@ -1,7 +1,5 @@
 """The kernels of all rooms: the checks.py of each in one process of its own, and what compiles for GPUs not here."""
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -1,7 +1,5 @@
 """gstep.prune: the controls, parameters and what is refused; what every method promises is in test_contract."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

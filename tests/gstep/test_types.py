@@ -1,7 +1,5 @@
 """Budgets, and what the result of a selection says of itself."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields, replace
 from itertools import product

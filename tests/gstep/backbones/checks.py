@@ -1,7 +1,5 @@
 """The kernels of the towers against the stock steps: run by tests/gstep/test_kernels.py in Triton's interpreter."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """What tests of the encoders share: the tiny models, their evidence, frames and settings, and the stock features."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

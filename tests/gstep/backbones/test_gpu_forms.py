@@ -1,7 +1,5 @@
 """The forms of the towers for GPUs: on a CPU beside the stock towers; checks.py has their kernels."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

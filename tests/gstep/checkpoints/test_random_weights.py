@@ -1,7 +1,5 @@
 """Models with random weights: the same ones each time, finite in any precision, from a config and nothing else."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """CDPruner where golden cases do not reach: determinants, relevance, what is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What every method of the table promises; a new one is taken in by itself, its evidence is made up by name."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import FrozenInstanceError
 from itertools import product

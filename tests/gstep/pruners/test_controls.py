@@ -1,7 +1,5 @@
 """The controls and ablations: random, uniform, none, topk and fps."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The parameters of the density that methods share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

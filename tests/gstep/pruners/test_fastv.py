@@ -1,7 +1,5 @@
 """FastV where golden cases do not reach: rounding."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """FastVID where golden cases do not reach: segments, shares, peaks, merging, both variants."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The method against golden selections and curves (see golden/README.md)."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """HoliTom where golden cases do not reach: its windows by hand and by trying all, what stands still."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Novelty: what is new at its place comes first, and else it samples as GSTEP does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

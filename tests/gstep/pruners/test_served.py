@@ -1,7 +1,5 @@
 """EVS, V-CAST and DivPrune: their equations, and what the code that is served selects (see golden/README.md)."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a caller has set in torch for all its work (dtype, device, precision of products) changes no selection."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """VidCom2 where golden cases do not reach: frame budgets, calm channels."""
 
-from __future__ import annotations
-
 import torch
 
 from gstep.pruners.vidcom2 import find_calm_channels, frame_budgets

@@ -1,7 +1,5 @@
 """VisionZip where golden cases do not reach: counts, sums, targets, and the rules for Qwen."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

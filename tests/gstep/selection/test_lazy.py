@@ -1,7 +1,5 @@
 """The lazy selection against the oracle and the plain form, in blocks of every size; its bound; and who takes it."""
 
-from __future__ import annotations
-
 import sys
 from itertools import product
 from typing import Any

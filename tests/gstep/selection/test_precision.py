@@ -1,7 +1,5 @@
 """Products in full precision whatever a caller has allowed, and its settings as they were afterwards."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Farthest point sampling against a brute-force float64 numpy reading of Eqs. (9)-(12)."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

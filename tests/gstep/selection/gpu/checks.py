@@ -4,8 +4,6 @@ With TRITON_INTERPRET=1, which must be set before anything imports Triton, on CP
 for check, gram, kernels and lazy: nearly every test runs both forms, and both run the same kernels.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from dataclasses import replace

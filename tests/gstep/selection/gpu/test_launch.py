@@ -1,7 +1,5 @@
 """Sampling on a GPU: what it falls back on."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Iterator
