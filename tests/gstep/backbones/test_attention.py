@@ -8,11 +8,7 @@ import torch
 from transformers.vision_utils import get_vision_window_index
 
 from gstep.backbones import ModelSource, family_of
-from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, MERGED, QWEN, STOCK, asked_of, frames_for
-
-
-def stock_model(source):
-    return STOCK[source.name].from_pretrained(source.pretrained()[0], attn_implementation="eager")
+from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, MERGED, QWEN, asked_of, frames_for, load_stock
 
 
 def hooks_of(backbone):
@@ -23,7 +19,7 @@ def hooks_of(backbone):
 @torch.no_grad()
 def stock_merged_queries(source, frames, monkeypatch):
     """[T,N] in float64 from the queries and keys that the eager tower's last block attends with."""
-    tower = stock_model(source).model.visual
+    tower = load_stock(source.pretrained()[0], torch.float32, "eager").model.visual
     module, seen = sys.modules[type(tower).__module__], []
     eager = module.eager_attention_forward
 

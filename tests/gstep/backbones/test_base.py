@@ -9,7 +9,7 @@ import torch
 
 from gstep.backbones import ModelSource, SampledVideo, family_of
 from gstep.evidence import make_label
-from tests.gstep.backbones.encoders import BFLOAT16, EVERY, FLOAT32, QWEN, STOCK, asked_of, frames_for, stock_features
+from tests.gstep.backbones.encoders import BFLOAT16, EVERY, FLOAT32, STOCK, asked_of, frames_for, stock_features
 from tests.gstep.reading import count_reading
 from tests.interpreter import run_python
 
@@ -73,7 +73,7 @@ def test_nothing_of_the_language_model_is_read_or_built(source, monkeypatch):
 
 
 def crowded(source, room):
-    """Load a backbone that takes itself to be on a GPU with room for so many frames; and list what it encodes at once."""
+    """Load a backbone that takes itself to be on a GPU with room for so many frames; list the sizes of its chunks."""
     backbone = family_of(source).load(FLOAT32, frame_batch=8)
     encode_chunk, sizes, backbone.on_cpu = backbone.encode_chunk, [], False
 

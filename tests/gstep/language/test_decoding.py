@@ -5,7 +5,7 @@ import torch
 
 from gstep.language import Decoding
 from gstep.language.decoding import SeededSampling
-from tests.gstep.llms import GREEDY, ids_of, llm
+from tests.gstep.llms import DENSE, GREEDY, ids_of, llm
 
 
 def test_a_drawn_answer_depends_on_its_own_seed_alone(name, prompts):
@@ -19,6 +19,7 @@ def test_a_drawn_answer_depends_on_its_own_seed_alone(name, prompts):
     assert together[5].token_ids == llm(name).generate([prompts[0]], [GREEDY])[0].token_ids
 
 
+@pytest.mark.parametrize("name", DENSE, scope="module")
 def test_draws_follow_the_distribution(name, prompts):
     probabilities = torch.softmax(llm(name).logits([prompts[2]])[0][-1] / 0.8, dim=-1)
     top = set(torch.topk(probabilities, 3).indices.tolist())

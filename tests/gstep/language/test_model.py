@@ -15,6 +15,7 @@ from gstep.language.batch import Batch, encoder_outputs
 from gstep.language.types import placeholder_of
 from gstep.language.weights import end_ids
 from tests.gstep.llms import (
+    DENSE,
     FLOAT32,
     GREEDY,
     QUESTION,
@@ -28,7 +29,6 @@ from tests.gstep.llms import (
     stock_inputs,
 )
 from tests.gstep.reading import changed_json
-
 
 LENGTHS = [Decoding(max_new_tokens=n) for n in (12, 3, 12, 7)]
 CHOICES = [["A", "B"], ["a white car", "yes", "two people who talk"], ["no"], ["the first", "the second"]]
@@ -172,6 +172,7 @@ def test_questions_on_one_video_go_through_it_once(name, prompts):
         assert sum(rows * length for rows, length in seen) == tokens
 
 
+@pytest.mark.parametrize("name", DENSE, scope="module")
 def test_several_long_videos_go_through_the_model_in_parts(name, prompts):
     """A mask over all of them would grow with the square of the longest."""
     expected = llm(name).generate(prompts, LENGTHS)
@@ -188,6 +189,7 @@ def test_several_long_videos_go_through_the_model_in_parts(name, prompts):
         assert [s.logprob for s in mine] == pytest.approx([s.logprob for s in theirs], abs=1e-4)
 
 
+@pytest.mark.parametrize("name", DENSE, scope="module")
 def test_only_what_is_the_same_is_shared(name, source, video):
     """Another system message, other positions of as many tokens, or another video of the same size."""
     builder, question = prompt_builder(source, "original"), "Why?"
@@ -219,6 +221,7 @@ def test_continuations_are_scored_as_the_whole_text_would_be(name, prompts, shar
             assert score.logprob == pytest.approx(float(expected), abs=1e-4)
 
 
+@pytest.mark.parametrize("name", DENSE, scope="module")
 def test_long_prompts_are_not_copied_for_all_choices_at_once(name, prompts):
     choices = [["a white car", "A", "two people who talk", "neither of them", "a tree"]]
     expected = [score.logprob for score in llm(name).score(prompts[:1], choices)[0]]
