@@ -88,9 +88,14 @@ def test_describe_is_json_and_a_runtime_pickles():
     assert all(getattr(gstep.backbones, name) is not None for name in gstep.backbones.__all__)
 
 
-def test_resolving_and_preprocessing_never_import_transformers():
+def test_tables_need_no_torch_selections_no_triton_and_resolving_and_preprocessing_no_transformers():
     code = """
 import pickle, sys
+import gstep.methods, gstep.families
+assert "torch" not in sys.modules
+sys.modules["triton"] = None
+import gstep.selection.gpu.launch
+gstep.make_pruner("gstep")
 import gstep.backbones
 assert not {"transformers", "safetensors", "huggingface_hub"} & set(sys.modules)
 from gstep.backbones import ModelSource, choose_runtime, family_of

@@ -1,4 +1,4 @@
-"""FastVID where golden cases do not reach: segments, shares, peaks, merging, both variants."""
+"""FastVID where golden cases do not reach: segments, shares, noise, both variants."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import gstep
-from gstep.pruners.fastvid import choose_tokens, count_llava_tokens, count_qwen_tokens, merge_into_anchors
-from gstep.pruners.segments import cut_segments, density_peaks, scaled_distances
+from gstep.pruners.fastvid import choose_tokens, count_llava_tokens, count_qwen_tokens
+from gstep.pruners.segments import cut_segments
 from tests.gstep.synthetic import prune, video
 
 
@@ -40,27 +40,6 @@ def test_fastvid_qwen_counts() -> None:
     assert count_qwen_tokens(8, [7], 10, 5, 0.4, 4)[-1] == (5, 5)
     assert count_qwen_tokens(1, [0], 10, 1, 0.4, 4) == [(0, 1)]
     assert count_qwen_tokens(4, [3], 1, 1, 1.0, 4)[-1] == (0, 1)
-
-
-def test_fastvid_density_peaks() -> None:
-    """Of two bunches the middle of the denser one has the farthest to go to a denser token: it gets the largest."""
-    tokens = torch.tensor([0.0, 0.1, 0.2, 0.3, 5.0, 5.5, 6.0, 6.5])[:, None].expand(8, 4)
-    distance = (tokens[:, :1] - tokens[:, 0]).abs()
-    density = torch.exp(-distance.sort(dim=1).values[:, :4].square().mean(dim=1)).tolist()
-    noise = torch.linspace(0, 1, 8)
-    denser = [[j for j in range(8) if density[j] + 1e-6 * noise[j] > density[i] + 1e-6 * noise[i]] for i in range(8)]
-    expected = [density[i] * min((float(distance[i, j]) for j in denser[i]), default=6.5) for i in range(8)]
-    assert np.allclose(density_peaks(scaled_distances(tokens), noise, 4).numpy(), expected, atol=1e-5)
-
-
-def test_fastvid_merge() -> None:
-    tokens = torch.tensor([[1.0, 0.0], [0.0, 1.0], [3.0, 0.1], [0.1, 5.0], [0.2, 4.0], [-1.0, 0.0]])
-    giving = torch.tensor([False, False, True, True, True, False])
-    direction = torch.nn.functional.normalize(tokens, dim=1)
-    merged = merge_into_anchors(tokens, direction, giving, torch.tensor([0, 1, 5]), beta=0.4)
-    assert torch.allclose(merged[0], 0.5 * tokens[0] + 0.5 * tokens[2])
-    assert torch.allclose(merged[1], 0.4 * tokens[1] + 0.6 * tokens[3:5].mean(dim=0))
-    assert torch.equal(merged[2], tokens[5])
 
 
 @pytest.mark.parametrize("variant", ["llava", "qwen"])

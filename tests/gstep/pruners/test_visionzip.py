@@ -15,22 +15,6 @@ def test_visionzip_per_frame() -> None:
         assert frame_budget(size, ratio) == kept
 
 
-def test_visionzip_by_hand() -> None:
-    """Six tokens a frame, three kept: the two most attended to, and a sum."""
-    tokens = torch.arange(12.0).view(1, 6, 2).repeat(2, 1, 1)
-    tokens[1] *= 10
-    attention = torch.tensor([[0.1, 0.9, 0.2, 0.1, 0.8, 0.0]] * 2)
-    evidence = {"token_attention": attention, "token_key": torch.ones(2, 6, 3)}
-    pruned = gstep.prune(tokens, 0.5, "visionzip", evidence=evidence)
-    assert pruned.index.tolist() == [0, 1, 4, 6, 7, 10]
-    assert pruned.merged is not None and pruned.order is not None
-    assert pruned.merged.tolist() == [True, False, False] * 2
-    # Each frame's dominant tokens in ascending index, then its contextual one: itself plus the mean of 2, 3 and 5.
-    assert pruned.order.tolist() == [1, 2, 0, 4, 5, 3]
-    mean = tokens[:, [2, 3, 5]].mean(dim=1)
-    assert torch.allclose(pruned.tokens[[0, 3]], tokens[:, 0] + mean)
-
-
 def test_visionzip_sums_end_at_the_largest_number() -> None:
     tokens = torch.full((1, 8, 4), 60000.0, dtype=torch.float16)
     pruned = prune(tokens, method="visionzip", budget=2)
