@@ -1,5 +1,6 @@
 """The tiny models: the same bytes everywhere, loud tokens on real frames, and a whole LLM for transformers."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,15 @@ def test_nothing_is_written_to_the_home_folder_and_a_cache_that_cannot_be_writte
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ModelError, match="XDG_CACHE_HOME"):
         tiny.build("tiny")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "full"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))  # the disk fills up while the weights are written
+    try:
+        with pytest.raises(ModelError, match="XDG_CACHE_HOME"):
+            tiny.build("tiny")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list((tmp_path / "full/gstep").iterdir())
 
 
 def resized(preprocessor: Preprocessor, clip: str, n_frames: int) -> torch.Tensor:

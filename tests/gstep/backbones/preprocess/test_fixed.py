@@ -76,10 +76,18 @@ NOT_IMPLEMENTED = [("do_center_crop", True), ("do_resize", False), ("do_rescale"
 NOT_IMPLEMENTED += [("resample", 2), ("rescale_factor", 1 / 128), ("size", {"shortest_edge": 384}), ("size", 384)]
 
 
-@pytest.mark.parametrize(("setting", "value"), [*NOT_IMPLEMENTED, ("image_mean", 0.5), ("image_std", [0.5])])
+@pytest.mark.parametrize(("setting", "value"), [*NOT_IMPLEMENTED, ("image_mean", 0.5)])
 def test_a_setting_that_is_not_implemented_is_refused_by_name(setting, value):
     with pytest.raises(ModelError, match=setting):
         FixedSizePreprocessor.from_settings({**DEFAULTS, setting: value})
+
+
+def test_a_refusal_says_what_is_expected():
+    with pytest.raises(ModelError, match="do_rescale=False is not implemented; expected True"):
+        check_settings({"do_rescale": False})
+    for wrong in ([0.5], [0.5, 0.5], [0.5, 0.5, "x"], [0.5, 0.5, None]):
+        with pytest.raises(ModelError, match=r"image_std.*not three numbers"):
+            FixedSizePreprocessor.from_settings({**DEFAULTS, "image_std": wrong})
 
 
 def test_settings_that_are_not_there_are_the_stock_ones_and_all_tell_preprocessors_apart():
