@@ -1,7 +1,5 @@
 """The stock models of transformers, whole and with pixels, beside what this project makes of the same video."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from functools import cache
@@ -10,6 +8,7 @@ from typing import Any
 import av
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
@@ -29,6 +28,7 @@ FAMILIES = (
     "tiny-qwen3-5-moe",
     "tiny-internvl",
 )
+DENSE = tuple(name for name in FAMILIES if not name.endswith("-moe"))
 RECURRENT = ("tiny-qwen3-5", "tiny-qwen3-5-moe")  # a token leaves its trace in a state that no mask takes back
 SECONDS = 1.3  # of a temporal patch: no whole number, so that cutting it shows
 FLOAT32 = choose_runtime("cpu", "float32", "sdpa")
@@ -46,13 +46,17 @@ def llm(name: str) -> LanguageModel:
     return load_language_model(ModelSource.resolve(name), FLOAT32)
 
 
+def sample_frames(clip: str, count: int) -> NDArray[np.uint8]:
+    """Decode [count,h,w,3], spread over a real clip."""
+    with av.open(sample(clip)) as video:
+        frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
+    return np.stack([frames[i] for i in np.linspace(0, len(frames) - 1, count).astype(int)])
+
+
 @cache
 def real_frames(clip: str, count: int, height: int, width: int) -> Tensor:
     """Decode [count,3,height,width] fp32 in [-1, 1], spread over a real clip."""
-    with av.open(sample(clip)) as video:
-        frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
-    chosen = np.stack([frames[i] for i in np.linspace(0, len(frames) - 1, count).astype(int)])
-    pixels = torch.from_numpy(chosen).permute(0, 3, 1, 2).float() / 127.5 - 1
+    pixels = torch.from_numpy(sample_frames(clip, count)).permute(0, 3, 1, 2).float() / 127.5 - 1
     return nn.functional.interpolate(pixels, size=(height, width), mode="bilinear", antialias=True)
 
 
@@ -139,6 +143,16 @@ def kept_index(encoded: Encoded, ratio: float, seed: int = 0) -> Tensor:
     total = len(encoded.visual.index)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
     return order[: max(1, int(ratio * total))].sort().values
+
+
+def continue_prompt(prompt: Prompt, ids: Tensor) -> Prompt:
+    """Return the prompt with these tokens of text behind it."""
+    positions = prompt.positions[:, -1:] + 1 + torch.arange(len(ids))
+    return dataclasses.replace(
+        prompt,
+        input_ids=torch.cat([prompt.input_ids, ids]),
+        positions=torch.cat([prompt.positions, positions.expand(len(prompt.positions), -1)], dim=1),
+    )
 
 
 def ids_of(answers):

@@ -1,7 +1,5 @@
 """A brute-force float64 numpy reading of Eqs. (9)-(12), and tokens on which arithmetic is exact."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """Tiny checkpoints whose language model is quantized, in the layouts of the hub's; the vision part stays as it was."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

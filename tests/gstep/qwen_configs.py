@@ -1,6 +1,4 @@
-"""What decides the vision part in the config.json of every dense size on the hub, in the form it has there."""
-
-from __future__ import annotations
+"""What decides the vision part in the config.json of every dense size on the hub, in the form of its files."""
 
 from typing import Any
 
@@ -8,33 +6,21 @@ from typing import Any
 def qwen2_5_vl(hidden: int, layers: int, heads: int, kv: int, inner: int, vision_inner: int = 3420) -> dict[str, Any]:
     """Return a flat configuration: the text part's fields at the top, in_chans for in_channels."""
     return {
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "attention_dropout": 0.0,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
         "vision_start_token_id": 151652,
         "vision_end_token_id": 151653,
-        "vision_token_id": 151654,
         "image_token_id": 151655,
         "video_token_id": 151656,
         "hidden_act": "silu",
         "hidden_size": hidden,
-        "initializer_range": 0.02,
         "intermediate_size": inner,
         "max_position_embeddings": 128000,
-        "max_window_layers": 70,
         "model_type": "qwen2_5_vl",
         "num_attention_heads": heads,
         "num_hidden_layers": layers,
         "num_key_value_heads": kv,
         "rms_norm_eps": 1e-06,
         "rope_theta": 1000000.0,
-        "sliding_window": 32768,
         "tie_word_embeddings": hidden == 2048,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.41.2",
-        "use_cache": True,
-        "use_sliding_window": False,
         "vision_config": {
             "depth": 32,
             "hidden_act": "silu",
@@ -45,7 +31,6 @@ def qwen2_5_vl(hidden: int, layers: int, heads: int, kv: int, inner: int, vision
             "out_hidden_size": hidden,
             "patch_size": 14,
             "spatial_merge_size": 2,
-            "spatial_patch_size": 14,
             "window_size": 112,
             "fullatt_block_indexes": [7, 15, 23, 31],
             "tokens_per_second": 2,
@@ -59,19 +44,12 @@ def qwen2_5_vl(hidden: int, layers: int, heads: int, kv: int, inner: int, vision
 def qwen3_vl(hidden: int, layers: int, heads: int, inner: int, *, large: bool) -> dict[str, Any]:
     """Return a configuration of text_config and vision_config; the tower of 8B and 32B is the large one."""
     return {
-        "architectures": ["Qwen3VLForConditionalGeneration"],
         "image_token_id": 151655,
         "model_type": "qwen3_vl",
         "text_config": {
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "bos_token_id": 151643,
-            "dtype": "bfloat16",
-            "eos_token_id": 151645,
             "head_dim": 128,
             "hidden_act": "silu",
             "hidden_size": hidden,
-            "initializer_range": 0.02,
             "intermediate_size": inner,
             "max_position_embeddings": 262144,
             "model_type": "qwen3_vl_text",
@@ -81,11 +59,9 @@ def qwen3_vl(hidden: int, layers: int, heads: int, inner: int, *, large: bool) -
             "rms_norm_eps": 1e-06,
             "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
             "rope_theta": 5000000,
-            "use_cache": True,
             "vocab_size": 151936,
         },
         "tie_word_embeddings": not large,
-        "transformers_version": "4.57.0.dev0",
         "video_token_id": 151656,
         "vision_config": {
             "deepstack_visual_indexes": [8, 16, 24] if large else [5, 11, 17],
@@ -93,7 +69,6 @@ def qwen3_vl(hidden: int, layers: int, heads: int, inner: int, *, large: bool) -
             "hidden_act": "gelu_pytorch_tanh",
             "hidden_size": 1152 if large else 1024,
             "in_channels": 3,
-            "initializer_range": 0.02,
             "intermediate_size": 4304 if large else 4096,
             "model_type": "qwen3_vl",
             "num_heads": 16,
@@ -131,7 +106,6 @@ PREPROCESSOR = {
         "image_mean": [0.48145466, 0.4578275, 0.40821073],
         "image_std": [0.26862954, 0.26130258, 0.27577711],
         "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2_5_VLProcessor",
     },
     "qwen3_vl": {
         "size": {"longest_edge": 25165824, "shortest_edge": 4096},
@@ -140,7 +114,6 @@ PREPROCESSOR = {
         "merge_size": 2,
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
-        "processor_class": "Qwen3VLProcessor",
         "video_processor_type": "Qwen3VLVideoProcessor",
     },
 }

@@ -1,7 +1,5 @@
 """Watch which tensors of a checkpoint are read, read the newline of one, and change the files of one."""
 
-from __future__ import annotations
-
 import json
 from contextlib import contextmanager
 from pathlib import Path

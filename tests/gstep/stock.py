@@ -1,7 +1,5 @@
 """The stock code of transformers without what needs torchvision: single functions, and half of a processor."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import math

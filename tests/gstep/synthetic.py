@@ -1,7 +1,5 @@
 """Made-up videos, made-up evidence for any method from the names that it asks for, and what some machines lack."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -12,7 +12,11 @@ from tests.waiting import wait_until
 TABLE = LazyTable("colour", {"red": "gstep.errors:ModelError", "blue": "no.such.module:Blue"})
 
 
-def test_names_are_listed_without_an_import_and_an_unknown_one_lists_the_known():
+def test_names_are_listed_without_an_import_and_an_unknown_one_lists_the_known(monkeypatch):
+    monkeypatch.delitem(sys.modules, "json.tool", raising=False)
+    table = LazyTable("name", {"a": "json.tool:main"})
+    assert "json.tool" not in sys.modules
+    assert callable(table["a"]) and "json.tool" in sys.modules
     assert TABLE["red"] is load_object("gstep.errors:ModelError")
     assert list(TABLE) == ["red", "blue"] and len(TABLE) == 2
     assert "blue" in TABLE and "green" not in TABLE
@@ -25,21 +29,12 @@ def test_names_are_listed_without_an_import_and_an_unknown_one_lists_the_known()
 
 
 def test_a_line_is_said_until_the_work_ends():
-    said: list[str] = []
-    with repeat_line(said.append, "still loading", 0.001):
-        wait_until(lambda: len(said) > 2, "three lines")
-    told = len(said)
-    assert set(said) == {"still loading"}
-    with repeat_line(said.append, "never", 3600.0):
+    lines: list[str] = []
+    with repeat_line(lines.append, "still loading", 0.001):
+        wait_until(lambda: len(lines) > 2, "three lines")
+    with repeat_line(lines.append, "never", 3600.0):
         pass
-    assert len(said) == told and all(thread.name != "repeat_line" for thread in threading.enumerate())
-
-
-def test_nothing_is_imported_before_it_is_asked_for(monkeypatch):
-    monkeypatch.delitem(sys.modules, "json.tool", raising=False)
-    table = LazyTable("name", {"a": "json.tool:main"})
-    assert "json.tool" not in sys.modules
-    assert callable(table["a"]) and "json.tool" in sys.modules
+    assert set(lines) == {"still loading"} and all(thread.name != "repeat_line" for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("enabled", [True, False])

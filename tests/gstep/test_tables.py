@@ -1,4 +1,4 @@
-"""The tables of methods and of sources of evidence, and what errors promise to their callers."""
+"""The tables of methods, of sources of evidence and of families, and what errors promise to their callers."""
 
 import pickle
 
@@ -6,9 +6,13 @@ import pytest
 
 import gstep
 from gstep import PRUNERS, make_pruner
-from gstep.backbones import BACKBONES
+from gstep.backbones import BACKBONES, ModelSource, family_of
+from gstep.backbones.base import ModelFamily
+from gstep.checkpoints import tiny
 from gstep.errors import MissingEvidence, ModelError, UnsupportedVideo
 from gstep.evidence import SOURCES
+from gstep.families import FAMILIES
+from gstep.language import BUILDERS, PromptBuilder, prompt_builder
 from gstep.lazy import load_object
 from gstep.methods import METHODS, OF_A_QUESTION, OF_A_VIDEO
 
@@ -34,3 +38,20 @@ def test_an_error_is_a_value_error_and_keeps_its_message_between_processes(kind)
     again = pickle.loads(pickle.dumps(kind("name the remedy")))  # noqa: S301 - our own bytes
     assert type(again) is kind and isinstance(again, ValueError) and str(again) == "name the remedy"
     assert gstep.MissingEvidence is MissingEvidence
+
+
+def test_both_halves_know_the_same_families():
+    assert list(BACKBONES) == list(FAMILIES)
+    assert [name for name in FAMILIES if name not in BUILDERS] == ["qwen4_exp"]  # which is encoded and not asked
+    for name in BUILDERS:
+        assert issubclass(BACKBONES[name], ModelFamily) and issubclass(BUILDERS[name], PromptBuilder)
+        assert BACKBONES[name].model_type == name
+
+
+def test_every_family_has_a_tiny_model():
+    sources = [ModelSource.resolve(name) for name in tiny.TINY]
+    assert {source.model_type for source in sources} == set(BUILDERS)
+    for source in sources:
+        family = family_of(source)
+        assert isinstance(family, BACKBONES[source.model_type]) and family.source is source
+        assert isinstance(prompt_builder(source), BUILDERS[source.model_type])

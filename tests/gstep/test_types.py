@@ -1,9 +1,7 @@
 """Budgets, and what the result of a selection says of itself."""
 
-from __future__ import annotations
-
-import math
 from dataclasses import fields, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,12 +11,6 @@ from hypothesis import strategies as st
 
 import gstep
 from tests.gstep.synthetic import prune, video
-
-
-def test_real_and_nominal_numbers() -> None:
-    pruned = prune(video(3, 50, 8), 0.25, "visionzip")
-    assert (pruned.n_kept, pruned.budget, pruned.retention_ratio) == (3 * 12, 37, 0.25)
-    assert math.isclose(pruned.kept_ratio, 0.24)
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
@@ -32,10 +24,9 @@ def test_budget_is_bounded_and_monotone(ratios: tuple[float, float], n_total: in
     assert larger <= max(1, max(ratios) * n_total + 1e-9)
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
-@given(percent=st.integers(1, 100), n_total=st.integers(1, 100_000))
-def test_budget_of_a_percentage_is_exact(percent: int, n_total: int) -> None:
-    assert gstep.budget_for(percent / 100, n_total) == max(1, percent * n_total // 100)
+def test_budget_of_a_percentage_is_exact() -> None:
+    for percent, n_total in product(range(1, 101), (1, 29, 196, 6272, 99_999)):
+        assert gstep.budget_for(percent / 100, n_total) == max(1, percent * n_total // 100)
 
 
 def test_results_are_equal_where_all_their_tensors_are() -> None:
@@ -53,7 +44,7 @@ def test_results_are_equal_where_all_their_tensors_are() -> None:
                 assert pruned != replace(pruned, **{item.name: unlike}), item.name
 
 
-def test_visual_tokens_are_compared_with_their_evidence_and_deepstack() -> None:
+def test_visual_tokens_are_compared_with_their_evidence_and_deepstack_and_have_no_hash() -> None:
     tokens = video(3, 8, 8)
     visual = gstep.VisualTokens(tokens, {"noise": tokens[0, 0]}, (tokens, tokens))
     assert visual == gstep.VisualTokens(tokens.clone(), {"noise": tokens[0, 0].clone()}, (tokens.clone(), tokens))
@@ -62,9 +53,6 @@ def test_visual_tokens_are_compared_with_their_evidence_and_deepstack() -> None:
     for other in ((), (tokens,), (tokens, -tokens)):
         assert visual != replace(visual, deepstack=other)
     assert visual != prune(tokens) and visual != replace(visual, tokens=-tokens)
-
-
-def test_what_is_compared_by_its_tensors_has_no_hash() -> None:
-    for value in (gstep.VisualTokens(video(3, 8, 8)), prune(video(3, 8, 8))):
+    for value in (visual, prune(tokens)):
         with pytest.raises(TypeError, match="unhashable"):
             hash(value)

@@ -1,20 +1,10 @@
 """What tests of the encoders share: the tiny models, their evidence, frames and settings, and the stock features."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np
 import torch
-from transformers import (
-    InternVLForConditionalGeneration,
-    LlavaOnevisionForConditionalGeneration,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeForConditionalGeneration,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLMoeForConditionalGeneration,
-)
+from transformers import AutoModelForImageTextToText
 
 from gstep.backbones import Runtime, family_of
 from gstep.backbones.preprocess import FixedSizePreprocessor
@@ -22,19 +12,9 @@ from gstep.evidence import LAST_LAYER, MERGED_QUERIES
 
 FLOAT32 = Runtime("cpu", torch.float32, "sdpa")
 BFLOAT16 = Runtime("cpu", torch.bfloat16, "sdpa")
-STOCK = {
-    "tiny": LlavaOnevisionForConditionalGeneration,
-    "tiny-qwen2-5-vl": Qwen2_5_VLForConditionalGeneration,
-    "tiny-qwen3-vl": Qwen3VLForConditionalGeneration,
-    "tiny-qwen3-5": Qwen3_5ForConditionalGeneration,
-    "tiny-internvl": InternVLForConditionalGeneration,
-}
+STOCK = ("tiny", "tiny-qwen2-5-vl", "tiny-qwen3-vl", "tiny-qwen3-5", "tiny-internvl")
 QWEN = [name for name in STOCK if "qwen" in name]
-# Mixtures of experts, whose towers are those of the dense models.
-EVERY = STOCK | {
-    "tiny-qwen3-vl-moe": Qwen3VLMoeForConditionalGeneration,
-    "tiny-qwen3-5-moe": Qwen3_5MoeForConditionalGeneration,
-}
+EVERY = (*STOCK, "tiny-qwen3-vl-moe", "tiny-qwen3-5-moe")  # mixtures of experts have the towers of the dense models
 AT_LAST = {"token_attention": LAST_LAYER, "token_key": LAST_LAYER}
 MERGED = {"token_attention": MERGED_QUERIES}
 
@@ -52,15 +32,14 @@ def frames_for(source, n_frames=5, shape=(18, 26), seed=0):
 
 
 @cache
-def _stock_model(name, path, dtype):
+def load_stock(folder, dtype, attn="sdpa"):
     """Load a tiny model by from_pretrained, once; nothing may change it."""
-    return EVERY[name].from_pretrained(path, dtype=dtype)
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, attn_implementation=attn)
 
 
 def stock_features(source, frames, dtype, at_once=None):
     """Return [T*N,D] tokens and levels of the whole model by from_pretrained, given ``at_once`` frames at a time."""
-    stock = _stock_model(source.name, source.pretrained()[0], dtype)
-    preprocessor = family_of(source).preprocessor()
+    stock, preprocessor = load_stock(source.pretrained()[0], dtype), family_of(source).preprocessor()
     with torch.no_grad():
         parts = [features_of(stock, preprocessor, part, dtype) for part in frames.split(at_once or len(frames))]
     return [torch.cat(levels) for levels in zip(*parts, strict=True)]

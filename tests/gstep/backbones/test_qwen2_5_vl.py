@@ -14,16 +14,15 @@ def name():
     return "tiny-qwen2-5-vl"
 
 
-def test_windows_are_in_the_order_of_the_stock_tower():
-    backbone = family_of(ModelSource.resolve("tiny-qwen2-5-vl")).load(FLOAT32)
+def test_windows_are_in_the_order_of_the_stock_tower(source):
+    backbone = family_of(source).load(FLOAT32)
     for rows, columns in ((4, 4), (5, 4), (8, 8), (9, 16), (3, 2), (1, 13)):
         expected, _ = get_vision_window_index(torch.tensor([[1, 2 * rows, 2 * columns]]), 2, 112, 14)
         assert torch.equal(backbone.family.tower_order(rows, columns, backbone.model.config), expected)
 
 
-def test_windows_put_tokens_in_another_order_than_space():
+def test_windows_put_tokens_in_another_order_than_space(source):
     """On these frames the trap exists: merging last_hidden_state gives the same tokens at other places."""
-    source = ModelSource.resolve("tiny-qwen2-5-vl")
     frames = frames_for(source, 2, (12, 17))
     (tokens_MD,) = stock_features(source, frames, torch.float32)
     backbone = family_of(source).load(FLOAT32)
@@ -54,8 +53,8 @@ def test_every_spelling_of_the_pixel_bounds_of_qwen2_5(folder, settings, bounds)
     assert (preprocessor.min_pixels, preprocessor.max_pixels) == bounds
 
 
-def test_what_positions_of_qwen2_5_go_by():
-    backbone = family_of(ModelSource.resolve("tiny-qwen2-5-vl")).load(FLOAT32)
+def test_what_positions_of_qwen2_5_go_by(source):
+    backbone = family_of(source).load(FLOAT32)
     video = SampledVideo(252, 448, [1.0, 1.7, 2.4, 3.1, 3.8], 1.0, 29.97, 98)
     assert backbone.model_extra(video) == {
         "grid": [9, 16],

@@ -1,10 +1,7 @@
 """Device, dtype and attention are chosen in one place; importing the package stays light."""
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from gstep.backbones import Runtime, choose_runtime
 from gstep.backbones.runtime import ATTENTION, FLASH
 from gstep.errors import ModelError
 from pipeline.options import ATTN
-from tests.paths import ROOT
+from tests.interpreter import run_python
 
 
 @pytest.fixture
@@ -91,9 +88,14 @@ def test_describe_is_json_and_a_runtime_pickles():
     assert all(getattr(gstep.backbones, name) is not None for name in gstep.backbones.__all__)
 
 
-def test_resolving_and_preprocessing_never_import_transformers(tmp_path):
+def test_tables_need_no_torch_selections_no_triton_and_resolving_and_preprocessing_no_transformers():
     code = """
 import pickle, sys
+import gstep.methods, gstep.families
+assert "torch" not in sys.modules
+sys.modules["triton"] = None
+import gstep.selection.gpu.launch
+gstep.make_pruner("gstep")
 import gstep.backbones
 assert not {"transformers", "safetensors", "huggingface_hub"} & set(sys.modules)
 from gstep.backbones import ModelSource, choose_runtime, family_of
@@ -103,6 +105,4 @@ assert family_of(source).static().newline.shape == (64,)
 assert choose_runtime("cpu").attn_implementation == "sdpa"
 assert "transformers" not in sys.modules
 """
-    repository = str(ROOT)
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": repository}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    run_python("-c", code, check=True)

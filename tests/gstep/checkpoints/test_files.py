@@ -5,6 +5,7 @@ import hashlib
 import json
 import pickle
 import re
+import shutil
 
 import pytest
 
@@ -69,44 +70,33 @@ def test_preprocessor_files_have_the_stock_precedence(folder):
     assert mean_with("video_preprocessor_config.json", {"image_mean": "video"}) == "video"
     assert mean_with("processor_config.json", {"image_token": "<image>"}) == "video"
     assert mean_with("processor_config.json", {"video_processor": {"image_mean": "nested"}}) == "nested"
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (None, r"no config\.json"),
-        ({"model_type": "llava"}, "'llava'; known: llava_onevision"),
-        ({"model_type": "odd", "auto_map": {"AutoModel": "odd.Odd"}}, "never run"),
-    ],
-)
-def test_another_model_is_refused_and_its_code_never_run(folder, config, said):
-    (folder / "config.json").unlink()
-    if config is not None:
-        (folder / "config.json").write_text(json.dumps(config))
-    (folder / "odd.py").write_text("raise SystemExit('ran')")
-    with pytest.raises(ModelError, match=said):
-        ModelSource.resolve(folder)
-
-
-def test_no_preprocessor_files(folder):
-    for filename in ("video_preprocessor_config.json", "preprocessor_config.json"):
+    for filename in ("video_preprocessor_config.json", "preprocessor_config.json", "processor_config.json"):
         (folder / filename).unlink()
     with pytest.raises(ModelError, match=r"preprocessor_config\.json"):
         ModelSource.resolve(folder)
 
 
-def test_the_trained_model_is_found_by_its_name_alone():
+def test_another_model_is_refused_and_its_code_never_run(folder):
+    (folder / "odd.py").write_text("raise SystemExit('ran')")
+    for config, message in (
+        ({"model_type": "llava"}, "'llava'; known: llava_onevision"),
+        ({"model_type": "odd", "auto_map": {"AutoModel": "odd.Odd"}}, "never run"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ModelError, match=message):
+            ModelSource.resolve(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        ModelSource.resolve(folder)
+
+
+def test_the_trained_model_is_found_by_its_name_and_a_copy_of_it_is_a_folder_with_the_same_hash(tmp_path):
     source = ModelSource.resolve("shapes")
     assert source.model_type == "llava_onevision" and re.fullmatch(r"shapes:[0-9a-f]{32}", source.identity)
     assert source.weight_files == ("model.safetensors",)
     assert source.pretrained() == (str(SHIPPED["shapes"]), None)
-
-
-def test_a_copy_of_it_is_a_folder_with_the_same_hash(tmp_path):
-    for path in SHIPPED["shapes"].iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    copied, own = ModelSource.resolve(tmp_path), ModelSource.resolve("shapes")
-    assert copied.identity == own.identity.replace("shapes:", "folder:")
+    copy = shutil.copytree(SHIPPED["shapes"], tmp_path / "copy")
+    assert ModelSource.resolve(copy).identity == source.identity.replace("shapes:", "folder:")
 
 
 def test_a_node_with_another_one_is_refused_and_so_is_a_revision(folder):

@@ -67,7 +67,3 @@ def test_a_float16_copy_of_bfloat16_weights_has_the_same_hash_and_a_quantized_to
     assert changed(folder, lambda name, t: (name, t.to(torch.float16))) == coarse
     with pytest.raises(ModelError, match="is stored as F8_E4M3"):
         changed(folder, lambda name, t: (name, t.to(torch.float8_e4m3fn) if tower in name and t.ndim == 2 else t))
-
-
-def test_random_weights_have_no_hash(tmp_path):
-    assert tower_hash(ModelSource.random("tiny", tmp_path)) is None

@@ -1,7 +1,5 @@
 """Models with random weights: the same ones each time, finite in any precision, from a config and nothing else."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.checkpoints import tiny
 from gstep.checkpoints.random_weights import has_no_weights, random_tensors
+from gstep.checkpoints.tensors import tower_hash
 from gstep.errors import ModelError
 from gstep.language import BUILDERS, load_language_model, prompt_builder
 from tests.gstep.reading import changed_json
@@ -36,7 +35,7 @@ def test_both_halves_of_every_family_load_without_weights(bare, tmp_path):
     with pytest.raises(ModelError, match="no safetensors weights"):
         ModelSource.resolve(bare)
     source, runtime = random(bare, tmp_path), choose_runtime("cpu", "bfloat16")
-    assert source.identity.startswith("random:") and not source.weight_files
+    assert source.identity.startswith("random:") and not source.weight_files and tower_hash(source) is None
     tower, llm = family_of(source).load(runtime), load_language_model(source, runtime)
     tensors = [*tower.model.parameters(), *llm.model.parameters()]
     assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
@@ -69,14 +68,13 @@ def test_a_tokenizer_is_made_around_the_ids_of_the_config_where_they_fit(bare, t
 
 
 def test_a_folder_with_any_weights_is_not_taken_for_one_without(tmp_path):
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    (bare / "config.json").write_text("{}")
+    assert not has_no_weights("tiny") and not has_no_weights(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
     for name in ("model.safetensors.index.json", "pytorch_model.bin", "model-00001-of-00002.safetensors"):
-        (bare / name).write_text("{}")
-        assert not has_no_weights(str(bare))
-        (bare / name).unlink()
-    assert has_no_weights(str(bare)) and not has_no_weights("tiny") and not has_no_weights(str(tmp_path))
+        assert has_no_weights(str(tmp_path))
+        (tmp_path / name).write_text("{}")
+        assert not has_no_weights(str(tmp_path))
+        (tmp_path / name).unlink()
 
 
 def test_matrices_are_drawn_norms_are_one_and_biases_zero():

@@ -47,11 +47,13 @@ ADAPTER = "base_model.model.visual.blocks.0.attn.qkv.lora_A.weight"
 MERGE = "which is not applied here: merge it into the weights"
 
 
-@pytest.mark.parametrize("filename", ["adapter_config.json", "non_lora_trainables.bin"])
-def test_an_adapter_beside_the_weights_is_refused(folder, filename):
-    (folder / filename).write_text("{}")
-    with pytest.raises(ModelError, match=rf"has an adapter \({filename}\), {MERGE}"):
-        ModelSource.resolve(folder)
+def test_an_adapter_beside_the_weights_is_refused(folder):
+    for filename in ("adapter_config.json", "non_lora_trainables.bin"):
+        (folder / filename).write_text("{}")
+        with pytest.raises(ModelError, match=rf"has an adapter \({filename}\), {MERGE}"):
+            ModelSource.resolve(folder)
+        if filename == "adapter_config.json":
+            (folder / filename).unlink()
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=MERGE):
         ModelSource.resolve(folder)
@@ -66,24 +68,22 @@ def test_an_adapter_among_the_weights_is_refused_in_one_file_and_in_an_index(fol
         with pytest.raises(ModelError, match=rf"holds an adapter \({name}\), {MERGE}"):
             ModelSource.resolve(sharded)
         save_file(tensors, shard)
-        index = json.loads((sharded / INDEX).read_text())
-        named = {**index, "weight_map": {**index["weight_map"], name: shard.name}}
-        (sharded / INDEX).write_text(json.dumps(named))
+        with changed_json(sharded / INDEX) as index:
+            index["weight_map"][name] = shard.name
         with pytest.raises(ModelError, match=rf"holds an adapter \({name}\), {MERGE}"):
             ModelSource.resolve(sharded)
-        (sharded / INDEX).write_text(json.dumps(index))
+        with changed_json(sharded / INDEX) as index:
+            del index["weight_map"][name]
 
 
-@pytest.mark.parametrize("key", [ADAPTER, "model.vision_tower.encoder.layers.9.norm.weight", "image_newline.extra"])
-def test_tensors_of_the_vision_side_in_a_file_that_is_not_read_are_refused(sharded, key):
-    ModelSource.resolve(sharded)
+def test_tensors_of_the_vision_side_in_a_file_that_is_not_read_are_refused(sharded):
     save_file({"optimizer.step": torch.ones(2)}, sharded / "other.safetensors")
     (sharded / "damaged.safetensors").write_bytes(b"git lfs")
-    source = ModelSource.resolve(sharded)
-    save_file({key: torch.ones(2)}, sharded / "other.safetensors")
-    with pytest.raises(ModelError, match=rf"other.safetensors holds {key}, which no weight file has: merge it"):
-        ModelSource.resolve(sharded)
-    assert len(source.weight_files) == 2
+    assert len(ModelSource.resolve(sharded).weight_files) == 2
+    for key in (ADAPTER, "model.vision_tower.encoder.layers.9.norm.weight", "image_newline.extra"):
+        save_file({key: torch.ones(2)}, sharded / "other.safetensors")
+        with pytest.raises(ModelError, match=rf"other.safetensors holds {key}, which no weight file has: merge it"):
+            ModelSource.resolve(sharded)
 
 
 def test_pickles_are_refused_and_never_opened(folder):
@@ -130,15 +130,11 @@ def store(folder: Path, dtype: torch.dtype, ending: str) -> None:
             tensors[f"{key}_scale_inv"] = scale[None]
 
 
-@pytest.mark.parametrize("part", [None, "text_config", "vision_config"])
-def test_a_config_that_names_a_quantization_is_refused(qwen, part):
-    add_config(qwen, part)
-    where = rf"{part}\.quantization_config" if part else r"\(quantization_config"
-    with pytest.raises(ModelError, match=rf"Qwen3-VL-FP8' is quantized .*{where} in config\.json: fp8.*{USE}"):
-        ModelSource.resolve(qwen)
-
-
-def test_an_empty_or_unnamed_quantization(qwen):
+def test_a_config_that_names_a_quantization_is_refused():
+    for part in (None, "text_config", "vision_config"):
+        config, where = {"quantization_config": FP8}, rf"{part}\.quantization_config" if part else "quantization_config"
+        with pytest.raises(ModelError, match=rf"'x' is quantized \({where} in config\.json: fp8.*{USE}"):
+            refuse_quantized("x", {part: config} if part else config)
     refuse_quantized("none", {"quantization_config": None, "text_config": {"quantization_config": {}}})
     with pytest.raises(ModelError, match="an unnamed method"):
         refuse_quantized("x", {"quantization_config": {"bits": 4}})
@@ -162,11 +158,12 @@ def test_a_language_part_in_8_bits_is_refused_and_its_vision_part_is_not(qwen):
         load_language_model(source, FLOAT32)
 
 
-def test_a_hub_id_is_refused_before_its_weights_are_downloaded(qwen, fake_hub):
+def test_a_quantized_model_is_refused_and_from_the_hub_before_its_weights_are_downloaded(qwen, fake_hub):
     add_config(qwen, None)
     fake_hub.folder = qwen
-    with pytest.raises(ModelError, match=rf"'Qwen/Qwen3-VL-8B-Instruct-FP8' is quantized.*{USE}"):
-        ModelSource.resolve("Qwen/Qwen3-VL-8B-Instruct-FP8")
+    for model in (qwen, "Qwen/Qwen3-VL-8B-Instruct-FP8"):
+        with pytest.raises(ModelError, match=rf"{model}' is quantized.*{USE}"):
+            ModelSource.resolve(model)
     assert set(fake_hub.downloaded) == {"config.json"}
 
 

@@ -1,7 +1,5 @@
 """Prompts without a model: videos of zeros, the builder of a tiny model, and a prompt as text."""
 
-from __future__ import annotations
-
 import torch
 
 from gstep.backbones import ModelSource

@@ -1,7 +1,6 @@
 """FastV inside the language model: what it drops is as good as masked from layer K on, and the cache is shorter."""
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from typing import ClassVar
@@ -21,7 +20,8 @@ from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.fastv import FastV
 from gstep.pruners.random import Random
 from gstep.types import budget_for
-from tests.gstep.llms import FAMILIES, RECURRENT, encode, ids_of, kept_index, llm
+from tests.gstep.llms import FAMILIES, RECURRENT, continue_prompt, encode, ids_of, kept_index, llm
+from tests.gstep.reading import changed_json
 
 LAYERS = 5
 K = 3
@@ -38,19 +38,17 @@ def name(request):
 def deep(name, tmp_path_factory):
     """The tiny model with more layers: the first two of its own, the others copies of them."""
     folder = Path(shutil.copytree(tiny.build(name), tmp_path_factory.mktemp("deep") / name))
-    config = json.loads((folder / "config.json").read_text())
-    text = config.get("text_config", config)
-    own = text["num_hidden_layers"]
     whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     state = {k: v.clone() for k, v in whole.state_dict().items()}
+    with changed_json(folder / "config.json") as config:
+        text = config.get("text_config", config)
+        own, text["num_hidden_layers"] = text["num_hidden_layers"], LAYERS
+        text.pop("layer_types", None)
     for layer in range(own, LAYERS):
         for key in [k for k in state if f"language_model.layers.{layer % own}." in k]:
             copy = key.replace(f"layers.{layer % own}.", f"layers.{layer}.")
             # Turned, so that no layer does what another one does.
             state[copy] = state[key].flip(0).contiguous() if state[key].ndim == 2 else state[key].clone()
-    text["num_hidden_layers"] = LAYERS
-    text.pop("layer_types", None)
-    (folder / "config.json").write_text(json.dumps(config))
     save_file(state, folder / "model.safetensors")
     return ModelSource.resolve(folder)
 
@@ -122,46 +120,45 @@ class Seeing(FastV):
         return super().select(visual, budget, ratio, seed)
 
 
+def kept_mask(prompt, kept):
+    """Return the mask [L] of the tokens that stay; what follows the prompt that was pruned stays too."""
+    stays = torch.ones(len(prompt), dtype=torch.bool)
+    stays[: int(kept.index.max())] = False
+    stays[kept.index[0]] = True
+    return stays
+
+
+def places_of_tokens(name, loaded, prompt):
+    """Return the places of visual tokens and of newlines, which on LLaVA-OneVision stand behind each video."""
+    places = (prompt.input_ids == placeholder_of(loaded.model.config)[1]).nonzero()[:, 0]
+    ends = torch.tensor([len(v.index) + 1 for v in prompt.visuals]).cumsum(0) - 1
+    newlines = torch.isin(torch.arange(len(places)), ends) & (name == "tiny")
+    return places[~newlines], places[newlines]
+
+
 def test_the_row_of_attention_is_that_of_the_eager_kernel(name, deep, prompts):
-    eager = load_language_model(deep, choose_runtime("cpu", "float32", "eager"))
-    fast = load_language_model(deep, choose_runtime("cpu", "float32", "sdpa"))
+    eager, fast = (load_language_model(deep, choose_runtime("cpu", "float32", attn)) for attn in ("eager", "sdpa"))
     method = Seeing(K=K)
     for prompt in prompts:
         weights = forward(eager, prompt, output_attentions=True).attentions[K - 1]
         fast.generate([prompt], [GREEDY], inside=(method, RATIO))
-        places = (prompt.input_ids == placeholder_of(fast.model.config)[1]).nonzero()[:, 0]
-        if name == "tiny":  # behind the tokens of each video is its newline
-            ends = torch.tensor([len(v.index) + 1 for v in prompt.visuals]).cumsum(0) - 1
-            places = places[~torch.isin(torch.arange(len(places)), ends)]
+        places, _ = places_of_tokens(name, fast, prompt)
         torch.testing.assert_close(method.rows[-1], weights[0, :, -1].mean(0)[places], atol=1e-6, rtol=0)
     assert len(method.rows) == len(prompts)
 
 
-def test_dropping_before_a_layer_equals_masking_from_there_on(loaded, prompts):
+def test_dropping_before_a_layer_equals_masking_from_there_on_and_text_stays(name, loaded, prompts):
     for prompt in prompts:
         output, kept = pruned_forward(loaded, prompt)
-        stays = torch.zeros(len(prompt), dtype=torch.bool)
-        stays[kept.index[0]] = True
-        expected = masked_logits(loaded, prompt, stays)[stays]
-        assert stays.sum() < len(prompt)
-        torch.testing.assert_close(output.logits[0], expected, atol=2e-5, rtol=0)
+        stays = kept_mask(prompt, kept)
+        torch.testing.assert_close(output.logits[0], masked_logits(loaded, prompt, stays)[stays], atol=2e-5, rtol=0)
         lengths = [output[CACHE].get_seq_length(layer) for layer in range(LAYERS)]  # of keys and values
         assert lengths == [len(prompt)] * K + [kept.index.shape[1]] * (LAYERS - K)
-
-
-def test_what_is_kept_is_the_text_and_the_best_of_the_visual_tokens(name, loaded, prompts):
-    for prompt in prompts:
-        _, kept = pruned_forward(loaded, prompt)
-        total = sum(len(visual.index) for visual in prompt.visuals)
-        is_text = prompt.input_ids != placeholder_of(loaded.model.config)[1]
-        stays = torch.zeros(len(prompt), dtype=torch.bool)
-        stays[kept.index[0]] = True
-        newlines = len(prompt.visuals) if name == "tiny" else 0
-        assert stays[is_text].all()
-        assert stays[~is_text].sum() == round(RATIO * total) + newlines
-        if newlines:  # the placeholder behind the tokens of each video is its newline: always kept
-            ends = torch.tensor([len(v.index) + 1 for v in prompt.visuals]).cumsum(0) - 1
-            assert stays[(~is_text).nonzero()[ends, 0]].all()
+        places, newlines = places_of_tokens(name, loaded, prompt)
+        assert stays[places].sum() == round(RATIO * sum(len(visual.index) for visual in prompt.visuals))
+        assert len(newlines) == (len(prompt.visuals) if name == "tiny" else 0)
+        stays[places] = True
+        assert stays.all()  # text and newlines
 
 
 def test_a_ragged_batch_gives_what_single_runs_give_and_all_tokens_what_the_model_does(loaded, prompts):
@@ -176,18 +173,11 @@ def test_a_ragged_batch_gives_what_single_runs_give_and_all_tokens_what_the_mode
 def test_generation_goes_on_as_the_pruned_prompt_says(loaded, prompts):
     """Each next token is the likeliest after prompt and answer so far, of which layers from K on see what was kept."""
     (answer,) = loaded.generate(prompts[:1], [GREEDY], inside=(FastV(K=K), RATIO))
-    _, kept = pruned_forward(loaded, prompts[0])
     prompt = prompts[0]
+    _, kept = pruned_forward(loaded, prompt)
     for token in answer.token_ids:
-        stays = torch.zeros(len(prompt), dtype=torch.bool)
-        stays[kept.index[0]] = True
-        stays[len(prompts[0]) :] = True
-        assert int(masked_logits(loaded, prompt, stays)[-1].argmax()) == token
-        prompt = dataclasses.replace(
-            prompt,
-            input_ids=torch.cat([prompt.input_ids, torch.tensor([token])]),
-            positions=torch.cat([prompt.positions, prompt.positions[:, -1:] + 1], dim=1),
-        )
+        assert int(masked_logits(loaded, prompt, kept_mask(prompt, kept))[-1].argmax()) == token
+        prompt = continue_prompt(prompt, torch.tensor([token]))
 
 
 def test_continuations_are_scored_on_what_was_kept(loaded, prompts):
@@ -197,36 +187,17 @@ def test_continuations_are_scored_on_what_was_kept(loaded, prompts):
         _, kept = pruned_forward(loaded, prompt)
         for score, text in zip(row, continuations, strict=True):
             ids = torch.tensor(loaded.tokenizer(text).input_ids)
-            new = prompt.positions[:, -1:] + 1 + torch.arange(len(ids))
-            whole = dataclasses.replace(
-                prompt,
-                input_ids=torch.cat([prompt.input_ids, ids]),
-                positions=torch.cat([prompt.positions, new.expand(len(prompt.positions), -1)], dim=1),
-            )
-            stays = torch.zeros(len(whole), dtype=torch.bool)
-            stays[kept.index[0]] = True
-            stays[len(prompt) :] = True
-            logprobs = torch.log_softmax(masked_logits(loaded, whole, stays), dim=-1)[len(prompt) - 1 : -1]
+            whole = continue_prompt(prompt, ids)
+            logits = masked_logits(loaded, whole, kept_mask(whole, kept))
+            logprobs = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1]
             assert score.logprob == pytest.approx(float(logprobs.gather(-1, ids[:, None]).sum()), abs=1e-4)
 
 
 def test_no_hook_stays_behind(loaded, prompts):
-    before = ids_of(loaded.generate(prompts, [GREEDY] * 3))
-    with (
-        pytest.raises(RuntimeError, match="stop"),
-        loaded._prune_inside(prompts, FastV(K=K), RATIO).apply_hooks(loaded.model),
-    ):
+    inside = loaded._prune_inside(prompts, FastV(K=K), RATIO)
+    with pytest.raises(RuntimeError, match="stop"), inside.apply_hooks(loaded.model):
         raise RuntimeError("stop")
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in loaded.model.model.language_model.layers.modules())
-    assert ids_of(loaded.generate(prompts, [GREEDY] * 3)) == before
-
-
-def test_a_layer_that_is_not_there_or_too_early_is_refused(name, loaded, prompts):
-    with pytest.raises(ValueError, match="has 5 layers"):
-        loaded.generate(prompts, [GREEDY] * 3, inside=(FastV(K=5), RATIO))
-    if name == "tiny-qwen3-vl":
-        with pytest.raises(ValueError, match="at least 3"):
-            loaded.generate(prompts, [GREEDY] * 3, inside=(FastV(K=2), RATIO))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -268,12 +239,16 @@ class Merging(Attended):
         (Attended(depth=5), "attended with depth=5 prunes before layer 5; this model has 5 layers"),
         (Greedy(), "needs token_key"),
         (Merging(), "merges tokens: inside a model tokens can only be dropped"),
+        (FastV(K=5), "fastv with K=5 prunes before layer 5; this model has 5 layers"),
     ],
 )
-def test_what_cannot_prune_inside_of_a_model_is_refused(loaded, method, why):
+def test_what_cannot_prune_inside_of_a_model_is_refused(name, loaded, method, why):
     with pytest.raises(ValueError, match=why):
         check_layer(method, loaded.model.config)
     assert check_layer(Attended(depth=4), loaded.model.config) == 4
+    if name == "tiny-qwen3-vl":
+        with pytest.raises(ValueError, match="at least 3"):
+            check_layer(FastV(K=2), loaded.model.config)
 
 
 @pytest.mark.parametrize("model", RECURRENT)

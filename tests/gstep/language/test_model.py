@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from contextlib import contextmanager
+from itertools import takewhile
 
 import pytest
 import torch
@@ -12,24 +13,33 @@ from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, LanguageModel, load_language_model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs
 from gstep.language.types import placeholder_of
-from tests.gstep.llms import FLOAT32, GREEDY, QUESTION, RECURRENT, encode, ids_of, kept_index, llm, stock, stock_inputs
+from gstep.language.weights import end_ids
+from tests.gstep.llms import (
+    DENSE,
+    FLOAT32,
+    GREEDY,
+    QUESTION,
+    RECURRENT,
+    continue_prompt,
+    encode,
+    ids_of,
+    kept_index,
+    llm,
+    stock,
+    stock_inputs,
+)
 from tests.gstep.reading import changed_json
+
+LENGTHS = [Decoding(max_new_tokens=n) for n in (12, 3, 12, 7)]
+CHOICES = [["A", "B"], ["a white car", "yes", "two people who talk"], ["no"], ["the first", "the second"]]
 
 
 def stock_greedy(name, inputs, n=GREEDY.max_new_tokens, **more):
     """The ids the stock model generates, without the token that ends them."""
     with torch.no_grad():
         output = stock(name).generate(**inputs, do_sample=False, max_new_tokens=n, **more)
-    ends = stock(name).generation_config.eos_token_id
-    ends = set(ends if isinstance(ends, list) else [ends])
-    ids = output[0, inputs["input_ids"].shape[1] :].tolist()
-    stop = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-    return tuple(ids[:stop])
-
-
-def full_positions(prompt):
-    """As the stock forward takes them."""
-    return prompt.positions if len(prompt.positions) == 1 else prompt.positions[:, None]
+    ends, ids = end_ids(stock(name).generation_config), output[0, inputs["input_ids"].shape[1] :].tolist()
+    return tuple(takewhile(lambda token: token not in ends, ids))
 
 
 def test_all_tokens_give_the_logits_of_the_stock_model_on_pixels(name, source, video):
@@ -50,20 +60,17 @@ def test_what_bfloat16_storage_changes_stays_small(name, source, video):
         tokens=video.visual.tokens.bfloat16(),
         deepstack=tuple(level.bfloat16() for level in video.visual.deepstack),
     )
-    build = prompt_builder(source).build
-    exact, rounded = (
-        llm(name).logits([build(QUESTION, [video.visual])])[0],
-        llm(name).logits([build(QUESTION, [stored])])[0],
-    )
+    prompts = [prompt_builder(source).build(QUESTION, [visual]) for visual in (video.visual, stored)]
+    exact, rounded = (llm(name).logits([prompt])[0] for prompt in prompts)
     change = (exact - rounded).abs()
     # Measured: 0.03 to 0.08, of logits whose deviation is 2; 0.9 for a token that another expert takes.
     assert 0 < change.quantile(0.95) < 0.15
 
 
-def masked(name, source, video, index, question=QUESTION):
+def masked(name, source, video, index):
     """The unpruned prompt, the pruned one, and the mask [1,L] of the unpruned one that leaves the same tokens."""
     builder = prompt_builder(source, "original")
-    whole, pruned = builder.build(question, [video.visual]), builder.build(question, [video.keep(index)])
+    whole, pruned = (builder.build(QUESTION, [visual]) for visual in (video.visual, video.keep(index)))
     places = (whole.input_ids == placeholder_of(stock(name).config)[1]).nonzero()[:, 0]
     mask = torch.ones(len(whole), dtype=torch.long)
     mask[places[: len(video.visual.index)]] = 0
@@ -76,8 +83,9 @@ def test_dropping_tokens_equals_masking_them(name, source, video):
         pytest.skip("a state of linear attention has no token to mask")
     whole, pruned, mask = masked(name, source, video, kept_index(video, 0.25))
     inputs = stock_inputs(name, whole, video) | {"attention_mask": mask}
+    positions = whole.positions if len(whole.positions) == 1 else whole.positions[:, None]
     with torch.no_grad():
-        expected = stock(name)(**inputs, position_ids=full_positions(whole)).logits[0][mask[0].bool()]
+        expected = stock(name)(**inputs, position_ids=positions).logits[0][mask[0].bool()]
     (logits,) = llm(name).logits([pruned])
     torch.testing.assert_close(logits, expected, atol=5e-5, rtol=0)
     generation_ids = Batch.of([whole]).position_ids()
@@ -92,15 +100,13 @@ def test_kept_tokens_are_read_as_the_stock_model_reads_their_vectors(name, sourc
     """
     kept = video.keep(kept_index(video, 0.25))
     prompt = prompt_builder(source, "original").build(QUESTION, [kept])
-    model = stock(name)
+    model, batch = stock(name), Batch.of([prompt])
     vectors = model.get_input_embeddings()(prompt.input_ids).detach().clone()
-    visual = (prompt.input_ids == placeholder_of(model.config)[1]).nonzero()[:, 0]
     lines = [kept.tokens] if kept.newline is None else [kept.tokens, kept.newline[None]]
-    vectors[visual] = torch.cat(lines)
+    vectors[prompt.input_ids == placeholder_of(model.config)[1]] = torch.cat(lines)
     with torch.no_grad():
-        positions = Batch.of([prompt]).position_ids()
-        inputs = {"inputs_embeds": vectors[None], "attention_mask": torch.ones(1, len(prompt), dtype=torch.long)}
-        expected = model(**inputs, position_ids=positions).logits[0]
+        inputs = {"inputs_embeds": vectors[None], "attention_mask": batch.mask, "position_ids": batch.position_ids()}
+        expected = model(**inputs).logits[0]
     (logits,) = llm(name).logits([prompt])
     if kept.deepstack:
         assert (logits - expected).abs().max() > 0.1
@@ -108,30 +114,22 @@ def test_kept_tokens_are_read_as_the_stock_model_reads_their_vectors(name, sourc
         torch.testing.assert_close(logits, expected, atol=5e-5, rtol=0)
 
 
-def test_contiguous_positions_are_another_policy(name, source, video):
-    index = kept_index(video, 0.25)
-    original, contiguous = (
-        llm(name).logits([prompt_builder(source, positions).build(QUESTION, [video.keep(index)])])[0]
-        for positions in ("original", "contiguous")
-    )
+def test_positions_are_the_policys_and_not_what_a_call_before_left_in_the_model(name, source, video):
+    kept = video.keep(kept_index(video, 0.25))
+    prompts = [prompt_builder(source, positions).build(QUESTION, [kept]) for positions in ("original", "contiguous")]
+    original, contiguous = (llm(name).logits([prompt])[0] for prompt in prompts)
     assert (original - contiguous).abs().max() > 0.2
-
-
-def test_what_a_call_before_left_in_the_model_does_not_matter(name, source, video):
-    prompt = prompt_builder(source).build(QUESTION, [video.keep(kept_index(video, 0.25))])
-    before = ids_of(llm(name).generate([prompt], [GREEDY]))
+    before = ids_of(llm(name).generate(prompts[:1], [GREEDY]))
     llm(name).model.model.rope_deltas = torch.tensor([[977]])
-    assert ids_of(llm(name).generate([prompt], [GREEDY])) == before
+    assert ids_of(llm(name).generate(prompts[:1], [GREEDY])) == before
 
 
 @pytest.mark.parametrize("share_prefix", [True, False])
 def test_a_ragged_batch_gives_what_single_runs_give(name, prompts, share_prefix):
-    decodings = [Decoding(max_new_tokens=n) for n in (12, 3, 12, 7)]
-    answers = llm(name).generate(prompts, decodings, share_prefix=share_prefix)
-    single = [llm(name).generate([p], [d])[0] for p, d in zip(prompts, decodings, strict=True)]
-    assert ids_of(answers) == ids_of(single)
-    assert [a.finish for a in answers] == [a.finish for a in single]
-    for answer, decoding in zip(answers, decodings, strict=True):
+    answers = llm(name).generate(prompts, LENGTHS, share_prefix=share_prefix)
+    single = [llm(name).generate([p], [d])[0] for p, d in zip(prompts, LENGTHS, strict=True)]
+    assert [(a.token_ids, a.finish) for a in answers] == [(a.token_ids, a.finish) for a in single]
+    for answer, decoding in zip(answers, LENGTHS, strict=True):
         assert (answer.finish == "length") == (len(answer.token_ids) == decoding.max_new_tokens)
     assert answers[1].finish == "length"  # so one row ends before the others
     batched = llm(name).logits(prompts)
@@ -174,24 +172,24 @@ def test_questions_on_one_video_go_through_it_once(name, prompts):
         assert sum(rows * length for rows, length in seen) == tokens
 
 
+@pytest.mark.parametrize("name", DENSE, scope="module")
 def test_several_long_videos_go_through_the_model_in_parts(name, prompts):
     """A mask over all of them would grow with the square of the longest."""
-    decodings = [Decoding(max_new_tokens=n) for n in (12, 3, 12, 7)]
-    expected = llm(name).generate(prompts, decodings)
+    expected = llm(name).generate(prompts, LENGTHS)
     small = limited(name, mask_elements=max(map(len, prompts)) ** 2)
     for some in (prompts, prompts[1:]):  # the first two share their video, the others share nothing
         with shapes_seen(name) as seen:
-            answers = small.generate(some, decodings[-len(some) :])
+            answers = small.generate(some, LENGTHS[-len(some) :])
         assert ids_of(answers) == ids_of(expected)[-len(some) :]
         lengths = {prompt.prefix_length for prompt in some}
         videos = [shape for shape in seen if shape[0] < len(some) and shape[1] in lengths]
         assert sum(rows for rows, _ in videos) == 3 and len(videos) >= 2
-    choices = [["A", "B"], ["a white car", "yes"], ["no"], ["the first", "the second"]]
-    parts, whole = small.score(prompts, choices), llm(name).score(prompts, choices)
+    parts, whole = small.score(prompts, CHOICES), llm(name).score(prompts, CHOICES)
     for mine, theirs in zip(parts, whole, strict=True):
         assert [s.logprob for s in mine] == pytest.approx([s.logprob for s in theirs], abs=1e-4)
 
 
+@pytest.mark.parametrize("name", DENSE, scope="module")
 def test_only_what_is_the_same_is_shared(name, source, video):
     """Another system message, other positions of as many tokens, or another video of the same size."""
     builder, question = prompt_builder(source, "original"), "Why?"
@@ -212,23 +210,18 @@ def test_only_what_is_the_same_is_shared(name, source, video):
 
 @pytest.mark.parametrize("share_prefix", [True, False])
 def test_continuations_are_scored_as_the_whole_text_would_be(name, prompts, share_prefix):
-    choices = [["A", "B"], ["a white car", "yes", "two people who talk"], ["no"], ["the first", "the second"]]
-    scores = llm(name).score(prompts, choices, share_prefix=share_prefix)
-    for prompt, texts, row in zip(prompts, choices, scores, strict=True):
+    scores = llm(name).score(prompts, CHOICES, share_prefix=share_prefix)
+    for prompt, texts, row in zip(prompts, CHOICES, scores, strict=True):
         for text, score in zip(texts, row, strict=True):
             ids = torch.tensor(llm(name).tokenizer(text).input_ids)
             assert score.n_tokens == len(ids)
-            new = prompt.positions[:, -1:] + 1 + torch.arange(len(ids))
-            whole = dataclasses.replace(
-                prompt,
-                input_ids=torch.cat([prompt.input_ids, ids]),
-                positions=torch.cat([prompt.positions, new.expand(len(prompt.positions), -1)], dim=1),
-            )
-            logprobs = torch.log_softmax(llm(name).logits([whole])[0], dim=-1)[len(prompt) - 1 : -1]
+            logits = llm(name).logits([continue_prompt(prompt, ids)])[0]
+            logprobs = torch.log_softmax(logits, dim=-1)[len(prompt) - 1 : -1]
             expected = logprobs.gather(-1, ids[:, None]).sum()
             assert score.logprob == pytest.approx(float(expected), abs=1e-4)
 
 
+@pytest.mark.parametrize("name", DENSE, scope="module")
 def test_long_prompts_are_not_copied_for_all_choices_at_once(name, prompts):
     choices = [["a white car", "A", "two people who talk", "neither of them", "a tree"]]
     expected = [score.logprob for score in llm(name).score(prompts[:1], choices)[0]]
@@ -256,33 +249,29 @@ def test_half_precision_is_the_stock_models(name, source, video, prompts):
     loaded = load_language_model(source, choose_runtime("cpu", "bfloat16", "sdpa"))
     whole = AutoModelForImageTextToText.from_pretrained(source.pretrained()[0], dtype=torch.bfloat16).eval()
     prompt = prompt_builder(source).build(QUESTION, [video.visual])
+    batch, outputs = Batch.of([prompt]), encoder_outputs(prompt.visuals, whole)
+    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.mask, "position_ids": batch.position_ids()}
     with torch.no_grad():
-        outputs = encoder_outputs(prompt.visuals, whole)
-        ids, positions = prompt.input_ids[None], Batch.of([prompt]).position_ids()
-        expected = whole(
-            input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, mm_encoder_outputs=outputs
-        ).logits[0]
+        expected = whole(**inputs, mm_encoder_outputs=outputs).logits[0]
     assert torch.equal(loaded.logits([prompt])[0], expected) and expected.dtype == torch.bfloat16
     answers = loaded.generate(prompts, [GREEDY] * len(prompts))
     assert all(a.token_ids for a in answers)
     assert all(a.prefill_s > 0 and a.decode_s > 0 for a in answers)
 
 
-def test_a_repetition_penalty_of_the_checkpoint_holds_and_sees_no_padding(name, folder, prompts):
-    with changed_json(folder / "generation_config.json") as settings:
-        settings["repetition_penalty"] = 1.7
-    loaded = load_language_model(ModelSource.resolve(folder), FLOAT32)
-    together = loaded.generate(prompts, [GREEDY] * 4)
-    assert ids_of(together) == [loaded.generate([p], [GREEDY])[0].token_ids for p in prompts]
-    assert ids_of(together) != ids_of(llm(name).generate(prompts, [GREEDY] * 4))
-
-
-def test_how_the_checkpoint_would_draw_does_not_matter(name, folder, prompts):
+def test_a_repetition_penalty_of_the_checkpoint_holds_sees_no_padding_and_how_it_would_draw_does_not_matter(
+    name, folder, prompts
+):
     drawing = {"do_sample": True, "temperature": 1e-6, "top_k": 1, "top_p": 0.001, "num_return_sequences": 2}
-    with changed_json(folder / "generation_config.json") as settings:
-        settings.update(drawing)
-    loaded = load_language_model(ModelSource.resolve(folder), FLOAT32)
-    assert ids_of(loaded.generate(prompts, [GREEDY] * 4)) == ids_of(llm(name).generate(prompts, [GREEDY] * 4))
+    plain, answers = ids_of(llm(name).generate(prompts, [GREEDY] * 4)), []
+    for settings in ({"repetition_penalty": 1.7}, drawing | {"repetition_penalty": 1.0}):
+        with changed_json(folder / "generation_config.json") as content:
+            content.update(settings)
+        loaded = load_language_model(ModelSource.resolve(folder), FLOAT32)
+        answers.append(ids_of(loaded.generate(prompts, [GREEDY] * 4)))
+        if len(answers) == 1:
+            assert answers[0] == [loaded.generate([p], [GREEDY])[0].token_ids for p in prompts]
+    assert answers[0] != plain == answers[1]
     # Transformers warns of what greedy decoding ignores, in every process.
     left = loaded.model.generation_config
     assert (left.do_sample, left.temperature, left.top_k, left.top_p) == (None,) * 4

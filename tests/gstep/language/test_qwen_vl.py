@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -15,23 +16,21 @@ from tests.gstep.stock import stock_video_text
 def stock_positions(name, prompt, videos):
     model = stock(name).model
     ids = prompt.input_ids[None]
-    positions, deltas = model.get_rope_index(
+    positions, _ = model.get_rope_index(
         ids,
         mm_token_type_ids=(ids == stock(name).config.video_token_id).int() * 2,
         video_grid_thw=torch.tensor([v.extra["video_grid_thw"] for v in videos]),
         second_per_grid_ts=torch.tensor([v.extra["second_per_grid_ts"] for v in videos]),
     )
-    return positions[:, 0], deltas
+    return positions[:, 0]
 
 
 @pytest.mark.parametrize("name", QWEN)
-@pytest.mark.parametrize("seconds", [0.5, 1.3, 2.0, 7.77])
-@pytest.mark.parametrize("n_frames", [1, 5, 40])
-def test_positions_of_all_tokens_are_those_of_the_stock_model(name, seconds, n_frames):
-    videos = [video(name, n_frames, seconds=seconds), video(name, 2, seconds=0.4, grid=(10, 6))]
-    prompt = builder(name).build("What is happening?", videos)
-    expected, _ = stock_positions(name, prompt, videos)
-    assert torch.equal(prompt.positions, expected)
+def test_positions_of_all_tokens_are_those_of_the_stock_model(name):
+    for n_frames, seconds in product((1, 5, 40), (0.5, 1.3, 2.0, 7.77)):
+        videos = [video(name, n_frames, seconds=seconds), video(name, 2, seconds=0.4, grid=(10, 6))]
+        prompt = builder(name).build("What is happening?", videos)
+        assert torch.equal(prompt.positions, stock_positions(name, prompt, videos)), (n_frames, seconds)
 
 
 def old_positions(prompt, video_token, video, whole_seconds):
@@ -53,14 +52,13 @@ def old_positions(prompt, video_token, video, whole_seconds):
 
 
 @pytest.mark.parametrize(("rule", "whole_seconds"), [("transformers-4.57", True), ("vllm", False)])
-@pytest.mark.parametrize("seconds", [0.4, 1.3, 2.0, 7.77])
-def test_older_rules_of_qwen2_5(rule, whole_seconds, seconds):
-    assert stock(QWEN[0]).config.vision_config.tokens_per_second == 2
-    clip = video(QWEN[0], 6, seconds=seconds)
-    prompt = builder(QWEN[0], rule=rule).build("What is happening?", [clip])
-    assert torch.equal(
-        prompt.positions, old_positions(prompt, stock(QWEN[0]).config.video_token_id, clip, whole_seconds)
-    )
+def test_older_rules_of_qwen2_5(rule, whole_seconds):
+    config = stock(QWEN[0]).config
+    assert config.vision_config.tokens_per_second == 2
+    for seconds in (0.4, 1.3, 2.0, 7.77):
+        clip = video(QWEN[0], 6, seconds=seconds)
+        prompt = builder(QWEN[0], rule=rule).build("What is happening?", [clip])
+        assert torch.equal(prompt.positions, old_positions(prompt, config.video_token_id, clip, whole_seconds))
 
 
 def test_the_text_after_a_long_video_lies_where_the_rule_says():
@@ -108,12 +106,13 @@ def test_stock_times_are_those_of_the_stock_processor():
         assert stock_times.tokenizer.decode(prompt.input_ids) == told, (indices, fps)
 
 
-@pytest.mark.parametrize("rule", ["transformers-5", "transformers-4.57", "vllm"])
-def test_true_times_come_from_the_cache_under_every_rule(rule):
+def test_true_times_come_from_the_cache_under_every_rule():
     clip = sampled([0, 50, 99], 10.0)
-    true, other = (text_of(QWEN[1], builder(QWEN[1], None, rule, t).build("Why?", [clip])) for t in ("true", "stock"))
-    assert "<0.2 seconds>" in true and "<1.6 seconds>" in true
-    assert other == true.replace("<0.2 seconds>", "<2.5 seconds>").replace("<1.6 seconds>", "<9.9 seconds>")
+    for rule in ("transformers-5", "transformers-4.57", "vllm"):
+        makers = [builder(QWEN[1], None, rule, times) for times in ("true", "stock")]
+        true, other = (text_of(QWEN[1], maker.build("Why?", [clip])) for maker in makers)
+        assert "<0.2 seconds>" in true and "<1.6 seconds>" in true
+        assert other == true.replace("<0.2 seconds>", "<2.5 seconds>").replace("<1.6 seconds>", "<9.9 seconds>")
 
 
 @pytest.mark.parametrize(("indices", "fps"), [((), 25.0), ([0, 1], None), ([0, 1, 2], 25.0), ([0, 1], 0.0)])

@@ -16,16 +16,16 @@ def test_unknown_policies_and_options_are_refused():
         PromptPolicy("original", thought="shut")
     with pytest.raises(ValueError, match="unknown frame_times 'guessed'; known: true, stock"):
         builder("tiny", frame_times="guessed")  # on a model that would not mind
-    for wrong in (
-        {"max_new_tokens": 0},
-        {"temperature": -1.0},
-        {"temperature": float("nan")},
-        {"top_p": 0.0},
-        {"top_k": -1},
-        {"seed": -1},
-    ):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            Decoding(**wrong)
+    wrong = {
+        "max_new_tokens": (0,),
+        "temperature": (-1.0, float("nan")),
+        "top_p": (0.0,),
+        "top_k": (-1,),
+        "seed": (-1,),
+    }
+    for name, value in ((name, value) for name, values in wrong.items() for value in values):
+        with pytest.raises(ValueError, match=name):
+            Decoding(**{name: value})
 
 
 def test_a_prompt_takes_the_room_of_its_tokens_or_of_positions_with_gaps():

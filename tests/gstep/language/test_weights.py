@@ -10,7 +10,7 @@ from gstep.backbones import ModelSource, choose_runtime
 from gstep.checkpoints.files import CheckpointFiles
 from gstep.errors import ModelError
 from gstep.language import load_language_model, prompt_builder
-from gstep.language.weights import build_without_vision
+from gstep.language.weights import InputEmbeddings, build_without_vision
 from tests.gstep.llms import FLOAT32, QUESTION, llm, stock
 from tests.gstep.qwen_configs import SIZES
 from tests.gstep.reading import changed_json, changed_tensors, count_reading
@@ -33,20 +33,16 @@ def prompt_logits(source, name, video):
     return loaded.logits([prompt_builder(source).build(QUESTION, [video.visual])])[0]
 
 
-def test_what_save_pretrained_writes_loads(name, folder, video):
-    expected = llm(name).logits([prompt_builder(ModelSource.resolve(folder)).build(QUESTION, [video.visual])])[0]
+def test_what_save_pretrained_writes_and_keys_as_they_are_in_memory_load(name, folder, video, source):
+    expected = prompt_logits(source, name, video)
+    state = {key: value.contiguous() for key, value in stock(name).state_dict().items()}
+    save_file(state, folder / "model.safetensors")
+    assert torch.equal(prompt_logits(ModelSource.resolve(folder), name, video), expected)
     (folder / "model.safetensors").unlink()
     stock(name).save_pretrained(folder, max_shard_size="300KB")
     saved = ModelSource.resolve(folder)
     assert len(saved.weight_files) > 1
     assert torch.equal(prompt_logits(saved, name, video), expected)
-
-
-def test_keys_as_they_are_in_memory_load(name, folder, video, source):
-    save_file(
-        {key: value.contiguous() for key, value in stock(name).state_dict().items()}, folder / "model.safetensors"
-    )
-    assert torch.equal(prompt_logits(ModelSource.resolve(folder), name, video), prompt_logits(source, name, video))
 
 
 def test_a_tied_head_is_the_embedding(name, folder, video):
@@ -69,13 +65,20 @@ def test_a_tied_head_is_the_embedding(name, folder, video):
 
 def test_missing_weights_are_named(name, folder):
     with changed_tensors(folder) as tensors:
-        parts = re.compile(
-            r"layers\.1\.mlp\.(experts\.(1\.)?)?(gate_)?up_proj(\.weight)?$"
-        )  # of one expert where it can
+        # Of one expert where it can.
+        parts = re.compile(r"layers\.1\.mlp\.(experts\.(1\.)?)?(gate_)?up_proj(\.weight)?$")
         for key in [key for key in tensors if parts.search(key)]:
             del tensors[key]
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.(experts\.gate_up_proj|up_proj\.weight)"):
         load_language_model(ModelSource.resolve(folder), FLOAT32)
+
+
+def test_a_text_has_the_embedding_that_the_model_gives_it(name, source):
+    table = InputEmbeddings(source, llm(name).tokenizer, torch.float32)
+    for text in ("What?", "Qu'est-ce qui se passe? 什么"):
+        assert torch.equal(table.mean(text), llm(name).embedding(text))
+    with pytest.raises(ValueError, match="one character"):
+        table.mean("")
 
 
 def test_a_library_that_would_ignore_cached_tokens_is_refused(name, source, monkeypatch):
@@ -110,28 +113,15 @@ LLMS = {
     "LLaVA-OneVision-7B": llava_config(3584, 28, 28, 4, 18944, tied=False),
     **{size: config for size, (config, _, _) in SIZES.items()},
 }
+MILLIONS = [494, 7616, 3086, 7615, 32763, 72704, 1721, 4022, 8191, 32762]  # of parameters without the vision part
+TIED = ("LLaVA-OneVision-0.5B", "Qwen2.5-VL-3B", "Qwen3-VL-2B", "Qwen3-VL-4B")  # heads to the embeddings
 
 
-# Millions of parameters without the vision part, and whether the head is tied to the embeddings.
-LANGUAGE_PARTS = {
-    "LLaVA-OneVision-0.5B": (494, True),
-    "LLaVA-OneVision-7B": (7616, False),
-    "Qwen2.5-VL-3B": (3086, True),
-    "Qwen2.5-VL-7B": (7615, False),
-    "Qwen2.5-VL-32B": (32763, False),
-    "Qwen2.5-VL-72B": (72704, False),
-    "Qwen3-VL-2B": (1721, True),
-    "Qwen3-VL-4B": (4022, True),
-    "Qwen3-VL-8B": (8191, False),
-    "Qwen3-VL-32B": (32762, False),
-}
-
-
-@pytest.mark.parametrize("size", LLMS)
-def test_every_dense_size_on_the_hub_is_known_by_its_config(size):
+@pytest.mark.parametrize(("size", "expected"), [*zip(LLMS, MILLIONS, strict=True)])
+def test_every_dense_size_on_the_hub_is_known_by_its_config(size, expected):
     config = LLMS[size]
     source = ModelSource(size, "none", CheckpointFiles("folder", "/none"), (), config["model_type"], config, {})
     model = build_without_vision(source.stock_config(), choose_runtime("cpu", "bfloat16", "sdpa"))
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
     millions = round(sum(p.numel() for p in model.parameters()) / 1e6)
-    assert (millions, model.lm_head is None) == LANGUAGE_PARTS[size]
+    assert (millions, model.lm_head is None) == (expected, size in TIED)

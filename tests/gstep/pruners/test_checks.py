@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from itertools import product
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,19 +16,15 @@ from gstep.pruners.base import Pruner, Selection
 from tests.gstep.synthetic import FLOATS, video
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_non_finite_tokens(value: float, dtype: torch.dtype) -> None:
-    tokens = video(4, 5, 6).to(dtype)
-    tokens[2, 3, 1] = tokens[2, 3, 4] = tokens[3, 0, 0] = value
-    with pytest.raises(ValueError, match=r"3 non-finite .* frame 2, token 3"):
-        gstep.prune(tokens)
-
-
-@pytest.mark.parametrize("seed", [-1, 0.5, "0", None, True])
-def test_bad_seed(seed: Any) -> None:
-    with pytest.raises(ValueError, match="seed"):
-        gstep.prune(video(2, 3, 4), method="random", seed=seed)
+def test_non_finite_tokens_and_bad_seeds_are_refused() -> None:
+    for dtype, value in product(FLOATS, (float("nan"), float("inf"), -float("inf"))):
+        tokens = video(4, 5, 6).to(dtype)
+        tokens[2, 3, 1] = tokens[2, 3, 4] = tokens[3, 0, 0] = value
+        with pytest.raises(ValueError, match=r"3 non-finite .* frame 2, token 3"):
+            gstep.prune(tokens)
+    for seed in (-1, 0.5, "0", None, True):
+        with pytest.raises(ValueError, match="seed"):
+            gstep.prune(video(2, 3, 4), method="random", seed=seed)  # type: ignore[arg-type]
 
 
 def test_numpy_numbers_are_numbers() -> None:
@@ -43,9 +40,9 @@ BAD_PARAMS = [
     *(("gstep", "beta", value) for value in [*NUMBERS, 0]),
     *((method, "beta", value) for method in ("fps", "novelty") for value in [*NUMBERS, 0]),
     *(("novelty", "floor", value) for value in NUMBERS),
-    *((method, "sigma", value) for method in ("gstep", "topk", "fps") for value in [*NUMBERS, 0, 1e9]),
+    *((method, "sigma", value) for method in ("gstep", "topk", "fps") for value in [*NUMBERS, 0, 3334]),
     *((method, "eps", value) for method in ("gstep", "topk", "fps") for value in [*NUMBERS, 0]),
-    *(("gstep", "radius", value) for value in [-1, 10**9]),
+    *(("gstep", "radius", value) for value in [-1, 10_001]),
     *(("gstep", "smoothing", value) for value in ["gauss", ""]),
     ("gstep", "boundary", "wrap"),
     ("gstep", "fusion", "both"),
@@ -66,10 +63,10 @@ BAD_PARAMS = [
 ]
 
 
-@pytest.mark.parametrize(("method", "name", "value"), BAD_PARAMS)
-def test_bad_parameters(method: str, name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"{name} must be .*; got "):
-        gstep.prune(video(2, 3, 4), method=method, **{name: value})
+def test_bad_parameters() -> None:
+    for method, name, value in BAD_PARAMS:
+        with pytest.raises(ValueError, match=rf"{name} must be .*; got "):
+            gstep.prune(video(2, 3, 4), method=method, **{name: value})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,21 +85,11 @@ def test_merged_tokens_follow_their_index() -> None:
     evidence = {"noise": torch.zeros(6), "token_key": torch.zeros(2, 3, 1)}
     pruned = Needy().prune(gstep.VisualTokens(video(2, 3, 4), evidence), budget=3)
     assert pruned.index.tolist() == [0, 1, 2] == pruned.tokens[:, 0].tolist()
-    assert pruned.merged is not None
-    assert pruned.merged.tolist() == [False, True, True]
-    assert pruned.rank is None
+    assert pruned.merged is not None and pruned.merged.tolist() == [False, True, True] and pruned.rank is None
 
 
 def test_equal_parameters_have_one_description() -> None:
     ours = gstep.make_pruner("gstep", alpha=1, sigma=np.float32(2), radius=np.int8(3))
     assert json.dumps(ours.params()) == json.dumps(gstep.make_pruner("gstep", alpha=1.0, sigma=2.0, radius=3).params())
-    assert gstep.make_pruner("gstep").params() == {
-        "smoothing": "gaussian",
-        "sigma": 1.0,
-        "radius": None,
-        "boundary": "replicate",
-        "fusion": "full",
-        "eps": 1e-6,
-        "alpha": 0.5,
-        "beta": 1e-6,
-    }
+    density = {"smoothing": "gaussian", "sigma": 1.0, "radius": None, "boundary": "replicate", "fusion": "full"}
+    assert gstep.make_pruner("gstep").params() == {**density, "eps": 1e-6, "alpha": 0.5, "beta": 1e-6}

@@ -1,7 +1,5 @@
 """FlashVID by hand, and where its golden cases do not reach."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

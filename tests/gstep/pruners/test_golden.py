@@ -1,7 +1,5 @@
 """The baselines against what their official code selects (see golden/README.md)."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

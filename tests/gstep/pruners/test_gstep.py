@@ -1,7 +1,5 @@
 """The method against golden selections and curves (see golden/README.md)."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -53,7 +51,7 @@ def test_all_cases_are_here() -> None:
     assert len(DATA["orders"]) == sum(case["n_kept"] for case in CASES)
 
 
-@pytest.mark.parametrize(("dtype", "step"), [(torch.float32, 1), (torch.float64, 1), (torch.float16, 7)], ids=str)
+@pytest.mark.parametrize(("dtype", "step"), [(torch.float32, 1), (torch.float64, 3), (torch.float16, 7)], ids=str)
 @pytest.mark.parametrize("name", INPUTS)
 def test_selection(name: str, dtype: torch.dtype, step: int) -> None:
     wrong = []

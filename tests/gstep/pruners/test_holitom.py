@@ -1,7 +1,5 @@
 """HoliTom where golden cases do not reach: its windows by hand and by trying all, what stands still."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np
@@ -31,16 +29,6 @@ def test_windows_save_the_most_that_any_division_does() -> None:
 
             assert saved == count(windows) == max(map(count, divisions(7, longest)))
             assert [frame for a, b in windows for frame in range(a, b)] == list(range(7))
-
-
-def test_what_stands_still_becomes_the_mean_over_its_window() -> None:
-    tokens = torch.zeros(2, 2, 4)
-    tokens[0, 0], tokens[1, 0] = torch.tensor([1.0, 0, 0, 0]), torch.tensor([3.0, 0, 0, 0])  # place 0 stands still
-    tokens[0, 1], tokens[1, 1] = torch.tensor([0, 1.0, 0, 0]), torch.tensor([0, 0, 1.0, 0])
-    pruned = gstep.prune(tokens, 0.75, "holitom", evidence={"token_attention": torch.ones(2, 2)})
-    assert pruned.index.tolist() == [0, 1, 3]  # 4 - 1 tokens are left, of which all may stay
-    assert pruned.merged is not None and pruned.merged.tolist() == [True, False, False]
-    assert pruned.tokens[0].tolist() == [2.0, 0, 0, 0]
 
 
 def test_a_still_video_keeps_a_token_at_any_budget() -> None:

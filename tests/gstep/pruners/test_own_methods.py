@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from abc import ABC
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -100,10 +99,10 @@ def test_what_is_no_method_is_refused_by_name(name: str, tmp_path: Path, monkeyp
         gstep.prune(video(2, 3, 4), method=f"{module}:{name}")
 
 
-@pytest.mark.parametrize("path", ["no_such_module:Mine", "tests:", ":Mine", "os:path.join", "a:b:c"])
-def test_a_path_that_leads_nowhere_is_refused(path: str) -> None:
-    with pytest.raises(ValueError, match=f"method '{re.escape(path)}' "):
-        gstep.make_pruner(path)
+def test_a_path_that_leads_nowhere_is_refused() -> None:
+    for path in ("no_such_module:Mine", "tests:", ":Mine", "os:path.join", "a:b:c"):
+        with pytest.raises(ValueError, match=f"method '{re.escape(path)}' "):
+            gstep.make_pruner(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,16 +163,8 @@ def test_objects_of_what_is_no_method_are_refused() -> None:
     class Plain(Last):
         pass
 
-    @dataclass(frozen=True)
-    class Nameless(Pruner, ABC):
-        nested: ClassVar[bool] = True
-
-        def select(self, *_: Any) -> Selection:
-            raise AssertionError
-
-    for method, why in ((Plain(), "is no dataclass"), (Nameless(), "does not declare name")):
-        with pytest.raises(ValueError, match=why):
-            gstep.prune(video(2, 3, 4), method=method)
+    with pytest.raises(ValueError, match="is no dataclass"):
+        gstep.prune(video(2, 3, 4), method=Plain())
     for nonsense in (3, None, object(), dataclasses.field):
         with pytest.raises(ValueError, match="unknown method"):
             gstep.prune(video(2, 3, 4), method=nonsense)  # type: ignore[arg-type]

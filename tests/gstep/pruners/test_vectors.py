@@ -1,7 +1,5 @@
 """Directions and averages of groups, by hand."""
 
-from __future__ import annotations
-
 import torch
 
 from gstep.pruners.vectors import assigned_mean, unit

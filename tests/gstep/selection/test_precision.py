@@ -1,7 +1,5 @@
 """Products in full precision whatever a caller has allowed, and its settings as they were afterwards."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,14 +14,11 @@ from gstep.selection.precision import full_precision
 from tests.gstep.selection.videos import video
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="needs torch 2.9")
-CUDA, CPU, ALL = "torch.backends.cuda.matmul", "torch.backends.mkldnn.matmul", "torch.backends"
+CUDA, CPU, ALL = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None), torch.backends
 
 
-def put(target: str, name: str, value: Any) -> Callable[[], None]:
-    of = {CUDA: torch.backends.cuda.matmul, ALL: torch.backends}.get(
-        target, getattr(torch.backends.mkldnn, "matmul", 0)
-    )
-    return lambda: setattr(of, name, value)
+def put(target: Any, name: str, value: Any) -> Callable[[], None]:
+    return lambda: setattr(target, name, value)
 
 
 SETTINGS: dict[str, list[Callable[[], None]]] = {
@@ -45,7 +40,7 @@ def state() -> list[str]:
         older = torch.get_float32_matmul_precision()
     except RuntimeError:
         older = "mixed"
-    return [older, *(of.fp32_precision for of in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul))]
+    return [older, CUDA.fp32_precision, CPU.fp32_precision]
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +97,7 @@ class Bfloat16Products(TorchFunctionMode):
     NAMES = frozenset({"__matmul__", "matmul", "mm", "mv"})
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in self.NAMES and torch.backends.mkldnn.matmul.fp32_precision == "bf16":
+        if getattr(function, "__name__", "") in self.NAMES and CPU.fp32_precision == "bf16":
             args = [a.bfloat16().float() if a.dtype == torch.float32 else a for a in args]
         return function(*args, **(kwargs or {}))
 

@@ -1,7 +1,5 @@
 """Farthest point sampling against a brute-force float64 numpy reading of Eqs. (9)-(12)."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np
@@ -10,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gstep.selection.reference import STARTS, density_guided_fps, isolated_token, largest
+from gstep.selection.reference import STARTS, density_guided_fps, isolated_token
 from tests.gstep.oracle import all_distances, exact_tokens, oracle, oracle_start
 from tests.gstep.synthetic import FLOATS, needs_cuda
 
@@ -30,18 +28,16 @@ def test_order_is_exact_where_arithmetic_is(alpha: float, start: str, dtype: tor
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("beta", [1e-8, 1e-6, 1e-3])
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_order_of_continuous_tokens_up_to_near_ties(alpha: float, beta: float, dtype: torch.dtype) -> None:
+def test_order_of_continuous_tokens_up_to_near_ties(alpha: float, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(5)
-    tokens = torch.from_numpy(rng.normal(0.3, 1.0, (120, 40))).to(dtype)
-    rho = rng.uniform(0, 2, 120)
-    ours = density_guided_fps(tokens, torch.from_numpy(rho), 90, alpha=alpha, beta=beta).tolist()
-    expected, clear = oracle(tokens.double().numpy(), rho, 90, alpha, beta)
-    assert clear >= 20
-    assert ours[:clear] == expected[:clear]
-    if dtype == torch.float64:
-        assert ours == expected
+    tokens, rho = torch.from_numpy(rng.normal(0.3, 1.0, (120, 40))).to(dtype), rng.uniform(0, 2, 120)
+    for beta in (1e-8, 1e-6, 1e-3):
+        ours = density_guided_fps(tokens, torch.from_numpy(rho), 90, alpha=alpha, beta=beta).tolist()
+        expected, clear = oracle(tokens.double().numpy(), rho, 90, alpha, beta)
+        assert clear >= 20
+        assert ours[:clear] == expected[:clear]
+        assert ours == expected or dtype != torch.float64
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
@@ -50,13 +46,8 @@ def test_every_budget_is_a_prefix_of_the_largest(alpha: float) -> None:
     tokens, rho = torch.from_numpy(rng.normal(size=(37, 8))).float(), torch.from_numpy(rng.uniform(size=37))
     longest = density_guided_fps(tokens, rho, 37, alpha=alpha).tolist()
     assert sorted(longest) == list(range(37))
-    for budget in range(1, 37):
+    for budget in (1, 2, 15, 16, 17, 36):
         assert density_guided_fps(tokens, rho, budget, alpha=alpha).tolist() == longest[:budget]
-
-
-def test_largest_first_and_ties_by_place() -> None:
-    scores = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
-    assert largest(scores, 3).tolist() == [[1, 2, 3], [0, 1, 2]]
 
 
 def test_alpha_0_is_the_densest_with_ties_by_index() -> None:
@@ -80,38 +71,23 @@ def test_no_density_at_all_and_zero_tokens(start: str, alpha: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(("n_copies", "n_tokens", "dim"), [(7, 11, 96), (3, 37, 777), (5, 49, 64), (9, 13, 33)])
-def test_copies_of_a_token_go_to_the_lowest_index(n_copies: int, n_tokens: int, dim: int, dtype: torch.dtype) -> None:
-    frame = torch.from_numpy(np.random.default_rng(n_tokens).normal(size=(n_tokens, dim))).to(dtype)
-    rho = torch.zeros(n_copies * n_tokens)
-    ours = density_guided_fps(frame.repeat(n_copies, 1), rho, 2 * n_tokens, alpha=1.0).tolist()
-    assert sorted(ours[:n_tokens]) == list(range(n_tokens))
-    assert ours[n_tokens:] == list(range(n_tokens, 2 * n_tokens))
+def test_copies_of_a_token_go_to_the_lowest_index(dtype: torch.dtype) -> None:
+    for n_copies, n_tokens, dim in ((7, 11, 96), (3, 37, 777), (5, 49, 64), (9, 13, 33)):
+        frame = torch.from_numpy(np.random.default_rng(n_tokens).normal(size=(n_tokens, dim))).to(dtype)
+        rho = torch.zeros(n_copies * n_tokens)
+        ours = density_guided_fps(frame.repeat(n_copies, 1), rho, 2 * n_tokens, alpha=1.0).tolist()
+        assert sorted(ours[:n_tokens]) == list(range(n_tokens))
+        assert ours[n_tokens:] == list(range(n_tokens, 2 * n_tokens))
 
 
-@pytest.mark.parametrize("block", [1, 7, 64, 1000])
-def test_most_isolated_does_not_depend_on_the_block(block: int) -> None:
+def test_most_isolated_does_not_depend_on_the_block() -> None:
     for seed in range(20):
         tokens = np.random.default_rng(seed).normal(0.2, 1.0, (65, 24)).astype(np.float32)
         distance = all_distances(tokens.astype(np.float64))
         # The most isolated token and its nearest neighbour are often each other's: an exact tie in exact arithmetic.
-        distance = np.minimum(distance, distance.T)
-        assert isolated_token(torch.from_numpy(tokens), block).item() == oracle_start(
-            "isolated", distance, np.zeros(65)
-        )
-
-
-def test_most_isolated_of_one_token_and_of_copies() -> None:
-    assert isolated_token(torch.ones(1, 3)).tolist() == [0]
-    assert isolated_token(torch.ones(5, 3)).tolist() == [0]
-
-
-def test_extreme_magnitudes_change_nothing() -> None:
-    tokens = torch.from_numpy(np.random.default_rng(0).normal(size=(50, 16))).float()
-    rho = torch.linspace(0, 1, 50)
-    expected = density_guided_fps(tokens, rho, 50)
-    for scale in (2.0**100, 2.0**-100):
-        assert torch.equal(density_guided_fps(tokens * scale, rho, 50), expected)
+        expected = oracle_start("isolated", np.minimum(distance, distance.T), np.zeros(65))
+        assert {isolated_token(torch.from_numpy(tokens), block).item() for block in (1, 7, 64, 1000)} == {expected}
+    assert isolated_token(torch.ones(1, 3)).tolist() == isolated_token(torch.ones(5, 3)).tolist() == [0]
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)

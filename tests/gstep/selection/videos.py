@@ -1,7 +1,5 @@
 """Videos of every kind that the bound of the lazy selection may meet."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

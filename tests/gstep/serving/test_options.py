@@ -12,21 +12,14 @@ from gstep.errors import ModelError
 from gstep.language import Decoding
 from gstep.serving import ARCHITECTURES
 from gstep.serving import options as serving
-from gstep.serving.options import (
-    RESERVED_OPTIONS,
-    check_connectors,
-    check_generation_settings,
-    engine_options,
-    prepare_process,
-    sampling_params,
-)
+from gstep.serving.options import RESERVED_OPTIONS, check_connectors, check_generation_settings, sampling_params
 from tests.gstep.llms import FAMILIES
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_tower_is_built_and_no_processor_asked(name):
     source = ModelSource.resolve(name)
-    told = engine_options(source, choose_runtime("cpu", "bfloat16"), 100)
+    told = serving.engine_options(source, choose_runtime("cpu", "bfloat16"), 100)
     assert told["limit_mm_per_prompt"] == {"image": 0, "video": 0} and told["enable_mm_embeds"]
     assert (told["trust_remote_code"], told["load_format"], told["dtype"]) == (False, "safetensors", "bfloat16")
     ours = {"architectures": [ARCHITECTURES[source.model_type]]} if "qwen" in name else {}
@@ -36,9 +29,11 @@ def test_no_tower_is_built_and_no_processor_asked(name):
 
 def test_a_step_takes_the_largest_video():
     source, runtime = ModelSource.resolve("tiny"), choose_runtime("cpu", "float32")
-    assert "max_num_batched_tokens" not in engine_options(source, runtime, 2048)  # vLLM's own limits are for the device
-    assert engine_options(source, runtime, 2049)["max_num_batched_tokens"] == 8192
-    assert engine_options(source, runtime, 75_000)["max_num_batched_tokens"] == 75_000
+    assert "max_num_batched_tokens" not in serving.engine_options(
+        source, runtime, 2048
+    )  # vLLM's own limits are for the device
+    assert serving.engine_options(source, runtime, 2049)["max_num_batched_tokens"] == 8192
+    assert serving.engine_options(source, runtime, 75_000)["max_num_batched_tokens"] == 75_000
 
 
 @pytest.fixture
@@ -54,7 +49,7 @@ def test_what_a_user_set_in_the_environment_stays(monkeypatch, registered):
     for name in ("VLLM_NO_USAGE_STATS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
-    prepare_process("cpu", 1)
+    serving.prepare_process("cpu", 1)
     assert registered.keys() == set(ARCHITECTURES.values())
     assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "40"
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1" and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
@@ -65,40 +60,36 @@ def test_processes_that_would_not_know_the_classes_are_refused(monkeypatch):
     monkeypatch.setattr(serving, "entry_points", lambda group: ())
     for name in ("VLLM_NO_USAGE_STATS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
         monkeypatch.setenv(name, "1")
-    prepare_process("cuda", 1)
+    serving.prepare_process("cuda", 1)
     for asked in ({"tensor_parallel": 2}, {"tensor_parallel": 1, "multiprocessing": True}):
         with pytest.raises(ModelError, match="pip install -e"):
-            prepare_process("cuda", **asked)
+            serving.prepare_process("cuda", **asked)
 
 
-def test_a_greedy_answer_ends_where_the_checkpoint_says():
+def test_a_greedy_answer_ends_where_the_checkpoint_says_and_a_drawn_one_has_its_own_seed():
+    ours = {"ignore_eos": True, "detokenize": False}
     generation = GenerationConfig(eos_token_id=[9, 7], repetition_penalty=1.05)
+    ends = {"stop_token_ids": [7, 9], "repetition_penalty": 1.05}
     assert sampling_params(Decoding(max_new_tokens=5), generation) == {
         "max_tokens": 5,
         "temperature": 0.0,
-        "repetition_penalty": 1.05,
-        "stop_token_ids": [7, 9],
-        "ignore_eos": True,
-        "detokenize": False,
+        **ends,
+        **ours,
+    }
+    drawn = {"max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 123}
+    none = {"stop_token_ids": [], "repetition_penalty": 1.0}
+    assert sampling_params(Decoding(4, 0.7, 0.9, 20, 123), GenerationConfig(eos_token_id=None)) == {
+        **drawn,
+        **none,
+        **ours,
     }
 
 
-def test_a_drawn_answer_has_its_own_seed():
-    params = sampling_params(Decoding(4, 0.7, 0.9, 20, 123), GenerationConfig(eos_token_id=None))
-    assert {name: params[name] for name in ("temperature", "top_p", "top_k", "seed")} == {
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "top_k": 20,
-        "seed": 123,
-    }
-    assert (params["stop_token_ids"], params["repetition_penalty"]) == ([], 1.0)
-
-
-@pytest.mark.parametrize("setting", [{"no_repeat_ngram_size": 3}, {"suppress_tokens": [4]}, {"min_new_tokens": 2}])
-def test_what_vllm_does_not_have_is_refused(setting):
+def test_what_vllm_does_not_have_is_refused():
     check_generation_settings("m", GenerationConfig(repetition_penalty=1.3))
-    with pytest.raises(ModelError, match=next(iter(setting))):
-        check_generation_settings("m", GenerationConfig(**setting))
+    for setting in ({"no_repeat_ngram_size": 3}, {"suppress_tokens": [4]}, {"min_new_tokens": 2}):
+        with pytest.raises(ModelError, match=next(iter(setting))):
+            check_generation_settings("m", GenerationConfig(**setting))
 
 
 def transfer(name, **more):
@@ -110,19 +101,14 @@ def several(*names):
     return transfer("MultiConnector", kv_connector_extra_config={"connectors": children})
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"kv_transfer_config": None, "kv_offloading_backend": "native", "kv_offloading_size": 4},
-        transfer("OffloadingConnector"),
-        several("MooncakeStoreConnector", "SimpleCPUOffloadConnector"),
-        {"kv_transfer_config": SimpleNamespace(kv_connector="ExampleConnector")},  # as vLLM's own class has it
-        {"kv_transfer_config": {"kv_role": "kv_both"}},
-    ],
-)
-def test_connectors_that_go_by_a_videos_hash_are_taken(arguments):
-    check_connectors(arguments)
+def test_connectors_that_go_by_a_videos_hash_are_taken():
+    check_connectors({})
+    check_connectors({"kv_transfer_config": None, "kv_offloading_backend": "native", "kv_offloading_size": 4})
+    check_connectors({"kv_transfer_config": {"kv_role": "kv_both"}})
+    check_connectors(transfer("OffloadingConnector"))
+    check_connectors(several("MooncakeStoreConnector", "SimpleCPUOffloadConnector"))
+    # As vLLM's own class has it.
+    check_connectors({"kv_transfer_config": SimpleNamespace(kv_connector="ExampleConnector")})
 
 
 @pytest.mark.parametrize(
@@ -139,8 +125,5 @@ def test_connectors_that_go_by_a_videos_hash_are_taken(arguments):
 def test_a_connector_that_may_answer_one_video_from_anothers_keys_is_refused(arguments, setting):
     with pytest.raises(ModelError, match=rf"{setting}: .* equal token ids.*kv_offloading_backend=native\), or leave"):
         check_connectors(arguments)
-
-
-def test_a_connector_is_described_by_an_object():
     with pytest.raises(ModelError, match=r"kv_transfer_config='LMCache' is no JSON object"):
         check_connectors({"kv_transfer_config": "LMCache"})

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import weakref
+from itertools import product
 
 import pytest
 import torch
@@ -19,20 +20,20 @@ def items_of(name, prompt):
     return video_spans(prompt, builder(name).placeholder_id)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("positions", ["original", "contiguous"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_positions_of_a_prompt_follow_from_those_of_its_videos(name, positions, rule):
+def test_positions_of_a_prompt_follow_from_those_of_its_videos(name):
     per_frame = video(name).tokens_per_frame
     kept = [[per_frame + 1, per_frame + 5], [0, 3, 2 * per_frame]]  # some frames keep nothing, first and last ones too
-    prompt = builder(name, positions, rule).build(f"Why? {MARKERS}", [video(name, index=index) for index in kept])
-    items = items_of(name, prompt)
-    told = [(item.first, item.positions) for item in reversed(items)]
-    positions, delta = prompt_positions(told, len(prompt), len(prompt.positions))
-    assert torch.equal(positions, prompt.positions)
-    assert delta == int(prompt.positions[0, -1]) + 1 - len(prompt)
-    for item, visual in zip(items, prompt.visuals, strict=True):
-        assert int(item.takes_row.sum()) == len(item.rows) == len(visual.index) + (visual.newline is not None)
+    videos = [video(name, index=index) for index in kept]
+    for policy in product(("original", "contiguous"), RULES):
+        prompt = builder(name, *policy).build(f"Why? {MARKERS}", videos)
+        items = items_of(name, prompt)
+        spans = [(item.first, item.positions) for item in reversed(items)]
+        positions, delta = prompt_positions(spans, len(prompt), len(prompt.positions))
+        assert torch.equal(positions, prompt.positions), policy
+        assert delta == int(prompt.positions[0, -1]) + 1 - len(prompt)
+        for item, visual in zip(items, prompt.visuals, strict=True):
+            assert int(item.takes_row.sum()) == len(item.rows) == len(visual.index) + (visual.newline is not None)
 
 
 def test_the_span_of_a_video_holds_the_markers_of_frames_that_keep_nothing():
@@ -57,9 +58,7 @@ def test_a_name_is_that_of_rows_and_positions(name):
     (mine,) = items_of(name, builder(name).build("Who?", [one]))
     (again,) = items_of(name, builder(name).build("Another question, much longer than that", [one]))
     assert (mine.name, mine.first) == (again.name, again.first)
-    others = [
-        dataclasses.replace(one, tokens=one.tokens + 1),
-    ]
+    others = [dataclasses.replace(one, tokens=one.tokens + 1)]
     if one.newline is not None:
         others.append(dataclasses.replace(one, newline=one.newline + 1))
     if builder(name).axes > 1:  # else only the rows count

@@ -1,19 +1,21 @@
-"""Evidence of a SigLIP tower, each kind against what the stock tower and the stock head give."""
+"""Evidence of a SigLIP tower and its pooling head, each kind against what the stock tower and the stock head give."""
 
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.nn.functional import interpolate
+from torch.nn.functional import interpolate, scaled_dot_product_attention
 from transformers import LlavaOnevisionForConditionalGeneration, SiglipVisionConfig, SiglipVisionModel
 
-from gstep.backbones import Runtime, family_of
+from gstep.backbones import family_of
 from gstep.checkpoints import tiny
+from gstep.errors import ModelError
 from gstep.evidence import LAST_LAYER, POOLING_HEAD, SINGLE_PATCHES
-from tests.gstep.backbones.encoders import AT_LAST, FLOAT32, frames_for
+from tests.gstep.backbones.encoders import AT_LAST, BFLOAT16, FLOAT32, frames_for
+from tests.gstep.reading import changed_json, changed_tensors
 
-ASKED = {"frame_feature": POOLING_HEAD, "token_attention": POOLING_HEAD}
+OF_HEAD = {"frame_feature": POOLING_HEAD, "token_attention": POOLING_HEAD}
 
 
 @pytest.fixture
@@ -21,73 +23,111 @@ def frames(source):
     return frames_for(source, 3, (24, 24))
 
 
+def with_head(source, siglip="tiny", runtime=FLOAT32, frame_batch=32):
+    return family_of(family_of(source).with_pooling_head(siglip)).load(runtime, frame_batch=frame_batch)
+
+
+def stock_tower(source, frames, **options):
+    """Return the stock tower, and the pixels of the frames as it takes them."""
+    stock = LlavaOnevisionForConditionalGeneration.from_pretrained(source.pretrained()[0], **options)
+    return stock.model.vision_tower, family_of(source).preprocessor().normalise(frames, "cpu", torch.float32)
+
+
+def pooled(values_TSE):
+    """Bring values of 27 x 27 patches to the 14 x 14 tokens of a frame."""
+    grid = values_TSE.reshape(len(values_TSE), 27, 27, -1).permute(0, 3, 1, 2)
+    return interpolate(grid, (14, 14), mode="bilinear", align_corners=False).flatten(2).transpose(1, 2)
+
+
 @torch.no_grad()
 def stock_last_layer(source, frames):
     """Attention [T,196] and keys [T,196,E] from the weights that the eager tower returns."""
-    stock, keys = (
-        LlavaOnevisionForConditionalGeneration.from_pretrained(source.pretrained()[0], attn_implementation="eager"),
-        [],
-    )
-    tower = stock.model.vision_tower
-    layer = tower.encoder.layers[-1].self_attn
-    handle = layer.k_proj.register_forward_hook(lambda module, args, output: keys.append(output))
-    pixels = family_of(source).preprocessor().normalise(frames, "cpu", torch.float32)
+    (tower, pixels), keys = stock_tower(source, frames, attn_implementation="eager"), []
+    tower.encoder.layers[-1].self_attn.k_proj.register_forward_hook(lambda module, args, output: keys.append(output))
     weights_THSS = tower(pixels, output_attentions=True, return_dict=True).attentions[-1]
-    handle.remove()
     assert weights_THSS.shape[1:] == (2, 729, 729)
     key_TSE = keys[0].view(len(frames), 729, 2, -1).mean(dim=2)
-
-    def pooled(values_TSE):
-        grid = values_TSE.reshape(len(frames), 27, 27, -1).permute(0, 3, 1, 2)
-        return interpolate(grid, (14, 14), mode="bilinear", align_corners=False).flatten(2).transpose(1, 2)
-
     return pooled(weights_THSS.mean(dim=(1, 2))).squeeze(2), pooled(key_TSE)
 
 
-@pytest.mark.parametrize("frame_batch", [32, 3, 1])
-def test_last_layer_of_llava_onevision_equals_eager_attention_weights(source, frame_batch):
-    frames = frames_for(source)
-    attention_TN, key_TNE = stock_last_layer(source, frames)
-    evidence = family_of(source).load(FLOAT32, frame_batch=frame_batch).encode(frames, AT_LAST).evidence
-    assert evidence["token_attention"].shape == (5, 196) and evidence["token_key"].shape == (5, 196, 32)
-    assert attention_TN.std() > 0.1 * attention_TN.mean()  # of flat attention any mistake would look right
-    torch.testing.assert_close(evidence["token_attention"], attention_TN, rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(evidence["token_key"], key_TNE, rtol=0, atol=1e-5)
-
-
-def test_one_name_from_two_places_is_two_things(source, frames):
-    backbone = family_of(family_of(source).with_pooling_head("tiny")).load(Runtime("cpu", torch.bfloat16, "sdpa"))
-    probe = backbone.encode(frames, ASKED).evidence
-    mixed = backbone.encode(frames, {**ASKED, "token_attention": LAST_LAYER}).evidence
-    assert torch.equal(probe["frame_feature"], mixed["frame_feature"])
-    assert probe["token_attention"].dtype == torch.float32
-    assert len(probe["token_attention"].unique()) > 0.9 * 3 * 196  # 16 bits would make ties of neighbours
-    assert not torch.allclose(probe["token_attention"], mixed["token_attention"])
-
-
 @torch.no_grad()
-def test_a_patch_is_what_the_stock_head_makes_of_it_alone(source, frames):
-    backbone = family_of(family_of(source).with_pooling_head("tiny")).load(FLOAT32)
-    embedded_TNC = backbone.encode(frames, {"image_embedding": SINGLE_PATCHES}).evidence["image_embedding"]
-    assert embedded_TNC.shape == (3, 196, 64) and embedded_TNC.dtype == torch.float32
-    tower = LlavaOnevisionForConditionalGeneration.from_pretrained(source.pretrained()[0]).model.vision_tower
-    pixels = family_of(source).preprocessor().normalise(frames, "cpu", torch.float32)
-    features_TSC = tower(pixels, output_hidden_states=True, return_dict=True).hidden_states[-1]
+def stock_head(source, frames):
+    """Return the stock head and its inputs, the features [T,S,C] of the stock tower behind the last norm."""
+    tower, pixels = stock_tower(source, frames)
+    features = tower(pixels, output_hidden_states=True, return_dict=True).hidden_states[-1]
     config = json.loads((tiny.build("tiny-siglip") / "config.json").read_text())["vision_config"]
     stock = SiglipVisionModel(SiglipVisionConfig(**config)).eval()
     tensors = load_file(tiny.build("tiny-siglip") / "model.safetensors")
-    stock.load_state_dict({name.removeprefix("vision_model."): value for name, value in tensors.items()}, strict=False)
-    alone = stock.head(stock.post_layernorm(features_TSC).reshape(-1, 1, 64))  # as pictures of one patch
-    grid_TC = alone.view(3, 27, 27, 64).permute(0, 3, 1, 2)
-    expected = interpolate(grid_TC, (14, 14), mode="bilinear", align_corners=False).flatten(2).transpose(1, 2)
-    assert expected.std(dim=1).mean() > 0.1  # of equal patches any mistake would look right
-    torch.testing.assert_close(embedded_TNC, expected, rtol=1e-4, atol=1e-5)
+    prefix = "vision_model."
+    state = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    assert not stock.load_state_dict(state, strict=False).unexpected_keys
+    return stock.head, stock.post_layernorm(features)
 
 
-def test_asking_changes_no_token_and_no_frame_another(source, frames):
-    asked = {"image_embedding": SINGLE_PATCHES, "frame_feature": POOLING_HEAD}
-    runtime = Runtime("cpu", torch.bfloat16, "sdpa")
-    visual = family_of(family_of(source).with_pooling_head("tiny")).load(runtime, frame_batch=2).encode(frames, asked)
-    assert torch.equal(visual.tokens, family_of(source).load(runtime, frame_batch=2).encode(frames).tokens)
-    assert visual.evidence["image_embedding"].dtype == torch.float32 and visual.evidence["frame_feature"].ndim == 2
-    assert len(visual.evidence["image_embedding"].flatten(0, 1).unique(dim=0)) == 3 * 196
+@torch.no_grad()
+def stock_head_attention(head, normed_TSC):
+    """Work the attention of the stock head out head by head, [T,196]."""
+    attention, n_heads = head.attention, head.attention.num_heads
+    weight_q, weight_k, _ = attention.in_proj_weight.chunk(3)
+    bias_q, bias_k, _ = attention.in_proj_bias.chunk(3)
+    query_HE = (head.probe[0, 0] @ weight_q.T + bias_q).view(n_heads, -1)
+    key_TSHE = (normed_TSC @ weight_k.T + bias_k).unflatten(-1, (n_heads, -1))
+    # Attention as what sdpa makes of the unit vectors as values.
+    one_hot = torch.eye(normed_TSC.shape[1]).expand(len(normed_TSC), n_heads, -1, -1)
+    query = query_HE[None, :, None].expand(len(normed_TSC), -1, -1, -1)
+    weights_TS = scaled_dot_product_attention(query, key_TSHE.transpose(1, 2), one_hot).mean(dim=(1, 2))
+    return pooled(weights_TS).squeeze(2)
+
+
+def test_last_layer_of_llava_onevision_equals_eager_attention_weights(source):
+    frames = frames_for(source)
+    attention_TN, key_TNE = stock_last_layer(source, frames)
+    assert attention_TN.std() > 0.1 * attention_TN.mean()  # of flat attention any mistake would look right
+    for frame_batch in (32, 3, 1):
+        evidence = family_of(source).load(FLOAT32, frame_batch=frame_batch).encode(frames, AT_LAST).evidence
+        assert evidence["token_attention"].shape == (5, 196) and evidence["token_key"].shape == (5, 196, 32)
+        torch.testing.assert_close(evidence["token_attention"], attention_TN, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(evidence["token_key"], key_TNE, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_feature_attention_and_single_patches_equal_the_stock_head(source, frames):
+    head, normed_TSC = stock_head(source, frames)
+    feature_TC, attention_TN = head(normed_TSC), stock_head_attention(head, normed_TSC)
+    single_TNC = pooled(head(normed_TSC.reshape(-1, 1, 64)).view(3, 729, 64))  # as pictures of one patch
+    # Of flat attention and of equal patches any mistake would look right.
+    assert attention_TN.std() > 0.1 * attention_TN.mean() and single_TNC.std(dim=1).mean() > 0.1
+    for frame_batch in (32, 2):
+        visual = with_head(source, frame_batch=frame_batch).encode(
+            frames, {**OF_HEAD, "image_embedding": SINGLE_PATCHES}
+        )
+        torch.testing.assert_close(visual.evidence["token_attention"], attention_TN, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(visual.evidence["frame_feature"], feature_TC, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(visual.evidence["image_embedding"], single_TNC, rtol=1e-4, atol=1e-5)
+        plain = family_of(source).load(FLOAT32, frame_batch=frame_batch).encode(frames)
+        assert torch.equal(visual.tokens, plain.tokens)
+
+
+def test_evidence_of_a_bfloat16_tower_is_float32_and_one_name_from_two_places_is_two_things(source, frames):
+    backbone = with_head(source, runtime=BFLOAT16)
+    probe = backbone.encode(frames, OF_HEAD).evidence
+    mixed = backbone.encode(frames, {"frame_feature": POOLING_HEAD, "token_attention": LAST_LAYER}).evidence
+    assert torch.equal(probe["frame_feature"], mixed["frame_feature"])
+    assert not torch.allclose(probe["token_attention"], mixed["token_attention"])
+    patches = backbone.encode(frames, {"image_embedding": SINGLE_PATCHES})
+    assert torch.equal(patches.tokens, family_of(source).load(BFLOAT16).encode(frames).tokens)
+    assert len(patches.evidence["image_embedding"].flatten(0, 1).unique(dim=0)) == 3 * 196
+    assert len(probe["token_attention"].unique()) > 0.9 * 3 * 196  # 16 bits would make ties of neighbours
+    assert {value.dtype for value in (*probe.values(), *patches.evidence.values())} == {torch.float32}
+
+
+def test_a_head_that_another_node_has_not_or_whose_config_does_not_fit_is_refused(source, siglip):
+    resolved = family_of(source).with_pooling_head(siglip)
+    with changed_json(siglip / "config.json") as config:
+        config["vision_config"]["intermediate_size"] = 100
+    with pytest.raises(ModelError, match=r"config\.json does not fit the pooling head"):
+        with_head(source, siglip)
+    with changed_tensors(siglip) as tensors:
+        tensors["vision_model.head.probe"] = torch.zeros(1, 1, 64)
+    with pytest.raises(ModelError, match="another pooling head on this node"):
+        family_of(resolved).load(FLOAT32)

@@ -5,8 +5,6 @@ by others on H100 since: products of 16-bit numbers are exact; k of them and the
 exponent among them and cut off there; so is their sum. Assumed are 8 a step and no guard bits, or 16 and two.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
