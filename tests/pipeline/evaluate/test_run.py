@@ -100,21 +100,16 @@ def test_an_answered_question_that_changed_is_refused(asked):
 GONE = [{**ROWS[0], "video_id": "gone"}]
 
 
-def test_questions_on_videos_that_nothing_is_cached_of_become_rows_and_no_ray_starts(asked):
+def test_questions_on_videos_that_nothing_is_cached_of_become_rows_which_are_asked_again_on_request_alone(asked):
     done = answer_and_score(asked(GONE), QUIET)
     assert {(row["method"], row["error_class"], row["score"]) for row in done.scores.to_pylist()} == {
         (name, "unknown-video", 0.0) for name in ("none", "gstep", "fastv,K=1")
     }
     assert (done.answers.failures, done.answers.n_new, done.answers.n_missing) == ({"unknown-video": 3}, 3, 0)
-    assert not ray.is_initialized()
-
-
-def test_failed_questions_are_asked_again_on_request_alone(asked):
-    answer_and_score(asked(GONE), QUIET)
     assert answer_and_score(asked(GONE), QUIET).answers.n_new == 0
     assert answer_and_score(asked(GONE, retry_failed=True), QUIET).answers.n_new == 3
     live = AnswersTable(LocalStore(f"{asked(GONE).config.out}/answers")).live()
-    assert live["attempts"].to_pylist() == [2, 2, 2]
+    assert live["attempts"].to_pylist() == [2, 2, 2] and not ray.is_initialized()
 
 
 def test_a_request_that_is_refused_binds_nothing(tmp_path):
@@ -160,35 +155,37 @@ def test_only_what_a_cache_is_made_of_is_deleted(asked):
     assert left == {"notes.txt", "tokens", "tokens/mine", "videos", "videos/holiday.mp4"}
 
 
-def test_tokens_that_another_run_works_on_are_not_dropped(asked):
-    request = asked()
-    with Claim(LocalStore(request.cache), "other", print), pytest.raises(CacheLocked):
+def test_tokens_of_another_run_of_another_place_and_of_a_cache_without_its_header_are_not_dropped(asked, tmp_path):
+    request, link = asked(), tmp_path / "link"
+    store = LocalStore(request.cache)
+    with Claim(store, "other", print), pytest.raises(CacheLocked):
         drop_tokens(request, QUIET)
+    link.symlink_to(request.cache)
+    with pytest.raises(UsageError, match="is a link to another place, which is yours to delete"):
+        drop_tokens(replace(request, cache=str(link)), QUIET)
     assert TokenCache(request.cache).video_ids == ["a", "b"]
+    store.delete(HEADER)  # tokens may be mended by the header from a copy
+    drop_tokens(request, QUIET)
+    assert store.names("tokens", ".parquet")
 
 
-@pytest.fixture
-def half_dropped(asked, monkeypatch) -> EvaluateRequest:
-    """A request whose tokens were being dropped when the second file could not be deleted."""
+def test_a_part_of_a_cache_is_no_cache_to_anybody_and_is_dropped_by_the_next_run(asked, monkeypatch):
+    """Its tokens were being dropped when the second file could not be deleted."""
     request, delete, deleted = asked(), LocalStore.delete, []
 
-    def failing(store, name):
+    def fail_second(store, name):
         if deleted:
             raise OSError(5, "Input/output error", name)
         deleted.append(name)
         delete(store, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalStore, "delete", failing)
+        patch.setattr(LocalStore, "delete", fail_second)
         with pytest.raises(OSError, match="Input/output error"):
             drop_tokens(request, QUIET)
-    return request
-
-
-def test_a_part_of_a_cache_is_no_cache_to_anybody_and_is_dropped_by_the_next_run(half_dropped):
-    store = LocalStore(half_dropped.cache)
+    store = LocalStore(request.cache)
     assert not store.exists(HEADER) and len(store.names("tokens", ".parquet")) == 1
-    drop_tokens(half_dropped, QUIET)
+    drop_tokens(request, QUIET)
     assert not store.has_other_files()
 
 
@@ -256,7 +253,9 @@ def test_places_that_cannot_be_compared_are_refused(answered, tmp_path):
     other = answered("other", rows=[ROWS[0], {**ROWS[1], "answer": "B"}], cache="pruned")
     fewer = answered("fewer", "B", rows=ROWS[:1], cache="pruned")
     unsaid = answered("unsaid", rows=[{**row, "answer": None} for row in ROWS], cache="pruned")
+    free = answered("free", cache="pruned", choices="generate")
     for places, why in (
+        ((full, free), f"cannot be compared with {full}:\n  decoding.choices: "),
         ((full, other), f"--score {other}: other questions than in {full}; score them by themselves"),
         ((full, fewer), f"--score {fewer}: other questions than in"),
         ((full, full), f"--score {full}: none at 1 is there twice"),
@@ -284,27 +283,3 @@ def test_answers_of_an_evaluation_are_scored_by_itself(asked):
     answer_and_score(request, QUIET)
     with pytest.raises(NotAnswers, match=r"answers of jobs\.evaluate, which scores them itself"):
         scored(f"{request.config.out}/answers")
-
-
-def test_a_cache_that_is_a_link_is_not_dropped(asked, tmp_path):
-    request = asked()
-    link = tmp_path / "link"
-    link.symlink_to(request.cache)
-    with pytest.raises(UsageError, match="is a link to another place, which is yours to delete"):
-        drop_tokens(replace(request, cache=str(link)), QUIET)
-    assert (link / HEADER).exists()
-
-
-def test_a_cache_whose_header_is_lost_is_not_cleared_unasked(asked):
-    """Nothing was being dropped: its tokens may be mended by the header from a copy."""
-    request = asked()
-    store = LocalStore(request.cache)
-    store.delete(HEADER)
-    drop_tokens(request, QUIET)
-    assert store.names("tokens", ".parquet")
-
-
-def test_answers_that_were_asked_for_otherwise_are_not_compared(answered):
-    full, free = answered("full"), answered("free", cache="pruned", choices="generate")
-    with pytest.raises(UsageError, match=r"cannot be compared with .*full:\n  decoding\.choices: .*'letter'"):
-        scored(full, free)

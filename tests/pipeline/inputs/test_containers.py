@@ -153,11 +153,7 @@ def test_a_column_of_paths_makes_a_table_a_manifest(server, tmp_path):
     pq.write_table(pa.table(paths), tmp_path / "t.parquet")
     found = rows(str(tmp_path / "t.parquet"), "clip")
     assert [row["video_id"] for row in found] == paths["clip"]
-    assert [row["uri"] for row in found] == [
-        str(tmp_path / "a.mp4"),
-        str(tmp_path / "b/c.mp4"),
-        "/elsewhere/d.mp4",
-    ]
+    assert [row["uri"] for row in found] == [str(tmp_path / "a.mp4"), str(tmp_path / "b/c.mp4"), "/elsewhere/d.mp4"]
     assert [row["policy"] is None for row in found] == [True, True, False]
     assert [row["source_offset"] for row in found] == [None] * 3 and json.loads(found[0]["manifest"]) == {"label": 1}
     uri = server.upload("c/t.parquet", (tmp_path / "t.parquet").read_bytes())

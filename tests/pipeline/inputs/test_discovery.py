@@ -71,11 +71,7 @@ def test_nothing_is_listed_first_and_a_part_is_there_before_the_next_one_is_inde
         assert ids(first.todo) == [f"0.tar/{number}.mp4" for number in range(3)]
         assert first.later_bytes == sum((tars / f"{number}.tar").stat().st_size for number in (1, 2))
         sizes = [(tars / f"{number}.tar").stat().st_size for number in range(3)]
-        assert (len(found), found.n_left, found.estimate_count()) == (
-            3,
-            2,
-            round(3 * sum(sizes) / sizes[0]),
-        )
+        assert (len(found), found.n_left, found.estimate_count()) == (3, 2, round(3 * sum(sizes) / sizes[0]))
         assert not found.is_complete
         gate.set()
         assert [ids(part.todo) for part in parts] == [["1.tar/0.mp4", "1.tar/1.mp4"], ["2.tar/0.mp4"]]
@@ -94,10 +90,7 @@ def test_what_has_a_kept_index_is_known_from_the_start(tars, tmp_path):
     known, indexing = listed(tars, tmp_path)
     assert [place.name for place in indexing.unindexed] == ["3.tar"] and "1.tar/changed.mp4" in ids(known)
     with discovery(indexing, known=known) as found:
-        assert found.estimate_count() == len(known) + 1 and ids(found.all().todo) == [
-            *ids(known),
-            "3.tar/new.mp4",
-        ]
+        assert found.estimate_count() == len(known) + 1 and ids(found.all().todo) == [*ids(known), "3.tar/new.mp4"]
         assert ids(found.list_found().videos) == ["3.tar/new.mp4"]
 
 

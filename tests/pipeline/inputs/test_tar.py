@@ -92,11 +92,7 @@ def test_clips_come_from_the_json_where_that_is_asked_for(tmp_path):
     }  # fmt: skip
     found = rows(write_tar(tmp_path / "s.tar", files), CLIPS)
     assert [(row["start_s"], row["end_s"]) for row in found] == [(1.0, 2.5), (None, None), (None, None)]
-    assert [row["fault"] and row["fault"].partition(":")[0] for row in found] == [
-        None,
-        "unsupported",
-        "unsupported",
-    ]
+    assert [row["fault"] and row["fault"].partition(":")[0] for row in found] == [None, "unsupported", "unsupported"]
 
 
 def test_names_that_lead_elsewhere_are_errors(tmp_path):
@@ -121,8 +117,7 @@ def test_sparse_members_are_errors_however_large_they_claim_to_be(tmp_path):
     new = pax(GNU__sparse__major="1", GNU__sparse__realsize=str(2**60)) + member("p.mp4", b"x")
     assert hostile(tmp_path, new, member("next.mp4", b"x")) == {"p.mp4": "unsupported", "next.mp4": None}
     extended = renumbered(
-        member("s.mp4", b"x" * 512),
-        lambda block: (block.__setitem__(156, ord("S")), block.__setitem__(482, 1)),
+        member("s.mp4", b"x" * 512), lambda block: (block.__setitem__(156, ord("S")), block.__setitem__(482, 1))
     )
     chain = b"\0" * 504 + b"\1" + b"\0" * 7 + b"\0" * BLOCK
     whole = extended[:BLOCK] + chain + extended[BLOCK:]

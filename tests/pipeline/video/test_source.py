@@ -188,11 +188,7 @@ def stalling(mode):
 
 @pytest.mark.parametrize(
     ("mode", "requests", "reason"),
-    [
-        ("stalling", 5, "ReadTimeoutError"),
-        ("hanging up", 5, ""),
-        ("restarting", 2, "cannot resume a broken download"),
-    ],
+    [("stalling", 5, "ReadTimeoutError"), ("hanging up", 5, ""), ("restarting", 2, "cannot resume a broken download")],
 )
 def test_a_store_that_stalls_or_hangs_up_in_mid_body_is_an_io_fault(monkeypatch, mode, requests, reason):
     monkeypatch.setattr(objects_module, "_SILENT_S", 0.3)
