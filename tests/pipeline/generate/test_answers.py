@@ -76,14 +76,15 @@ def test_a_flipped_bit_is_seen(store, form):
 
 
 def test_a_folder_without_answers_is_said_to_be_none(tmp_path):
-    with pytest.raises(NotAnswers, match=r"no answers\.json"):
-        read_answers(tmp_path)
+    version = '{"schema_version": %d}'
     for text, message in (
+        (None, r"no answers\.json"),
         ("{", "not JSON"),
-        ('{"schema_version": 9}', "version 9"),
-        ('{"schema_version": 2}', "identity"),
+        (version % 9, "version 9"),
+        (version % 2, "id"),
     ):
-        (tmp_path / "answers.json").write_text(text)
+        if text is not None:
+            (tmp_path / "answers.json").write_text(text)
         with pytest.raises(NotAnswers, match=message):
             read_answers(tmp_path)
 
