@@ -30,6 +30,7 @@ class S3Server:
     """Use it as a context manager. ``uri("a/b")`` is s3://<its bucket>/a/b."""
 
     def __init__(self, bucket: str = "videos") -> None:
+        self._name = bucket
         self.bucket = f"{bucket}-{next(_COUNT)}"
         self.requests: list[Request] = []
         self._failures: dict[tuple[str, str], tuple[int, str]] = {}
@@ -44,15 +45,24 @@ class S3Server:
         self.client = boto3.client(
             "s3", endpoint_url=self.url, aws_access_key_id=KEY, aws_secret_access_key=SECRET, region_name=REGION
         )
-        self.client.create_bucket(Bucket=self.bucket)
-        self.requests.clear()
-        return self
+        self._objects = Objects(
+            endpoint_url=self.url, region_name=REGION, aws_access_key_id=KEY, aws_secret_access_key=SECRET
+        )
+        return self.renew()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.client.close()
         self._server.stop()
+
+    def renew(self) -> S3Server:
+        """Go on with an empty bucket and without failures."""
+        self.bucket = f"{self._name}-{next(_COUNT)}"
+        self._failures.clear()
+        self.client.create_bucket(Bucket=self.bucket)
+        self.requests.clear()
+        return self
 
     def environment(self) -> dict[str, str]:
         """Return the variables that lead to this server."""
@@ -70,7 +80,8 @@ class S3Server:
             patch.setenv(name, value)
 
     def objects(self) -> Objects:
-        return Objects(endpoint_url=self.url, region_name=REGION, aws_access_key_id=KEY, aws_secret_access_key=SECRET)
+        """Return the client of the server: the same each time, since a client takes long to make."""
+        return self._objects
 
     def uri(self, key: str = "") -> str:
         return f"s3://{self.bucket}/{key}"

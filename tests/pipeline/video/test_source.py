@@ -18,17 +18,11 @@ from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from pipeline.video.source import open_source
-from tests.pipeline.s3 import KEY, SECRET, S3Server
+from tests.pipeline.s3 import KEY, SECRET
 from tests.pipeline.videos import KeepSize, decord_killer, memory_files, sample, write_clip
 
 LIMIT = 64 * 2**20
 MEMFD = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this platform has no files in memory")
-
-
-@pytest.fixture(scope="module")
-def server():
-    with S3Server() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
