@@ -220,14 +220,6 @@ def test_what_is_missing_in_front_of_the_first_frame_is_no_damage(clips, tmp_pat
     assert fault.fault_class == "corrupt" and "0.30 s of the clip [0 s, 0.3 s) do not decode" in fault.message
 
 
-def index_with(holes, *, duration_s=10.0, codec="h264", lost=()) -> VideoIndex:
-    """An index of 10 s at 25 frames/s without those from ``lost``, [start, end)."""
-    times = np.arange(int(duration_s * RATE)) / RATE
-    for start, end in lost:
-        times = times[(times < start) | (times >= end)]
-    return VideoIndex("a.mp4", "mov", 0, codec, 96, 64, "yuv420p", 25.0, times, duration_s, holes=tuple(holes))
-
-
 @pytest.mark.parametrize(
     ("hole", "clip", "warnings", "codec", "corrupt"),
     [
@@ -249,7 +241,10 @@ def index_with(holes, *, duration_s=10.0, codec="h264", lost=()) -> VideoIndex:
     ],
 )
 def test_when_a_hole_makes_a_clip_corrupt(hole, clip, warnings, codec, corrupt):
-    index = index_with([hole], codec=codec, lost=[hole[:2]])
+    """Of 10 s at 25 frames a second without those of the hole."""
+    times = np.arange(10 * RATE) / RATE
+    times = times[(times < hole.start) | (times >= hole.end)]
+    index = VideoIndex("a.mp4", "mov", 0, codec, 96, 64, "yuv420p", 25.0, times, 10.0, holes=(hole,))
     if corrupt:
         with pytest.raises(VideoFault, match="the file is damaged") as caught:
             check_decodable(index, clip, warnings)
