@@ -45,9 +45,7 @@ class S3Server:
         self.client = boto3.client(
             "s3", endpoint_url=self.url, aws_access_key_id=KEY, aws_secret_access_key=SECRET, region_name=REGION
         )
-        self._objects = Objects(
-            endpoint_url=self.url, region_name=REGION, aws_access_key_id=KEY, aws_secret_access_key=SECRET
-        )
+        self._objects = self.make_objects()
         return self.renew()
 
     def __exit__(
@@ -78,6 +76,10 @@ class S3Server:
         """Let this process and its children reach the server by the environment."""
         for name, value in self.environment().items():
             patch.setenv(name, value)
+
+    def make_objects(self) -> Objects:
+        """Return a new client of the server."""
+        return Objects(endpoint_url=self.url, region_name=REGION, aws_access_key_id=KEY, aws_secret_access_key=SECRET)
 
     def objects(self) -> Objects:
         """Return the client of the server: the same each time, since a client takes long to make."""

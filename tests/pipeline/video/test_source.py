@@ -46,7 +46,7 @@ def request(decoder="auto", num_frames=8):
 
 
 def decode(sandbox, server, uri, wanted):
-    with open_source(uri, server.objects(), LIMIT) as source:
+    with open_source(uri, server.make_objects(), LIMIT) as source:  # which leaves no connection open
         return source.decode(sandbox, wanted)
 
 
@@ -90,19 +90,17 @@ def test_nothing_stays_open_in_parent_or_child(server, clip, tmp_path):
     killer = server.upload("killer.mp4", decord_killer(tmp_path / "a.mp4").read_bytes())
     text = server.upload("text.mp4", b"no video")
     with DecodeSandbox(timeout_s=60) as sandbox:
-        before = 0
+        decode(sandbox, server, good, request())
+        before = len(list(Path("/proc/self/fd").iterdir()))
         for _ in range(5):
             decode(sandbox, server, good, request())
             convert_error(sandbox, server, text, request())
             convert_error(sandbox, server, good, request("Raising"))
-            before = before or len(list(Path("/proc/self/fd").iterdir()))  # with a connection, and frames in memory
         told = convert_error(sandbox, server, good, request("Leaving"))
         assert json.loads(told.message)["files"] == [good, good]  # handed over and opened, and none of an earlier video
         server.requests.clear()
-        video = decode(sandbox, server, killer, request("decord"))  # is read again from the same bytes
-        assert (video.backend, video.attempts) == ("pyav", 2) and "SIGABRT" in video.backend_note
+        assert decode(sandbox, server, killer, request("decord")).attempts == 2  # read again from the same bytes
         assert server.counts() == {"GET": 1}
-        del video  # whose frames are open files
         assert convert_error(sandbox, server, good, request("Aborting")).fault_class == "crash"
         decode(sandbox, server, good, request())
         assert sandbox._child is not None and memory_files(sandbox._child.process.pid) == []
