@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pyarrow as pa
@@ -238,10 +239,7 @@ def test_the_ablations_of_the_paper(tmp_path, capsys):
 def submitted(folder, arms, typed):
     """What jobs.evaluate leaves of the full set of EgoSchema, and what its user typed in."""
     place = results(folder, "egoschema", arms)
-    file = LocalStore(folder / "egoschema").root / "scores.parquet"
-    table = pq.read_table(file)
-    nothing = pa.nulls(len(table), pa.float64())
-    pq.write_table(table.set_column(table.schema.get_field_index("score"), "score", nothing), file)
+    change_scores(LocalStore(place).root, lambda rows: with_scores(rows, [None] * len(rows)))
     LocalStore(place).put("submissions/server.json", json.dumps(typed).encode())
     return place
 
@@ -280,19 +278,18 @@ def test_a_score_that_is_none_is_refused(tmp_path, capsys, typed, why):
 def test_results_that_do_not_belong_together_are_refused(tmp_path, capsys):
     one, out = results(tmp_path, "videomme", ARMS), tmp_path / "paper"
     other = results(tmp_path / "other", "mvbench", ARMS, model=MODEL | {"weights": "another"})
-    assert "is of another model than" in refused(capsys, out, one, other)
     again = results(tmp_path / "again", "videomme", ARMS)
+    assert "is of another model than" in refused(capsys, out, one, other)
     assert "are both of VideoMME: name one of them" in refused(capsys, out, one, again)
     for unlike in ({"num_frames": 8}, {"protocol": "lmms-eval-0.5"}, {"system": "Be brief."}):
         place = results(tmp_path / "unlike", "mvbench", ARMS, **unlike)
-        said = refused(capsys, out, one, place)
-        assert f"must not mix what differs here: MVBench: {next(iter(unlike))}" in said
+        assert f"must not mix what differs here: MVBench: {next(iter(unlike))}" in refused(capsys, out, one, place)
     assert "no results of python -m jobs.evaluate" in refused(capsys, out, str(tmp_path))
     assert not out.exists()
-    assert "holds something else than tables.json" in refused(capsys, one, one)
     out.mkdir()
     (out / "mine.txt").write_text("mine")
-    assert "holds something else than tables.json" in refused(capsys, out, one)
+    for place in (one, out):
+        assert "holds something else than tables.json" in refused(capsys, place, one)
 
 
 def test_every_format_says_what_its_numbers_were_made_of(tmp_path, capsys):
@@ -313,36 +310,35 @@ def test_every_format_says_what_its_numbers_were_made_of(tmp_path, capsys):
     assert "(1 failed)" in (tmp_path / "paper" / "tables.tex").read_text()
 
 
-def broken(change):
-    """What damages the scores of a place, by their rows."""
-
-    def damage(root):
-        rows = pq.read_table(root / "scores.parquet")
-        pq.write_table(change(rows), root / "scores.parquet")
-
-    return damage
+def change_scores(root, change):
+    rows = pq.read_table(root / "scores.parquet")
+    pq.write_table(change(rows), root / "scores.parquet")
 
 
-def torn(root):
-    data = (root / "scores.parquet").read_bytes()
-    (root / "scores.parquet").write_bytes(data[: len(data) // 2])
-
-
-def scored_otherwise(rows):
-    return rows.set_column(rows.schema.get_field_index("score"), "score", pa.array([2.0] * len(rows)))
+def with_scores(rows, scores):
+    return rows.set_column(rows.schema.get_field_index("score"), "score", pa.array(scores, pa.float64()))
 
 
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (torn, "scores.parquet is damaged"),
+        (lambda root: os.truncate(root / "scores.parquet", 1000), "scores.parquet is damaged"),
         (lambda root: (root / "scores.parquet").unlink(), "has no scores.parquet yet"),
         (lambda root: (root / "evaluation.json").write_text("{"), "evaluation.json"),
         (lambda root: (root / "evaluation.json").unlink(), "no results of python -m jobs.evaluate"),
-        (broken(lambda rows: rows.drop_columns(["cluster"])), "has no cluster as it should be"),
-        (broken(lambda rows: rows.slice(0, len(rows) - 5)), "has no score of question"),
-        (broken(lambda rows: pa.concat_tables([rows, rows.slice(0, 1)])), "has 2 scores of question"),
-        (broken(scored_otherwise), "answers without a score from 0 to 1"),
+        (
+            lambda root: change_scores(root, lambda rows: rows.drop_columns(["cluster"])),
+            "has no cluster as it should be",
+        ),
+        (lambda root: change_scores(root, lambda rows: rows.slice(0, len(rows) - 5)), "has no score of question"),
+        (
+            lambda root: change_scores(root, lambda rows: pa.concat_tables([rows, rows.slice(0, 1)])),
+            "has 2 scores of question",
+        ),
+        (
+            lambda root: change_scores(root, lambda rows: with_scores(rows, [2.0] * len(rows))),
+            "answers without a score from 0 to 1",
+        ),
     ],
 )
 def test_results_that_are_damaged_or_half_run_are_refused(tmp_path, capsys, damage, why):
@@ -355,7 +351,7 @@ def test_results_that_are_damaged_or_half_run_are_refused(tmp_path, capsys, dama
 
 def test_results_of_an_older_version_are_laid_out_and_said_to_lack_the_counts(tmp_path, capsys):
     place = results(tmp_path, "videomme", ARMS)
-    broken(lambda rows: rows.drop_columns(["finish", "weak"]))(LocalStore(place).root)
+    change_scores(LocalStore(place).root, lambda rows: rows.drop_columns(["finish", "weak"]))
     numbers, said = laid([place], tmp_path / "paper", capsys)
     assert numbers["gstep", 0.25, None][3] == "59.0"
     assert "videomme does not say which replies were cut or read by chance: run its jobs.evaluate again" in said

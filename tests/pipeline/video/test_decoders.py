@@ -21,11 +21,8 @@ from tests.interpreter import run_python
 from tests.paths import ROOT
 from tests.pipeline.ffmpeg import make_clip
 from tests.pipeline.videos import (
-    SAMPLE_LENGTHS,
-    SAMPLES,
     KeepSize,
     numbers,
-    sample,
     two_sizes_clip,
     two_streams_clip,
     write_clip,
@@ -94,16 +91,6 @@ def test_every_frame_of_every_kind(name, tmp_path):
     if not_for_decord:
         with pytest.raises(IndexMismatch, match=not_for_decord):
             DecordDecoder(index)
-
-
-@pytest.mark.parametrize(("name", "length"), list(zip(SAMPLES, SAMPLE_LENGTHS, strict=True)))
-def test_decord_and_pyav_agree_on_real_clips(name, length):
-    index = index_of(sample(name))
-    assert len(index.timestamps) == length
-    wanted = np.linspace(0, length - 1, 8, dtype=int)
-    with_decord, with_pyav = (frames_of(decoder, index, wanted) for decoder in (DecordDecoder, PyavDecoder))
-    assert with_decord.shape == (8, index.height, index.width, 3)
-    assert np.array_equal(with_decord, with_pyav)
 
 
 #: Why decord must not read a file, how the file is made, the numbers of its frames (None: they are turned).
