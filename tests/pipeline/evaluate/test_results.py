@@ -1,7 +1,5 @@
 """What an evaluation leaves behind, and one table laid out from the results of several benchmarks."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

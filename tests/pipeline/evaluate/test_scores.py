@@ -1,7 +1,5 @@
 """A benchmark's questions as jobs.generate asks them, and a row of scores for each, whatever became of the answer."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

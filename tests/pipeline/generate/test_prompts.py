@@ -1,7 +1,5 @@
 """Cached videos for prompts: pruned when asked they are what a cache pruned by the method would give; few are held."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from types import SimpleNamespace

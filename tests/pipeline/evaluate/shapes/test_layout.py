@@ -1,7 +1,5 @@
 """A folder as VideoMME is published, read as any other benchmark; its videos come back frame by frame."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import av

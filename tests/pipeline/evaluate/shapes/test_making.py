@@ -1,7 +1,5 @@
 """What is in a video: every rule that questions rely on, its golden digest, its seeds and settings."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
 from itertools import combinations
