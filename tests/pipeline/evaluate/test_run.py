@@ -2,7 +2,6 @@
 
 import io
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import ray
@@ -72,18 +71,11 @@ def test_answers_that_are_there_are_scored_without_a_model_and_without_ray(asked
     assert (done.answers.n_ok, done.answers.n_new, done.answers.n_missing, done.videos) == (6, 0, 0, None)
     assert not ray.is_initialized() and not (store.root / "runs").exists()
     assert done.scores.schema == SCORE_SCHEMA
-
-
-def test_answers_of_a_larger_grid_and_of_more_questions_are_left_where_they_are(asked):
-    commit_replies(asked())
-    done = answer_and_score(asked(method=["gstep"], limit=1), QUIET)
-    assert rights(done) == {("1", "none"): True, ("1", "gstep"): True} and done.answers.n_ok == 2
-
-
-def test_a_corrected_answer_is_scored_anew(asked):
-    commit_replies(asked())
-    corrected = asked([{**ROWS[0], "answer": "a dog"}, ROWS[1]])
-    assert not any(rights(answer_and_score(corrected, QUIET)).values())
+    # Those of a larger grid and of more questions are left where they are; a corrected answer is scored anew.
+    fewer = answer_and_score(asked(method=["fastv,K=1"], limit=1), QUIET)
+    assert rights(fewer) == {("1", "none"): True, ("1", "fastv,K=1"): True} and fewer.answers.n_ok == 2
+    corrected = answer_and_score(asked([{**ROWS[0], "answer": "a dog"}, ROWS[1]]), QUIET)
+    assert [name for name, right in rights(corrected).items() if right] == [("1", "gstep")]
 
 
 def test_an_answered_question_that_changed_is_refused(asked):
@@ -128,31 +120,21 @@ def test_a_request_that_is_refused_binds_nothing(tmp_path):
     assert request(4).identity == right.identity
 
 
-def said_of(act, *arguments) -> str:
-    said = io.StringIO()
-    act(*arguments, Console(file=said, width=300))
-    return said.getvalue()
-
-
-def test_dropping_tokens_leaves_no_cache_and_all_answers(asked):
+def test_dropping_tokens_deletes_what_a_cache_is_made_of_and_nothing_else(asked):
     request = asked()
-    answers = commit_replies(request)
-    cache = LocalStore(request.cache)
+    answers, cache = commit_replies(request), LocalStore(request.cache)
     shards = [*cache.names("tokens", ".parquet"), *cache.names("videos", ".parquet")]
     assert len(shards) == 2
     merge(cache, None, everything=True)  # one more file
-    assert f"{cache}: 4 files deleted (--drop-tokens); the answers stay" in said_of(drop_tokens, request)
-    assert not cache.has_other_files() and answers.names("answers", ".parquet")
-
-
-def test_only_what_a_cache_is_made_of_is_deleted(asked):
-    request = asked()
-    (Path(request.cache) / "notes.txt").write_text("mine")
-    (Path(request.cache) / "tokens" / "mine").mkdir()
-    (Path(request.cache) / "videos" / "holiday.mp4").write_bytes(b"mine")
-    drop_tokens(request, QUIET)
-    left = {path.relative_to(request.cache).as_posix() for path in Path(request.cache).rglob("*")}
+    (cache.root / "notes.txt").write_text("mine")
+    (cache.root / "tokens" / "mine").mkdir()
+    (cache.root / "videos" / "holiday.mp4").write_bytes(b"mine")
+    messages = io.StringIO()
+    drop_tokens(request, Console(file=messages, width=300))
+    assert f"{cache}: 4 files deleted (--drop-tokens); the answers stay" in messages.getvalue()
+    left = {path.relative_to(cache.root).as_posix() for path in cache.root.rglob("*")}
     assert left == {"notes.txt", "tokens", "tokens/mine", "videos", "videos/holiday.mp4"}
+    assert answers.names("answers", ".parquet")
 
 
 def test_tokens_of_another_run_of_another_place_and_of_a_cache_without_its_header_are_not_dropped(asked, tmp_path):

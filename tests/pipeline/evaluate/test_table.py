@@ -48,16 +48,15 @@ def test_the_papers_table_from_scores():
     assert table.original.mean.printed == printed(np.mean([float(n) for n in papers[0].numbers[BENCHMARKS]]).item())
 
 
-def test_halves_are_printed_upwards():
+def test_halves_are_printed_upwards_ties_share_their_mark_and_methods_are_named_as_the_paper_names_them():
     assert [printed(number) for number in (58.65, 58.64999999999999, 0.05, 100.0)] == ["58.7", "58.7", "0.1", "100.0"]
-
-
-def test_ties_share_their_mark_and_what_is_missing_has_none():
     assert marks([shown("2.0"), None, shown("2.0"), shown("1.0"), shown("1.0"), shown("0.5")]) == [
         *("best", "", "best"),
         *("second", "second", ""),
     ]
     assert marks([shown("10.0"), shown("9.9")]) == ["best", "second"]  # as numbers, not as text
+    titles = {"gstep": "GSTEP", "fastv,K=3,L=1": "FastV, K=3, L=1", "topk": "Top-k", "mine:Mine": "mine:Mine"}
+    assert {method: method_title(method) for method in titles} == titles
 
 
 def many(arms):
@@ -295,14 +294,6 @@ def row_of(text, label):
     """The cells of the line that begins with a label."""
     line = next(line for line in text.splitlines() if line.startswith(f"| {label} |"))
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[2:-1]]
-
-
-@pytest.mark.parametrize(
-    ("method", "title"),
-    [("gstep", "GSTEP"), ("fastv,K=3,L=1", "FastV, K=3, L=1"), ("topk", "Top-k"), ("mine:Mine", "mine:Mine")],
-)
-def test_methods_are_named_as_the_paper_names_them(method, title):
-    assert method_title(method) == title
 
 
 def test_markdown_has_each_number_with_its_difference_and_json_the_counts(table):

@@ -37,8 +37,8 @@ def listed(place, tmp_path, column=None, **more):
     return read_manifest(names, (), NOWHERE, indexing), indexing
 
 
-def discovery(indexing, select=lambda videos: (videos, videos), known=NONE):
-    return Discovery(indexing, NOWHERE, select, known)
+def discovery(indexing, select=lambda videos: (videos, videos), known=NONE, limit=None):
+    return Discovery(indexing, NOWHERE, select, known, limit)
 
 
 def ids(table):
@@ -132,7 +132,7 @@ def test_containers_whose_ids_may_meet_and_a_single_one_are_indexed_first(tars, 
 @pytest.mark.parametrize(("limit", "opened", "beyond"), [(1, 1, 2), (3, 1, 0), (4, 2, 1), (6, 3, 0), (9, 3, 0)])
 def test_a_limit_opens_no_container_behind_its_last_video(tars, tmp_path, limit, opened, beyond):
     _, indexing = listed(tars, tmp_path)
-    with Discovery(indexing, NOWHERE, lambda videos: (videos, videos), NONE, limit) as found:
+    with discovery(indexing, limit=limit) as found:
         assert len(list(found.parts())) == 4 and found.estimate_count() <= limit
         assert (len(found), len(found.beyond), found.n_left) == (min(6, limit), beyond, 3 - opened)
     assert len(listed(tars, tmp_path)[0]) == [3, 5, 6][opened - 1]  # no other index was made
@@ -141,7 +141,7 @@ def test_a_limit_opens_no_container_behind_its_last_video(tars, tmp_path, limit,
 def has_limit(place, tmp_path, limit, select=lambda videos: (videos, videos), column=None):
     known, indexing = listed(place, tmp_path, column, has_limit=True)
     assert len(known) == 0
-    with Discovery(indexing, NOWHERE, select, known, limit) as found:
+    with discovery(indexing, select, known, limit) as found:
         return found.all().todo, found, indexing
 
 
@@ -206,7 +206,7 @@ def test_an_id_that_two_tars_give_is_an_error_row_with_and_without_a_limit(tmp_p
     expected = ["0.tar/a.mp4", "0.tar/b.mp4", "0.tar/c.mp4", own, "1.tar/a.mp4"]
     for limit in (2, 3, 4, 5, 9):  # those before it make and keep indexes
         known, indexing = listed(places, tmp_path, has_limit=True)
-        with Discovery(indexing, NOWHERE, lambda videos: (videos, videos), known, limit) as found:
+        with discovery(indexing, known=known, limit=limit) as found:
             rows = found.all().todo.to_pylist()
         assert [row["video_id"] for row in rows] == expected[: max(limit, len(known))]
         assert [row["video_id"] for row in rows if row["fault"]] == ([own] if len(rows) > 3 else [])
