@@ -190,6 +190,7 @@ def test_another_range_than_was_asked_for_is_no_answer():
 def test_a_store_without_ranges_gives_the_whole():
     with scripted((200, [("Content-Length", "6"), ("ETag", '"mark"')], b"012345")) as (objects, _):
         assert objects.read_slice("s3://bucket/a", -2) == (b"45", 6)
+        assert objects.read_slice("s3://bucket/a", 1, 3) == (b"12", 6)
 
 
 def test_an_empty_object_has_an_empty_tail():
