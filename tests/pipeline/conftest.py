@@ -31,10 +31,12 @@ def module_server() -> Iterator[Any]:
     from tests.pipeline.s3 import S3Server  # noqa: PLC0415 - most files need no store, whose libraries load slowly
 
     with S3Server() as server:
+        client = server.objects()
+        server.objects = lambda: client  # which takes long to make
         yield server
 
 
 @pytest.fixture
 def server(module_server) -> Any:
-    """An S3 server, with an empty bucket."""
+    """An S3 server, with an empty bucket and one client."""
     return module_server.renew()

@@ -30,7 +30,6 @@ class S3Server:
     """Use it as a context manager. ``uri("a/b")`` is s3://<its bucket>/a/b."""
 
     def __init__(self, bucket: str = "videos") -> None:
-        self._name = bucket
         self.bucket = f"{bucket}-{next(_COUNT)}"
         self.requests: list[Request] = []
         self._failures: dict[tuple[str, str], tuple[int, str]] = {}
@@ -45,8 +44,9 @@ class S3Server:
         self.client = boto3.client(
             "s3", endpoint_url=self.url, aws_access_key_id=KEY, aws_secret_access_key=SECRET, region_name=REGION
         )
-        self._objects = self.make_objects()
-        return self.renew()
+        self.client.create_bucket(Bucket=self.bucket)
+        self.requests.clear()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -56,7 +56,7 @@ class S3Server:
 
     def renew(self) -> S3Server:
         """Go on with an empty bucket and without failures."""
-        self.bucket = f"{self._name}-{next(_COUNT)}"
+        self.bucket = f"{self.bucket.rpartition('-')[0]}-{next(_COUNT)}"
         self._failures.clear()
         self.client.create_bucket(Bucket=self.bucket)
         self.requests.clear()
@@ -77,13 +77,8 @@ class S3Server:
         for name, value in self.environment().items():
             patch.setenv(name, value)
 
-    def make_objects(self) -> Objects:
-        """Return a new client of the server."""
-        return Objects(endpoint_url=self.url, region_name=REGION, aws_access_key_id=KEY, aws_secret_access_key=SECRET)
-
     def objects(self) -> Objects:
-        """Return the client of the server: the same each time, since a client takes long to make."""
-        return self._objects
+        return Objects(endpoint_url=self.url, region_name=REGION, aws_access_key_id=KEY, aws_secret_access_key=SECRET)
 
     def uri(self, key: str = "") -> str:
         return f"s3://{self.bucket}/{key}"

@@ -25,6 +25,12 @@ LIMIT = 64 * 2**20
 MEMFD = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this platform has no files in memory")
 
 
+@pytest.fixture
+def server(module_server, monkeypatch):
+    monkeypatch.delattr(module_server, "objects")  # a client for each video, which leaves no connection open
+    return module_server.renew()
+
+
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
     return write_clip(tmp_path_factory.mktemp("clips") / "a.mp4")
@@ -46,7 +52,7 @@ def request(decoder="auto", num_frames=8):
 
 
 def decode(sandbox, server, uri, wanted):
-    with open_source(uri, server.make_objects(), LIMIT) as source:  # which leaves no connection open
+    with open_source(uri, server.objects(), LIMIT) as source:
         return source.decode(sandbox, wanted)
 
 
