@@ -1,4 +1,4 @@
-"""A real browser for the tests of pages."""
+"""A store on this machine, and a real browser for the tests of pages."""
 
 import shutil
 from collections.abc import Iterator
@@ -24,3 +24,19 @@ def browser(tmp_path_factory) -> Iterator[Any]:
     running = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
     yield running
     running.quit()
+
+
+@pytest.fixture(scope="module")
+def module_server() -> Iterator[Any]:
+    from tests.pipeline.s3 import S3Server  # noqa: PLC0415 - most files need no store, whose libraries load slowly
+
+    with S3Server() as server:
+        client = server.objects()
+        server.objects = lambda: client  # which takes long to make
+        yield server
+
+
+@pytest.fixture
+def server(module_server) -> Any:
+    """An S3 server, with an empty bucket and one client."""
+    return module_server.renew()

@@ -54,6 +54,14 @@ class S3Server:
         self.client.close()
         self._server.stop()
 
+    def renew(self) -> S3Server:
+        """Go on with an empty bucket and without failures."""
+        self.bucket = f"{self.bucket.rpartition('-')[0]}-{next(_COUNT)}"
+        self._failures.clear()
+        self.client.create_bucket(Bucket=self.bucket)
+        self.requests.clear()
+        return self
+
     def environment(self) -> dict[str, str]:
         """Return the variables that lead to this server."""
         return {

@@ -46,6 +46,12 @@ def bits(text):
     return [float(digit) for digit in text.replace(" ", "")]
 
 
+def thousand(number):
+    """Make 1,000 scores of which as many are right as a printed number says."""
+    right = round(10 * float(number))
+    return [1.0] * right + [0.0] * (1000 - right)
+
+
 def items_of(n_videos, per_video=3):
     """Make questions with four options each, in VideoMME's splits, by id."""
     items = {}

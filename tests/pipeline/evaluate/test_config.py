@@ -14,18 +14,12 @@ def grid(*methods, ratios=(0.25,), **options):
     return EvaluateConfig(benchmark="x", method=[*methods], retention_ratio=[*ratios], **options).grid()
 
 
-def test_full_retention_is_always_there_and_comes_first():
+def test_full_retention_comes_first_then_methods_as_they_are_named_and_ratios_from_the_largest():
     assert list(grid("gstep")) == [FULL_LABEL, "gstep@0.25"] and grid("gstep")[FULL_LABEL] is None
     assert list(grid("none")) == [FULL_LABEL] == list(grid("none", ratios=(0.5, 0.1)))
-
-
-def test_methods_come_in_the_order_they_are_named_in_and_ratios_from_the_largest():
     assert list(grid("uniform", "gstep", ratios=(0.1, 0.25))) == [
         FULL_LABEL, "uniform@0.25", "uniform@0.1", "gstep@0.25", "gstep@0.1"
     ]  # fmt: skip
-
-
-def test_the_default_is_every_default_method_at_every_default_ratio():
     labels = list(EvaluateConfig(benchmark="x").grid())
     assert labels == [FULL_LABEL, *(f"{name}@{ratio:g}" for name in DEFAULT_METHODS for ratio in DEFAULT_RATIOS)]
     assert len(labels) == 17
@@ -99,7 +93,7 @@ def test_nonsense_is_refused_by_name(options, message):
 
 
 @pytest.mark.parametrize("given", [{"limit": 5}, {"drop_tokens": True}, {"fps": 2.0}, {"close_thought": True}])
-def test_what_only_a_benchmark_has_is_refused_where_nothing_is_asked(given):
-    for other in ({"score": ["a"]}, {"results": ["r"]}):
-        with pytest.raises(UsageError, match="goes with --benchmark"):
-            EvaluateConfig(**other, **given)
+@pytest.mark.parametrize("other", [{"score": ["a"]}, {"results": ["r"]}])
+def test_what_only_a_benchmark_has_is_refused_where_nothing_is_asked(given, other):
+    with pytest.raises(UsageError, match="goes with --benchmark"):
+        EvaluateConfig(**other, **given)

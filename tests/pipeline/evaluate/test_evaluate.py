@@ -21,7 +21,6 @@ from pipeline.evaluate.request import prepare
 from pipeline.evaluate.results import Presentation, make_tables
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.generate.summary import AnswerSummary
-from pipeline.prune.summary import Summary
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.evaluate.layouts import commit_replies, generated
 from tests.pipeline.evaluate.score_tables import items_of, scores_of
@@ -48,27 +47,19 @@ def done() -> Evaluation:
     return Evaluation(done=evaluated, table=make_tables(evaluated, shown)[0], out="there", files=["a.md", "b.html"])
 
 
-def code(done, asked: AnswerSummary | None, videos: Summary | None = None, **options) -> int:
+def code(done, asked: AnswerSummary | None, **options) -> int:
     """The exit code of an evaluation with these counts."""
-    counted = replace(done, done=replace(done.done, answers=asked, videos=videos))
-    return counted.exit_code(EvaluateConfig(benchmark="x", **options))
+    return replace(done, done=replace(done.done, answers=asked)).exit_code(EvaluateConfig(benchmark="x", **options))
 
 
-def test_an_evaluation_ends_as_its_answers_did(done):
-    assert code(done, answers()) == code(done, answers(9, io=1)) == code(done, answers(1, io=9)) == 0
-    assert (
-        code(done, answers(0, io=10)) == code(done, answers(9, n_missing=1)) == code(done, answers(9, internal=1)) == 1
-    )
+def test_an_evaluation_ends_as_its_answers_did_of_which_failures_count_against_the_limit(done):
     assert code(done, None) == 0  # nothing was asked
-
-
-def test_failures_are_counted_against_the_limit(done):
+    for counts in (answers(), answers(9, io=1), answers(1, io=9)):
+        assert code(done, counts) == 0
+    for counts in (answers(0, io=10), answers(9, n_missing=1), answers(9, internal=1)):
+        assert code(done, counts) == 1
     assert code(done, answers(9, io=1), max_failed="1") == 0 == code(done, answers(9, io=1), max_failed="10%")
     assert code(done, answers(9, io=1), max_failed="0") == 1 == code(done, answers(8, io=2), max_failed="10%")
-
-
-def videos(**failures) -> Summary:
-    return Summary(**{**dict.fromkeys(Summary.__dataclass_fields__), "n_ok": 1, "failures": failures})
 
 
 def printed(shown) -> str:
@@ -153,19 +144,10 @@ def test_answers_that_are_there_become_results_without_ray(places, tmp_path):
 
 
 def test_answers_under_several_seeds_are_one_row(places, tmp_path):
-    seeds = [
-        generated(
-            tmp_path / "c",
-            tmp_path / f"r{seed}",
-            ROWS,
-            replies,
-            pruner="random",
-            retention_ratio=0.25,
-            pruner_seed=seed,
-        )
-        for seed, replies in ((0, "BBBB"), (4, "AAAA"))
-    ]
-    done = scored([*places, *seeds], tmp_path / "r")
+    for seed, replies in ((0, "BBBB"), (4, "AAAA")):
+        drawn = {"pruner": "random", "retention_ratio": 0.25, "pruner_seed": seed}
+        places.append(generated(tmp_path / "c", tmp_path / f"r{seed}", ROWS, replies, **drawn))
+    done = scored(places, tmp_path / "r")
     _, _, random = done.table.rows
     assert (random.title, random.seeds, random.cells[-1].printed) == ("Random, 2 seeds", [0, 4], "50.0")
     assert set(done.done.scores["method"].to_pylist()) == {"none", "gstep", "random", "random,seed=4"}
@@ -176,6 +158,10 @@ def test_the_same_answers_may_be_scored_again_and_others_need_another_place(plac
     scored(places, tmp_path / "r", seed=3)
     with pytest.raises(IdentityMismatch, match="scored: the results have"):
         scored(places[:1], tmp_path / "r")
+    (tmp_path / "r" / "report.html").unlink()
+    (tmp_path / "r" / "report.html").mkdir()
+    with pytest.raises(RunFailed, match=r"r: the results cannot be written: Is a directory"):
+        scored(places, tmp_path / "r")
 
 
 def test_what_is_refused_writes_nothing(places, tmp_path):
@@ -190,65 +176,37 @@ def test_what_is_refused_writes_nothing(places, tmp_path):
     assert sorted(path.name for path in Path(places[0]).rglob("*")) == before
 
 
-def test_results_that_cannot_be_written_fail_the_run(places, tmp_path):
-    scored(places, tmp_path / "r")
-    (tmp_path / "r" / "report.html").unlink()
-    (tmp_path / "r" / "report.html").mkdir()
-    with pytest.raises(RunFailed, match=r"r: the results cannot be written: Is a directory"):
-        scored(places, tmp_path / "r")
-
-
-@pytest.fixture
-def gone(tmp_path):
-    """Evaluates questions about a video that nothing is cached of; returns what came out and what was said."""
+def test_questions_that_all_fail_are_results_too_and_no_success(tmp_path):
+    """They are about a video that nothing is cached of."""
     tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
-    rows = [{**row, "video_id": "gone"} for row in ROWS]
-    file = write_questions(tmp_path / "q.jsonl", rows)
-
-    def run(**options):
-        said, places = io.StringIO(), {"cache": str(tmp_path / "c"), "out": str(tmp_path / "r")}
-        given = {"benchmark": str(file), "method": ["gstep"], "retention_ratio": [0.25], "draws": 100, **places}
-        done = evaluate(EvaluateConfig(**given, **options), Console(file=said, width=300))
-        return done, said.getvalue()
-
-    return run
-
-
-def test_questions_that_all_fail_are_results_too_and_no_success(gone, tmp_path):
-    done, said = gone()
-    assert (
-        said.startswith("note: 4 of 4 questions are about videos that")
-        and "q: 4 questions to ask; 4 annotated\n" in said
-    )
-    assert done.exit_code(EvaluateConfig(benchmark="x")) == 1 and not ray.is_initialized()
+    file, messages = write_questions(tmp_path / "q.jsonl", [{**row, "video_id": "gone"} for row in ROWS]), io.StringIO()
+    given = {"cache": str(tmp_path / "c"), "out": str(tmp_path / "r"), "method": ["gstep"], "retention_ratio": [0.25]}
+    config = EvaluateConfig(benchmark=str(file), draws=100, **given)
+    done = evaluate(config, Console(file=messages, width=300))
+    assert messages.getvalue().startswith("note: 4 of 4 questions are about videos that")
+    assert "q: 4 questions to ask; 4 annotated\n" in messages.getvalue()
+    assert done.exit_code(config) == 1 and not ray.is_initialized()
     assert (done.table.original.tally.n_failed, done.table.original.cells[-1].printed) == (4, "0.0")
     assert {*done.files} < {path.name for path in (tmp_path / "r").iterdir()}
     page = (tmp_path / "r" / "report.html").read_text()
     assert "q, tiny" in page and "unknown-video" in page
 
 
-def dropped(folder: Path, replies: str, fault="out-of-memory") -> bool:
-    """Whether the cache in a place of results is gone once its questions are scored; replies to ROWS (-: a fault)."""
-    tiny_cache(folder / "c", ("a", "b"), ratio=1.0, method="none")
-    file, out = write_questions(folder / "q.jsonl", ROWS), folder / "r"
+@pytest.mark.parametrize(
+    ("replies", "fault", "is_dropped"),
+    [
+        ("BBAA", None, True),
+        ("BBA-", "out-of-memory", False),  # the question may be asked again
+        *(("BBA-", fault, True) for fault in ("prompt-too-long", "bad-prompt", "unknown-video", "failed-video")),
+    ],
+)
+def test_the_cache_in_the_results_is_dropped_once_no_question_needs_it(tmp_path, replies, fault, is_dropped):
+    tiny_cache(tmp_path / "c", ("a", "b"), ratio=1.0, method="none")
+    file, out = write_questions(tmp_path / "q.jsonl", ROWS), tmp_path / "r"
     given = {"benchmark": str(file), "out": str(out), "method": ["none"], "draws": 100}
-    request = prepare(EvaluateConfig(**given, cache=str(folder / "c")), QUIET)
+    request = prepare(EvaluateConfig(**given, cache=str(tmp_path / "c")), QUIET)
     named = {str(row["question_id"]): text for row, text in zip(ROWS, replies, strict=True)}
     commit_replies(request, named, {name: fault for name, text in named.items() if text == "-"})
-    shutil.move(folder / "c", out / "cache")
+    shutil.move(tmp_path / "c", out / "cache")
     assert evaluate(EvaluateConfig(**given, drop_tokens=True), QUIET).done.answers.n_missing == 0
-    return not (out / "cache" / "cache.json").exists()
-
-
-def test_the_cache_in_the_results_is_dropped_once_every_question_is_answered(tmp_path):
-    assert dropped(tmp_path, "BBAA")
-    assert (tmp_path / "r" / "report.html").exists()
-
-
-def test_tokens_stay_while_a_question_failed_that_may_be_asked_again(tmp_path):
-    assert not dropped(tmp_path, "BBA-")
-
-
-@pytest.mark.parametrize("fault", ["prompt-too-long", "bad-prompt", "unknown-video", "failed-video"])
-def test_tokens_go_where_asking_again_would_not_help(tmp_path, fault):
-    assert dropped(tmp_path, "BBA-", fault)
+    assert (not (out / "cache" / "cache.json").exists()) is is_dropped and (out / "report.html").exists()

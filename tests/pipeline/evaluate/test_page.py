@@ -3,8 +3,6 @@
 import re
 from html.parser import HTMLParser
 
-import pytest
-
 from pipeline.evaluate.benchmarks.items import AnnotationFault
 from pipeline.evaluate.page import report_page
 from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
@@ -67,14 +65,10 @@ def test_the_chart_is_accuracy_against_tokens_and_megabytes():
     assert "Accuracy against tokens<" in page and "MB" not in page
 
 
-@pytest.mark.parametrize("left_out", [True, False])
-def test_faults_are_counted_with_an_example(left_out):
-    faults = [AnnotationFault("missing-video", str(i), f"row {i}", left_out) for i in range(3)]
-    _, page = made(faults=faults)
-    became = "left out" if left_out else "kept"
-    assert re.search(rf"missing-video</th><td>3</td>.*{became}.*row 0", page)
-
-
-def test_no_name_or_text_breaks_out_of_the_page():
-    _, page = made(HOSTILE, faults=[AnnotationFault("bad-row", None, HOSTILE, True)])
+def test_faults_are_counted_with_an_example_and_no_name_or_text_breaks_out_of_the_page():
+    faults = [AnnotationFault("missing-video", str(i), f"row {i}", True) for i in range(3)]
+    faults += [AnnotationFault("repeated-question", "x", "row 9", False)]
+    _, page = made(HOSTILE, faults=[*faults, AnnotationFault("bad-row", None, HOSTILE, True)])
+    for kind, count, became, row in (("missing-video", 3, "left out", 0), ("repeated-question", 1, "kept", 9)):
+        assert re.search(rf"{kind}</th><td>{count}</td>.*{became}.*row {row}", page)
     assert Page(page).open == [] and "<script" not in page and "{{ 7 * 7 }}" in page

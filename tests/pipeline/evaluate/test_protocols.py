@@ -41,30 +41,17 @@ OFFICIAL = (
 )
 
 
-@pytest.mark.parametrize("name", ["lmms-eval-0.7.3", "lmms-eval-0.5"])
-def test_videomme_is_asked_in_the_words_of_lmms_eval(name):
-    protocol = VIDEOMME.protocol(name)
-    assert protocol.text(ITEM, "llava_onevision") == DEFAULT
-    assert protocol.text(ITEM, "qwen2_5_vl") == DEFAULT
-    assert protocol.text(ITEM, "qwen3_vl") == (QWEN3 if name == "lmms-eval-0.7.3" else DEFAULT)
-    assert protocol.text(ITEM, "another") == DEFAULT
-
-
-def test_a_benchmark_without_the_papers_protocol_says_what_it_has():
+def test_videomme_is_asked_in_the_words_of_lmms_eval_and_of_its_authors():
+    newer, older, official = map(VIDEOMME.protocol, ("lmms-eval-0.7.3", "lmms-eval-0.5", "official"))
+    for kind in ("llava_onevision", "qwen2_5_vl", "another"):
+        assert newer.text(ITEM, kind) == older.text(ITEM, kind) == DEFAULT
+    assert (newer.text(ITEM, "qwen3_vl"), older.text(ITEM, "qwen3_vl")) == (QWEN3, DEFAULT)
+    assert {official.text(ITEM, kind) for kind in FAMILIES} == {OFFICIAL}
+    helpful = "You are a helpful assistant."
+    systems = [newer.rules(kind).system for kind in ("llava_onevision", "qwen2_5_vl", "qwen3_vl")]
+    assert systems == [helpful, None, helpful] and older.rules("qwen3_vl").system is None
     with pytest.raises(UsageError, match="--protocol paper: Shapes has letter"):
         BENCHMARKS["shapes"].protocol("paper")
-
-
-def test_videomme_is_asked_in_the_words_of_its_authors():
-    assert {VIDEOMME.protocol("official").text(ITEM, kind) for kind in FAMILIES} == {OFFICIAL}
-
-
-def test_the_system_text_is_the_one_that_lmms_eval_gives():
-    rules = VIDEOMME.protocol().rules
-    assert rules("llava_onevision").system == "You are a helpful assistant."
-    assert rules("qwen2_5_vl").system is None
-    assert rules("qwen3_vl").system == "You are a helpful assistant."
-    assert VIDEOMME.protocol("lmms-eval-0.5").rules("qwen3_vl").system is None
 
 
 @pytest.mark.parametrize(("n_frames", "taken"), [(1000, 32), (33, 32), (32, 32), (31, 30), (3, 2), (2, 2), (1, 2)])
@@ -97,11 +84,7 @@ def test_a_720p_video_has_as_many_tokens_as_in_lmms_eval(kind, preprocessor, siz
 def test_every_protocol_names_a_rule_for_replies_that_there_is():
     protocols = [protocol for benchmark in BENCHMARKS.values() for protocol in benchmark.protocols]
     assert {protocol.parser for protocol in [*protocols, LETTER]} <= set(RULES)
-    assert [protocol.parser for protocol in VIDEOMME.protocols] == [
-        "extract-mcq-answer",
-        "videomme-0.5",
-        "videomme-0.5",
-    ]
+    assert [one.parser for one in VIDEOMME.protocols] == ["extract-mcq-answer", "videomme-0.5", "videomme-0.5"]
 
 
 PUBLISHED = ("videomme", "longvideobench", "mlvu-dev", "mlvu-test", "mvbench", "egoschema-subset", "egoschema")
@@ -115,17 +98,14 @@ def test_every_published_benchmark_has_both_versions_of_lmms_eval_with_their_fra
     assert {(one.temperature, one.choices) for one in (newer, older)} == {(0.0, "generate")}
 
 
-def test_scores_are_means_over_questions_but_for_those_with_tasks():
-    metrics = {name: {protocol.metric for protocol in BENCHMARKS[name].protocols} for name in PUBLISHED}
-    tasks = {"mlvu-dev": {"task_type"}, "mlvu-test": {"task_type"}, "mvbench": {"task"}}
-    assert metrics == {name: tasks.get(name, {"questions"}) for name in PUBLISHED}
-
-
-def test_numbers_of_questions_are_those_of_the_papers():
+def test_numbers_of_questions_are_those_of_the_papers_and_scores_are_means_over_them_or_over_tasks():
     assert {name: BENCHMARKS[name].n_questions for name in PUBLISHED} == dict(
         zip(PUBLISHED, (2700, 1337, 2175, 502, 4000, 500, 5031), strict=True)
     )
     assert len({BENCHMARKS[name].title for name in PUBLISHED}) == len(PUBLISHED)
+    metrics = {name: {protocol.metric for protocol in BENCHMARKS[name].protocols} for name in PUBLISHED}
+    tasks = {"mlvu-dev": {"task_type"}, "mlvu-test": {"task_type"}, "mvbench": {"task"}}
+    assert metrics == {name: tasks.get(name, {"questions"}) for name in PUBLISHED}
 
 
 def test_a_protocol_describes_itself_for_the_identity_of_results():

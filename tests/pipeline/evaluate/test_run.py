@@ -2,7 +2,6 @@
 
 import io
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import ray
@@ -72,18 +71,11 @@ def test_answers_that_are_there_are_scored_without_a_model_and_without_ray(asked
     assert (done.answers.n_ok, done.answers.n_new, done.answers.n_missing, done.videos) == (6, 0, 0, None)
     assert not ray.is_initialized() and not (store.root / "runs").exists()
     assert done.scores.schema == SCORE_SCHEMA
-
-
-def test_answers_of_a_larger_grid_and_of_more_questions_are_left_where_they_are(asked):
-    commit_replies(asked())
-    done = answer_and_score(asked(method=["gstep"], limit=1), QUIET)
-    assert rights(done) == {("1", "none"): True, ("1", "gstep"): True} and done.answers.n_ok == 2
-
-
-def test_a_corrected_answer_is_scored_anew(asked):
-    commit_replies(asked())
-    corrected = asked([{**ROWS[0], "answer": "a dog"}, ROWS[1]])
-    assert not any(rights(answer_and_score(corrected, QUIET)).values())
+    # Those of a larger grid and of more questions are left where they are; a corrected answer is scored anew.
+    fewer = answer_and_score(asked(method=["fastv,K=1"], limit=1), QUIET)
+    assert rights(fewer) == {("1", "none"): True, ("1", "fastv,K=1"): True} and fewer.answers.n_ok == 2
+    corrected = answer_and_score(asked([{**ROWS[0], "answer": "a dog"}, ROWS[1]]), QUIET)
+    assert [name for name, right in rights(corrected).items() if right] == [("1", "gstep")]
 
 
 def test_an_answered_question_that_changed_is_refused(asked):
@@ -100,21 +92,16 @@ def test_an_answered_question_that_changed_is_refused(asked):
 GONE = [{**ROWS[0], "video_id": "gone"}]
 
 
-def test_questions_on_videos_that_nothing_is_cached_of_become_rows_and_no_ray_starts(asked):
+def test_questions_on_videos_that_nothing_is_cached_of_become_rows_which_are_asked_again_on_request_alone(asked):
     done = answer_and_score(asked(GONE), QUIET)
     assert {(row["method"], row["error_class"], row["score"]) for row in done.scores.to_pylist()} == {
         (name, "unknown-video", 0.0) for name in ("none", "gstep", "fastv,K=1")
     }
     assert (done.answers.failures, done.answers.n_new, done.answers.n_missing) == ({"unknown-video": 3}, 3, 0)
-    assert not ray.is_initialized()
-
-
-def test_failed_questions_are_asked_again_on_request_alone(asked):
-    answer_and_score(asked(GONE), QUIET)
     assert answer_and_score(asked(GONE), QUIET).answers.n_new == 0
     assert answer_and_score(asked(GONE, retry_failed=True), QUIET).answers.n_new == 3
     live = AnswersTable(LocalStore(f"{asked(GONE).config.out}/answers")).live()
-    assert live["attempts"].to_pylist() == [2, 2, 2]
+    assert live["attempts"].to_pylist() == [2, 2, 2] and not ray.is_initialized()
 
 
 def test_a_request_that_is_refused_binds_nothing(tmp_path):
@@ -133,62 +120,54 @@ def test_a_request_that_is_refused_binds_nothing(tmp_path):
     assert request(4).identity == right.identity
 
 
-def said_of(act, *arguments) -> str:
-    said = io.StringIO()
-    act(*arguments, Console(file=said, width=300))
-    return said.getvalue()
-
-
-def test_dropping_tokens_leaves_no_cache_and_all_answers(asked):
+def test_dropping_tokens_deletes_what_a_cache_is_made_of_and_nothing_else(asked):
     request = asked()
-    answers = commit_replies(request)
-    cache = LocalStore(request.cache)
+    answers, cache = commit_replies(request), LocalStore(request.cache)
     shards = [*cache.names("tokens", ".parquet"), *cache.names("videos", ".parquet")]
     assert len(shards) == 2
     merge(cache, None, everything=True)  # one more file
-    assert f"{cache}: 4 files deleted (--drop-tokens); the answers stay" in said_of(drop_tokens, request)
-    assert not cache.has_other_files() and answers.names("answers", ".parquet")
-
-
-def test_only_what_a_cache_is_made_of_is_deleted(asked):
-    request = asked()
-    (Path(request.cache) / "notes.txt").write_text("mine")
-    (Path(request.cache) / "tokens" / "mine").mkdir()
-    (Path(request.cache) / "videos" / "holiday.mp4").write_bytes(b"mine")
-    drop_tokens(request, QUIET)
-    left = {path.relative_to(request.cache).as_posix() for path in Path(request.cache).rglob("*")}
+    (cache.root / "notes.txt").write_text("mine")
+    (cache.root / "tokens" / "mine").mkdir()
+    (cache.root / "videos" / "holiday.mp4").write_bytes(b"mine")
+    messages = io.StringIO()
+    drop_tokens(request, Console(file=messages, width=300))
+    assert f"{cache}: 4 files deleted (--drop-tokens); the answers stay" in messages.getvalue()
+    left = {path.relative_to(cache.root).as_posix() for path in cache.root.rglob("*")}
     assert left == {"notes.txt", "tokens", "tokens/mine", "videos", "videos/holiday.mp4"}
+    assert answers.names("answers", ".parquet")
 
 
-def test_tokens_that_another_run_works_on_are_not_dropped(asked):
-    request = asked()
-    with Claim(LocalStore(request.cache), "other", print), pytest.raises(CacheLocked):
+def test_tokens_of_another_run_of_another_place_and_of_a_cache_without_its_header_are_not_dropped(asked, tmp_path):
+    request, link = asked(), tmp_path / "link"
+    store = LocalStore(request.cache)
+    with Claim(store, "other", print), pytest.raises(CacheLocked):
         drop_tokens(request, QUIET)
+    link.symlink_to(request.cache)
+    with pytest.raises(UsageError, match="is a link to another place, which is yours to delete"):
+        drop_tokens(replace(request, cache=str(link)), QUIET)
     assert TokenCache(request.cache).video_ids == ["a", "b"]
+    store.delete(HEADER)  # tokens may be mended by the header from a copy
+    drop_tokens(request, QUIET)
+    assert store.names("tokens", ".parquet")
 
 
-@pytest.fixture
-def half_dropped(asked, monkeypatch) -> EvaluateRequest:
-    """A request whose tokens were being dropped when the second file could not be deleted."""
+def test_a_part_of_a_cache_is_no_cache_to_anybody_and_is_dropped_by_the_next_run(asked, monkeypatch):
+    """Its tokens were being dropped when the second file could not be deleted."""
     request, delete, deleted = asked(), LocalStore.delete, []
 
-    def failing(store, name):
+    def fail_second(store, name):
         if deleted:
             raise OSError(5, "Input/output error", name)
         deleted.append(name)
         delete(store, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalStore, "delete", failing)
+        patch.setattr(LocalStore, "delete", fail_second)
         with pytest.raises(OSError, match="Input/output error"):
             drop_tokens(request, QUIET)
-    return request
-
-
-def test_a_part_of_a_cache_is_no_cache_to_anybody_and_is_dropped_by_the_next_run(half_dropped):
-    store = LocalStore(half_dropped.cache)
+    store = LocalStore(request.cache)
     assert not store.exists(HEADER) and len(store.names("tokens", ".parquet")) == 1
-    drop_tokens(half_dropped, QUIET)
+    drop_tokens(request, QUIET)
     assert not store.has_other_files()
 
 
@@ -256,7 +235,9 @@ def test_places_that_cannot_be_compared_are_refused(answered, tmp_path):
     other = answered("other", rows=[ROWS[0], {**ROWS[1], "answer": "B"}], cache="pruned")
     fewer = answered("fewer", "B", rows=ROWS[:1], cache="pruned")
     unsaid = answered("unsaid", rows=[{**row, "answer": None} for row in ROWS], cache="pruned")
+    free = answered("free", cache="pruned", choices="generate")
     for places, why in (
+        ((full, free), f"cannot be compared with {full}:\n  decoding.choices: "),
         ((full, other), f"--score {other}: other questions than in {full}; score them by themselves"),
         ((full, fewer), f"--score {fewer}: other questions than in"),
         ((full, full), f"--score {full}: none at 1 is there twice"),
@@ -284,27 +265,3 @@ def test_answers_of_an_evaluation_are_scored_by_itself(asked):
     answer_and_score(request, QUIET)
     with pytest.raises(NotAnswers, match=r"answers of jobs\.evaluate, which scores them itself"):
         scored(f"{request.config.out}/answers")
-
-
-def test_a_cache_that_is_a_link_is_not_dropped(asked, tmp_path):
-    request = asked()
-    link = tmp_path / "link"
-    link.symlink_to(request.cache)
-    with pytest.raises(UsageError, match="is a link to another place, which is yours to delete"):
-        drop_tokens(replace(request, cache=str(link)), QUIET)
-    assert (link / HEADER).exists()
-
-
-def test_a_cache_whose_header_is_lost_is_not_cleared_unasked(asked):
-    """Nothing was being dropped: its tokens may be mended by the header from a copy."""
-    request = asked()
-    store = LocalStore(request.cache)
-    store.delete(HEADER)
-    drop_tokens(request, QUIET)
-    assert store.names("tokens", ".parquet")
-
-
-def test_answers_that_were_asked_for_otherwise_are_not_compared(answered):
-    full, free = answered("full"), answered("free", cache="pruned", choices="generate")
-    with pytest.raises(UsageError, match=r"cannot be compared with .*full:\n  decoding\.choices: .*'letter'"):
-        scored(full, free)

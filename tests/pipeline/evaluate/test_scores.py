@@ -1,7 +1,5 @@
 """A benchmark's questions as jobs.generate asks them, and a row of scores for each, whatever became of the answer."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -59,7 +57,7 @@ def by(rule, reasoning=()):
 
 
 def scored(items, *answers, arms=ARMS, rule="letter"):
-    table = score_table(items, arms, pa.Table.from_pylist(list(answers), schema=ANSWER_SCHEMA), by(rule))
+    table = score_table([*items], arms, pa.Table.from_pylist(list(answers), schema=ANSWER_SCHEMA), by(rule))
     assert table.schema == SCORE_SCHEMA
     return table.to_pylist()
 
@@ -87,9 +85,19 @@ def test_a_reply_is_read_by_the_rule():
     assert (other["parsed"], other["right"], other["score"]) == (0, False, 0.0)
 
 
-@pytest.mark.parametrize("reply", ["", "I cannot say.", "E"])
-def test_a_reply_that_names_no_option_is_wrong(reply):
-    assert read_reply(item(), row(reply), by("letter")) == Reply(None, False, 0.0)
+@pytest.mark.parametrize(
+    ("asked", "reply", "rule", "read"),
+    [
+        *(({}, reply, "letter", Reply(None, False, 0.0)) for reply in ("", "I cannot say.", "E")),
+        ({}, "no idea", "egoschema", Reply(None, False, pytest.approx(1 / 3), "drawn")),  # the expectation of a draw
+        ({"answer": None}, "no idea", "egoschema", Reply(None, False, 0.0, "drawn")),
+        ({"answer": None}, "B", "letter", Reply(1, False, 0.0)),
+        ({"options": (), "answer": None}, " A cat. ", "letter", Reply(None, True, 1.0)),  # a free answer, by its text
+        ({"options": (), "answer": None}, "A cat, or a dog.", "letter", Reply(None, False, 0.0)),
+    ],
+)
+def test_a_reply_is_right_by_the_option_that_it_names_or_by_its_text(asked, reply, rule, read):
+    assert read_reply(item(**asked), row(reply), by(rule)) == read
 
 
 @pytest.mark.parametrize(
@@ -112,18 +120,6 @@ def test_what_a_reply_thinks_is_not_read_by_the_protocol_of_lmms_eval_073(reply,
     assert read_reply(item(), row(reply), older) == read_reply(item(), row(reply), replace(newer, reasoning=()))
 
 
-def test_where_the_rule_draws_the_score_is_its_expectation_and_nothing_is_right():
-    assert read_reply(item(), row("no idea"), by("egoschema")) == Reply(None, False, pytest.approx(1 / 3), "drawn")
-    assert read_reply(item(options=("a dog",), answer=0), row("no idea"), by("egoschema")) == Reply(
-        None, False, 1.0, "drawn"
-    )
-    assert read_reply(item(answer=None), row("no idea"), by("egoschema")) == Reply(None, False, 0.0, "drawn")
-
-
-def test_a_question_whose_answer_is_no_option_is_never_right():
-    assert read_reply(item(answer=None), row("B"), by("letter")) == Reply(1, False, 0.0)
-
-
 def test_a_scored_choice_counts_as_it_is():
     """Where texts are scored the answer is one, and a rule could read a letter out of it."""
     answer = row("A kite", choice=2, choice_scores=[-3.0, -2.0, -1.0])
@@ -132,18 +128,11 @@ def test_a_scored_choice_counts_as_it_is():
     assert one["choice_scores"] == [-3.0, -2.0, -1.0] and one["reply"] == "A kite"
 
 
-def test_a_free_answer_is_right_by_its_text():
-    free = item(options=(), answer=None)
-    assert read_reply(free, row(" A cat. "), by("letter")) == Reply(None, True, 1.0)
-    assert read_reply(free, row("A cat, or a dog."), by("letter")) == Reply(None, False, 0.0)
-
-
 def test_cut_and_weakly_read_replies_stand_in_the_scores():
     replies = {"1": ("Based on what I", "length"), "2": ("B", "stop"), "3": ("hm", "stop"), "4": ("x", None)}
     rows = [row(text, question_id=name, finish=finish) for name, (text, finish) in replies.items()]
-    items = [item(name) for name in "1234"]
-    first, second, third, fourth = scored(items, *rows, arms={"none@1": ORIGINAL}, rule="longvideobench")
-    assert [(one["finish"], one["weak"], one["parsed"]) for one in (first, second, third, fourth)] == [
+    made = scored(map(item, "1234"), *rows, arms={"none@1": ORIGINAL}, rule="longvideobench")
+    assert [(one["finish"], one["weak"], one["parsed"]) for one in made] == [
         ("length", "in-word", 1), ("stop", None, 1), ("stop", "drawn", None), (None, "drawn", None)
     ]  # fmt: skip
 
@@ -174,15 +163,6 @@ def test_decode_warnings_reach_the_scores_and_one_line_of_them():
 
 
 VIDEOMME = BENCHMARKS["videomme"].protocol()
-ITEM = Item(
-    question_id="007-2",
-    video_ids=("data/-Ab3.mp4",),
-    question="Which year?",
-    options=("A. 1900.", "B. 1950.", "C. 1980.", "D. 2001."),
-    answer=1,
-    expected="B",
-    cluster="-Ab3",
-)
 OWN = [
     {"question_id": 1, "video_id": "a", "prompt": "What?", "choices": ["x", "y"], "answer": "y", "split": "s"},
     {"question_id": "two", "video_id": ["a", "b"], "prompt": "Why?", "answer": "because"},
@@ -198,10 +178,11 @@ def test_all_questions_are_answered_as_the_protocol_says():
 
 def test_where_a_reply_is_generated_the_prompt_is_the_protocols_whole_text():
     """Nothing is added to it: choices of its own would be put below once more."""
-    table = question_table([ITEM], VIDEOMME, "llava_onevision")
+    asked = item("007-2", ("A. 1900.", "B. 1950."), video_ids=("data/-Ab3.mp4",), expected="B")
+    table = question_table([asked], VIDEOMME, "llava_onevision")
     (row,) = table.to_pylist()
     assert table.schema == QUESTION_SCHEMA
-    assert row["prompt"] == VIDEOMME.text(ITEM, "llava_onevision") and "B. 1950." in row["prompt"]
+    assert row["prompt"] == VIDEOMME.text(asked, "llava_onevision") and "B. 1950." in row["prompt"]
     assert (row["question_id"], row["video_ids"], row["choices"]) == ("007-2", ["data/-Ab3.mp4"], None)
     assert row["target"] == "B" and "target" not in row["decoding"]
     assert json.loads(row["decoding"]) == {
@@ -232,18 +213,11 @@ def test_an_answered_question_is_the_one_that_its_file_held(tmp_path):
         assert {**vars(item), "cluster": None} == {**vars(same), "cluster": None}
     assert (found[0].options, found[0].answer, found[0].splits) == (("x", "y"), 1, {"split": "s"})
     assert (found[1].options, found[1].answer, found[1].video_ids) == ((), None, ("a", "b"))
-
-
-def test_a_split_and_a_cluster_that_the_file_names_are_kept(tmp_path):
-    (row,) = answered(tmp_path / "q.jsonl", {**OWN[0], "split": 3, "cluster": "series", "topic": "x"})
-    item = answered_item(row)
-    assert (item.splits, item.cluster) == ({"split": "3"}, "series")
-
-
-@pytest.mark.parametrize("answer", ["", " ", -1, "-1"])
-def test_an_empty_answer_and_one_that_is_not_published_is_none(tmp_path, answer):
-    (row,) = answered(tmp_path / "q.jsonl", {**OWN[0], "answer": answer})
-    assert answered_item(row) is None
+    (named,) = answered(tmp_path / "q.jsonl", {**OWN[0], "split": 3, "cluster": "series", "topic": "x"})
+    assert (answered_item(named).splits, answered_item(named).cluster) == ({"split": "3"}, "series")
+    for answer in ("", " ", -1, "-1"):  # none, or not published
+        (row,) = answered(tmp_path / "q.jsonl", {**OWN[0], "answer": answer})
+        assert answered_item(row) is None
 
 
 @pytest.mark.parametrize(("answer", "right"), [("y", 1), ("Y", 1), ("B", 1), (1, 1), ("1", 1), (1.0, 1), ("z", None)])

@@ -84,9 +84,8 @@ def test_rel_is_the_mean_ratio_with_each_benchmarks_own_draws():
     rel = relative([one, other], 0)
     assert rel.value == pytest.approx([1, 0.75]) and rel.n_videos == 40
     assert (rel.drawn[:, 0] == 1).all()
-    assert rel.drawn[:, 1] == pytest.approx(
-        (one.drawn[:, 1] / one.drawn[:, 0] + other.drawn[:, 1] / other.drawn[:, 0]) / 2
-    )
+    ratios = [part.drawn[:, 1] / part.drawn[:, 0] for part in (one, other)]
+    assert rel.drawn[:, 1] == pytest.approx(sum(ratios) / 2)
     nothing = relative([estimated(np.stack([np.zeros(12), SCORES[1]]), VIDEO)], 0)
     assert math.isnan(nothing.value[1]) and math.isnan(nothing.difference(1, 0).low)
 
@@ -154,9 +153,8 @@ def test_failed_unparsed_and_kept_are_counted():
 
 def test_cut_and_weakly_read_replies_are_counted_and_older_scores_do_not_say_it():
     rows = score_rows("gstep", 0.25, [1.0, None, 0.0, 0.2, 1.0])
-    for row, finish, weak in zip(
-        rows, ("length", None, "length", "stop", None), (None, None, "in-word", "drawn", None), strict=True
-    ):
+    marks = (("length", None), (None, None), ("length", "in-word"), ("stop", "drawn"), (None, None))
+    for row, (finish, weak) in zip(rows, marks, strict=True):
         row |= {"finish": finish, "weak": weak}
     scores = score_table(rows)
     (tally,) = score_matrix(scores, [GSTEP]).tallies
@@ -167,11 +165,10 @@ def test_cut_and_weakly_read_replies_are_counted_and_older_scores_do_not_say_it(
 
 
 @pytest.mark.parametrize(
-    ("scores", "what"),
-    [([1.0], "no score of question q00001"), ([1.0, 1.0, 0.0], "q00002"), ([1.0, 0.0] * 2, "2 scores")],
+    ("scores", "times", "what"),
+    [([1.0], 1, "no score of question q00001"), ([1.0, 1.0, 0.0], 1, "q00002"), ([1.0, 0.0], 2, "2 scores")],
 )
-def test_scores_of_other_questions_or_twice_are_refused(scores, what):
-    pruned = score_rows("gstep", 0.25, scores)
-    pruned = pruned[:2] * 2 if len(scores) == 4 else pruned
+def test_scores_of_other_questions_or_twice_are_refused(scores, times, what):
+    pruned = [score_rows("gstep", 0.25, scores)] * times
     with pytest.raises(ValueError, match=what):
-        score_matrix(score_table(score_rows("none", 1.0, [1.0, 0.0]), pruned), [ORIGINAL, GSTEP])
+        score_matrix(score_table(score_rows("none", 1.0, [1.0, 0.0]), *pruned), [ORIGINAL, GSTEP])

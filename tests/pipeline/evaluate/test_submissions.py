@@ -34,26 +34,21 @@ def loaded(data):
     return FULL.load(data)
 
 
-def test_every_method_has_a_file_of_the_options_that_its_replies_name(loaded):
-    replies = dict(zip(UIDS[:5], ("(A)", "B", "C.", "D ", "E"), strict=True))
-    made = submissions(loaded.items, replied(FULL, loaded, replies, arms=ARMS).scores)
-    assert list(made) == list(ARMS.values())
-    for submission in made.values():
+def test_every_method_has_a_file_of_the_options_that_its_replies_name_and_of_draws_which_are_the_same_for_all(loaded):
+    def made(replies, arms=ARMS):
+        return submissions(loaded.items, replied(FULL, loaded, replies, arms=arms).scores)
+
+    named = made(dict(zip(UIDS[:5], ("(A)", "B", "C.", "D ", "E"), strict=True)))
+    assert list(named) == list(ARMS.values())
+    for submission in named.values():
         assert submission.choices == {uid: number for number, uid in enumerate(UIDS[:5])} and submission.n_drawn == 0
-
-
-def test_an_option_is_drawn_for_a_reply_that_names_none_the_same_for_every_method_and_run(loaded):
-    replies = dict.fromkeys(UIDS[:5], "")
-    first, again = (submissions(loaded.items, replied(FULL, loaded, replies, arms=ARMS).scores) for _ in range(2))
-    assert first == again and len({json.dumps(one.choices) for one in first.values()}) == 1
-    choices = first[ORIGINAL].choices
+    drawn, again = made(dict.fromkeys(UIDS[:5], "")), made(dict.fromkeys(UIDS[:5], ""))
+    assert drawn == again and len({json.dumps(one.choices) for one in drawn.values()}) == 1
+    choices = drawn[ORIGINAL].choices
     assert set(choices) == set(UIDS[:5]) and set(choices.values()) <= set(range(5)) and len(set(choices.values())) > 1
-    assert first[ORIGINAL].n_drawn == 5
-
-
-def test_a_question_that_failed_is_left_out(loaded):
-    (made,) = submissions(loaded.items, replied(FULL, loaded, {UIDS[0]: "B"}).scores).values()
-    assert made.choices == {UIDS[0]: 1}
+    assert drawn[ORIGINAL].n_drawn == 5
+    (one,) = made({UIDS[0]: "B"}, None).values()  # questions that failed are left out
+    assert one.choices == {UIDS[0]: 1}
 
 
 def evaluated(data: Path, out: Path, benchmark: str = "egoschema") -> tuple[Evaluation, str]:

@@ -27,18 +27,18 @@ def cache(tmp_path):
     return tmp_path / "c"
 
 
-def test_only_the_videos_that_are_asked_about_are_kept(cache):
-    job = request_about(cache, ROWS)
+def test_only_the_videos_that_are_asked_about_are_kept_and_tokens_of_a_prompt_are_foreseen(cache, whole):
+    job, smaller = request_about(cache, ROWS), request_about(cache, ROWS, retention_ratio=0.10)
     assert job.forecast.videos.keys() == {"a", "b"} and len(job.questions) == 3
     assert (job.setup.source.name, job.setup.order, job.setup.prunings[""]) == ("tiny", "index", None)
     assert job.setup.read_ratio is None
-
-
-def test_tokens_of_a_prompt_are_foreseen(cache):
-    job, smaller = request_about(cache, ROWS), request_about(cache, ROWS, retention_ratio=0.10)
     a, b = (job.forecast.videos[name] for name in "ab")
     assert job.forecast.n_visual([a]) == 49 + 1  # a quarter of 196, and the newline row
     assert job.forecast.n_visual([a, b]) == 2 * 50 and smaller.forecast.n_visual([a]) == 19 + 1
+    late_job = request_about(whole, ROWS, {**FULL, **late("gstep"), **late("fastv", K="1")})
+    a = [late_job.forecast.videos["a"]]
+    assert [late_job.forecast.n_visual(a, name) for name in ("none@1", "gstep@0.25")] == [196 + 1, 49 + 1]
+    assert late_job.forecast.n_visual(a, "fastv,K=1@0.25") == 196 + 1  # the model itself drops them
 
 
 def test_the_identity_is_of_what_decides_an_answer(cache):
@@ -89,21 +89,13 @@ def answered(job, pruning):
 
 
 def test_a_grid_says_what_each_of_its_prunings_is(whole):
-    job = request_about(
-        whole, ROWS, {**FULL, **late("gstep", alpha="0.5"), **late("random", seed=3)}, {"protocol": "mine"}
-    )
+    grid = {**FULL, **late("gstep", alpha="0.5"), **late("random", seed=3)}
+    job = request_about(whole, ROWS, grid, {"protocol": "mine"})
     described = job.identity[PRUNINGS]
     assert described["none@1"] is None and described["gstep,alpha=0.5@0.25"]["params"]["alpha"] == 0.5
     assert described["random,seed=3@0.25"]["seed"] == 3 and "seed" not in described["gstep,alpha=0.5@0.25"]
     assert job.identity["protocol"] == "mine" and "pruner" not in job.identity
     assert json.loads(json.dumps(job.identity)) == job.identity
-
-
-def test_tokens_of_a_prompt_are_foreseen_under_each_pruning(whole):
-    job = request_about(whole, ROWS, {**FULL, **late("gstep"), **late("fastv", K="1")})
-    a = [job.forecast.videos["a"]]
-    assert (job.forecast.n_visual(a, "none@1"), job.forecast.n_visual(a, "gstep@0.25")) == (196 + 1, 49 + 1)
-    assert job.forecast.n_visual(a, "fastv,K=1@0.25") == 196 + 1  # the model itself drops them
 
 
 def test_answers_of_a_grid_grow_by_methods_and_ratios(whole):
@@ -115,22 +107,18 @@ def test_answers_of_a_grid_grow_by_methods_and_ratios(whole):
 @pytest.mark.parametrize(
     ("before", "after", "why"),
     [
+        (("random", 0.25), ("random", 0.25, {}, None, 1), r"mine\.seed: the answers have 0, this run 1"),
         (
-            {"mine": PruningSpec("random", 0.25)},
-            {"mine": PruningSpec("random", 0.25, seed=1)},
-            r"prunings\.mine\.seed: the answers have 0, this run 1",
-        ),
-        (
-            {"mine": PruningSpec("gstep", 0.25, {"alpha": "0.5"})},
-            {"mine": PruningSpec("gstep", 0.25, {"alpha": "0.3"})},
-            r"prunings\.mine\.params\.alpha: the answers have 0\.5, this run 0\.3",
+            ("gstep", 0.25, {"alpha": "0.5"}),
+            ("gstep", 0.25, {"alpha": "0.3"}),
+            r"mine\.params\.alpha: the answers have 0\.5, this run 0\.3",
         ),
     ],
 )
 def test_a_pruning_that_means_something_else_under_its_name_is_refused(whole, before, after, why):
-    answered(request_about(whole, ROWS, {**FULL, **before}), "none@1")
-    with pytest.raises(IdentityMismatch, match=why):
-        request_about(whole, ROWS, {**FULL, **after})
+    answered(request_about(whole, ROWS, {**FULL, "mine": PruningSpec(*before)}), "none@1")
+    with pytest.raises(IdentityMismatch, match=rf"prunings\.{why}"):
+        request_about(whole, ROWS, {**FULL, "mine": PruningSpec(*after)})
     request_about(whole, ROWS, late("uniform"))  # whose answers are not touched by it
 
 
@@ -143,43 +131,31 @@ def test_what_a_grid_shares_binds_it_as_ever(whole):
     ):
         with pytest.raises(IdentityMismatch, match=why):
             request_about(whole, ROWS, {**FULL, **late("gstep")}, about, **options)
-
-
-def test_answers_of_a_grid_and_those_of_one_pruning_do_not_mix(whole):
-    answered(request_about(whole, ROWS, FULL), "none@1")
     with pytest.raises(IdentityMismatch, match="prunings: the answers have"):
-        request_about(whole, ROWS)
-
-
-def identity_on(job, cache_identity):
-    """The identity that the answers of a job have where its cache has this one."""
-    policy = make_prompt_builder(job.setup.source, job.options).policy
-    return identify_answers(job.setup, cache_identity, policy)
+        request_about(whole, ROWS)  # of one pruning
 
 
 def test_evidence_beside_the_tokens_is_no_difference_to_a_grid(whole):
     """It changes no token: a cache that holds more serves the answers that are there."""
-    plain = request_about(whole, ROWS, {**FULL, **late("gstep")})
+
+    def identity_on(job, cache_identity):
+        policy = make_prompt_builder(job.setup.source, job.options).policy
+        return identify_answers(job.setup, cache_identity, policy)
+
+    plain, alone = request_about(whole, ROWS, {**FULL, **late("gstep")}), request_about(whole, ROWS)
     stored = plain.identity["cache"]
-    held = {
-        **stored,
-        "evidence": {"token_attention": "last_layer"},
-        "model": {**stored["model"], "pooling_head": "hub:siglip@1"},
-        "dtype": {**stored["dtype"], "evidence": "bfloat16"},
-    }
-    assert identity_on(plain, held) == plain.identity
-    alone = request_about(whole, ROWS)
-    assert identity_on(alone, held) != alone.identity  # where there is but one, the cache is taken as it is
-    other = {**held, "dtype": {"stored": "float16"}}
-    assert identity_on(plain, other) != plain.identity
+    more = {"evidence": {"token_attention": "last_layer"}, "dtype": {**stored["dtype"], "evidence": "bfloat16"}}
+    richer = {**stored, **more, "model": {**stored["model"], "pooling_head": "hub:siglip@1"}}
+    assert identity_on(plain, richer) == plain.identity
+    assert identity_on(alone, richer) != alone.identity  # where there is but one, the cache is taken as it is
+    assert identity_on(plain, {**richer, "dtype": {"stored": "float16"}}) != plain.identity
 
 
 def test_a_method_that_looks_through_the_pooling_head_says_whose(tmp_path):
     head = family_of(ModelSource.resolve("tiny")).text_tower("tiny").head.identity
     tiny_cache_with_embeddings(tmp_path / "c", head=head)
-    described = request_about(tmp_path / "c", ROWS, {**late("cdpruner", siglip="tiny"), **late("gstep")}).identity[
-        PRUNINGS
-    ]
+    grid = {**late("cdpruner", siglip="tiny"), **late("gstep")}
+    described = request_about(tmp_path / "c", ROWS, grid).identity[PRUNINGS]
     assert described["cdpruner@0.25"]["pooling_head"] == head and "pooling_head" not in described["gstep@0.25"]
 
 

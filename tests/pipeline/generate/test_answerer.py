@@ -91,12 +91,10 @@ def test_a_long_question_neither_joins_short_ones_nor_makes_their_batches_small(
     rows = [{"question_id": i, "video_id": "ab"[i % 2], "prompt": PROMPTS[i % 5]} for i in range(18)]
     for i in (3, 12):
         rows[i]["prompt"] = "why is it " * 4000
-    asked = questions(tmp_path, rows)
-    answers = by_id(Answerer(setup_of(cache)).answer(asked))
+    decoding = AnswerMode(Decoding(max_new_tokens=1))
+    answers = by_id(Answerer(setup_of(cache)).answer(questions(tmp_path, rows, decoding)))
     assert {i: answers[str(i)]["batch_size"] for i in range(18)} == {i: 1 if i in (3, 12) else 8 for i in range(18)}
     assert min(answers["3"]["n_prompt_tokens"], answers["12"]["n_prompt_tokens"]) > 10_000
-    alone = by_id(Answerer(setup_of(cache, batch_size=1)).answer(asked))
-    assert {i: row["answer"] for i, row in answers.items()} == {i: row["answer"] for i, row in alone.items()}
 
 
 def test_a_batch_of_ragged_prompts_says_what_each_alone_does(cache, tmp_path):
@@ -141,23 +139,23 @@ def test_choices_by_letter_and_by_text(cache, tmp_path):
     assert answers["generate"]["n_new_tokens"] > 0 and answers["generate"].get("choice_scores") is None
 
 
-def engine_of() -> TransformersEngine:
-    """The real engine, of which a test may replace what is to fail."""
-    return TransformersEngine(llm("tiny"), choose_runtime("cpu", "float32"))
+@pytest.fixture
+def failing(cache):
+    """Makes an actor whose engine, the real one, fails as told, and the sizes of the batches that it is given."""
 
+    def make(failure, **options):
+        engine, sizes = TransformersEngine(llm("tiny"), choose_runtime("cpu", "float32")), []
+        answers = engine.generate
 
-def failing_engine(failure):
-    """An engine that fails as told, and the sizes of the batches that it is given."""
-    engine, sizes = engine_of(), []
-    answers = engine.generate
+        def generate(prompts, decodings, **more):
+            sizes.append(len(prompts))
+            failure(prompts)
+            return answers(prompts, decodings, **more)
 
-    def generate(prompts, decodings, **more):
-        sizes.append(len(prompts))
-        failure(prompts)
-        return answers(prompts, decodings, **more)
+        engine.generate = generate
+        return Watched(setup_of(cache, **options), engine=engine), sizes
 
-    engine.generate = generate
-    return engine, sizes
+    return make
 
 
 def too_many(fitting, error=None):
@@ -183,13 +181,12 @@ class Watched(Answerer):
 
 @pytest.mark.parametrize("fitting", [1, 2])
 def test_answers_are_handed_over_while_others_are_asked_in_the_same_parts_whatever_batches_are_made(
-    cache, tmp_path, fitting
+    failing, tmp_path, fitting
 ):
     """So many questions fit the memory at once; the second question is one that no model is asked."""
     asked = open_questions(tmp_path, 5)
     asked[1] |= {"video_ids": ["gone"]}
-    engine, _ = failing_engine(too_many(fitting))
-    actor = Watched(setup_of(cache, batch_size=2), engine=engine)
+    actor, _ = failing(too_many(fitting), batch_size=2)
     parts = actor(pack_blocks([asked])[0])
     first = unpack_answers(next(parts))
     assert actor.answered < 5
@@ -197,17 +194,6 @@ def test_answers_are_handed_over_while_others_are_asked_in_the_same_parts_whatev
     assert [part["question_id"].to_pylist() for part in rows] == [["0", "1"], ["2", "3"], ["4"]]
     assert {part.schema for part in rows} == {ANSWERED_SCHEMA}
     assert first["status"].to_pylist() == ["ok", "failed"] and first["answer"].to_pylist()[0]
-
-
-@pytest.fixture
-def failing(cache):
-    """An actor whose engine fails as told, and the sizes of the batches that it is given."""
-
-    def make(failure):
-        engine, sizes = failing_engine(failure)
-        return Answerer(setup_of(cache), engine=engine), sizes
-
-    return make
 
 
 @pytest.mark.parametrize(
@@ -220,6 +206,13 @@ def test_a_batch_that_does_not_fit_is_halved_and_so_are_the_next(failing, tmp_pa
     rows = list(actor.answer(open_questions(tmp_path, 14)))
     assert [row["status"] for row in rows] == ["ok"] * 14
     assert sizes == [8, 4, 2, 2, 4, 2, 2, 2, 2, 2]
+
+
+def test_memory_that_runs_out_while_pruning_for_a_question_is_named_so(failing, tmp_path):
+    actor, _ = failing(too_many(8), prunings={"": LatePruning(CDPruner(), 0.25)})
+    actor._engine.embedding = too_many(0)
+    (row,) = actor.answer(open_questions(tmp_path, 1))
+    assert (row["error_class"], row["retryable"]) == ("out-of-memory", True)
 
 
 def test_larger_batches_are_tried_again_after_a_while():
@@ -237,47 +230,25 @@ def test_larger_batches_are_tried_again_after_a_while():
 
 
 def test_a_question_that_never_fits_is_out_of_memory_and_costs_no_other(failing, tmp_path):
-    def make_length_fault(prompts):
+    def fail_long(prompts):
         if max(map(len, prompts)) >= 200:
             raise torch.OutOfMemoryError("out of memory")
 
-    actor, sizes = failing(make_length_fault)
+    actor, sizes = failing(fail_long)
     asked = open_questions(tmp_path, 12)
     asked[3]["prompt"] *= 100
     rows = by_id(actor.answer(asked))
-    assert {name: row.get("error_class") for name, row in rows.items() if row["status"] != "ok"} == {
-        "3": "out-of-memory"
-    }
+    assert {name: row["error_class"] for name, row in rows.items() if row["status"] != "ok"} == {"3": "out-of-memory"}
     assert rows["3"]["retryable"] and len(rows) == 12
     assert sizes == [8, 4, 2, 2, 1, 1, 4, 4]  # the next batch is as large as what fitted
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("out of memory"),
-        MemoryError("out of memory"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-    ],
-    ids=["torch", "host", "cudnn"],
-)
-def test_memory_that_runs_out_while_pruning_for_a_question_is_named_so(cache, tmp_path, error):
-    def too_large(*_):
-        raise error
-
-    engine = engine_of()
-    engine.embedding = too_large
-    actor = Answerer(setup_of(cache, prunings={"": LatePruning(CDPruner(), 0.25)}), engine=engine)
-    (row,) = actor.answer(open_questions(tmp_path, 1))
-    assert (row["error_class"], row["retryable"]) == ("out-of-memory", True)
-
-
 def test_a_bug_that_one_question_meets_costs_no_other(failing, tmp_path):
-    def sevens(prompts):
-        if any("seven" in text for text in map(decoded, prompts)):
+    def fail_seven(prompts):
+        if any("seven" in llm("tiny").tokenizer.decode(prompt.input_ids) for prompt in prompts):
             raise RuntimeError("cannot count")
 
-    actor, sizes = failing(sevens)
+    actor, sizes = failing(fail_seven)
     asked = open_questions(tmp_path, 8)
     asked[5]["prompt"] = "seven"
     rows = by_id(actor.answer(asked))
@@ -298,10 +269,6 @@ def test_a_poisoned_gpu_ends_the_actor_so_that_ray_starts_another(failing, tmp_p
     with pytest.raises(SystemExit, match="70"):
         list(actor.answer(open_questions(tmp_path, 4)))
     assert sizes == [4]
-
-
-def decoded(prompt) -> str:
-    return llm("tiny").tokenizer.decode(prompt.input_ids)
 
 
 @pytest.fixture
@@ -380,35 +347,30 @@ def test_an_answer_tells_the_decode_warnings_of_its_videos(cache, tmp_path):
     assert "2 answers are about videos that were decoded with warnings (c + a + c, c): their frames" in said
 
 
-def under(questions):
-    return [(question["question_id"], question.get("pruning")) for question in questions]
-
-
-def ids(blocks):
-    return [[r["question_id"] for r in block] for block in blocks]
-
-
 def test_questions_on_a_video_stay_together_unless_they_are_many():
+    def ids(most):
+        return [[row["question_id"] for row in block] for block in group_by_videos(rows, most)]
+
     rows = [{"question_id": i, "video_ids": [v]} for i, v in enumerate("abcabcabaa")]
-    assert ids(group_by_videos(rows, 4)) == [[0, 3, 6, 8], [9, 1, 4, 7], [2, 5]]
-    assert ids(group_by_videos(rows, 5)) == [[0, 3, 6, 8, 9], [1, 4, 7, 2, 5]]
-    assert ids(group_by_videos(rows, 100)) == [[0, 3, 6, 8, 9, 1, 4, 7, 2, 5]]
-    assert sorted(i for (i,) in ids(group_by_videos(rows, 1))) == list(range(10))
+    assert ids(4) == [[0, 3, 6, 8], [9, 1, 4, 7], [2, 5]]
+    assert ids(5) == [[0, 3, 6, 8, 9], [1, 4, 7, 2, 5]]
+    assert ids(100) == [[0, 3, 6, 8, 9, 1, 4, 7, 2, 5]]
+    assert sorted(i for (i,) in ids(1)) == list(range(10))
     assert group_by_videos([], 4) == []
 
 
 def test_of_the_questions_on_a_video_those_under_one_pruning_stand_together():
     """Whoever answers them shares what goes before the question: the tokens that the pruning keeps."""
-    rows = [
-        {"question_id": f"{video}{i}", "video_ids": [video], "pruning": pruning}
-        for video in "ba"
-        for i in range(2)
-        for pruning in ("z", "y")
-    ]
+
+    def under(most):
+        return [[(row["question_id"], row["pruning"]) for row in block] for block in group_by_videos(rows, most)]
+
+    every = [(video, f"{video}{i}", pruning) for video in "ba" for i in range(2) for pruning in "zy"]
+    rows = [{"question_id": name, "video_ids": [video], "pruning": pruning} for video, name, pruning in every]
     both = [("a0", "z"), ("a1", "z"), ("a0", "y"), ("a1", "y"), ("b0", "z"), ("b1", "z"), ("b0", "y"), ("b1", "y")]
-    assert [under(block) for block in group_by_videos(rows, 100)] == [both]
-    assert [under(block) for block in group_by_videos(rows, 4)] == [both[:4], both[4:]]
-    assert [under(block) for block in group_by_videos(rows, 2)] == [both[i : i + 2] for i in range(0, 8, 2)]
+    assert under(100) == [both]
+    assert under(4) == [both[:4], both[4:]]
+    assert under(2) == [both[i : i + 2] for i in range(0, 8, 2)]
 
 
 @pytest.mark.parametrize("cpus", [1, 2, 64])
@@ -424,13 +386,9 @@ def test_all_models_fit_a_cluster_at_once(cpus, gpus, n_questions, workers):
     assert plan.answer.workers * plan.questions_per_block <= max(n_questions, 8 * plan.answer.workers)
 
 
-@pytest.mark.parametrize(("batch_size", "per_shard", "block"), [(128, 64, 128), (48, 64, 48), (8, 20, 16), (1, 3, 3)])
-def test_a_block_is_whole_batches(batch_size, per_shard, block):
-    config = GenerateConfig(questions="q.jsonl", batch_size=batch_size, questions_per_shard=per_shard)
-    assert plan_answers(8, 2, 10**4, config).questions_per_block == block
-
-
-def test_every_gpu_gets_a_model():
-    config = GenerateConfig(questions="q.jsonl")
-    assert plan_answers(64, 8, 10**4, config).answer.workers == 8
-    assert plan_answers(64, 0, 10**4, config).answer.workers == 1
+def test_every_gpu_gets_a_model_and_a_block_is_whole_batches():
+    for gpus, workers in ((8, 8), (0, 1)):
+        assert plan_answers(64, gpus, 10**4, GenerateConfig(questions="q.jsonl")).answer.workers == workers
+    for batch_size, per_shard, block in ((128, 64, 128), (48, 64, 48), (8, 20, 16), (1, 3, 3)):
+        config = GenerateConfig(questions="q.jsonl", batch_size=batch_size, questions_per_shard=per_shard)
+        assert plan_answers(8, 2, 10**4, config).questions_per_block == block

@@ -55,13 +55,19 @@ def test_lines_are_strict_json_also_where_a_choice_is_impossible(store):
     assert json.loads(path.read_text(), parse_constant=pytest.fail)["choice_scores"] == [None, -1.0]
 
 
-def test_the_live_row_is_ok_before_failed_then_the_last_attempt(store):
-    commit_answers(store, "run1", 0, [row("1", answer="good"), row("2", "failed"), row("3", answer="first")])
-    commit_answers(store, "run2", 0, [row("1", "failed", 2), row("2", "failed", 2), row("3", "ok", 2, answer="last")])
+def test_the_live_row_is_ok_before_failed_then_the_last_attempt_under_every_pruning_and_without_one(store):
+    first = [row("1", answer="good"), row("2", "failed"), row("3", answer="first")]
+    first += [row("1", pruning="a@0.1", answer="a"), row("1", "failed", pruning="b@0.1")]
+    second = [row("1", "failed", 2), row("2", "failed", 2), row("3", "ok", 2, answer="last")]
+    second += [row("1", "failed", 2, pruning="a@0.1"), row("1", "ok", 2, pruning="b@0.1", answer="b")]
+    commit_answers(store, "run1", 0, first)
+    commit_answers(store, "run2", 0, second)
     rows = read_answers(str(store)).to_pylist()
-    assert [(r["question_id"], r["status"], r["attempts"], r["answer"]) for r in rows] == [
-        ("1", "ok", 1, "good"), ("2", "failed", 2, None), ("3", "ok", 2, "last")
-    ]  # fmt: skip
+    assert {(r["question_id"], r["pruning"], r["status"], r["attempts"], r["answer"]) for r in rows} == {
+        ("1", None, "ok", 1, "good"), ("2", None, "failed", 2, None), ("3", None, "ok", 2, "last"),
+        ("1", "a@0.1", "ok", 1, "a"), ("1", "b@0.1", "ok", 2, "b"),
+    }  # fmt: skip
+    assert len(rows) == 5
 
 
 @pytest.mark.parametrize("form", ["parquet", "jsonl"])
@@ -76,26 +82,17 @@ def test_a_flipped_bit_is_seen(store, form):
 
 
 def test_a_folder_without_answers_is_said_to_be_none(tmp_path):
-    with pytest.raises(NotAnswers, match=r"no answers\.json"):
-        read_answers(tmp_path)
+    version = '{"schema_version": %d}'
     for text, message in (
+        (None, r"no answers\.json"),
         ("{", "not JSON"),
-        ('{"schema_version": 9}', "version 9"),
-        ('{"schema_version": 2}', "identity"),
+        (version % 9, "version 9"),
+        (version % 2, "id"),
     ):
-        (tmp_path / "answers.json").write_text(text)
+        if text is not None:
+            (tmp_path / "answers.json").write_text(text)
         with pytest.raises(NotAnswers, match=message):
             read_answers(tmp_path)
-
-
-def test_a_question_has_a_live_row_under_every_pruning_and_without_one(store):
-    first = [row("1", pruning="a@0.1", answer="a"), row("1", "failed", pruning="b@0.1"), row("1", answer="bare")]
-    again = [row("1", "failed", 2, pruning="a@0.1"), row("1", "ok", 2, pruning="b@0.1", answer="b")]
-    commit_answers(store, "run1", 0, first)
-    commit_answers(store, "run2", 0, again)
-    rows = read_answers(str(store)).to_pylist()
-    assert {(r["pruning"], r["answer"]) for r in rows} == {("a@0.1", "a"), ("b@0.1", "b"), (None, "bare")}
-    assert len(rows) == 3
 
 
 def test_many_files_are_merged_and_every_answer_stays(store):

@@ -85,6 +85,10 @@ def test_the_times_differ_and_the_true_ones_are_the_default(cache):
     assert text(asked(cache).prompt) == text(asked(cache, frame_times="true").prompt)
     assert times(asked(cache).prompt) == [0.2, 1.0, 2.2]
     assert times(asked(cache, frame_times="stock").prompt) == [0.3, 1.4, 2.2]
+    assert isinstance(asked(cache, "lacking"), PreparedQuestion)
+    row = asked(cache, "lacking", frame_times="stock")
+    assert row["error_class"] == "bad-prompt"
+    assert "prune the video again, or use --frame-times true" in row["error_message"]
 
 
 def test_a_clip_has_stock_times_from_the_start_of_its_file(cache):
@@ -95,13 +99,6 @@ def test_a_clip_has_stock_times_from_the_start_of_its_file(cache):
     prompt = asked(cache, "late", frame_times="stock").prompt
     assert text(prompt) == stock_prompt(metadata, row["model_extra"]["video_grid_thw"])
     assert times(prompt)[0] == 1.6 and times(asked(cache, "late").prompt)[0] == 0.2
-
-
-def test_a_row_that_lacks_its_frame_rate_says_what_to_do(cache):
-    assert isinstance(asked(cache, "lacking"), PreparedQuestion)
-    row = asked(cache, "lacking", frame_times="stock")
-    assert row["error_class"] == "bad-prompt"
-    assert "prune the video again, or use --frame-times true" in row["error_message"]
 
 
 def test_answers_are_of_their_times_where_the_model_reads_any(cache, tmp_path):

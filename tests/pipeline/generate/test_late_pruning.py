@@ -22,6 +22,7 @@ from tests.pipeline.asking import request_about, tiny_cache
 from tests.pipeline.evidence import tiny_cache_with_embeddings
 
 T, N, D = 5, 20, 16
+ATTENTION = (("token_attention", "token_attention"),)
 
 
 def whole_video() -> Visual:
@@ -124,7 +125,7 @@ def path(kind: type[Pruner]) -> str:
 
 def test_evidence_has_the_shape_of_the_video_and_no_embedding_is_made():
     visual = whole_video()
-    late = LatePruning(Attended(), 0.1, evidence=(("token_attention", "token_attention"),))
+    late = LatePruning(Attended(), 0.1, evidence=ATTENTION)
     chosen = chosen_by(late, visual)
     best = visual.evidence["token_attention"].argsort(descending=True)[:10].sort().values
     assert torch.equal(chosen.index, best) and torch.equal(chosen.tokens, visual.tokens[best])
@@ -136,7 +137,7 @@ def test_evidence_has_the_shape_of_the_video_and_no_embedding_is_made():
 
 def test_merged_tokens_come_in_the_methods_own_order():
     visual = whole_video()
-    chosen = chosen_by(LatePruning(Turned(), 0.1, evidence=(("token_attention", "token_attention"),)), visual)
+    chosen = chosen_by(LatePruning(Turned(), 0.1, evidence=ATTENTION), visual)
     best = visual.evidence["token_attention"].argsort(descending=True)[:10]
     assert torch.equal(chosen.index, best) and chosen.tokens.dtype == torch.bfloat16
     assert torch.equal(chosen.tokens, (visual.tokens[best].float() + 1).bfloat16())
@@ -171,18 +172,16 @@ def test_what_a_method_needs_is_found_by_what_it_declares(request_for, tmp_path)
     assert job.setup.prunings[""].inside == (Deep(), 0.1) and job.setup.prunings[""].evidence == ()
     assert job.identity["pruner"]["method"] == path(Deep) and job.identity["pruner"]["params"] == {"layer": 1}
     assert job.identity["pruner"]["declares"] == {"nested": False, "merges": False, "exact": True, "reorders": False}
-    with pytest.raises(UsageError, match=r"attended with layer=2 prunes before layer 2; this model has 2 layers"):
-        request_for(path(Deep), "layer=2")
-    with pytest.raises(UsageError, match=r"layer must be an integer; got 'deep'"):
-        request_for(path(Deep), "layer=deep")
-    with pytest.raises(UsageError, match=r"Attended needs token_attention on llava.*--evidence .*Attended$"):
-        request_for(path(Attended))
-    with pytest.raises(UsageError, match=r"Unsourced needs token_attention .*does not say where in an encoder"):
-        request_for(path(Unsourced))
-    with pytest.raises(UsageError, match=r"Matching needs image_embedding .*--evidence .*Matching --siglip MODEL"):
-        request_for(path(Matching))
-    with pytest.raises(UsageError, match=r"--siglip: no method that is asked takes anything from a SigLIP checkpoint"):
-        request_for(path(Deep), siglip="tiny")
+    for kind, params, options, why in (
+        (Deep, ["layer=2"], {}, r"attended with layer=2 prunes before layer 2; this model has 2 layers"),
+        (Deep, ["layer=deep"], {}, r"layer must be an integer; got 'deep'"),
+        (Attended, [], {}, r"Attended needs token_attention on llava.*--evidence .*Attended$"),
+        (Unsourced, [], {}, r"Unsourced needs token_attention .*does not say where in an encoder"),
+        (Matching, [], {}, r"Matching needs image_embedding .*--evidence .*Matching --siglip MODEL"),
+        (Deep, [], {"siglip": "tiny"}, r"--siglip: no method that is asked takes anything from a SigLIP checkpoint"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            request_for(path(kind), *params, **options)
 
 
 def test_a_text_tower_goes_with_any_method_that_matches_patches(request_for, tmp_path):
@@ -213,7 +212,7 @@ class Patches(Matching):
 
 
 def test_a_worker_without_the_methods_module_says_so(monkeypatch):
-    late = LatePruning(Attended(), 0.1, evidence=(("token_attention", "token_attention"),))
+    late = LatePruning(Attended(), 0.1, evidence=ATTENTION)
     data = pickle.dumps(late)
     assert pickle.loads(data) == late  # noqa: S301 - our own
     monkeypatch.setitem(sys.modules, __name__, None)

@@ -66,9 +66,6 @@ def test_pruned_tokens_are_those_rows_of_the_whole(name, tmp_path):
     assert torch.equal(pruned.tokens, whole.tokens[pruned.index])
     for ours, level in zip(pruned.deepstack, whole.deepstack, strict=True):
         assert torch.equal(ours, level[pruned.index])
-    prompt = prompt_builder(source).build("What is happening in this video?", [pruned])
-    (answer,) = llm(name).generate([prompt], [Decoding(max_new_tokens=4)])
-    assert answer.token_ids
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Cached videos for prompts: pruned when asked they are what a cache pruned by the method would give; few are held."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,14 +139,11 @@ def test_a_video_is_read_once_and_selected_from_once_a_method(made, whole):
     assert videos.get("v", None).visual.tokens.shape[0] == first[0].visual.n_frames * first[0].visual.tokens_per_frame
 
 
-def test_seeds_and_parameters_are_selections_of_their_own(made, whole):
-    videos = VideoMemory(whole)
-    one, other = (videos.get("v", made.late(whole, "random", 0.1, seed)).visual for seed in (0, 1))
-    assert not torch.equal(one.index, other.index)
-    assert (
-        made.late(whole, "random", 0.1, 1).describe()["seed"] == 1
-        and "seed" not in made.late(whole, "gstep", 0.1).describe()
-    )
+def test_seeds_are_selections_of_their_own(made, whole):
+    videos, lates = VideoMemory(whole), [made.late(whole, "random", 0.1, seed) for seed in (0, 1)]
+    first, second = (videos.get("v", late).visual for late in lates)
+    assert not torch.equal(first.index, second.index)
+    assert lates[1].describe()["seed"] == 1 and "seed" not in made.late(whole, "gstep", 0.1).describe()
 
 
 def test_a_cache_of_version_1_whose_evidence_has_bare_names_serves_too():
@@ -163,15 +158,23 @@ def test_a_cache_of_version_1_whose_evidence_has_bare_names_serves_too():
     assert dict(late.evidence) == {"token_attention": "token_attention", "token_key": "token_key"}
 
 
-def test_what_was_not_used_for_longest_goes_first():
-    held: LruCache[str, int] = LruCache(10, lambda value: value)
+def test_what_was_not_used_for_longest_goes_first(tmp_path):
+    memory: LruCache[str, int] = LruCache(10, lambda value: value)
     for name, size in (("a", 4), ("b", 4)):
-        held.put(name, size)
-    assert held.get("a") == 4
-    held.put("c", 4)
-    assert (held.get("a"), held.get("b"), held.get("c")) == (4, None, 4)
-    held.put("large", 99)
-    assert held.get("large") == 99 and held.get("a") is None  # the very last one stays whatever it takes
+        memory.put(name, size)
+    assert memory.get("a") == 4
+    memory.put("c", 4)
+    assert (memory.get("a"), memory.get("b"), memory.get("c")) == (4, None, 4)
+    memory.put("large", 99)
+    assert memory.get("large") == 99 and memory.get("a") is None  # the very last one stays whatever it takes
+    cache = tiny_cache(tmp_path / "c", ("a", "b"))
+    opened = TokenCache(str(cache), store=cache)
+    videos = VideoMemory(opened, max_bytes=count_bytes(opened.get("a").visual))
+    a, ratio, seconds, warnings = videos.get("a")
+    assert (ratio, warnings) == (0.25, 0) and seconds > 0
+    assert videos.get("a")[0] is a and videos.get("a")[2] == 0
+    videos.get("b")
+    assert videos.get("a")[0] is not a  # it had to go
 
 
 def test_a_pruning_may_have_positions_of_its_own(tmp_path):
@@ -213,21 +216,3 @@ def test_a_thought_is_closed_in_the_prompt_and_in_the_identity_of_the_answers(tm
     assert told and not told_too
     assert plain.endswith("<think>\n") and closed == f"{plain}\n</think>\n\n"
     assert identity == {**before, "prompt": {**before["prompt"], "thought": "closed"}} and "thought" not in before
-
-
-def test_a_video_is_read_once_and_few_are_held(tmp_path):
-    cache = tiny_cache(tmp_path / "c", ("a", "b", "c"))
-    opened = TokenCache(str(cache), store=cache)
-    size = count_bytes(opened.get("a").visual)
-    held = VideoMemory(opened, max_bytes=2 * size)
-    a, ratio, seconds, warnings = held.get("a")
-    assert (ratio, warnings) == (0.25, 0) and seconds > 0
-    assert held.get("a")[0] is a and held.get("a")[2] == 0
-    held.get("b")
-    assert held.get("a")[0] is a  # both fit
-    held.get("c")
-    assert held.get("a")[0] is a and held.get("b")[2] > 0  # the one that was not asked for longest had to go
-    small = VideoMemory(opened, max_bytes=size)
-    first = small.get("a")[0]
-    small.get("b")
-    assert small.get("a")[0] is not first  # it had to go

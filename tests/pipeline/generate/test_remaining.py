@@ -8,7 +8,6 @@ from pipeline.errors import QuestionFault, QuestionsChanged
 from pipeline.generate.answers import (
     AnswersTable,
     commit_answers,
-    describe_change,
     format_answered,
     refuse_changed_questions,
     select_remaining_questions,
@@ -68,11 +67,8 @@ def answered(job_of):
     return AnswersTable(store).live()
 
 
-def test_what_has_a_row_is_not_asked_again(job_of, answered):
+def test_what_has_a_row_is_not_asked_again_and_failed_questions_on_request_within_their_attempts(job_of, answered):
     assert [(r["question_id"], r["attempts"]) for r in unanswered(job_of())] == [("new", 1)]
-
-
-def test_failed_questions_are_asked_again_on_request_within_their_attempts(job_of, answered):
     todo = unanswered(job_of(retry_failed=True, max_attempts=2))
     # The video of "since" is in the cache by now, whatever was tried before.
     assert [(r["question_id"], r["attempts"]) for r in todo] == [("bad", 2), ("since", 3), ("new", 1)]
@@ -100,6 +96,7 @@ def test_what_is_not_asked_again_is_said_with_the_way_to_ask_it(job_of, answered
     ("change", "shown"),
     [
         ({"prompt": "q"}, "ok: prompt was 'p', is 'q'"),
+        ({"prompt": "q" * 200}, f"ok: prompt was 'p', is '{'q' * 96}...\n"),
         ({"video_id": "b"}, "ok: video_ids was ['a'], is ['b']"),
         ({"choices": ["x", "y"]}, "ok: choices was None, is ['x', 'y']"),
         ({"max_new_tokens": 3}, "ok: decoding was"),
@@ -109,6 +106,15 @@ def test_an_answered_question_that_changed_is_refused(job_of, answered, change, 
     with pytest.raises(QuestionsChanged) as error:
         unanswered(job_of([{**ROWS[0], **change}, *ROWS[1:]]))
     assert "1 questions with an answer" in str(error.value) and shown in str(error.value)
+    # A corrected answer, and what is carried along, ask nothing else.
+    assert unanswered(job_of([{**ROWS[0], "answer": "no", "topic": "x"}])) == []
+
+
+def test_questions_that_changed_are_named_up_to_five(job_of):
+    store = job_of().store
+    refuse_changed_questions([], store)
+    with pytest.raises(QuestionsChanged, match=r"(?s)^7 questions with .*\n  4: prompt[^5]*name another --out"):
+        refuse_changed_questions([f"{i}: prompt was 'p', is 'q'" for i in range(7)], store)
 
 
 def test_a_corrected_question_that_failed_may_be_asked_again(job_of, answered):
@@ -136,24 +142,6 @@ def test_a_question_on_a_removed_video_costs_no_other_one(job_of, tmp_path):
     assert "'a' was removed from the cache" in row["error_message"] and row["error_message"].endswith(": asked for")
 
 
-def test_a_question_that_is_the_same_has_no_difference(job_of):
-    question = job_of().questions.to_pylist()[0]
-    answer = {**question, "status": "ok", "answer": "yes", "target": "no", "topic": "x", "pruning": "none@1"}
-    assert describe_change(question, answer) is None  # a corrected answer, and what is carried along, ask nothing else
-    assert describe_change({**question, "prompt": "q" * 200}, answer).startswith("ok: prompt was 'p', is 'qqq")
-    assert len(describe_change({**question, "prompt": "q" * 200}, answer)) < 150
-
-
-def test_questions_that_changed_are_named_up_to_five(job_of):
-    store = job_of().store
-    refuse_changed_questions([], store)
-    with pytest.raises(QuestionsChanged) as error:
-        refuse_changed_questions([f"{i}: prompt was 'p', is 'q'" for i in range(7)], store)
-    said = str(error.value)
-    assert said.startswith(f"7 questions with an answer in {store}") and "name another --out" in said
-    assert "\n  4: prompt" in said and "5: prompt" not in said
-
-
 GRID = {
     "none@1": None,
     "gstep@0.25": PruningSpec("gstep", 0.25),
@@ -176,9 +164,8 @@ def under(questions):
     return [(question["question_id"], question.get("pruning")) for question in questions]
 
 
-@pytest.fixture
-def grid_answers(grid_job):
-    """The first of ROWS answered without pruning, and failed under gstep; the second one has a row of another grid."""
+def test_every_question_is_left_under_each_pruning_that_it_has_no_row_of(grid_job):
+    """The first is answered without pruning, and failed under gstep; the second one has a row of another grid."""
     job = grid_job()
     first, second = job.questions.to_pylist()
     rows = [{**first, "pruning": "none@1", "status": "ok", "attempts": 1}]
@@ -186,24 +173,16 @@ def grid_answers(grid_job):
     rows.append({**second, "pruning": "uniform@0.5", "status": "ok", "attempts": 1})
     write_answers_header(job.store, job.identity)
     commit_answers(job.store, "run", 0, rows)
-    return AnswersTable(job.store).live()
-
-
-def test_every_question_is_left_under_each_pruning_that_it_has_no_row_of(grid_job, grid_answers):
+    job = grid_job()
     left = [("ok", "fastv,K=1@0.1"), *(("bad", pruning) for pruning in GRID)]
-    assert under(unanswered(grid_job())) == left
+    assert under(unanswered(job)) == left
+    assert under(select_live_of(job).to_pylist()) == [("ok", "gstep@0.25"), ("ok", "none@1")]
+    lines = format_answered(select_live_of(job), job.n_questions, unanswered(job), job.options)
+    assert lines == [
+        "2 of 6 questions have their answers already, 1 of them as errors (--retry-failed asks them again)"
+    ]
     again = unanswered(grid_job(retry_failed=True))
     assert under(again) == [("ok", "gstep@0.25"), *left] and [row["attempts"] for row in again] == [2, 1, 1, 1, 1]
-
-
-def test_rows_under_other_prunings_are_not_counted(grid_job, grid_answers):
-    job = grid_job()
-    assert under(select_live_of(job).to_pylist()) == [("ok", "gstep@0.25"), ("ok", "none@1")]
-    said = format_answered(select_live_of(job), job.n_questions, unanswered(job), job.options)
-    assert said == ["2 of 6 questions have their answers already, 1 of them as errors (--retry-failed asks them again)"]
-
-
-def test_a_question_that_changed_under_one_pruning_is_refused(grid_job, grid_answers):
     with pytest.raises(QuestionsChanged, match="1 questions with an answer"):
         unanswered(grid_job([{**ROWS[0], "prompt": "q"}]))
 
@@ -218,20 +197,11 @@ def test_what_the_index_decides_it_decides_under_every_pruning(grid_job):
 def test_seconds_of_a_batch_count_once(job_of):
     job = job_of([{"question_id": name, "video_id": "a", "prompt": "p"} for name in ("ok", "bad")])
     measured = {"load_s": 0.5, "prefill_s": 4.0, "decode_s": 2.0, "batch_size": 2, "n_visual_tokens": 10}
-    rows = [
-        {
-            **r,
-            "status": "ok",
-            "attempts": 1,
-            **measured,
-            "n_prompt_tokens": 20 + 10 * i,
-            "n_new_tokens": 3,
-            "finish": ("stop", "length")[i],
-        }
-        for i, r in enumerate(job.questions.to_pylist())
-    ]
+    shared = {"status": "ok", "attempts": 1, "n_new_tokens": 3, **measured}
+    ends = ({"n_prompt_tokens": 20, "finish": "stop"}, {"n_prompt_tokens": 30, "finish": "length"})
     job.store.make()
-    commit_answers(job.store, "run", 0, rows)
+    questions = job.questions.to_pylist()
+    commit_answers(job.store, "run", 0, [{**row, **shared, **end} for row, end in zip(questions, ends, strict=True)])
     summary = summarise_answers(AnswersTable(job.store).live(), 2, {("ok", None), ("bad", None)}, 2.0)
     assert summary.seconds == {"load": 1.0, "prefill": 4.0, "decode": 2.0}
     assert (summary.visual_tokens, summary.prompt_tokens, summary.new_tokens) == (10, 25, 6)

@@ -11,15 +11,9 @@ from pipeline.errors import ManifestError, UsageError
 from pipeline.inputs.manifest import read_manifest
 from pipeline.keys import mark_key
 from pipeline.storage.s3 import Objects
-from tests.pipeline.s3 import SECRET, S3Server
+from tests.pipeline.s3 import SECRET
 
 ODD = ["a b.mp4", "a#b.mp4", "a%20b.mp4", "a+b.mp4", "a?b.mp4", "d//e.mp4", "ü/日.mp4"]
-
-
-@pytest.fixture
-def server():
-    with S3Server() as opened:
-        yield opened
 
 
 def read(server, videos, *roots):
@@ -36,7 +30,7 @@ def write(server, key, *uris):
     return server.upload(key, "\n".join(lines).encode())
 
 
-def test_a_folder_lists_videos_by_their_key_below_it(server):
+def test_a_folder_lists_videos_by_their_key_below_it_whatever_its_spelling(server):
     for key in ("v/b.mp4", "v/a/c.MKV", "v/notes.txt", "v/", "v/empty.mp4/", "vv/d.mp4", "e.mp4"):
         server.upload(key, b"12345")
     for videos in ("v", "v/"):
@@ -50,35 +44,29 @@ def test_a_folder_lists_videos_by_their_key_below_it(server):
     }  # fmt: skip
     for whole in (server.uri(), server.uri().rstrip("/")):
         assert ids(read(server, whole)) == ["e.mp4", "v/a/c.MKV", "v/b.mp4", "vv/d.mp4"]
-
-
-def test_keys_of_any_spelling_are_taken_literally(server):
     for key in ODD:
-        server.upload(f"v/{key}", key.encode())
-    rows = read(server, server.uri("v"))
+        server.upload(f"o/{key}", key.encode())
+    rows = read(server, server.uri("o"))
     assert sorted(ids(rows)) == sorted(ODD) and not any(row["policy"] for row in rows)
     assert all(server.objects().read(row["uri"]).decode() == row["video_id"] for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("glob", "expected"),
-    [
-        ("v/*.mp4", ["one.mp4", "two.mp4"]),
-        ("v/*", ["one.mp4", "two.mp4"]),
-        ("v/t*", ["two.mp4"]),
-        ("v/*/*.mp4", ["x/one.mp4"]),
-        ("v/**/one.mp4", ["one.mp4", "x/one.mp4", "x/y/one.mp4"]),
-        ("v/**", ["one.mp4", "two.mp4", "x/one.mp4", "x/y/one.mp4"]),
-        ("v/[!t]*.mp4", ["one.mp4"]),
-        ("*/two.mp4", ["v/two.mp4"]),
-        ("b/a[1].mp4", ["a[1].mp4"]),
-    ],
-)
-def test_globs_stay_within_a_segment(server, glob, expected):
+def test_globs_stay_within_a_segment(server):
     for key in ("v/one.mp4", "v/two.mp4", "v/x/one.mp4", "v/x/y/one.mp4", "v/note.txt", "b/a[1].mp4", "b/a1.mp4"):
         server.upload(key)
-    assert ids(read(server, server.uri(glob))) == expected
-    assert server.counts() == {"LIST": 1}
+    expected = {
+        "v/*.mp4": ["one.mp4", "two.mp4"],
+        "v/*": ["one.mp4", "two.mp4"],
+        "v/t*": ["two.mp4"],
+        "v/*/*.mp4": ["x/one.mp4"],
+        "v/**/one.mp4": ["one.mp4", "x/one.mp4", "x/y/one.mp4"],
+        "v/**": ["one.mp4", "two.mp4", "x/one.mp4", "x/y/one.mp4"],
+        "v/[!t]*.mp4": ["one.mp4"],
+        "*/two.mp4": ["v/two.mp4"],
+        "b/a[1].mp4": ["a[1].mp4"],
+    }
+    for glob, names in expected.items():
+        assert (ids(read(server, server.uri(glob))), server.counts()) == (names, {"LIST": 1}), glob
 
 
 def test_one_object_may_have_any_name(server):
@@ -90,26 +78,26 @@ def test_one_object_may_have_any_name(server):
     assert server.counts() == {"HEAD": 1, "LIST": 1}
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
-@pytest.mark.parametrize("folder", ["", "lists/"])
-def test_a_manifest_is_one_request(server, kind, folder):
-    data = b'\xef\xbb\xbf{"video_id": "007", "uri": "x/v.mp4", "start_s": 1.5, "size": 9}\n'
-    if kind == "csv":
-        data = b"video_id,uri,start_s,end_s,size\n007,x/v.mp4,1.5,,9\n"
-    elif kind == "parquet":
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.table({"video_id": ["007"], "uri": ["x/v.mp4"], "start_s": [1.5], "size": [9]}), sink)
-        data = sink.getvalue().to_pybytes()
-    (row,) = read(server, server.upload(f"{folder}m.{kind}", data))
+@pytest.mark.parametrize("name", ["m.jsonl", "lists/m.csv", "lists/m.parquet"])
+def test_a_manifest_is_one_request(server, name):
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"video_id": ["007"], "uri": ["x/v.mp4"], "start_s": [1.5], "size": [9]}), sink)
+    data = {
+        "m.jsonl": b'\xef\xbb\xbf{"video_id": "007", "uri": "x/v.mp4", "start_s": 1.5, "size": 9}\n',
+        "lists/m.csv": b"video_id,uri,start_s,end_s,size\n007,x/v.mp4,1.5,,9\n",
+        "lists/m.parquet": sink.getvalue().to_pybytes(),
+    }[name]
+    (row,) = read(server, server.upload(name, data))
     assert server.counts() == {"GET": 1}
-    assert (row["video_id"], row["uri"], row["policy"]) == ("007", server.uri(f"{folder}x/v.mp4"), None)
+    uri = server.uri(f"{name.rpartition('m.')[0]}x/v.mp4")
+    assert (row["video_id"], row["uri"], row["policy"]) == ("007", uri, None)
     assert (row["start_s"], row["size"]) == (1.5, None)  # a column of the manifest's own is only carried
     assert str(json.loads(row["manifest"])["size"]) == "9"
 
 
 def test_a_manifest_names_what_lies_below_its_folder_or_a_root(server, tmp_path):
     (tmp_path / "a.mp4").write_bytes(b"x")
-    other = S3Server().uri()
+    other = "s3://other/"
     uris = ["in.mp4", server.uri("m/in.mp4"), server.uri("root/a.mp4"), server.uri("rooted/a.mp4"), f"{other}m/in.mp4"]
     manifest = write(server, "m/m.jsonl", *uris, str(tmp_path / "a.mp4"), f"file://{tmp_path}/a.mp4")
 
@@ -141,7 +129,7 @@ def test_a_manifest_names_what_lies_below_its_folder_or_a_root(server, tmp_path)
         ("s3://bucket", "s3://bucket"),
         ("s3://bucket/m/", "s3://bucket/m/"),
         ("S3://bucket/m/v.mp4", "S3://bucket/m/v.mp4"),
-        ("https://u:SEC@host/v.mp4", "https://host/v.mp4"),
+        ("https://u:SEC@host:1/v.mp4?t=SEC#f", "https://host:1/v.mp4"),
     ],
 )
 def test_what_is_no_plain_key_is_not_read_and_shows_no_secret(uri, shown):

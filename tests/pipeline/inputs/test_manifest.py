@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import ManifestError
-from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.manifest import given_manifest, read_manifest
 
 
 def touch(path: Path) -> Path:
@@ -23,24 +23,24 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-def test_folder_lists_videos_by_relative_posix_path(tmp_path):
-    for name in ("b.mp4", "a/c.MKV", "a/notes.txt"):
-        touch(tmp_path / name)
-    rows = read_manifest(str(tmp_path)).to_pylist()
-    assert [row["video_id"] for row in rows] == ["a/c.MKV", "b.mp4"]
+def test_ids_are_paths_relative_to_the_folder_or_to_the_literal_prefix_of_a_glob(tmp_path):
+    for name in ("b.mp4", "a/c.MKV", "a/notes.txt", "x/one.mp4"):
+        touch(tmp_path / "v" / name)
+    rows = read_manifest(f"{tmp_path}/v").to_pylist()
+    assert [row["video_id"] for row in rows] == ["a/c.MKV", "b.mp4", "x/one.mp4"]
     assert all(Path(row["uri"]).is_absolute() and row["policy"] is None for row in rows)
-
-
-def test_glob_ids_are_relative_to_its_literal_prefix(tmp_path):
-    touch(tmp_path / "x/one.mp4")
-    touch(tmp_path / "y/two.mp4")
-    ids = read_manifest(f"{tmp_path}/*/*.mp4")["video_id"].to_pylist()
-    assert ids == ["x/one.mp4", "y/two.mp4"]
-
-
-def test_sample_is_the_four_real_clips():
+    assert read_manifest(f"{tmp_path}/v/*/*")["video_id"].to_pylist() == ["a/c.MKV", "x/one.mp4"]
     ids = read_manifest("sample")["video_id"].to_pylist()
     assert ids == ["bigbuckbunny.mp4", "bikes.mp4", "carphone_distorted.mp4", "carphone_pristine.mp4"]
+
+
+def test_a_link_that_leads_out_of_a_folder_and_a_name_that_is_no_text_cost_themselves_only(tmp_path):
+    touch(tmp_path / "in" / "fine ü.mp4")
+    (tmp_path / "in" / "link.mp4").symlink_to(touch(tmp_path / "outside/secret.mp4"))
+    touch(tmp_path / "in" / os.fsdecode(b"bad \xff.mp4"))
+    rows = {row["video_id"]: row["policy"] for row in read_manifest(str(tmp_path / "in")).to_pylist()}
+    assert rows.pop("bad \\xff.mp4") == "the file's name is not valid UTF-8; rename it"
+    assert {name: policy is None for name, policy in rows.items()} == {"fine ü.mp4": True, "link.mp4": False}
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
@@ -110,33 +110,58 @@ def test_paths_that_escape_become_policy_rows(tmp_path):
     assert [row["policy"] is None for row in allowed] == [True, True, True, False, False, True]
 
 
-def test_a_linked_file_in_a_folder_is_judged_too(tmp_path):
-    outside = touch(tmp_path / "outside/secret.mp4")
-    touch(tmp_path / "in/own.mp4")
-    (tmp_path / "in/link.mp4").symlink_to(outside)
-    rows = read_manifest(str(tmp_path / "in")).to_pylist()
-    assert {row["video_id"]: row["policy"] is None for row in rows} == {"link.mp4": False, "own.mp4": True}
-
-
-def test_a_file_name_that_is_no_text_costs_itself_only(tmp_path):
-    touch(tmp_path / "fine ü.mp4")
-    (tmp_path / os.fsdecode(b"bad \xff.mp4")).write_bytes(b"x")
-    rows = read_manifest(str(tmp_path)).to_pylist()
-    assert [row["video_id"] for row in rows] == ["bad \\xff.mp4", "fine ü.mp4"]
-    assert [row["policy"] for row in rows] == ["the file's name is not valid UTF-8; rename it", None]
-
-
 def test_a_folder_of_frames_is_a_video_where_a_manifest_names_it_and_nowhere_else(tmp_path):
     frames = touch(tmp_path / "frames_fps3" / "x" / "00001.jpg").parent
     touch(tmp_path / "a.mp4")
-    manifest = write_jsonl(
-        tmp_path / "m.jsonl",
-        [
-            {"video_id": "x#t=1.5,9", "uri": "frames_fps3/x", "start_s": 1.5, "end_s": 9.0},
-            {"video_id": "/", "uri": "/"},
-        ],
-    )
+    rows = [{"video_id": "x#t=1.5,9", "uri": "frames_fps3/x", "start_s": 1.5, "end_s": 9.0}]
+    manifest = write_jsonl(tmp_path / "m.jsonl", [*rows, {"video_id": "/", "uri": "/"}])
     first, outside = read_manifest(str(manifest)).to_pylist()
     assert (first["uri"], first["policy"], first["start_s"], first["end_s"]) == (str(frames), None, 1.5, 9.0)
     assert outside["policy"]
     assert read_manifest(str(tmp_path))["video_id"].to_pylist() == ["a.mp4"]
+
+
+@pytest.mark.parametrize("end", [-1, 0])
+def test_parts_know_where_their_rows_stand(tmp_path, end):
+    """The last row is wrong, and the last of a part, or the first of the next one."""
+
+    def rows(n_good: int) -> list[dict]:
+        return [{"video_id": f"v{i}", "uri": "a.mp4"} for i in range(n_good)] + [{"video_id": "bad", "uri": " "}]
+
+    with pytest.raises(ManifestError, match=f"line {2**13 + end + 1}: no uri"):
+        read_manifest(str(write_jsonl(tmp_path / "m.jsonl", rows(2**13 + end))))
+    table = pa.Table.from_pylist(rows(2**16 + end))
+    pq.write_table(table, tmp_path / "m.parquet")
+    for read in (lambda: read_manifest(str(tmp_path / "m.parquet")), lambda: given_manifest(table)):
+        with pytest.raises(ManifestError, match=f"row {2**16 + end}: no uri"):
+            read()
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary(1), pa.dictionary(pa.int8(), pa.binary())])
+def test_ids_and_uris_of_bytes_are_text(tmp_path, kind):
+    """pyarrow and pandas write text as bytes in places; an id of ``b'a'`` would never match the user's own."""
+    table = pa.table({name: pa.array([b"a", b"b"], kind) for name in ("video_id", "uri", "note")})
+    pq.write_table(table, tmp_path / "m.parquet")
+    for rows in (read_manifest(str(tmp_path / "m.parquet")), given_manifest(table), given_manifest(table.to_pylist())):
+        assert rows["video_id"].to_pylist() == ["a", "b"]
+        assert [uri.rpartition("/")[2] for uri in rows["uri"].to_pylist()] == ["a", "b"]
+        assert [json.loads(text) for text in rows["manifest"].to_pylist()] == [{"note": "a"}, {"note": "b"}]
+
+
+@pytest.mark.parametrize("column", ["video_id", "uri"])
+@pytest.mark.parametrize(
+    ("values", "row", "why"),
+    [
+        ([b"a", b"\xff"], 1, r"bytes that are not UTF-8"),
+        ([[0], [1]], 0, "of type list"),
+        ([0.5, 1.0], 0, "of type float"),
+        ([False, True], 0, "of type bool"),
+        ([{"a": 0}, {"a": 1}], 0, "of type dict"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_column_and_row(tmp_path, column, values, row, why):
+    table = pa.table({"video_id": ["a", "b"], "uri": ["a", "b"], column: values})
+    pq.write_table(table, tmp_path / "m.parquet")
+    for read in (lambda: read_manifest(str(tmp_path / "m.parquet")), lambda: given_manifest(table.to_pylist())):
+        with pytest.raises(ManifestError, match=f"row {row}: the {column} is .*{why}"):
+            read()

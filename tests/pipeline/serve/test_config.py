@@ -19,13 +19,6 @@ def test_the_printed_command_reaches_the_store_that_the_flags_name(monkeypatch, 
     assert "AWS_ENDPOINT_URL=http://127.0.0.1:9000" in words
 
 
-@pytest.mark.parametrize("caches", [["a"], ["=b"], ["a="], ["a=b", "a=c"]])
-def test_each_cache_has_a_name_of_its_own(caches):
-    with pytest.raises(UsageError, match="each NAME once, got"):
-        ServeConfig(cache="c", caches=caches)
-    assert ServeConfig(cache="c", caches=["a=b", "c=d=e"]).named_caches() == {"a": "b", "c": "d=e"}
-
-
 def test_an_address_that_is_taken_or_none_of_this_machine_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(UsageError, match="in use; name another"):
         check_port(*server.getsockname())
@@ -33,10 +26,19 @@ def test_an_address_that_is_taken_or_none_of_this_machine_is_one_line():
         check_port("192.0.2.77", 8000)
 
 
-def test_room_for_a_video_is_a_count():
-    with pytest.raises(UsageError, match="--max-tokens-per-video must be at least 1"):
-        ServeConfig(cache="c", max_tokens_per_video=0)
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        *(({"caches": caches}, "each NAME once, got") for caches in (["a"], ["=b"], ["a="], ["a=b", "a=c"])),
+        ({"max_tokens_per_video": 0}, "--max-tokens-per-video must be at least 1"),
+        ({"frame_times": "guessed"}, r"--frame-times must be one of \(.true., .stock.\)"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, why):
+    with pytest.raises(UsageError, match=why):
+        ServeConfig(cache="c", **options)
 
 
-def test_an_engine_argument_may_be_spelled_as_vllms_command_line_spells_it():
+def test_a_cache_has_a_name_and_an_engine_argument_is_spelled_as_vllms_command_line_spells_it():
+    assert ServeConfig(cache="c", caches=["a=b", "c=d=e"]).named_caches() == {"a": "b", "c": "d=e"}
     assert ServeConfig(cache="c", engine_param=["max-num-seqs=4"]).engine_params() == {"max_num_seqs": 4}

@@ -1,7 +1,10 @@
 """Messages of an OpenAI client -> the prompt that jobs.generate would make of the same question."""
 
+import json
+import re
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -10,10 +13,14 @@ from gstep.backbones import ModelSource
 from pipeline import TokenCache
 from pipeline.errors import UnknownVideo, UsageError
 from pipeline.generate.prompts import count_bytes
+from pipeline.serve.config import ServeConfig
 from pipeline.serve.prompts import CachedPrompts, CacheLink, ServedCache
+from pipeline.serve.server import served_cache
 from pipeline.serve.videos import StoreAway, TooLarge, VideoGone
 from tests.pipeline.asking import tiny_cache
 from tests.pipeline.caches import encoded, random_tokens, write_shard
+from tests.pipeline.encoding import cache_of, encode_clip
+from tests.pipeline.videos import uneven_clip
 from tests.waiting import wait_until
 
 SHAPE = (4, 49, 64)
@@ -76,34 +83,40 @@ def test_a_question_has_the_prompt_of_jobs_generate(cache, ratio):
         assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.index, theirs.index)
 
 
-def test_the_servers_ratio_is_that_of_links_without_one(cache):
+def test_the_servers_ratio_is_that_of_links_without_one_and_what_does_not_fit_is_refused_at_the_start(cache, tmp_path):
     prompts = served(cache, retention_ratio=0.1)
     (default,) = built(prompts, [user(video("cache://a"), text("x"))]).visuals
     (all_stored,) = built(prompts, [user(video("cache://a?retention_ratio=0.25"), text("x"))]).visuals
     assert (len(default.index), len(all_stored.index)) == (19, 49)
     with pytest.raises(UsageError, match=r"--retention-ratio 0.5: the cache stores 0.25"):
         served(cache, retention_ratio=0.5)
-
-
-def test_a_ratio_that_no_video_can_be_served_at_is_refused_before_the_server_starts(tmp_path):
-    tiny_cache(tmp_path / "c", ("a",), method="vidcom2")
+    tiny_cache(tmp_path / "v", ("a",), method="vidcom2")
     with pytest.raises(UsageError, match=r"vidcom2, which pruned .*, has no order of selection, so only 0.25 can be"):
-        served(tmp_path / "c", retention_ratio=0.1)
-    assert len(built(served(tmp_path / "c", retention_ratio=0.25), [user(video("cache://a"))]).visuals) == 1
+        served(tmp_path / "v", retention_ratio=0.1)
+    assert len(built(served(tmp_path / "v", retention_ratio=0.25), [user(video("cache://a"))]).visuals) == 1
+    tiny_cache(tmp_path / "q", source=ModelSource.resolve("tiny-qwen2-5-vl"), newline=None)
+    with pytest.raises(UsageError, match="understands the tokens of its own vision encoder"):
+        served(tmp_path / "q")
 
 
 def test_a_conversation_goes_on(cache):
     prompts = served(cache)
     first = [user(video("cache://a"), text("Who?"))]
-    more = [
-        *first,
-        {"role": "assistant", "content": "A dog."},
-        user(text("And "), video("cache://dir/b.mp4"), text("?")),
-    ]
-    one, two = built(prompts, first), built(prompts, more)
+    second = user(text("And "), video("cache://dir/b.mp4"), text("?"))
+    one, two = built(prompts, first), built(prompts, [*first, {"role": "assistant", "content": "A dog."}, second])
     assert len(two.visuals) == len(two.spans) == 2
     assert torch.equal(two.input_ids[: one.prefix_length], one.input_ids[: one.prefix_length])
     assert "A dog." in prompts.builder.tokenizer.decode(two.input_ids)
+    system, developer = (
+        built(prompts, [{"role": role, "content": "Be brief."}, *first]).input_ids for role in ("system", "developer")
+    )
+    assert torch.equal(system, developer)
+    for turn, why in (  # a template would write them otherwise
+        ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "tool_calls of a message"),
+        ({"role": "tool", "content": "42"}, "a message of role 'tool'"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            built(prompts, [*first, turn])
 
 
 @pytest.mark.parametrize(
@@ -127,27 +140,6 @@ def test_a_conversation_goes_on(cache):
 def test_whatever_is_no_cached_video_is_refused_with_the_reason(cache, part, why):
     with pytest.raises((ValueError, UnknownVideo), match=why):
         built(served(cache), [user(video("cache://a"), part)])
-
-
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "tool_calls of a message"),
-        ({"role": "tool", "content": "42"}, "a message of role 'tool'"),
-    ],
-)
-def test_turns_that_a_template_would_write_otherwise_are_refused(cache, more, why):
-    with pytest.raises(ValueError, match=why):
-        built(served(cache), [user(video("cache://a"), text("x")), more])
-
-
-def test_a_developer_is_the_system(cache):
-    asked = user(video("cache://a"), text("x"))
-    ids = [
-        built(served(cache), [{"role": role, "content": "Be brief."}, asked]).input_ids
-        for role in ("system", "developer")
-    ]
-    assert torch.equal(*ids)
 
 
 def test_a_client_learns_no_ids_of_other_videos(cache):
@@ -249,24 +241,14 @@ def test_links_name_one_of_several_caches(cache, tmp_path):
 
 
 def test_threads_share_it(cache):
-    prompts, found = served(cache), []
+    prompts = served(cache)
 
-    def ask(name: str) -> None:
-        found.append((name, built(prompts, [user(video(f"cache://{name}"), text("x"))]).visuals[0]))
+    def ask(name):
+        return built(prompts, [user(video(f"cache://{name}"), text("x"))]).visuals[0]
 
-    threads = [threading.Thread(target=ask, args=(("a", "dir/b.mp4")[i % 2],)) for i in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 16
-    assert len({id(visual) for _, visual in found}) == 2  # each was read once
-
-
-def test_another_model_is_refused(tmp_path):
-    tiny_cache(tmp_path / "c", source=ModelSource.resolve("tiny-qwen2-5-vl"), newline=None)
-    with pytest.raises(UsageError, match="understands the tokens of its own vision encoder"):
-        served(tmp_path / "c")
+    with ThreadPoolExecutor(16) as pool:
+        visuals = list(pool.map(ask, ["a", "dir/b.mp4"] * 8))
+    assert len({id(visual) for visual in visuals}) == 2  # each was read once
 
 
 @pytest.mark.parametrize(
@@ -307,3 +289,20 @@ def test_a_link_names_a_video_a_ratio_and_a_cache(url, link):
 def test_what_is_no_link_says_why(url, why):
     with pytest.raises(ValueError, match=why):
         CacheLink.parse(url)
+
+
+def test_the_flag_decides_the_times_of_every_prompt(tmp_path):
+    source = ModelSource.resolve("tiny-qwen3-vl")
+    _, uneven = encode_clip(source, uneven_clip(tmp_path / "uneven.mp4"), 5, "none", 1.0)
+    cache_of(tmp_path / "c", source, uneven)
+
+    def times(config):
+        prompts = CachedPrompts(config)
+        ids = built(prompts, [user(video("cache://v"))]).input_ids
+        return re.findall(r"<([0-9.]+) seconds>", prompts.builder.tokenizer.decode(ids))
+
+    place = str(tmp_path / "c")
+    settings = json.loads(json.dumps(asdict(served_cache(ServeConfig(cache=place, frame_times="stock")))))
+    assert settings["frame_times"] == "stock"  # as it reaches the renderer
+    assert times(ServedCache(**settings)) == ["0.3", "1.4", "2.2"]
+    assert times(ServedCache(cache=place, model="tiny-qwen3-vl")) == ["0.2", "1.0", "2.2"]

@@ -5,26 +5,30 @@ import os
 import pytest
 
 from pipeline.errors import VideoFault
+from pipeline.inputs.listings import VIDEO_SUFFIXES
 from pipeline.video.containers import count_missing_bytes, sniff
+from tests.pipeline.ffmpeg import ffmpeg
 from tests.pipeline.videos import write_clip
 
-CLIPS = {
-    "a.mp4": ("mov", {}),
-    "a.mov": ("mov", {}),
-    "a.3gp": ("mov", {}),
-    "a.mkv": ("matroska", {}),
-    "a.webm": ("matroska", {"codec": "libvpx-vp9"}),
-    "a.avi": ("avi", {"codec": "mpeg4"}),
-    "a.ts": ("mpegts", {"codec": "mpeg2video"}),
-    "a.m2ts": ("mpegts", {"muxer": "mpegts", "muxer_options": {"mpegts_m2ts_mode": "1"}}),
-    "a.mpg": ("mpeg", {"codec": "mpeg2video"}),
-    "a.flv": ("flv", {}),
-    "a.ogv": ("ogg", {"codec": "libvpx", "muxer": "ogg"}),
-    "a.gif": ("gif", {"codec": "gif", "pix_fmt": "rgb8"}),
-    "a.wmv": ("asf", {"codec": "wmv2", "muxer": "asf"}),
-    "a.h264": ("h264", {"muxer": "h264"}),
-    "a.hevc": ("hevc", {"codec": "libx265", "muxer": "hevc"}),
-    "a.m2v": ("mpegvideo", {"codec": "mpeg2video", "muxer": "mpeg2video"}),
+# (Muxer of FFmpeg, codec) -> demuxer that reads it, suffixes of such files.
+WRITTEN = {
+    ("mov", "libx264"): ("mov", ".mp4 .m4v .mov .qt .f4v"),
+    ("3gp", "libx264"): ("mov", ".3gp .3g2"),
+    ("matroska", "libx264"): ("matroska", ".mkv .mk3d"),
+    ("webm", "libvpx"): ("matroska", ".webm"),
+    ("avi", "mpeg4"): ("avi", ".avi .divx"),
+    ("mpegts", "libx264"): ("mpegts", ".ts .m2t .mts"),
+    ("mpegts -mpegts_m2ts_mode 1", "libx264"): ("mpegts", ".m2ts"),
+    ("mpeg", "mpeg1video"): ("mpeg", ".mpg .mpeg .mpe"),
+    ("vob", "mpeg2video"): ("mpeg", ".vob"),
+    ("mpeg1video", "mpeg1video"): ("mpegvideo", ".m1v"),
+    ("mpeg2video", "mpeg2video"): ("mpegvideo", ".m2v"),
+    ("asf", "wmv2"): ("asf", ".wmv .asf"),
+    ("flv", "flv1"): ("flv", ".flv"),
+    ("ogg", "libvpx"): ("ogg", ".ogv .ogm"),
+    ("h264", "libx264"): ("h264", ".264 .h264 .avc"),
+    ("hevc", "libx265"): ("hevc", ".265 .h265 .hevc"),
+    ("gif", "gif"): ("gif", ".gif"),
 }
 REFUSED = {
     "empty": (b"", "unsupported", "an empty file"),
@@ -51,11 +55,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", CLIPS)
-def test_a_container_is_known_whatever_its_name(name, tmp_path):
-    demuxer, options = CLIPS[name]
-    path = write_clip(tmp_path / name, count=5, **options)
-    assert sniff(path.rename(tmp_path / "renamed.txt")) == demuxer
+def test_a_file_of_every_suffix_is_known_by_its_magic(tmp_path):
+    assert {suffix for _, suffixes in WRITTEN.values() for suffix in suffixes.split()} == VIDEO_SUFFIXES
+    path = tmp_path / "a.bin"
+    for (muxer, codec), (demuxer, _) in WRITTEN.items():
+        pixels = () if codec == "gif" else ("-pix_fmt", "yuv420p")
+        source = ("-f", "lavfi", "-i", "testsrc2=s=64x64:r=25:d=0.2", *pixels, "-c:v", codec)
+        ffmpeg(*source, "-f", *muxer.split(), path)
+        assert sniff(path) == demuxer, muxer
 
 
 @pytest.mark.parametrize("name", REFUSED)

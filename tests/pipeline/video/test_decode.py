@@ -1,7 +1,6 @@
 """A file in, frames and their provenance or one typed fault out."""
 
 import hashlib
-import os
 import pickle
 import sys
 
@@ -104,15 +103,11 @@ def test_a_truncated_file_is_corrupt(moov, tmp_path):
 
 
 def test_files_that_are_no_video(tmp_path):
-    text, playlist = tmp_path / "a.mp4", tmp_path / "b.mp4"
-    text.write_text("no video", encoding="utf-8")
+    playlist = tmp_path / "b.mp4"
     playlist.write_text(f"#EXTM3U\n#EXTINF:1,\nfile://{sample('bikes.mp4')}\n", encoding="utf-8")
-    os.mkfifo(tmp_path / "c.mp4")
-    assert convert_error(text).fault_class == "unsupported"
-    assert convert_error(playlist).fault_class == "policy"
-    assert convert_error(tmp_path / "c.mp4").fault_class == "policy"
-    assert convert_error(tmp_path / "missing.mp4").fault_class == "io"
-    assert convert_error(audio_with_cover(tmp_path / "d.mp4")).fault_class == "unsupported"
+    sound = audio_with_cover(tmp_path / "d.mp4")
+    for path, fault_class in ((playlist, "policy"), (tmp_path / "missing.mp4", "io"), (sound, "unsupported")):
+        assert convert_error(path).fault_class == fault_class
 
 
 def test_the_unforeseen_in_a_users_decoder_is_its_own_printable_and_keeps_no_credentials(tmp_path):
@@ -138,12 +133,12 @@ def test_videos_of_a_shape_that_the_model_does_not_take(tmp_path):
 
 def test_frames_that_move_to_keyframes_have_the_times_at_which_they_are_shown(tmp_path):
     path = write_clip(tmp_path / "a.mp4", count=100, gop=25, codec_options={"bf": "2", "sc_threshold": "0"})
-    sampling = Sampling(num_frames=4, snap_to_keyframes_s=0.3)
-    video = decode_video(DecodeRequest(path, sampling, KeepSize()))
-    assert video.frame_indices.tolist() == [0, 33, 66, 99]  # too far away, all but the first, which is one
-    near = decode_video(DecodeRequest(path, Sampling(num_frames=4, snap_to_keyframes_s=0.4), KeepSize()))
-    assert near.frame_indices.tolist() == [0, 25, 75, 99]
-    assert numbers(near.frames) == near.frame_indices.tolist()
-    assert np.allclose(near.timestamps, near.frame_indices / 25)
-    clip = decode_video(DecodeRequest(path, Sampling(num_frames=4, snap_to_keyframes_s=9.0), KeepSize(), 1.2, 3.2))
-    assert clip.frame_indices.tolist() == [30, 50, 62, 75]  # of the clip's own keyframes
+    for within_s, clip, places in (
+        (0.3, (), [0, 33, 66, 99]),  # too far away, all but the first, which is one
+        (0.4, (), [0, 25, 75, 99]),
+        (9.0, (1.2, 3.2), [30, 50, 62, 75]),  # of the clip's own keyframes
+    ):
+        sampling = Sampling(num_frames=4, snap_to_keyframes_s=within_s)
+        video = decode_video(DecodeRequest(path, sampling, KeepSize(), *clip))
+        assert video.frame_indices.tolist() == places == numbers(video.frames)
+        assert np.allclose(video.timestamps, video.frame_indices / 25)

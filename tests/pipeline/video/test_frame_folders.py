@@ -1,6 +1,7 @@
 """A folder of JPEG frames is a video whose path says how many a second they are; a clip has the published frames."""
 
 import os
+import shutil
 from pathlib import Path
 
 import av
@@ -81,77 +82,58 @@ def test_a_clip_that_holds_no_frame_is_refused(frames, start_s, end_s):
     assert convert_error(frames, start_s=start_s, end_s=end_s).fault_class == "unsupported"
 
 
-@pytest.mark.parametrize(
-    ("path", "rate"),
-    [
-        ("/d/tvqa/frames_fps3_hq/x", 3.0),
-        ("/d/frames_fps3/x", 3.0),
-        ("/fps25/frames_fps3_hq/x", 3.0),  # the last one
-        ("/d/x.fps12.5", 12.5),
-        ("/d/frames_fps0/x", None),
-        ("/d/fpsx/offps3/x", None),
-        ("/d/frames/x", None),
-    ],
-)
-def test_how_many_a_second_is_said_by_the_path(path, rate):
-    assert frame_rate(path) == rate
-
-
-def test_a_folder_that_does_not_say_it_is_no_video(tmp_path):
+def test_how_many_a_second_is_said_by_the_path(tmp_path):
+    rates = {
+        "/d/tvqa/frames_fps3_hq/x": 3.0,
+        "/d/frames_fps3/x": 3.0,
+        "/fps25/frames_fps3_hq/x": 3.0,  # the last one
+        "/d/x.fps12.5": 12.5,
+        "/d/frames_fps0/x": None,
+        "/d/fpsx/offps3/x": None,
+        "/d/frames/x": None,
+    }
+    assert {path: frame_rate(path) for path in rates} == rates
     folder = write_jpegs(tmp_path / "frames" / "x", 2)
     fault = convert_error(folder)
     assert fault.fault_class == "unsupported" and "how many a second they are" in fault.message
-    assert not is_frame_folder(str(folder))
-    assert not is_frame_folder(str(tmp_path / "frames_fps3"))
+    assert not is_frame_folder(str(folder)) and not is_frame_folder(str(tmp_path / "frames_fps3"))
 
 
-def test_only_frames_count(few):
-    for name in ("00003.png", "notes.txt", ".DS_Store", "1.jpg"):
-        (few / name).write_text("x")
-    assert is_frame_folder(str(few)) and decode_video(request(few, 3)).source_frames == 3
-
-
-@pytest.mark.parametrize(
-    ("spoil", "fault_class", "said"),
-    [
-        (lambda folder: (folder / "00002.jpg").unlink(), "corrupt", "none is called 00002.jpg"),
-        (lambda folder: [path.unlink() for path in folder.iterdir()], "unsupported", "none is called 00001.jpg"),
-        (lambda folder: (folder / "00002.jpg").write_text("x"), "unsupported", "no JPEG image"),
-        (lambda folder: cut_off(folder / "00003.jpg"), "corrupt", "00003.jpg is cut off"),
-        (lambda folder: link(folder / "00003.jpg"), "policy", "00003.jpg is a link"),
-        (lambda folder: pipe(folder / "00003.jpg"), "policy", "not a regular file"),
-        (lambda folder: scramble(folder / "00001.jpg"), "corrupt", ""),
-    ],
-)
-def test_what_is_wrong_with_a_folder_is_said_by_the_frame(few, spoil, fault_class, said):
-    spoil(few)
-    fault = convert_error(few)
-    assert fault.fault_class == fault_class and said in fault.message
-
-
-def cut_off(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-40])
-
-
-def link(path: Path) -> None:
-    target = path.parent.parent / "elsewhere.jpg"
-    path.rename(target)
+def replace_by_link(path: Path) -> None:
+    target = path.rename(path.parent.parent / "elsewhere.jpg")
     path.symlink_to(target)
 
 
-def pipe(path: Path) -> None:
+def replace_by_pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
 
 
-def scramble(path: Path) -> None:
-    path.write_bytes(b"\xff\xd8\xff" + b"\0" * 99 + b"\xff\xd9")
+@pytest.mark.parametrize(
+    ("number", "spoil", "fault_class", "message"),
+    [
+        (2, Path.unlink, "corrupt", "none is called 00002.jpg"),
+        (1, lambda path: shutil.rmtree(path.parent) or path.parent.mkdir(), "unsupported", "none is called 00001.jpg"),
+        (2, lambda path: path.write_text("x"), "unsupported", "no JPEG image"),
+        (3, lambda path: path.write_bytes(path.read_bytes()[:-40]), "corrupt", "00003.jpg is cut off"),
+        (3, replace_by_link, "policy", "00003.jpg is a link"),
+        (3, replace_by_pipe, "policy", "not a regular file"),
+        (1, lambda path: path.write_bytes(b"\xff\xd8\xff" + b"\0" * 99 + b"\xff\xd9"), "corrupt", ""),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_said_by_the_frame(few, number, spoil, fault_class, message):
+    spoil(few / f"{number:05}.jpg")
+    fault = convert_error(few)
+    assert fault.fault_class == fault_class and message in fault.message
 
 
-def test_content_order_and_length_are_in_the_hash(few):
-    before = decode_video(request(few, 3)).source_hash
+def test_only_frames_count_of_which_content_order_and_length_are_in_the_hash(few):
+    for name in ("00003.png", "notes.txt", ".DS_Store", "1.jpg"):
+        (few / name).write_text("x")
+    before = decode_video(request(few, 3))
+    assert is_frame_folder(str(few)) and before.source_frames == 3
     one, two = few / "00001.jpg", few / "00002.jpg"
     first, second = one.read_bytes(), two.read_bytes()
     one.write_bytes(second)
     two.write_bytes(first)
-    assert decode_video(request(few, 3)).source_hash != before
+    assert decode_video(request(few, 3)).source_hash != before.source_hash

@@ -4,14 +4,7 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.video.source import Sizes
-from tests.pipeline.s3 import S3Server
 from tests.pipeline.videos import write_jpegs
-
-
-@pytest.fixture
-def server():
-    with S3Server() as opened:
-        yield opened
 
 
 def test_an_outage_amid_many_questions_ends_them(server):

@@ -2,7 +2,7 @@
 
 import json
 from fractions import Fraction
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import av
@@ -91,45 +91,6 @@ def even(tmp_path_factory):
     return make
 
 
-def uneven(path: Path) -> Path:
-    """Write 60 frames in two seconds and 50 in the ten after these, with milliseconds as the encoder's ticks."""
-    codec = {".webm": "libvpx-vp9", ".wmv": "wmv2", ".avi": "mpeg4"}.get(path.suffix, "libx264")
-    times = [round(1000 * i / 30) for i in range(30 * FAST_S)]
-    times += [1000 * FAST_S + 200 * i for i in range(5 * SLOW_S)]
-    with av.open(str(path), "w") as out:
-        stream = out.add_stream(codec, rate=1000 if path.suffix == ".avi" else 30)
-        stream.width = stream.height = 64
-        stream.pix_fmt, stream.codec_context.time_base = "yuv420p", Fraction(1, 1000)
-        if codec == "libx264":
-            stream.codec_context.options = {"preset": "ultrafast"}
-        for number, time in enumerate(times):
-            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), number, np.uint8), "rgb24")
-            frame.pts, frame.time_base = time, Fraction(1, 1000)
-            out.mux(stream.encode(frame))
-        out.mux(stream.encode(None))
-    return path
-
-
-@pytest.mark.parametrize(("name", "rate"), [one for one in EVEN if one[0] in CONTAINERS])
-def test_a_shot_holds_its_frames_and_none_of_the_next(even, name, rate):
-    """Bounds in milliseconds, as shot detectors write them, and exact ones."""
-    index = even(name, rate)
-    assert len(index.timestamps) == COUNT
-    for digits in (3, 17):
-        bounds = [round(float(number / Fraction(rate)), digits) for number in range(0, COUNT + 1, SHOT)]
-        shots = [range_of(index, *shot) for shot in pairwise(bounds)]
-        assert shots == [(number, number + SHOT) for number in range(0, COUNT, SHOT)], digits
-
-
-@pytest.mark.parametrize(("name", "rate"), EVEN)
-def test_fps_takes_the_frames_that_are_on_screen(even, name, rate):
-    """At k / fps that is frame k * rate / fps, cut to a whole number, half a millisecond ahead: what MP4 gives."""
-    index, exact = even(name, rate), Fraction(rate)
-    for fps in (exact, exact / 2, Fraction(1), Fraction(3), Fraction(7)):
-        places = ((k / fps + HALF_MS) * exact for k in range(COUNT) if (k / fps + HALF_MS) * exact < COUNT)
-        assert chosen_of(index, Sampling(None, float(fps), None)) == [int(place) for place in places], fps
-
-
 @pytest.mark.parametrize("rate", GIF_RATES)
 def test_a_gif_whose_ticks_are_a_third_of_a_frame(even, rate):
     index, exact = even("a.gif", rate), Fraction(rate)
@@ -153,46 +114,63 @@ def test_milliseconds_stay_in_a_copy_with_finer_ticks(even, tmp_path, rate, sour
     assert chosen_of(index, Sampling(None, 20.0, 7)) == np.linspace(0, COUNT - 1, 7, dtype=int).tolist()
 
 
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_fps_takes_no_frame_of_the_next_shot(even, name):
-    index = even(name, "30")
-    for start, end in ((0.667, 1.333), (1.333, 2.0), (2.0, 2.667)):
-        assert chosen_of(index, Sampling(None, 30.0, None), start, end) == list(
-            range(round(start * 30), round(end * 30))
-        )
-
-
 @pytest.mark.parametrize(("name", "rate"), EVEN)
-def test_the_rate_of_a_regular_file_is_exact(even, name, rate):
-    index = even(name, rate)
+def test_a_regular_file_has_its_rate_its_shots_and_the_frames_that_mp4_has_on_screen(even, name, rate):
+    index, exact = even(name, rate), Fraction(rate)
     stated = {".flv": 1e-4, ".mkv": 1e-6, ".webm": 1e-6}  # their headers round the rate, or the time of a frame
-    assert index.fps == pytest.approx(float(Fraction(rate)), rel=stated.get(Path(name).suffix, 1e-15), abs=0)
-    exact = np.arange(COUNT) / float(Fraction(rate))
-    assert np.abs(index.timestamps - exact).max() <= 1.5 * index.tick_s + 1e-6
+    assert index.fps == pytest.approx(float(exact), rel=stated.get(Path(name).suffix, 1e-15), abs=0)
+    exact_times = np.arange(COUNT) / float(exact)
+    assert np.abs(index.timestamps - exact_times).max() <= 1.5 * index.tick_s + 1e-6
     times, end, tick_s = index.find_true_times()
-    assert np.abs(times - exact).max() < 1e-4 and end == pytest.approx(COUNT / Fraction(rate), rel=1e-4)
-    assert tick_s == 0
+    assert np.abs(times - exact_times).max() < 1e-4 and end == pytest.approx(COUNT / exact, rel=1e-4) and tick_s == 0
+    # Bounds of shots in milliseconds, as shot detectors write them, and exact ones.
+    for digits in (3, 17) if name in CONTAINERS else ():
+        bounds = [round(float(number / exact), digits) for number in range(0, COUNT + 1, SHOT)]
+        shots = [range_of(index, *shot) for shot in pairwise(bounds)]
+        assert shots == [(number, number + SHOT) for number in range(0, COUNT, SHOT)], digits
+        if digits == 3 and rate == "30":
+            frames = [chosen_of(index, Sampling(None, 30.0, None), *shot) for shot in pairwise(bounds)]
+            assert [*chain(*frames)] == list(range(COUNT)), "a frame is of the next shot"
+    # At k / fps that is frame k * rate / fps, cut to a whole number, half a millisecond ahead.
+    for fps in (exact, exact / 2, Fraction(1), Fraction(3), Fraction(7)):
+        places = ((k / fps + HALF_MS) * exact for k in range(COUNT) if (k / fps + HALF_MS) * exact < COUNT)
+        assert chosen_of(index, Sampling(None, float(fps), None)) == [int(place) for place in places], fps
+    assert chosen_of(index, Sampling(None, 20.0, 7)) == np.linspace(0, COUNT - 1, 7, dtype=int).tolist()
+
+
+def write_times(path: Path, times: list[int], rate: int) -> Path:
+    """Write a frame at each of these milliseconds, which are the encoder's ticks, with this rate in the header."""
+    codec = {".webm": "libvpx-vp9", ".wmv": "wmv2", ".avi": "mpeg4"}.get(path.suffix, "libx264")
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream(codec, rate=rate)
+        stream.width = stream.height = 64
+        stream.pix_fmt, stream.codec_context.time_base = "yuv420p", Fraction(1, 1000)
+        if codec == "libx264":
+            stream.codec_context.options = {"preset": "ultrafast"}
+        for number, time in enumerate(times):
+            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), number, np.uint8), "rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 1000)
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    return path
+
+
+def uneven(path: Path) -> Path:
+    """Write 60 frames in two seconds and 50 in the ten after these."""
+    times = [round(1000 * i / 30) for i in range(30 * FAST_S)]
+    times += [1000 * FAST_S + 200 * i for i in range(5 * SLOW_S)]
+    return write_times(path, times, 1000 if path.suffix == ".avi" else 30)
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.avi"])
 def test_a_header_that_states_a_thousand_frames_a_second_is_not_believed(tmp_path, name):
-    codec = {"a.webm": "libvpx-vp9", "a.flv": "flv", "a.avi": "mpeg4"}.get(name, "libx264")
-    with av.open(str(tmp_path / name), "w") as out:
-        stream = out.add_stream(codec, rate=1000)
-        stream.width = stream.height = 64
-        stream.pix_fmt, stream.codec_context.time_base = "yuv420p", Fraction(1, 1000)
-        for number in range(50):
-            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 5 * number, np.uint8), "rgb24")
-            frame.pts, frame.time_base = 40 * number, Fraction(1, 1000)
-            out.mux(stream.encode(frame))
-        out.mux(stream.encode(None))
-    index = index_of(tmp_path / name)
+    index = index_of(write_times(tmp_path / name, [40 * number for number in range(50)], 1000))
     assert index.fps == pytest.approx(25.0, abs=1e-9)
     assert clip_rate(index.timestamps, index.fps, None, None, index.duration_s, index.tick_s) == index.fps
 
 
 @pytest.mark.parametrize("name", UNEVEN)
-def test_a_variable_rate_is_that_of_the_timestamps(tmp_path, name):
+def test_a_variable_rate_is_that_of_the_timestamps_and_its_cap_is_even_over_time(tmp_path, name):
     index = index_of(uneven(tmp_path / name))
     n_frames, span = 30 * FAST_S + 5 * SLOW_S, FAST_S + SLOW_S - 0.2
     assert len(index.timestamps) == n_frames
@@ -202,21 +180,10 @@ def test_a_variable_rate_is_that_of_the_timestamps(tmp_path, name):
         first, stop = range_of(index, *clip)
         rate = clip_rate(index.timestamps, index.fps, *clip, index.duration_s, index.tick_s)
         assert rate == pytest.approx((stop - first) / length, rel=0.02)
-
-
-@pytest.mark.parametrize("name", UNEVEN)
-def test_the_cap_of_a_variable_rate_is_even_over_time(tmp_path, name):
-    index = index_of(uneven(tmp_path / name))
     chosen = chosen_of(index, Sampling(None, 4.0, 12))
     steps = np.diff(index.timestamps[chosen])
     assert len(chosen) == 12 and (steps > 0.75).all() and (steps < 1.25).all()
-    assert chosen_of(index, Sampling(12)) == np.linspace(0, len(index.timestamps) - 1, 12, dtype=int).tolist()
-
-
-@pytest.mark.parametrize("name", [*CONTAINERS, *RAW])
-def test_the_cap_of_a_constant_rate_is_even_over_frames(even, name):
-    index = even(name, "30")
-    assert chosen_of(index, Sampling(None, 20.0, 7)) == np.linspace(0, COUNT - 1, 7, dtype=int).tolist()
+    assert chosen_of(index, Sampling(12)) == np.linspace(0, n_frames - 1, 12, dtype=int).tolist()
 
 
 def extra_of(path: Path, model: str, sampling: Sampling, *clip: float | None) -> dict:

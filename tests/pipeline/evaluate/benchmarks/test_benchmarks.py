@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import av
@@ -11,7 +10,6 @@ import pytest
 
 from pipeline.errors import QuestionsError, UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS, find_benchmark
-from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.own import same_text
 from pipeline.evaluate.protocols import LETTER
 from pipeline.inputs.manifest import read_manifest
@@ -44,54 +42,40 @@ def frames_of(path):
         return sum(1 for _ in file.decode(video=0))
 
 
-def test_a_question_is_what_its_row_says(tmp_path):
-    (row, *_), folder = plain_rows(tmp_path), tmp_path / "v"
-    item = VIDEOMME.load(folder).items[0]
-    assert (item.question_id, item.question, item.options) == ("001-1", row["question"], tuple(row["options"]))
-    assert item.video_ids == ("data/-Ab0xYz_9Qk.mp4",) and item.video_id == "data/-Ab0xYz_9Qk.mp4"
-    assert (item.start_s, item.end_s) == (None, None)
-    assert (item.expected, item.answer) == (row["answer"], "ABCD".index(row["answer"]))
+def test_every_row_without_a_fault_is_a_question_that_says_what_its_row_says(tmp_path):
+    rows = plain_rows(tmp_path, 6)
+    loaded = VIDEOMME.load(tmp_path / "v")
+    assert loaded.n_annotated == len(loaded.items) == 18 and not loaded.faults
+    assert Counter(item.splits["duration"] for item in loaded.items) == {"short": 6, "medium": 6, "long": 6}
+    assert [item.question_id for item in loaded.items] == [row["question_id"] for row in rows]
+    for item, row in zip(loaded.items, rows, strict=True):
+        assert (item.question, item.options, item.expected) == (row["question"], tuple(row["options"]), row["answer"])
+        assert item.answer == "ABCD".index(row["answer"]) and (item.start_s, item.end_s) == (None, None)
+    item = loaded.items[0]
+    assert item.video_ids == ("data/-Ab0xYz_9Qk.mp4",) and item.video_id == item.video_ids[0]
     assert item.cluster == "-Ab0xYz_9Qk"
     assert item.splits == {
         "duration": "short", "domain": "Knowledge", "sub_category": "Geography", "task_type": "OCR Problems"
     }  # fmt: skip
 
 
-def test_without_faults_every_row_is_a_question(tmp_path):
-    write_videomme(tmp_path, faults=False, videos=False)
-    loaded = VIDEOMME.load(tmp_path)
-    assert loaded.n_annotated == len(loaded.items) == 18 and not loaded.faults
-    assert Counter(item.splits["duration"] for item in loaded.items) == {"short": 6, "medium": 6, "long": 6}
-    assert [item.question_id for item in loaded.items] == [row["question_id"] for row in rows_of(tmp_path)]
-    assert {item.answer for item in loaded.items} == {0, 1, 2, 3}
-
-
-def test_every_fault_is_listed_and_the_rows_add_up(data):
-    loaded = VIDEOMME.load(data)
-    assert Counter((fault.kind, fault.left_out) for fault in loaded.faults) == {
-        ("missing-video", True): 3,
-        ("bad-row", True): 1,
-        ("policy", True): 1,
-        ("repeated-candidate", False): 1,
-        ("answer-no-candidate", False): 1,
+def test_every_fault_is_listed_with_its_row_and_its_question_and_the_rows_add_up(data):
+    loaded, rows = VIDEOMME.load(data), rows_of(data)
+    assert loaded.n_annotated == len(rows) == len(loaded.items) + LEFT_OUT and len(loaded.items) == 18
+    assert Counter(fault.kind for fault in loaded.faults)["missing-video"] == 3
+    faults = {fault.kind: fault for fault in loaded.faults}
+    expected = {
+        "repeated-candidate": (1, False, "the option 'A cup.' is there 2 times"),
+        "answer-no-candidate": (2, False, "the answer 'E' is none of the options"),
+        "missing-video": (5, True, f"there is no 'data/{MISSING}.mp4' in the data folder"),
+        "bad-row": (6, True, "options must be a list of texts, got None"),
+        "policy": (7, True, f"{OUTSIDE!r} leads outside"),
     }
-    assert loaded.n_annotated == len(rows_of(data)) == len(loaded.items) + LEFT_OUT
-    assert len(loaded.items) == 18
-
-
-def test_a_fault_names_its_row_and_its_question(data):
-    faults = {fault.kind: fault for fault in VIDEOMME.load(data).faults}
-    rows = rows_of(data)
-    for kind, place, said in (
-        ("repeated-candidate", 1, "the option 'A cup.' is there 2 times"),
-        ("answer-no-candidate", 2, "the answer 'E' is none of the options"),
-        ("missing-video", 5, f"there is no 'data/{MISSING}.mp4' in the data folder"),
-        ("bad-row", 6, "options must be a list of texts, got None"),
-        ("policy", 7, f"{OUTSIDE!r} leads outside"),
-    ):
-        assert faults[kind].question_id == rows[place]["question_id"]
-        assert f"videomme/test-00000-of-00001.parquet, row {place}: " in faults[kind].message
-        assert said in faults[kind].message
+    assert faults.keys() == expected.keys() and len(loaded.faults) == 7
+    for kind, (place, left_out, message) in expected.items():
+        fault = faults[kind]
+        assert (fault.question_id, fault.left_out) == (rows[place]["question_id"], left_out)
+        assert f"videomme/test-00000-of-00001.parquet, row {place}: " in fault.message and message in fault.message
 
 
 def test_videos_are_found_with_any_of_their_suffixes_under_the_ids_that_pruning_gives_them(tmp_path):
@@ -116,12 +100,9 @@ def test_other_layouts_are_found_too(tmp_path, videos):
 def test_all_parts_of_the_annotations_are_read(tmp_path):
     first, *others = plain_rows(tmp_path)
     path = write_rows(tmp_path / "v", others)
-    second = tmp_path / "v" / "videomme" / "test-00001-of-00002.parquet"
-    path.rename(second)
-    write_rows(tmp_path / "v", [first])
-    assert [item.question_id for item in VIDEOMME.load(tmp_path / "v").items] == [
-        row["question_id"] for row in (first, *others)
-    ]
+    path.rename(path.with_name("test-00001-of-00002.parquet"))
+    loaded = reload(tmp_path, [first])
+    assert [item.question_id for item in loaded.items] == [row["question_id"] for row in (first, *others)]
 
 
 @pytest.mark.parametrize(
@@ -146,34 +127,27 @@ def test_a_bad_cell_costs_its_row_alone(tmp_path, cell, said):
     assert len(loaded.items) == len(rows) - 1
 
 
-def test_an_id_counts_once(tmp_path):
+def test_an_id_counts_once_and_a_question_under_two_ids_is_kept_and_listed(tmp_path):
     rows = plain_rows(tmp_path)
-    loaded = reload(tmp_path, [*rows, rows[0] | {"question": "Another?"}])
-    (fault,) = loaded.faults
-    assert (fault.kind, fault.question_id, fault.left_out) == ("repeated-question", "001-1", True)
-    assert len(loaded.items) == len(rows) and loaded.n_annotated == len(rows) + 1
-    assert loaded.items[0].question == rows[0]["question"]
+    more = [rows[0] | {"question": "Another?"}, rows[0] | {"question_id": "x"}]
+    loaded = reload(tmp_path, [*rows, *more, rows[3] | {"question_id": "y", "question": "Q"}])
+    assert [(fault.kind, fault.question_id, fault.left_out) for fault in loaded.faults] == [
+        ("repeated-question", "001-1", True), ("repeated-question", "x", False)
+    ]  # fmt: skip
+    assert "'001-1'" in loaded.faults[1].message
+    assert (
+        len(loaded.items) == len(rows) + 2 == loaded.n_annotated - 1 and loaded.items[0].question == rows[0]["question"]
+    )
 
 
-def test_a_question_under_two_ids_is_kept_and_listed(tmp_path):
-    rows = plain_rows(tmp_path)
-    loaded = reload(tmp_path, [*rows, rows[0] | {"question_id": "x"}, rows[3] | {"question_id": "y", "question": "Q"}])
-    (fault,) = loaded.faults
-    assert (fault.kind, fault.question_id, fault.left_out) == ("repeated-question", "x", False)
-    assert "'001-1'" in fault.message and len(loaded.items) == len(rows) + 2
-
-
-@pytest.mark.parametrize("answer", ["b", " B "])
-def test_a_letter_counts_in_either_case(tmp_path, answer):
-    rows = plain_rows(tmp_path)
-    loaded = reload(tmp_path, [rows[0] | {"answer": answer}])
-    assert (loaded.items[0].answer, loaded.items[0].expected) == (1, answer)
-
-
-@pytest.mark.parametrize("answer", ["Both", "A.", "AB", "1", "E"])
-def test_what_is_no_letter_of_an_option_is_no_candidate(tmp_path, answer):
+@pytest.mark.parametrize(
+    ("answer", "index"),
+    [("b", 1), (" B ", 1), *((answer, None) for answer in ("Both", "A.", "AB", "1", "E"))],
+)
+def test_the_answer_is_a_letter_of_either_case_or_no_candidate(tmp_path, answer, index):
     loaded = reload(tmp_path, [plain_rows(tmp_path)[0] | {"answer": answer}])
-    assert loaded.items[0].answer is None and [fault.kind for fault in loaded.faults] == ["answer-no-candidate"]
+    assert (loaded.items[0].answer, loaded.items[0].expected) == (index, answer)
+    assert [fault.kind for fault in loaded.faults] == ([] if index else ["answer-no-candidate"])
 
 
 @pytest.mark.parametrize("key", ["../../outside", "..", "a/../../../outside", "/etc/passwd", "x\0y", "a\nb"])
@@ -248,61 +222,6 @@ def test_benchmarks_are_found_by_name_and_questions_by_their_file(tmp_path):
         match=r"vidoemme: unknown \(did you mean videomme\?\); known are videomme, .*, shapes, and a file of",
     ):
         find_benchmark("vidoemme")
-
-
-CLIPS = Benchmark(
-    name="clips",
-    title="Clips",
-    protocols=(replace(LETTER, metric="task"),),
-    source="clips",
-    files=("json/*.jsonl",),
-    adapt=lambda row, place: {
-        **row,
-        "task": place.part,
-        "candidates": [row[f"option{i}"] for i in range(3) if row[f"option{i}"] != "N/A"],
-    },
-    paths=("video/{task}/{video}",),
-    question_id="id",
-    options="candidates",
-    cluster="video",
-    clip=("start", "end"),
-    answer_rule="text",
-    splits=(Split("task", "Task"),),
-)
-CLIP = {
-    "id": 1, "video": "a.mp4", "question": "Q", "option0": "x", "option1": "y", "option2": "N/A", "answer": "y",
-    "start": 1.5, "end": 9,
-}  # fmt: skip
-
-
-def write_clips(tmp_path, rows):
-    for task in ("count", "order"):
-        (tmp_path / "video" / task).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "video" / task / "a.mp4").touch()
-    (tmp_path / "json").mkdir(exist_ok=True)
-    (tmp_path / "json" / "count.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "json" / "order.jsonl").write_text(json.dumps(CLIP | {"id": "last", "start": None}))
-
-
-def test_another_layout_is_another_record(tmp_path):
-    """Clips, an option a column, answers as text, the task in the file's name, one file name in two folders."""
-    write_clips(tmp_path, [CLIP, CLIP | {"id": 2, "start": 2, "option2": "y"}])
-    first, second, last = CLIPS.load(tmp_path).items
-    assert (first.question_id, first.path, first.start_s, first.end_s) == ("1", "video/count/a.mp4", 1.5, 9.0)
-    assert [item.video_id for item in (first, second, last)] == [
-        "video/count/a.mp4#t=1.5,9", "video/count/a.mp4#t=2,9", "video/order/a.mp4#t=,9"
-    ]  # fmt: skip
-    assert (first.options, first.answer, second.options, second.answer) == (("x", "y"), 1, ("x", "y", "y"), 1)
-    assert (last.path, last.start_s, last.splits) == ("video/order/a.mp4", None, {"task": "order"})
-    assert [fault.kind for fault in CLIPS.load(tmp_path).faults] == ["repeated-candidate"]
-
-
-@pytest.mark.parametrize("start", ["1.5", -1, True, float("nan")])
-def test_a_clip_that_starts_nowhere_is_a_bad_row(tmp_path, start):
-    write_clips(tmp_path, [CLIP | {"start": start}])
-    loaded = CLIPS.load(tmp_path)
-    assert [(fault.kind, fault.question_id) for fault in loaded.faults] == [("bad-row", "1")]
-    assert "json/count.jsonl, line 1: start must be seconds" in loaded.faults[0].message
 
 
 def own(tmp_path, rows, data=None):

@@ -16,7 +16,7 @@ from tests.pipeline.evaluate.egoschema import (
     write_ego4d,
     write_hub,
 )
-from tests.pipeline.evaluate.layouts import by_id, faults_of, faulty, printed, replied
+from tests.pipeline.evaluate.layouts import faults_of, faulty, printed, replied
 
 FULL, SUBSET = BENCHMARKS["egoschema"], BENCHMARKS["egoschema-subset"]
 LETTERED = tuple(f"{letter}. {text}" for letter, text in zip("ABCDE", OPTIONS, strict=True))
@@ -32,29 +32,28 @@ def authors(tmp_path_factory):
     return write_authors(tmp_path_factory.mktemp("authors"))
 
 
-def test_a_question_is_what_its_row_says(hub, authors):
-    for folder in (hub, authors):
-        item = by_id(SUBSET.load(folder))[UIDS[0]]
-        assert (item.question, item.options) == (question_of(UIDS[0]), LETTERED)
-        assert (item.answer, item.expected) == (3, "3")
-        assert item.video_id == f"videos/{UIDS[0]}.MP4" and item.splits == {}
+@pytest.fixture(scope="module", params=["hub", "authors"])
+def folder(request):
+    return request.getfixturevalue(request.param)
 
 
-def test_the_full_set_has_no_answers_and_that_is_no_fault(hub, authors):
-    for folder in (hub, authors):
-        loaded = FULL.load(folder)
-        assert [item.question_id for item in loaded.items] == [uid for uid in UIDS if uid != GONE]
-        assert {(item.answer, item.expected) for item in loaded.items} == {(None, None)}
-        assert faults_of(loaded) == {("missing-video", True): 1, ("repeated-candidate", False): 1}
-        assert faulty(loaded, "missing-video") == [GONE]
+def test_the_full_set_has_no_answers_and_that_is_no_fault(folder):
+    loaded = FULL.load(folder)
+    assert [item.question_id for item in loaded.items] == [uid for uid in UIDS if uid != GONE]
+    assert {(item.answer, item.expected) for item in loaded.items} == {(None, None)}
+    assert faults_of(loaded) == {("missing-video", True): 1, ("repeated-candidate", False): 1}
+    assert faulty(loaded, "missing-video") == [GONE]
 
 
-def test_the_subset_is_the_questions_with_a_published_answer(hub, authors):
-    for folder in (hub, authors):
-        loaded = SUBSET.load(folder)
-        assert [item.question_id for item in loaded.items] == list(ANSWERS) and loaded.n_annotated == len(ANSWERS)
-        assert faults_of(loaded) == {("repeated-candidate", False): 1, ("answer-no-candidate", False): 1}
-        assert faulty(loaded, "answer-no-candidate") == [UIDS[3]]
+def test_the_subset_is_the_questions_with_a_published_answer(folder):
+    loaded = SUBSET.load(folder)
+    assert [item.question_id for item in loaded.items] == list(ANSWERS) and loaded.n_annotated == len(ANSWERS)
+    assert faults_of(loaded) == {("repeated-candidate", False): 1, ("answer-no-candidate", False): 1}
+    assert faulty(loaded, "answer-no-candidate") == [UIDS[3]]
+    item = loaded.items[0]
+    assert (item.question, item.options) == (question_of(UIDS[0]), LETTERED)
+    assert (item.answer, item.expected) == (3, "3")
+    assert item.video_id == f"videos/{UIDS[0]}.MP4" and item.splits == {}
 
 
 def test_clips_of_one_video_of_ego4d_are_one_cluster_where_it_is_known(hub, authors, tmp_path):
@@ -66,16 +65,15 @@ def test_clips_of_one_video_of_ego4d_are_one_cluster_where_it_is_known(hub, auth
     assert [item.cluster for item in FULL.load(tmp_path / "d").items] == known
 
 
-def test_it_is_asked_in_the_words_of_lmms_eval(hub, authors):
-    for folder in (hub, authors):
-        item = FULL.load(folder).items[0]
-        for protocol in (*FULL.protocols, *SUBSET.protocols):
-            assert protocol.text(item, "llava_onevision") == (
-                f"{question_of(UIDS[0])}\n"
-                "A. C cooks.\nB. C cleans. It shines.\nC. C reads.\nD. C paints.\nE. C sleeps.\n"
-                "Answer with the option's letter from the given choices directly."
-            )
-            assert (protocol.parser, protocol.metric) == ("egoschema", "questions")
+def test_it_is_asked_in_the_words_of_lmms_eval(folder):
+    item = FULL.load(folder).items[0]
+    for protocol in (*FULL.protocols, *SUBSET.protocols):
+        assert protocol.text(item, "llava_onevision") == (
+            f"{question_of(UIDS[0])}\n"
+            "A. C cooks.\nB. C cleans. It shines.\nC. C reads.\nD. C paints.\nE. C sleeps.\n"
+            "Answer with the option's letter from the given choices directly."
+        )
+        assert (protocol.parser, protocol.metric) == ("egoschema", "questions")
     assert [protocol.max_new_tokens for protocol in SUBSET.protocols] == [16, 1024]
 
 

@@ -59,10 +59,11 @@ def test_every_fault_is_counted_and_what_can_be_asked_is(loaded):
         ("missing-video", True): 1,
         ("bad-row", True): 2,  # of a task that there is not, and of as many options as in the test set
     }
-    assert faulty(loaded, "repeated-candidate") == ["plotQA-2", "plotQA-3"] and faulty(loaded, "blank-candidate") == [
-        "plotQA-3"
-    ]
-    assert faulty(loaded, "answer-no-candidate") == ["needle-0"] and faulty(loaded, "repeated-question") == ["ego-1"]
+    for kind, names in (
+        ("repeated-candidate", ["plotQA-2", "plotQA-3"]), ("blank-candidate", ["plotQA-3"]),
+        ("answer-no-candidate", ["needle-0"]), ("repeated-question", ["ego-1"]),
+    ):  # fmt: skip
+        assert faulty(loaded, kind) == names
     found = by_id(loaded)
     assert found["needle-0"].answer is None and found["needle-0"].expected == "Catching a drone"
     assert found["plotQA-2"].answer == 0  # the first of the two

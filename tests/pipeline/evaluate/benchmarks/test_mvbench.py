@@ -1,5 +1,6 @@
 """MVBench as published: both layouts, clips, folders of frames, one name in two folders, and the mean of its tasks."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from pipeline.errors import QuestionsChanged, UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
+from pipeline.evaluate.benchmarks.items import clip_id
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.evaluate import describe_data, evaluate
 from pipeline.evaluate.request import prepare
@@ -66,20 +68,19 @@ def test_clips_of_one_file_are_one_cluster_in_both_layouts(loaded, cut):
     assert set(clusters) - {"ssv2_video/166583.webm"} == {item.cluster for item in cut.items} - {"ssv2_video/166583"}
 
 
-def test_a_clip_of_a_file_has_its_own_frames(loaded, data):
-    found = by_id(loaded)
-    assert frames_of(found["action_sequence-0"], data, 30) == list(range(6, 36))  # four a second
-    assert frames_of(found["action_sequence-1"], data, 28) == list(range(8, 36))
-    assert by_id(loaded)["action_sequence-0"].manifest_rows(Path("/d")) == [
+def test_a_clip_has_the_published_frames_of_its_file_or_of_its_folder(loaded, data):
+    """Of a folder from round(3 start), at least 1, to round(3 end)."""
+    items = by_id(loaded)
+    for name, frames in (
+        ("action_sequence-0", range(6, 36)),  # four a second
+        ("action_sequence-1", range(8, 36)),
+        ("episodic_reasoning-0", range(1, 13)),
+        ("episodic_reasoning-1", range(12, 31)),
+    ):
+        assert frames_of(items[name], data, len(frames)) == list(frames)
+    assert items["action_sequence-0"].manifest_rows(Path("/d")) == [
         {"video_id": f"{STAR}#t=1.5,9", "uri": f"/d/{STAR}", "start_s": 1.5, "end_s": 9.0}
     ]
-
-
-def test_a_folder_of_frames_is_one_video_and_a_clip_of_it_has_the_published_frames(loaded, data):
-    """From round(3 start), at least 1, to round(3 end)."""
-    found = by_id(loaded)
-    assert frames_of(found["episodic_reasoning-0"], data, 12) == list(range(1, 13))
-    assert frames_of(found["episodic_reasoning-1"], data, 19) == list(range(12, 31))
 
 
 def test_results_of_both_layouts_never_share_a_place(data, tmp_path):
@@ -170,15 +171,21 @@ def test_a_folder_of_frames_without_frames_is_missing(tmp_path):
 
 def test_annotations_of_another_task_or_form_are_no_questions(tmp_path):
     write_main(tmp_path)
-    (tmp_path / "json" / "summary.json").write_text(
-        '[{"video": "a.mp4", "question": "Q", "candidates": ["x"], "answer": "x"}]'
-    )
+    file = tmp_path / "json" / "summary.json"
+    file.write_text('[{"video": "a.mp4", "question": "Q", "candidates": ["x"], "answer": "x"}]')
     assert "task must be one of action_sequence" in MVBENCH.load(tmp_path).faults[-1].message
-    (tmp_path / "json" / "summary.json").write_text('{"a": 1}')
-    with pytest.raises(
-        UsageError, match=r"summary\.json: cannot be read: expected a JSON list of objects; fetch it again"
-    ):
-        MVBENCH.load(tmp_path)
-    (tmp_path / "json" / "summary.json").write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(UsageError, match=r"summary\.json: cannot be read: not JSON"):
-        MVBENCH.load(tmp_path)
+    for text, why in (('{"a": 1}', "expected a JSON list of objects; fetch it again"), ("version https:", "not JSON")):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=rf"summary\.json: cannot be read: {why}"):
+            MVBENCH.load(tmp_path)
+
+
+def test_a_clip_has_seconds_as_bounds_of_which_either_may_lack(tmp_path):
+    assert [clip_id("v", *bounds) for bounds in ((None, 9.0), (2.0, None), (None, None))] == ["v#t=,9", "v#t=2", "v"]
+    write_main(tmp_path)
+    file = tmp_path / "json" / "action_antonym.json"
+    (row,) = json.loads(file.read_text())
+    file.write_text(json.dumps([row | {"start": start} for start in ("1.5", -1, True, float("nan"))]))
+    faults = [fault for fault in MVBENCH.load(tmp_path).faults if "action_antonym" in (fault.question_id or "")]
+    assert [fault.kind for fault in faults] == ["bad-row"] * 4
+    assert all("start must be seconds, 0 or more" in fault.message for fault in faults)

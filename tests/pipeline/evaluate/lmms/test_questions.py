@@ -1,7 +1,5 @@
 """generation_kwargs of tasks, what becomes of a reply, and which cached video a document names; without lmms-eval."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

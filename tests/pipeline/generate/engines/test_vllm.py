@@ -297,11 +297,7 @@ def test_the_rule_vllm_has_the_positions_of_vllms_own_qwen2_5_vl(n_frames, total
 
     t, h, w = item["video_grid_thw"].data.tolist()
     n = t * h * w // 4
-    extra = {
-        "video_grid_thw": [t, h, w],
-        "spatial_merge_size": 2,
-        "second_per_grid_ts": 2 / (n_frames / total * fps),
-    }
+    extra = {"video_grid_thw": [t, h, w], "spatial_merge_size": 2, "second_per_grid_ts": 2 / (n_frames / total * fps)}
     clip = Visual(torch.zeros(n, 64), torch.arange(n), t, h * w // 4, extra=extra)
     prompt = prompt_builder(source, "original", "vllm").build("Why do they?", [clip])
     (first, end), place_first = prompt.spans[0], place.offset
