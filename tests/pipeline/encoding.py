@@ -38,14 +38,17 @@ def encode_clip(
     return decoded.frames, encoder.encode_one({**begun, **make_decoding_columns(decoded, 1)}, decoded.frames)
 
 
-def cache_of(out: Path, source: ModelSource, *videos: VideoItem) -> Store:
-    """Write a cache of all tokens of Qwen videos, which says that it is of ``source``."""
+def cache_of(
+    out: Path, source: ModelSource, *videos: VideoItem, method: str = "none", ratio: float = 1.0, **header: Any
+) -> Store:
+    """Write a cache of videos, by default of all their tokens, which says that it is of ``source``."""
     identity = {
         "model": {"type": source.model_type, "weights": source.identity},
-        "pruner": {"method": "none", "params": {}},
-        "retention_ratio": 1.0,
+        "pruner": {"method": method, "params": {}},
+        "retention_ratio": ratio,
         "dtype": {"stored": "bfloat16"},
     }
-    store = write_header(out, identity=identity, deepstack_levels=family_of(source).static().deepstack_levels)
+    levels = family_of(source).static().deepstack_levels
+    store = write_header(out, identity=identity, deepstack_levels=levels, **header)
     write_shard(store, "run", *videos)
     return store

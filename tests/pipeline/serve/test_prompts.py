@@ -197,7 +197,9 @@ def test_a_redone_video_is_fresh_in_every_link_and_says_so(cache):
     videos.refresh()
     row = TokenCache(cache).metadata("a")
     new = [prompts.find(link).result() for link in links]
-    assert {video.content_name for video in new} == {f"a={row['token_shard']}:{row['first_row_group']}:{row['checksum']}"}
+    assert {video.content_name for video in new} == {
+        f"a={row['token_shard']}:{row['first_row_group']}:{row['checksum']}"
+    }
     assert {video.content_name for video in new}.isdisjoint(video.content_name for video in old)
     assert torch.equal(new[0].visual.tokens, TokenCache(cache).get("a").visual.tokens)
     assert prompts.find(CacheLink("dir/b.mp4")).result().visual is other.visual  # was not done again: still held
