@@ -16,7 +16,7 @@ from pipeline.rows import VideoRecord
 from pipeline.storage.stores import Store
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.pipeline.caches import write_header, write_shard
+from tests.pipeline.caches import make_identity, write_header, write_shard
 
 
 def encode_clip(
@@ -42,12 +42,7 @@ def cache_of(
     out: Path, source: ModelSource, *videos: VideoItem, method: str = "none", ratio: float = 1.0, **header: Any
 ) -> Store:
     """Write a cache of videos, by default of all their tokens, which says that it is of ``source``."""
-    identity = {
-        "model": {"type": source.model_type, "weights": source.identity},
-        "pruner": {"method": method, "params": {}},
-        "retention_ratio": ratio,
-        "dtype": {"stored": "bfloat16"},
-    }
+    identity = make_identity(ratio, method, source=source)
     levels = family_of(source).static().deepstack_levels
     store = write_header(out, identity=identity, deepstack_levels=levels, **header)
     write_shard(store, "run", *videos)

@@ -15,7 +15,7 @@ from pipeline.errors import VideoFault
 from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.report import Report
 from pipeline.verify.verify import Verification, verify
-from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.pipeline.caches import encoded, encoded_failure, make_identity, random_tokens, write_header, write_shard
 
 SHAPE = (4, 9, 8)
 
@@ -68,7 +68,7 @@ def two_shards(out: Path) -> LocalStore:
 
 def by_an_own_method(out: Path, **pruner: object) -> LocalStore:
     """Write a cache of random tokens that names a method whose module is not importable here."""
-    identity = {"model": {"weights": "none"}, "pruner": {"method": "not_here:Mine", **pruner}, "retention_ratio": 0.25}
+    identity = make_identity(pruner={"method": "not_here:Mine", **pruner})
     store = write_header(out, hidden_size=8, identity=identity)
     write_shard(store, "run", encoded("a", random_tokens(0, SHAPE), 0.25, "random"))
     assert isinstance(store, LocalStore)

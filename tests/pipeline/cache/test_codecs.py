@@ -18,7 +18,7 @@ from pipeline.cache.header import HEADER, find_codec, read_header, serialise_hea
 from pipeline.cache.merging import merge_fully
 from pipeline.verify.moves import remove_videos
 from tests.examples import run_example
-from tests.pipeline.caches import encoded, make_cache, random_tokens, write_header, write_shard
+from tests.pipeline.caches import encoded, make_cache, make_identity, random_tokens, write_header, write_shard
 from tests.pipeline.verifying import verified
 
 CODED = [codec for codec in CODECS.values() if codec is not BFLOAT16]
@@ -147,9 +147,8 @@ def test_a_cache_gives_what_the_codec_gives_also_when_videos_have_left_it(tmp_pa
 @pytest.mark.parametrize("version", [3, "3+int3"])
 def test_a_codec_that_is_not_known_is_refused_by_its_name(tmp_path, version):
     store = make_cache(tmp_path / "c", {"v": random_tokens(0)}, codec="int4")
-    header = read_header(store)
-    identity = {**header["identity"], "dtype": {"stored": "int3"}}
-    store.put(HEADER, serialise_header({**header, "identity": identity, "schema_version": version}))
+    header = {**read_header(store), "identity": make_identity(codec="int3"), "schema_version": version}
+    store.put(HEADER, serialise_header(header))
     with pytest.raises(NotACache, match="int3"):
         TokenCache(tmp_path / "c")
 

@@ -19,7 +19,7 @@ from pipeline.cache.table import VideosTable
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.checks import check_commit, check_token_shard
-from tests.pipeline.caches import random_tokens, read_live, write_header, write_shard
+from tests.pipeline.caches import make_identity, random_tokens, read_live, write_header, write_shard
 from tests.pipeline.evidence import encoded_with, random_evidence
 
 SHAPE = (2, 5, 2)  # 10 tokens of 2 numbers, of which 2 are kept, in two row groups
@@ -57,8 +57,8 @@ def bytes_of(video: CachedVideo) -> bytes:
 @pytest.fixture
 def store(tmp_path) -> LocalStore:
     """A cache of one video, coded and with evidence."""
-    identity = read_header(write_header(tmp_path, codec="int4"))["identity"]
-    store = write_header(tmp_path, codec="int4", identity=identity | {"evidence": {"token_attention": "last_layer"}})
+    identity = make_identity(codec="int4", evidence={"token_attention": "last_layer"})
+    store = write_header(tmp_path, codec="int4", identity=identity)
     evidence = {"token_attention": random_evidence(SHAPE)["token_attention"]}
     write_shard(store, "run", encoded_with("v", random_tokens(0, SHAPE), 0.25, "gstep", evidence))
     assert isinstance(store, LocalStore)
