@@ -1,126 +1,27 @@
-"""Merging: the live rows stay those of a model in a few lines of Python, whatever happens in which order."""
+"""Merging: fewer files, and the same live rows; test_history.py has merges, commits and kills in any order."""
 
 from __future__ import annotations
 
 import pickle
-import random
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from pipeline import TokenCache
 from pipeline.cache.header import made_with
 from pipeline.cache.live import Ledger
-from pipeline.cache.merging import KEEP, merge, merge_fully, select_surviving, try_merge
+from pipeline.cache.merging import merge, merge_fully, try_merge
 from pipeline.cache.schema import LATER
 from pipeline.cache.table import list_table_files, read_file, serialise_small
 from pipeline.inspect.report import failed_videos
-from tests.pipeline.cache.table_rows import (
-    ORDER,
-    Model,
-    Row,
-    assert_all_agree,
-    commit_failures,
-    commit_rows,
-    draw_rows,
-    live_in,
-)
+from tests.pipeline.cache.table_rows import commit_failures, commit_rows, live_in
 from tests.pipeline.caches import encoded, limit_merges, random_tokens, write_header, write_shard
 from tests.pipeline.damage import Dying
 from tests.pipeline.verifying import SHAPE, kinds, verified
 
 NOW = timedelta(0)
-
-
-@settings(deadline=None, max_examples=6, suppress_health_check=[HealthCheck.too_slow])
-@given(seed=st.integers(0, 2**32))
-def test_commits_merges_and_kills_in_any_order_converge(tmp_path_factory, seed):
-    """Three runs that commit late and twice, mergers that are killed anywhere, readers that look meanwhile."""
-    with pytest.MonkeyPatch.context() as patch:  # merges write several files
-        limit_merges(patch, GROUP_ROWS=2, _PART_GROUPS=2)
-        converge(random.Random(seed), tmp_path_factory.mktemp("c"))
-
-
-def converge(draw: random.Random, folder: Path) -> None:
-    """Act at random on a cache in the folder, and hold it against the model."""
-    store, model = write_header(folder), Model()
-    delayed: list[tuple[str, list[Row]]] = []
-    for step in range(draw.randint(4, 12)):
-        act = draw.choice(["commit", "commit", "commit", "late", "again", "merge", "merge", "killed", "look"])
-        run = f"r{draw.randint(1, 3)}"
-        if act == "commit":
-            rows = draw_rows(draw, f"{run}.{step}")
-            commit_rows(store, f"{run}.{step}", rows)
-            model.rows += rows
-        elif act == "late":
-            delayed.append((f"{run}.{step}", draw_rows(draw, f"{run}.{step}")))
-        elif act == "again" and model.rows:  # an answer was lost
-            row = draw.choice(model.rows)
-            commit_rows(store, row["run_id"], [other for other in model.rows if other["run_id"] == row["run_id"]])
-        elif act == "merge":
-            merge(store, None, everything=draw.random() < 0.5, keep=draw.choice([NOW, KEEP]))
-        elif act == "killed":
-            dying = Dying(folder)
-            dying.left = draw.randint(0, 6)
-            with suppress(KeyboardInterrupt):
-                merge(dying, None, everything=True, keep=NOW)
-        else:
-            assert live_in(store) == model.live()
-    for run, rows in delayed:  # of a driver that was stopped
-        commit_rows(store, run, rows)
-        model.rows += rows
-    assert_all_agree(store, model)
-    for _ in range(3):
-        merge(store, None, everything=True, keep=NOW)
-    assert_all_agree(store, model)
-    assert all(file.level for file in list_table_files(store))
-
-
-def drawn_rows(videos: int, seed: int) -> pa.Table:
-    """Up to eight rows of each video, alike in much; columns that the rule does not look at are left out."""
-    draw = np.random.default_rng(seed)
-    owner = np.sort(np.concatenate([np.arange(videos), draw.integers(0, videos, 4 * videos)]))
-    n = len(owner)
-    columns = {
-        "video_id": pa.array(owner).cast(pa.string()),
-        "id_high": owner.astype(np.uint64) // 2,  # two ids share a half
-        "id_low": owner.astype(np.uint64) % 2,
-        "clip_key": draw.integers(0, 2, n).astype(np.uint64),
-        "source_size": draw.integers(1, 3, n),
-        "status": pa.array(np.array(ORDER)[draw.choice(3, n, p=[0.05, 0.45, 0.5])]),
-        "attempts": draw.integers(1, 4, n).astype(np.int32),
-        "rewritten": draw.integers(0, 3, n).astype(np.int32),
-        "earlier_attempts": np.zeros(n, np.int32),
-        "tie_break": draw.integers(0, 2**63, n).astype(np.uint64),
-    }
-    return pa.table(columns)
-
-
-def test_many_sets_converge_in_whatever_order_their_files_are_merged():
-    """Each video is a set of rows. They come in six files, some of them twice, which are merged pair by pair."""
-    videos = 2_000
-    rows, draw = drawn_rows(videos, 0), np.random.default_rng(1)
-    wanted = select_surviving(rows)
-    for _ in range(4):
-        place = draw.integers(0, 6, len(rows))
-        files = [rows.filter(pa.array((place == i) | (draw.random(len(rows)) < 0.1))) for i in range(6)]
-        while len(files) > 1:
-            one, other = (files.pop(draw.integers(len(files))) for _ in range(2))
-            files.append(select_surviving(pa.concat_tables([one, other])))
-            if draw.random() < 0.3:  # a merge that was killed: what it read is merged once more
-                files.append(one)
-        found = select_surviving(files[0])
-        assert found.drop_columns("earlier_attempts").equals(wanted.drop_columns("earlier_attempts"))
-        # Of three files under one id the attempts on one may be forgotten with its row; none are made up.
-        assert pc.all(pc.less_equal(found["earlier_attempts"], wanted["earlier_attempts"])).as_py()
-    assert len(wanted) == videos and len(rows) == 5 * videos
 
 
 def test_a_reader_goes_on_when_its_files_were_merged_and_deleted(tmp_path):

@@ -1,6 +1,14 @@
-"""Videos below an S3 prefix, one or several at once: the same bytes as in a folder, for few requests."""
+"""Videos of an S3 prefix and of a folder, one or several at once, shared by threads and processes: the same bytes.
+
+Requests to S3 are few, and no more where threads share a cache.
+"""
 
 from __future__ import annotations
+
+import multiprocessing
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,7 +19,7 @@ from pipeline.cache.reader import group_runs
 from pipeline.cache.token_shard import TokenRows
 from pipeline.errors import VideoFault
 from pipeline.storage.stores import ObjectStore
-from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
 
 SHAPE = (8, 49, 512)  # 98 KB of tokens: more than comes with a shard's footer
@@ -147,3 +155,78 @@ def test_the_environment_leads_to_it(server, monkeypatch, capsys):
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     assert inspect.main([server.uri("c"), "--s3-endpoint", server.url]) == 0
     assert "7 ok" in capsys.readouterr().out
+
+
+def bits(cache: TokenCache, video_id: str) -> bytes:
+    return cache.get(video_id).tokens.contiguous().view(torch.int16).numpy().tobytes()
+
+
+def read_all(caches: list[TokenCache], out) -> None:
+    """In a process of its own."""
+    out.put([[bits(cache, name) for name in IDS] for cache in caches])
+
+
+def test_a_cache_pickles_small_and_reads_the_same(folder, remote):
+    for cache in (TokenCache(folder), remote):
+        expected = [bits(cache, name) for name in IDS]
+        data = pickle.dumps(cache)  # with its shards open
+        other = pickle.loads(data)  # noqa: S301
+        assert len(data) < 8192 and [bits(other, name) for name in IDS] == expected
+
+
+def test_a_fork_reads_the_same_and_waits_for_no_thread_of_its_parent(folder, remote):
+    """It was forked while shards were open and a thread of the parent opened another one, for which others wait."""
+    cache = TokenCache(folder)
+    expected = [bits(remote, name) for name in IDS]
+    load, opening, go_on = cache._open_shard._load, threading.Event(), threading.Event()
+
+    def slow(*key):
+        opening.set()
+        go_on.wait(60)
+        return load(*key)
+
+    cache._open_shard._load = slow
+    context = multiprocessing.get_context("fork")
+    out = context.Queue()
+    with ThreadPoolExecutor(1) as pool:
+        of_parent = pool.submit(bits, cache, "v0")
+        opening.wait(60)
+        cache._open_shard._load = load
+        child = context.Process(target=read_all, args=([cache, remote], out))
+        child.start()
+        of_child = out.get(timeout=60)
+        go_on.set()
+        assert of_child == [expected, expected] and of_parent.result() == expected[0]
+        child.join()
+    assert [bits(remote, name) for name in IDS] == expected
+
+
+def test_threads_read_the_same_for_the_requests_of_one(server, remote):
+    def of_threads(n: int) -> tuple[list[list[bytes]], int]:
+        """Read all videos four times by so many threads; return what they gave, and the number of requests."""
+        cache, start = TokenCache(remote.store.root, store=remote.store), threading.Barrier(n)
+
+        def read(thread: int) -> list[bytes]:
+            start.wait()
+            return [bits(cache, IDS[(i + thread) % len(IDS)]) for i in range(len(IDS))]
+
+        server.requests.clear()
+        with ThreadPoolExecutor(n) as pool:
+            results = list(pool.map(read, range(4)))
+        return results, len(server.requests)
+
+    (of_one, n_of_one), (of_four, n_of_four) = of_threads(1), of_threads(4)
+    assert of_four == of_one and n_of_four == n_of_one <= 4 * len(IDS) + 2 * 2
+
+
+def test_what_cannot_be_opened_is_tried_again(tmp_path):
+    make_cache(tmp_path, {"v3": random_tokens(3)})
+    cache = TokenCache(tmp_path)
+    (file,) = (tmp_path / "tokens").iterdir()
+    data = file.read_bytes()
+    file.unlink()
+    for _ in range(2):
+        with pytest.raises(CorruptShard, match=r"missing \(reading 'v3'\)"):
+            cache.get("v3")
+    file.write_bytes(data)
+    assert bits(cache, "v3")

@@ -146,3 +146,4 @@ def test_keys_that_share_a_half_are_told_apart(store, monkeypatch):
     put_sorted(store, rows, group_rows=2)
     cache = TokenCache(store.root)
     assert [cache.metadata(f"folder/v{i}")["attempts"] for i in range(5)] == [1, 2, 3, 1, 2]
+    assert len(cache.failed) == 5

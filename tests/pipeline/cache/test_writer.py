@@ -17,12 +17,13 @@ from pipeline.errors import RunFailed
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header
 
+VIDEO = encoded("v", random_tokens(0), 0.25, "gstep")
+
 
 def test_tokens_on_a_disk_that_is_not_shared_are_not_committed(tmp_path):
     store = write_header(tmp_path / "drivers")
     made = made_with(store)
-    video = encoded("v", random_tokens(0), 0.25, "gstep")
-    written = write_token_shard([video], store=write_header(tmp_path / "nodes"), run_id="run")
+    written = write_token_shard([VIDEO], store=write_header(tmp_path / "nodes"), run_id="run")
     with pytest.raises(FileNotFoundError, match="must be shared by all"):
         commit(store, "run", 0, written, made_with=made)
     assert len(TokenCache(tmp_path / "drivers")) == 0
@@ -106,8 +107,7 @@ def test_a_driver_that_was_stopped_in_its_commit_shows_no_video_whose_tokens_wer
     """It goes on when nothing names its tokens any more: before it looks for them, or after it has put the rows."""
     store = write_header(tmp_path)
     made = made_with(store)
-    video = encoded("v", random_tokens(0), 0.25, "gstep")
-    rows = write_token_shard([video], store=store, run_id="run")
+    rows = write_token_shard([VIDEO], store=store, run_id="run")
 
     class Stopped(LocalStore):
         def put(self, name, data) -> None:
@@ -124,7 +124,7 @@ def test_a_driver_that_was_stopped_in_its_commit_shows_no_video_whose_tokens_wer
 def test_a_commit_never_makes_a_cache_that_is_gone(tmp_path):
     store = write_header(tmp_path / "c")
     made = made_with(store)
-    rows = write_token_shard([encoded("v", random_tokens(0), 0.25, "gstep")], store=store, run_id="run")
+    rows = write_token_shard([VIDEO], store=store, run_id="run")
     (tmp_path / "c").rename(tmp_path / "old")
     with pytest.raises(FileNotFoundError):
         commit(store, "run", 0, rows, made_with=made)
@@ -150,16 +150,15 @@ class Moved(LocalStore):
 
 def test_a_cache_begun_anew_in_mid_write_gets_nothing_of_the_run_before(tmp_path):
     """Whether a token shard, a commit or a deletion is under way: it goes where the cache went, or fails."""
-    video = encoded("v", random_tokens(0), 0.25, "gstep")
     for what in ("tokens", "commit", "delete", "afterwards"):
         place = tmp_path / what
         store = Moved(write_header(place / "c").root)
         made = made_with(store)
-        rows = write_token_shard([video], store=store, run_id="run")
+        rows = write_token_shard([VIDEO], store=store, run_id="run")
         commit(store, "run", 0, rows, made_with=made)
         store.moving = True
         if what == "tokens":
-            write_token_shard([video], store=store, run_id="other")
+            write_token_shard([VIDEO], store=store, run_id="other")
         elif what == "commit":
             commit(store, "run", 1, rows, made_with=made)
         elif what == "delete":
@@ -186,8 +185,7 @@ def test_a_worker_that_comes_to_the_new_folder_cannot_make_the_driver_commit_the
     driver.root.rename(tmp_path / "old")
     os.utime(tmp_path / "old", (1, 1))
     write_header(tmp_path / "c")
-    video = encoded("v", random_tokens(0), 0.25, "gstep")
-    rows = write_token_shard([video], store=LocalStore(tmp_path / "c"), run_id="run")
+    rows = write_token_shard([VIDEO], store=LocalStore(tmp_path / "c"), run_id="run")
     with pytest.raises(FileNotFoundError):
         commit(driver, "run", 0, rows, made_with=made)
     assert not list(tmp_path.glob("*/videos/*"))

@@ -1,8 +1,8 @@
 """A run as the cache alone tells of it: how far it has come, what watching shows, and when that ends."""
 
 import io
-import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
@@ -46,22 +46,24 @@ def record(run_id="r2", **more) -> dict[str, object]:
     return {"run_id": run_id, "host": "h", "pid": 7, "videos": 4, **more}
 
 
-def watch_in_thread(store, console: Console) -> tuple[threading.Thread, list[RunProgress | None]]:
-    states: list[RunProgress | None] = []
-    cache = TokenCache(str(store), store=store)
-    thread = threading.Thread(target=lambda: states.append(watch(cache, console, 0.05)))
-    thread.start()
-    return thread, states
+def watch_in_thread(pool, store, console: Console) -> Future[RunProgress | None]:
+    return pool.submit(watch, TokenCache(str(store), store=store), console, 0.05)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
 
 
 def write_video(store, run_id: str, video_id: str) -> None:
     write_shard(store, run_id, encoded(video_id, random_tokens(0), 0.25, "gstep"))
 
 
-def test_it_shows_what_comes_and_ends_with_the_run(store):
+def test_it_shows_what_comes_and_ends_with_the_run(store, pool):
     shown = io.StringIO()
     with Claim(store, "r1", print, heartbeat_s=0.05) as claim:
-        watcher, states = watch_in_thread(store, Console(file=shown, force_terminal=True, width=100))
+        watcher = watch_in_thread(pool, store, Console(file=shown, force_terminal=True, width=100))
         wait_until(lambda: "r1 on " in shown.getvalue() and "is starting" in shown.getvalue(), shown.getvalue)
         with RunFile(store, record("r1")):
             wait_until(lambda: "0 of 4 videos" in shown.getvalue(), shown.getvalue)
@@ -69,38 +71,36 @@ def test_it_shows_what_comes_and_ends_with_the_run(store):
             wait_until(lambda: "the bottleneck" in shown.getvalue(), shown.getvalue)
             write_video(store, "r1", "a")
             wait_until(lambda: "1 of 4 videos" in shown.getvalue(), shown.getvalue)
-    watcher.join(timeout=60)
-    (run,) = states
+    run = watcher.result(60)
     assert (run.status, run.n_done, run.n_videos) == ("finished", 1, 4)
     assert "97%" in shown.getvalue() and "r1 on h (pid 7) finished after" in shown.getvalue()
 
 
-def test_a_log_gets_a_whole_line_each_time(tmp_path):
+def test_a_log_gets_a_whole_line_each_time(tmp_path, pool):
     shown, store = io.StringIO(), write_header(tmp_path)
     with Claim(store, "r1", print, heartbeat_s=0.05) as claim, RunFile(store, record("r1")):
         claim.set_progress(NOW)
-        watcher, _ = watch_in_thread(store, Console(file=shown, width=60))
+        watcher = watch_in_thread(pool, store, Console(file=shown, width=60))
         wait_until(lambda: "0 of 4 videos" in shown.getvalue(), shown.getvalue)
         write_video(store, "r1", "v0")
         wait_until(lambda: "1 of 4 videos" in shown.getvalue(), shown.getvalue)
-    watcher.join(timeout=60)
+    watcher.result(60)
     *lines, last = shown.getvalue().splitlines()
     assert len(lines) > 1 and all(" running for " in line and "videos/s of late" in line for line in lines)
     assert any("busy: decode 97% encode 41% (bottleneck: decode)" in line for line in lines)
     assert "r1 on h (pid 7) finished after" in last and shown.getvalue().endswith("\n")
 
 
-def test_it_waits_for_a_run_that_begins_the_cache(tmp_path):
-    shown, said = threading.Event(), list[str]()
-    store = store_at(str(tmp_path / "c"))
-    waiter = threading.Thread(target=lambda: (wait_for_cache(store, said.append, 0.02), shown.set()))
-    waiter.start()
+def test_it_waits_for_a_run_that_begins_the_cache(tmp_path, pool):
+    store, said = store_at(str(tmp_path / "c")), list[str]()
+    waiter = pool.submit(wait_for_cache, store, said.append, 0.02)
     wait_until(lambda: said, lambda: said)
     store.make()
     with Claim(store, "r1", print):
-        assert not shown.wait(0.2)  # a note is no cache yet
+        with pytest.raises(TimeoutError):
+            waiter.result(0.2)  # a note is no cache yet
         write_header(tmp_path / "c")
-        assert shown.wait(60)
+        waiter.result(60)
     assert len(said) == 1 and "Waiting for a run to begin one" in said[0]
     wait_for_cache(store, said.append)
     (tmp_path / "other").mkdir()
@@ -109,23 +109,14 @@ def test_it_waits_for_a_run_that_begins_the_cache(tmp_path):
     assert len(said) == 1
 
 
-def test_a_run_that_never_begins_its_cache_ends_the_wait(tmp_path):
+def test_a_run_that_never_begins_its_cache_ends_the_wait(tmp_path, pool):
     store, said = store_at(str(tmp_path / "c")), list[str]()
     store.make()
-    failures = list[BaseException]()
-
-    def wait() -> None:
-        try:
-            wait_for_cache(store, said.append, 0.02)
-        except NotACache as error:
-            failures.append(error)
-
-    waiter = threading.Thread(target=wait)
     with Claim(store, "r1", print):
-        waiter.start()
+        waiter = pool.submit(wait_for_cache, store, said.append, 0.02)
         wait_until(lambda: said, lambda: said)
-    waiter.join(timeout=60)
-    assert "ended before it began the cache" in str(failures[0]) and "r1" in str(failures[0])
+    with pytest.raises(NotACache, match=r"r1.* ended before it began the cache"):
+        waiter.result(60)
 
 
 def test_clocks_that_differ_give_no_negative_time(written):

@@ -122,9 +122,9 @@ def test_a_sample_reads_some_videos_and_says_what_it_misses(tmp_path):
         write_shard(store, f"run{number:02d}", video_of(f"v{number}", number))
     assert kinds(verified(store, sample=5)) == []
     flip(sorted((store.root / "tokens").iterdir())[7], 200)
-    reports = [verified(store, sample=5, seed=seed) for seed in range(12)]
+    reports = [verified(store, sample=5, seed=seed) for seed in range(6)]
     n_found = sum(report.exit_code for report in reports)
-    assert 1 <= n_found <= 8  # 3 expected
+    assert 1 <= n_found <= 4  # 1.5 expected
     assert all(report.counts["token_shards"] == 5 and report.counts["videos"] == 20 for report in reports)
     (note,) = reports[0].notes
     assert note == (
