@@ -191,7 +191,8 @@ def box_kernel(radius: int | None = None) -> Tensor:
 def source_frame(position: Tensor, n_frames: int, boundary: str) -> Tensor:
     """Map each position, inside or outside [0, T), to the frame that the boundary rule puts there; int64, same shape.
 
-    reflect (edge not repeated), symmetric (edge repeated) and circular continue periodically without limit.
+    reflect (edge not repeated), symmetric (edge repeated) and circular continue periodically without limit. Any other
+    rule gives the nearest frame.
     """
     if boundary == "circular":
         return position % n_frames
@@ -240,7 +241,8 @@ def temporal_density(
 ) -> Tensor:
     """Compute the normalised temporal density of each frame, Eqs. (4) to (7): [T,D] -> [T].
 
-    A single frame has density 1.
+    A single frame has density 1. ``sigma`` is for gaussian smoothing alone. Raw smoothing ignores ``radius`` and
+    ``boundary``, too.
     """
     if len(mean_TD) == 1:
         return mean_TD.new_ones(1)
@@ -255,7 +257,7 @@ def temporal_density(
 def fuse(temporal_T: Tensor, spatial_TN: Tensor, fusion: str = "full") -> Tensor:
     """Multiply temporal [T] and spatial density [T,N] into rho [T,N], Eq. (8).
 
-    ``fusion`` may leave one of the two factors out.
+    ``fusion`` "temporal" or "spatial" leaves the other factor out: the result is then a view of the argument.
     """
     if fusion == "spatial":
         return spatial_TN

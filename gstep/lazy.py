@@ -26,10 +26,11 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 @contextmanager
 def pause_garbage_collector() -> Iterator[None]:
-    """Pause Python's garbage collector in this context, and exempt the imported objects from later collections.
+    """Pause Python's garbage collector in this context, for slow imports.
 
-    The objects of torch, transformers and Ray live as long as the process. Scanning them took a sixth of the import
-    time, and most of the time in which a process exits.
+    If the context imports a module, all objects that live at its end are exempt from later collections. The objects of
+    torch, transformers and Ray live as long as the process. Scanning them took a sixth of the import time, and most of
+    the time in which a process exits.
     """
     was_enabled, n_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
@@ -60,12 +61,16 @@ def repeat_line(say: Callable[[str], object], line: str, every_s: float = 4.0) -
         thread.join()
 
 
-def make_getattr(module: str, table: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Make a ``__getattr__`` for a module, by which the names of ``table`` are imported on first use."""
+def make_getattr(module: str, lazy_objects: Mapping[str, Any]) -> Callable[[str], Any]:
+    """Make the ``__getattr__`` of a module, which looks names up in ``lazy_objects``.
+
+    The mapping itself must import an object at its lookup, as LazyTable does. Nothing is kept in the module. The
+    returned function raises AttributeError for any other name.
+    """
 
     def attribute(name: str) -> Any:
-        if name in table:
-            return table[name]
+        if name in lazy_objects:
+            return lazy_objects[name]
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return attribute

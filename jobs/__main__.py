@@ -30,7 +30,10 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command of the first word with the other words; return its exit code. Imports no other command."""
+    """Run the command of the first word with the other words; return its exit code. Imports no other command.
+
+    Without a word it prints the help and returns 0. The current folder is appended to ``sys.path``.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     # A console script has its own folder first on the path; ``module:Class`` may be a file in the current folder.
     if (folder := str(Path.cwd())) not in sys.path:

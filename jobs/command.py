@@ -61,6 +61,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Take the arguments of ArgumentParser; description and epilog keep their line breaks."""
         super().__init__(*arguments, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
         self._json = False
         self.usual: frozenset[str] | None = None
@@ -74,6 +75,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def format_help(self) -> str:
+        """Format the help of the ``usual`` options on a screen, or of all options if ``usual`` is None."""
         if self.usual is None:
             return super().format_help()
         formatter = argparse.RawDescriptionHelpFormatter(self.prog, width=_SHORT_WIDTH)
@@ -88,6 +90,7 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
+        """Print a usage error with the nearest known flag or word, and exit with 2; a JSON document, too, if asked."""
         words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecog") else []
         flags = [word.partition("=")[0] for word in words if word.startswith("--")]
         message += "".join(did_you_mean(flag, self._option_string_actions) for flag in flags)
@@ -118,6 +121,7 @@ class _Version(argparse.Action):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **options)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        """Print the versions of VERSIONED_PACKAGES and exit with 0."""
         from importlib import metadata  # noqa: PLC0415 - nothing else needs it
 
         for name in VERSIONED_PACKAGES:
@@ -147,6 +151,10 @@ def run_command(
 ) -> int:
     """Parse ``argv`` and the file of ``--config`` into a ``config``, and do the ``work``; return the exit code.
 
+    Adds the flags of ``config``, ``--json`` and ``--config`` to the parser. A usage error ends the process with 2. Sets
+    environment variables of Ray, unless they are set. The exit code is 1 if the work raises RunFailed or CorruptShard;
+    see :func:`run_to_exit_code` for the other codes.
+
     Args:
         find_overridden: lists the file's options that the parsed flags replace besides their own.
         usual: the options that ``--help`` shows; then ``--help-all`` shows all. Empty: ``--help`` shows all.
@@ -169,6 +177,7 @@ def run_command(
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^(Raylet is terminated|A worker died or was killed)")
 
     def run() -> int | CommandResult:
+        """Put the options of the ``--config`` file below the flags, and do the work."""
         flags = namespace
         if flags.config is not None:
             options = read_config_file(flags.config, config)
@@ -200,8 +209,9 @@ def run_to_exit_code(
 ) -> int:
     """Run the work with handlers of SIGINT and SIGTERM, print its result or error, and return the exit code.
 
-    The exit code is the work's own, 1 after ``failures``, 2 after ``refusals`` and 130 after an interrupt. Each of the
-    latter three prints a line with the cause. Other exceptions are raised.
+    The exit code is the work's own, 1 after ``failures``, 2 after ``refusals`` and 130 after an interrupt. Failures,
+    refusals and interrupts print a line with the cause. Other exceptions are raised, unless a signal has come before.
+    The handlers stay. Call it in the main thread.
 
     Args:
         document: True for ``--json``: stdout gets only the JSON document of the result or the error.
@@ -242,7 +252,10 @@ def run_to_exit_code(
 def _finish(
     work: Callable[[], int | CommandResult], console: Console, failures: Errors, refusals: Errors
 ) -> CommandResult:
-    """Run the work; print its output, or the error if it is of ``failures`` or ``refusals``; return the result."""
+    """Run the work; print its output, or the error if it is of ``failures`` or ``refusals``; return the result.
+
+    The record of the result gets the exit code, unless it is a list. Other exceptions are raised.
+    """
     try:
         result = work()
     except failures as error:
@@ -337,6 +350,10 @@ class _Interruption:
         return self._first < math.inf
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: print the message, start the time limit and raise KeyboardInterrupt.
+
+        A second signal exits the process, unless it comes within a second. After :meth:`end` any signal exits.
+        """
         if self.has_come:
             if time.monotonic() - self._first >= _SAME_SIGNAL_S:
                 self._leave("interrupted again: exiting at once")

@@ -44,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compact(arguments: argparse.Namespace, objects: Objects, console: Console) -> CommandResult:
-    """Merge the videos table, and the token shards if asked; print the results and return their record."""
+    """Merge the videos table, and the token shards with ``--tokens``; print the results and return their record.
+
+    The exit code is 1 if rows of committed videos are lost.
+    """
     from pipeline.cache.header import fingerprint, read_header  # noqa: PLC0415
     from pipeline.cache.live import Ledger  # noqa: PLC0415
     from pipeline.cache.merging import merge  # noqa: PLC0415 - Arrow loads after the flags are checked

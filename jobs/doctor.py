@@ -36,7 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     console = LogConsole()
 
-    def check() -> CommandResult:
+    def check_and_print() -> CommandResult:
+        """Check the settings and machines of a run, print each finding, and return all findings.
+
+        Prints a table, too, but not with ``--json``. The exit code is 1 if a finding is wrong. Raises UsageError for
+        ``--plan`` and ``--dry-run``.
+        """
         with pause_garbage_collector():
             from pipeline.doctor.doctor import Doctor  # noqa: PLC0415 - --help needs neither torch nor Ray
 
@@ -50,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             wide_console().print(_make_table(findings))
         return CommandResult(1 if any(finding.state == "wrong" for finding in findings) else 0, findings)
 
-    return run_to_exit_code(check, console, failures=(RunFailed,), document=arguments.json)
+    return run_to_exit_code(check_and_print, console, failures=(RunFailed,), document=arguments.json)
 
 
 def _format_finding(finding: Finding) -> Text:

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(config: EvaluateConfig, console: Console) -> CommandResult:
-    """Run the evaluation, or read given results, and print the tables."""
+    """Run the evaluation and return its tables, or write and print the tables of ``--results``."""
     # Ray, torch and the decoders load only now: --help and a mistyped flag answer at once.
     if config.results:
         return _write_tables(config, console)

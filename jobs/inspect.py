@@ -79,7 +79,8 @@ def _check_flags(parser: Parser, arguments: argparse.Namespace) -> None:
 def _inspect(arguments: argparse.Namespace) -> CommandResult:
     """Open the folder or prefix as a cache or as answers, and show it; ``--watch`` first waits for a cache.
 
-    Raises NotACache if it is neither, with a hint if it holds results of jobs.evaluate.
+    Raises NotACache if it is neither, with a hint if it holds results of jobs.evaluate, and ValueError for flags that
+    do not go with its kind.
     """
     from pipeline.cache.header import HEADER  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.generate.answers import HEADER as ANSWERS_HEADER  # noqa: PLC0415
@@ -103,7 +104,10 @@ def _inspect(arguments: argparse.Namespace) -> CommandResult:
 
 
 def _show_answers(store: Store, arguments: argparse.Namespace) -> CommandResult:
-    """Show a folder of answers: a summary, one question or the failed questions."""
+    """Show a folder of answers: a summary, one question or the failed questions.
+
+    With ``--json`` the result has the record, else the report to print. Raises ValueError for flags of a cache.
+    """
     from pipeline.inspect.answers import Answers, answers_report, question_report  # noqa: PLC0415
 
     for flag in ("retention_ratio", "html", "watch"):
@@ -124,7 +128,11 @@ def _show_answers(store: Store, arguments: argparse.Namespace) -> CommandResult:
 
 
 def _show_cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> CommandResult:
-    """Show a cache: a summary, one video, the failed videos or its run, or write a video's page."""
+    """Show a cache: a summary, one video, the failed videos or its run, or write a video's page.
+
+    With ``--json`` the result has the record, else the report to print. The exit code of a summary is 1 if rows of
+    committed videos are lost.
+    """
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415
     from pipeline.inspect import report  # noqa: PLC0415
 
@@ -165,7 +173,7 @@ def _show_run(cache: TokenCache, arguments: argparse.Namespace) -> CommandResult
 
 
 def _show_failures(failures: Failures, record: JsonObject, arguments: argparse.Namespace) -> CommandResult:
-    """Print the failed items unless ``--json`` is given, and return their record."""
+    """Print the failed items unless ``--json`` is given, and return their record; the exit code is 0 in any case."""
     from pipeline.inspect.report import failed_lines  # noqa: PLC0415
 
     if not arguments.json:

@@ -39,7 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prune(config: PruneConfig, console: Console) -> CommandResult:
-    """Run or forecast the pruning that ``config`` describes; print the summary and return it as a record."""
+    """Run or forecast the pruning that ``config`` describes; return the exit code and record.
+
+    The summary of a run is printed here. A forecast is in the result's output.
+    """
     from pipeline.prune.manifest_checks import refuse_other_file  # noqa: PLC0415
 
     for video in config.videos:

@@ -53,6 +53,7 @@ class RepruneConfig(RewriteOptions):
     token_codec: str = option(BFLOAT16.name, "the codec of the new cache", choices=tuple(CODECS))
 
     def __post_init__(self) -> None:
+        """Check the options. Raises UsageError; unknown methods and parameters are refused later."""
         check_choices(self)
         if not self.whole or not self.out:
             raise UsageError("name the cache to read, and with --out the cache to make")

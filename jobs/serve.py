@@ -31,7 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(config: ServeConfig, console: Console) -> int:
-    """Check that the port is free, and serve until interrupted; with ``--print-command`` only print vLLM's command."""
+    """Check that the port is free, and serve until interrupted; return 0.
+
+    With ``--print-command`` it only prints vLLM's command.
+    """
     if not config.print_command:
         check_port(config.host, config.port)
     from pipeline.serve.server import serve  # noqa: PLC0415 - --help and a mistyped flag answer at once

@@ -248,6 +248,7 @@ class VideoFault(Exception):  # noqa: N818
         exit_signal: int | None = None,
         attempts: int = 1,
     ) -> None:
+        """Make the fault; control characters of ``message`` become spaces, and a long message is cut."""
         super().__init__(fault_class, message)
         self.fault_class: FaultClass = fault_class
         self.message = printable(message)
@@ -314,7 +315,7 @@ def name_first(names: Sequence[str], total: int, limit: int = 3) -> str:
 
 
 def printable(message: str, limit: int = 1024) -> str:
-    """Return the message without control characters, cut to ``limit`` bytes of UTF-8."""
+    """Return the message with spaces for control characters, cut to ``limit`` bytes of UTF-8 with "..." at its end."""
     clean = "".join(c if c.isprintable() else " " for c in message).strip()
     data = clean.encode("utf-8", "replace")
     return clean if len(data) <= limit else data[: limit - 3].decode("utf-8", "ignore") + "..."
@@ -322,7 +323,10 @@ def printable(message: str, limit: int = 1024) -> str:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Convert errors of gstep about an unusable model or method (ModelError, ValueError) to UsageError."""
+    """Convert each ValueError of the context to UsageError, such as gstep's ModelError for an unusable model or method.
+
+    A UsageError stays as it is.
+    """
     try:
         yield
     except UsageError:  # it is a ValueError too, and its class says more
@@ -333,7 +337,7 @@ def usage_errors() -> Iterator[None]:
 
 @contextmanager
 def store_usage_errors() -> Iterator[None]:
-    """Convert errors of the store to UsageError, for checks before anything is started."""
+    """Convert each OSError of the context to UsageError, for checks before anything is started."""
     try:
         yield
     except OSError as error:

@@ -11,9 +11,12 @@ from markupsafe import Markup
 
 
 def environment(package: str) -> Environment:
-    """Return a Jinja environment of a package's templates: values are escaped, and missing ones are errors."""
+    """Return a Jinja environment of a package's templates: values are escaped, and missing values are errors.
+
+    Templates of ``pipeline`` are found too, unless the package has a template of the same name.
+    """
     templates = Environment(
-        loader=ChoiceLoader([PackageLoader(package), PackageLoader("pipeline")]),  # the latter has the head of all
+        loader=ChoiceLoader([PackageLoader(package), PackageLoader("pipeline")]),  # pipeline has the head of all pages
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 Keys = NDArray[np.uint64]
-ROWS_AT_ONCE = 2**16  # rows that are Python objects at a time
-_SAMPLE_BYTES = 2**14  # of each of the three pieces of a file that are looked at
+ROWS_AT_ONCE = 2**16  # rows that are converted to Python objects at a time
+_SAMPLE_BYTES = 2**14  # bytes of each of the three pieces that stand for a file
 
 
 def keys_of(texts: pa.Array | pa.ChunkedArray) -> Keys:
@@ -67,7 +67,7 @@ def _seconds(column: pa.Array | pa.ChunkedArray) -> NDArray[np.float64]:
 
 
 def find(keys: Keys, high: Keys, low: Keys) -> NDArray[np.int64]:
-    """Find each of ``keys`` [m,2] in the sorted keys with halves ``high`` and ``low``: [m] places, -1 if absent."""
+    """Find each of ``keys`` [m,2] in the sorted keys with halves ``high`` and ``low``: [m] indices, -1 if absent."""
     rows = np.full(len(keys), -1, np.int64)
     place = np.searchsorted(high, keys[:, 0])
     open_rows = np.arange(len(keys))
@@ -87,7 +87,10 @@ def column_keys(texts: pa.ChunkedArray) -> Keys:
 
 
 def find_repeated(keys: Keys, last: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
-    """Return a mask [n] of ``keys`` [n,2] that occur earlier; keys under the mask ``last`` come after all others."""
+    """Return a mask [n] of ``keys`` [n,2] that occur earlier; keys under the mask ``last`` come after all others.
+
+    The first of equal keys is not marked.
+    """
     high = keys[:, 0].copy()  # two of 10^8 texts share it with a probability of 3e-4, and may hide a repeat
     order = np.argsort(high, kind="stable") if last is None else np.lexsort((last, high))
     is_repeated = np.zeros(len(keys), np.bool_)

@@ -31,7 +31,9 @@ ATTN = ("auto", "flash_attention_2", "flash_attention_3", "flash_attention_4", "
 
 
 def option(default: Any, help_text: str, **extra: Any) -> Any:
-    """Make a dataclass field that is also a flag; ``{item}`` in its help is what the command works on, "video" say.
+    """Make a dataclass field that is also a flag; ``{item}`` in its help names the command's items, such as "video".
+
+    A list as ``default`` is copied for each object. A secret does not show in the repr.
 
     ``extra`` may hold metavar, choices, positional, secret, several (a list takes many values after one flag), flag
     (its name, if it is not the field's), share (a number that may be given in percent) and group, the title under which
@@ -68,7 +70,10 @@ def check_choices(config: Any) -> None:
 
 
 def named_values(texts: Iterable[str], flag: str) -> dict[str, str]:
-    """Parse NAME=VALUE arguments into texts by name; their meaning is checked by the method."""
+    """Parse NAME=VALUE arguments into texts by name; the last value of a repeated name counts.
+
+    Spaces around both are dropped, and "-" in a name becomes "_". Raises UsageError for a text without a name or "=".
+    """
     params: dict[str, str] = {}
     for item in texts:
         name, equals, value = item.partition("=")
@@ -146,6 +151,7 @@ class RunOptions(S3Options):
     log_interval: float = option(30.0, "print progress every S seconds where the output is not a terminal", metavar="S")
 
     def __post_init__(self) -> None:
+        """Raise UsageError, which names the flag, for a value that makes no sense."""
         check_choices(self)
         check(self.max_attempts >= 1, "max_attempts", "at least 1", self.max_attempts)
         check(self.min_gpus >= 0, "min_gpus", "at least 0", self.min_gpus)
@@ -171,7 +177,7 @@ class RunOptions(S3Options):
         return max(OUTSIDE_COUNT, math.floor(OUTSIDE_SHARE * total + 1e-9))
 
     def as_record(self) -> dict[str, Json]:
-        """Return the options JSON-able, for the run's record; of a secret only that it is set."""
+        """Return the options by name, JSON-able, for the run's record; a secret that is set becomes "(set)"."""
         values = {item.name: (getattr(self, item.name), item.metadata.get("secret")) for item in fields(self)}
         return {name: "(set)" if secret and value is not None else value for name, (value, secret) in values.items()}
 
@@ -237,6 +243,7 @@ class EngineOptions(RunOptions, CodeOptions):
     )
 
     def __post_init__(self) -> None:
+        """Raise UsageError also for options of vLLM without ``--engine vllm``."""
         super().__post_init__()
         check(self.tensor_parallel >= 1, "tensor_parallel", "at least 1", self.tensor_parallel)
         check(self.batch_size is None or self.batch_size >= 1, "batch_size", "at least 1", self.batch_size)
@@ -257,7 +264,10 @@ def engine_values(texts: Iterable[str]) -> dict[str, Json]:
 
 
 def read_ids(flag: str, name: str) -> list[str]:
-    """Read the distinct video ids of a text file, one a line. Raises UsageError without ids, and for JSON."""
+    """Read the distinct video ids of a text file, one a line, in its order; empty lines are skipped.
+
+    ``flag`` is for messages. Raises UsageError if the file cannot be read, has no id, or holds JSON.
+    """
     try:
         lines = Path(name).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -280,7 +290,10 @@ def _json_or_text(text: str) -> Json:
 
 
 def _count_or_share(text: str, total: int) -> int:
-    """Convert ``--max-failed`` to a number of items: "10", "0.05" or "5%" of ``total``."""
+    """Convert ``--max-failed`` to a number of items: "10", "0.05" or "5%" of ``total``, rounded down.
+
+    A number with a point is a share, so "1.0" is all. Raises UsageError.
+    """
     try:
         if text.endswith("%"):
             share = float(text[:-1]) / 100
@@ -300,7 +313,7 @@ def _count_or_share(text: str, total: int) -> int:
 _TEXT = (str, os.PathLike)
 _ACCEPTED_TYPES = {int: (Integral,), float: (Real,), bool: (bool,), str: (*_TEXT, Real)}
 _LIST_NAMES = {str: "texts", float: "numbers"}
-# Options that ask a command for something else than its work; from Python they would be passed over.
+# Options by which a command does something else than its work; from Python they would have no effect.
 _OF_COMMANDS = frozenset(
     {"dry_run", "index", "plan", "probe", "gpus", "gpu_type", "decode_cores", "price"}
     | {"corpus_videos", "seconds", "size"}
@@ -311,8 +324,13 @@ _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 def check_options(config: type, values_given: Mapping[str, object], where: str = "") -> dict[str, Any]:
     """Convert options from a file or from Python, by field name, to the types of the fields of ``config``.
 
-    An int becomes a float, a number or a path text, a mapping a list of NAME=VALUE, and of a share a text in percent a
-    number; nothing else is converted.
+    Options that are not given stay absent. Only these conversions are done:
+
+    - an int to a float, a number or a path to text, and None to an empty list
+    - a mapping to a list of NAME=VALUE
+    - a text in percent to a number, for a share
+    - a single text to a list, for a positional option of several words
+
     Raises UsageError, whose message begins with ``where``, for an unknown name and a value of another type.
     """
     known_fields = {item.name: item for item in fields(config)}
@@ -340,11 +358,12 @@ def check_options(config: type, values_given: Mapping[str, object], where: str =
 def make_config(
     kind: type[C], function: str, options: Mapping[str, object], accepted_names: Collection[str] | None = None
 ) -> C:
-    """Make a configuration from keyword arguments of ``function``, which accepts only the fields ``accepted_names``.
+    """Make a configuration of class ``kind`` from the keyword arguments ``options`` of ``function``.
 
-    Without ``accepted_names`` it takes all but ``dry_run``, plans, and what goes with these.
+    Only the fields ``accepted_names`` are accepted. None accepts every field but fields for commands alone, such as
+    ``dry_run`` and ``plan``.
 
-    Raises UsageError.
+    Raises UsageError for another field, an unknown name and a wrong value.
     """
     accepted_names = (
         [item.name for item in fields(kind) if item.name not in _OF_COMMANDS]
@@ -389,7 +408,11 @@ def _share(value: object) -> object:
 
 
 def _check_value(value: Any, hint: Any, where: str) -> Any:
-    """Convert an option's value to its type. Raises UsageError."""
+    """Convert an option's value to the type ``hint``, None to [] for a list.
+
+    Raises UsageError that begins with ``where``. A bool counts as no number. A path or a number counts as text, but not
+    in a list of texts: there only a path does.
+    """
     kind = value_type(hint)
     if value is None and kind is not hint:
         return None
@@ -400,7 +423,7 @@ def _check_value(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, list | tuple) or (of is str and not all(isinstance(item, _TEXT) for item in value)):
             raise UsageError(f"{where} must be a list of {_LIST_NAMES[of]}, got {value!r}")
         return [_check_value(item, of, where) for item in value]
-    with suppress(OverflowError):  # of a number beyond all floats
+    with suppress(OverflowError):  # a number beyond all floats
         if isinstance(value, _ACCEPTED_TYPES[kind]) and (kind is bool or not isinstance(value, bool)):
             return kind(value)
     raise UsageError(f"{where} must be {_WORDS[kind]}, got {value!r}")

@@ -77,19 +77,26 @@ class _Module:
     """
 
     def __init__(self, name: str, source: str) -> None:
+        """Parse the module's ``source``; statements below ``if __name__ == "__main__"`` are left out.
+
+        Raises SyntaxError.
+        """
         self.name = name
         self.body = [node for node in ast.parse(source).body if not _runs_as_script(node)]
         self.statements: dict[str, list[ast.stmt]] = {}
         self.imports: dict[str, str] = {}
         self.stars: list[str] = []
         for node in self.body:
-            if not isinstance(node, _DEFINITIONS):  # what a function imports is its own
+            if not isinstance(node, _DEFINITIONS):  # an import in a function binds no name of the module
                 self.imports |= self.imported_in(node)
             for bound in _names_bound(node):
                 self.statements.setdefault(bound, []).append(node)
 
     def imported_in(self, statement: ast.stmt) -> dict[str, str]:
-        """Return the names that imports in a statement bind, and the dotted path that each stands for."""
+        """Return the names that imports in a statement bind, and the dotted path that each stands for.
+
+        For ``import *`` the imported module is added to ``stars`` instead.
+        """
         names: dict[str, str] = {}
         for node in ast.walk(statement):
             if isinstance(node, ast.Import):
@@ -124,7 +131,8 @@ class _Sources:
     def texts(self, name: str) -> list[str]:
         """Return the statements that ``name`` of the first module depends on, without layout, sorted.
 
-        Raises one of _UNREADABLE where the module has no source that binds the name.
+        A module without source, such as an extension module, counts by the hash of its file.
+        Raises one of _UNREADABLE where the first module has no source that binds the name.
         """
         if name not in self._read(self._start).statements:
             raise LookupError(name)
@@ -149,7 +157,7 @@ class _Sources:
         return sorted(texts)
 
     def _read(self, name: str) -> _Module:
-        """Read a module. Raises one of _UNREADABLE."""
+        """Read a module's source once, and keep it. Raises one of _UNREADABLE."""
         if name not in self._modules:
             loader: Any = getattr(sys.modules.get(name), "__loader__", None) or getattr(_spec(name), "loader", None)
             source = loader.get_source(name) if hasattr(loader, "get_source") else None
@@ -159,7 +167,7 @@ class _Sources:
         return self._modules[name]
 
     def _named_by(self, module: _Module, statement: ast.stmt) -> Iterator[tuple[str, str]]:
-        """Yield the (module, name) of what a statement names in modules of the user."""
+        """Yield (module, name) for each name that a statement uses and that a module of the user may bind."""
         own_imports = module.imported_in(statement)
         for root, *attributes in _chains(statement):
             if root in own_imports:
@@ -171,7 +179,10 @@ class _Sources:
                 yield module.name, root  # which may be a variable, or a name that a star imports
 
     def _find(self, path: str) -> Iterator[tuple[str, str]]:
-        """Yield the (module, name) of a dotted path into a module of the user; the name "" is the whole module."""
+        """Yield the (module, name) that a dotted path leads to; nothing if it is in no module of the user.
+
+        The name "" is the whole module.
+        """
         module, *attributes = path.split(".")
         if not self.is_own(module):
             return
@@ -181,7 +192,7 @@ class _Sources:
 
 
 def _spec(module: str) -> Any:
-    """Return the spec of a module that is loaded or can be found, or None."""
+    """Return the spec of a module that is loaded or can be found, or None. May import the packages above the module."""
     if module in sys.modules:
         return getattr(sys.modules[module], "__spec__", None) or sys.modules[module]
     try:
@@ -217,7 +228,10 @@ def _runs_as_script(node: ast.stmt) -> bool:
 
 
 def _names_bound(node: ast.stmt) -> set[str]:
-    """Return the names that a statement of a module binds or changes, those of its calls included; not its imports."""
+    """Return the names that a statement of a module binds or changes, without the names of its imports.
+
+    A call alone on a line, such as ``table.update(x=y)``, counts as a change of each name in it.
+    """
     if isinstance(node, _DEFINITIONS):
         return {node.name}
     names = set[str]()
@@ -263,7 +277,10 @@ def _is_docstring(node: object) -> bool:
 
 
 def _bytecode(kind: type) -> Iterator[str]:
-    """Yield the bytecode and plain attributes, as text, of a class, of its bases of the user, and of what they name."""
+    """Yield as text the bytecode and plain attributes of a class and of its bases, as far as they are the user's.
+
+    The functions and classes of the user that this code names come next, with the plain values of its global names.
+    """
     sources, waiting, visited = _Sources(kind.__module__), list[Any]([kind]), set[int]()
     while waiting:
         item = waiting.pop(0)

@@ -15,14 +15,16 @@ from gstep.pruners.base import Pruner
 from pipeline.errors import MethodFails, OwnCodeError
 from pipeline.own_code import locate_own_error
 
-_DRAWN_FRAMES = (8, 4)  # of the drawn tokens; the second where the video has as many as the first
+_DRAWN_FRAMES = (8, 4)  # frames of the drawn tokens; the second number if the video has as many as the first
 _working_methods: set[type[Pruner]] = set()  # methods that have pruned a video in this process
 
 
 def prune_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int) -> PrunedTokens:
-    """Prune as ``pruner.prune``, which raises what it raises for a method of this package.
+    """Prune as ``pruner.prune``, and name the line of a user's own method that fails.
 
-    Raises OwnCodeError where the code of a user's own method fails, MethodFails where it would for every video.
+    Raises OwnCodeError where the code of a user's own method fails for this video. Raises MethodFails where the method
+    has pruned no video yet in this process and fails at the same line for drawn tokens: it would fail for every video.
+    All other errors stay as they are: of methods of this package, of GPUs, and out of memory.
     """
     kind = type(pruner)
     try:
@@ -47,7 +49,10 @@ def _may_be_gpu_fault(error: Exception) -> bool:
 
 
 def _place_with_drawn_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int) -> str | None:
-    """Return FILE:LINE of the failure of a method for drawn tokens and evidence of another number of frames."""
+    """Prune drawn tokens and evidence with another number of frames; return FILE:LINE of the failure.
+
+    None if the method does not fail, or if its own code is not to blame.
+    """
     n_frames, per_frame, hidden = visual.tokens.shape
     drawn = next(count for count in _DRAWN_FRAMES if count != n_frames)
     sizes = {"T": drawn, "T*N": drawn * per_frame}

@@ -60,7 +60,7 @@ def todo_row(
     attempts: int = 1,
     source_offset: int | None = None,
 ) -> TodoRow:
-    """Return the row of a video that may be read."""
+    """Return the row of a video that may be read: without a policy, a known fault, a mark and carried columns."""
     row: ManifestRow = {"video_id": video_id, "uri": uri, "start_s": start_s, "end_s": end_s, "size": size}
     row |= {"manifest": None, "policy": None, "source_offset": source_offset, "fault": None, "mark": None}
     return {**row, "attempts": attempts}
@@ -197,7 +197,10 @@ def without_nulls(row: Mapping[str, Any], kind: type[R]) -> R:
 
 
 def failed_video(record: VideoRecord, fault: VideoFault) -> VideoRecord:
-    """Return the error row of a video: its record so far, with the fault."""
+    """Return the error row of a video: a copy of its record so far, with the fault.
+
+    The attempts of the fault in this run are added to the attempts before it.
+    """
     row: VideoRecord = {
         **record,
         "status": "failed",
@@ -228,7 +231,7 @@ def failed_from_outside(record: VideoRecord) -> bool:
 
 
 def failed_answer(question: QuestionRecord | AnswerRecord, fault: QuestionFault) -> AnswerRecord:
-    """Return the error row of a question, with the fault."""
+    """Return the error row of a question: a copy with the fault."""
     return {
         **cast(AnswerRecord, question),
         "status": "failed",

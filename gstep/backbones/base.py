@@ -285,6 +285,10 @@ class Backbone(ABC):
     def __init__(
         self, family: ModelFamily, model: Any, preprocessor: Preprocessor, runtime: Runtime, frame_batch: int
     ) -> None:
+        """Take a loaded ``model``, in eval mode on the runtime's device; a GPU's is changed in place to its fast form.
+
+        ``frame_batch`` is the number of frames that a GPU encodes at once.
+        """
         self.family = family
         self.model = model
         self.preprocessor = preprocessor
@@ -361,8 +365,8 @@ class Backbone(ABC):
         if not len(frames_THWC):
             raise ValueError("a video needs at least one frame")
         # A CPU's library chooses its kernel by a product's shape, and the kernel decides the order in which a row's sum
-        # is rounded (oneDNN with AMX in bfloat16, for example). With single frames every product has the same shape,
-        # for any length of video and any ``frame_batch``. A frame's hundreds of rows keep the cores busy.
+        # is rounded (oneDNN with AMX in bfloat16, for example). Single frames give every product the same shape, for
+        # any length of video and any ``frame_batch``. A frame's hundreds of rows keep the cores busy.
         _, height, width, _ = frames_THWC.shape
         batch = 1 if self.on_cpu else self.frame_batch
         while True:
@@ -392,7 +396,10 @@ class Backbone(ABC):
         return self.encode_pass([as_frames(frames) for frames in videos], evidence)
 
     def _encode_chunks(self, frames: Sequence[Tensor], evidence: Mapping[str, str]) -> VisualTokens:
-        """Encode one video's chunks of frames one after the other, into tensors of the whole video."""
+        """Encode one video's chunks of frames in order, into tensors of the whole video.
+
+        Each chunk but the last must fill whole temporal patches.
+        """
         if len(frames) == 1:
             return self.encode_chunk(frames[0], evidence)
         n_patches, start = sum(-(-len(chunk) // self.preprocessor.frames_per_patch) for chunk in frames), 0

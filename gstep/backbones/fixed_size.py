@@ -47,6 +47,10 @@ class FixedSizeFamily(ModelFamily):
         return model, self.names_in_memory
 
     def preprocessor(self) -> FixedSizePreprocessor:
+        """Make the preprocessor as :meth:`ModelFamily.preprocessor`.
+
+        Raises ModelError, too, if the frame size or the vision layers in config.json do not fit.
+        """
         source = self.source
         kind = source.preprocessor.get("video_processor_type", self.video_processor)
         if kind != self.video_processor:

@@ -34,16 +34,17 @@ class FusedSteps:
     """The element-wise steps of a tower: by Triton kernels where these work on its device, else by torch.
 
     Attributes:
-        kernels: whether Triton kernels serve.
+        kernels: True if Triton kernels compute the steps; :meth:`prove` sets it.
     """
 
     def __init__(self, *, kernels: bool = False) -> None:
         self.kernels = kernels
 
     def prove(self, device: torch.device, step: Callable[[], Tensor]) -> None:
-        """Turn the kernels on where ``step`` gives by them what it gives without; this compiles them too.
+        """Turn the kernels on if ``step`` gives the same result with and without them.
 
-        A failure is warned of, and the plain steps serve. Raises torch.OutOfMemoryError.
+        ``step`` runs twice on ``device``, which compiles the kernels. If it fails, or its results differ, a
+        RuntimeWarning says so and the kernels stay off. Raises torch.OutOfMemoryError.
         """
         try:
             with torch.cuda.device(device):
@@ -65,7 +66,10 @@ class FusedSteps:
             )
 
     def norm(self, norm: Any, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return x + ``added``, [...,C], and its LayerNorm or RMSNorm, whichever the module ``norm`` is."""
+        """Return (x + ``added``, its norm), both [...,C]; ``norm`` is a LayerNorm or RMSNorm module.
+
+        Without ``added`` the first item is x itself.
+        """
         if not self.kernels:
             x = x if added is None else x + added
             return x, norm(x)
@@ -87,7 +91,7 @@ class FusedSteps:
         return total, out
 
     def rotate(self, qkv_S3HE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [S,H,E]; the first two are rotated, in place where kernels serve."""
+        """Return queries, keys and values [S,H,E]; the first two are rotated, with kernels in place in ``qkv_S3HE``."""
         query, key, value = qkv_S3HE.unbind(1)
         if not self.kernels:
             cos_S1E, sin_S1E = cos_SE[:, None], sin_SE[:, None]
@@ -105,7 +109,7 @@ class FusedSteps:
         return query, key, value
 
     def gate(self, gate_up_S2I: Tensor) -> Tensor:
-        """Return SiLU(gate) * up, [S,I], of rows that hold the gate and then up; in one kernel where kernels serve."""
+        """Return SiLU(gate) * up, [S,I]; each row holds the gate, then up."""
         width = gate_up_S2I.shape[-1] // 2
         if not self.kernels:
             gated: Tensor = silu(gate_up_S2I[..., :width]) * gate_up_S2I[..., width:]
@@ -131,10 +135,11 @@ def _power_of_2(least: int) -> int:
 
 
 def suit_llava(model: Any, vision: Any) -> FusedSteps:
-    """Change a LlavaOnevisionModel: contiguous states, fused steps, pooling with the channels last.
+    """Change a LlavaOnevisionModel in place: contiguous states, fused steps, pooling with the channels last.
 
     ``vision`` is its module that holds the vision tower's embeddings and layers. Returns the steps that the layers
-    take. Their kernels serve on a GPU where the first layer proves them.
+    take. On a GPU the first layer runs once with the kernels and once without, and its results turn the kernels on or
+    off.
     """
     steps, embeddings = FusedSteps(), vision.embeddings
     kernel_CK = _flat_kernel(embeddings.patch_embedding)
@@ -152,7 +157,7 @@ def suit_llava(model: Any, vision: Any) -> FusedSteps:
 
 
 def suit_internvl(tower: Any) -> FusedSteps:
-    """Change an InternVLVisionModel: patches by a product, joined queries, keys and values, fused norms.
+    """Change an InternVLVisionModel in place: patches by a product, joined queries, keys and values, fused norms.
 
     The scales of a layer (``lambda_1``, ``lambda_2``) become part of the weights of its last products, and 1
     themselves; a second call changes nothing. Returns the steps as :func:`suit_llava` does.
@@ -176,7 +181,7 @@ def suit_internvl(tower: Any) -> FusedSteps:
 
 
 def suit_qwen(tower: Any) -> FusedSteps:
-    """Change a vision tower of Qwen2.5-VL or Qwen3-VL: patches by a product, one attention call, fused steps.
+    """Change a vision tower of Qwen2.5-VL or Qwen3-VL in place: patches by a product, one attention call, fused steps.
 
     The gate and up of a gated MLP become one product, padded with zeros to a multiple of 128 channels; a second call
     pads nothing. Attention stays the stock one where the tower was built with "eager". Returns the steps as
@@ -204,7 +209,7 @@ def suit_qwen(tower: Any) -> FusedSteps:
 
 
 def _example(like: Tensor) -> Tensor:
-    """Draw hidden states [S,C] for a layer whose norm has the weight ``like``."""
+    """Draw seeded hidden states [S,C] for a layer whose norm has the weight ``like``, of its dtype and device."""
     seeded = torch.Generator("cpu").manual_seed(0)
     return torch.randn(_CHECKED_ROWS, len(like), generator=seeded, device="cpu").to(like.device, like.dtype)
 
@@ -308,7 +313,7 @@ def _run_gated_mlp(steps: FusedSteps, joined: nn.Linear, down: nn.Linear, hidden
 
 
 def _join_gate_and_up(mlp: Any) -> nn.Linear:
-    """Pad a gated MLP with zeros, and return its gate and up as one layer, of which they become views."""
+    """Pad a gated MLP in place with zeros, and return its gate and up as one layer; both become views of it."""
     missing = -mlp.gate_proj.out_features % _INNER_MULTIPLE if mlp.gate_proj.out_features % _ALIGNED else 0
     joined = _join_layers((mlp.gate_proj, mlp.up_proj), missing)
     mlp.down_proj.in_features = mlp.gate_proj.out_features
@@ -317,7 +322,10 @@ def _join_gate_and_up(mlp: Any) -> nn.Linear:
 
 
 def _join_layers(layers: Sequence[nn.Linear], missing: int = 0) -> nn.Linear:
-    """Return layers of one size as one layer, each with ``missing`` more outputs of zeros; they become views of it."""
+    """Return layers of one size as one layer; the given layers become views of its weights.
+
+    Each layer gets ``missing`` more outputs, whose weights are zeros.
+    """
     outputs = layers[0].out_features + missing
     weight = torch.cat([pad(layer.weight.detach(), (0, 0, 0, missing)) for layer in layers])
     bias = None
@@ -345,7 +353,11 @@ def _attend_in_pieces(
     max_seqlen: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """Compute the forward of a Qwen tower's attention; each piece, from one of ``cu_seqlens`` on, attends to itself."""
+    """Compute the forward of a Qwen tower's attention, in which each piece of rows attends to itself.
+
+    ``cu_seqlens`` has the bounds of the pieces. Without ``max_seqlen``, the rows of the longest piece, the CPU waits
+    for the GPU.
+    """
     n_rows = len(hidden_states)
     qkv_S3HE = attention.qkv(hidden_states).view(n_rows, 3, attention.num_heads, -1)
     query, key, value = steps.rotate(qkv_S3HE, *position_embeddings)
@@ -369,8 +381,8 @@ def _attend_in_pieces(
 def attend(query_SHE: Tensor, key_SHE: Tensor, value_SHE: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     """Attend within pieces of rows, [S,H,E], in as few calls as the device allows.
 
-    Pieces of one length are a batch of sdpa. Pieces of several lengths are one call of torch's attention with bounds
-    on a GPU that has it (in 16 bits, from compute capability 8 on), else one call of sdpa a length.
+    Pieces of one length are a batch of sdpa. Pieces of several lengths take a single call of torch's attention with
+    bounds, on a GPU that has it (in 16 bits, from compute capability 8 on). Elsewhere each length takes a call of sdpa.
 
     Args:
         cu_seqlens: [pieces + 1] int32, the bounds of the pieces.

@@ -30,7 +30,8 @@ def norm_kernel(
 ) -> None:
     """Normalise rows [S,C]: LayerNorm if CENTRED, else RMSNorm. With ADDED, add ``added`` first and store the sum.
 
-    Grid: (ceil(S / ROWS),). BLOCK is a power of 2, at least WIDTH.
+    ``added`` and ``sum`` are used only with ADDED, ``bias`` only if CENTRED. Grid: (ceil(S / ROWS),). BLOCK is a power
+    of 2, at least WIDTH.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)

@@ -37,6 +37,7 @@ class InternVL(FixedSizeFamily):
     variant = "llava"
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> InternVLBackbone:
+        """Load the vision part as :meth:`ModelFamily.load`."""
         preprocessor = self.preprocessor()
         model, names = self.empty_tower(runtime)
         load_weights(model, self.source, names, device=runtime.device, dtype=runtime.dtype)
@@ -48,6 +49,7 @@ class InternVL(FixedSizeFamily):
         return self._side("image_size")
 
     def check_features(self) -> None:
+        """Raise ModelError unless config.json takes visual tokens from the last layer, without its class token."""
         layer, strategy = (
             self.source.config.get(f"vision_feature_{name}", default)
             for name, default in (("layer", -1), ("select_strategy", "default"))
@@ -101,7 +103,10 @@ class InternVL(FixedSizeFamily):
         return {**_VISION, **self.source.config.get("vision_config", {})}
 
     def _side(self, name: str) -> int:
-        """Return a size of squares in pixels. Raises ModelError where config.json describes no squares."""
+        """Return the side in pixels of the squares ``name``: "image_size" or "patch_size".
+
+        Raises ModelError if config.json describes no squares.
+        """
         value = self._vision()[name]
         sides = {*value} if isinstance(value, list | tuple) else {value}
         if len(sides) != 1:

@@ -44,6 +44,7 @@ class LlavaOnevision(FixedSizeFamily):
     )
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> LlavaOnevisionBackbone:
+        """Load the vision part as :meth:`ModelFamily.load`, and the pooling head if the source has one."""
         preprocessor = self.preprocessor()
         model, names = self.empty_tower(runtime)
         load_weights(model, self.source, names, device=runtime.device, dtype=runtime.dtype)
@@ -125,7 +126,7 @@ class LlavaOnevisionBackbone(Backbone):
         return row
 
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
-        """Encode [t,384,384,3] uint8 to [t,196,D]."""
+        """Encode [t,384,384,3] uint8 to [t,196,D]; evidence of patches is pooled to the tokens, as the features are."""
         pixels = self.preprocessor.normalise(frames, self.device, self.dtype)
         vision = self.model.config.vision_config
         tokens_per_frame = _count_tokens_per_frame(vision.image_size, vision.patch_size)

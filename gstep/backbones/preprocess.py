@@ -95,9 +95,9 @@ class Preprocessor(ABC):
 
 
 def resize_frames(frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
-    """Resize [T,H,W,3] uint8 to [T,h,w,3] uint8 on the CPU, bicubic with antialias.
+    """Resize [T,H,W,3] uint8 to ``size`` (h, w) on the CPU, bicubic with antialias: [T,h,w,3] uint8.
 
-    Raises ValueError for other arrays.
+    Frames that have this size already are not copied. Raises ValueError for other arrays.
     """
     from torch.nn.functional import interpolate  # noqa: PLC0415
 
@@ -111,9 +111,10 @@ def resize_frames(frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> 
 
 
 def as_frames(frames: Tensor | NDArray[np.uint8]) -> Tensor:
-    """Check ``frames``, uint8 [T,H,W,3], and return them as a tensor; a read-only array is copied.
+    """Check ``frames``, uint8 [T,H,W,3], and return them as a tensor.
 
-    Raises ValueError for another dtype or shape.
+    A read-only array is copied. Any other array shares its memory with the tensor. Raises ValueError for another dtype
+    or shape.
     """
     import torch  # noqa: PLC0415
 
@@ -141,7 +142,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 def rgb_triple(settings: Mapping[str, Any], name: str) -> tuple[float, float, float]:
     """Read the setting ``name`` as three floats, one for each channel. Raises ModelError for any other value."""
     value = settings[name]
-    if not (isinstance(value, list | tuple) and len(value) == 3):
+    if not (isinstance(value, list | tuple) and len(value) == 3 and all(isinstance(v, int | float) for v in value)):
         raise ModelError(f"the preprocessor setting {name}={value!r} is not three numbers, one a colour channel")
     red, green, blue = (float(v) for v in value)
     return red, green, blue
@@ -156,9 +157,11 @@ class FixedSizePreprocessor(Preprocessor):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> FixedSizePreprocessor:
-        """Make a preprocessor of the settings of a checkpoint's preprocessor file, merged over the class defaults.
+        """Make a preprocessor of a checkpoint's preprocessor settings.
 
-        Raises ModelError, naming the setting, where one asks for something that is not implemented here.
+        The caller has merged them over the class defaults: ``size``, ``image_mean`` and ``image_std`` must be there.
+
+        Raises ModelError, naming the setting, for a value that is not implemented.
         """
         check_settings(settings)
         size = settings["size"]
@@ -174,6 +177,7 @@ class FixedSizePreprocessor(Preprocessor):
         return self.height, self.width
 
     def settings(self) -> dict[str, Any]:
+        """Return the settings as :meth:`Preprocessor.settings`, with ``size``."""
         return {**super().settings(), "size": [self.height, self.width]}
 
 
@@ -204,9 +208,12 @@ class DynamicSizePreprocessor(Preprocessor):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Self:
-        """Make a preprocessor of the settings of a checkpoint's preprocessor file, merged over the class defaults.
+        """Make a preprocessor of a checkpoint's preprocessor settings.
 
-        Raises ModelError, naming the setting, where one asks for something that is not implemented here.
+        The caller has merged them over the class defaults: no setting of the attributes may be missing.
+        ``max_video_tokens`` is ignored unless ``cap_pixels_per_frame`` is true.
+
+        Raises ModelError, naming the setting, for a value that is not implemented.
         """
         check_settings(settings)
         size = settings["size"]
@@ -262,6 +269,7 @@ class DynamicSizePreprocessor(Preprocessor):
         return blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(T * H * W, -1)
 
     def settings(self) -> dict[str, Any]:
+        """Return the settings as :meth:`Preprocessor.settings`, with the sizes of patches and the limits."""
         return {
             **super().settings(),
             "patch_size": self.patch_size,
@@ -327,7 +335,8 @@ def fit_size(
 ) -> tuple[int, int]:
     """Choose (height, width) like smart_resize of both stock processors: multiples of ``factor``, pixels in bounds.
 
-    The bounds apply to ``n_bounded`` frames together; the scale is computed for ``n_frames``.
+    The bounds apply to ``n_bounded`` frames together; the scale is computed for ``n_frames``. Both sides are at least
+    ``factor`` if frames shrink, even if that exceeds ``max_pixels``.
     """
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     pixels = n_bounded * rows * columns

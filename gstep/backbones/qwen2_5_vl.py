@@ -86,9 +86,10 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
 
     @classmethod
     def _convert_pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return ``settings`` with min_pixels and max_pixels, the keys of old files, moved into ``size``.
+        """Return ``settings`` with the values of min_pixels and max_pixels, the keys of old files, in ``size``.
 
-        They win over ``size``, as in Qwen2VLVideoProcessor.__init__.
+        They win over the values of ``size``, as in Qwen2VLVideoProcessor.__init__. The old keys stay, too. A ``size``
+        that is no mapping stays as it is.
         """
         size = settings["size"]
         for former, key in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):

@@ -64,6 +64,7 @@ class QwenVL(ModelFamily):
     image_processors: ClassVar[tuple[str, ...]]
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> QwenBackbone:
+        """Load the tower as :meth:`ModelFamily.load`; its rotary frequencies are computed, since no file has them."""
         preprocessor = self.preprocessor()
         whole, names = self.empty_tower(runtime)
         load_weights(whole, self.source, names, device=runtime.device, dtype=runtime.dtype)
@@ -78,6 +79,10 @@ class QwenVL(ModelFamily):
         return nn.ModuleDict({"visual": tower}), _names_in_memory
 
     def preprocessor(self) -> DynamicSizePreprocessor:
+        """Make the preprocessor as :meth:`ModelFamily.preprocessor`.
+
+        Raises ModelError, too, for patches of another size than the vision tower's in config.json.
+        """
         self._check_processor()
         source, vision = self.source, self._vision_config()
         overrides = {name: value for name, value in source.preprocessor.items() if value is not None}
@@ -198,7 +203,10 @@ class QwenBackbone(Backbone):
         return visual
 
     def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
-        """Encode videos of [t,h,w,3] uint8 together, as ``encode_chunk``; no patch attends to another video's."""
+        """Encode videos of [t,h,w,3] uint8 together, as ``encode_chunk``; no patch attends to another video's.
+
+        The sizes of the videos may differ.
+        """
         grids = [self.preprocessor.grid_thw(*frames.shape[:3]) for frames in videos]
         patches = torch.cat([self.preprocessor.patches(frames, self.device, self.dtype) for frames in videos])
         merge = self.preprocessor.merge_size
@@ -232,8 +240,8 @@ class QwenBackbone(Backbone):
     def _compute_grid_facts(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
         """Compute the keyword arguments of a tower's forward that depend on the grids (T, H, W) of a pass alone.
 
-        The stock functions compute them. A GPU waits for several of them; they are cached, because most videos of a
-        corpus share a few grids.
+        The stock functions compute them. A GPU waits for several of the arguments. ``_suit_gpu`` caches them, because
+        most videos of a corpus share a few grids.
         """
         from transformers import vision_utils as stock  # noqa: PLC0415 - seconds, and preprocessing needs none of it
 
@@ -289,6 +297,7 @@ def _rebuild_frequencies(tower: nn.Module, device: str) -> None:
     """Set the rotary frequencies of a tower loaded from the meta device; checkpoints do not store them.
 
     They follow compute_axial_rope_parameters of both families (models/*/modeling_*.py), in float32 for every dtype.
+    Asserts that nothing else is left on the meta device.
     """
     for module in tower.modules():
         for name in ("inv_freq", "original_inv_freq"):
@@ -317,6 +326,7 @@ class MergedAttentionObserver:
         self.attention: list[Tensor] = []
 
     def __call__(self, hidden_MC: Tensor, kwargs: Mapping[str, Any]) -> None:
+        """Append the attention of each temporal patch of one pass to ``attention``."""
         qkv, n_heads, width = self.layer.qkv, self.layer.num_heads, hidden_MC.shape[1]
         parts = (hidden_MC, *kwargs["position_embeddings"])
         for hidden_SC, cos_SE, sin_SE in zip(*(part.split(self._sizes) for part in parts), strict=True):

@@ -77,7 +77,8 @@ def choose_runtime(device: str = "auto", dtype: str = "auto", attn: str = "auto"
         attn: "auto" (flash_attention_2 if it is installed and can run, else sdpa) or a name in ATTENTION. "auto" never
             chooses the newer forms of flash attention: in measurements torch's own choice was not slower.
 
-    Raises ModelError for a device, dtype or implementation that is unknown or not available.
+    Raises ModelError for a device, dtype or implementation that is unknown or not available. The number in
+    ``cuda:<i>`` is not checked.
     """
     device = _choose_device(device)
     on_cuda = device.startswith("cuda")
@@ -89,7 +90,7 @@ def choose_runtime(device: str = "auto", dtype: str = "auto", attn: str = "auto"
 
 
 def _choose_device(device: str) -> str:
-    """Choose or check the device. Raises ModelError for an unknown or missing device."""
+    """Choose or check the device. Raises ModelError if it is unknown, or no GPU is there; ``<i>`` is not checked."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device != "cpu" and device.partition(":")[0] != "cuda":
@@ -184,7 +185,8 @@ NameRule = Callable[[str], Sequence[str]]
 def load_weights(module: nn.Module, source: TensorSource, names: NameRule, *, device: str, dtype: torch.dtype) -> None:
     """Load the weights of a module on the meta device, in place; experts are converted to its layout.
 
-    A source without weight files gets random weights (ModelSource.random).
+    A source without weight files gets random weights (ModelSource.random). Buffers that no checkpoint stores stay on
+    the meta device: the caller rebuilds them, then calls :func:`check_loaded`.
 
     Raises ModelError, with some names, if weights are missing, quantized or of another shape.
     """
@@ -244,7 +246,10 @@ def _refuse_missing(model: str, missing: Sequence[str]) -> None:
 
 
 def rebuild_position_ids(module: nn.Module, device: str) -> None:
-    """Set SigLIP's position ids in a module loaded from the meta device; checkpoints do not store this buffer."""
+    """Set SigLIP's position ids in a module loaded from the meta device; checkpoints do not store this buffer.
+
+    Asserts that nothing else is left on the meta device.
+    """
     for part in module.modules():
         ids = getattr(part, "position_ids", None)
         if isinstance(ids, Tensor) and ids.is_meta:

@@ -29,6 +29,7 @@ class PoolingHead(nn.Module):
     """SigLIP's post_layernorm and attention-pooling head as one module without gradients, in eval mode."""
 
     def __init__(self, config: Any) -> None:
+        """Build the head of a SiglipVisionConfig with random weights; :meth:`load` gives it a checkpoint's weights."""
         from transformers.models.siglip.modeling_siglip import (  # noqa: PLC0415 - seconds, and rarely needed
             SiglipMultiheadAttentionPoolingHead,
         )
@@ -206,10 +207,12 @@ class TextTower:
         return torch.cat([self.model(input_ids=ids_QL).pooler_output for ids_QL in parts])
 
     def segments(self, text: str) -> Tensor:
-        """Tokenize a text and cut it into segments, [Q,L] int64 ids; L is the number of the tower's positions.
+        """Tokenize a text and cut it into padded segments, [Q,L] int64 ids on the CPU.
 
-        CDPruner's official code cuts longer texts too. Each segment here ends in SigLIP's end-of-sentence token, since
-        the tower's output is taken from the last position.
+        L is the number of the tower's positions. CDPruner's official code cuts longer texts too. Each segment here ends
+        in SigLIP's end-of-sentence token, since the tower's output is taken from the last position.
+
+        Raises ValueError for a text without a token.
         """
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         if not ids:
@@ -224,7 +227,9 @@ class TextTower:
 
 
 def _load_tokenizer(source: TextTowerSource) -> Any:
-    """Load the tokenizer of a checkpoint. Raises ModelError if it cannot be loaded.
+    """Load the tokenizer of a checkpoint.
+
+    Raises ModelError if it cannot be loaded, or names no end or padding token.
 
     tokenizer.json of the published checkpoints lowercases and drops punctuation like their SiglipTokenizer, the class
     that AutoTokenizer would load; that class needs sentencepiece.
@@ -256,7 +261,9 @@ def _names_in_memory(key: str) -> list[str]:
 def _compute_identity(head: PoolingHeadSource, config: dict[str, Any]) -> str:
     """Hash the files that determine a text tower's embeddings: "siglip-text:<hash>".
 
-    Raises ModelError if the checkpoint has no tensor of a text tower.
+    Only the first bytes of each tensor are read. A Hugging Face checkpoint is downloaded.
+
+    Raises ModelError if the checkpoint has no tensor of a text tower, or no tokenizer file.
     """
     settings = {name: value for name, value in config.items() if name not in IRRELEVANT_KEYS}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())

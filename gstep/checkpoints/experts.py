@@ -27,8 +27,8 @@ def fused_name(name: str) -> str | None:
 def fuse_experts(tensors: dict[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Replace the experts among ``tensors`` by tensors in the layout of ``expected``, in place.
 
-    If experts of a layer are missing, its fused tensor is left out or too small: a later check of names and shapes
-    reports it.
+    Each name must be in ``expected``, or be one expert's matrix of a tensor there. If experts of a layer are missing,
+    its fused tensor is left out or too small: a later check of names and shapes reports it.
     """
     parts: dict[str, dict[tuple[int, str], str]] = {}
     for name in tensors:

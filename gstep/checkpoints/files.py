@@ -135,7 +135,11 @@ def _resolve_commit(repo: str, revision: str | None) -> str:
 
 
 def _fetch(repo: str, revision: str | None, filename: str, *, dry_run: bool = False) -> Any:
-    """Call hf_hub_download; return None if the repository has no such file. Raises ModelError for any other failure."""
+    """Download a file of a repository unless it is cached; return its path, or None if there is no such file.
+
+    With ``dry_run`` nothing is downloaded, and the result only tells by None if the file is absent. If HF_HUB_OFFLINE
+    is set, a file that is not cached counts as absent. Raises ModelError for any other failure.
+    """
     try:
         offline = not _has_address(constants.ENDPOINT)
         return hf_hub_download(repo, filename, revision=revision, dry_run=dry_run, local_files_only=offline)
@@ -154,7 +158,10 @@ def _fetch(repo: str, revision: str | None, filename: str, *, dry_run: bool = Fa
 
 @cache
 def _has_address(endpoint: str) -> bool:
-    """Return True if the Hub's host name resolves: without an address the client retries each file for 30 seconds."""
+    """Return True if the Hub's host name resolves, or a proxy resolves it; looked up once in a process.
+
+    Without an address the client would retry each file for 30 seconds.
+    """
     host = urlsplit(endpoint).hostname
     if host is None or getproxies():
         return True

@@ -73,7 +73,7 @@ class ModelSource(TensorSource):
 
     @classmethod
     def random(cls, model: str | Path, folder: Path, revision: str | None = None) -> ModelSource:
-        """Resolve a model with seeded random weights, for measuring: only its config.json has to exist.
+        """Resolve a model with seeded random weights, for measuring: of its files only config.json has to exist.
 
         Args:
             folder: an empty folder, for its small files and stand-ins for missing files; it must outlive the model.
@@ -154,7 +154,7 @@ def _compute_identity(files: CheckpointFiles, weight_files: tuple[str, ...], con
 def _read_preprocessor_settings(name: str, files: CheckpointFiles) -> dict[str, Any]:
     """Read the preprocessor settings with the precedence of transformers' get_video_processor_dict.
 
-    See video_processing_utils.py there.
+    See video_processing_utils.py there. Raises ModelError if no file has them.
     """
     nested = (files.read_json("processor_config.json") or {}).get("video_processor")
     if isinstance(nested, dict):

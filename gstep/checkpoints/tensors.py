@@ -107,8 +107,8 @@ def list_files_with(source: TensorSource, rename: Callable[[str], str | None]) -
 def read_tensor_types(source: TensorSource) -> dict[str, str | None] | None:
     """Read the names of all tensors, name -> safetensors type (None if unknown), without a download of weights.
 
-    They come from the headers of local files, or from the index on the Hub, which has no types. The result is None if
-    the Hub has no index.
+    They come from the headers of local files, or from the index on the Hub, which has no types. Files that are missing
+    in a folder are left out. The result is None if the Hub has no index.
     """
     if source.files.kind != "hub":
         folder = source.file("config.json").parent
@@ -121,7 +121,8 @@ def read_tensor_types(source: TensorSource) -> dict[str, str | None] | None:
 def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
     """Find the weight files with the precedence of from_pretrained: the single file, the index, or a folder's shards.
 
-    Raises ModelError if there are no safetensors files, or an adapter's tensors beside or among them.
+    Raises ModelError if there are no safetensors files, if the index names files outside of the folder, or for an
+    adapter's tensors beside or among them.
     """
     index = None
     if files.has(SINGLE):
@@ -145,7 +146,7 @@ def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
 def refuse_adapter_files(name: str, files: CheckpointFiles) -> None:
     """Raise ModelError if the checkpoint has an adapter's files, which transformers would apply and this project not.
 
-    It passes a cached model if the Hub is unreachable.
+    A model whose files cannot be looked up, because the Hub is unreachable, passes unchecked.
     """
     for filename in ("adapter_config.json", "non_lora_trainables.bin"):
         try:
@@ -232,7 +233,8 @@ class _TensorEntry(TypedDict):
 def folder_identity(folder: Path, filenames: Iterable[str], config: Mapping[str, Any]) -> str:
     """Compute "folder:<hash>" of the config and of each safetensors file's name, size, header and a sample.
 
-    The sample is the first 4 KiB of every tensor. Raises ModelError for a file that is no safetensors file.
+    The sample is the first 4 KiB of every tensor. Missing files are left out. Raises ModelError for a file that is no
+    safetensors file.
     """
     relevant = {key: value for key, value in config.items() if key not in IRRELEVANT_KEYS}
     digest = hashlib.sha256(json.dumps(relevant, sort_keys=True).encode())
@@ -264,7 +266,10 @@ def _hash_file(digest: hashlib._Hash, path: Path) -> None:
 
 
 def _read_header(path: Path) -> tuple[bytes, dict[str, _TensorEntry]]:
-    """Read the header of a safetensors file: (raw bytes, tensor name -> entry). Raises ModelError if it is damaged."""
+    """Read the header of a safetensors file: (raw bytes, tensor name -> entry).
+
+    Raises ModelError if the header is damaged or cut short; the data behind it is not checked.
+    """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length) if length < path.stat().st_size else b""

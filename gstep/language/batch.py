@@ -97,8 +97,8 @@ class Batch:
     def position_ids(self) -> Tensor:
         """Make the position ids for forward and generate: [B,L] for 1-D positions, [4,B,L] for M-RoPE.
 
-        Row 0 of the four counts the tokens, so that transformers sees no packed sequences. With temporal positions in
-        row 0 it would see several sequences in a row, and mask them from each other.
+        Row 0 of the four counts the tokens, so that transformers sees no packed sequences. Temporal positions in row 0
+        would look like several sequences in a row, which transformers masks from each other.
         """
         if len(self.positions) == 1:
             return self.positions[0]

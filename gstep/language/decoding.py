@@ -31,6 +31,7 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
         self._generators = {row: torch.Generator("cpu").manual_seed(d.seed) for row, d in self._rows}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores with noise in sampled rows; each call draws new noise. Greedy rows keep their scores."""
         if not self._rows:
             return scores
         noisy = scores.float().clone()

@@ -28,6 +28,7 @@ class InternVLPrompts(PromptBuilder):
         self._video_token = str(getattr(tokenizer, "video_token", "<video>"))
 
     def _add_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
+        """Add a line with its number and its markers around each frame; see :meth:`PromptBuilder._add_markers`."""
         parts_of_frames: list[tuple[str, int, int | None]] = []
         before = parts[0]
         for video, (visual, after) in enumerate(zip(visuals, parts[1:], strict=True)):
@@ -38,6 +39,7 @@ class InternVLPrompts(PromptBuilder):
         return [*parts_of_frames, (before, len(visuals), None)]
 
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+        """Make the segment of one frame's kept tokens; it may be empty."""
         assert frame is not None
         indices = indices_in_frame(visual, frame)
         if self.policy.positions == "contiguous":

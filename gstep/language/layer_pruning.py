@@ -121,7 +121,10 @@ class PruneInside:
         self.short = self._select(hidden_BLD, row_BL)
 
     def _select(self, hidden_BLD: Tensor, row_BL: Tensor) -> ShortRows:
-        """Return the indices of all text and of the visual tokens that the method selects by the row of attention."""
+        """Return the indices of all text and of the visual tokens that the method selects by the row of attention.
+
+        The method draws random numbers, if any, with seed 0.
+        """
         indices = []
         for hidden_LD, row, prunable, mask in zip(hidden_BLD, row_BL, self.prunable, self.mask, strict=True):
             visual = prunable.nonzero()[:, 0].to(row.device)
@@ -138,7 +141,10 @@ class PruneInside:
         return ShortRows(index, valid)
 
     def _shorten(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Cut the hidden states of the prefill before layer K, then positions and mask as :meth:`_keep_short`."""
+        """Cut the hidden states of the prefill before layer K, then positions and mask as :meth:`_keep_short`.
+
+        A hook before layer K: it returns the layer's arguments and keywords.
+        """
         assert self.short is not None
         hidden_BLD, *options = args
         # Tokens after the prefill are text, which is not pruned.
@@ -147,7 +153,10 @@ class PruneInside:
         return self._keep_short(layer, args, keywords)
 
     def _keep_short(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Cut the positions and the mask of layer K and all later layers, which still have the full length."""
+        """Cut the positions and the mask of layer K and all later layers, which still have the full length.
+
+        A hook before these layers: it returns the layer's arguments and keywords.
+        """
         short = self.short
         assert short is not None
         hidden_BLD, past = args[0], _cached_length(layer, keywords)
@@ -238,6 +247,8 @@ def last_token_attention(
 
 def make_short_mask(valid_BS: Tensor, past: int, hidden_BLD: Tensor, implementation: str) -> Tensor | None:
     """Make the attention mask of a layer with shortened rows, in the form that the implementation takes.
+
+    None if the implementation needs no mask: nothing is padded, and it masks by itself.
 
     Args:
         valid_BS: ``ShortRows.valid``.

@@ -19,6 +19,10 @@ class LlavaOnevisionPrompts(PromptBuilder):
     needs_newline = True
 
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+        """Make the segment of a whole video: a placeholder for each kept token, and a last one for the newline.
+
+        ``frame`` is not used.
+        """
         n_kept = len(visual.index)
         if self.policy.positions == "contiguous":
             positions, extent = torch.arange(n_kept + 1, device="cpu"), n_kept + 1

@@ -65,7 +65,7 @@ class LanguageModel:
 
     @torch.inference_mode()
     def logits(self, prompts: Sequence[Prompt], last: int = 0) -> list[Tensor]:
-        """Compute the logits of each prompt, [L,V] in the compute dtype, at every token or at its ``last`` tokens.
+        """Compute the logits of each prompt, [L,V] in the compute dtype, at its ``last`` tokens; 0 takes every token.
 
         ``last`` tokens must come after the last video; videos that prompts share are then computed once.
         """
@@ -87,8 +87,8 @@ class LanguageModel:
 
         Args:
             share_prefix: True computes videos that prompts share (the same Visual objects) once for all prompts.
-            inside: a method that prunes inside the model (it has a ``layer``), and the share of visual tokens to keep.
-                The kept tokens depend on the question, so nothing is shared then.
+            inside: a method that has a ``layer`` and prunes there, and the share of visual tokens to keep. The kept
+                tokens depend on the question, so nothing is shared then.
 
         Raises ValueError if the model cannot be pruned at that layer.
         """
@@ -116,7 +116,8 @@ class LanguageModel:
     ) -> Tensor:
         """Run ``generate`` on ``batch`` with the keys and values in ``past``; return the new token ids, [B,new].
 
-        ``prompts`` are the prompts whose videos are not in ``past``: their visual tokens are fed to the model.
+        ``prompts`` are the prompts whose videos are not in ``past``: their visual tokens are fed to the model. Rows
+        that end early are padded. ``clock`` records the time of the first token.
         """
         length = batch.input_ids.shape[1]
         output: Tensor = self.model.generate(
@@ -136,9 +137,11 @@ class LanguageModel:
         share_prefix: bool = True,
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
-        """Score each continuation of each prompt; ``share_prefix`` and ``inside`` as for :meth:`generate`.
+        """Score each continuation of each prompt; the result has a list of Scores for each prompt.
 
-        Raises ValueError for a continuation without a token.
+        ``share_prefix`` and ``inside`` are as for :meth:`generate`.
+
+        Raises ValueError for a continuation without a token, and if the model cannot be pruned at that layer.
         """
         ids = [[text_ids(self.tokenizer, text) for text in texts] for texts in continuations]
         pruning = self._prune_inside(prompts, *inside).apply_hooks(self.model) if inside else nullcontext()
@@ -165,7 +168,8 @@ class LanguageModel:
     ) -> list[Score]:
         """Score the continuations of one prompt, whose keys and values are row ``row`` of ``cache``.
 
-        ``first`` [V] has the log-probabilities of the first token after the prompt.
+        ``prompt`` has a single row, and ``continuations`` are token ids. ``first`` [V] has the log-probabilities of the
+        first token after the prompt. ``cache`` stays unchanged.
         """
         logprobs = [float(first[ids[0]]) for ids in continuations]
         multi_token = [i for i, ids in enumerate(continuations) if len(ids) > 1]
@@ -209,7 +213,8 @@ class LanguageModel:
         """Make the batch of all prompts, and compute the key-value cache of their videos if that saves work.
 
         It saves work if prompts share videos, or if an attention mask for all prompts would be too large; otherwise the
-        cache is None. With linear attention the cache also includes the texts except their ``last`` tokens.
+        cache is None. A model with linear attention gets a cache that includes the texts, too, except their ``last``
+        tokens.
         """
         first_of_group: list[int] = []  # the first prompt of each group of prompts on the same videos
         group = []  # each prompt's group
@@ -264,7 +269,10 @@ class LanguageModel:
         return stack
 
     def _compute_prefix_cache(self, prompts: Sequence[Prompt]) -> DynamicCache:
-        """Compute the key-value cache of each prompt up to the end of its videos, in batches that fit into memory."""
+        """Compute the key-value cache of each prompt up to the end of its videos, in batches that fit into memory.
+
+        The rows of the cache are in the order of the prompts, and padded on the left.
+        """
         lengths = [prompt.prefix_length for prompt in prompts]
         parts = batches_by_cost(lengths, lengths, len(lengths), self.mask_elements)
         caches = []
@@ -281,7 +289,10 @@ class LanguageModel:
     def _forward(
         self, batch: Batch, *, prompts: Sequence[Prompt] = (), past: DynamicCache | None = None, **keywords: Any
     ) -> Any:
-        """Run the model over the tokens of ``batch`` that are not in ``past``."""
+        """Run the model over the tokens of ``batch`` that are not in ``past``, which is extended by them.
+
+        ``prompts`` have the videos among these tokens; ``keywords`` go to the model.
+        """
         start = 0 if past is None else past.get_seq_length()
         return self.model(**self._make_inputs(batch, prompts, past, start), **keywords)
 

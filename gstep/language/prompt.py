@@ -56,6 +56,7 @@ class PromptBuilder(ABC):
     deepstack_levels: int = 0
 
     def __init__(self, config: Any, tokenizer: Any, chat_template: str, policy: PromptPolicy) -> None:
+        """Take a configuration and a tokenizer of transformers; :meth:`of` reads them from a checkpoint."""
         self.config = config
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -69,7 +70,8 @@ class PromptBuilder(ABC):
     def of(cls, source: ModelSource, positions: str | None, rule: str, frame_times: str, thought: str = "open") -> Self:
         """Make the builder from a checkpoint's config, tokenizer and chat template.
 
-        ``frame_times`` and ``thought`` have their defaults in the policy if they change no prompt of this model.
+        If ``frame_times`` or ``thought`` changes no prompt of this model, the policy records its default instead.
+        ``positions`` None takes the family's default.
 
         Raises ModelError if a file is missing or does not fit, ValueError for an unknown policy.
         """
@@ -112,7 +114,7 @@ class PromptBuilder(ABC):
         Args:
             system: a system message; None leaves it to the template.
 
-        Raises ValueError if a video's cached tokens do not fit the model.
+        Raises ValueError if a video's cached tokens do not fit the model, and for a text that is not valid.
         """
         content: list[ChatPart] = [*[ChatPart(type="video")] * len(visuals), {"type": "text", "text": text}]
         messages: list[ChatMessage] = [{"role": "user", "content": content}]
@@ -126,7 +128,7 @@ class PromptBuilder(ABC):
         Args:
             visuals: the cached tokens of the conversation's videos, in their order.
 
-        Raises ValueError as :meth:`build`.
+        Raises ValueError as :meth:`build`, and if the template does not write a placeholder for each video.
         """
         for visual in visuals:
             self.check(visual)

@@ -100,6 +100,7 @@ class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
     """The prompt builder of Qwen2.5-VL: a video's kept tokens are one segment, and positions advance by seconds."""
 
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+        """Make the segment of a whole video, with the positions of the policy; ``frame`` is not used."""
         if self.policy.positions == "contiguous":
             return self._make_renumbered_segment(len(visual.index))
         grid = Grid.of(visual)
@@ -111,7 +112,7 @@ class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
         return Segment(self._make_placeholders(len(t)), torch.stack([times[t], h, w]), extent)
 
     def _compute_times(self, visual: Visual, n_frames: int) -> Tensor:
-        """Compute the temporal position of each temporal patch, [T] int64."""
+        """Compute the temporal position of each temporal patch, [T] int64. Raises ValueError if the cache lacks it."""
         try:
             # float32, as the stock processor gives it
             seconds = torch.tensor(float(visual.extra["second_per_grid_ts"]), dtype=torch.float32, device="cpu")
@@ -138,6 +139,10 @@ class Qwen3Prompts(QwenPrompts):
         self._start, self._end = (str(tokenizer.convert_ids_to_tokens(i)) for i in (start, end))
 
     def _add_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
+        """Add the time and the vision markers around each temporal patch; see :meth:`PromptBuilder._add_markers`.
+
+        The template's markers around a whole video stay or go by the rule. Raises ValueError if the cache lacks times.
+        """
         if not self.rule.outer_markers and all(
             before.endswith(self._start) and after.startswith(self._end) for before, after in itertools.pairwise(parts)
         ):
@@ -156,6 +161,7 @@ class Qwen3Prompts(QwenPrompts):
         return [*parts_of_frames, (before, len(visuals), None)]
 
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+        """Make the segment of one temporal patch's kept tokens; it may be empty."""
         assert frame is not None
         indices = indices_in_frame(visual, frame)
         if self.policy.positions == "contiguous":
@@ -178,7 +184,8 @@ class Qwen3Prompts(QwenPrompts):
     def _compute_stock_seconds(self, visual: Visual) -> list[float]:
         """Compute times like Qwen3VLProcessor._calculate_timestamps of transformers, to the last bit.
 
-        Frame indices count from the start of the file, even for a clip: qwen-vl-utils subtracts no start.
+        Frame indices count from the start of the file, even for a clip: qwen-vl-utils subtracts no start. Raises
+        ValueError if the cache lacks the indices or the frame rate.
         """
         frames = int(self.config.vision_config.temporal_patch_size)
         if not visual.fps or -(-len(visual.frame_indices) // frames) != visual.n_frames:

@@ -136,6 +136,7 @@ class Decoding:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a value out of range."""
         checks = {
             "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
             "temperature": (0.0 <= self.temperature < float("inf"), "0 (greedy) or above"),

@@ -93,7 +93,10 @@ def _tie_head(embeddings: nn.Embedding) -> nn.Linear:
 
 
 def _rebuild_rotary(model: nn.Module, device: str) -> None:
-    """Replace modules of rotary frequencies that are still on the meta device; checkpoints do not store frequencies."""
+    """Replace modules of rotary frequencies that are still on the meta device; checkpoints do not store frequencies.
+
+    Asserts that nothing else is left on the meta device.
+    """
     for parent in list(model.modules()):
         for name, module in parent.named_children():
             if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
@@ -102,7 +105,10 @@ def _rebuild_rotary(model: nn.Module, device: str) -> None:
 
 
 def generation_config(source: ModelSource, config: Any) -> Any:
-    """Read the checkpoint's GenerationConfig without sampling settings and limits, which the caller decides."""
+    """Read the checkpoint's GenerationConfig without sampling settings and limits, which the caller decides.
+
+    Without generation_config.json the model's ``config`` gives it. If the file names no end token, ``config`` does.
+    """
     from transformers import GenerationConfig  # noqa: PLC0415 - as above
 
     generation = GenerationConfig.from_model_config(config)

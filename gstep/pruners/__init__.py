@@ -86,7 +86,7 @@ def method_name(kind: type[Pruner]) -> str:
 
 
 def check_method(kind: Any, label: str | None = None) -> type[Pruner]:
-    """Check that ``kind`` is the class of a method, and return it.
+    """Check that ``kind`` is the class of a method, and return it; ``label`` is its name in messages.
 
     Raises ValueError if it is no subclass of Pruner, has no ``select``, is no dataclass itself, or does not declare
     ``name`` and ``nested``.
@@ -136,8 +136,10 @@ def _import_class(path: str) -> Any:
 def check_params(kind: type[Pruner], params: Mapping[str, Any], label: str) -> dict[str, Any]:
     """Convert parameters to the types of their fields: an int to a float for a float field, NumPy numbers to Python's.
 
+    Parameters that ``params`` lacks are left out of the result.
+
     Args:
-        called: the method's name, for messages.
+        label: the method's name, for messages.
 
     Raises ValueError for an unknown parameter, a missing parameter or another type; the message has the accepted types.
     """
@@ -199,7 +201,10 @@ def _check_value(name: str, value: Any, accepted: list[Any], label: str) -> Any:
 
 
 def _convert(kind: Any, value: Any) -> tuple[bool, Any]:
-    """Return (True if ``value`` is of the type ``kind``, the value converted to that type)."""
+    """Return (True if ``value`` is of the type ``kind``, the value converted to that type).
+
+    Any value passes for a type that is neither a Literal nor in _WORDS. A float must be finite.
+    """
     if get_origin(kind) is Literal:
         matches = [choice for choice in get_args(kind) if type(choice) is type(value) and choice == value]
         return bool(matches), value
@@ -211,7 +216,10 @@ def _convert(kind: Any, value: Any) -> tuple[bool, Any]:
 
 
 def _read_value(name: str, text: str, accepted: list[Any], label: str) -> Any:
-    """Parse ``text`` by the narrowest accepted type that it fits. Raises ValueError, naming the types."""
+    """Parse ``text``: as a choice of a Literal, else by the narrowest accepted type that it fits.
+
+    Raises ValueError, naming the types.
+    """
     choices = [choice for kind in accepted if get_origin(kind) is Literal for choice in get_args(kind)]
     for choice in choices:
         if text == str(choice) or (isinstance(choice, bool) and text == str(choice).lower()):
@@ -219,8 +227,8 @@ def _read_value(name: str, text: str, accepted: list[Any], label: str) -> Any:
     for value in _candidate_values(text):
         if type(value) in accepted and _convert(type(value), value)[0]:
             return value
-    is_s3 = not (choices or set(accepted) & _WORDS.keys())
-    hint = " and cannot be given as text" if is_s3 else ""
+    has_no_text = not (choices or set(accepted) & _WORDS.keys())
+    hint = " and cannot be given as text" if has_no_text else ""
     raise ValueError(f"method {label!r}: {name} must be {_describe_types(accepted)}{hint}; got {text!r}")
 
 

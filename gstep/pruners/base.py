@@ -87,9 +87,9 @@ class Pruner(ABC):
 
         None for a method that prunes before the language model.
 
-        Inside the model the only evidence is ``llm_attention``: the row of the prompt's last token in the layer before,
-        averaged over heads and cut to the visual tokens of the prompt. ``select`` gets the hidden states of the visual
-        tokens as one frame, [1,M,D]. A method with a layer cannot merge.
+        Inside the model the only evidence is ``llm_attention``: the attention of the prompt's last token in the layer
+        before. It is averaged over heads and cut to the visual tokens of the prompt. ``select`` gets the hidden states
+        of the visual tokens as a single frame, [1,M,D]. A method with a layer cannot merge.
         """
         return None
 

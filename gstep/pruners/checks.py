@@ -18,7 +18,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[float], bool]) -> float:
     """Check that ``value`` is a finite number (no bool) for which ``is_accepted`` holds; return it as a float.
 
-    ``accepted`` describes the accepted numbers for the message, such as "in [0, 1]".
+    ``accepted`` describes the accepted numbers for the message, such as "in [0, 1]". Raises ValueError.
     """
     if isinstance(value, Real) and not isinstance(value, bool):
         number = as_float(value)
@@ -28,7 +28,7 @@ def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[fl
 
 
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Check that ``value`` is an integer (no bool) in [low, high]; return it as an int."""
+    """Check that ``value`` is an integer (no bool) in [low, high]; return it as an int. Raises ValueError."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         number = int(value)
         if number >= low and (high is None or number <= high):
@@ -38,7 +38,7 @@ def check_integer(name: str, value: Any, low: int, high: int | None = None) -> i
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
-    """Check that ``value`` is a member of ``choices``; return it."""
+    """Check that ``value`` is a member of ``choices``; return it. Raises ValueError."""
     if not (isinstance(value, str) and value in choices):
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     return value
@@ -65,7 +65,10 @@ def check_tokens(tokens: Any) -> None:
 
 
 def check_evidence(evidence: Mapping[str, Any], n_frames: int, per_frame: int) -> None:
-    """Raise ValueError unless evidence is finite floats whose shapes fit T frames of N tokens, and each other."""
+    """Raise ValueError unless evidence is finite floats whose shapes fit T frames of N tokens, and each other.
+
+    Evidence of a name that is not in EVIDENCE_SHAPES may have any shape.
+    """
     lengths = {"T": n_frames, "N": per_frame, "T*N": n_frames * per_frame}
     for name, value in evidence.items():
         if not isinstance(value, Tensor) or value.dtype not in _DTYPES:

@@ -80,6 +80,7 @@ class FastVID(Pruner):
     ignore: float = 0.95
 
     def __post_init__(self) -> None:
+        """Check the parameters, and replace ``tau`` None by the variant's value. Raises ValueError."""
         variant = check_choice("variant", self.variant, VARIANTS)
         cosines = {"tau": _TAU[variant] if self.tau is None else self.tau, "ignore": self.ignore}
         shares = {"d": self.d, "beta": self.beta}
@@ -102,6 +103,10 @@ class FastVID(Pruner):
         return n_frames * budget_for(retention_ratio, per_frame)
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        """Select and merge the share ``ratio`` of the tokens, segment by segment; ``budget`` is not used.
+
+        The seed breaks ties if the evidence has no ``noise``.
+        """
         per_frame = visual.tokens.shape[1]
         tokens_TND = working_copy(visual.tokens)
         noise_M = tie_noise(visual, seed)
@@ -190,7 +195,7 @@ def choose_tokens(
     *,
     every_frame_draws: bool,
 ) -> list[FrameTokens]:
-    """Choose the salient tokens and the anchors of each frame.
+    """Choose the salient tokens and the anchors of each frame, in numbers by ``counts``: (salient tokens, anchors).
 
     ``noise_M`` in [0, 1) is a stream: a frame takes a number from it for each token that is not salient. Every frame
     takes numbers if ``every_frame_draws``, else only frames with anchors, as in each variant's official code.

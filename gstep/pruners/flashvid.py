@@ -67,6 +67,7 @@ class FlashVID(Pruner):
     min_segment_num: int = 8
 
     def __post_init__(self) -> None:
+        """Check the parameters and convert numbers to their types. Raises ValueError."""
         cosines = {"temporal_threshold": self.temporal_threshold, "segment_threshold": self.segment_threshold}
         self._set(
             expansion=check_number("expansion", self.expansion, "above 0", lambda x: x > 0),
@@ -79,6 +80,11 @@ class FlashVID(Pruner):
         return n_frames * min(per_frame, self._frame_budget(per_frame, retention_ratio) + 1)  # each frame may round up
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        """Pick and merge the share ``ratio`` of the tokens; ``budget`` is not used.
+
+        ``merged`` marks each kept token that differs from its input. The seed breaks ties if the evidence has no
+        ``noise``.
+        """
         per_frame = visual.tokens.shape[1]
         tokens_TND = working_copy(visual.tokens)
         direction_TND, noise, n_drawn = unit(tokens_TND), tie_noise(visual, seed), 0
@@ -148,14 +154,14 @@ def pick_diverse(direction_LND: Tensor, weight_LN: Tensor, count: int) -> Tensor
 def merge_back(
     tokens_LND: Tensor, direction_LND: Tensor, is_free_LN: Tensor, threshold: float, min_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Merge free tokens into the most similar free token of the frame before.
+    """Merge free tokens into the most similar free token of the frame before; the arguments stay unchanged.
 
     Returns all tokens [L,N,D] after merging, and [L,N] bool, True for free tokens that remain.
 
     A token is merged if its similarity is above ``threshold``. If fewer than ``min_tokens`` tokens of the segment would
     remain, only the most similar tokens are merged. Trees grow along the frames: a token's sum is added to its parent.
-    A remaining token is divided by 1 + the number of its direct children, as in the official code, though the sums of
-    deeper trees have more terms.
+    A remaining token is divided by 1 + the number of its direct children, as in the official code. The sums of deeper
+    trees have more terms than that.
     """
     cosine_UNN = direction_LND[1:] @ direction_LND[:-1].mT
     cosine_UNN = cosine_UNN.masked_fill(~(is_free_LN[1:, :, None] & is_free_LN[:-1, None]), -1)

@@ -61,6 +61,7 @@ class HoliTom(Pruner):
     max_window: int = 1024
 
     def __post_init__(self) -> None:
+        """Check the parameters and convert numbers to their types. Raises ValueError."""
         shares = {"D": self.D, "beta": self.beta}
         self._set(
             tau=check_number("tau", self.tau, "in [-1, 1]", lambda x: abs(x) <= 1),
@@ -74,6 +75,10 @@ class HoliTom(Pruner):
         return min(n_frames * per_frame, budget + 2 * n_frames)  # each frame and each window may round up
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        """Average static tokens over windows, then select and merge the share ``ratio``; ``budget`` is not used.
+
+        The seed breaks ties if the evidence has no ``noise``.
+        """
         n_frames, per_frame, _ = visual.tokens.shape
         tokens_TND = visual.tokens.to(working_copy(visual.tokens[:1]).dtype)
         direction_TND = unit(tokens_TND)
@@ -122,10 +127,10 @@ class HoliTom(Pruner):
 
 
 def choose_windows(is_still_UN: Tensor, max_window: int) -> tuple[list[tuple[int, int]], int]:
-    """Choose windows [start, end) that cover T frames and save the most tokens; return them and the saved tokens.
+    """Choose windows [start, end) that cover T frames and save the most tokens; return them and that number.
 
-    A window of W <= ``max_window`` frames saves W - 1 tokens for each position that is still in all its pairs of
-    neighbour frames. Ties go to the shorter last window. ``is_still_UN`` has the T-1 pairs of neighbour frames.
+    A window of W <= ``max_window`` frames saves W - 1 tokens for each position that does not move in it.
+    ``is_still_UN`` tells so for each of the T-1 pairs of neighbour frames. Ties go to the shorter last window.
     """
     # run_TN[t][n]: the number of successive pairs up to frame t in which position n is still.
     run_TN = [torch.zeros(is_still_UN.shape[1], dtype=torch.int64, device="cpu")]
@@ -157,8 +162,8 @@ def merge_into_peaks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Merge each row into the nearest of the ``count`` density peaks.
 
-    Returns the peaks' row numbers [C], their merged rows [C,D], and [C] bool, True if any row was merged in. Other
-    peaks stay unchanged.
+    Returns the peaks' row numbers [C], their merged rows [C,D], and [C] bool, True if any row was merged in. A peak
+    weighs ``beta``, the mean of the rows merged into it 1 - ``beta``. Other peaks stay unchanged.
     """
     peak_C, group_X = group_by_peaks(rows_XD, noise_X, count, neighbours)
     mean_CD, count_C = assigned_mean(group_X.index_fill(0, peak_C, -1), rows_XD, count)

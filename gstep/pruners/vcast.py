@@ -22,7 +22,7 @@ class VCAST(Pruner):
     """Video curvature-aware pruning (arXiv 2603.27650; github.com/xinyouu/V-CAST, compressor/v_cast).
 
     The authors' code keeps round(r x M) tokens and at least one a frame. This method keeps B tokens, so that frames may
-    have none if B < T. With their number as ``budget`` it keeps the same tokens. A single frame is pruned too; their
+    have none if B < T. If their number is the ``budget``, the tokens are the same. A single frame is pruned too; their
     code keeps it whole.
 
     Attributes:
@@ -38,6 +38,7 @@ class VCAST(Pruner):
         self._set(tau=check_number("tau", self.tau, "above 0", lambda tau: tau > 0))
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        """Select ``budget`` tokens, divided over frames by curvature; ``ratio`` and ``seed`` are not used."""
         tokens_TND = working_copy(visual.tokens)
         centre_TD = unit(frame_mean(tokens_TND))
         weight_T = torch.softmax(curvature(centre_TD) / self.tau, dim=0)

@@ -42,7 +42,10 @@ class VidCom2(Pruner):
 
 
 def find_calm_channels(tokens_TND: Tensor) -> Tensor:
-    """Find the channels of lowest population variance over the whole video: [max(1, D/2)] int64, ascending."""
+    """Find the half of the channels with the lowest population variance over the whole video.
+
+    Returns their indices in order, [max(1, D // 2)] int64.
+    """
     hidden = tokens_TND.shape[-1]
     tokens_MD = tokens_TND.reshape(-1, hidden)
     sum_D = torch.zeros(hidden, dtype=torch.float64, device=tokens_MD.device)
@@ -74,7 +77,10 @@ def kernel_sum(direction_TND: Tensor, centre_T1D: Tensor) -> Tensor:
 
 
 def frame_budgets(video_TN: Tensor, ratio: float) -> Tensor:
-    """Divide the budget over frames, [T] int64; frames less typical of the video keep more."""
+    """Compute the number of tokens to keep of each frame, [T] int64, from 1 to N; their sum is near r*T*N.
+
+    Frames less typical of the video keep more.
+    """
     share_T = torch.softmax(-video_TN.mean(dim=1) / _TEMPERATURE, dim=0)
     scale_T = (ratio * (1 + share_T - share_T.mean())).clamp(max=1.0)
     return torch.round(scale_T * video_TN.shape[1]).long().clamp(min=1)

@@ -81,6 +81,7 @@ class VisionZip(Pruner):
     neighbours: int = 5
 
     def __post_init__(self) -> None:
+        """Check the parameters, and replace ``dominant_share`` None by the variant's value. Raises ValueError."""
         variant = check_choice("variant", self.variant, VARIANTS)
         share = _DOMINANT[variant] if self.dominant_share is None else self.dominant_share
         self._set(
@@ -100,6 +101,7 @@ class VisionZip(Pruner):
         return n_frames * self._frame_budget(per_frame, retention_ratio)
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        """Select and merge the share ``ratio`` of each frame; ``budget`` and ``seed`` are not used."""
         assert self.dominant_share is not None
         n_kept = self._frame_budget(visual.tokens.shape[1], ratio)
         # 1e-9 is added because 100 * 0.29 is just below 29 in binary.
@@ -170,7 +172,10 @@ def _zip_frames(visual: VisualTokens, dominant_TS: Tensor, plain_TX: Tensor, tar
 
 
 def add_nearest(tokens_XD: Tensor, key_XE: Tensor, target_C: Tensor) -> Tensor:
-    """Add to each target the mean of the tokens that are nearest to it by cosine of unit keys: [C,D]."""
+    """Add to each target the mean of the tokens that are nearest to it by cosine of unit keys: [C,D].
+
+    ``target_C`` are row numbers. Each token that is no target counts for its nearest target alone.
+    """
     is_source_X = torch.ones(len(tokens_XD), dtype=torch.bool, device=tokens_XD.device)
     is_source_X[target_C] = False
     nearest_Y = (key_XE[is_source_X] @ key_XE[target_C].T).argmax(dim=1)

@@ -167,6 +167,7 @@ class _Search:
         block: int | None,
         counts: Counts,
     ) -> None:
+        """Prepare a search without picks; call :meth:`begin` next. ``block`` None chooses K by M."""
         n_tokens = len(density_M)
         self.alpha, self.beta, self.counts, self.survey = alpha, beta, counts, survey
         self.picks = Picks(budget, survey)
@@ -184,7 +185,7 @@ class _Search:
         self._bounds = np.empty(0, np.float32)
 
     def begin(self, first: Indices) -> None:
-        """Select the first token and measure the distance of every token to it."""
+        """Select the first token, and score every token by its distance to it. ``first`` holds one index."""
         self.picks.add(first)
         for part, rows in self.survey.rows.chunks():
             products = self._multiply_all(rows, self.picks.rows[:1])[:, 0]
@@ -218,7 +219,10 @@ class _Search:
         return self._compute_scores(self.nearest[indices], self.density_term[indices])
 
     def _choose_candidates(self) -> tuple[Indices, _Rival]:
-        """Find the K tokens of the highest known scores, equals by lowest index, and the best token outside of them."""
+        """Find the K tokens of the highest known scores, equals by lowest index, and the best token outside of them.
+
+        The indices ascend. If there are at most K tokens, all are candidates and the rival's score is -inf.
+        """
         score, size = self.score, self.block
         if len(score) <= size:
             return np.arange(len(score)), _Rival(-np.inf, 0)
@@ -330,7 +334,10 @@ class _Search:
         return self.survey.coordinates.index_select(0, torch.from_numpy(indices))
 
     def _measure(self, rows: _RoundRows, candidates: Indices, column: Indices, picks: slice) -> None:
-        """Lower the distance of ``candidates[i]`` (ascending) by pick ``column[i]`` of ``picks``; marks stay."""
+        """Lower the distance of each ``candidates[i]`` to its distance to pick ``column[i]`` of ``picks``; marks stay.
+
+        ``candidates`` are ascending and may repeat.
+        """
         products = pair_products(rows.tokens, self.picks.rows[picks], rows.rows_of(candidates), column)
         scale = self.survey.inverse[candidates] * self.picks.inverse[picks][column]
         np.minimum.at(self.nearest, candidates, _compute_distance(products, scale))
@@ -491,6 +498,7 @@ class Picks:
     """The selected tokens in order, with the rows, inverse norms and coordinates that candidates are compared with."""
 
     def __init__(self, budget: int, survey: Survey) -> None:
+        """Allocate memory for ``budget`` picks; :meth:`add` fills it."""
         coordinates = survey.coordinates
         self.count = 0
         self.order = np.empty(budget, np.int64)

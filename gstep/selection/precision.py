@@ -38,7 +38,10 @@ def full_precision() -> Iterator[None]:
 
 
 def _set_full() -> Callable[[], None]:
-    """Set full float32 precision, and return the function that restores the previous settings."""
+    """Set full float32 precision in this process, and return the function that restores the previous settings.
+
+    Nothing changes if the precision is full already.
+    """
     operators = _list_operators()
     precisions = [operator.fp32_precision for operator in operators]
     if operators and _FULL.issuperset(precisions):
@@ -50,6 +53,7 @@ def _set_full() -> Callable[[], None]:
         operator.fp32_precision = "ieee"
 
     def restore() -> None:
+        """Set the precisions that ``_set_full`` has read."""
         if process_setting is not None:
             torch.set_float32_matmul_precision(process_setting)
         for operator, precision in zip(operators, precisions, strict=True):

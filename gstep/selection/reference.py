@@ -125,9 +125,8 @@ def density_guided_fps(
 
     ``tokens_MD`` is finite and of any float dtype, ``density_M`` is rho >= 0, 1 <= budget <= M. alpha weighs distance
     against density, beta > 0 keeps the logarithms finite. The first B of a longer selection are the selection of B.
-    With alpha = 0 and the density start this is the top-B by rho, without logarithms, which could merge values.
-    Logarithms are used only if keys are out of range (see ``density_weight``): alpha below about 0.02, or an extreme
-    beta.
+    alpha = 0 with the density start gives the top-B by rho, without logarithms, which could merge values. Logarithms
+    are used only if keys are out of range (see ``density_weight``): alpha below about 0.02, or an extreme beta.
     """
     if alpha == 0 and start == "density":
         return largest(density_M, budget)

@@ -187,7 +187,8 @@ def _refuse_connector(setting: str) -> None:
 def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
     """Make the keyword arguments of vLLM's SamplingParams for one answer.
 
-    vLLM itself uses only the end tokens of a checkpoint's GenerationConfig; the repetition penalty is set here.
+    vLLM itself uses only the end tokens of a checkpoint's GenerationConfig; the repetition penalty is set here. A
+    greedy answer gets no ``top_p``, ``top_k`` and seed.
     """
     sampling = {"top_p": decoding.top_p, "top_k": decoding.top_k, "seed": decoding.seed} if decoding.temperature else {}
     return {

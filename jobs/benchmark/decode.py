@@ -149,7 +149,8 @@ def _parse_positive(text: str) -> float:
 def run(arguments: argparse.Namespace) -> CommandResult:
     """Make the clips whose names hold a word of ``--clips``, time the decoding of each, and return the table.
 
-    Raises UsageError for a word that no clip has, and for two equal numbers of ``--loop``.
+    Sets torch to one thread in this process. Raises UsageError for a word that no clip has, and if both numbers of
+    ``--loop`` are equal.
     """
     clips = [*CLIPS, *LONG_CLIPS] if arguments.long else [*CLIPS]
     names = [name for name in clips if any(part in name for part in arguments.clips or [""])]
@@ -230,7 +231,10 @@ def _repeat(once: Path, path: Path, clip: Clip) -> None:
 
 
 def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: float) -> ClipTimes:
-    """Measure the CPU seconds of all ways on one clip, in turns; ``snap_s`` is --snap-to-keyframes of one way."""
+    """Measure the CPU seconds of all ways on one clip, in turns, and the floor from the seconds of its two parts.
+
+    ``snap_s`` is the --snap-to-keyframes of one way.
+    """
     index = probe(str(path), sniff(path))
     assert index.packets is not None and index.pts is not None
     index.packets.close()
@@ -264,7 +268,7 @@ def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: flo
 def decode_needed_frames(path: str, pts: Sequence[int], keys: Sequence[int]) -> list[Any]:
     """Decode the frames of ``pts`` from the fewest packets that they need, by PyAV alone: the floor.
 
-    ``keys`` are the pts of the keyframes, ascending.
+    Returns PyAV's frames, unconverted. ``keys`` are the pts of the keyframes, ascending.
     """
     decoded: list[Any] = []
     groups: dict[int, set[int]] = {}
@@ -318,7 +322,7 @@ def _read_index(path: Path) -> None:
 
 
 def _measure_cpu_s(call: Callable[[], object]) -> float | None:
-    """Measure the CPU seconds of a call in this process and in decode children; None if the call raises."""
+    """Measure the CPU seconds of a call in this process and in decode children; None if the call raises any error."""
     started = time.process_time() + _children_cpu_s()
     try:
         call()
@@ -352,7 +356,8 @@ class ClipDataset(Dataset[torch.Tensor]):
 def videos_per_second(path: Path, frames: list[int], counts: Sequence[int], workers: int) -> dict[str, float | None]:
     """Measure videos a second of jobs.prune and of each DataLoader loop: the slope between two ``counts`` of videos.
 
-    The loops burn the CPU seconds of the job's small encoder for each video, so that all ways do the same work.
+    The loops burn the CPU seconds of the job's small encoder for each video, so that all ways do the same work. A way
+    that fails has None.
     """
     encode_s: list[float] = []
 
@@ -393,7 +398,7 @@ def _run_job(path: Path, n_frames: int, count: int) -> float:
 def as_table(clip_times: Sequence[ClipTimes], title: str) -> Table:
     """Make a table with a column for each clip.
 
-    Its rows: CPU seconds of each decoder, ratios to the floor, videos a second if they were measured, and MB.
+    Its rows: CPU seconds of each way, ratios to the least that decoding needs, videos a second if measured, and MB.
     """
 
     def cells(values: Sequence[float | None]) -> list[str]:

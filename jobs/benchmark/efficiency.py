@@ -113,7 +113,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
-    """Run the benchmark, write the paper's table if asked, and return the tables. Raises RunFailed, UsageError."""
+    """Run the benchmark, write the paper's table to the file of ``--latex``, and return the tables to print.
+
+    Raises RunFailed, UsageError, and OSError if the file cannot be written.
+    """
     with TemporaryDirectory() as folder:
         job = prepare_measurement(Path(folder), arguments)
         with closing(Bench(job, Path(folder), throttle(say, _PROGRESS_S))) as bench:
@@ -155,7 +158,8 @@ def _make_title(job: Measurement, arguments: argparse.Namespace, visual_tokens: 
 def summarise(result: ArmResult) -> Row:
     """Summarise an arm's samples in a row: medians with their range, memory peaks, and the break-even of a cache.
 
-    ``same_answers`` is None if the repeats of a question have different answers, as on a GPU.
+    ``same_answers`` is True if online and cached answers are equal. It is None if the repeats of a question have
+    different answers, as on a GPU.
     """
 
     def spread(values: Sequence[float]) -> dict[str, float] | None:
@@ -196,7 +200,10 @@ def break_even(build_s: float, cached_s: float, online_s: float) -> int | None:
 
 
 def tables(rows: Sequence[Row], title: str, memory: str) -> Iterator[Table]:
-    """Yield the tables to print: the paper's columns, their parts, and online beside cached."""
+    """Yield the tables to print: the paper's columns, their parts, and online beside cached.
+
+    ``rows`` has full retention first. ``memory`` says whose memory was measured.
+    """
     for number, (about, columns) in enumerate(_TABLES.items()):
         lines = []
         for row in rows:
@@ -209,7 +216,10 @@ def tables(rows: Sequence[Row], title: str, memory: str) -> Iterator[Table]:
 
 
 def _format_figure(name: str, figure: Any, full: Any) -> str:
-    """Format a figure of a row, with its change to the figure ``full`` if there is any; "-" for no figure."""
+    """Format a figure of a row in the unit of its name: "-" for None, "yes" or "NO" for a bool, a spread's median.
+
+    The change to ``full``, the same figure at full retention, is appended for some names.
+    """
     if figure is None or isinstance(figure, bool):
         return {None: "-", True: "yes", False: "NO"}[figure]
     value, before = (x["median"] if isinstance(x, dict) else x for x in (figure, full))
@@ -219,10 +229,14 @@ def _format_figure(name: str, figure: Any, full: Any) -> str:
 
 
 def table3(results: Sequence[ArmResult], title: str, memory: str) -> str:
-    """Write the paper's Table 3 in LaTeX; seconds are summed over all questions, LLM time with tower and pruning.
+    """Return the paper's Table 3 as a LaTeX tabular, which needs the package booktabs.
 
-    The paper's GB and MB are GiB and MiB here. Brackets have the change to full retention, the first of ``results``.
-    The LaTeX needs the package booktabs.
+    Methods are grouped by retention ratio, the largest first. Brackets have the change to full retention, the first of
+    ``results``. Seconds are summed over all questions. LLM time includes tower and pruning. GB and MB mean GiB and MiB.
+
+    Args:
+        title: the text of a comment above the table.
+        memory: a text that says whose memory was measured, for the note below the table.
     """
     full, *results_of_methods = results
     lines = [f"% {title}", "% Needs booktabs.", r"\begin{tabular}{l cccc}", r"\toprule"]

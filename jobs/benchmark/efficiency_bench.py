@@ -100,6 +100,8 @@ class Measurement:
 def prepare_measurement(folder: Path, arguments: argparse.Namespace) -> Measurement:
     """Resolve the model, the videos and the methods of the arguments, without loading weights.
 
+    A model with random weights gets its small files in ``folder``, which must outlive the measurement.
+
     Raises UsageError, with the remedy, if any of them cannot be used.
     """
     model, siglip = arguments.model, arguments.siglip
@@ -214,7 +216,10 @@ class TimedWork(NamedTuple, Generic[T]):
 
 
 def time_work(work: Callable[[], T], device: str) -> TimedWork[T]:
-    """Run ``work`` and time it: on a GPU by CUDA events between synchronisations, else by wall clock."""
+    """Run ``work`` and time it: on a GPU by CUDA events between synchronisations, else by wall clock.
+
+    The peak of memory is torch's on the GPU, else this process's; both are reset first.
+    """
     if not device.startswith("cuda"):
         with suppress(OSError):  # Linux alone
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
@@ -248,6 +253,7 @@ class Bench:
     """The run of a measurement: its loaded models, and the caches that it makes below ``folder``. Close it last."""
 
     def __init__(self, job: Measurement, folder: Path, say: Callable[[str], None]) -> None:
+        """Load the vision tower, the decoder and the language model; ``say`` gets lines of progress."""
         self._job, self._say, self._device = job, say, job.runtime.device
         say(f"loading {job.recipe.source.name}")
         self.tower: Backbone = family_of(job.recipe.source).load(job.runtime)
@@ -269,8 +275,8 @@ class Bench:
     def run(self) -> list[ArmResult]:
         """Measure all arms in turns, so that disturbances of the machine affect all arms equally.
 
-        All arms first answer from the videos. Then the vision tower is freed, and all arms answer from caches. Raises
-        RunFailed, UsageError.
+        All arms first answer from the videos, which fills the caches. Then the vision tower is freed, and all arms
+        answer from caches: it can run only once. Raises RunFailed, UsageError.
         """
         results = [ArmResult(arm) for arm in self._job.arms]
         for arm, store in self._stores.items():
@@ -288,7 +294,10 @@ class Bench:
         return results
 
     def _measure(self, mode: str, ask: Callable[..., None], results: Sequence[ArmResult]) -> None:
-        """Ask about the first video once as a warm-up, then about all videos in every repeat, adding to ``results``."""
+        """Ask about the first video once as a warm-up, then about all videos in every repeat.
+
+        ``ask`` adds the measurements to ``results``; those of the warm-up are discarded.
+        """
         videos: list[ManifestRow] = self._job.manifest.to_pylist()
         self._say(f"{mode}: to warm up")
         ask(videos[0], 1, 0, [ArmResult(result.arm) for result in results])
@@ -298,7 +307,10 @@ class Bench:
                 ask(row, self._job.questions, repeat, results)
 
     def _ask_online(self, row: ManifestRow, questions: int, repeat: int, results: Sequence[ArmResult]) -> None:
-        """Decode and encode a video, ask every arm its questions, and write the video into each arm's cache."""
+        """Decode and encode a video, ask every arm its questions, and write the video into each arm's cache.
+
+        Samples and the seconds of building go into ``results``. A video is encoded once for each kind of evidence.
+        """
         (record, frames), decode_s, _ = time_work(lambda: self._decode(row), "cpu")
         for evidence in dict.fromkeys(result.arm.evidence for result in results):
             setup = self._job.recipe.encode_setup(self._device, self._job.runtime.dtype_name)
@@ -350,9 +362,10 @@ class Bench:
         return None if row is None else row.to(torch.bfloat16)
 
     def ask(self, arm: Arm, visual: Visual, number: int, *, prunes: bool = True, **about: Any) -> Sample:
-        """Ask one question about visual tokens and time each part.
+        """Ask one question about visual tokens, prune them by the arm, and time each part.
 
         Args:
+            number: the number of the question.
             prunes: False if the tokens are pruned already; a method inside the model prunes in any case.
             about: other fields of the sample.
 
@@ -423,7 +436,7 @@ class Bench:
         return prune_s + time_work(write, self._device).seconds
 
     def _ask_cached(self, row: ManifestRow, questions: int, repeat: int, results: Sequence[ArmResult]) -> None:
-        """Ask every arm its questions about a video from the arm's cache."""
+        """Ask every arm its questions about a video from the arm's cache; the samples go into ``results``."""
         video_id = row["video_id"]
         for result in results:
             arm, cache = result.arm, self._caches[result.arm]

@@ -82,14 +82,19 @@ def run(arguments: argparse.Namespace) -> CommandResult:
                 for kind, figures in turns.items():
                     say(f"{frames} frames, {encode_ms} ms, {encoders} nodes: {kind}, {turn + 1}")
                     figures.append(measure(replace(work, kind=kind), n_few, n_few + n_more))
-            cells.append(cell(work, {kind: medians(figures) for kind, figures in turns.items()}, first))
+            by_kind = {kind: medians(figures) for kind, figures in turns.items()}
+            cells.append(compute_figures(work, by_kind, first))
             first = first or cells[-1]
     title = f"Encoders that sleep, on {os.cpu_count()} CPUs, {machine_line()}"
     return CommandResult(0, {**about, "cells": cells}, [as_table(cells, title)])
 
 
 def _measure_driver(arguments: argparse.Namespace, about: Mapping[str, object]) -> CommandResult:
-    """Measure the driver's CPU time for a video, and the videos a second on this machine, whose CPUs all share."""
+    """Measure the driver's CPU time for a video, and the videos a second on this machine, whose CPUs all share.
+
+    The result has a line to print instead of a table. Raises UsageError if both numbers of ``--driver`` are equal, and
+    RunFailed if they are too small.
+    """
     n_few, n_many = sorted(arguments.driver)
     if n_few == n_many:
         raise UsageError("--driver takes two different numbers of videos: the difference is measured")
@@ -110,7 +115,7 @@ def _measure_driver(arguments: argparse.Namespace, about: Mapping[str, object]) 
 def measure(work: Work, n_few: int, n_many: int) -> dict[str, float]:
     """Run a work over few and over many videos; return each figure's growth a video, and the larger run's memory.
 
-    Raises RunFailed if a run fails, or if more videos took no more time.
+    ``work.videos`` is not used. Raises RunFailed if a run fails, or if more videos took no more time.
     """
     short_run, long_run = (run_child(replace(work, videos=videos)) for videos in (n_few, n_many))
     growth = {
@@ -123,7 +128,7 @@ def measure(work: Work, n_few: int, n_many: int) -> dict[str, float]:
 
 
 def medians(turns: Sequence[Figures]) -> dict[str, float]:
-    """Compute the median of each figure over all turns."""
+    """Compute the median of each figure over all turns; a figure that a turn lacks counts as 0."""
     return {
         name: median(turn.get(name, 0.0) for turn in turns) for name in {name: 0 for turn in turns for name in turn}
     }
@@ -132,7 +137,7 @@ def medians(turns: Sequence[Figures]) -> dict[str, float]:
 def run_child(work: Work) -> dict[str, float]:
     """Run a work in a child process that starts its own Ray, and return its figures.
 
-    Raises RunFailed if it fails.
+    The videos are made first, in a temporary folder below ``work.folder``. Raises RunFailed if the child fails.
     """
     private = TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)  # ending processes may still write there
     with TemporaryDirectory(dir=work.folder or None) as temporary, private as ray_folder:
@@ -151,7 +156,7 @@ def run_child(work: Work) -> dict[str, float]:
 
 
 def make_videos(work: Work) -> None:
-    """Write the work's manifest; all rows name the same still clip, which decodes fast."""
+    """Write the work's manifest and a still clip beside it, which all rows name; it decodes fast."""
     picture = np.full((SIDE, SIDE, 3), np.linspace(32, 224, SIDE, dtype=np.uint8)[:, None], dtype=np.uint8)
     with av.open(str(work.manifest.with_name("clip.mp4")), "w") as container:
         stream = container.add_stream("libx264", rate=30)
@@ -184,10 +189,12 @@ def _make_environment(ray_folder: str) -> dict[str, str]:
     return inherited | {f"RAY_{name}": value for name, value in ray.items()} | {"RAY_ENABLE_AUTO_CONNECT": "0"}
 
 
-def cell(work: Work, by_kind: Mapping[str, Figures], first: Figures | None = None) -> dict[str, float]:
-    """Compute the figures of one combination of frames, encoder seconds and nodes.
+def compute_figures(work: Work, by_kind: Mapping[str, Figures], first: Figures | None = None) -> dict[str, float]:
+    """Compute the table's figures of one combination of frames, encoder seconds and nodes: title of a row -> number.
 
-    ``by_kind`` maps the kind of work to its figures; ``first`` is the cell of the fewest nodes, the base of scaling.
+    Args:
+        by_kind: the growth a video of each kind of work; JOB and LOOP are needed.
+        first: the result for the fewest nodes, the base of scaling; None computes no scaling.
     """
     row = {"MB": work.frames * FRAME_BYTES / 1e6, "encode ms": 1e3 * work.encode_s, "nodes": work.nodes or 1}
     speeds = {kind: 1 / figures["seconds"] for kind, figures in by_kind.items()}

@@ -55,7 +55,10 @@ class SleepingEncoder(VideoEncoder):
         self._computing = threading.Lock()  # two calls run at a time, but only one computes
 
     def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> VideoItem:
-        """Sleep for the nominal time, then return synthetic tokens and the record of the video."""
+        """Sleep for the nominal time, then return synthetic tokens and the record of the video.
+
+        Calls from several threads sleep one after the other. The record has the nominal time.
+        """
         visual, pruned = make_tokens(len(frames), self._sleep_setup.pruner, self._sleep_setup.retention_ratio)
         with self._computing:
             time.sleep(self._sleep_setup.work_s)
@@ -72,7 +75,7 @@ class SleepingEncoder(VideoEncoder):
 
 @cache
 def make_tokens(n_frames: int, method: str, ratio: float) -> tuple[VisualTokens, PrunedTokens]:
-    """Make random tokens of ``n_frames`` frames, and prune them by the method; cached."""
+    """Make random tokens of ``n_frames`` frames, and prune them by the method; the same objects at each call."""
     numbers = torch.randn(n_frames, TOKENS_PER_FRAME, HIDDEN, generator=torch.Generator().manual_seed(0))
     visual = VisualTokens(numbers.to(torch.bfloat16))
     return visual, make_pruner(method).prune(visual, ratio)
@@ -129,9 +132,12 @@ class IdleDecoder(Decoder):
 
 
 def run_job(work: Work) -> dict[str, float]:
-    """Prune the videos; return the seconds and the bytes and objects of Ray's object stores. Raises RunFailed.
+    """Prune the videos; return the seconds, and the bytes and objects that Ray's object stores got.
 
     It replaces the encoders of all later runs of this process by sleeping encoders, and for a DRIVER the decoders too.
+    Ray is started here and shut down at the end, on ``nodes`` logical nodes if there are any.
+
+    Raises RunFailed if a video failed.
     """
     encode_setup = Recipe.encode_setup
 

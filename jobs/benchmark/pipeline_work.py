@@ -76,6 +76,7 @@ class VideoDataset(Dataset[tuple[str, torch.Tensor]]):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> tuple[str, torch.Tensor]:
+        """Decode the first frames of a video: (video_id, frames [t,384,384,3] uint8)."""
         row, size = self._rows[index], {"width": SIDE, "height": SIDE, "interpolation": "BICUBIC"}
         with av.open(str(self._work.manifest.with_name(row["uri"]))) as container:
             frames = [frame.to_ndarray(format="rgb24", **size) for frame in container.decode(video=0)]
@@ -83,7 +84,10 @@ class VideoDataset(Dataset[tuple[str, torch.Tensor]]):
 
 
 def run_loop(work: Work) -> dict[str, float]:
-    """Run the plain loop over all videos, in a process for each of several encoders; return the seconds."""
+    """Run the plain loop over all videos, in a process for each of several encoders; return the seconds.
+
+    Makes the folder for results, which must not exist.
+    """
     work.out.mkdir()
     started = time.perf_counter()
     if work.encoders == 1:
@@ -95,7 +99,10 @@ def run_loop(work: Work) -> dict[str, float]:
 
 
 def encode_share(work: Work, encoder: int) -> None:
-    """Decode an encoder's share of the videos by a DataLoader, sleep for each video, and write tokens to Parquet."""
+    """Decode an encoder's share of the videos by a DataLoader, sleep for each video, and write tokens to Parquet.
+
+    ``encoder`` is the number of the encoder. The tokens are random bytes, as many as a video's kept tokens have.
+    """
     tokens, batch = os.urandom(work.frames * KEPT_BYTES_PER_FRAME), dict[str, bytes]()
     videos, workers = VideoDataset(work, encoder), max(1, work.workers // work.encoders)
     # No batches: videos differ in length. Frames would go to the GPU unchanged, so nothing is computed of them here.

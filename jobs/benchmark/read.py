@@ -80,7 +80,10 @@ class TimedReader:
     requests: int | None = None
 
     def shares(self, plain: TimedReader | None) -> tuple[str, str]:
-        """Format the median ratio of its rate to ``plain``'s, by wall clock and by CPU time; "" without ``plain``."""
+        """Format the median ratio of its rate to ``plain``'s in percent, by wall clock and by CPU time.
+
+        Both texts are "" without ``plain``. A ratio compares the same round of both ways.
+        """
         if plain is None:
             return "", ""
         size = self.n_bytes / plain.n_bytes
@@ -106,7 +109,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
-    """Make the cache, read it in every way, and return the table. Raises RunFailed, UsageError."""
+    """Make the cache in a temporary folder, read it in every way, and return the table.
+
+    Raises RunFailed, UsageError.
+    """
     with TemporaryDirectory(dir=arguments.folder) as temporary, _use_one_thread():
         store = LocalStore(Path(temporary) / "cache")
         say(f"making a cache of {arguments.videos} videos")
@@ -147,6 +153,7 @@ def make_cache(store: Store, job: argparse.Namespace) -> None:
     numbers, n_total = np.random.default_rng(0), round(job.tokens / STORED)
 
     def make_video(number: int) -> VideoItem:
+        """Make a one-frame video with random tokens, new tokens at each call."""
         record: VideoRecord = {
             "video_id": f"video-{number:06d}",
             "uri": f"/videos/{number:06d}.mp4",
@@ -197,6 +204,7 @@ def _make_pyarrow_readers(store: LocalStore) -> Iterator[TimedReader]:
     all_rows, tier_rows = (_list_rows(cache, ratio) for ratio in (None, TIER))
 
     def make_reader(rows_of_videos: Sequence[TokenRows], **options: bool) -> Callable[[], object]:
+        """Open the shards with these options of ParquetFile; return a function that reads the rows from them."""
         names = {rows.row["token_shard"] for rows in rows_of_videos}
         files = {name: pq.ParquetFile(store.root / name, **options) for name in names}
         groups = [(files[rows.row["token_shard"]], _list_row_groups(rows)) for rows in rows_of_videos]
@@ -218,7 +226,10 @@ def _make_pyarrow_readers(store: LocalStore) -> Iterator[TimedReader]:
 
 
 def _make_cache_readers(store: Store, where: str) -> Iterator[TimedReader]:
-    """Yield this package's own ways of reading: single videos, batches, a data loader."""
+    """Yield this package's own ways of reading: single videos, batches, a data loader.
+
+    ``where`` begins their names: "S3: " for a store, "" for a folder.
+    """
     cache = TokenCache(str(store), store=store)
     ids = cache.video_ids
     shuffled_ids = [ids[i] for i in np.random.default_rng(1).permutation(len(ids))]
@@ -251,7 +262,7 @@ def _make_cache_readers(store: Store, where: str) -> Iterator[TimedReader]:
 
 
 def _make_get_reader(store: ObjectStore, client: Any) -> TimedReader:
-    """Make the baseline: one S3 GET for each video's bytes and nothing else."""
+    """Make the baseline: one S3 GET for each video's bytes and nothing else. The shards' footers are read here."""
     rows_of_videos = _list_rows(TokenCache(store.root, store=store), None)
     footers = {rows.row["token_shard"]: rows.row["footer_hash"] for rows in rows_of_videos}
     shards = {name: TokenShard(store, name, footer_hash) for name, footer_hash in footers.items()}
@@ -347,7 +358,7 @@ def _is_answering(address: str) -> bool:
 
 @contextmanager
 def _use_one_thread() -> Iterator[None]:
-    """Limit torch and pyarrow to one thread in this context."""
+    """Limit torch and pyarrow's CPU pool to one thread in this context; threads for reading files stay."""
     threads = torch.get_num_threads(), pa.cpu_count()
     torch.set_num_threads(1)
     pa.set_cpu_count(1)

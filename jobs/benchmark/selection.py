@@ -77,7 +77,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
-    """Measure every input, size and ratio; return the table. Raises UsageError if the device is not available."""
+    """Measure every input, size and ratio; return the table. Sets torch's number of threads for the process.
+
+    Raises UsageError if the device is not available.
+    """
     with usage_errors():
         choose_runtime(arguments.device)
     torch.set_num_threads(arguments.threads)
@@ -94,7 +97,10 @@ def run(arguments: argparse.Namespace) -> CommandResult:
 
 
 def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> SelectionTimes:
-    """Time the loop, the selection and whole methods on one video, in turns, so that disturbances affect all alike."""
+    """Time the loop, the selection and whole methods on one video, in turns, so that disturbances affect all alike.
+
+    ``name`` is the kind of input, for the result.
+    """
     tokens_MD = tokens_TND.flatten(0, 1)
     density_M = spatio_temporal_density(tokens_TND)[0].flatten()
     n_tokens, hidden = tokens_MD.shape
@@ -143,7 +149,7 @@ def select_by_loop(unit_DM: Tensor, density_M: Tensor, steps: int) -> Tensor:
 
 
 def as_table(times: Sequence[SelectionTimes], title: str) -> Table:
-    """Make a table with a row for each input, size and ratio."""
+    """Make a table with a row for each input, size and ratio; a ~ marks an extrapolated time of the loop."""
     titles = ("tokens of", "M", "kept", "loop", "selection", "times faster", "whole gstep", "vidcom2", "same")
     rows = []
     for item in times:

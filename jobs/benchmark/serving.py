@@ -140,7 +140,10 @@ def make_cache(folder: Path, model: str, num_frames: int) -> str:
 
 
 def measure(mode: str, job: ServingWork) -> list[WayResult]:
-    """Measure one way of answering in a child process, which frees its memory at its end. Raises RunFailed."""
+    """Measure one way of answering in a child process, which frees its memory at its end.
+
+    Raises RunFailed, with the cause from the child's log, if the child fails.
+    """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     with NamedTemporaryFile("r", errors="replace") as log:
@@ -183,7 +186,10 @@ def _measure_in_child(mode: str, job: ServingWork, pipe: Connection, log: str) -
 
 
 def _measure_way(way: ServingWay, mode: str, job: ServingWork) -> Iterator[WayResult]:
-    """Yield a result for each ratio and number of questions; every round asks cold, and then the same again."""
+    """Yield a result for each ratio and number of questions; every round asks cold, and then the same again.
+
+    One question a video is asked first and not measured.
+    """
     way.make_ask(job.ratios[0], 1)()  # loading and compiling on first use are not measured
     memory = ProcessTree(os.getpid())
     for ratio in job.ratios:

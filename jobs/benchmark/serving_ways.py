@@ -93,6 +93,7 @@ class CachedWay:
     """
 
     def __init__(self, mode: str, job: ServingWork) -> None:
+        """Load the engine of ``mode``, a key of CACHED; "text-vllm" replaces visual tokens by random words."""
         source, self._cache = ModelSource.resolve(job.model), TokenCache(job.cache)
         options = EngineOptions(engine=CACHED[mode])
         self._engine = load_engine(options, source, choose_runtime(), self._cache.max_tokens + 1)
@@ -108,7 +109,8 @@ class CachedWay:
         """Make a function that asks about every video, with a number of its tokens that no earlier call has used."""
         number = self._rounds[ratio]
         self._rounds[ratio] += 1
-        # One more, one less, two more, ...; if all stored tokens are used, only fewer.
+        # Later rounds take one token more, one less, two more and so on; they only take fewer if the ratio is the
+        # stored ratio.
         n_fewer = number if ratio >= self._cache.retention_ratio else (number + 1) // 2 * (-1 if number % 2 else 1)
         read = functools.cache(functools.partial(self._read, ratio, n_fewer))  # each video once a round
         return functools.partial(self._ask, read, questions, number)
@@ -118,15 +120,18 @@ class CachedWay:
         self._engine.close()
 
     def _read(self, ratio: float, n_fewer: int, video_id: str) -> Visual:
-        """Read a video's Visual with ``n_fewer`` tokens fewer than the ratio gives."""
+        """Read a video's Visual with ``n_fewer`` tokens fewer than the ratio gives; a negative number takes more."""
         row = self._cache.metadata(video_id)
         tokens = max(1, int(ratio * row["n_total"]) - n_fewer)
         share = (tokens + 0.5) / row["n_total"] if tokens < row["n_tokens"] else None
         return self._cache.get(video_id, share).visual
 
     def _ask(self, read: Callable[[str], Visual], questions: int, number: int) -> Pass:
-        """Read all videos, build all prompts and generate the answers, timed as one pass."""
-        start, sent_before = time.perf_counter(), self._sent.total if self._sent else 0
+        """Read all videos, build all prompts and generate the answers, timed as one pass.
+
+        ``number`` is the round, which seeds the random words. An engine in this process gets batches of its usual size.
+        """
+        start_s, sent_before = time.perf_counter(), self._sent.total if self._sent else 0
         before = getattr(self._engine, "reused_tokens", 0)
         prompts: list[Prompt] = []
         for number_of_video, video_id in enumerate(self._cache.video_ids):
@@ -145,7 +150,7 @@ class CachedWay:
             first_token_s += getattr(self._engine, "first_token_s", [])
         return Pass(
             requests=len(prompts),
-            seconds=time.perf_counter() - start,
+            seconds=time.perf_counter() - start_s,
             first_token_s=median(first_token_s) if first_token_s else None,
             prompt_tokens=sum(map(len, prompts)),
             reused_tokens=getattr(self._engine, "reused_tokens", 0) - before if self._sent else None,
@@ -169,6 +174,7 @@ class OnlineWay:
     """The way of answering by vLLM alone, whose own loader decodes every video and whose model encodes it."""
 
     def __init__(self, job: ServingWork) -> None:
+        """Load vLLM for the videos that the cache is of; their uris must be local files."""
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - tens of seconds to import
 
         runtime, (name, revision) = choose_runtime(), ModelSource.resolve(job.model).pretrained()
@@ -227,6 +233,7 @@ class SentBytes:
     """The count of bytes sent to an engine's process, in ``total``; it wraps the encoder of the engine's client."""
 
     def __init__(self, client: Any) -> None:
+        """Count the bytes of each later message of ``client``, whose encoder is replaced for good."""
         self.total = 0
         encode = client.encoder.encode
 

@@ -67,7 +67,7 @@ def say(line: str) -> None:
 
 
 def figure_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Table:
-    """Make a table of figures: numbers are aligned right, words left."""
+    """Make a table of figures: columns whose titles are in _WORDS are aligned left, all other columns right."""
     table = Table(title=title, title_justify="left", show_edge=False, caption=caption or None, caption_justify="left")
     for name in columns:
         table.add_column(name, justify="left" if name in _WORDS else "right")
@@ -123,7 +123,10 @@ class ProcessTree:
         self._cpu_s: dict[int, float] = {}
 
     def look(self, *, memory: bool = False) -> None:
-        """Record the CPU seconds of each living process, and with ``memory`` the total memory (some ms a process)."""
+        """Record the CPU seconds of each living process.
+
+        With ``memory`` it also raises ``peak_mb`` to the memory of now, which takes some ms a process.
+        """
         cpu_s_by_pid = self._read_cpu_s()
         for pid, seconds in cpu_s_by_pid.items():
             self._cpu_s[pid] = seconds

@@ -32,7 +32,7 @@ def structured_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
 
     The content of each position lies in min(64, D) directions whose spread falls as k^-0.5. It follows an AR(1) process
     in time (correlation 0.98); one frame in 24 on average starts a new scene. White noise of 0.3 times the content's
-    spread is added, so that 0.09 / 1.09 = 8 % of a token's squared length lie outside of these directions.
+    spread is added. So 0.09 / 1.09 = 8 % of a token's squared length lie outside of these directions.
     """
     rng = torch.Generator().manual_seed(0)
     k = min(DIRECTIONS, hidden)

@@ -37,9 +37,10 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
 
 
 def read_config_file(path: str, config: type) -> dict[str, object]:
-    """Read the options of a YAML file, field name -> value, as defaults of the flags.
+    """Read the options of a YAML file, field name -> value, as defaults of the flags; an empty file has none.
 
-    Raises UsageError if the file cannot be read, has an unknown option, or a value of the wrong type.
+    Names may have - for _. Raises UsageError if the file cannot be read, has an unknown option, or a value of the wrong
+    type.
     """
     import yaml  # noqa: PLC0415 - not needed for --help
 

@@ -51,7 +51,10 @@ def print_document(record: Mapping[str, object] | Sequence[object], stdout: Text
 
 
 def print_lines(lines: Iterable[str], stdout: TextIO | None = None) -> None:
-    """Print lines to stdout, and stop quietly when its reader has closed the pipe (``| head``)."""
+    """Print lines to stdout, and stop quietly when its reader has closed the pipe (``| head``).
+
+    In that case later output of the process is discarded, too.
+    """
     file = stdout or sys.stdout
     try:
         for line in lines:
@@ -89,7 +92,10 @@ def stdout_as_stderr() -> Iterator[TextIO]:
 
 
 def _to_json_types(value: Any) -> Any:
-    """Convert a value to JSON types: dataclasses become objects, numbers that are not finite become None."""
+    """Convert a value to JSON types: dataclasses become objects, numbers that are not finite become None.
+
+    A value of any other type becomes its text.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):

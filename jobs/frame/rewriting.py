@@ -28,6 +28,8 @@ def rewrite_cache(
 ) -> CommandResult:
     """Rewrite the cache at ``place`` into the cache ``out``, new or resumed; print the result and return its record.
 
+    The exit code is 1 if some videos failed.
+
     Args:
         role: the key of ``place`` in the record.
         plan: plans the rewrite of the opened cache.

@@ -50,6 +50,9 @@ def run_on_stores(
 ) -> int:
     """Add the S3 options to ``parser``, parse ``argv`` and do the ``work``; return the exit code.
 
+    The caller has added all other flags, ``--json`` too. A usage error ends the process with 2. The exit code is 1 if
+    the work raises CorruptShard, RunFailed or OSError; see :func:`run_to_exit_code` for the other codes.
+
     ``find_conflict`` returns the error message for flags that exclude each other, or None.
     """
     add_flags(parser, S3Options)

@@ -49,7 +49,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Make the videos, their questions and the overview picture if asked; return the exit code."""
+    """Make the videos, their questions and the overview picture of ``--picture``; return the exit code, 0.
+
+    Prints progress to ``console``, and the result to stdout.
+    """
     from pipeline.evaluate.shapes.layout import CorpusRecipe, read_mp4, write_benchmark, write_picture  # noqa: PLC0415 - not needed for --help
 
     recipe = CorpusRecipe(

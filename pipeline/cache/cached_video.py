@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # a cache is opened, listed and asked for metadata without to
 
     from gstep.types import Visual
 
-#: Evidence of one number a token: its labels begin so.
+#: Evidence of one number a token, by the beginning of its labels.
 ONE_NUMBER = tuple(name for name, axes in EVIDENCE_SHAPES.items() if axes == ("T", "N"))
 
 
@@ -101,12 +101,12 @@ def build_video(
     """Build a CachedVideo from a video's token rows; ``row`` is its row of the videos table.
 
     Args:
-        table: the token rows, with the columns that were asked for.
+        table: the token rows, with the columns of tokens and of ``evidence``.
         header: the cache's header.
         evidence: name in the result -> column.
-        order: [K] the rows of ``table`` in the order that they get; None for that of ``table``. Evidence of frames
-            keeps its own.
-        vectors_in_order: [K,width] columns that are in that order already, and need not be in ``table``.
+        order: [K] the row of ``table`` for each row of the result; None keeps the order. Evidence of frames stays as it
+            is stored.
+        vectors_in_order: [K,width] columns that have the order of the result already, and need not be in ``table``.
     """
     import torch  # noqa: PLC0415 - two seconds, for whoever wants tokens
 
@@ -117,6 +117,7 @@ def build_video(
         return torch.from_numpy((values if order is None else values[order]).astype(dtype))
 
     def vectors(name: str, *, frames: bool = False) -> Tensor:
+        """Return a column as [K,width] bfloat16 in ``order``; with ``frames`` its values without nulls, as stored."""
         if name in vectors_in_order:
             return torch.from_numpy(vectors_in_order[name]).view(torch.bfloat16)
         column = table[name].drop_null() if frames else table[name]

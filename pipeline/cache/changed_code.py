@@ -35,13 +35,14 @@ def match_identity(
 ) -> list[str]:
     """Return the own methods whose code is another in the ``new`` identity than in the ``old`` one.
 
-    If an identity that was made before there were hashes of code says nothing of it, the code counts as the same;
-    with ``redo`` it counts as another.
+    An old identity without a hash of the code counts as the same code, with ``redo`` as other code. Nothing is refused
+    for code: the caller does that with ``refuse_changed_code``.
 
     Args:
         refusal: the beginning of the error, which says what was made with other settings.
+        has: stands before the old value in the error.
 
-    Raises IdentityMismatch for any difference beside code, and without ``redo`` for code.
+    Raises IdentityMismatch for any other difference. Other parameters of a method with changed code are not compared.
     """
     changed_methods = list[str]()
     comparable = new if redo else drop_unknown_code(old, new)
@@ -53,9 +54,9 @@ def match_identity(
 
 
 def _take_old_code(old: Mapping[str, Any], new: Mapping[str, Any], changed_methods: list[str]) -> dict[str, Any]:
-    """Return ``new`` with what ``old`` says of methods whose code is another.
+    """Return ``new`` with the entries of ``old`` for the methods whose code is another.
 
-    These are added to ``changed_methods``.
+    The names of these methods are added to ``changed_methods``.
     """
     match_cache = dict(new)
     for key, value in new.items():
@@ -71,7 +72,10 @@ def _take_old_code(old: Mapping[str, Any], new: Mapping[str, Any], changed_metho
 
 
 def drop_unknown_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``new`` without the code of methods of which ``old``, made before there were hashes, names none."""
+    """Return ``new`` without the code of each method for which ``old`` has no code.
+
+    Such an identity was made before there were hashes.
+    """
     return {
         key: value if not isinstance(value, Mapping) else _drop_unknown(old.get(key), value)
         for key, value in new.items()
@@ -88,9 +92,11 @@ def _drop_unknown(old_value: object, value: Mapping[str, Any]) -> Mapping[str, A
 
 
 def refuse_changed_code(place: object, methods: Iterable[str], result_name: str) -> None:
-    """Raise IdentityMismatch where the code of any of these methods is another now.
+    """Raise IdentityMismatch that names these methods, whose code has changed; return if there are none.
 
-    ``result_name`` was made with it.
+    Args:
+        place: the cache or the answers.
+        result_name: the results of the old code: "tokens" or "answers".
     """
     lines = [f"{name}{_where(name)}" for name in dict.fromkeys(methods)]
     if lines:
@@ -127,8 +133,9 @@ def has_tokens(store: Store, identity: CacheIdentity) -> bool:
 def restart_cache(store: Store, header: CacheHeader, identity: CacheIdentity, run_id: str) -> CacheHeader:
     """Give a cache with this ``header`` another identity, whose code makes its videos again; return the new header.
 
-    Videos that were removed for good stay removed. The caller holds the cache's claim. Raises UsageError where files of
-    the table do not say the identity of their rows, CorruptShard and OSError.
+    Videos that were removed for good stay removed. No file is deleted: ``delete_superseded`` does that later. The
+    caller holds the cache's claim. Raises UsageError where files of the table do not say the identity of their rows,
+    CorruptShard and OSError.
     """
     if len(Ledger(store, "").refresh()):
         raise UsageError(f"{store}: rows of an older version do not say what code made them: name another --out")
@@ -145,7 +152,10 @@ def restart_cache(store: Store, header: CacheHeader, identity: CacheIdentity, ru
 
 
 def delete_superseded(store: Store, header: CacheHeader) -> list[str]:
-    """Delete the rows and tokens that the code before has made; return the names of the files. Raises OSError."""
+    """Delete the table files and token shards of the superseded identities in ``header``; return their names.
+
+    The header itself stays as it is. Raises CorruptShard, OSError.
+    """
     fingerprints = header.get("superseded", [])
     ledger = Ledger(store, fingerprint(header["identity"])).refresh() if fingerprints else None
     tables = [name for name, made_with in ledger.foreign.items() if made_with in fingerprints] if ledger else []

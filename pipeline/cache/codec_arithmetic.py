@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-_ROWS = 128  # at a time on a CPU: what is between two steps stays in its caches, which takes a third of the time
-_MAGNITUDE = 0x7FFF  # of the bits of a bfloat16 number; without its sign they sort as the numbers do
+_ROWS = 128  # rows at a time on a CPU: results between two steps stay in its caches, which takes a third of the time
+_MAGNITUDE = 0x7FFF  # masks the sign of a bfloat16 number: the other bits sort as the magnitudes do
 
 
 def encode(values: NDArray[np.int16], bits: int, group: int, n_kept: int) -> list[NDArray[np.int16]]:

@@ -60,7 +60,10 @@ class TokenCodec:
         return 65504.0 * (2 ** (self.bits - 1) - 1) if self.group else math.inf
 
     def check_reach(self, *levels: Tensor) -> None:
-        """Raise VideoFault where this codec has no scales for a video's tokens."""
+        """Raise VideoFault where this codec has no scales for a video's tokens, or tokens are not finite.
+
+        bfloat16 takes any numbers. ``levels``: the tokens, and the vectors of each deepstack level.
+        """
         if self.group and not all(float(values.abs().max()) <= self.largest for values in levels):
             message = f"the tokens are larger than {self.largest:g}, or no numbers: {self.name} has no scales for them"
             raise VideoFault("internal", message, stage="encode")
@@ -68,7 +71,8 @@ class TokenCodec:
     def encode(self, column: str, values: NDArray[np.int16]) -> dict[str, NDArray[np.int16]]:
         """Encode [K,D] bits of bfloat16 as the columns of ``widths``, each [K,width / 2].
 
-        Raises ValueError for numbers that no float16 scale reaches.
+        bfloat16 returns ``values`` themselves. Raises ValueError for numbers that no float16 scale reaches, or not
+        finite.
         """
         if not self.group:
             return {column: values}
@@ -78,9 +82,9 @@ class TokenCodec:
         return dict(zip(self.widths(column, values.shape[1]), columns, strict=True))
 
     def decode(self, column: str, hidden_size: int, read_part: Callable[[str], Tensor]) -> Tensor:
-        """Decode the vectors of a column to [K,D] bfloat16, on the device of what is ``read_part``.
+        """Decode the vectors of a column to [K,D] bfloat16, on the device of the result of ``read_part``.
 
-        ``read_part`` returns the bytes of a column as [K,width / 2] bfloat16.
+        ``read_part`` returns the bytes of the column with this name as [K,width / 2] bfloat16.
         """
         if not self.group:
             return read_part(column)

@@ -93,7 +93,10 @@ def deepstack_levels(header: CacheHeader) -> int:
 
 
 def find_codec(identity: CacheIdentity, place: object = "the cache") -> TokenCodec:
-    """Return the codec of the tokens of a cache with this identity. Raises NotACache for an unknown codec."""
+    """Return the codec of the tokens of a cache with this identity; an old identity without a codec has bfloat16.
+
+    ``place`` names the cache in the error. Raises NotACache for an unknown codec.
+    """
     name = identity.get("dtype", {}).get("stored", BFLOAT16.name)
     if name not in CODECS:
         names = ", ".join(CODECS)
@@ -173,7 +176,7 @@ def list_differences(
     old_subject: str = "the cache has",
     new_subject: str = "this run",
 ) -> list[str]:
-    """Return a line for each leaf in which two nested mappings differ.
+    """Return a line for each leaf in which two nested mappings differ; a missing key counts as None.
 
     ``old_subject`` and ``new_subject`` go before the old and the new value: ``pruner.params.alpha: the cache has 0.5,
     this run 0.3``.
@@ -211,7 +214,8 @@ class DeclaredMethod:
 def describe_method(pruner: Pruner) -> PrunerIdentity:
     """Describe a method and its parameters, JSON-able, for the identity of a cache or of answers.
 
-    For a method from outside gstep it also has the declarations and the hash of the code.
+    For a method from outside gstep it also has the declarations and the hash of the code. The seed is left to the
+    caller.
 
     Raises ValueError if a parameter has no form in JSON.
     """

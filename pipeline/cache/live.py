@@ -41,14 +41,17 @@ REMOVED, OK, FAILED = 0, 1, 2
 _STATES = {"removed": REMOVED, "ok": OK}
 # Columns that verify and generate keep in memory for each video; other columns are read from the file on demand.
 INDEX_COLUMNS = ("video_id", *RULE_COLUMNS, "error_class", "uri", "source_size", "start_s", "end_s")
-_MAX_TEXT_BYTES = 2**31  # that 32-bit offsets can address
+_MAX_TEXT_BYTES = 2**31  # bytes of text that 32-bit offsets can address
 
 Columns = dict[str, np.ndarray]  # rows as numbers, by name
 _RULE_NAMES = ("high", "low", "state", "attempts", "rewritten", "tie", "clip", "size", "earlier")  # in ``find_live``
 
 
 def select_live_rows(rows: pa.Table) -> pa.Table:
-    """Select each video's live row among rows with RULE_COLUMNS and video_id, sorted by video_id."""
+    """Select each video's live row among rows with RULE_COLUMNS and video_id, sorted by video_id.
+
+    Text columns of 2 GiB and more become large_string.
+    """
     order, _ = find_live(make_rule_columns(rows))
     if rows.nbytes >= _MAX_TEXT_BYTES:
         wide = [field.with_type(pa.large_string()) if field.type == pa.string() else field for field in rows.schema]
@@ -57,7 +60,7 @@ def select_live_rows(rows: pa.Table) -> pa.Table:
 
 
 def find_live(columns: Mapping[str, np.ndarray]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find each id's live row: return the rows' indices by key, and each id's attempts on other files.
+    """Find each id's live row: (the indices of the live rows, each id's most attempts on another file), sorted by id.
 
     Args:
         columns: [n] each of high, low, state, attempts, rewritten and tie, by which rows are compared; clip, size and
@@ -102,7 +105,10 @@ def sort_by_rule(
 
 
 def make_rule_columns(rows: pa.Table) -> Columns:
-    """Convert rows with RULE_COLUMNS to the arrays that ``find_live`` takes; a column that rows may lack is 0."""
+    """Convert rows with RULE_COLUMNS to the arrays that ``find_live`` takes.
+
+    A null is 0, and so is a column that rows may lack.
+    """
     zeros = np.zeros(len(rows), np.int64)
     optional = {"clip": "clip_key", "size": "source_size", "earlier": "earlier_attempts"}
     present = {name: column for name, column in optional.items() if column in rows.schema.names}
@@ -165,13 +171,13 @@ _LEDGER: Final[dict[str, tuple[type[np.generic], tuple[int, ...]]]] = {
     "remarks": (np.uint8, ()),  # the bits HDR to OUTSIDE
     "note": (np.uint8, ()),  # 0, or the reason for another decoder than requested: its number in ``notes``
     "decoder": (np.uint8, ()),  # 0, or the user's own decoder and its version: their number in ``decoders``
-    "seconds": (np.float32, (4,)),  # seconds of each step in TIMED
+    "seconds": (np.float32, (4,)),  # seconds of each of TIMED_STAGES
 }
 # The remarks of rows on their videos: colours, pixels, positions in time (two bits), warnings of the decoder, and an
 # infrastructure error (io, internal, memory of a GPU).
 HDR, STRETCHED, UNEVEN, SHARED, WARNED, OUTSIDE = 1, 2, 4, 8, 16, 32
 _HDR_TRANSFERS = ("smpte2084", "arib-std-b67")  # PQ and HLG
-_MAX_RUNS, _MAX_NOTES, _MAX_CLASSES = 2**16, 2**8 - 1, 2**8  # all further texts share the last number
+_MAX_RUNS, _MAX_NOTES, _MAX_CLASSES = 2**16, 2**8 - 1, 2**8  # further texts share the last number
 # Columns of the videos table that the ledger reads.
 _LEDGER_READS = (
     *KEY_COLUMNS,
@@ -201,9 +207,10 @@ class Ledger:
     """
 
     def __init__(self, store: Store, made_with: str | None = None) -> None:
-        """Start empty, call ``refresh`` to read; ``made_with``.
+        """Start without rows; ``refresh`` reads them.
 
-        The fingerprint of the identity to read, None for all.
+        Args:
+            made_with: the fingerprint of the identity whose rows count; None for all rows.
         """
         self._store = store
         self._table = VideosTable(store, made_with, keep=2)  # all files are read once, and few rows again
@@ -226,7 +233,10 @@ class Ledger:
         return self._table.foreign
 
     def refresh(self) -> Ledger:
-        """Read the files committed since the last call, and return this ledger. Raises CorruptShard, OSError."""
+        """Read the files committed since the last call, and return this ledger. Raises CorruptShard, OSError.
+
+        Rows stay if their file was deleted meanwhile, as after a merge.
+        """
         known_names = {*self.names, *self.foreign}
         new = [file for file in list_table_files(self._store) if file.name not in known_names]
         n_known = len(self.names)
@@ -248,7 +258,10 @@ class Ledger:
         return self
 
     def _read_sorted(self, files: Sequence[TableFile]) -> Columns:
-        """Read sorted files into columns that are allocated once: the files' names have their numbers of rows."""
+        """Read sorted files into ledger columns, and note each file; files of another identity are skipped.
+
+        The columns are allocated once: the files' names have their numbers of rows.
+        """
         columns, end = _empty_columns(sum(file.rows for file in files)), 0
         for file in files:
             sorted_file = self._table.open_sorted(file.name)
@@ -268,7 +281,10 @@ class Ledger:
         self.starts.append(self.n_rows)
 
     def _to_columns(self, rows: pa.Table, first: int) -> Columns:
-        """Convert rows to ledger columns; ``first`` is the number of the first row. Call right after ``_note_file``."""
+        """Convert rows to ledger columns; ``first`` is the number of the first row. Call right after ``_note_file``.
+
+        Adds new texts to ``runs``, ``classes``, ``notes`` and ``decoders``, and sets ``hidden_size`` while it is 0.
+        """
         self.hidden_size = self.hidden_size or pc.max(rows["hidden_size"]).as_py() or 0
         numbers = make_rule_columns(rows)
         classes = pc.if_else(pc.equal(rows["status"], "failed"), pc.fill_null(rows["error_class"], "internal"), "ok")
@@ -292,7 +308,10 @@ class Ledger:
         }
 
     def _number_notes(self, notes: pa.ChunkedArray) -> NDArray[np.uint8]:
-        """Return the number in ``notes`` of each row's reason for another decoder, [n]; 0 without one."""
+        """Return the number in ``notes`` of each row's reason for another decoder, [n]; new reasons are added.
+
+        0 without a reason, and where the requested decoder served after all.
+        """
         notes = pc.fill_null(notes, "")
         if not pc.any(pc.not_equal(notes, "")).as_py():
             return np.zeros(len(notes), np.uint8)
@@ -301,7 +320,10 @@ class Ledger:
         return _assign_numbers(notes, self.notes, _MAX_NOTES).astype(np.uint8)
 
     def _number_decoders(self, names: pa.ChunkedArray, versions: pa.ChunkedArray) -> NDArray[np.uint8]:
-        """Return the number in ``decoders`` of each row's own decoder of the user, [n]; 0 for built-in decoders."""
+        """Return the number in ``decoders`` of each row's own decoder of the user, [n]; 0 for built-in decoders.
+
+        New decoders are added. An own decoder has a ":" in its name.
+        """
         is_own = pc.fill_null(pc.match_substring(names, ":"), False)
         if not pc.any(is_own).as_py():
             return np.zeros(len(names), np.uint8)
@@ -309,7 +331,10 @@ class Ledger:
         return _assign_numbers(texts, self.decoders, _MAX_NOTES).astype(np.uint8)
 
     def _keep_live(self) -> None:
-        """Sort the rows by their keys and drop superseded rows: such a row never becomes live again."""
+        """Sort the rows by their keys and drop superseded rows: such a row never becomes live again.
+
+        Sets the column ``earlier``: attempts on other files under the id, at most 255.
+        """
         high = self.columns["high"]
         if (high[1:] > high[:-1]).all():  # rows of one level of sorted files are in order already
             return
@@ -384,7 +409,7 @@ def _assign_numbers(texts: pa.ChunkedArray, numbered: list[str], limit: int) -> 
 
 
 def _make_remark_bits(rows: pa.Table, classes: pa.ChunkedArray) -> NDArray[np.uint8]:
-    """Return the bits HDR to OUTSIDE of rows, [n]; ``classes`` are their fault classes."""
+    """Return the remarks on each row as bits, HDR to OUTSIDE, [n]; ``classes`` are the fault classes of the rows."""
     on_gpu = pc.and_(pc.equal(classes, "out-of-memory"), _is_among(rows["error_stage"], ON_THE_GPU))
     remarks = {
         HDR: _is_among(rows["color_transfer"], _HDR_TRANSFERS).to_numpy(),
@@ -444,7 +469,10 @@ class LiveVideos:
 
     @classmethod
     def open(cls, store: Store, made_with: str | None = None) -> LiveVideos:
-        """List the table, and read its small files: one LIST, and a GET each. Raises CorruptShard, OSError."""
+        """List the table, and read its small files: one LIST, and a GET each. Raises CorruptShard, OSError.
+
+        If another run merges the files meanwhile, it is tried again, _TRIES times in all.
+        """
         for attempt in range(_TRIES):
             table, files = VideosTable(store, made_with, _MAX_OPEN_FILES), list_table_files(store)
             small = table.read_small([file.name for file in files if not file.level], LIVE_COLUMNS)
@@ -484,7 +512,10 @@ class LiveVideos:
         return min(places, key=lambda place: place.rank, default=None)
 
     def _search_file(self, video_id: str, high: int, file: TableFile) -> RowPlace | None:
-        """Find a video's row in one sorted file, or None; ``high`` is the first half of its id's hash."""
+        """Find a video's row in one sorted file; None if it is not there, or if the file has another identity.
+
+        ``high`` is the first half of the id's hash.
+        """
         sorted_file = self.table.open_sorted(file.name)
         if sorted_file is None:
             return None
@@ -502,7 +533,10 @@ class LiveVideos:
         return None if place is None else self.table.read_row(place.shard, place.row)
 
     def live(self, columns: Sequence[str]) -> pa.Table:
-        """Read ``columns`` of every live row with ``shard`` and ``row``, by video_id. All files are read."""
+        """Read ``columns`` of every live row with ``shard`` and ``row``, by video_id. All files are read.
+
+        Raises as ``find``.
+        """
         read_columns = tuple(dict.fromkeys((*columns, *RULE_COLUMNS, "video_id")))
         tables = [self._live_in_small(read_columns)]
         for file in self.sorted:
@@ -540,7 +574,8 @@ class LiveVideos:
     def rows_of(self, video_ids: Collection[str], columns: Sequence[str]) -> pa.Table:
         """Return ``columns`` of the live rows of these videos, with ``shard`` and ``row``, in any order.
 
-        Ids without a row are left out. For more than _MAX_SEARCHED_IDS videos the whole table is read.
+        Raises as ``find``. Ids without a row are left out. For more than _MAX_SEARCHED_IDS videos the whole table is
+        read.
         """
         ids = sorted(set(video_ids))
         if len(ids) > _MAX_SEARCHED_IDS or not self.sorted:
@@ -553,7 +588,11 @@ class LiveVideos:
         return pa.Table.from_pylist(with_places, schema=empty_rows(columns).schema)
 
     def widths(self) -> set[int]:
-        """Return the widths D of the tokens: one number, except in old caches, which could mix widths."""
+        """Return the widths D of the tokens: one number, except in old caches, which could mix widths.
+
+        Looks at the small files and at the first row group of one sorted file only; an empty set if these have no
+        tokens.
+        """
         for file in self.sorted:
             if self.table.open_sorted(file.name) is not None:
                 return find_widths(self.table.group(file.name, 0)) | find_widths(self.small)
@@ -590,7 +629,10 @@ class LiveShards:
         return cls(shards["token_shard"].combine_chunks(), shards["count_all"].to_numpy(), _to_places(rows))
 
     def find_places(self, rows: pa.Table) -> bool:
-        """Replace ``places`` by the places in ``rows`` (ID_COLUMNS, shard, row); return False if a video is missing."""
+        """Replace ``places`` by the places in ``rows`` (ID_COLUMNS, shard, row).
+
+        If a video is missing there, return False and keep the old places.
+        """
         order = self.places.select(ID_COLUMNS).append_column("order", pa.array(range(len(self.places))))
         places = _to_places(order.join(rows, list(ID_COLUMNS), join_type="inner").sort_by("order"))
         complete = len(places) == len(self.places)

@@ -33,7 +33,7 @@ MAX_WAITING_FILES = 64  # a running run merges more small files than this
 MAX_WAITING_AT_END = 16  # a run that ends merges more small files than this
 _GROWTH = 8  # the rows of a level relative to the level below
 _PART_GROUPS = FILE_ROWS * 3 // 4 // GROUP_ROWS  # row groups of a merged file, about
-_MAX_ROWS_WHILE_RUNNING = 2**21  # half a minute; jobs.compact merges more
+_MAX_ROWS_WHILE_RUNNING = 2**21  # rows that are merged in half a minute; jobs.compact merges more
 _MAX_ROWS_PER_STEP = 2**20  # rows of small files in memory
 _MAX_FILES_PER_STEP = 4096  # small files in one merge: the merged file's footer holds their names
 _MERGE = b"merge"  # in the metadata of a sorted file: JSON of the files that it was merged from, and in how many parts
@@ -86,12 +86,12 @@ def merge(
     keep: timedelta = KEEP,
     max_rows: float = math.inf,
 ) -> Merged:
-    """Merge the small files with fitting levels of sorted files, or ``everything`` into one level.
+    """Merge the small files with fitting levels of sorted files, or ``everything`` into one level; return the counts.
 
-    ``made_with`` is the fingerprint of the cache's identity; levels of more than ``max_rows`` are not merged. Deletes
-    the sources of merges that are ``keep`` old.
+    ``made_with`` is the fingerprint of the cache's identity; levels of more than ``max_rows`` are not merged. Files
+    that were merged stay for readers: a merge deletes the sources of earlier merges that are ``keep`` old.
 
-    Raises CorruptShard for a damaged file (nothing changes), FileNotFoundError if another merge deleted a file
+    Raises CorruptShard for a damaged file (no row is lost), FileNotFoundError if another merge deleted a file
     meanwhile, and OSError.
     """
     start = time.monotonic()
@@ -109,7 +109,10 @@ def merge_fully(store: Store, made_with: str | None) -> None:
 
 
 def try_merge(store: Store, made_with: str | None, at_least: int, say: Callable[[str], object]) -> None:
-    """Merge if there are more than ``at_least`` small files. An error loses no row: ``say`` gets a warning."""
+    """Merge if there are more than ``at_least`` small files, without levels of more than two million rows.
+
+    An error loses no row and is not raised: ``say`` gets a warning.
+    """
     try:
         if sum(not file.level for file in list_table_files(store)) > at_least:
             merge(store, made_with, max_rows=_MAX_ROWS_WHILE_RUNNING)
@@ -129,6 +132,10 @@ class _Step:
         keep: timedelta,
         max_rows: float,
     ) -> None:
+        """List the table, and delete the sources of merges that are ``keep`` old.
+
+        ``result`` gets the counts of each step.
+        """
         self._store, self._made_with, self._result = store, made_with, result
         self._everything, self._keep, self._max_rows = everything, keep, max_rows
         self._table = VideosTable(store, made_with)
@@ -140,7 +147,10 @@ class _Step:
         self._small = [file for file in files if not file.level and file.name not in absent]
 
     def carry_out(self) -> bool:
-        """Merge once; return True if small files are left for another step."""
+        """Merge once if there is anything to merge; return True if small files are left for another step.
+
+        Call it once; ``result`` gets the files and counts.
+        """
         tables, names, has_more = self._read_small()
         self._result.foreign = list(self._table.foreign)
         self._result.waiting = len(self._merged_names)
@@ -171,7 +181,10 @@ class _Step:
         return tables, names, False
 
     def _choose_levels(self, n_rows: int, *, whole: bool) -> list[SortedFile]:
-        """Choose the sorted files to merge with ``n_rows`` rows of small files; all of them for ``whole``."""
+        """Choose the sorted files to merge with ``n_rows`` rows of small files; none without rows, all for ``whole``.
+
+        Sources of merges that are not ``keep`` old yet are never chosen.
+        """
         waiting = [file for file in self._sorted if file.file.name not in self._merged_names]
         if whole:
             return waiting
@@ -190,7 +203,10 @@ class _Step:
         return files
 
     def _write(self, small: pa.Table, sorted_files: Sequence[SortedFile], names: list[str], total: int) -> None:
-        """Write the live rows of all sources as sorted files, a range of hashes a file."""
+        """Write the live rows of all sources as sorted files, a range of hashes a file, and count them in the result.
+
+        ``names`` are the names of the sources, for the metadata; ``total`` is the number of their rows, for the level.
+        """
         cuts = _choose_cuts(small, sorted_files)
         merge = json.dumps({"of": names, "parts": len(cuts)})
         for first, end in zip(cuts, [*cuts[1:], 2**64], strict=True):
@@ -204,9 +220,9 @@ class _Step:
             self._result.written.append(name)
 
     def _delete_old_sources(self, present: set[str]) -> set[str]:
-        """Delete the sources of merges that are ``keep`` old.
+        """Delete the sources of merges that are ``keep`` old, and drop them from the sorted files.
 
-        Return the sources of younger merges, to be left alone.
+        Return the sources of younger merges, to be left alone. ``present`` are the names of all files.
         """
         merges: dict[bytes, list[SortedFile]] = defaultdict(list)
         for file in self._sorted:
@@ -264,9 +280,9 @@ def _select_range(rows: pa.Table, first: int, last: int) -> pa.Table:
 
 
 def select_surviving(rows: pa.Table) -> pa.Table:
-    """Return the live row of each video in the order of keys, with the attempts on other files under its id.
+    """Return the live row of each video in the order of keys; superseded rows are dropped.
 
-    After several merges of rows of three files the count is a lower bound.
+    ``earlier_attempts`` gets the attempts on other files under the id. After several merges it is a lower bound.
     """
     order, earlier = find_live(make_rule_columns(rows))
     live = rows.take(pa.array(order))

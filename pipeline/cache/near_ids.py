@@ -41,7 +41,10 @@ def _first(ids: pa.ChunkedArray, limit: int = MAX_SUGGESTIONS) -> list[str]:
 
 
 def _only_of_base_name(wrong: str, ids: pa.ChunkedArray) -> list[str]:
-    """Return the only id that has the base name of ``wrong``, else the only one with this name but for its suffix."""
+    """Return the only id that has the base name of ``wrong``, else the only id with this name but for its suffix.
+
+    The list is empty if several ids have the name.
+    """
     path = PurePosixPath(wrong)
     if not path.name:
         return []

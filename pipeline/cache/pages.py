@@ -34,7 +34,10 @@ class Pages(NamedTuple):
 
 
 def plain_columns(metadata: pq.FileMetaData) -> dict[str, tuple[int, int]]:
-    """Map the names of vector columns without nulls to (column number, bytes of a vector). ``metadata`` was checked."""
+    """Map the names of vector columns without nulls to (column number, bytes of a vector).
+
+    Vectors of an odd number of bytes are left out. The caller has checked ``metadata``.
+    """
     columns = ((i, metadata.schema.column(i)) for i in range(metadata.num_columns))
     return {
         column.name: (i, column.length)
@@ -55,16 +58,16 @@ def plain_pages(group: pq.RowGroupMetaData, number: int) -> Pages | None:
 
 
 def put_rows(data: memoryview, n_rows: int, places: NDArray[np.int64], out: NDArray[np.int16]) -> bool:
-    """Put the first vectors of a column where they belong.
+    """Put the first vectors of a column into their rows of ``out``; return True on success.
+
+    After False the content of ``out`` is undefined, and Arrow must read the column: a page does not have the checksum
+    of its header, or is no plain page.
 
     Args:
         data: the column's pages.
         n_rows: the column's rows.
-        places: row of ``out`` for each of the column's first vectors; pages behind those are left alone.
+        places: row of ``out`` for each of the column's first vectors; later vectors are not read.
         out: [K,D] bits of bfloat16.
-
-    Returns True on success: every page has the checksum of its header. If not, what is in
-    ``out`` is worth nothing, and Arrow is to be asked.
     """
     n_done = 0
     for rows, page in _pages(data, n_rows, out.shape[1] * out.itemsize):
@@ -77,7 +80,10 @@ def put_rows(data: memoryview, n_rows: int, places: NDArray[np.int64], out: NDAr
 
 
 def _pages(data: memoryview, n_rows: int, n_bytes: int) -> Iterator[tuple[int, memoryview]]:
-    """Yield (row count, raw bytes) of each page; stop at the first page that the fast path does not support."""
+    """Yield (row count, raw bytes) of each page.
+
+    Stop at the first page that the fast path does not support, that is cut short, or whose checksum is wrong.
+    """
     at, n_left = 0, n_rows
     while n_left > 0:
         header, n_header = _header(data[at : at + _HEADER])
@@ -94,7 +100,7 @@ def _pages(data: memoryview, n_rows: int, n_bytes: int) -> Iterator[tuple[int, m
 
 
 def _header(data: memoryview) -> tuple[dict[tuple[int, ...], int], int]:
-    """Parse a page's header: (its numbers by path of fields, its bytes); empty where it holds anything else."""
+    """Parse a page's header: (its numbers by path of fields, its bytes); ({}, 0) where it holds anything else."""
     numbers: dict[tuple[int, ...], int] = {}
     try:
         return numbers, _struct(bytes(data), 0, (), numbers)
@@ -103,7 +109,10 @@ def _header(data: memoryview) -> tuple[dict[tuple[int, ...], int], int]:
 
 
 def _struct(data: bytes, at: int, path: tuple[int, ...], numbers: dict[tuple[int, ...], int]) -> int:
-    """Read a struct of Thrift's compact protocol; returns where it ends. Raises ValueError and IndexError."""
+    """Read a struct of Thrift's compact protocol into ``numbers``, by path of fields; return the offset behind it.
+
+    Raises ValueError and IndexError.
+    """
     field = 0
     while (head := data[at]) != 0:
         field, kind, at = field + (head >> 4), head & 15, at + 1

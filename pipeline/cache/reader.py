@@ -82,6 +82,7 @@ class TokenCache:
     """
 
     def __init__(self, path: str | Path, *, store: Store | None = None, live: pa.Table | None = None) -> None:
+        """Read the header of the cache, and its live rows unless ``live`` has them."""
         self.store = store or store_at(path)
         self.header = read_header(self.store)
         if live is None:
@@ -173,7 +174,10 @@ class TokenCache:
         return self._with_refresh(lambda live: live.live(columns))
 
     def _with_refresh(self, look: Callable[[LiveVideos], R]) -> R:
-        """Return ``look(live rows)``; refresh and repeat it if files were merged since the cache was opened."""
+        """Return ``look(live rows)``; refresh and repeat it if files were merged since the cache was opened.
+
+        Raises CorruptShard if a file is missing then too.
+        """
         try:
             return look(self._live)
         except FileNotFoundError:
@@ -184,7 +188,10 @@ class TokenCache:
             raise CorruptShard(f"{self.store}: {error.filename} is missing; restore it", "missing") from error
 
     def _unknown(self, video_id: str) -> UnknownVideo:
-        """Return the error for a video that the cache does not have; the first errors suggest similar ids."""
+        """Return the error for a video that the cache does not have; the first errors suggest similar ids.
+
+        Only MAX_HINTS errors of this object do so: a suggestion reads the ids of the table.
+        """
         near = ""
         if self._n_hints < MAX_HINTS and isinstance(video_id, str):
             self._n_hints += 1
@@ -195,7 +202,8 @@ class TokenCache:
     def shards(self, video_ids: Sequence[str] | None = None) -> LiveShards:
         """Return the token shards of these videos, or of all videos that have tokens; for ``rows_of``.
 
-        The result takes some 46 bytes a video. Raises UnknownVideo, CorruptShard, OSError.
+        The result takes some 46 bytes a video. Named videos without tokens are in it, under the shard "".
+        Raises UnknownVideo for an id without a row, CorruptShard, OSError.
         """
         columns = (*ID_COLUMNS, "token_shard", "first_row_group")
         if video_ids is None:
@@ -306,7 +314,7 @@ class TokenCache:
         *,
         verify: bool = False,
     ) -> list[CachedVideo]:
-        """Read videos as ``get_many`` does, by their rows from ``metadata`` or ``rows_of``.
+        """Read videos as ``get_many`` does, by their rows from ``metadata`` or ``rows_of``. Raises as ``get_many``.
 
         If a token shard is missing, the rows are read again: their videos may have moved to another shard.
         """
@@ -349,7 +357,7 @@ class TokenCache:
         return TokenRows(row, count_tokens(row, reading.retention_ratio), reading.columns, reading.near)
 
     def _read_videos(self, videos: Sequence[TokenRows], reading: Reading) -> list[CachedVideo]:
-        """Read videos run by run, and return them in their order."""
+        """Read videos run by run, and return them in their order; an object store fetches the next runs meanwhile."""
         runs = group_runs(videos)
         neighbours = [[videos[place] for place in run] for run in runs]
         fetch = partial(self._fetch, reading)
@@ -363,7 +371,10 @@ class TokenCache:
         return [result[place] for place in range(len(videos))]
 
     def _fetch(self, reading: Reading, run: Sequence[TokenRows]) -> tuple[TokenShard, Fetched | None]:
-        """Open the token shard of a run; fetch the run's bytes if the store is no folder."""
+        """Open the token shard of a run, and fetch the run's bytes: (the shard, the bytes).
+
+        The bytes are None in a folder, and for videos that are verified: both are read later.
+        """
         first = run[0].row
         with self._video_in_errors(first["video_id"]):
             shard = self._open_shard(first["token_shard"], first["footer_hash"])
@@ -404,7 +415,7 @@ def check_list(names: Sequence[str], name: str) -> None:
 
 
 def count_tokens(row: VideoRow, retention_ratio: float | None) -> int:
-    """Return the number of a video's stored tokens for ``retention_ratio``; ``row`` is its row of the videos table.
+    """Return the number of a video's stored tokens for ``retention_ratio``, all for None; ``row`` is its live row.
 
     Raises RatioNotCached, and ValueError for an invalid ratio.
     """
@@ -438,7 +449,10 @@ def _read_rows(live: LiveVideos, shards: LiveShards, number: int) -> list[VideoR
 
 
 def group_runs(videos: Sequence[TokenRows], limit: int = _MAX_RUN_BYTES) -> list[list[int]]:
-    """Group the indices of ``videos`` into runs: adjacent videos of a shard, in the order of row groups."""
+    """Group the indices of ``videos`` into runs: adjacent videos of a shard, in the order of row groups.
+
+    The tokens of a run have at most ``limit`` bytes, unless one video has more.
+    """
     runs: list[list[int]] = []
     size = 0
     for place in sorted(range(len(videos)), key=lambda place: _find_position(videos[place])):

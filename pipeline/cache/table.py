@@ -117,9 +117,10 @@ def serialise_small(run_id: str, number: int, rows: pa.Table, made_with: str | N
 def parse_small(
     store: Store, name: str, data: bytes, columns: Sequence[str] | None = None
 ) -> tuple[pa.Table, str | None]:
-    """Parse a small file: (its rows, the fingerprint of their identity or None). Raises CorruptShard.
+    """Parse the bytes ``data`` of the small file ``name``: (its rows, the fingerprint of their identity or None).
 
-    ``columns`` are as of ``SortedFile.read``.
+    Only ``columns`` are read; a later column that the file lacks is null. None reads all columns of the file.
+    Raises CorruptShard if the content does not have the hash in its name.
     """
     check_content(store, name, data)
     file = open_parquet(pa.BufferReader(data))
@@ -136,7 +137,10 @@ def _read_made_with(metadata: Mapping[bytes, bytes] | None) -> str | None:
 
 
 def complete_columns(table: pa.Table, columns: Sequence[str] | None) -> pa.Table:
-    """Return ``columns`` of rows, null for a later column that the table lacks; all its columns for None."""
+    """Return ``columns`` of rows, null for a later column that the table lacks, without the table's metadata.
+
+    None returns the table as it is.
+    """
     if columns is None:
         return table
     for name in set(columns).difference(table.schema.names):
@@ -148,7 +152,10 @@ def complete_columns(table: pa.Table, columns: Sequence[str] | None) -> pa.Table
 def serialise_sorted(
     level: int, rows: pa.Table, metadata: Mapping[bytes, str], made_with: str | None, group_rows: int = GROUP_ROWS
 ) -> tuple[str, bytes]:
-    """Serialise rows of videos that are sorted by ``id_high`` as a sorted file: (its name, its content)."""
+    """Serialise rows of videos that are sorted by ``id_high`` as a sorted file: (its name, its content).
+
+    There must be a row. ``metadata`` goes into the footer.
+    """
     rows = rows.replace_schema_metadata({**metadata, **({} if made_with is None else {MADE_WITH.encode(): made_with})})
     groups = [min(group_rows, len(rows) - start) for start in range(0, len(rows), group_rows)]
     data = memoryview(write_parquet(rows, groups, bloom_column="video_id"))  # for the queries of other tools
@@ -179,6 +186,7 @@ class SortedFile:
     """
 
     def __init__(self, store: Store, file: TableFile) -> None:
+        """Read the tail of the file, and check it."""
         self.file = file
         self._store = store
         tail = store.read_slice(file.name, -file.n_tail)
@@ -207,9 +215,9 @@ class SortedFile:
         return range(max(0, bisect_left(self.firsts, first) - 1), bisect_right(self.firsts, last))
 
     def read(self, groups: Sequence[int], columns: Sequence[str] | None = None) -> pa.Table:
-        """Read row groups, each a stretch of the file. Raises CorruptShard.
+        """Read row groups, each with checked bytes. Raises CorruptShard.
 
-        All columns that the file has, or ``columns``: those that came later than the file are null.
+        Only ``columns`` are read; a column that came later than the file is null. None reads all columns of the file.
         """
         names = [name for name in self.schema.names if columns is None or name in columns]
         stretches = [stretch for group in groups for stretch in self._read_stretches(group, frozenset(names))]
@@ -227,7 +235,7 @@ class SortedFile:
             yield self.read(range(start, min(start + _GROUPS_AT_ONCE, len(self.firsts))), columns)
 
     def _read_stretches(self, group: int, names: frozenset[str]) -> Iterator[Stretch]:
-        """Yield the checked bytes of columns of a row group, neighbours in one read."""
+        """Yield the checked bytes of columns of a row group, neighbours in one read. Raises CorruptShard."""
         meta = self._metadata.row_group(group)
         numbers = [i for i in range(meta.num_columns) if meta.column(i).path_in_schema.split(".")[0] in names]
         spans = _spans(self._metadata, group)
@@ -281,7 +289,10 @@ class VideosTable:
         self.group = LoadedOnce(partial(_load_group, self._sorted), _KEPT_GROUPS)
 
     def read_small(self, names: Sequence[str], columns: Sequence[str]) -> Iterator[tuple[str, pa.Table]]:
-        """Yield the name of each small file and ``columns`` of its rows. Raises CorruptShard, OSError."""
+        """Yield the name of each small file and ``columns`` of its rows, in the order of ``names``.
+
+        Files of another identity are left out, and added to ``foreign``. Raises CorruptShard, OSError.
+        """
         contents = zip(names, self.store.read_all(names), strict=True)
         # Checking and parsing a small file is work for one core, and leaves Python's lock free for most of it.
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
@@ -292,12 +303,15 @@ class VideosTable:
                         yield name, rows
 
     def open_sorted(self, name: str) -> SortedFile | None:
-        """Open a sorted file; return None if its rows have another identity. Raises as SortedFile."""
+        """Open a sorted file, or take it from memory; None if its rows have another identity. Raises as SortedFile."""
         file = self._sorted(name)
         return file if self._is_own(name, file.made_with) else None
 
     def read_row(self, name: str, row: int) -> VideoRow:
-        """Read one row of a file. Raises CorruptShard, FileNotFoundError, OSError."""
+        """Read one row of a file, whatever its identity; the caller may change the row.
+
+        Raises CorruptShard, FileNotFoundError, OSError.
+        """
         if parse_file_name(name).level:
             number, place = divmod(row, self._sorted(name).group_rows)
             return cast(VideoRow, self.group(name, number).slice(place, 1).to_pylist()[0])
@@ -306,7 +320,10 @@ class VideosTable:
         return cast(VideoRow, {key: list(value) if isinstance(value, list) else value for key, value in values})
 
     def read_rows(self, places: pa.Table) -> Iterator[VideoRow]:
-        """Read the row at each of ``places``, a table with ``shard`` and ``row``. Raises as for one row."""
+        """Read the row at each of ``places``, a table with ``shard`` and ``row``, when it is iterated.
+
+        Raises as ``read_row``.
+        """
         return map(self.read_row, places["shard"].to_pylist(), places["row"].to_pylist())
 
     def _is_own(self, name: str, made_with: str | None) -> bool:

@@ -67,6 +67,7 @@ class TokenShard:
     """
 
     def __init__(self, store: Store, name: str, footer_hash: str) -> None:
+        """Open the shard, read its footer, and compare it with ``footer_hash``."""
         self.name = name
         self._label = f"{store}/{name}"
         try:
@@ -96,18 +97,24 @@ class TokenShard:
     def fetch_all(self, videos: Sequence[TokenRows]) -> Fetched | None:
         """Fetch the bytes of several videos, in the order of their row groups, for ``read``; one request a span.
 
-        Returns None for a local file, which is read in place.
+        Returns None for a local file, which is read in place. Raises CorruptShard, OSError.
         """
         spans = join_spans(span for rows in videos for span in self.spans(rows))
         with self._faults():
             return self._source.fetch(spans)
 
     def read(self, rows: TokenRows, fetched: Fetched | None = None) -> pa.Table:
-        """Read the rows in order of selection; ``fetched`` has their bytes already, and belongs to one thread."""
+        """Read the rows as stored, in order of selection. Raises CorruptShard, OSError.
+
+        ``fetched`` has their bytes already, and belongs to one thread.
+        """
         return self._read_columns(rows, rows.columns, fetched or self.fetch_all([rows]))
 
     def read_by_index(self, rows: TokenRows, fetched: Fetched | None = None) -> ByIndex:
-        """Read the rows, with the vector columns in order of ``index``. The columns must include ``index``."""
+        """Read the rows, with the vector columns in order of ``index``. The columns must include ``index``.
+
+        Raises CorruptShard, OSError.
+        """
         fetched = fetched or self.fetch_all([rows])
         table = self._read_columns(rows, [name for name in rows.columns if name not in self._plain_columns], fetched)
         order = sort_by_index(table)
@@ -117,9 +124,9 @@ class TokenShard:
         return ByIndex(table, order, {name: self._read_vectors(rows, name, order, places, fetched) for name in large})
 
     def read_checked(self, row: VideoRow) -> pa.Table:
-        """Read all of a video's token rows with all columns, and compare the checksum of its row.
+        """Read all of a video's token rows with all columns, and compare their id and checksum with its ``row``.
 
-        Raises CorruptShard.
+        Raises CorruptShard, OSError.
         """
         table = self.read(TokenRows(row, row["n_tokens"], self.schema.names))
         if (ids := table["video_id"].unique().to_pylist()) != [row["video_id"]]:
@@ -135,7 +142,7 @@ class TokenShard:
             raise CorruptShard(f"{self._label}: it has no column {', '.join(lacking)}", "schema")
 
     def _read_columns(self, rows: TokenRows, columns: Sequence[str], fetched: Fetched | None) -> pa.Table:
-        """Read the rows with Arrow, which checks every page's checksum."""
+        """Read the rows with Arrow, which checks every page's checksum, as stored. Raises CorruptShard, OSError."""
         groups = self._groups(rows)
         with self._faults():
             table = self._parquet(fetched).read_row_groups(groups, columns=list(columns), use_threads=READ_THREADS)
@@ -145,7 +152,10 @@ class TokenShard:
         return table.slice(0, rows.keep)
 
     def _parquet(self, fetched: Fetched | None) -> pq.ParquetFile:
-        """Return a reader for this thread: Arrow does not promise that threads may share a reader."""
+        """Return a reader for this thread: a new reader of ``fetched``, or the thread's own reader of the local file.
+
+        Arrow does not promise that threads may share a reader.
+        """
         if fetched is not None:
             return open_parquet(pa.PythonFile(fetched, "r"), self.metadata)
         reader: pq.ParquetFile | None = getattr(self._thread_local, "parquet", None)

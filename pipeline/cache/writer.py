@@ -90,6 +90,9 @@ def write_token_shard(
 ) -> list[VideoRecord]:
     """Write the tokens of the ok videos as one shard of ``store``; return every video's record, in their order.
 
+    The results are copies. An ok record gets its place in the shard, its checksum and ``write_s``, its share of the
+    time. No shard is written if no video has tokens.
+
     ``codec`` is the codec of the cache's identity. Raises OSError if the shard cannot be written.
     """
     start = time.perf_counter()
@@ -106,10 +109,11 @@ def write_token_shard(
 def commit(store: Store, run_id: str, number: int, rows: Sequence[VideoRecord], *, made_with: str) -> pa.Table:
     """Make the records visible: one small file of the videos table, put whole. Returns them as VIDEO_SCHEMA.
 
-    ``made_with`` is the fingerprint of the cache's identity; it goes into the file's metadata, under MADE_WITH.
+    Every row gets ``run_id``. ``number`` counts the run's commits. ``made_with`` is the fingerprint of the cache's
+    identity; it goes into the file's metadata, under MADE_WITH.
 
     Raises OSError if their token shards are missing: a node without the shared folder wrote them to its own disk.
-    Raises RunFailed if they were removed while this process was stopped.
+    Raises RunFailed if they were removed while this process was stopped; the file is deleted again.
     """
     needs = sorted({row["token_shard"] for row in rows if row["status"] == "ok"})
     if missing_shards := _find_missing(store, needs):
@@ -139,7 +143,11 @@ def _find_missing(store: Store, names: Sequence[str]) -> list[str]:
 
 
 def _write(videos: Sequence[tuple[VideoRecord, KeptTokens]], store: Store, run_id: str, codec: TokenCodec) -> None:
-    """Write the videos as one shard, and add its name, row groups and checksums to their records."""
+    """Write the videos as one shard, and complete their records in place.
+
+    Each record gets the codec unless it is bfloat16, its row groups, its checksum, and the columns of
+    ``put_token_shard``.
+    """
     first, tokens = videos[0]
     widths = {name: values.shape[1] for name, values in tokens.evidence.items()}
     schema = token_schema(first["hidden_size"], len(tokens.deepstack), widths, codec)
@@ -194,7 +202,10 @@ def put_token_shard(
 def make_bundles(
     items: Iterable[T], n_bytes: Callable[[T], float], limit: float = SHARD_BYTES, max_items: float = math.inf
 ) -> Iterator[list[T]]:
-    """Yield bundles of items in order: about ``limit`` bytes, and at most ``max_items`` items each."""
+    """Yield bundles of items in order, of about ``limit`` bytes.
+
+    An item that brings a bundle to ``limit`` bytes or ``max_items`` items ends the bundle.
+    """
     bundle: list[T] = []
     size = 0.0
     for item in items:
@@ -233,7 +244,10 @@ def _build_rows(record: VideoRecord, tokens: KeptTokens, vectors: Mapping[str, B
 
 
 def _place_beside_first(frames: pa.Array, frame_of_row: NDArray[np.int32]) -> pa.Array:
-    """Spread the [T] values of frames over token rows: in the row of each frame's first token, null in the others."""
+    """Spread the [T] values of frames over token rows: in the row of each frame's first token, null in the others.
+
+    Raises ValueError if a frame has no token.
+    """
     frame_numbers, first = np.unique(frame_of_row, return_index=True)
     if not np.array_equal(frame_numbers, np.arange(len(frames))):
         raise ValueError("evidence of frames is stored with all tokens alone: a frame without a token has no place")

@@ -31,8 +31,8 @@ from pipeline.rows import VideoRow
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 _READ_AHEAD = 8  # videos that are read together: neighbours of a shard, where nothing is shuffled
-# Numbers that a dataset shares with its workers: the epoch, whether workers read it, and the epochs that a worker
-# loaded the end of, and the middle of.
+# Numbers that a dataset shares with its workers: the epoch, whether workers read it, and the epochs of which a worker
+# loaded the end, and the middle.
 _EPOCH, _BY_WORKERS, _ENDED, _LEFT = range(4)
 
 
@@ -110,7 +110,11 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        """Take ``rank`` of ``world_size``, by default torch.distributed's, else all videos; each of ``ids`` once.
+        """Take the videos ``ids``, each once, or all that have tokens, for ``rank`` of ``world_size``.
+
+        The default is the rank of torch.distributed when the dataset is read; without torch.distributed this process
+        has all videos.
+        ``retention_ratio``, ``order`` and ``evidence`` are as in TokenCache.get.
 
         Raises ValueError where ``even`` would leave no rank a video; for torch.distributed's when the dataset is read.
         """
@@ -121,7 +125,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         self._shuffle, self._mix, self._seed, self._even = shuffle, max(1, mix), seed, even
         self._given_ranks = _check_ranks(rank, world_size)
         self._parent: ParentRanks | None = None
-        # Workers that persist see set_epoch too; and this process sees that workers read, and what they resumed.
+        # So persistent workers see set_epoch, and this process sees whether workers read and where they resumed.
         self._shared = torch.tensor([0, 0, -1, -1]).share_memory_()  # type: ignore[no-untyped-call]
         id_text = "".join(f"{video_id}\0" for video_id in ids or ())
         shards = (f"{name}\0".encode() for name in self._shards.names.to_pylist())
@@ -143,7 +147,9 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return self._ranks().world_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, and with it another order from the next iteration on; another epoch begins at its start.
+        """Set the epoch, and with it another order from the next iteration on.
+
+        Another epoch begins at its start, and a loaded state is dropped; the same epoch changes nothing.
 
         Raises ValueError where a loader of Accelerate begins with its own count of epochs after a state was loaded.
         """
@@ -164,6 +170,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return sum(shard.n_videos for shard in self._shares(self._ranks(), int(self._shared[_EPOCH])))
 
     def __iter__(self) -> Iterator[CachedVideo]:
+        """Begin a pass over this process's videos of the epoch, at the loaded position if there is one.
+
+        The loaded end of an epoch begins the next epoch. Raises ValueError if the loaded state is of other data.
+        """
         state, self._start = self._start, None
         worker, ranks = worker_of_loader(), self._ranks()
         epoch, n_done, n_removed = int(self._shared[_EPOCH]), 0, 0
@@ -199,7 +209,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         now = self._pass
         if now is None:
             return self._state(self._ranks(), int(self._shared[_EPOCH]), 0, False, 0)
-        # StatefulDataLoader asks before a loader of Accelerate reads ahead, and all others behind that.
+        # StatefulDataLoader asks before a loader of Accelerate reads ahead, other callers ask after that.
         asks_early = find_caller("StatefulDataLoader") is not None
         n_done = now.done if asks_early else now.given_by_loader()
         if now.ranks.divided and n_done < now.n_videos:
@@ -211,9 +221,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return self._state(now.ranks, now.epoch, n_done, n_done >= now.n_videos, now.n_removed)
 
     def load_state_dict(self, state: DatasetState) -> None:
-        """Set the position that the next iteration starts from; it raises ValueError if the state is of other data.
+        """Set the position that the next iteration starts from.
 
-        The state must be of the same ids, seed, and numbers of ranks and workers. A finished epoch's begins the next.
+        That iteration raises ValueError if the state is of other data: other ids, another seed, or other numbers of
+        ranks and workers in mid-epoch. The state of a finished epoch begins the next epoch.
         """
         self._start, self._start_of_worker, self._pass = state.copy(), worker_of_loader() is not None, None
         self._shared[_EPOCH], self._shared[_BY_WORKERS] = state["epoch"], self._start_of_worker
@@ -226,7 +237,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         self._shared.share_memory_()  # with workers of this process
 
     def _read(self, now: EpochPass) -> Iterator[CachedVideo]:
-        """Yield the videos of a pass in order, without those that are done."""
+        """Yield the videos of a pass in order, without videos that are done, and count them in ``now``.
+
+        Removed videos are left out, with a warning at the end. With ``even`` the last video is yielded again for each.
+        """
         worker, _ = worker_of_loader() or (0, 1)
         to_skip, last = now.done, None
         for start in range(0, len(now.shares), self._mix):
@@ -283,7 +297,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return videos
 
     def _shares(self, ranks: Ranks, epoch: int) -> list[ShardShare]:
-        """Return the shards of a rank in an epoch in order, each with the number of its videos that are read."""
+        """Return the shards of a rank in an epoch in order, each with the number of its videos that are read.
+
+        Raises ValueError where ``even`` would leave no rank a video.
+        """
         counts, world_size = self._shards.counts, ranks.world_size
         if self._even and 0 < len(counts) < world_size:
             raise ValueError(
@@ -310,7 +327,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return [items[i] for i in order.permutation(len(items))]
 
     def _ranks(self) -> Ranks:
-        """Return the share of this process among the ranks, as given or as it is now."""
+        """Return the share of this process among the ranks, as given or as it is now.
+
+        Raises ValueError if ranks were given and the loader divides batches, too.
+        """
         ranks = ranks_of_process(self._parent)
         if self._given_ranks is None:
             return ranks
@@ -336,7 +356,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         }
 
     def _check(self, state: DatasetState, ranks: Ranks, goes_on: bool) -> None:
-        """Raise ValueError if a state is of other ids or seed, or ``goes_on`` in an epoch of other ranks or workers."""
+        """Raise ValueError if a state is of other ids or seed, or ``goes_on`` in an epoch of other ranks or workers.
+
+        With ``goes_on`` a worker also refuses a state that it did not load itself.
+        """
         if goes_on and worker_of_loader() is not None and not self._start_of_worker:
             raise ValueError(
                 "the state is of a dataset that no worker process read: resume without workers, or save and load the "

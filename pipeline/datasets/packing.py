@@ -41,7 +41,7 @@ class Packed:
     evidence: dict[str, tuple[Tensor, ...]]
 
     def pin_memory(self) -> Packed:
-        """Pin the tensors' memory, as DataLoader asks for with ``pin_memory=True``."""
+        """Return the batch with its tensors in pinned memory, for DataLoader's ``pin_memory=True``."""
         return replace(
             self,
             tokens=self.tokens.pin_memory(),
@@ -49,11 +49,12 @@ class Packed:
             index=self.index.pin_memory(),
             frame=self.frame.pin_memory(),
             deepstack=tuple(level.pin_memory() for level in self.deepstack),
+            evidence={name: tuple(part.pin_memory() for part in parts) for name, parts in self.evidence.items()},
         )
 
 
 def pack(videos: Sequence[CachedVideo]) -> Packed:
-    """Concatenate the tokens of a batch of videos without padding: a ``collate_fn`` for DataLoader."""
+    """Concatenate the tokens of a batch of one or more videos without padding: a ``collate_fn`` for DataLoader."""
     lengths = [len(video.index) for video in videos]
     return Packed(
         video_ids=tuple(video.video_id for video in videos),

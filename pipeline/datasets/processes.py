@@ -61,14 +61,15 @@ def loader_ahead(method: str | None = None) -> Any:
 
 
 def find_caller(*class_names: str, method: str | None = None) -> Any:
-    """Return the nearest object of these classes one of whose methods led to this call, or None.
+    """Return the nearest object on the call stack whose class has one of these names, or None.
 
-    Loaders tell a dataset nothing about themselves. A forked worker has the calls of its parent on its stack.
+    ``method`` is the name of its method on the stack; None takes any. Loaders tell a dataset nothing about themselves.
+    A forked worker has the calls of its parent on its stack.
     """
     for frame, _ in walk_stack(None):
         if frame.f_code.co_varnames[:1] == ("self",) and method in (None, frame.f_code.co_name):
             owner = frame.f_locals.get("self")
-            # Not isinstance: Accelerate's loaders state another __class__.
+            # Not isinstance: Accelerate's loaders claim another __class__.
             if any(base.__name__ in class_names for base in type(owner).__mro__):
                 return owner
     return None

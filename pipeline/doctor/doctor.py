@@ -17,7 +17,7 @@ from pipeline.runner.nodes import iter_alive_nodes
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
-_VIDEOS, _VIDEOS_PER_NODE = 8, 2  # that are decoded: here, and on every node
+_VIDEOS, _VIDEOS_PER_NODE = 8, 2  # videos that are decoded here, and on every node
 _STORED_VIDEOS = 4  # videos whose frames an object store should hold
 _DEVICE_S = 400.0  # to load the model, compile the kernels and encode
 
@@ -82,7 +82,10 @@ class Doctor:
         yield Finding("model", "ok", f"{self._config.model}: {source.model_type}, {source.identity}")
 
     def _check_decoding(self, recipe: Recipe) -> Iterator[Finding]:
-        """Decode the first videos here, and some of them on every node of a cluster that has several."""
+        """Decode the first videos here, and some of them on every node of a cluster that has several.
+
+        Also checks whether each node's object store holds some videos. Keeps the decode seconds measured here.
+        """
         rows, setup = first_videos(self._config, recipe.objects, _VIDEOS), recipe.decode_setup()
         findings, self._decode_s = check_decoding(setup, rows)
         yield from findings
@@ -99,7 +102,10 @@ class Doctor:
             yield from (finding.on(host) for finding in ([report] if isinstance(report, Finding) else report[0]))
 
     def _check_devices(self, recipe: Recipe) -> Iterator[Finding]:
-        """Encode on a GPU of each node that has one; without any, on the CPUs of each node, as an encoder would."""
+        """Encode on a GPU of each node that has one; without any, on the CPUs of each node, as an encoder would.
+
+        Keeps the encode seconds of the first node that answers.
+        """
         setup, shape = recipe.encode_setup(self._config.device, "auto"), recipe.decode_setup().largest_frames()
         on_gpus = int(self._config.device != "cpu" and self._cluster.get("GPU", 0.0) >= 1)
         reports = on_each_node(partial(check_device, setup, shape), gpus=on_gpus, wait_s=_DEVICE_S)

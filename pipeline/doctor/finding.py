@@ -38,7 +38,10 @@ class Finding:
 
 
 def run_guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of a check; if it raises, yield the error as a finding, so that later checks still run."""
+    """Yield the findings of a check; if it raises, yield the error as a "wrong" finding.
+
+    So later checks still run.
+    """
     try:
         yield from check()
     except Exception as error:  # noqa: BLE001 - whatever breaks a check is what the user wants to know

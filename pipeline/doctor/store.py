@@ -23,7 +23,10 @@ def reachable(store: Store) -> Store:
 
 
 def check_store(store: Store) -> Iterator[Finding]:
-    """Put, list, read and delete a test file; yield findings."""
+    """Put, list, read and delete a test file of 8 MiB; yield one finding.
+
+    An error of the store is a "wrong" finding.
+    """
     name, data = f".doctor-{secrets.token_hex(6)}", secrets.token_bytes(_BYTES)
     wrong = []
     try:

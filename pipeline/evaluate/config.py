@@ -158,6 +158,7 @@ class EvaluateConfig(EngineOptions):
     )
 
     def __post_init__(self) -> None:
+        """Raise UsageError for an invalid value, options that do not go together, or a malformed method."""
         super().__post_init__()
         if [self.benchmark is None, not self.score, not self.results].count(False) != 1:
             raise UsageError(
@@ -185,7 +186,13 @@ class EvaluateConfig(EngineOptions):
         self._check_rows({spec.method_label.partition(",positions=")[0] for spec in self.grid().values() if spec})
 
     def _check_rows(self, labels: Collection[str]) -> None:
-        """Raise UsageError where an option names a method that is no row, before hours go into the others."""
+        """Raise UsageError if ``reference`` or ``ours`` names no row of the table, before hours go into the answers.
+
+        The check is for ``--benchmark`` alone: results that exist are checked when their table is made.
+
+        Args:
+            labels: the methods of the grid with their seeds, without ratios and positions.
+        """
         seeds = Counter(split_seed(label)[0] for label in labels)
         rows = {FULL, *(label if seeds[name := split_seed(label)[0]] == 1 else name for label in labels)}
         for option_name in ("reference", "ours") if self.benchmark is not None else ():
@@ -194,7 +201,7 @@ class EvaluateConfig(EngineOptions):
                 raise UsageError(f"--{option_name} {value} is no row of the table; there are {', '.join(sorted(rows))}")
 
     def _check_frames(self) -> None:
-        """Raise UsageError where the options of frames do not go together."""
+        """Raise UsageError if ``fps`` is not positive, or if the options of frames do not go together."""
         check(self.fps is None or positive(self.fps), "fps", "a positive number", self.fps)
         if self.fps is not None and self.num_frames is not None:
             raise UsageError("--num-frames and --fps are two ways of sampling: give one of them")
@@ -207,10 +214,11 @@ class EvaluateConfig(EngineOptions):
         return f"{self.out.rstrip('/')}/{name}"
 
     def grid(self) -> dict[str, PruningSpec | None]:
-        """Return the arms that every question is answered under, by label: None (full retention), then each method.
+        """Return the arms that every question is answered under, by label: first full retention, which is None.
 
-        Each method comes at each ratio, from the largest, and at its own positions, else at each that ``positions``
-        names. Raises UsageError for a method that is no METHOD[,NAME=VALUE...].
+        Each other method follows, at each ratio from the largest. It has its own positions, else a separate arm for
+        each position that ``positions`` names. The method ``none`` adds no arm, since full retention is always there.
+        Raises UsageError for a method that is no METHOD[,NAME=VALUE...].
         """
         specs = parse_pruning_grid(
             self.method or DEFAULT_METHODS, self.retention_ratio or DEFAULT_RATIOS, self.siglip, self.seed

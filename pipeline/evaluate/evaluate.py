@@ -34,13 +34,8 @@ from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
-_MAY_SUCCEED = (
-    "corrupt",
-    "io",
-    "out-of-memory",
-    "own-code",
-    "internal",
-)  # error classes that another attempt may not meet
+# Error classes that another attempt may not meet.
+_MAY_SUCCEED = ("corrupt", "io", "out-of-memory", "own-code", "internal")
 _VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "numpy")
 
 
@@ -58,7 +53,10 @@ class Evaluation:
     submission: str = ""
 
     def exit_code(self, config: EvaluateConfig) -> int:
-        """Return the answers' exit code, or 1 if any video failed by a bug."""
+        """Return 1 if too many answers failed, one is missing, none is ok, or something failed by a bug; else 0.
+
+        ``--score`` has only the limit of failed answers.
+        """
         answers, videos = self.done.answers, self.done.videos
         if answers is None:
             n_failed = pc.sum(pc.equal(self.done.scores["status"], "failed")).as_py()
@@ -67,7 +65,11 @@ class Evaluation:
         return 1 if bug else answers.exit_code(config.failure_limit(answers.n_questions))
 
     def as_record(self) -> JsonObject:
-        """Return the outcome JSON-able: files, the main table and its scores, counts of videos and answers."""
+        """Return the outcome JSON-able: files, the main table and its scores, counts of videos and answers.
+
+        ``clusters`` has the number of videos behind each column. Without a table the entries of the table are absent or
+        empty.
+        """
         answers, videos = self.done.answers, self.done.videos
         return {
             **({} if self.table is None else self.table.as_record()),
@@ -84,7 +86,11 @@ class Evaluation:
 
 
 def scores_of(table: ResultsTable) -> Iterator[JsonObject]:
-    """Yield a record per row of the table: the score of each column by its key, and ``rel`` in percent."""
+    """Yield a record per row of the table: unrounded scores by the key of their column, ``rel``, and counts of answers.
+
+    Scores and ``rel`` are percentages. A column without a score is left out. ``method`` includes positions that are not
+    the model's own.
+    """
     for row in table.rows:
         cells = zip(table.columns, row.cells, strict=True)
         yield {
@@ -101,9 +107,10 @@ def scores_of(table: ResultsTable) -> Iterator[JsonObject]:
 
 
 def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
-    """Load the questions, encode the videos, answer, score and write the results.
+    """Load the questions, encode the videos, answer, score and write the results; ``--score`` only scores and writes.
 
-    Raises UsageError (nothing was started) or RunFailed (committed rows stay; a rerun resumes).
+    Prints notes, the last of them about frames that may be damaged. Raises UsageError (nothing was started) or
+    RunFailed (committed rows stay; a rerun resumes). RunFailed also means that the results cannot be written.
     """
     try:
         evaluation = _evaluate_answers(config, console) if config.score else _evaluate_benchmark(config, console)
@@ -117,7 +124,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
 def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
     """Encode a benchmark's videos unless cached, answer and score its questions, and write results or submissions.
 
-    With ``--drop-tokens`` the tokens are deleted at the end, unless questions may be asked again.
+    Prints notes on the questions. ``--drop-tokens`` deletes the tokens at the end, unless questions may be asked again.
     """
     request = prepare(config, console)
     for line in describe_data(request.loaded, request.benchmark):
@@ -143,7 +150,11 @@ def _count_unanswered(scored: ScoredQuestions) -> int:
 
 
 def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
-    """Score the answers that jobs.generate gave, and write tables and page."""
+    """Score the answers that jobs.generate gave, and write tables and page.
+
+    Prints the number of questions without a right answer, which are left out. Raises UsageError if ``out`` has other
+    results.
+    """
     store = store_at(config.out, Objects.from_environment(config.s3_endpoint))
     identity = {"scored": config.score}
     match_results(store, identity)
@@ -155,7 +166,7 @@ def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
 
 
 def describe_data(questions: LoadedQuestions, benchmark: Benchmark) -> Iterator[str]:
-    """Yield lines for the user: how many questions were found, and each kind of fault with an example."""
+    """Yield lines for the user: the number of questions, missing parts of splits, kinds of fault with an example."""
     whole = f" of {benchmark.n_questions:,} in the whole benchmark" if benchmark.n_questions else ""
     yield f"{benchmark.title}: {len(questions.items):,} questions to ask; {questions.n_annotated:,} annotated{whole}"
     counts = Counter((fault.kind, fault.left_out) for fault in questions.faults)
@@ -200,7 +211,10 @@ def _present_answers(config: EvaluateConfig) -> Presentation:
 
 
 def _list_facts(request: EvaluateRequest, scored: ScoredQuestions) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) facts about model, cache and run for the report page."""
+    """Yield (name, value) facts about model, cache and run for the report page.
+
+    Reads the size and number of the cached videos, unless the cache was deleted.
+    """
     yield "model", request.source.name
     yield "weights", request.source.identity
     yield "videos", f"{len({video for item in request.loaded.items for video in item.video_ids}):,}"
@@ -245,7 +259,11 @@ def render_evaluation(evaluation: Evaluation) -> RenderableType:
 
 
 def _render_table(results: ResultsTable) -> Iterator[RenderableType]:
-    """Yield the results table for the terminal, and notes below it."""
+    """Yield the results table for the terminal, and notes below it.
+
+    If the table has more than ``_COLUMNS`` columns of scores, only the last is shown, the overall score. A note names
+    the file with all columns.
+    """
     table = Table(title=Text(results.title), title_justify="left", show_edge=False)
     table.add_column("method")
     # The last column is the overall score.

@@ -33,7 +33,10 @@ def percent(share: float | None) -> str:
 
 
 def markdown(*tables: ResultsTable) -> str:
-    """Return tables as GitHub Markdown; what is said below several of them stands once."""
+    """Return tables as one text of GitHub Markdown, each with a heading before it and its remarks below.
+
+    A remark that stands below an earlier table is not repeated.
+    """
     sections, written_titles = list[str](), set[str]()
     for table in tables:
         width = len(table.titles) + len(_COUNTS)
@@ -53,7 +56,7 @@ def markdown(*tables: ResultsTable) -> str:
 
 
 def _markdown_row(table: ResultsTable, row: Row) -> str:
-    """Return a row of the Markdown table."""
+    """Return a row of the Markdown table: its numbers with their differences, then the counts of its answers."""
     cells = []
     for cell in table.numbers(row):
         if cell is None:
@@ -110,7 +113,7 @@ def escape_latex(text: str) -> str:
 
 
 def latex(table: ResultsTable) -> str:
-    """Return the scores as the paper's tabular; it needs the packages booktabs and multirow."""
+    """Return the scores as the paper's tabular, with the remarks below; it needs the packages booktabs and multirow."""
     width = len(table.titles) + 1
     lines = [
         f"% {_one_line(table.title)}",
@@ -137,7 +140,11 @@ def latex(table: ResultsTable) -> str:
 
 
 def _latex_head(table: ResultsTable) -> list[str]:
-    """Return the LaTeX lines of column titles: two where columns of a benchmark are spanned by its title, else one."""
+    """Return the LaTeX lines of column titles.
+
+    If a benchmark has several columns, the lines are three: titles with the benchmarks above columns, rules, and titles
+    of columns. Otherwise it is one line.
+    """
     other_titles = table.titles[len(table.columns) :]
     by_benchmark = groupby(table.columns, key=lambda column: column.benchmark)
     spans = [
@@ -166,7 +173,7 @@ def _two_rows(title: str) -> str:
 
 
 def _latex_number(cell: Cell | None) -> str:
-    """Return a number in LaTeX, best bold, second underlined, over its difference to the reference."""
+    """Return a number in LaTeX, best bold, second underlined, over its difference to the reference; a dash for None."""
     if cell is None:
         return "--"
     text = escape_latex(cell.printed)

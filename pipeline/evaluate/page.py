@@ -63,7 +63,7 @@ def report_page(
     scores: pa.Table | None = None,
     identity: JsonObject | None = None,
 ) -> str:
-    """Render the page of results.
+    """Return the page of results as HTML, with a chart of the first table.
 
     Args:
         tables: the main one, then those of further splits.
@@ -92,7 +92,7 @@ def report_page(
 
 
 def format_warned_line(scores: pa.Table) -> str:
-    """Format the number of answers about videos whose frames may be damaged; "" for none."""
+    """Return a line about the answers whose videos were decoded with warnings; "" if there are none."""
     rows_with_warnings = scores.filter(pc.greater(pc.fill_null(scores["decode_warnings"], 0), 0))
     if not len(rows_with_warnings):
         return ""
@@ -105,7 +105,10 @@ def format_warned_line(scores: pa.Table) -> str:
 
 
 def _chart(table: ResultsTable, token_bytes: int | None) -> Chart | None:
-    """Draw the table's last number (overall, or Rel. of several benchmarks) against tokens; None without any."""
+    """Return the chart of the table's last number against tokens; None if no pruned row has both.
+
+    The last number is the overall score, or Rel. of several benchmarks. Full retention is a level, not a point.
+    """
 
     def value(row: Row) -> float | None:
         cell = row.rel if table.several else row.cells[-1]
@@ -155,7 +158,7 @@ def _chart(table: ResultsTable, token_bytes: int | None) -> Chart | None:
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
-    """Return evenly spaced round numbers around the values."""
+    """Return at least two evenly spaced round numbers that enclose the values."""
     low, high = min(values), max(values)
     rough = max(high - low, 0.5) / _STEPS
     power = 10.0 ** math.floor(math.log10(rough))
@@ -165,14 +168,14 @@ def _ticks(values: Sequence[float]) -> list[float]:
 
 
 def _fault_lines(faults: Sequence[AnnotationFault]) -> Iterator[tuple[str, str, int, str]]:
-    """Yield (kind, what became of it, count, an example) for the annotations' faults, the most frequent first."""
+    """Yield (kind, "left out" or "kept", count, an example) for the annotations' faults, the most frequent first."""
     for (kind, left_out), count in Counter((fault.kind, fault.left_out) for fault in faults).most_common():
         example = next(fault.message for fault in faults if (fault.kind, fault.left_out) == (kind, left_out))
         yield kind, "left out" if left_out else "kept", count, example
 
 
 def _failure_lines(scores: pa.Table) -> Iterator[tuple[str, str, int, str]]:
-    """Yield (class, what became of it, answers, an example) for the answers that failed."""
+    """Yield (class, "answers, wrong", count, an example) for the answers that failed, the most frequent class first."""
     failed_rows = scores.filter(pc.not_equal(scores["status"], "ok"))
     rows = failed_rows.select(["error_class", "question_id", "method"]).to_pylist()
     for name, count in Counter(row["error_class"] or "unknown" for row in rows).most_common():
@@ -181,7 +184,7 @@ def _failure_lines(scores: pa.Table) -> Iterator[tuple[str, str, int, str]]:
 
 
 def _flatten(identity: JsonObject, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, value) of every leaf of a nested mapping."""
+    """Yield (dotted name, text) of every leaf of a nested mapping: a text as it is, words for None, else JSON."""
     for name, value in identity.items():
         if isinstance(value, Mapping) and value:
             yield from _flatten(value, f"{prefix}{name}.")

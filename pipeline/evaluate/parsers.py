@@ -64,9 +64,10 @@ def parse(rule: str, reply: str, options: Sequence[str]) -> Parsed:
 
 
 def without_reasoning(reply: str, tags: Sequence[tuple[str, str]]) -> str:
-    """Return a reply without what stands between pairs of tags (``strip_reasoning_tags`` of lmms-eval 0.7.3).
+    """Return a reply without the text between pairs of tags (``strip_reasoning_tags`` of lmms-eval 0.7.3).
 
-    A closing tag whose opening one stood in the prompt takes all before it; an opening tag that is never closed stays.
+    A closing tag without an opening tag before it takes all text before it: the opening tag stood in the prompt. An
+    opening tag that is never closed stays. White space around the rest is removed.
     """
     for opening, closing in tags:
         while (start := reply.find(opening)) >= 0 and (end := reply.find(closing, start)) >= 0:
@@ -87,9 +88,9 @@ _INTRODUCTIONS = [*_ENGLISH, *_FIRST_PERSON, *_KOREAN, *_CHINESE, *_JAPANESE]
 def _extract_mcq_answer(reply: str, options: Sequence[str]) -> Parsed:
     """Read as ``extract_mcq_answer`` of ``tasks/_task_utils/mcq_extract.py``, which VideoMME and MLVU call with A to D.
 
-    The first of these that is there: a letter that begins the reply; one that ends it; one behind words such as "the
-    answer is"; "(B)"; "B."; "B:"; "B)"; "B "; any capital A to D. The last of several of a kind counts, hence A in "The
-    answer is B because A shows a cat"; small letters never count.
+    The first of these rules that finds a letter decides: a letter that begins the reply; a letter that ends it; a
+    letter behind words such as "the answer is"; "(B)"; "B."; "B:"; "B)"; "B "; any capital A to D. If a rule finds
+    several letters the last counts: "The answer is B because A shows a cat" is A. Small letters never count.
     """
     letters = list_letters(4)
     text = _pad_marks(reply, ",.!?;:'\"")
@@ -113,8 +114,8 @@ def _extract_mcq_answer(reply: str, options: Sequence[str]) -> Parsed:
 def _videomme_05(reply: str, options: Sequence[str]) -> Parsed:
     """Take the first capital A to D, even inside a word: "Based on the video, C" is B, "Answer: B" is A.
 
-    The code removes "The answer is" and the like before, which hold no such letter. A missing comma keeps it from
-    removing "Best answer:", so "Best answer: C" is B.
+    The code first removes phrases such as "The answer is", which have none of these letters. A missing comma keeps it
+    from removing "Best answer:", so "Best answer: C" is B.
     """
     text = reply.replace("Best answer:Best option:", "")
     return _find_letter_at(text, _find_first(text, "ABCD"), options)
@@ -135,9 +136,9 @@ def _mlvu_official(reply: str, options: Sequence[str]) -> Parsed:
 
 
 def _longvideobench(reply: str, options: Sequence[str]) -> Parsed:
-    """Take the first capital A to E, even inside a word, whatever the options; draw if there is none.
+    """Take the first capital A to E, even inside a word, also beyond the options; draw if there is no letter.
 
-    The code removes phrases before; only these two contain such a letter.
+    The code first removes phrases; only these two phrases contain one of the letters.
     """
     text = reply.replace("Best answer:", "").replace("Best option:", "")
     place = _find_first(text, "ABCDE")
@@ -159,9 +160,10 @@ def _mvbench(reply: str, options: Sequence[str]) -> Parsed:
 
 
 def _strip_punctuation(text: str) -> str:
-    """Remove punctuation marks; one that touches no space anywhere is replaced with a space.
+    """Remove punctuation marks; replace a mark with a space if it touches no space anywhere in the text.
 
-    A number such as 1,000 takes all marks away without a space.
+    If the text has a number such as 1,000, no mark becomes a space. The first 32 full stops without a digit behind them
+    are removed too.
     """
     thousands = re.search(r"\d,\d", text)
     result = text
@@ -172,9 +174,11 @@ def _strip_punctuation(text: str) -> str:
 
 
 def _egoschema(reply: str, options: Sequence[str]) -> Parsed:
-    """Apply MMMU's rule: "(B)", "B " or "B." anywhere, even "AND "; of several, the one whose last place is first.
+    """Apply MMMU's rule: "(B)", "B " or "B." anywhere in the reply, even at the end of "AND ".
 
-    Without one, and from six words on, an option's text with its letter, in any case; else drawn: "B) a dog" is.
+    If several letters occur, the letter whose last place comes first counts. Without a letter, a reply of more than
+    five words is searched for an option's text with its letter, in any case. Otherwise an option is drawn, as for "B) a
+    dog".
     """
     text = _pad_marks(reply, ",.!?;:'")
     names = [[f"({letter})", f"{letter} ", f"{letter}."] for letter in list_letters(len(options))]
@@ -210,7 +214,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def _find_letter(letter: str, options: Sequence[str]) -> Parsed:
-    """Return the option of this letter, or none where the question has no such option."""
+    """Return the option of this letter, or no option where the question has fewer."""
     letters = list_letters(len(options))
     return Parsed(letters.index(letter) if letter in letters else None)
 

@@ -101,11 +101,11 @@ class ModelRules:
         return {name: value for name, value in asdict(self).items() if (name, value) != ("frame_times", "true")}
 
 
-# lmms-eval's own bounds come to the processor and to qwen-vl-utils, which lets no frame have more than 768 tokens.
+# lmms-eval passes its own bounds to the processor and to qwen-vl-utils. The latter allows a frame 768 tokens at most.
 _MIN = 256 * 28 * 28
 _ROUNDED_FRAMES = FrameRule(32, "round", even=True)
 _QWEN2_5_VL = ModelRules(None, _ROUNDED_FRAMES, PixelLimits(_MIN, 768 * 28 * 28))
-# Our bounds of Qwen3-VL are those of all frames together, lmms-eval's those of a frame.
+# On Qwen3-VL our bounds are of all frames together, and lmms-eval's bounds are of a single frame.
 _QWEN3_PIXELS = PixelLimits(_ROUNDED_FRAMES.num_frames * _MIN, _ROUNDED_FRAMES.num_frames * 768 * 32 * 32)
 _QWEN3_0_7 = ModelRules(_HELPFUL, _ROUNDED_FRAMES, _QWEN3_PIXELS, "stock")
 _QWEN3_0_5 = ModelRules(None, _ROUNDED_FRAMES, _QWEN3_PIXELS, "stock")
@@ -169,7 +169,7 @@ class Protocol:
         return self.models.get(model_type, ModelRules())
 
     def describe(self, model_type: str) -> JsonObject:
-        """Return the whole protocol for a model type, JSON-able, as part of the results' identity."""
+        """Return the protocol for a model type, JSON-able, for the results' identity; ``reasoning`` is left out."""
         return {
             "protocol": self.name,
             "prompt": asdict(self._prompt(model_type)),
@@ -197,13 +197,15 @@ def lmms_eval(
     newer_prompts: Mapping[str, PromptTemplate] = MappingProxyType({}),
     **shared: Any,
 ) -> tuple[Protocol, Protocol]:
-    """Return the protocols of lmms-eval 0.7.3 and 0.5 for a benchmark, which have the same prompts unless told.
+    """Return the protocols of lmms-eval 0.7.3 and 0.5 for a benchmark, in this order.
+
+    Both have the same prompts, except as ``newer_prompts`` says. Only the first has ``reasoning``.
 
     Args:
-        newer: the rule for replies in 0.7.3.
-        older: that in 0.5.
-        newer_prompts: by model type, where 0.7.3 has other words.
-        shared: other fields of both.
+        newer: the rule that reads replies in 0.7.3.
+        older: the rule that reads replies in 0.5.
+        newer_prompts: model type -> prompt, where 0.7.3 differs from ``prompt``.
+        shared: other fields of both protocols.
     """
     return (
         Protocol(

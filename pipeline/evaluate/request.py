@@ -122,7 +122,10 @@ class EvaluateRequest:
 
     @property
     def names(self) -> dict[str, str]:
-        """The own names of methods from elsewhere by import path, where no other method has the same."""
+        """The own names of methods from elsewhere by import path; a name that another method has too is left out.
+
+        Imports the modules of these methods.
+        """
         kinds = {
             spec.method: find_method(spec.method) for spec in self.grid.values() if spec and spec.method not in METHODS
         }
@@ -146,7 +149,7 @@ class EvaluateRequest:
 def _read_cache_identity(cache_store: Store, *, is_named: bool) -> CacheIdentity | None:
     """Return the identity of the cache, or None where there is none yet.
 
-    Raises NotACache if the place holds something else.
+    Raises NotACache if the place holds something else, but only if the user named it (``is_named``).
     """
     with store_usage_errors():
         identity = read_header(cache_store)["identity"] if cache_store.exists(HEADER) else None
@@ -156,7 +159,10 @@ def _read_cache_identity(cache_store: Store, *, is_named: bool) -> CacheIdentity
 
 
 def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
-    """Check the whole request. Raises UsageError; starts nothing, reads no weights and no video."""
+    """Check the whole request and return it. Starts nothing; reads no weights and no video.
+
+    Prints notes, such as questions whose videos the cache lacks. Raises UsageError.
+    """
     assert config.benchmark is not None  # the config refuses a request without it
     objects = Objects.from_environment(config.s3_endpoint)
     store, cache = store_at(config.out, objects), config.cache or config.in_out(CACHE_FOLDER)
@@ -172,7 +178,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     if cache_identity is not None:
         check_model(cache_store, cache_identity["model"], source)
     if config.data is None and cache_identity is not None:
-        _check_all_cached(questions, cache_store, console)
+        _note_uncached(questions, cache_store, console)
     with usage_errors():
         builder = prompt_builder(source, thought="closed" if config.close_thought else "open")
     _check_thought(protocol, questions, source, builder)
@@ -182,8 +188,8 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
         check_frames(config, protocol, source, cache, cache_identity)
     with usage_errors():
         made_identity = cache_identity if videos is None else identity_of(videos, cache_store, objects, console)
-        methods = _check_methods(grid, made_identity, source, builder, cache, config)
-    assert made_identity is not None  # or it was refused
+        methods = _describe_methods(grid, made_identity, source, builder, cache, config)
+    assert made_identity is not None  # _describe_methods refuses a request without a cache
     with store_usage_errors():
         answers = _match_answers(store_at(config.in_out(ANSWERS_FOLDER), objects), made_identity, methods, config)
     request = EvaluateRequest(
@@ -206,8 +212,8 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     return request
 
 
-def _check_all_cached(questions: LoadedQuestions, place: Store, console: Console) -> None:
-    """Print a note on the questions about videos that the cache does not have, before a model is loaded."""
+def _note_uncached(questions: LoadedQuestions, place: Store, console: Console) -> None:
+    """Print a note if questions are about videos that the cache in ``place`` lacks; they will count as wrong."""
     with store_usage_errors():
         cache = TokenCache(str(place), store=place)
     absent = [(item, name) for item in questions.items for name in item.video_ids if name not in cache]
@@ -223,7 +229,7 @@ def _check_all_cached(questions: LoadedQuestions, place: Store, console: Console
 
 
 def match_results(store: Store, identity: JsonObject) -> None:
-    """Raise UsageError if the place holds results of another identity, or something else."""
+    """Raise UsageError if the place holds results of another identity, or something else; an empty place is fine."""
     if not store.exists(RESULTS_HEADER):
         if store.has_other_files():
             raise NotResults(f"{store} exists and holds no results (it has no {RESULTS_HEADER}): name an empty place")
@@ -245,7 +251,10 @@ def read_results_header(store: Store) -> dict[str, Json]:
 
 
 def write_results_header(store: Store, identity: JsonObject, about: JsonObject | None = None) -> None:
-    """Write the header of a results folder: the identity of all its results, and ``about``, which runs may change."""
+    """Write the header of a results folder, in place of an earlier header: the identity of its results, and ``about``.
+
+    Later runs may change ``about``, but not the identity.
+    """
     store.make()
     header: JsonObject = {
         "schema_version": _RESULTS_VERSION,
@@ -256,7 +265,11 @@ def write_results_header(store: Store, identity: JsonObject, about: JsonObject |
 
 
 def _check_thought(protocol: Protocol, questions: LoadedQuestions, source: ModelSource, builder: PromptBuilder) -> None:
-    """Raise UsageError where the model would be cut, or scored, inside a thought that its chat template opens."""
+    """Raise UsageError where the model would be cut, or scored, inside a thought that its chat template opens.
+
+    A generated reply of ``MIN_THOUGHT_TOKENS`` tokens or more is long enough. Options cannot be scored inside a
+    thought.
+    """
     tag = builder.open_tag
     if not tag or builder.policy.thought == "closed":
         return
@@ -277,10 +290,10 @@ def _check_thought(protocol: Protocol, questions: LoadedQuestions, source: Model
 
 
 def _arms(config: EvaluateConfig, source: ModelSource, builder: PromptBuilder, answers: Store) -> Grid:
-    """Return the arms that this model is asked under, by the labels of their answers.
+    """Return the arms that this model is asked under, by the labels of their answers; full retention is None.
 
-    Positions stay out of the names of methods where they are the model family's, and of methods that prune inside the
-    model, which sees all tokens.
+    An arm has no positions of its own where they are the model family's, or the method prunes inside the model. The
+    stored ``answers`` are read, since arms keep the labels that their answers have there.
     """
     with store_usage_errors():
         prunings = read_answers_header(answers)["identity"].get(PRUNINGS, {}) if answers.exists(ANSWERS_HEADER) else {}
@@ -299,9 +312,13 @@ def _arms(config: EvaluateConfig, source: ModelSource, builder: PromptBuilder, a
 
 
 def _answers_label(spec: PruningSpec, prunings: Mapping[str, LateIdentity | None]) -> str:
-    """Return the label of an arm's answers.
+    """Return the label under which the answers of an arm are stored.
 
-    Older answers were labelled without their seed. Their label is kept for their seed; any other seed is named.
+    Older answers have a label without a seed. An arm with the seed of these answers keeps that label. An arm with
+    another seed then gets a label that names its seed, even seed 0.
+
+    Args:
+        prunings: the stored answers' labels -> the description of their pruning.
     """
     unseeded_label = replace(spec, seed=0).label
     if (unseeded := prunings.get(unseeded_label)) is None:
@@ -319,7 +336,7 @@ def _model(config: EvaluateConfig, cache_identity: CacheIdentity | None) -> Mode
         return ModelSource.resolve(*choose_model(config.model, config.revision, cache_identity["model"]["weights"]))
 
 
-def _check_methods(
+def _describe_methods(
     grid: Grid,
     cache_identity: CacheIdentity | None,
     source: ModelSource,
@@ -327,9 +344,10 @@ def _check_methods(
     cache: str,
     options: EngineOptions,
 ) -> dict[str, LateIdentity | None]:
-    """Raise UsageError for a method that cannot prune what the cache holds, or not with this engine.
+    """Return each arm's description by its label, after a check that cache and engine can serve the methods.
 
-    Returns each arm's description by label.
+    Raises UsageError if there is no cache and none to be made, or if the cache does not have all tokens. Raises it also
+    for a method that cannot prune these tokens, or not with this engine.
     """
     if cache_identity is None:
         raise UsageError(
@@ -353,10 +371,10 @@ def _check_methods(
 def _match_answers(
     answers: Store, cache_identity: CacheIdentity, methods: Mapping[str, LateIdentity | None], options: EngineOptions
 ) -> MatchedIdentity:
-    """Return the settings of the answers under the whole grid.
+    """Return the settings of the answers under the whole grid, matched with the stored answers.
 
-    Raises UsageError if the answers know a method by the same label with another seed, other weights or other code.
-    Answers of another engine are refused, too: nothing may be left to ask that would tell.
+    Raises UsageError if the stored answers have the same label for another seed, other weights or other code, or are of
+    another engine. If every question has an answer, no later step compares the engine.
     """
     prunings = json.loads(json.dumps(methods))
     requested: AnswersIdentity = {
@@ -387,10 +405,13 @@ def videos_of(
     cache: str,
     cache_identity: CacheIdentity | None,
 ) -> PruneConfig | None:
-    """Return the options of the jobs.prune run that adds the missing videos to the cache of all tokens.
+    """Return the options of the jobs.prune run that adds missing videos to the cache of all tokens, or None.
 
-    It samples frames by the protocol and stores the evidence that the methods need. None where no videos are to be
-    added to a cache that is there.
+    None without ``--data``. None too if the cache has SigLIP evidence and no ``--siglip`` names the checkpoint to make
+    more. The run samples frames by the protocol, and stores the evidence that the methods need. Its manifest is not set
+    yet.
+
+    Raises UsageError for a ``--siglip`` without use, and if the cache lacks evidence.
     """
     evidence = _evidence(grid, source, cache, cache_identity)
     heads = HEAD_SOURCES & {where for _, where in evidence}
@@ -412,9 +433,9 @@ def videos_of(
 
 
 def frame_options(config: EvaluateConfig, protocol: Protocol, source: ModelSource) -> dict[str, Any]:
-    """Return the options of jobs.prune for frames and their sizes: those that were named, else the protocol's.
+    """Return the options of jobs.prune for frames and their sizes: the named options, else the protocol's.
 
-    A protocol's limits of pixels go with its number of frames; with ``--fps`` they are the checkpoint's own.
+    A protocol's limits of pixels go with a number of frames; ``--fps`` has the checkpoint's own limits.
     """
     if config.fps is not None:
         most = config.max_frames or family_of(source).default_max_frames
@@ -427,14 +448,18 @@ def frame_options(config: EvaluateConfig, protocol: Protocol, source: ModelSourc
 
 
 def passed_on(config: EvaluateConfig, *more: str) -> dict[str, Any]:
-    """Return the options that a run takes over unchanged: those of encoding and of answering, and ``more``."""
+    """Return the options that a run takes over unchanged: the options of encoding and answering, and ``more``."""
     return {name: getattr(config, name) for name in (*_PASSED_ON, *more)}
 
 
 def check_frames(
     config: EvaluateConfig, protocol: Protocol, source: ModelSource, cache: str, cache_identity: CacheIdentity
 ) -> None:
-    """Raise UsageError if an existing cache was made with other frames than the protocol names."""
+    """Raise UsageError if an existing cache was made with other frames than the options or the protocol name.
+
+    It accepts any cache if neither names frames for this model type, and a cache whose old header does not say its
+    frames.
+    """
     is_requested = (config.num_frames or config.fps) is not None or source.model_type in protocol.models
     if not is_requested or "sampling" not in cache_identity:
         return
@@ -452,9 +477,9 @@ def check_frames(
 def _evidence(
     grid: Grid, source: ModelSource, cache: str, cache_identity: CacheIdentity | None
 ) -> frozenset[tuple[str, str]]:
-    """Return the evidence that the methods need besides tokens; of an existing cache, the evidence it holds.
+    """Return (name, source) of the evidence that methods need besides tokens; of an existing cache, all its evidence.
 
-    Raises UsageError where that is less.
+    Raises UsageError if an existing cache lacks evidence that a method needs.
     """
     needed_by: dict[tuple[str, str], str] = {}
     with usage_errors():
@@ -475,7 +500,7 @@ def _evidence(
 
 
 def frame_rule(rule: FrameRule) -> str:
-    """Return a protocol's frame rule as jobs.prune names it. Raise UsageError if jobs.prune has no such rule."""
+    """Return a protocol's frame rule as jobs.prune names it. Raise UsageError if jobs.prune lacks the rule."""
     names = {("truncate", False): TRUNCATE, ("round", True): ROUND_EVEN}
     if (rule.rounding, rule.even) not in names:
         raise UsageError(f"frames that are {rule} are not sampled here")
@@ -483,7 +508,10 @@ def frame_rule(rule: FrameRule) -> str:
 
 
 def identity_of(videos: PruneConfig, cache_store: Store, objects: Objects, console: Console) -> CacheIdentity:
-    """Return the identity that the cache has or will have. Raise IdentityMismatch if an existing cache differs."""
+    """Return the identity that the cache has or will have. Raise IdentityMismatch if an existing cache differs.
+
+    Prints a note if the cache stores another ratio than the options name.
+    """
     recipe = resolve(videos, objects)
     with store_usage_errors():
         recipe = recipe.match_cache(cache_store, console)

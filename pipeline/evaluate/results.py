@@ -74,10 +74,10 @@ class Presentation:
 def write_results(
     store: Store, scored: ScoredQuestions, presentation: Presentation, identity: JsonObject | None = None
 ) -> tuple[ResultsTable, list[str]]:
-    """Write scores, tables and page into ``store``; return the main table and the file names. Raises OSError.
+    """Write scores, tables and page into ``store``; return the main table and the names of the files. Raises OSError.
 
-    ``identity`` becomes the header of a new place. Raises UsageError (nothing was written) for a reference that is no
-    row.
+    ``identity`` is written as the header of the place; None leaves the header as it is. Raises UsageError, before
+    anything is written, for a reference or ``ours`` that is no row.
     """
     tables = make_tables(scored, presentation)
     page = report_page(
@@ -115,9 +115,9 @@ def _split_tables(title: str, scored: ScoredBenchmark, splits: Sequence[Split], 
 
 
 def _split_scores(scored: ScoredBenchmark, split: Split) -> ScoredBenchmark:
-    """Return the benchmark with a column for each part of a split that has questions.
+    """Return the benchmark with a column for each part of a split that has questions, before the overall score.
 
-    It has none where the parts are too many to show, or one of them is the whole.
+    It gets no column if there are more than ``_MAX_PARTS`` parts, or if all questions are in a single part.
     """
     values = pc.map_lookup(scored.scores["splits"], split.name, "first")
     present = values.unique().drop_null().to_pylist()
@@ -129,7 +129,7 @@ def _split_scores(scored: ScoredBenchmark, split: Split) -> ScoredBenchmark:
 
 
 def _write_tables(store: Store, tables: Sequence[ResultsTable], page: str) -> list[str]:
-    """Write tables and page, of which LaTeX has the first table alone; return the file names."""
+    """Write all tables and the page, and the first table as LaTeX; return the file names."""
     texts = {
         TABLES_MD: markdown(*tables),
         TABLES_TEX: latex(tables[0]),
@@ -206,7 +206,7 @@ class _Results:
         return PurePath(name).name if name.startswith(("/", ".")) else name
 
     def scored(self, ratios: Sequence[float]) -> ScoredBenchmark:
-        """Return the scores at these ratios (none: all) and full retention for a table."""
+        """Return the scores at these ratios (none: all) and at full retention, as a benchmark of a table."""
         rounded_ratios = {round(ratio, 9) for ratio in (*ratios, 1.0)}
         rows = [not ratios or round(ratio, 9) in rounded_ratios for ratio in self.scores["retention_ratio"].to_pylist()]
         benchmark = _make_scored(self.benchmark, self.identity, self.scores.filter(pa.array(rows)))
@@ -220,9 +220,10 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
     """Write one table of the results in several places, in their order: Markdown, LaTeX, JSON and a page.
 
     The results of a single place get a table for each split, as its evaluation wrote them. ``method`` and
-    ``retention_ratio`` choose rows and their order. Raises UsageError (nothing was written) for a place without results
-    or with damaged ones, for two of one benchmark, for unlike models, frames or protocols, and for a reference that is
-    no row.
+    ``retention_ratio`` choose rows and their order. A method or ratio that a place lacks becomes a line of ``missing``.
+
+    Raises UsageError (nothing was written) for missing or damaged results, or an ``out`` that holds something else.
+    Raises it also for two places of one benchmark, unlike models, frames or protocols, and a reference that is no row.
     """
     objects = Objects.from_environment(config.s3_endpoint)
     store = store_at(config.out, objects)
@@ -274,7 +275,7 @@ def _check_alike(results: Sequence[_Results]) -> None:
 
 
 def _list_missing(result: _Results, requested: Sequence[MethodAtRatio]) -> list[str]:
-    """Return lines about the methods at ratios that these results lack, and about its server's scores."""
+    """Return lines about the requested arms and the columns that these results lack, and the results' own notes."""
     present = set(arms_of(result.scores))
     lacking = [f"{arm.method}@{arm.ratio:g}" for arm in requested if arm not in present]
     more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
@@ -299,7 +300,11 @@ def _list_facts(results: Sequence[_Results]) -> list[tuple[str, str]]:
 
 
 def _read(place: str, objects: Objects) -> _Results:
-    """Read the results in one place. Raises NotResults."""
+    """Read the results in one place; a benchmark without published answers has the scores typed into its form.
+
+    Notes say which submissions have no score yet. Raises NotResults for missing, incomplete or damaged results, and
+    UsageError for a malformed form or an unknown benchmark.
+    """
     store = store_at(place, objects)
     header = read_results_header(store)
     identity, about = cast(JsonObject, header["identity"]), cast(JsonObject, header.get("about", {}))
@@ -321,7 +326,9 @@ def _read(place: str, objects: Objects) -> _Results:
 
 
 def read_scores(place: str, store: Store, *, published: bool) -> pa.Table:
-    """Read a place's scores. Raises NotResults unless every arm has exactly one score of each question.
+    """Read a place's scores. Raises NotResults for a missing or damaged file, or a wrong column or score.
+
+    Raises NotResults, too, unless every arm has exactly one score of each question.
 
     Args:
         published: whether the right answers are, so that every answer must have a score.

@@ -97,7 +97,11 @@ class ScoredQuestions:
 
 
 def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuestions:
-    """Encode missing videos, answer unanswered questions, and score all answers.
+    """Encode missing videos, answer unanswered questions, and return the scores of all answers.
+
+    The scores are not written here. Writes the results' header: before the runs if there is none, and again at the end
+    with the facts of these scores. If a killed run began to delete the cache, and questions are left, the deletion is
+    finished first.
 
     Raises UsageError (nothing was started) or RunFailed (committed rows stay; a rerun resumes).
     """
@@ -117,7 +121,8 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
         for label, spec in request.grid.items()
     }
     scores = score_table(request.loaded.items, arms, live, request.protocol)
-    write_results_header(request.store, request.identity, request.about)  # until now it is about the scores before
+    # The facts in the header have been about the earlier scores until now.
+    write_results_header(request.store, request.identity, request.about)
     return ScoredQuestions(loaded=request.loaded, scores=scores, answers=answers, videos=videos)
 
 
@@ -136,7 +141,8 @@ def _live(request: EvaluateRequest) -> pa.Table:
 def _find_unanswered(request: EvaluateRequest) -> list[Item]:
     """Return the questions with a missing answer in some arm.
 
-    With ``--retry-failed`` a failed answer counts as missing.
+    ``--retry-failed`` makes a failed answer count as missing. Raises QuestionsChanged if a question with a good answer
+    has changed since.
     """
     if not _answers_store(request).exists(ANSWERS_HEADER):
         return list(request.loaded.items)
@@ -152,7 +158,11 @@ def _find_unanswered(request: EvaluateRequest) -> list[Item]:
 
 
 def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Summary:
-    """Run jobs.prune on the videos of unanswered questions, storing all tokens."""
+    """Run jobs.prune on the videos of unanswered questions, storing all tokens; it skips cached videos.
+
+    Prints the number of videos, and writes their manifest beside the results. Raises RunFailed if no video is ok, and
+    none was cached before.
+    """
     assert request.videos is not None
     folder = data_folder(request)
     rows = {str(row["video_id"]): row for item in items for row in item.manifest_rows(folder)}
@@ -178,7 +188,7 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
 
 
 def answers_config(request: EvaluateRequest) -> GenerateConfig:
-    """Return the options of jobs.generate that follow from the protocol."""
+    """Return the options of jobs.generate: the protocol's mode of answering, and the evaluation's options."""
     mode, options = mode_of(request.protocol, request.source.model_type), request.config
     return GenerateConfig(
         cache=request.cache,
@@ -195,10 +205,13 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
 
 
 def drop_tokens(request: EvaluateRequest, console: Console) -> None:
-    """Delete the cache of all tokens, and no file that a run did not write.
+    """Delete the cache of all tokens, and no file that a run did not write. Do nothing if there is no cache.
 
-    Its header goes first, so that a part of one is no cache to anybody, and a mark that this was begun goes last.
-    Raises UsageError where the cache is a link: what it leads to may be others'.
+    The header is deleted first, so that a half-deleted cache is no cache. The mark DROPPING is written before that and
+    deleted last: with it a later run finishes a deletion that was killed.
+
+    Raises CacheLocked if a run writes to the cache, and UsageError if the cache is a link: its target may be another
+    user's.
     """
     cache, folders = store_at(request.cache, request.objects), (VIDEOS, TOKENS, RUNS)
     if cache.folder is not None and cache.folder.is_symlink():
@@ -222,9 +235,10 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
 
 
 def score_answers(config: EvaluateConfig) -> ScoredQuestions:
-    """Score the answers that jobs.generate gave to questions with a right answer; several places are compared.
+    """Score the answers that jobs.generate gave to questions with a right answer, by the rule of the protocol "letter".
 
-    Raises UsageError for a place without answers, and where not all hold the same questions.
+    Several places are compared. Raises UsageError for a place without answers to score, and a method that is there
+    twice. Raises it also if a place holds other questions than the first place, or answers with other settings.
     """
     objects = Objects.from_environment(config.s3_endpoint)
     first, tables, arms = QuestionCollector(), list[pa.Table](), dict[str, MethodAtRatio]()
@@ -255,7 +269,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
 
 
 def _collect_answered(live: pa.Table) -> QuestionCollector:
-    """Collect the questions of the answers, and the faults of those that cannot be scored."""
+    """Collect the questions of the answers; a question that has no right answer is left out as a fault."""
     collector = QuestionCollector()
     for row in live.to_pylist():
         item = answered_item(without_nulls(row, AnswerRecord))
@@ -270,7 +284,7 @@ def _collect_answered(live: pa.Table) -> QuestionCollector:
 def _comparable(identity: AnswersIdentity) -> JsonObject:
     """Return the part of an answers' identity that must be equal for scores to be compared.
 
-    Frames moved to keyframes are a row of their own, as a method is.
+    The order of tokens and the snapping to keyframes may differ.
     """
     prompt = {name: value for name, value in identity.get("prompt", {}).items() if name != "order"}
     sampling = {name: value for name, value in _sampling(identity).items() if name != _SNAP}
@@ -285,7 +299,10 @@ def _sampling(identity: AnswersIdentity) -> SamplingIdentity:
 
 
 def _arm(identity: AnswersIdentity) -> MethodAtRatio:
-    """Return the method and ratio by which the tokens of these answers were pruned, and the codec that stored them."""
+    """Return the arm of these answers; its label names parameters, seed, keyframe snap and codec if unusual.
+
+    Raises NotAnswers for answers of jobs.evaluate.
+    """
     if "prunings" in identity:
         raise NotAnswers("these are answers of jobs.evaluate, which scores them itself: run it again with its options")
     method = identity.get("pruner") or identity["cache"]["pruner"]

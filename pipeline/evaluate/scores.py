@@ -79,10 +79,12 @@ class Reply(NamedTuple):
 def score_table(
     items: Sequence[Item], arms: Mapping[str, MethodAtRatio], answers: pa.Table, protocol: Protocol
 ) -> pa.Table:
-    """Return rows of SCORE_SCHEMA: each question under each arm; a question without an answer counts as failed.
+    """Return rows of SCORE_SCHEMA, arm by arm: each question under each arm.
+
+    A question without an answer counts as failed.
 
     Args:
-        arms: by the label that the answers have as their ``pruning``.
+        arms: by the label that the answers have as their ``pruning``; answers of other labels are ignored.
         answers: live rows of ANSWER_SCHEMA.
         protocol: whose rule reads replies.
     """
@@ -96,7 +98,7 @@ def score_table(
 
 
 def read_reply(item: Item, row: AnswerRecord, protocol: Protocol) -> Reply:
-    """Score an answer: a scored choice as it is, a reply by the rule, a free answer by its text."""
+    """Score an answer that did not fail: a scored choice as it is, a reply by the rule, a free answer by its text."""
     reply = without_reasoning(row["answer"], protocol.reasoning)
     if not item.options:
         right = same_text(reply, item.expected or "")
@@ -110,7 +112,10 @@ def read_reply(item: Item, row: AnswerRecord, protocol: Protocol) -> Reply:
 
 
 def _row(item: Item, arm: MethodAtRatio, row: AnswerRecord | None, protocol: Protocol) -> JsonObject:
-    """Return one row of the scores: an item, an arm, and the answer with its score."""
+    """Return one row of the scores: an item, an arm, and the answer with its score.
+
+    A failed or missing answer (None) scores 0, or None if the right answer is not published.
+    """
     common = {
         "question_id": item.question_id,
         "video_id": item.video_id,
@@ -147,7 +152,11 @@ def question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -
 
 
 def _question(item: Item, protocol: Protocol, model_type: str, mode: AnswerMode) -> QuestionRecord:
-    """Return an item as a row of QUESTION_SCHEMA."""
+    """Return an item as a row of QUESTION_SCHEMA.
+
+    Options that are scored stand in ``choices``, and the prompt is the bare question. Otherwise the prompt is the
+    protocol's whole text with the options in it, and there are no ``choices``.
+    """
     is_scored = bool(item.options) and protocol.choices != "generate"
     question: QuestionRecord = {
         "question_id": item.question_id,

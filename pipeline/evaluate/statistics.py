@@ -129,7 +129,7 @@ class ScoreMatrix:
     def by(self, name: str) -> Ints:
         """Return each question's part for the mean over the parts of a split, such as MLVU's tasks.
 
-        Raises ValueError where a question has no such split.
+        Raises ValueError if a question is in no part of the split.
         """
         if n_missing := sum(name not in splits for splits in self.splits):
             raise ValueError(
@@ -151,7 +151,7 @@ def arm_by_row(scores: pa.Table) -> list[MethodAtRatio]:
 
 
 def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix:
-    """Return the score matrix of some arms; a failed answer scores 0.
+    """Return the score matrix of some arms; a failed answer scores 0, and rows of other arms are ignored.
 
     Args:
         scores: rows of ``scores.parquet``, a (question, method, ratio) each.
@@ -184,7 +184,7 @@ def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix
 
 
 def _tallies(scores: pa.Table, arm_N: Ints, failed_N: NDArray[np.bool_], n_arms: int) -> list[AnswerCounts]:
-    """Count each arm's answers, failures, unread, cut and weakly read replies, and kept tokens."""
+    """Count each arm's answers, failures, replies without an option, cut and weakly read replies, and kept tokens."""
     free_N = scores["n_options"].to_numpy() == 0  # a free question has no option to name
     unparsed_N = ~failed_N & ~free_N & scores["parsed"].is_null().to_numpy()
     kept_N = scores["n_kept"].to_numpy().astype(float)
@@ -235,7 +235,7 @@ class Estimate:
     n_videos: int
 
     def difference(self, arm: int, reference: int) -> Difference:
-        """Return arm ``arm``'s number minus that of ``reference``, with its interval."""
+        """Return the number of ``arm`` minus the number of ``reference``, with its interval (nan: no interval)."""
         value = float(self.value[arm] - self.value[reference])
         drawn_R = self.drawn[:, arm] - self.drawn[:, reference]
         drawn_R = drawn_R[np.isfinite(drawn_R)]
@@ -247,13 +247,15 @@ class Estimate:
 def estimates(
     scores_AQ: Floats, cluster_Q: Ints, parts: Sequence[Ints], draws: int, generator: np.random.Generator
 ) -> list[Estimate]:
-    """Estimate every arm's mean over parts in each column, all columns on the same draws of videos.
+    """Return an estimate for each column: every arm's mean over the parts, and the same mean of each bootstrap draw.
+
+    All columns use the same draws of videos.
 
     Args:
         scores_AQ: scores; an arm that was not scored is nan throughout.
         cluster_Q: the video of each question, 0 to G-1.
         parts: for each column the part of each question, 0 to P-1, or OUTSIDE where the column leaves it out.
-        draws: R.
+        draws: R, the number of draws; with 0 the estimates have values and no draws.
         generator: the same one gives the same draws.
     """
     G, columns = int(cluster_Q.max(initial=-1)) + 1, [_sums(scores_AQ, cluster_Q, part_Q) for part_Q in parts]
@@ -294,7 +296,7 @@ def _mean_over_parts(sum_RPA: Floats, count_RP: Floats) -> Floats:
 
 
 def relative(overall: Sequence[Estimate], full: int) -> Estimate:
-    """Combine benchmarks to Rel.: the mean over them of an arm's unrounded score relative to that of arm ``full``.
+    """Combine the overall estimates of benchmarks to Rel.: the mean of unrounded scores relative to arm ``full``.
 
     Each benchmark has draws of its own. Undefined (nan) where a benchmark's ``full`` is 0.
     """

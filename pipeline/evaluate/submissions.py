@@ -38,8 +38,8 @@ class Submission(NamedTuple):
 def submissions(items: Sequence[Item], scores: pa.Table) -> dict[MethodAtRatio, Submission]:
     """Return the submission of every method and ratio.
 
-    If a reply names no option, one is drawn as lmms-eval does, by the question's id: it is the same for all methods
-    and in every run.
+    If a reply names no option, an option is drawn as lmms-eval does. The draw depends on the question's id alone, so it
+    is the same for all methods and in every run.
     """
     items_by_id = {item.question_id: item for item in items}
     submission_of = {arm: Submission({}, 0) for arm in arms_of(scores)}
@@ -54,17 +54,17 @@ def submissions(items: Sequence[Item], scores: pa.Table) -> dict[MethodAtRatio, 
 
 
 def write_submissions(store: Store, scored: ScoredQuestions, console: Console) -> list[str]:
-    """Write the scores without a score, a file for each method and ratio, and the form for what the server returns.
+    """Write the scores, all null, a file for each method and ratio, and the form for the server's scores.
 
-    Numbers that were typed into the form stay. Returns the names of the files. Raises OSError; UsageError where
-    somebody made the form unreadable.
+    Numbers that were typed into the form stay. Prints the number of drawn options and of failed questions. Returns the
+    names of the files. Raises OSError; UsageError for a form that cannot be read.
     """
     store.put(SCORES, write_parquet(scored.scores))
     names = [SCORES]
     for arm, submission in submissions(scored.loaded.items, scored.scores).items():
         names.append(f"{FOLDER}/{submission_name(arm)}.json")
         store.put(names[-1], json.dumps(submission.choices, indent=1).encode())
-        for line in _said(submission, len(scored.loaded.items)):
+        for line in _describe_gaps(submission, len(scored.loaded.items)):
             console.print(f"note: {names[-1]}: {line}", highlight=False, markup=False, soft_wrap=True)
     form = {**dict.fromkeys(map(submission_name, arms_of(scored.scores))), **server_scores(store)}
     store.put(FORM, json.dumps(form, indent=1).encode())
@@ -77,10 +77,10 @@ def submission_name(arm: MethodAtRatio) -> str:
 
 
 def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
-    """Return scores whose means are the percentages typed into the form; arms without one stay unscored.
+    """Return the scores of arms as the percentages typed into the form; arms without a percentage have no score.
 
-    The server returns only the mean, and counts a missing reply as wrong: all questions count as about one video, from
-    which no interval is drawn, and as answered. Raises UsageError for a form with anything but percentages.
+    Every row of an arm gets the arm's mean, since the server returns only that. Every row counts as answered, and as
+    about one video, so that no interval is drawn. Raises UsageError for a form with anything but percentages.
     """
     typed = server_scores(store)
     of_row = [typed.get(submission_name(arm)) for arm in arm_by_row(scores)]
@@ -102,7 +102,10 @@ def unknown_names(store: Store, arms: Iterable[MethodAtRatio]) -> list[str]:
 
 
 def server_scores(store: Store) -> dict[str, float | None]:
-    """Read the percentages that were typed into the form, by submission; {} without a form. Raises UsageError."""
+    """Read the form: the percentage typed for each submission, None where none is typed; {} without a form.
+
+    Raises UsageError for anything but percentages. Numbers that are all 1 or less are taken for shares, and refused.
+    """
     if not store.exists(FORM):
         return {}
     try:
@@ -125,7 +128,7 @@ def _draw(item: Item) -> int:
     return int.from_bytes(blake2b(item.question_id.encode(), digest_size=8).digest()) % len(item.options)
 
 
-def _said(submission: Submission, n_questions: int) -> Iterator[str]:
+def _describe_gaps(submission: Submission, n_questions: int) -> Iterator[str]:
     """Yield lines about drawn options and failed questions."""
     if submission.n_drawn:
         yield f"{submission.n_drawn} replies name no option; one is drawn for each, by the question's id"

@@ -173,7 +173,7 @@ class ResultsTable:
     def made_of(self) -> list[tuple[str, list[str]]]:
         """The data behind each column's numbers: (name, a text a column); questions as n of N."""
         rows = {
-            "Questions": list(map(_asked, self.columns)),
+            "Questions": list(map(_format_count, self.columns)),
             "Videos": [f"{column.n_videos:,}" for column in self.columns],
         }
         for name in dict.fromkeys(name for column in self.columns for name in column.made_of):
@@ -212,7 +212,7 @@ class ResultsTable:
             )
 
     def as_record(self) -> JsonObject:
-        """Return the whole table, JSON-able."""
+        """Return the table, JSON-able. Each column's ``made_of`` is among its entries; the notes are all remarks."""
         return {
             "title": self.title,
             "columns": [
@@ -256,12 +256,12 @@ def _heading(ratio: float, positions: str) -> str:
     return f"Pruning Ratio (↓ {100 * (1 - ratio):g}%)" + (f", {positions} positions" if positions else "")
 
 
-def _asked(column: Column) -> str:
+def _format_count(column: Column) -> str:
     """Return the number of a column's questions, "n of N" if the benchmark has more."""
     partly = column.n_whole is not None and column.n_whole != column.n_questions
     return f"{column.n_questions:,}" + (f" of {column.n_whole:,}" if partly else "")
 
 
 def signed(points: float) -> str:
-    """Format points to one decimal with their sign, except what rounds to 0."""
+    """Format points to one decimal with their sign; points that round to 0 have no sign."""
     return f"{points:+.1f}" if abs(points) >= PRINTED_0 else "0.0"

@@ -109,24 +109,25 @@ def results_table(
         reference: the method that others are compared with; None: gstep, else the first, and full retention where there
             is one method alone.
         ours: the method that LaTeX marks as ours.
-        draws: of whole videos. A benchmark's draws depend on the seed and its title alone.
+        draws: the number of bootstrap draws of whole videos. A benchmark's draws depend on the seed and its title
+            alone.
         seed: of the draws.
         notes: sentences that belong below the table.
 
-    Raises ValueError where two benchmarks share a title, or the scores of one are not paired (score_matrix); UsageError
-    for a reference or ``ours`` that is no row.
+    Raises ValueError for no benchmark, for two of one title, and if the scores of a benchmark are not paired
+    (score_matrix). Raises UsageError for a reference or ``ours`` that is no row.
     """
     titles = [benchmark.title for benchmark in benchmarks]
     if not titles or len(set(titles)) < len(titles):
         raise ValueError(f"benchmarks need different titles, for each is drawn on its own: {titles}")
-    arms, groups = _grouped(benchmarks, methods)
-    reference = _reference(groups, reference)
-    ours = None if ours is None else _row_named(groups, ours, "ours")
-    against = [_row_against(groups, row, reference) for row in range(len(groups))]
+    arms, groups = _group_arms(benchmarks, methods)
+    reference = _choose_reference(groups, reference)
+    ours = None if ours is None else _find_method(groups, ours, "ours")
+    against = [_find_reference_row(groups, row, reference) for row in range(len(groups))]
     matrices = [score_matrix(benchmark.scores, arms) for benchmark in benchmarks]
     columns, cells, overall, seeds = list[Column](), list[list[Cell | None]](), list[Estimate](), list[Estimate]()
     for benchmark, matrix in zip(benchmarks, matrices, strict=True):
-        parts = _parts(benchmark, matrix)
+        parts = _list_columns(benchmark, matrix)
         part_Qs = [part_Q for *_, part_Q in parts]
         generator = np.random.default_rng([seed, crc32(benchmark.title.encode())])
         mean_AQ = np.stack([matrix.scores[group.arms].mean(0) for group in groups])
@@ -144,17 +145,21 @@ def results_table(
                     made_of=benchmark.made_of,
                 )
             )
-            shown = _spread(groups, [_cell(100 * value) for value in numbers.value.tolist()], of_arms.value)
-            cells.append(_compared(against, numbers, _marked(groups, shown)))
+            shown = _add_spread(groups, [_make_cell(100 * value) for value in numbers.value.tolist()], of_arms.value)
+            cells.append(_add_differences(against, numbers, _add_marks(groups, shown)))
         overall.append(measured[-1])
         seeds.append(of_seeds[-1])
     last = [c for c, column in enumerate(columns) if column.key.endswith(OVERALL)]
     by_row = list(zip(*cells, strict=True))
     of_overall = [[row[c] for c in last] for row in by_row]
-    rels = _spread(groups, [rel_of(row, of_overall[FULL_ROW]) for row in of_overall], relative(seeds, FULL_ROW).value)
-    rel = _compared(against, relative(overall, FULL_ROW), _marked(groups, rels))
-    means = _spread(groups, [_mean_of(row) for row in of_overall], np.mean([row.value for row in seeds], axis=0))
-    mean = _marked(groups, means)
+    rels = _add_spread(
+        groups, [rel_of(row, of_overall[FULL_ROW]) for row in of_overall], relative(seeds, FULL_ROW).value
+    )
+    rel = _add_differences(against, relative(overall, FULL_ROW), _add_marks(groups, rels))
+    means = _add_spread(
+        groups, [_average_cells(row) for row in of_overall], np.mean([row.value for row in seeds], axis=0)
+    )
+    mean = _add_marks(groups, means)
     names = {path: name for benchmark in benchmarks for path, name in benchmark.names.items()}
     rows = [
         Row(
@@ -204,12 +209,13 @@ def marks(shown: Sequence[Cell | None]) -> list[Mark]:
     return [mark.get(number, "") for number in value]
 
 
-def _grouped(
+def _group_arms(
     benchmarks: Sequence[ScoredBenchmark], methods: Sequence[str] | None
 ) -> tuple[list[MethodAtRatio], list[_Group]]:
-    """Return the arms and their rows: full retention, then by falling ratio, by positions and in the order of methods.
+    """Return all arms and their rows: full retention, then by falling ratio, positions and order of methods.
 
-    A method without a seed stands for all of its seeds.
+    The seeds of a method share a row, and their arms are neighbours. A name in ``methods`` without a seed takes all
+    seeds.
     """
     seeds: dict[tuple[float, str, str], dict[int, MethodAtRatio]] = {}
     for arm in (arm for benchmark in benchmarks for arm in arms_of(benchmark.scores) if arm != ORIGINAL):
@@ -227,15 +233,18 @@ def _grouped(
     return arms, groups
 
 
-def _reference(groups: Sequence[_Group], name: str | None) -> str:
-    """Return the method of the rows that others are compared with. Raises UsageError where it has none."""
+def _choose_reference(groups: Sequence[_Group], name: str | None) -> str:
+    """Return the method that rows are compared with: ``name``, else GSTEP, else the first method.
+
+    A single method is compared with full retention. Raises UsageError if ``name`` is no row.
+    """
     if name is not None:
-        return _row_named(groups, name, "reference")
+        return _find_method(groups, name, "reference")
     methods = list(dict.fromkeys(group.method for group in groups[FULL_ROW + 1 :]))
     return ORIGINAL.method if len(methods) < 2 else "gstep" if "gstep" in methods else methods[0]
 
 
-def _row_named(groups: Sequence[_Group], name: str, option: str) -> str:
+def _find_method(groups: Sequence[_Group], name: str, option: str) -> str:
     """Return the method of the rows that a user's ``name`` means. Raises UsageError where there is none."""
     methods = list(dict.fromkeys(group.method for group in groups))
     for method in methods:
@@ -244,10 +253,11 @@ def _row_named(groups: Sequence[_Group], name: str, option: str) -> str:
     raise UsageError(f"--{option} {name}: no row of the table; there are {', '.join(methods)}")
 
 
-def _row_against(groups: Sequence[_Group], row: int, reference: str) -> int | None:
-    """Return the row of the reference that a row is compared with, at its ratio and positions; None for no row.
+def _find_reference_row(groups: Sequence[_Group], row: int, reference: str) -> int | None:
+    """Return the row of the reference that a row is compared with: at its ratio, and at its positions. None for no row.
 
-    A method that prunes inside the model has one row, whatever the positions of others.
+    If the reference has only one row at the ratio, that row serves for all positions. Rows of the reference itself, and
+    full retention, are compared with no row. If full retention is the reference, all other rows are compared with it.
     """
     if reference == ORIGINAL.method or row == FULL_ROW:
         return None if row == FULL_ROW else FULL_ROW
@@ -259,7 +269,11 @@ def _row_against(groups: Sequence[_Group], row: int, reference: str) -> int | No
 
 
 def _row_title(group: _Group, names: Mapping[str, str]) -> str:
-    """Return a row's method as printed, with the number of its seeds, and its positions where they are not usual."""
+    """Return a row's method as printed, with the number of its seeds, and its positions where they are not usual.
+
+    Args:
+        names: import path of a method from elsewhere -> the method's own name.
+    """
     if group.method == ORIGINAL.method:
         return "Full retention"
     path, *parameters = group.method.split(",")
@@ -268,8 +282,11 @@ def _row_title(group: _Group, names: Mapping[str, str]) -> str:
     return f"{title}, {group.positions} positions" if group.positions else title
 
 
-def _parts(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> list[tuple[str, str, Ints]]:
-    """Return (key, title, part of each question) of each column of a benchmark, the overall score last."""
+def _list_columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> list[tuple[str, str, Ints]]:
+    """Return (key, title, part of each question) of each column of a benchmark, the overall score last.
+
+    Raises ValueError for a column that is no SPLIT=VALUE.
+    """
     parts = []
     for key, title in benchmark.columns:
         name, is_split, value = key.partition("=")
@@ -280,13 +297,16 @@ def _parts(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> list[tuple[str, s
     return [*parts, (OVERALL, "Overall" if benchmark.columns else benchmark.title, whole)]
 
 
-def _cell(score: float) -> Cell | None:
+def _make_cell(score: float) -> Cell | None:
     """Return the cell of a percentage, None where it is nan: the row was not scored."""
     return None if math.isnan(score) else Cell(score=score, printed=printed(score))
 
 
-def _spread(groups: Sequence[_Group], shown: Sequence[Cell | None], value_A: Floats) -> list[Cell | None]:
-    """Return a column's cells with the spread of the seeds' numbers, given as shares for each arm."""
+def _add_spread(groups: Sequence[_Group], shown: Sequence[Cell | None], value_A: Floats) -> list[Cell | None]:
+    """Return a column's cells; a row of several seeds gets the standard deviation of their numbers, in points.
+
+    ``value_A`` has the number of each arm, as a share.
+    """
     return [
         replace(cell, spread=100 * float(np.std(value_A[group.arms], ddof=1)))
         if cell and len(group.seeds) > 1
@@ -295,8 +315,8 @@ def _spread(groups: Sequence[_Group], shown: Sequence[Cell | None], value_A: Flo
     ]
 
 
-def _mean_of(cells: Sequence[Cell | None]) -> Cell | None:
-    """Return the plain mean of printed numbers, as the paper's Table 4 has it; None where one is missing."""
+def _average_cells(cells: Sequence[Cell | None]) -> Cell | None:
+    """Return the cell of the plain mean of printed numbers, as in the paper's Table 4; None if one is missing."""
     values = [float(cell.printed) for cell in cells if cell is not None]
     if len(values) < len(cells):
         return None
@@ -304,8 +324,11 @@ def _mean_of(cells: Sequence[Cell | None]) -> Cell | None:
     return Cell(score=mean, printed=printed(mean))
 
 
-def _marked(groups: Sequence[_Group], shown: Sequence[Cell | None]) -> list[Cell | None]:
-    """Return a column's cells with their marks in each block, rows of the same ratio and positions."""
+def _add_marks(groups: Sequence[_Group], shown: Sequence[Cell | None]) -> list[Cell | None]:
+    """Return a column's cells with their marks in each block, rows of the same ratio and positions.
+
+    Full retention gets no mark.
+    """
     cells = list(shown)
     other_rows = range(FULL_ROW + 1, len(groups))
     for _, block in groupby(other_rows, key=lambda i: (groups[i].ratio, groups[i].positions)):
@@ -315,8 +338,13 @@ def _marked(groups: Sequence[_Group], shown: Sequence[Cell | None]) -> list[Cell
     return cells
 
 
-def _compared(against: Sequence[int | None], numbers: Estimate, shown: Sequence[Cell | None]) -> list[Cell | None]:
-    """Return a column's cells with the difference of each row to the row that it is compared with."""
+def _add_differences(
+    against: Sequence[int | None], numbers: Estimate, shown: Sequence[Cell | None]
+) -> list[Cell | None]:
+    """Return a column's cells with the difference of each row to the row in ``against``, in points, and its interval.
+
+    A cell without a row to compare with, or without a difference, stays as it is.
+    """
     cells = list(shown)
     for i, (cell, reference) in enumerate(zip(shown, against, strict=True)):
         if cell is None or reference is None or math.isnan((by := numbers.difference(i, reference)).value):

@@ -83,7 +83,11 @@ class PromptForecast:
     """
 
     def __init__(self, setup: AnswerSetup, builder: PromptBuilder, near: Mapping[str, str] | None = None) -> None:
-        """Read the rows. ``near``: id without a row -> a suggestion of similar ids, for messages."""
+        """Read the rows.
+
+        Args:
+            near: id without a row -> a suggestion of similar ids, for messages.
+        """
         self._setup = setup
         self._builder = builder
         self._near = near or {}
@@ -95,7 +99,7 @@ class PromptForecast:
         return {video_id: row for video_id, row in self.videos.items() if row["status"] == "ok"}
 
     def n_visual(self, videos: Sequence[VideoRecord], pruning: str = "") -> int:
-        """Return the maximum number of visual tokens of these videos in a prompt under a pruning."""
+        """Return the maximum number of visual tokens of these videos in a prompt under a pruning, newlines included."""
         late, builder = self._setup.prunings[pruning], self._builder
         if late is not None:
             n_kept = sum(
@@ -111,7 +115,10 @@ class PromptForecast:
         return max(sizes, default=0)
 
     def check_ratio(self, stored_ratio: float) -> None:
-        """Raise UsageError if the cache cannot serve the ratio; less than ``stored_ratio`` needs a nested method."""
+        """Raise UsageError if the cache cannot serve the ratio that is read; a smaller ratio needs a nested method.
+
+        ``stored_ratio`` is the cache's. All stored tokens can always be read.
+        """
         ratio = self._setup.read_ratio
         if ratio is None:
             return
@@ -124,7 +131,10 @@ class PromptForecast:
                 count_tokens(row, ratio)
 
     def check_context(self, questions: pa.Table, console: Console) -> None:
-        """Print a note about prompts whose visual tokens alone exceed the context; raise UsageError if all do."""
+        """Print a note if visual tokens alone make some prompts too long; raise UsageError if they do for all prompts.
+
+        A prompt is a question under one pruning. Questions with a video that has no tokens are left out.
+        """
         sizes = [
             self.n_visual([self.cached[video_id] for video_id in video_ids], pruning)
             for video_ids in questions["video_ids"].to_pylist()
@@ -156,7 +166,10 @@ class PromptForecast:
         return for_model, failed_rows
 
     def _failure(self, question: QuestionRecord) -> AnswerRecord | None:
-        """Return the error row of a question whose videos are missing, removed, failed or too long; else None."""
+        """Return the error row of a question whose videos are missing, removed, failed or too long; else None.
+
+        A question is too long here if its visual tokens alone exceed the context.
+        """
         cache, rows = self._setup.cache, []
         for video_id in question["video_ids"]:
             row = self.videos.get(video_id)
@@ -215,7 +228,10 @@ def resolve_prunings(
     source: ModelSource,
     builder: PromptBuilder,
 ) -> dict[str, LatePruning | None]:
-    """Return the prunings by name, each checked against the cache and the engine. Raises UsageError."""
+    """Return the prunings by name, each checked against the cache and the engine; None stays None.
+
+    Raises UsageError, also for a ``--siglip`` that no pruning uses.
+    """
     with usage_errors():
         prunings = {
             name: None if spec is None else resolve_pruning(spec, cache_identity, source, builder)
@@ -231,7 +247,11 @@ def resolve_prunings(
 def choose_token_order(
     config: GenerateConfig, cache_identity: CacheIdentity, prunings: Mapping[str, LatePruning | None]
 ) -> TokenOrder:
-    """Return the order of stored tokens in prompts. Raise UsageError for ``--order own`` of a method without one."""
+    """Return the order in which stored tokens are read for prompts.
+
+    It is "selection" only if the cache's method has an order of its own in a prompt. ``--order index`` always gives
+    "index". Raises UsageError for ``--order own`` if no method has an order of its own.
+    """
     method = read_declared_method(cache_identity)
     has_own_order = method is not None and method.reorders
     late = any(late is not None and late.pruner.reorders for late in prunings.values())
@@ -246,7 +266,10 @@ def choose_token_order(
 def identify_answers(
     setup: AnswerSetup, cache_identity: CacheIdentity, policy: PromptPolicy, evaluation: AnswersIdentity | None = None
 ) -> AnswersIdentity:
-    """Return the settings that all answers in one place share, JSON-able. PRUNINGS describes each pruning; it may grow.
+    """Return the settings that all answers in one place share, JSON-able.
+
+    A single pruning, which has the name "", is described under ``pruner``. Several prunings are described under
+    PRUNINGS, to which later runs may add; the cache is described without its evidence then.
 
     Args:
         policy: of the prompts.

@@ -38,9 +38,10 @@ _PART_SCHEMA = pa.schema([pa.field("answers", pa.list_(pa.struct(list(ANSWERED_S
 
 
 def group_by_videos(questions: Sequence[QuestionRecord], size: int) -> list[list[QuestionRecord]]:
-    """Group questions into blocks of about ``size``; questions on the same videos stay together where they fit.
+    """Group questions into blocks of at most ``size``; questions on the same videos stay together where they fit.
 
-    Questions on the same videos are ordered by pruning: under one pruning they share the beginning of their prompts.
+    The questions are sorted by their videos, and on the same videos by pruning: under one pruning they share the
+    beginning of their prompts.
     """
     places = {name: place for place, name in enumerate(dict.fromkeys(row.get("pruning", "") for row in questions))}
     sorted_questions = sorted(questions, key=lambda row: (row["video_ids"], places[row.get("pruning", "")]))
@@ -61,7 +62,7 @@ def pack_blocks(blocks: Iterable[Sequence[QuestionRecord]]) -> list[pa.Table]:
 
 
 def unpack_answers(parts: pa.Table) -> pa.Table:
-    """Unpack the answers that the actor handed over, as ANSWERED."""
+    """Unpack the answers that the actor handed over to rows of ANSWERED_SCHEMA."""
     return pa.Table.from_struct_array(parts["answers"].combine_chunks().flatten()).cast(ANSWERED_SCHEMA)
 
 
@@ -69,7 +70,7 @@ class Answerer:
     """The actor that answers questions; it holds one language model and never a vision tower."""
 
     def __init__(self, setup: AnswerSetup, heartbeats: Any = None, engine: Engine | None = None) -> None:
-        """Load the engine that ``setup`` describes, unless a loaded ``engine`` is given."""
+        """Start the heartbeat, and load the engine that ``setup`` describes, unless a loaded ``engine`` is given."""
         self._heartbeat = Heartbeat(STAGE, heartbeats)
         self._heartbeat.start()
         runtime = choose_runtime(setup.device, setup.dtype, setup.config.attn)
@@ -81,6 +82,7 @@ class Answerer:
         self._provenance = json.dumps(self._engine.describe())
 
     def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
+        """Answer one packed block of questions; yield a packed part of the answers as soon as it is complete."""
         questions = [without_nulls(row, QuestionRecord) for rows in block["questions"].to_pylist() for row in rows]
         for answers in self._answer_in_parts(questions):
             part = [{**answer, "runtime": self._provenance} for answer in answers]
@@ -101,10 +103,9 @@ class Answerer:
                 yield [answers_by_key.pop(key) for key in parts.popleft()]
 
     def answer(self, questions: Sequence[QuestionRecord]) -> Iterator[AnswerRecord]:
-        """Yield a row for each question, answered or failed.
+        """Yield a row for each question, answered or failed, not in the order of the questions.
 
-        Questions whose choices are scored, questions that are generated, and questions for which the model prunes
-        inside itself make batches of their own.
+        A batch holds questions of one kind: choices to score, answers to generate, or a pruning inside the model.
         """
         kinds: dict[Any, list[tuple[QuestionRecord, AnswerMode]]] = {}
         for question in questions:
@@ -130,9 +131,9 @@ class Answerer:
                 yield from self._answer_together(batch)
 
     def _batches(self, questions: list[PreparedQuestion]) -> list[list[PreparedQuestion]]:
-        """Return batches that the engine can afford; the last batch may not be full.
+        """Return batches that the engine can afford; the last batch may not be full, or may be empty.
 
-        A question that was in hand at a crash goes alone, to identify the question that crashes.
+        A question that was in hand at a crash goes alone and first, to identify the question that crashes.
         """
         alone, calm = list[list[PreparedQuestion]](), list[PreparedQuestion]()
         for question in questions:
@@ -145,7 +146,7 @@ class Answerer:
         return [*alone, *([calm[i] for i in part] for part in plan or [[]])]
 
     def _answer_together(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
-        """Answer one batch, reported to the heartbeat, and adjust the batch size."""
+        """Answer one batch, reported to the heartbeat, and adjust the batch size for later batches."""
         with self._heartbeat.holding(*(make_heartbeat_name(question.row) for question in batch)) as items:
             self._short, self._n_fitted = False, 0
             rows = self._answer_batch(batch)
@@ -154,7 +155,11 @@ class Answerer:
             return rows
 
     def _answer_batch(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
-        """Answer a batch; if it fails, answer its parts, down to the one question that gets the error row."""
+        """Answer a batch; if it fails, answer its parts, down to a single question, which gets the error row.
+
+        Records for ``_answer_together`` the largest batch that fitted, and whether memory ran short. Ends this process
+        if the engine crashed, or an error broke the GPU.
+        """
         try:
             rows = self._score(batch) if batch[0].mode.scores_choices else self._generate(batch)
             self._n_fitted = max(self._n_fitted, len(batch))
@@ -176,7 +181,10 @@ class Answerer:
         return [row for part in parts for row in self._answer_batch(part)]
 
     def _generate(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
-        """Decode an answer to each question, and return the rows."""
+        """Decode an answer to each question, and return the rows.
+
+        The rows have no status yet. A row gets the choice that its answer names, if it names one.
+        """
         decodings = [question.mode.decoding for question in batch]
         answers = self._engine.generate([question.prompt for question in batch], decodings, inside=batch[0].inside)
         rows = []
@@ -195,7 +203,10 @@ class Answerer:
         return rows
 
     def _score(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
-        """Score the choices of each question, and return the rows; the likeliest choice is the answer."""
+        """Score the choices of each question, and return the rows; the likeliest choice is the answer.
+
+        The rows have no status yet. The seconds of every row are the whole batch's.
+        """
         start = time.perf_counter()
         texts = [question.continuations() for question in batch]
         all_scores = self._engine.score([question.prompt for question in batch], texts, inside=batch[0].inside)
@@ -232,7 +243,10 @@ class BatchSize:
         self.now = largest
 
     def adjust(self, n_fitted: int, is_short: bool) -> None:
-        """Lower the batch size to the ``n_fitted`` questions that ran if memory ``is_short``; raise it again later."""
+        """Lower the batch size to ``n_fitted``, at least 1, if memory ``is_short``; else raise it after a while.
+
+        It doubles, up to the first size, after every GROW_AFTER batches in a row that memory sufficed for.
+        """
         if is_short:
             self.now, self._calm = max(1, n_fitted), 0
             return

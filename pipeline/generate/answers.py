@@ -48,14 +48,8 @@ QUESTION_EXTRA = "question_extra"  # in old answers: JSON of the carried columns
 PRUNINGS: Final = "prunings"  # key of the identity, where several prunings were asked
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
 COMPARED_COLUMNS = ("video_ids", "prompt", "choices", "decoding")  # columns of a question that its answer depends on
-_DECIDING_COLUMNS = (
-    "question_id",
-    "pruning",
-    "status",
-    "attempts",
-    "error_class",
-    "video_ids",
-)  # columns that decide whether a question is asked again
+# Columns that decide whether a question is asked again.
+_DECIDING_COLUMNS = ("question_id", "pruning", "status", "attempts", "error_class", "video_ids")
 _MAX_ROWS_AS_OBJECTS = 4096
 _NUMBER_PATTERN = re.compile(r"([^0-9]*)([0-9]{0,18})")
 
@@ -164,7 +158,7 @@ def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
 
 
 def sort_naturally(rows: pa.Table) -> pa.Table:
-    """Sort rows by question_id, with the numbers in it compared as numbers: 1, 2, 10."""
+    """Return rows sorted by question_id, with the numbers in it compared as numbers: 1, 2, 10."""
     ids = rows["question_id"].to_pylist()
     return rows.take(pa.array(sorted(range(len(ids)), key=lambda place: _natural_key(ids[place])), pa.int64()))
 
@@ -210,8 +204,13 @@ def match_answers(
 ) -> MatchedIdentity:
     """Match the ``requested`` settings with the settings of the stored answers; a store without answers takes any.
 
-    Compares the keys ``compared_keys`` (None: all), except prunings that only one side has, and code without answers.
-    With ``redo`` code is not compared. Raises IdentityMismatch if they differ.
+    Prunings that only one side has are not compared. Other code is accepted if the old code made no good answer.
+
+    Args:
+        redo: accept other code, and say in the result that it changed.
+        compared_keys: the keys that are compared besides PRUNINGS; None: all.
+
+    Raises IdentityMismatch if the settings differ.
     """
     if not store.exists(HEADER) or not AnswersTable(store).names():
         return MatchedIdentity(requested, changed=False)
@@ -243,7 +242,7 @@ def _select_compared(
     requested: AnswersIdentity,
     compared_keys: Collection[str] | None,
 ) -> JsonObject:
-    """Return the part of ``identity`` that is compared between two settings."""
+    """Return the part of ``identity`` that is compared; of PRUNINGS only the entries that both settings have."""
     selection: dict[str, Json] = {
         key: cast(Json, value) for key, value in identity.items() if compared_keys is None or key in compared_keys
     }
@@ -254,7 +253,10 @@ def _select_compared(
 
 
 def find_code(identity: AnswersIdentity, pruning: str | None) -> str | None:
-    """Return the hashes of the users' own code for answers under a pruning; None without own code."""
+    """Return the hashes of the users' own code for answers under a pruning; None without own code.
+
+    It includes the code of the method that pruned the cache. ``pruning`` None or "" is the single pruning.
+    """
     late = identity[PRUNINGS].get(pruning or "") if PRUNINGS in identity else identity.get("pruner")
     cached_method = identity["cache"].get("pruner") if "cache" in identity else None
     codes = [pruner.get("code") for pruner in (cached_method, late) if pruner is not None]
@@ -276,7 +278,10 @@ class AnswersTable:
         return sorted(name for suffix in SUFFIXES.values() for name in self._store.names(ANSWERS, suffix))
 
     def rows(self) -> pa.Table:
-        """Return every committed row: ANSWER_SCHEMA, then carried columns. Raises CorruptShard, OSError."""
+        """Return every committed row: ANSWER_SCHEMA, then carried columns.
+
+        Reads only the shards that were not read before. Raises CorruptShard, OSError.
+        """
         try:
             names = self._read()
         except FileNotFoundError:  # merged since they were listed
@@ -292,7 +297,10 @@ class AnswersTable:
         return names
 
     def live(self) -> pa.Table:
-        """Return the live row of every question under every pruning, by question_id."""
+        """Return the live row of every question under every pruning, by question_id; rows by other code are left out.
+
+        Raises CorruptShard, OSError.
+        """
         rows, identity = select_live(self.rows()), self._identity
         if identity is None:
             identity = read_answers_header(self._store)["identity"] if self._store.exists(HEADER) else {}
@@ -322,9 +330,10 @@ def select_live(rows: pa.Table) -> pa.Table:
 
 
 def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
-    """Merge the Parquet files of a table of answers into one, where more than ``at_least`` wait.
+    """Merge the Parquet files of a table of answers into one, if more than ``at_least`` wait; only live rows stay.
 
-    What was merged is deleted by a later merge, once the merged file is ``keep`` old. Raises CorruptShard, OSError.
+    A merged file's sources stay, for readers, until a later merge finds it older than ``keep``. Raises CorruptShard,
+    OSError.
     """
     names = store.names(ANSWERS, SUFFIXES["parquet"])
     tables = {name: _parse(store, name, data) for name, data in zip(names, store.read_all(names), strict=True)}
@@ -343,7 +352,7 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
 
 
 def try_merge_answers(store: Store, at_least: int, say: Callable[[str], object]) -> None:
-    """Merge as ``merge_answers``; an error loses no row: ``say`` gets a warning."""
+    """Merge as ``merge_answers``; if that fails, ``say`` gets a warning, and nothing is lost."""
     try:
         merge_answers(store, at_least)
     except (CorruptShard, OSError) as error:
@@ -365,7 +374,10 @@ def commit_answers(
 ) -> None:
     """Write rows as one file, which makes them visible. Raises OSError.
 
-    The rows get the carried columns of ``questions``, by question_id.
+    Args:
+        number: of the shard in this run; part of the file's name.
+        form: "parquet" or "jsonl".
+        questions: their carried columns are added to the rows, by question_id.
     """
     table = pa.Table.from_pylist([{**row, "run_id": run_id} for row in rows], schema=ANSWER_SCHEMA)
     if questions is not None:
@@ -380,9 +392,12 @@ def _to_json_lines(table: pa.Table) -> bytes:
 
 
 def _parse(store: Store, name: str, data: bytes) -> pa.Table:
-    """Convert one shard's bytes, of either format, to a table: ANSWER_SCHEMA, then carried columns.
+    """Convert a shard's bytes, Parquet or JSON lines, to a table: ANSWER_SCHEMA, then carried columns.
 
-    Raises CorruptShard if the bytes are not those that the shard's name promises.
+    ``method_code`` is null in older shards. Older shards have their carried columns as JSON in one column, which is
+    unpacked. Only the mark of a merged file stays in the metadata.
+
+    Raises CorruptShard if the bytes do not fit the checksum in the shard's name.
     """
     check_content(store, name, data)
     metadata: dict[bytes, bytes] = {}
@@ -437,7 +452,7 @@ def select_remaining_questions(
         codes: pruning -> its code (``find_code``).
         cached_ids: ids of videos with tokens.
 
-    Raises QuestionsChanged if a question with an answer has changed.
+    Raises QuestionsChanged if a question with a good answer has changed.
     """
     by_id = {row["question_id"]: without_nulls(row, QuestionRecord) for row in questions.to_pylist()}
     answers_by_key: dict[tuple[str, str | None], tuple[AnswerRecord, str | None]] = {}
@@ -473,7 +488,7 @@ def _pair_with_prunings(
 
 
 def describe_change(question: QuestionRecord, answer: AnswerRecord) -> str | None:
-    """Describe the difference between a question and its answered version; None if they are equal."""
+    """Describe the first difference between a question and its answered version; None if they are equal."""
     for name in COMPARED_COLUMNS:
         before, now = answer.get(name), question.get(name)
         if before != now:
@@ -488,7 +503,7 @@ def _shorten(value: object) -> str:
 
 
 def refuse_changed_questions(changes: Sequence[str], store: Store) -> None:
-    """Raise QuestionsChanged if there are ``changes``; each entry describes a changed question."""
+    """Raise QuestionsChanged if there are ``changes``, with the first five; each entry describes a changed question."""
     if changes:
         raise QuestionsChanged(
             f"{len(changes)} questions with an answer in {store} have changed:\n  "
@@ -500,9 +515,10 @@ def refuse_changed_questions(changes: Sequence[str], store: Store) -> None:
 def format_answered(
     live: pa.Table, n_questions: int, remaining: Sequence[QuestionRecord], config: GenerateConfig
 ) -> list[str]:
-    """Return lines for the user about the questions that are not asked because they have ``live`` rows.
+    """Return lines for the user about the questions that already have answers and are not asked; [] if there are none.
 
     Args:
+        live: the live rows of the questions.
         n_questions: questions times prunings.
     """
     n_with_answers = n_questions - len(remaining)

@@ -22,14 +22,15 @@ def make_carried_columns(
 ) -> dict[str, pa.Array]:
     """Return the columns of user's rows that are carried along, by the names that they have in the answers.
 
-    A column keeps its type. Values of several types, and values that Parquet cannot hold, become text.
+    A column keeps its type. Values of several types, and values that Parquet cannot hold, become text. A name that the
+    answers need is written as ``question_NAME``.
 
     Args:
-        rows: of each question the columns that nothing here reads.
+        rows: each question's other columns, which nothing here reads.
         own_names: names that the answers have for columns of their own.
         types: of the carried columns, where their file or table says them.
 
-    Raises QuestionsError where two columns would get one name, or where a name is no text.
+    Raises QuestionsError if two columns would get one name, or if a name is no text.
     """
     names = list(dict.fromkeys([*types, *(name for row in rows for name in row)]))
     new_names = {name: f"{_PREFIX}{name}" if name in own_names else str(name) for name in names}
@@ -45,7 +46,7 @@ def make_carried_columns(
 
 
 def _as_column(values: Sequence[UserValue], declared_type: pa.DataType | None) -> pa.Array:
-    """Return values as a column of the ``declared_type`` type, else of the type that all of them have, else as text."""
+    """Return values as a column: of the declared type if they fit, else of the type that all have, else as text."""
     if declared_type is not None and pa.types.is_dictionary(declared_type):
         declared_type = declared_type.value_type
     for kind in () if declared_type is None else (declared_type,), ():
@@ -66,7 +67,10 @@ def _as_text(value: Any) -> str:
 
 
 def add_carried(answers: pa.Table, questions: pa.Table, own_names: Collection[str]) -> pa.Table:
-    """Return answers with the columns that their questions carry, which are those besides ``own_names``."""
+    """Return answers with the columns that their questions carry: all columns of ``questions`` besides ``own_names``.
+
+    An answer without its question gets nulls.
+    """
     names = [name for name in questions.column_names if name not in own_names]
     if not names:
         return answers
@@ -94,7 +98,7 @@ def concat_answers(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _with_texts(table: pa.Table, names: Collection[str]) -> pa.Table:
-    """Return a table with these of its columns as text."""
+    """Return a table with the columns ``names`` as text; values that are not text become JSON."""
     for place, name in enumerate(table.column_names):
         if name in names:
             texts = [None if value is None else _as_text(value) for value in table[name].to_pylist()]

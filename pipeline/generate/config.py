@@ -122,6 +122,7 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
     )
 
     def __post_init__(self) -> None:
+        """Raise UsageError for an invalid value, and for options that do not go together."""
         super().__post_init__()
         if self.questions is None and not self.ask:
             raise UsageError(

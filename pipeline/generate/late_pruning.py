@@ -66,7 +66,10 @@ class PruningSpec:
         return ",".join([self.method, *(f"{name}={value}" for name, value in settings)])
 
     def read(self, family: str) -> tuple[PruningSpec, Pruner]:
-        """Return this pruning with its seed out of the parameters, 0 where nothing is drawn; and its method.
+        """Return (this pruning with the seed that it uses, its method).
+
+        A parameter ``seed`` moves into the field ``seed``, unless the method itself has a parameter of this name. The
+        field is 0 for a method that draws nothing.
 
         Raises ValueError for an unknown method or parameter.
         """
@@ -82,9 +85,12 @@ class PruningSpec:
 def parse_pruning_grid(
     methods: Iterable[str], ratios: Iterable[float], siglip: str | None = None, seed: int = 0
 ) -> list[PruningSpec]:
-    """Parse each METHOD[,NAME=VALUE...] and pair it with each ratio from the largest; seed=0..4 is five methods.
+    """Make a spec of each METHOD[,NAME=VALUE...] with each ratio, the largest ratio first.
 
-    The parameter ``positions`` says which positions the kept tokens get. Raises UsageError for a malformed method.
+    ``seed=0..4`` in a method stands for five methods. ``positions=...`` chooses the positions of the kept tokens. The
+    argument ``seed`` serves methods that name none. The names of methods and parameters are not checked.
+
+    Raises UsageError for a malformed method.
     """
     specs = []
     largest_first = sorted(set(ratios), reverse=True)
@@ -170,8 +176,8 @@ class LatePruning:
         """Select the kept tokens of a whole video on the device.
 
         Args:
-            text_embedding: [Q,De] of the question on the device, for a method that asks for it, in the space of the
-                cached ``image_embedding``; without one, in that of the visual tokens.
+            text_embedding: [Q,De] of the question on the device, for a method that needs it. It is in the space of the
+                cached ``image_embedding``, or in that of the visual tokens if the cache has none.
 
         Raises as ``prune_tokens``.
         """
@@ -189,7 +195,9 @@ class LatePruning:
         return prune_tokens(self.pruner, VisualTokens(tokens, evidence), self.retention_ratio, self.seed)
 
     def reduce(self, visual: Visual, pruned: PrunedTokens, *, own_order: bool = True) -> Visual:
-        """Return a whole video reduced to its selected tokens.
+        """Return a whole video reduced to its selected tokens, without its evidence.
+
+        If the method merges tokens, the merged tokens replace the video's.
 
         Args:
             own_order: whether the order in a prompt that a method has of its own is kept; else tokens go by position.
@@ -218,8 +226,8 @@ def resolve_pruning(
     Args:
         cache_identity: of the cache that holds the tokens.
 
-    Raises UsageError where the cache does not hold what the method needs, or the model cannot be pruned so; ValueError
-    for an unknown method or parameter.
+    Raises UsageError if the cache has not all tokens or lacks evidence, or if ``spec`` lacks a SigLIP checkpoint;
+    ValueError for an unknown method or parameter, and for a model that cannot be pruned so.
     """
     spec, pruner = spec.read(family_of(source).variant)
     method = spec.method
@@ -261,7 +269,8 @@ def check_inside(pruner: Pruner, builder: PromptBuilder) -> None:
 def find_evidence_columns(method: str, pruner: Pruner, cache_identity: CacheIdentity) -> tuple[tuple[str, str], ...]:
     """Return the evidence that the method takes from a cache of this identity: pairs of a name and the cache's column.
 
-    If a family has no embedding of patches that a text's can be compared with, the tokens themselves stand for it.
+    The tokens themselves stand for an embedding of patches that the family does not give. Raises UsageError if the
+    family or this cache does not give the evidence.
     """
     family = BACKBONES[cache_identity["model"]["type"]]
     gives = family.gives

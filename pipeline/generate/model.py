@@ -18,9 +18,10 @@ from pipeline.storage.stores import Store
 
 
 def choose_model(model: str | None, revision: str | None, weights: str) -> tuple[str, str | None]:
-    """Return the (model, revision) to use: the given ones, else those of the ``weights`` that the cache names.
+    """Return the (model, revision) to use: the given model, else the model of the ``weights`` that the cache names.
 
-    Raises UsageError where neither names a model.
+    A ``revision`` that is not given is the cache's, if the model is the same. Raises UsageError if neither names a
+    model.
     """
     kind, _, checkpoint = weights.partition(":")
     hub_id, _, sha = checkpoint.rpartition("@") if kind == "hub" else ("", "", "")
@@ -52,7 +53,7 @@ def find_model(
 
 
 def make_prompt_builder(source: ModelSource, options: GenerateConfig, positions: str | None = None) -> PromptBuilder:
-    """Return the prompt builder of a model by the options, or with other ``positions`` than theirs."""
+    """Return the prompt builder of a model by the options; ``positions`` replaces the positions of the options."""
     default = None if options.positions == "auto" else options.positions
     thought = "closed" if options.close_thought else "open"
     return prompt_builder(source, positions or default, options.rule, options.frame_times, thought)
@@ -64,7 +65,7 @@ def model_source(cache: TokenCache, model: str | None = None) -> ModelSource:
     Its ``pretrained()`` gives the name and revision for ``from_pretrained`` of transformers.
 
     Args:
-        model: where the cache does not name it: the folder with those weights.
+        model: the folder with these weights, if the cache does not name it.
 
     Raises UsageError where the model is missing or another one, ModelError where it is not there.
     """
@@ -76,9 +77,13 @@ def check_model(
 ) -> None:
     """Raise IdentityMismatch if the cache was made with other weights than the model's.
 
-    ``read_tower`` reads the hash of the vision encoder that the cache was made with. With it, other weights (quantized
-    weights too) are taken if they come with the same encoder. Raises ModelError where that encoder is quantized or not
-    all there.
+    Args:
+        cache: only named in the error.
+        identity: of the model in the cache's header.
+        read_tower: reads the hash of the vision encoder that the cache was made with. If it is given, other weights
+            (quantized weights too) are accepted if they have the same encoder.
+
+    Raises ModelError if that encoder is quantized or incomplete.
     """
     if (identity["type"], identity["weights"]) == (source.model_type, source.identity):
         return
@@ -108,7 +113,7 @@ def read_tower_hash(cache: Store, header: CacheHeader) -> str | None:
 
 
 def check_tokens(cache: Store, header: CacheHeader, widths: Collection[int], builder: PromptBuilder) -> None:
-    """Raise UsageError if the cached tokens, of these ``widths``, do not have the model's width and levels."""
+    """Raise UsageError if the cached tokens do not fit the model: ``widths``, deepstack levels, newline row."""
     remedy = "prune into another --out with the same model"
     levels = deepstack_levels(header)
     if levels != builder.deepstack_levels:

@@ -101,11 +101,11 @@ class VideoMemory:
         """Read nothing yet.
 
         Args:
-            prunings: that videos are asked for under; their evidence is read with the tokens.
+            prunings: all that ``get`` will be called with; their evidence is read with the tokens.
             retention_ratio, order: of the tokens that are read, as of TokenCache.get.
             own_order: whether a method's own order of the selected tokens is kept.
             device: where methods select.
-            max_bytes: of videos in memory.
+            max_bytes: of videos in memory; the last video stays even if it is larger.
         """
         rising = sorted(prunings, key=attrgetter("retention_ratio"))
         self._largest: dict[Hashable, LatePruning] = {_selection_key(late): late for late in rising}
@@ -137,8 +137,8 @@ class VideoMemory:
     def get(self, video_id: str, late: LatePruning | None = None, words: Tensor | None = None) -> PromptVideo:
         """Return a video pruned by ``late``; with its stored tokens if ``late`` is None or prunes inside the model.
 
-        ``words`` is the question's embedding, for a method that needs it. Raises as TokenCache.get, and ValueError if a
-        method cannot prune the tokens.
+        ``words`` is the question's embedding, for a method that needs it. Raises as TokenCache.get, and as
+        ``prune_tokens`` if the method cannot prune the tokens.
         """
         video = self.read(video_id)
         if late is None or late.inside is not None:
@@ -155,7 +155,10 @@ class VideoMemory:
         return video._replace(visual=visual, retention_ratio=late.retention_ratio)
 
     def _select(self, video_id: str, visual: Visual, late: LatePruning) -> PrunedTokens:
-        """Return the video's selection under a pruning, which a nested method's ratios share."""
+        """Return the video's selection under ``late``; the ratios of a nested method are cut from one selection.
+
+        The selection is kept in memory.
+        """
         largest = self._largest.get(_selection_key(late), late)
         key = (video_id, _selection_key(largest))
         pruned = self._selections.get(key)
@@ -185,6 +188,7 @@ class TextEmbeddings:
     """
 
     def __init__(self, model: Embedder, device: str, prunings: Iterable[LatePruning]) -> None:
+        """Load the text towers that the prunings need; the other prunings use ``model``."""
         towers = {late.text_tower for late in prunings if "text_embedding" in late.pruner.needs}
         self._by_tower = {tower: TextTower.load(tower, device) if tower else model for tower in towers}
 
@@ -223,9 +227,10 @@ def make_heartbeat_name(row: QuestionRecord | AnswerRecord) -> str:
 def convert_error(question_id: str, error: Exception, pruner: Pruner | None = None) -> QuestionFault:
     """Convert an unforeseen error to the fault of a question. End this process if the error broke the GPU.
 
-    ``pruner``: the method that prunes inside the language model, if any. Raises MethodFails.
+    ``pruner``: the method that prunes inside the language model, if any. Raises a MethodFails again, since all
+    questions would fail.
     """
-    if isinstance(error, MethodFails):  # as all other questions would
+    if isinstance(error, MethodFails):  # every other question would fail too
         raise error
     if isinstance(error, OwnCodeError):
         return QuestionFault("own-code", str(error))
@@ -241,6 +246,7 @@ class PromptMaker:
     """The maker of prompts from questions and cached videos, for one engine."""
 
     def __init__(self, setup: AnswerSetup, engine: Engine, device: str, heartbeat: Heartbeat) -> None:
+        """Open the cache, and load the text towers that prunings need; no video is read yet."""
         self._heartbeat = heartbeat
         self._prunings = setup.prunings
         self._max_tokens = engine.context_length
@@ -268,7 +274,7 @@ class PromptMaker:
     def make(self, question: QuestionRecord, mode: AnswerMode) -> PreparedQuestion | AnswerRecord:
         """Return the question with its prompt; its error row if that fails, or if it crashed POISON processes.
 
-        Reported to the heartbeat. Raises MethodFails.
+        Reported to the heartbeat. Ends this process if an error broke the GPU. Raises MethodFails.
         """
         name = make_heartbeat_name(question)
         try:
@@ -293,7 +299,10 @@ class PromptMaker:
         return failed_answer(question, fault)
 
     def _build(self, question: QuestionRecord, mode: AnswerMode) -> PreparedQuestion | AnswerRecord:
-        """Read the question's videos, prune them under the question's pruning, and build the prompt."""
+        """Read the question's videos, prune them under the question's pruning, and build the prompt.
+
+        Returns the error row of a prompt that does not fit with its answer.
+        """
         late, text = self._prunings[question.get("pruning", "")], question["prompt"]
         words = None if late is None else self._embeddings.embedding(late, text)
         videos = [self.videos.get(video_id, late, words) for video_id in question["video_ids"]]

@@ -106,14 +106,14 @@ class AnswerMode:
         return self.method != "generate"
 
     def describe(self) -> str:
-        """Return the mode as JSON; options without effect are left out, so they make no difference."""
+        """Return the mode as JSON for ``parse``; options of decoding that have no effect are left out."""
         options = {} if self.scores_choices else describe_decoding(self.decoding)
         fields = {"method": self.method, "system": self.system, **options}
         return json.dumps(fields, sort_keys=True, ensure_ascii=False)
 
 
 def describe_decoding(decoding: Decoding) -> dict[str, int | float]:
-    """Return the decoding options as a dict, without those that greedy decoding ignores."""
+    """Return the decoding options as a dict; greedy decoding has only ``max_new_tokens`` and ``temperature``."""
     options: dict[str, int | float] = asdict(decoding)
     greedy = ("max_new_tokens", "temperature")
     return options if decoding.temperature > 0 else {name: options[name] for name in greedy}
@@ -125,10 +125,13 @@ def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None,
     The table has QUESTION_SCHEMA, and behind it the file's other columns.
 
     Args:
-        limit: only the first so many.
+        mode: of the run; a row's own options replace its decoding and system message.
+        objects: the access to S3; None makes it from the environment.
+        limit: only the first so many; later rows are not checked.
 
     Raises QuestionsError (a UsageError) that names the file and the row: not readable, no row, a row without
-    question_id, video_id or prompt, a question_id that repeats, choices or options that make no sense.
+    question_id, video_id or prompt. It is raised too for a question_id that repeats, and choices or options that make
+    no sense.
     """
     with _open_file(place, objects) as file:
         try:
@@ -162,7 +165,7 @@ def _check_rows(
     mode: AnswerMode,
     limit: int | None,
 ) -> pa.Table:
-    """Check rows of questions; return a table of QUESTION_SCHEMA and the carried columns.
+    """Check the first ``limit`` rows of questions; return a table of QUESTION_SCHEMA and the carried columns.
 
     ``types``: the types of the file's columns, if the file has types. Raises QuestionsError.
     """
@@ -194,7 +197,8 @@ def _check_rows(
 def make_questions(prompts: Sequence[str], video_ids: Sequence[str], mode: AnswerMode) -> pa.Table:
     """Make the questions that ask every video the same: QUESTION_SCHEMA, by video, with ids that stay the same.
 
-    Raises QuestionsError for a prompt that is no valid text.
+    An id is the video's id, # and a hash of the prompt. Raises QuestionsError for a prompt that is no valid text, and
+    if there is no question.
     """
     rows = [
         {"question_id": f"{video_id}#{_short_hash(prompt)}", "video_id": [video_id], "prompt": prompt}
@@ -210,7 +214,7 @@ def _short_hash(text: str) -> str:
 
 
 def _open_file(place: str, objects: Objects | None) -> BinaryIO:
-    """Open a local or s3:// file of questions for reading. Raises QuestionsError."""
+    """Open a local or s3:// file of questions for reading; a file on S3 is read whole. Raises QuestionsError."""
     if find_suffix(place) not in TABLE_SUFFIXES:
         raise QuestionsError(f"{place}: questions are a file named {', '.join(sorted(TABLE_SUFFIXES))}")
     try:
@@ -260,7 +264,7 @@ def _check_columns(row: UserRow, where: str) -> None:
 
 
 def _parse_video_ids(row: UserRow, where: str) -> list[str]:
-    """Return the ids of the videos that a row asks about, one or several. Raises QuestionsError."""
+    """Return the ids of the videos that a row asks about; a text may be a JSON list. Raises QuestionsError."""
     value = row["video_id"]
     if isinstance(value, str) and value.startswith("["):  # a .csv has no lists of its own
         ids_in_text = _parse_json_list(value)
@@ -272,7 +276,7 @@ def _parse_video_ids(row: UserRow, where: str) -> list[str]:
 
 
 def _parse_choices(row: UserRow, where: str, mode: AnswerMode) -> list[str] | None:
-    """Return a row's choices as a list of texts, or None. Raises QuestionsError."""
+    """Return a row's choices, at least two texts, or None; a text is parsed as JSON. Raises QuestionsError."""
     value = row.get("choices")
     if value is None:
         return None
@@ -307,13 +311,17 @@ def _parse_json_list(text: str) -> list[Any] | None:
     """Parse a .csv cell as a JSON list; return None for anything else."""
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):  # as of a row of .jsonl
+    except (ValueError, RecursionError):  # RecursionError: nested too deeply
         return None
     return value if isinstance(value, list) else None
 
 
 def _parse_mode(row: UserRow, where: str, mode: AnswerMode, has_choices: bool) -> AnswerMode:
-    """Return the mode in which a row's question is answered: the row's own settings, else the run's."""
+    """Return the mode in which a row's question is answered: the row's own settings, else the run's.
+
+    The seed is the question's own: the row's, else made of the run's seed and the id. A question without choices is
+    always generated. Raises QuestionsError.
+    """
     own_options = {
         name: _parse_number(row[name], kind, name, where)
         for name, kind in _DECODING_OPTIONS.items()
@@ -332,7 +340,10 @@ def _parse_mode(row: UserRow, where: str, mode: AnswerMode, has_choices: bool) -
 
 
 def _parse_number(value: Any, kind: type, name: str, where: str) -> Any:
-    """Convert an option to its type from text, or from floats, which pandas makes of columns with gaps."""
+    """Convert an option to its type from text, or from floats, which pandas makes of columns with gaps.
+
+    Raises QuestionsError.
+    """
     number = value
     if isinstance(value, str):
         with suppress(ValueError):
@@ -368,8 +379,9 @@ def list_letters(count: int) -> list[str]:
 def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
     """Return the index of the choice that a generated answer names; None if it names no choice, or several.
 
-    In this order: a letter at the beginning ("B", "(B)", "B. a dog"), a letter called the answer ("the answer is B"),
-    the text of a choice, a single letter anywhere (not "A" and "I", which are words).
+    The first of these rules that finds one choice decides: "B", "(B)" or "B. a dog" at the beginning; a letter called
+    the answer, as in "the answer is B"; the text of a choice; a single capital letter anywhere, but not "A" or "I",
+    which are words.
     """
     text = answer.strip().strip("*").strip()
     names = list_letters(len(choices))

@@ -99,7 +99,10 @@ class AnswerPlan(Plan):
 
 
 def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateConfig) -> AnswerPlan:
-    """Divide the cluster's CPUs and GPUs among language models; ``gpus`` is 0 where models run on CPUs."""
+    """Divide the cluster's CPUs and GPUs among language models; ``gpus`` is 0 where models run on CPUs.
+
+    There are never more models than questions, and at least one. On CPUs it is one unless ``workers`` says more.
+    """
     gpus_per_model = config.tensor_parallel
     max_workers = max(1, int(gpus) // gpus_per_model) if gpus >= 1 else max(1, int(cpus))
     workers = max(1, min(config.workers or (max_workers if gpus >= 1 else 1), max_workers, n_questions))
@@ -128,7 +131,7 @@ def build_graph(
 ) -> RunGraph:
     """Build the Ray Data graph that answers the questions; it runs once its batches are read.
 
-    ``without``: the ids of nodes on which no worker may run.
+    Its rows are ANSWERED_SCHEMA. ``without``: the ids of nodes on which no worker may run.
     """
     blocks = pack_blocks(group_by_videos(questions, plan.questions_per_block))
     answers = add_stage(
@@ -181,7 +184,9 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         self._runtimes: list[str] = []
 
     def prepare(self) -> None:
-        """Check the options against questions, cache, model and answers; set the attributes.
+        """Check the options against questions, cache, model and answers; set the attributes. Starts nothing.
+
+        Prints notes on prompts that are too long, and on a model that reasons first.
 
         Raises UsageError, CorruptShard.
         """
@@ -242,10 +247,16 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         return ids
 
     def match(self) -> None:
+        """Match the settings with the stored answers: set ``identity``. Raise IdentityMismatch if they differ."""
         match_cache = match_answers(self.store, self._requested_identity, redo=self.options.on_changed == REDO)
         self.identity, self._changed = match_cache
 
     def list_remaining(self) -> list[QuestionRecord]:
+        """Return the questions still to ask, under each pruning, and print how many have answers already.
+
+        If the code of a method has changed (``on_changed=redo``), the header gets the new code now. Answers by the old
+        code are not live after that. Raises QuestionsChanged.
+        """
         self.table = AnswersTable(self.store, self.identity)
         if self._changed:  # from now on rows by other code are not live
             self.say(f"note: a method has other code now: its questions in {self.store} are asked again")
@@ -265,7 +276,11 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         return len(self.questions) * len(self.setup.prunings)
 
     def process(self, todo: list[QuestionRecord]) -> None:
-        """Commit the error rows that follow from the cache alone, then answer the other questions on Ray, if any."""
+        """Commit the error rows that follow from the cache alone, then answer the other questions on Ray, if any.
+
+        Writes the header of the answers first. Joins or starts the cluster only if a question needs a model. Raises
+        UsageError before any row is written, RunFailed.
+        """
         config = self.options
         for_model, failed_rows = self.forecast.split(todo)
         if for_model:  # before any row is written: the cluster may lack the resources of the flags
@@ -297,13 +312,17 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         self.stream(questions)
 
     def _merge_identity(self) -> AnswersIdentity:
-        """Return the answers' identity; prunings of earlier runs stay in it while they have answers."""
+        """Return the identity for the header: earlier runs' prunings stay in it while there are answers."""
         if PRUNINGS not in self.identity or not self.table.names():
             return self.identity
         earlier = read_answers_header(self.store)["identity"].get(PRUNINGS, {})
         return {**self.identity, PRUNINGS: {**earlier, **self.identity[PRUNINGS]}}
 
     def plan(self, items: list[QuestionRecord]) -> AnswerPlan:
+        """Divide the cluster among language models, and record the plan.
+
+        Raises RunFailed if the nodes that it needs were lost. Prints a note if ``workers`` do not fit.
+        """
         cluster, config = self.available_resources(), self.options
         if not self.can_run_on(cluster):
             raise RunFailed("the nodes that the run needs were lost. Rerun the command once they are back")
@@ -314,11 +333,12 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         return plan
 
     def replan(self, n_items: int) -> AnswerPlan:
+        """Plan ``n_items`` on the current nodes."""
         cluster = self.available_resources()
         return plan_answers(cluster["CPU"], cluster["GPU"] if self.device == "cuda" else 0.0, n_items, self.options)
 
     def available_resources(self) -> dict[str, float]:
-        """Return the nodes' resources, with only the GPUs of nodes that have enough for a whole model."""
+        """Return the nodes' resources, with at most ``max_gpus`` GPUs, of nodes that have enough for a whole model."""
         cluster, per_model = sum_resources(self.excluded_nodes), self.options.tensor_parallel
         gpus = cluster.get("GPU", 0.0)
         if per_model > 1:
@@ -340,7 +360,10 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         return replace(self.setup, device=self.device, dtype=self.dtype)
 
     def commit(self, number: int, rows: pa.Table) -> None:
-        """Commit ``rows`` (ANSWERED_SCHEMA), and add new runtimes of workers to the run's record."""
+        """Commit ``rows`` (ANSWERED_SCHEMA) as shard ``number``, count them, and record new runtimes of workers.
+
+        Merges small files after every MAX_WAITING_FILES shards.
+        """
         if new := [text for text in pc.unique(rows["runtime"]).to_pylist() if text not in self._runtimes]:
             self._runtimes.extend(new)
             self.run_file.save(runtimes=[json.loads(text) for text in self._runtimes])
@@ -357,6 +380,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         return [question for question in items if answer_key(question) not in self.answered_keys]
 
     def summarise(self, todo: list[QuestionRecord], wall_s: float) -> AnswerSummary:
+        """Count the committed rows of all questions of the request, with the counts of the questions in ``todo``."""
         live = self.table.select_live_of(self.questions, self.setup.prunings)
         new = {answer_key(question) for question in todo}
         return replace(summarise_answers(live, self.n_questions, new, wall_s), out=str(self.store))

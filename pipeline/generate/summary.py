@@ -60,7 +60,8 @@ def summarise_answers(
     Args:
         live: the rows of the answers to these questions under the run's prunings.
         n_questions: the number of questions, each as often as there are prunings.
-        new: (question_id, pruning) of the questions that this run asked.
+        new: (question_id, pruning) of the questions that this run asked. Seconds are summed over their good rows.
+        wall_s: seconds that the run took.
     """
     rows = live.select(list(_COLUMNS)).to_pylist()
     good = [row for row in rows if row["status"] == "ok"]
@@ -94,7 +95,7 @@ def summarise_answers(
 
 
 def render_answers(summary: AnswerSummary) -> RenderableType:
-    """Render the summary for the terminal, with the failures by class, an example and the remedy of each."""
+    """Return the summary for the terminal, with the failures by class, an example and the remedy of each."""
     table = Table.grid(padding=(0, 2))
     counts = f"{summary.n_ok} answered, {summary.n_failed} failed, {summary.n_missing} without a row"
     table.add_row("questions", counts)

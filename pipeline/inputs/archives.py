@@ -31,7 +31,7 @@ _PIECE_BYTES = 2**20  # bytes of a video that are read at once
 _MIN_PAX_SIZE = 2**33  # bytes from which on a size stands in an extended header
 _LONG_NAME, _PAX = b"L", (b"x", b"X")
 _EXTENDED = (_LONG_NAME, b"K", *_PAX, b"g")  # kinds of headers that say more of the next member
-_UNKNOWN = b"?"  # of what is no member
+_UNKNOWN = b"?"  # the kind of a place that is no member
 _FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 _WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
 _CARRIED_SUFFIXES = (".json", ".txt", ".cls")  # suffixes of members that are carried along
@@ -55,7 +55,10 @@ class Tar(Container):
         self._file, self._left_out, self._sidecars = file, LeftOut(), _Sidecars()
 
     def members(self, options: ContainerOptions) -> Iterator[Member]:
-        """Yield the videos in their order; ``pair_sidecars`` adds what is carried with each."""
+        """Yield the videos in their order; broken parts of the tar come as members with a fault.
+
+        Carried and left-out members are collected for ``pair_sidecars``.
+        """
         self._left_out, self._sidecars = LeftOut(), _Sidecars()
         for entry in self._entries():
             name = entry.name.removeprefix("./")
@@ -101,7 +104,10 @@ class Tar(Container):
         return sample_key(size, [self._file.read(*span) for span in spans])
 
     def _read_carried(self, entry: _MemberEntry, suffix: str) -> UserValue:
-        """Return the content of a .json, .txt or .cls member; None if it is too large to be carried."""
+        """Return the content of a .json, .txt or .cls member; None if it is too large to be carried.
+
+        Content that is not JSON is returned as text.
+        """
         if entry.size > _MAX_CARRIED_BYTES:
             return None
         text = self._file.read(entry.offset, entry.offset + entry.size).decode("utf-8", "backslashreplace")
@@ -116,7 +122,8 @@ class Tar(Container):
     def _entries(self) -> Iterator[_MemberEntry]:
         """Yield the members by their headers.
 
-        A part without a valid header becomes an entry named by its offset, "@512".
+        A part without a valid header becomes an entry named by its offset, "@512", and so does a missing end of the
+        tar.
         """
         place, size, cut = 0, self._file.size, False
         extended_header = _Extended()
@@ -143,7 +150,10 @@ class Tar(Container):
             )
 
     def _entry(self, block: bytes, header: tarfile.TarInfo, data: int, extended_header: _Extended) -> _MemberEntry:
-        """Return the member of a header ``block`` whose data begins at ``data``, or behind more headers."""
+        """Return the member of a header ``block`` whose data begins at ``data``, or behind more headers.
+
+        A member that is sparse, cut off or has two sizes gets a fault in ``wrong``.
+        """
         wrong, records = extended_header.wrong, extended_header.records
         if header.type == tarfile.GNUTYPE_SPARSE or any(word.startswith("GNU.sparse.") for word in records):
             wrong = wrong or fault("unsupported", "a sparse member is not read; pack the tar without --sparse")
@@ -161,7 +171,10 @@ class Tar(Container):
         return _MemberEntry(records.get("path") or extended_header.name or header.name, data, size, header.type, wrong)
 
     def _next_header(self, place: int) -> int:
-        """Return the offset of the next header behind a broken header, or the end of the file."""
+        """Return the offset of the next header behind a broken header.
+
+        The end of the file is returned if there is none in the next 256 MiB.
+        """
         end = self._file.size
         for start in range(place, min(place + _MAX_RESYNC_BYTES, end), _BLOCK):
             block = self._file.read(start, start + _BLOCK)
@@ -178,7 +191,10 @@ class _Extended:
         self.wrong: str | None = None
 
     def take(self, header: tarfile.TarInfo, file: RandomFile, data: int) -> None:
-        """Read a header whose data begins at ``data``; an absurdly long header is left unread."""
+        """Read a header whose data begins at ``data``, as far as it tells the name or the size.
+
+        An absurdly long header is left unread, and the member gets a fault in ``wrong``.
+        """
         if header.size > _MAX_HEADER_BYTES:
             self.wrong = fault("unsupported", f"its extended header has {header.size:,} bytes; pack the tar again")
         elif header.type == _LONG_NAME:
@@ -239,7 +255,7 @@ class _Sidecars:
 
     def __init__(self) -> None:
         self._values = dict[tuple[str, str], tuple[str, UserValue]]()  # (stem, suffix) -> name and value
-        self._paired_names = set[str]()  # names
+        self._paired_names = set[str]()
 
     def add(self, name: str, value: UserValue) -> None:
         """Add a member; the last member with a name counts."""
@@ -255,6 +271,10 @@ class _Sidecars:
         return (name for name, _ in self._values.values() if name not in self._paired_names)
 
     def _pair(self, video: str, stems: set[str]) -> str | None:
+        """Return the carried members of one video as JSON, or None, and note that they have a video.
+
+        ``stems`` are the stems of all videos.
+        """
         stem, key, values = _stem(video), _key(video), dict[str, UserValue]()
         for suffix in _CARRIED_SUFFIXES:
             places = [(stem, suffix)]
@@ -291,7 +311,11 @@ class Zip(Container):
         self._file, self._left_out = file, LeftOut()
 
     def members(self, options: ContainerOptions) -> Iterator[Member]:
-        """Yield the videos that the directory at the end lists. Raises OSError without a directory."""
+        """Yield the videos that the directory at the end lists. Raises OSError if the file cannot be read.
+
+        A zip without a sound directory gives a single member with a fault. Sets ``note`` for names of an unknown
+        encoding.
+        """
         self._left_out = LeftOut()
         try:
             entries = zipfile.ZipFile(SeekableFile(self._file)).infolist()
@@ -318,7 +342,7 @@ class Zip(Container):
         return member.offset, member.offset + (member.size or 0) + _MIN_READ_BYTES
 
     def read(self, member: Member) -> Iterator[bytes]:
-        """Yield a member's bytes. Raises VideoFault if the zip has changed, or the data is damaged."""
+        """Yield a member's bytes, decompressed. Raises VideoFault if the zip has changed, or the data is damaged."""
         header = self._file.read(member.offset, member.offset + _HEADER.size)
         if len(header) < _HEADER.size or header[:4] != _SIGNATURE:
             raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; rerun the command")
@@ -349,7 +373,7 @@ class Zip(Container):
 
 
 def _decode_name(info: zipfile.ZipInfo, encoding: str | None) -> tuple[str, bool, str | None]:
-    """Return the name of a member, whether its encoding is known, and what is wrong with it.
+    """Return (the name of a member, True if its encoding is known, its fault or None).
 
     A name with the flag of UTF-8, or with the field of Info-ZIP that states it in Unicode, is exact. Other names are
     read as UTF-8 where they are valid UTF-8, else by ``encoding`` (--zip-encoding), else by the format's own cp437.

@@ -31,6 +31,7 @@ class Table(Container):
     """An open table. The offset of a video is its row."""
 
     def __init__(self, file: RandomFile) -> None:
+        """Hash the end of the file, for the names of the videos; the table itself is opened when it is read."""
         self._file, self.unit = file, 1
         tail = file.read(max(0, file.size - _TAIL), file.size)
         self._hash = hashlib.blake2b(tail + str(file.size).encode(), digest_size=6).hexdigest()
@@ -39,7 +40,11 @@ class Table(Container):
         self._rows: Iterator[pa.Scalar] = iter(())
 
     def members(self, options: ContainerOptions) -> Iterator[Member]:
-        """Yield each row that holds a video, in order. Raises ManifestError without such a column of bytes."""
+        """Yield a member for each row in order, also for a row without bytes.
+
+        Raises ManifestError without a column of bytes. A part that cannot be read ends the list with a fault. Sets
+        ``unit``.
+        """
         number = 0
         try:
             batches = self._open_pieces()
@@ -54,10 +59,13 @@ class Table(Container):
             yield Member("@0", number, fault=fault("corrupt", f"the table cannot be read: {error}"))
 
     def span(self, member: Member) -> tuple[int, int]:
-        return 0, 0  # what is fetched is a row group
+        return 0, 0  # ``read`` plans its requests, by row group
 
     def read(self, member: Member) -> Iterator[bytes]:
-        """Yield the bytes of a row. Rows of a piece that are asked for in order are read once."""
+        """Yield the bytes of a row in one piece. Raises VideoFault.
+
+        Rows that are asked for in order are read once.
+        """
         stamp, _, column = member.name.partition("/")
         if stamp != self._hash:
             raise VideoFault("io", f"{self._file.uri} has changed since it was listed; rerun the command")
@@ -91,7 +99,10 @@ class Table(Container):
         return self._pieces
 
     def _names(self, schema: pa.Schema, options: ContainerOptions) -> list[str]:
-        """Return the columns that the index needs. Raises ManifestError."""
+        """Return the columns that the index needs: small columns, and ``video_id``.
+
+        Raises ManifestError if the column of videos is missing or not of bytes.
+        """
         if options.column is None or options.column not in schema.names:
             able = [field.name for field in schema if _holds_bytes(field.type)]
             raise ManifestError(
@@ -120,12 +131,14 @@ class _RowGroups:
         self.lengths = [self._table.metadata.row_group(group).num_rows for group in range(self._table.num_row_groups)]
 
     def read(self, piece: int, columns: Sequence[str], at_once: int = 1) -> Iterator[pa.RecordBatch]:
-        """Yield the named columns of row group ``piece``, ``at_once`` rows a batch."""
+        """Yield the named columns of row group ``piece``, ``at_once`` rows a batch.
+
+        Plans the requests of the file for it. Without columns the only batch has all rows.
+        """
         group = self._table.metadata.row_group(piece)
         spans = sorted(_chunks(group, columns))
-        small = (
-            sum(end - start for start, end in spans) <= _MAX_GROUP_BYTES
-        )  # columns are read in turns, and each in its order
+        # Columns are read in turns, and each in its order.
+        small = sum(end - start for start, end in spans) <= _MAX_GROUP_BYTES
         self._file.plan(merge_spans(spans) if small else spans, keep=small)
         if columns:
             yield from self._table.iter_batches(at_once, row_groups=[piece], columns=columns, use_threads=False)
@@ -137,9 +150,10 @@ class _RecordBatches:
     """The record batches of an Arrow file, or of a stream, as the datasets library writes them."""
 
     def __init__(self, file: RandomFile) -> None:
+        """Map the file into memory and open it. Raises ManifestError for a file in a store, ArrowException, OSError."""
         if "://" in file.uri:
             raise ManifestError(f"{file.uri}: an Arrow file is read from disk alone; copy it here, or make it Parquet")
-        source = pa.memory_map(file.uri)  # of which only the rows in hand are read
+        source = pa.memory_map(file.uri)  # the system reads only the rows in hand
         try:
             reader = pa.ipc.open_file(source)
             self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]

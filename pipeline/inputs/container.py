@@ -27,8 +27,8 @@ _MAX_NAME_CHARS = 1024  # characters of a member's name
 _MAX_GAP_BYTES = 2**20  # bytes between two spans that cost less than another request
 _TAIL = 2**16  # bytes at the end of an object that are fetched together
 _MIN_READ_BYTES = 2**14  # bytes of a single request that was not planned
-# Bytes of a slice, which comes in one request where reads that were not planned go forward in steps of at most _STEP on
-# the mean. At 130 MB/s so many bytes take as long as another request, 30 ms. A longer step counts as one of a slice.
+# Bytes of a slice: one request for unplanned reads that go forward by at most _STEP bytes on average. At 130 MB/s so
+# many bytes take as long as another request, 30 ms. A step longer than a slice counts as a slice.
 _SLICE, _STEP = 2**25, 2**22
 
 
@@ -166,6 +166,7 @@ class PlainFile:
     fetched = 0
 
     def __init__(self, path: str) -> None:
+        """Open the file. Raises OSError, also for a path that is no regular file."""
         self.uri = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not block
         status = os.fstat(self._descriptor)
@@ -207,12 +208,12 @@ class _Range:
 
     def __init__(self, files: Files, uri: str, start: int, end: int, *, whole: bool, gap: int = _MAX_GAP_BYTES) -> None:
         self._files, self._uri, self.start, self.end, self.whole, self._gap = files, uri, start, end, whole, gap
-        self._first, self._buffer = start, bytearray()  # what is held begins at ``_first``
+        self._first, self._buffer = start, bytearray()  # the buffer begins at ``_first``
         self._coming: Download | HubDownload | None = None
         self.size = self.fetched = 0
 
     def read(self, start: int, end: int) -> bytes:
-        """Read bytes [start, end) of the range. Raises OSError."""
+        """Read bytes [start, end) of the range; the first read sends the request. Raises OSError."""
         if not self.whole:
             self._stream(start, end)
         elif not self._buffer:
@@ -261,6 +262,7 @@ class RemoteFile:
     """
 
     def __init__(self, uri: str, objects: Objects, info: ObjectInfo | None = None) -> None:
+        """Prepare to read the object; nothing is requested yet."""
         self.uri = uri
         self._files, self._info = reach(uri, objects), info
         self._ranges: list[_Range] = []  # planned ranges
@@ -291,12 +293,15 @@ class RemoteFile:
         return self._info
 
     def plan(self, spans: Sequence[tuple[int, int]], *, keep: bool = False) -> None:
-        """Plan the ranges to read: each in ascending order, or in any order with ``keep``, which buffers them whole."""
+        """Plan the ranges to read, and drop the ranges planned before; nothing is requested yet.
+
+        Each range is read in ascending order, or in any order with ``keep``, which buffers it whole.
+        """
         self._end(self._ranges)
         self._ranges = [_Range(self._files, self.uri, *span, whole=keep) for span in spans]
 
     def read(self, start: int, end: int) -> bytes:
-        """Read bytes [start, end), or those of them that there are; one request or none. Raises OSError."""
+        """Read bytes [start, end), cut at the object's end; as a rule one request or none. Raises OSError."""
         end = end if self._info is None else min(end, self._info.size)
         if start >= end:
             return b""
@@ -310,7 +315,10 @@ class RemoteFile:
         return self._read_range(self._last, start, end)
 
     def _read_range(self, coming: _Range, start: int, end: int) -> bytes:
-        """Read bytes [start, end), which begin in a range and may end behind it. Raises OSError."""
+        """Read bytes [start, end), which begin in a range and may end behind it.
+
+        Raises OSError, with ESTALE if the object has changed.
+        """
         until = min(end, coming.end)
         try:
             data = coming.read(start, until)

@@ -44,7 +44,7 @@ class Discovery(AbstractContextManager["Discovery"]):
         indexing: makes the indexes; its ``unindexed`` are the containers.
         select: returns the videos of this run (MANIFEST_SCHEMA) among those of a container, and the rows of those to
             process (TODO_SCHEMA).
-        known: the videos to process that were known before.
+        known_todo: the videos to process that were known before (TODO_SCHEMA).
         limit: how many videos are processed at most; then no further container is opened, and of the last one no
             more read than is needed.
 
@@ -60,6 +60,10 @@ class Discovery(AbstractContextManager["Discovery"]):
         known_todo: pa.Table,
         limit: int | None = None,
     ) -> None:
+        """Prepare the search; its thread starts with the ``with`` block.
+
+        ``indexing`` is changed: it skips no archive any more, and with a limit it stops when there are enough videos.
+        """
         self._places, self._indexing, self._objects, self._select = [*indexing.unindexed], indexing, objects, select
         indexing.later = False
         if limit is not None:
@@ -133,7 +137,7 @@ class Discovery(AbstractContextManager["Discovery"]):
     def estimate_count(self) -> int:
         """Estimate the number of videos to process, from the bytes of all archives and of the first with videos.
 
-        Raises RunFailed.
+        Waits until that archive is indexed. The number is at least 1. Raises RunFailed.
         """
         n_known, n_indexed, n_bytes = len(self._parts[0].todo), 0, 0
         for part, size in zip(islice(self.parts(), 1, None), self._sizes, strict=False):
@@ -159,7 +163,7 @@ class Discovery(AbstractContextManager["Discovery"]):
         return Part(pa.concat_tables(part.videos for part in parts), pa.concat_tables(part.todo for part in parts), 0)
 
     def _run(self) -> None:
-        """Index the archives; runs in the thread."""
+        """Index the archives, and add their parts; runs in the thread. An error is kept for ``check``."""
         try:
             places = self._places if self._n_allowed > 0 else []
             with closing(self._indexing.rows(places, self._objects)) as tables:
@@ -180,7 +184,7 @@ class Discovery(AbstractContextManager["Discovery"]):
                         self._new_part.notify_all()
                     if n_allowed <= 0:
                         break
-        except Exception as error:  # noqa: BLE001 - it is the main thread's
+        except Exception as error:  # noqa: BLE001 - the main thread raises it in ``check``
             self.fail(error)
         self._end()
 

@@ -97,7 +97,7 @@ class Containers(AbstractContextManager["Containers"]):
     def find_again(self, spot: ArchiveMember, mark: int) -> ArchiveMember:
         """Return the current member of a video: the same if its archive still has this ``mark_key``.
 
-        In a repacked archive it is found by its name. Raises as ``fetch``.
+        In a repacked archive it is found by its name; ``spot`` is returned if there is none. Raises as ``fetch``.
         """
         container = self._open_container(spot.shard)
         assert self._open is not None
@@ -113,9 +113,9 @@ class Containers(AbstractContextManager["Containers"]):
         return self._open_container(spot.shard).sample(spot.member)
 
     def _open_container(self, shard: str) -> Container:
-        """Return the archive, opened in place of another one unless it is open already, with requests planned.
+        """Return the archive ``shard``; open it, and close the one before it, unless it is open already.
 
-        Raises VideoFault for an unknown suffix, or OSError.
+        Its requests are planned for the videos of this object. Raises VideoFault for an unknown suffix, or OSError.
         """
         if self._open is None or self._open[0] != shard:
             self.close()

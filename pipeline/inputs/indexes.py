@@ -45,7 +45,7 @@ _FIRST_CHECK = 256  # members, after which it is first looked whether they are e
 _VERSION: Final = 2  # of kept indexes; other versions are made again
 _SUFFIX: Final = ".json.zlib"
 _MAX_KEPT_NAMES = 100  # of what is left out, of a kind, in a kept index
-_BEYOND: Final = 2**53  # bytes that no file has, as of a manifest; sums of fewer stay numbers of 64 bits
+_BEYOND: Final = 2**53  # bytes that no file has; sums of smaller numbers fit 64 bits
 _CLIP = ("start_s", "end_s")  # columns of a table that tell the clip by themselves
 
 
@@ -117,9 +117,10 @@ class Indexing:
     _counting: threading.Lock = field(default_factory=threading.Lock)  # several threads index
 
     def rows(self, places: Sequence[NamedContainer], objects: Objects) -> Generator[pa.Table, None, None]:
-        """Yield the videos of each archive, as MANIFEST_SCHEMA; several archives are read in parallel.
+        """Yield the videos of each archive in order, as MANIFEST_SCHEMA; several archives are read in parallel.
 
-        Raises ManifestError for an impossible request.
+        An archive that is skipped gives an empty table, and is added to ``unindexed``. Raises ManifestError for an
+        impossible request, RunFailed if an index cannot be kept.
         """
         last_line_at = time.monotonic()
         n_videos = 0
@@ -150,7 +151,7 @@ class Indexing:
     def _rows(self, place: NamedContainer, objects: Objects) -> pa.Table | None:
         """Return the videos of one archive, as MANIFEST_SCHEMA; None if it is skipped.
 
-        Raises ManifestError, RunFailed.
+        An archive that must not or cannot be read is a single row, with the reason. Raises ManifestError, RunFailed.
         """
         if "#" in place.uri:
             raise ManifestError(f"{place.uri}: rename it: uris put a # between an archive's name and its members'")
@@ -175,7 +176,10 @@ class Indexing:
         return _table(place, index.members, self.options, index.mark)
 
     def _index(self, place: NamedContainer, file: RandomFile, kept_index: _Index | None) -> _Index | None:
-        """Return the index of an open archive; None if it is skipped. Raises as ``_rows``, and OSError."""
+        """Return the kept index of an open archive if it fits, else a new index, which is kept; None if it is skipped.
+
+        Raises as ``_rows``, and OSError.
+        """
         if kept_index is not None and kept_index.mark and kept_index.mark == self._mark(place, file):
             return kept_index
         if self.only_known:
@@ -200,12 +204,15 @@ class Indexing:
         return f"{file.mark} {encoding}" if encoding and file.mark else file.mark
 
     def _members(self, place: NamedContainer, container: Container) -> tuple[_Index, bool]:
-        """Return the members of an archive, and True if these are all; False once there are ``enough``."""
+        """Return the members of an archive, and True if these are all.
+
+        It is False if there are ``enough``, and after ``stop``, which gives no members.
+        """
         members, look_at = list[Member](), _FIRST_CHECK
         for member in container.members(self.options):
             if self._is_stopped:
                 return _Index([], LeftOut()), False
-            # Here all that lies before the next video was seen, and with it what side by side belongs to the last one.
+            # The archive was read up to this video, so the members between it and the last video are known.
             if len(members) == look_at and self.enough is not None:
                 look_at *= 2
                 index = self._make_index(place, container, members)
@@ -218,7 +225,7 @@ class Indexing:
     def _make_index(self, place: NamedContainer, container: Container, members: list[Member]) -> _Index:
         """Return the index of the members read so far, with checked names."""
         pair_sidecars, left_out = container.pair_sidecars(members)
-        if find_suffix(place.uri) in OF_COLUMNS:  # whose names are no part of an id
+        if find_suffix(place.uri) in OF_COLUMNS:  # names of rows are no part of an id
             return _Index(pair_sidecars, left_out)
         seen_names = set[str]()
         return _Index([check_name(member, seen_names) for member in pair_sidecars], left_out)
@@ -236,7 +243,7 @@ class Indexing:
     def _kept_index(self, place: NamedContainer) -> _Index | None:
         """Return the kept index of an archive; None if none is kept.
 
-        An index that is damaged or of another version is empty, so that a new index replaces it.
+        A damaged index, or an index of another version, is returned as an empty index, so that a new index replaces it.
         """
         if self.store is None or not self._is_kept(place):
             return None
@@ -317,7 +324,10 @@ def _name(uri: str) -> str:
 
 
 def _table(place: NamedContainer, members: Sequence[Member], options: ContainerOptions, mark: str = "") -> pa.Table:
-    """Return the members of an archive as MANIFEST_SCHEMA; ``mark`` is the archive's, for members without a mark."""
+    """Return the members of an archive as MANIFEST_SCHEMA, with their clips.
+
+    ``mark`` is the archive's, for members without a mark. A clip or a size that makes no sense becomes a fault.
+    """
     rows = find_suffix(place.uri) in OF_COLUMNS
     members = [_check_bounds(member) for member in members]
     if options.clips_from is not None or rows:
@@ -385,15 +395,18 @@ class Ids:
         self._high, self._low = np.empty(0, np.uint64), np.empty(0, np.uint64)  # sorted by the first
 
     def find_repeated(self, videos: pa.Table) -> NDArray[np.bool_]:
-        """Return a mask.
+        """Return a mask [n] of the videos (MANIFEST_SCHEMA) with the id of an earlier video, here or of ``add``.
 
-        The videos (MANIFEST_SCHEMA) with the id of an earlier video; files come before all members.
+        Files come before all members.
         """
         keys, member = column_keys(videos["video_id"]), pc.is_valid(videos["source_offset"]).to_numpy()
         return find_repeated(keys, member) | (find(keys, self._high, self._low) >= 0)
 
     def separate_ids(self, videos: pa.Table, is_repeated: NDArray[np.bool_] | None = None) -> pa.Table:
-        """Return the videos, with an error and an id of its own (ID@URI) for each that is ``find_repeated``."""
+        """Return the videos, with an error and an id of its own (ID@URI) for each that is ``find_repeated``.
+
+        The ids are not added: ``add`` does that.
+        """
         is_repeated = self.find_repeated(videos) if is_repeated is None else is_repeated
         if not is_repeated.any():
             return videos

@@ -42,14 +42,14 @@ class Listing(NamedTuple):
 def list_videos(videos: str, suffixes: frozenset[str], objects: Files, left_out: LeftOut | None = None) -> Listing:
     """List the videos that an address on S3 names, in the order of their keys.
 
-    ``s3://bucket/folder/`` and ``s3://bucket/folder`` mean every object below it with one of ``suffixes``; a glob those
-    that match it too (``*`` and ``[..]`` stay within a segment, a segment ``**`` stands for any number of them); any
-    other address the one object with this key.
+    - ``s3://bucket/folder/`` and ``s3://bucket/folder`` name every object below it with one of ``suffixes``.
+    - A glob names the objects with such a suffix that match it. ``*`` and ``[..]`` stay within a segment; a segment
+      ``**`` stands for any number of segments.
+    - Any other address names the object with this key.
 
-    Requests: one LIST a thousand keys below the folder, for a glob a thousand keys that begin like it up to its first
-    magic character; one HEAD for an object with one of ``suffixes``. Both are needed only where a name misleads: an
-    object without such a suffix, a folder with one. A video costs none. ``left_out`` counts the objects of the listing
-    that are no videos.
+    It sends one LIST for each thousand keys below the folder or the literal beginning of a glob, and one HEAD for an
+    address with one of ``suffixes``. It sends both only where a name misleads: an object without such a suffix, a
+    folder with such a suffix. ``left_out`` counts the listed objects that are no videos.
 
     Raises ManifestError, with the store's reason, for no video, no such bucket, no access.
     """
@@ -63,9 +63,10 @@ def list_videos(videos: str, suffixes: frozenset[str], objects: Files, left_out:
 
 
 def _list(videos: str, suffixes: frozenset[str], objects: Files, left_out: LeftOut) -> Listing:
-    """List the objects of ``list_videos``, which checks and reports what is found. Raises OSError."""
+    """List the objects that ``list_videos`` names; the list may be empty. Raises OSError."""
 
     def below(prefix: str, glob: Sequence[str] | None = None) -> list[ObjectInfo]:
+        """Return the objects below a prefix that are videos and match ``glob``; other files are counted as left out."""
         objects_below = []
         for info in objects.list(prefix, deep=True):
             if not (glob is None or info.uri == videos or _segments_match(info.uri.split("/"), glob)):
@@ -118,7 +119,10 @@ def find_suffix(uri: str) -> str:
 
 
 def is_taken(name: str, suffixes: Collection[str], left_out: LeftOut, shown_name: str = "") -> bool:
-    """Return True if a file is taken by its name; count it as ``shown_name`` (by default its name) where it is not."""
+    """Return True if a file is taken by its name; else count it in ``left_out``.
+
+    It is counted as ``shown_name``, by default its name.
+    """
     if is_apple_double(name):
         left_out.add(APPLE_DOUBLE, shown_name or name)
     elif find_suffix(name) in suffixes:
@@ -157,8 +161,7 @@ _MAX_NAMES = 1_000_000  # names from one pattern
 def expand_braces(names: Sequence[str]) -> list[str]:
     """Return the names with their brace patterns expanded, in the order in which a shell would give them.
 
-    A name that a local file or folder has stays as it is. Raises ManifestError where a pattern stands for a million
-    names or more.
+    A name that a local file or folder has stays as it is. Raises ManifestError for a million names or more.
     """
     names_out: list[str] = []
     for name in names:
@@ -187,7 +190,7 @@ def _names(text: str) -> Iterator[str]:
 
 
 def _split(text: str, start: int) -> tuple[list[str], int | None]:
-    """Split at the commas between a brace and the one that closes it; also return that one's place, None for none."""
+    """Split at the commas of the brace at ``start``: (the parts, the index of the closing brace or None)."""
     parts, depth = [""], 0
     for place in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[place], 0)
@@ -201,7 +204,7 @@ def _split(text: str, start: int) -> tuple[list[str], int | None]:
 
 
 def _alternatives(parts: list[str]) -> Iterator[str] | None:
-    """Yield what the parts between a pair of braces stand for; None where that is no pattern."""
+    """Return an iterator of the texts that a pair of braces stands for; None if its ``parts`` are no pattern."""
     match = _RANGE.fullmatch(parts[0])
     if len(parts) > 1 or match is None:
         return None if len(parts) == 1 else (name for part in parts for name in _names(part))

@@ -34,7 +34,7 @@ from pipeline.inputs.listings import (
     list_videos,
     root_prefix,
 )
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, unique, without_secrets
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, require_unique_ids, without_secrets
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, TableRows, given_parts, is_text, read_parts
 from pipeline.keys import ROWS_AT_ONCE, mark_key
 from pipeline.storage.hub import is_remote, reach
@@ -57,9 +57,12 @@ def read_manifest(
     """List the videos that ``videos`` names, as MANIFEST_SCHEMA, in a stable order.
 
     Several names are listed one after the other; brace patterns in them are expanded. On S3 a manifest is one GET,
-    whatever it names; for anything else see ``list_videos``. Containers are read for their indexes, as ``indexing``
-    says. Raises ManifestError (a UsageError) where the list cannot be made: no such folder, no video in it, an
-    unreadable manifest, a missing or duplicate ``video_id``.
+    whatever it names; for anything else see ``list_videos``. Archives and tables are read for their indexes, as
+    ``indexing`` says. Videos of archives that it skips are missing: ``indexing.unindexed`` has these archives.
+    ``indexing`` is changed too: ``ids``, ``later`` and the files that were left out.
+
+    Raises ManifestError (a UsageError) where the list cannot be made: no such folder, no video in it, an unreadable
+    manifest, a missing or duplicate ``video_id``.
     """
     roots, indexing = _roots(video_roots), indexing or Indexing()
     objects = objects or Objects.from_environment()
@@ -90,13 +93,14 @@ def read_manifest(
     if len(table) == len(parts) == 1 and (wrong := table["fault"][0].as_py()) is not None:
         raise ManifestError(f"{table['uri'][0]}: {wrong}")
     if files := [listing.videos for listing in listings if listing.videos is not None]:
-        unique(pa.concat_tables(files), _ONE_BY_ONE if column is None else _TABLES)
+        require_unique_ids(pa.concat_tables(files), _ONE_BY_ONE if column is None else _TABLES)
     return table if indexing.ids is None else _separate_ids(table, parts, indexing.ids, indexing)
 
 
 def _separate_ids(table: pa.Table, parts: Sequence[pa.Table], ids: Ids, indexing: Indexing) -> pa.Table:
     """Return the videos of files and archives, with errors for members that repeat an earlier id.
 
+    ``parts`` are the pieces of ``table``. The ids are added to ``ids`` if archives are left to index.
     Raises ManifestError if all videos of an archive repeat earlier ids, unless a limit may hide that.
     """
     is_repeated = ids.find_repeated(table)
@@ -124,7 +128,7 @@ def _are_ids_apart(listings: Sequence[Listed], places: Sequence[NamedContainer])
 
 
 def _read(videos: str, roots: Roots, objects: Objects, indexing: Indexing) -> Listed:
-    """List the videos, or else the archives, of one name; a table counts as an archive if ``column`` is set.
+    """List the videos, or else the archives, of one name; a table counts as an archive if a column of videos is given.
 
     ``indexing.left_out`` counts the other files. Raises ManifestError.
     """
@@ -156,9 +160,9 @@ def _read(videos: str, roots: Roots, objects: Objects, indexing: Indexing) -> Li
 
 
 def _parts(listing: Listed, column: str | None, roots: Roots, objects: Objects) -> list[Listed]:
-    """Return the listing in its order, with tables as manifests if the ``column`` of the first table is of paths.
+    """Return the listing in its order, with tables as manifests if the ``column`` of the first table holds paths.
 
-    A table that cannot be read stays a container, whose index says what is wrong with it. Raises ManifestError.
+    A table that cannot be read stays a container, whose index has the reason. Raises ManifestError.
     """
     tables = [place for place in listing.containers if find_suffix(place.uri) == ".parquet" and place.policy is None]
     if column is None or not tables:
@@ -188,9 +192,10 @@ def _names_paths(table: NamedContainer, column: str, objects: Objects) -> bool |
 
 
 def _manifest_at(uri: str, roots: Roots, objects: Objects, paths: str | None = None) -> pa.Table:
-    """Read a manifest on disk or in a store; its folder or prefix is what it may name and what relative uris are to.
+    """Read a manifest on disk or in a store. Raises ManifestError.
 
-    ``paths`` is the column of its uris, if that has another name.
+    Relative uris begin at its folder or prefix, and it may name videos there and below ``roots`` only. ``paths`` is the
+    column of its uris, if that has another name.
     """
     remote = is_remote(uri)
     try:
@@ -214,7 +219,7 @@ def _unique_videos(name: str, named_videos: NamedVideos, parts: Iterable[TableRo
         raise ManifestError(str(error)) from error
     if not tables:
         raise ManifestError(f"{name}: {none}")
-    return unique(pa.Table.from_batches(tables, MANIFEST_SCHEMA), name)
+    return require_unique_ids(pa.Table.from_batches(tables, MANIFEST_SCHEMA), name)
 
 
 def _refuse_compressed(videos: str) -> None:
@@ -275,12 +280,15 @@ def _from_files(folder: Path, name: str, roots: Sequence[Path], forms: frozenset
 def _videos_or_containers(
     paths: Iterable[Path], root: Path, judge: Judge, forms: frozenset[str], left_out: LeftOut
 ) -> Listed | None:
-    """List the videos among some files, or else the archives; None without either."""
+    """List the videos among some files, or else the archives; None without either.
+
+    Archives beside videos, and other files, are counted in ``left_out``.
+    """
     videos, containers, suffixes = list[Path](), list[Path](), VIDEO_SUFFIXES | forms
     for path in paths:
         suffix = path.suffix.lower()
         if suffix not in suffixes and path.is_dir():
-            continue  # which a glob matches too
+            continue  # a glob matches folders, too
         if is_taken(str(path.relative_to(root)), suffixes, left_out, str(path)):
             (videos if suffix in VIDEO_SUFFIXES else containers).append(path)
     if videos:
@@ -295,7 +303,10 @@ def _and_left(left_out: LeftOut) -> str:
 
 
 def _leave_archives(uris: Sequence[str], root: str, left_out: LeftOut) -> None:
-    """Count the archives beside videos: the same videos may lie in both, and encoding them twice helps nobody."""
+    """Count the archives beside videos, with a remedy for the user.
+
+    The same videos may lie in both, and encoding them twice helps nobody.
+    """
     for uri in uris:
         left_out.add(ARCHIVES, uri)
     if uris:
@@ -305,7 +316,7 @@ def _leave_archives(uris: Sequence[str], root: str, left_out: LeftOut) -> None:
 
 
 def _make_listed(places: Iterable[NamedContainer], *, videos: bool) -> Listed:
-    """Return files as videos, a part at a time, or as containers. Raises ManifestError for a repeated ``video_id``."""
+    """Return files as videos, or as containers. Raises ManifestError for a repeated ``video_id``."""
     if not videos:
         return Listed(None, [*places])
     unindexed, parts = iter(places), []
@@ -316,7 +327,7 @@ def _make_listed(places: Iterable[NamedContainer], *, videos: bool) -> Listed:
             for _, size, mark in (place.info or (place.uri, None, ""),)
         ]
         parts.append(pa.RecordBatch.from_pylist(rows, schema=MANIFEST_SCHEMA))
-    return Listed(unique(pa.Table.from_batches(parts, MANIFEST_SCHEMA)))
+    return Listed(require_unique_ids(pa.Table.from_batches(parts, MANIFEST_SCHEMA)))
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -341,7 +352,10 @@ def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_
 
 
 def _place(path: Path, root: Path, judge: Judge) -> NamedContainer:
-    """Return the NamedContainer of a file found below ``root``; its name is the POSIX path relative to it."""
+    """Return the NamedContainer of a file found below ``root``; its name is the POSIX path relative to it.
+
+    A path that is not UTF-8 is escaped, and gets a policy that refuses it.
+    """
     absolute = os.path.abspath(path)  # noqa: PTH100 - Path.resolve would follow links, which are judged separately
     name = path.relative_to(root).as_posix()
     policy = judge(absolute)
@@ -375,8 +389,8 @@ def given_manifest(rows: object, video_roots: Sequence[str] = ()) -> pa.Table:
     """List the videos that a caller has at hand, as ``read_manifest`` does those of a file.
 
     Args:
-        rows: paths or s3:// objects, each of which may be read and is called by its name; or rows (dicts, or a table
-            that Arrow takes) with video_id and uri, as of a manifest that lies in the current folder.
+        rows: paths or s3:// objects, each of which may be read, with its last segment as ``video_id``; or rows (dicts,
+            or a table that Arrow takes) with video_id and uri, as of a manifest that lies in the current folder.
 
     Raises ManifestError as ``read_manifest`` does.
     """
@@ -390,7 +404,10 @@ def given_manifest(rows: object, video_roots: Sequence[str] = ()) -> pa.Table:
 
 
 def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, str]], Roots]:
-    """Build rows for paths that were named one by one, and the roots that let them be read."""
+    """Return rows for paths that were named one by one, and the roots with their folders, so that they may be read.
+
+    Raises ManifestError if two paths have the same name.
+    """
     rows = [{"video_id": path.rstrip("/").rpartition("/")[2], "uri": path} for path in paths]
     (name, count), *_ = Counter(row["video_id"] for row in rows).most_common(1)
     if count > 1:

@@ -43,7 +43,7 @@ MANIFEST_SCHEMA = pa.schema(
 )
 #: A row to process: a manifest's row and the number of this attempt.
 TODO_SCHEMA = MANIFEST_SCHEMA.append(pa.field("attempts", pa.int32(), nullable=False))
-#: Why a file must not be read that lies elsewhere; ``listings.OUTSIDE`` of an object.
+#: The policy of a file outside the folders; ``listings.OUTSIDE`` is the policy of an object.
 OUTSIDE_FOLDERS = "the path resolves outside the folder that was named (add --video-root for a folder that may be read)"
 _OWN_COLUMNS = ("video_id", "uri", "start_s", "end_s", "size_bytes")
 _MAX_SIZE_BYTES = 2**53  # whole numbers of float64
@@ -127,7 +127,10 @@ class NamedVideos:
         return pa.RecordBatch.from_arrays(columns, schema=MANIFEST_SCHEMA)
 
     def _all_objects(self, uris: pa.Array) -> Located | None:
-        """Locate all uris as objects on S3 at once, or return None where one of them needs a closer look."""
+        """Locate all uris as objects on S3 at once, or return None where one of them needs a closer look.
+
+        An object outside the prefixes gets a policy.
+        """
         relative = pc.invert(pc.or_(pc.match_substring(uris, "://"), pc.starts_with(uris, "/")))
         uri_column = uris
         if isinstance(self._base, str):
@@ -143,7 +146,10 @@ class NamedVideos:
         return Located(uri_column, pc.if_else(inside, pa.scalar(None, pa.string()), OUTSIDE))
 
     def _all_files(self, uris: pa.Array) -> Located | None:
-        """Locate all uris as local files at once, or return None where one of them needs a closer look."""
+        """Locate all uris as local files at once, or return None where one of them needs a closer look.
+
+        A file outside the folders gets a policy. Links are followed for that, on the disk.
+        """
         absolute = pc.starts_with(uris, "/")
         if pc.any(pc.match_substring_regex(uris, _DOTS)).as_py() or pc.any(pc.match_substring(uris, "://")).as_py():
             return None
@@ -179,9 +185,10 @@ class NamedVideos:
         }
 
     def _locate(self, uri: str) -> tuple[str, str | None]:
-        """Resolve a uri: (absolute path or object URI, the reason to refuse it or None).
+        """Resolve a uri: (its address, the reason to refuse it or None).
 
-        A URI that is refused as malformed or unsupported loses its secrets.
+        The address is an absolute path or an object URI, also when it is refused. A malformed or unsupported URI is
+        returned without its secrets instead, and is not resolved.
         """
         base = self._base
         if is_s3(uri) or (isinstance(base, str) and "://" not in uri and not uri.startswith("/")):
@@ -211,7 +218,7 @@ def without_secrets(uri: str) -> str:
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{tail}"
 
 
-def unique(table: pa.Table, list_name: str = "") -> pa.Table:
+def require_unique_ids(table: pa.Table, list_name: str = "") -> pa.Table:
     """Return the table as it is. Raises ManifestError, about the manifest ``list_name``, if a ``video_id`` repeats."""
     again = find_repeated(column_keys(table["video_id"]))
     if again.any():
@@ -238,7 +245,7 @@ def _seconds(row: UserRow, name: str, where: str) -> float | None:
 
 
 def _all_sizes(values: pa.Array | None) -> pa.Array | None:
-    """Return numbers of bytes as int64, or None where one of them is no whole number."""
+    """Return numbers of bytes as int64; None without ``values``, and if a value is no whole number."""
     if values is None:
         return None
     whole = pc.and_(

@@ -31,7 +31,7 @@ _PART_ROWS = 2**16  # rows of a part of a file
 _SHOWN = 200  # bytes of a header that a message shows
 _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
 _TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_integer)
-# What reading one may raise; all of it is the file's fault.
+# Errors of reading a table; the file is at fault.
 UNREADABLE = (OSError, UnicodeDecodeError, pa.ArrowException)
 
 
@@ -42,8 +42,9 @@ class BadRow(ValueError):  # noqa: N818
 def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> Iterator[tuple[str, UserRow]]:
     """Yield the place of each row, in words, and the row as a dict; empty cells of a .csv are left out.
 
-    ``needs`` says in an error what a row should have been; ``key`` is a column without which the first line of a .csv
-    is no header. Raises BadRow, and what UNREADABLE lists.
+    A name with another suffix than .parquet and .csv is read as .jsonl. ``needs`` says in an error what a row should
+    have been; ``key`` is a column without which the first line of a .csv is no header. Raises BadRow, and the errors of
+    UNREADABLE.
     """
     suffix = find_suffix(name)
     if suffix == ".parquet":
@@ -59,7 +60,10 @@ def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> 
 
 
 def parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
-    """Return the types of the columns of a .parquet; other files say none. Raises what UNREADABLE lists."""
+    """Return the types of the columns of a .parquet, and rewind the file; {} for other files.
+
+    Raises the errors of UNREADABLE.
+    """
     if find_suffix(name) != ".parquet":
         return {}
     schema = pq.read_schema(file)
@@ -135,7 +139,10 @@ def given_parts(name: str, source: object, needs: str) -> Iterator[TableRows]:
 
 
 def given_rows(name: str, source: object, needs: str) -> Iterator[tuple[str, UserRow]]:
-    """Yield the rows of ``given_parts`` one by one, as ``read_rows`` does. Raises BadRow."""
+    """Yield the rows of ``given_parts`` one by one, as ``read_rows`` does, without empty cells of dicts.
+
+    Raises BadRow.
+    """
     if hasattr(source, "__arrow_c_stream__"):
         source = given_table(name, source, needs).to_pylist()
     if isinstance(source, Mapping) or not isinstance(source, Iterable):
@@ -174,6 +181,10 @@ class _ArrowRows:
         return None if place < 0 else self._batch.column(place)
 
     def texts(self, name: str) -> pa.Array | None:
+        """Return a column as text; None for another type, and if the column is missing or has a null.
+
+        Raises ArrowInvalid for text that is not UTF-8.
+        """
         column = self._column(name)
         if column is None or column.null_count:
             return None
@@ -185,6 +196,7 @@ class _ArrowRows:
         return column
 
     def numbers(self, name: str) -> pa.Array | None:
+        """Return a column as float64, all null if it is missing; None for text and for infinite numbers."""
         if name not in self._batch.schema.names:
             return pa.nulls(len(self._batch), pa.float64())
         column = self._column(name)
@@ -210,6 +222,7 @@ class _DictRows:
         return iter(self._rows)
 
     def texts(self, name: str) -> pa.Array | None:
+        """Return a column as text; None if a row lacks it, or has another type than text or a whole number."""
         values = [row.get(name) for _, row in self._rows]
         if not all(type(value) is str or type(value) is int for value in values):
             return None
@@ -228,13 +241,13 @@ class _DictRows:
 
 
 def _as_json(rows: list[UserRow]) -> pa.Array:
-    """Return each row as JSON without its empty cells, null for a row without others."""
+    """Return each row as JSON without its empty cells; null for a row that has no other cells."""
     values = ({name: value for name, value in row.items() if value is not None} for row in rows)
     return pa.array([carried_json(row) if row else None for row in values], pa.string())
 
 
 def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterator[tuple[str, UserRow]]:
-    """Yield ("line n", row) of a .csv, without its empty cells; ``needs`` is how a message names the columns.
+    """Yield ("line n", row) of a .csv, without its empty cells; ``needs`` names the columns in a message.
 
     Raises BadRow where the header lacks ``key``, a row has more cells than the header, or the .csv is malformed.
     """

@@ -21,7 +21,7 @@ from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects
 
 PACKAGE = "pipeline.inspect"
-_LONG_HASH = re.compile(r"([0-9a-f]{12})[0-9a-f]{8,}$")  # of weights: About has all of it
+_LONG_HASH = re.compile(r"([0-9a-f]{12})[0-9a-f]{8,}$")  # of weights; the part About of the page has the whole hash
 
 
 class Page(NamedTuple):
@@ -55,9 +55,9 @@ def write_page(
     retention_ratio: float | None = None,
     objects: Objects | None = None,
 ) -> str:
-    """Write the page of one video; return a line for the user about it.
+    """Write the page of one video, over an existing file; return a line for the user about it.
 
-    Raises UsageError where ``file`` cannot be written, and what ``video_page`` raises.
+    Raises UsageError where ``file`` cannot be written, and the errors of ``video_page``.
     """
     if not file.parent.is_dir():
         raise UsageError(f"{file}: the folder {file.parent} does not exist")
@@ -77,6 +77,7 @@ def video_page(
 ) -> Page:
     """Render the page of one video; the slider starts at ``retention_ratio``, by default at all that is stored.
 
+    The source is decoded again for pictures. Without the source the page has none, and ``missing`` says why.
     ``objects`` fetches the frames of a video on S3 again; by default as the environment says.
 
     Raises UnknownVideo, FailedVideo, RatioNotCached, CorruptShard, and ValueError for a ratio that makes no sense.

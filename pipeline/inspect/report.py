@@ -39,7 +39,10 @@ class CacheCounts(NamedTuple):
 
 
 def count(cache: TokenCache) -> CacheCounts:
-    """Read the whole table of a cache and count its videos, those included whose rows are lost. Raises OSError."""
+    """Read the whole table of a cache and count its videos, also videos whose rows are lost.
+
+    Raises CorruptShard, OSError.
+    """
     committed_names = list_committed_shards(cache.store)
     ledger = Ledger(cache.store, fingerprint(cache.identity)).refresh()
     return CacheCounts(
@@ -48,7 +51,7 @@ def count(cache: TokenCache) -> CacheCounts:
 
 
 def cache_report(cache: TokenCache, counts: CacheCounts) -> RenderableType:
-    """Render identity and counts of a cache, then a line for each of its first videos."""
+    """Render identity and counts of a cache, its latest run, then a line for each of its first videos."""
     ledger = counts.ledger
     facts = [("cache", str(cache.store)), *identity_facts(cache.identity)]
     if cache.evidence:
@@ -100,9 +103,9 @@ def _videos(cache: TokenCache, limit: int = 20) -> RenderableType:
 
 
 def video_report(cache: TokenCache, video_id: str, retention_ratio: float | None = None) -> RenderableType:
-    """Render one video: where it comes from, and how many tokens of each frame were kept.
+    """Render one video: its source, and how many tokens of each frame were kept.
 
-    Raises UnknownVideo, RatioNotCached.
+    A failed or removed video has the reason instead. Raises UnknownVideo, RatioNotCached.
     """
     row = cache.metadata(video_id)
     if row["status"] != "ok":

@@ -51,7 +51,7 @@ class Pictures:
 
 
 def source_pictures(row: VideoRow, sampling: SamplingIdentity, objects: Objects) -> Pictures:
-    """Decode a video's sampled frames again as JPEGs, if its source file is still there and unchanged.
+    """Decode a video's sampled frames again as JPEGs; there are none if its source file is gone or changed.
 
     The file is decoded in a child process that may crash or hang without harm. Only the very frames that the row names
     are shown, of a file with the hash that the row names. ``sampling`` is the one in the cache's identity.

@@ -25,7 +25,8 @@ from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RUNS, RunRecord, now
 from pipeline.storage.stores import Store
 
-_LOCAL_S, _STORE_S = 2.0, 10.0  # between two looks into a folder, and at an object store, where each look is requests
+# Seconds between two looks into a folder; and at an object store, where a look costs requests.
+_LOCAL_S, _STORE_S = 2.0, 10.0
 _RECENT_S = 60.0  # the rate is that of the last minute
 
 
@@ -76,9 +77,12 @@ class RunProgress:
 
 
 def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
-    """Find the progress of the run that is writing to the cache, else of the newest run; None without any run.
+    """Return the progress of the run that is writing to the cache, else of the newest run.
 
-    A run that has no record yet is "starting". Raises CorruptShard for a record that cannot be read.
+    A writing run that has no record yet is "starting". Jobs that record no progress, such as jobs.remove, are skipped.
+    None without a run, and while a job that records no progress is writing.
+
+    Raises CorruptShard for a record that cannot be read.
     """
     names, note = store.names(RUNS, ".json"), find_holder(store)
     if note:
@@ -105,7 +109,7 @@ def _progress(ledger: Ledger, record: RunRecord, note: Holder | None) -> RunProg
         until = datetime.fromisoformat(note["since"]) + timedelta(seconds=note["seconds"])
     seconds = (until - datetime.fromisoformat(record["started"])).total_seconds()
     try:
-        workers = Progress(**note["progress"]) if note else None  # type: ignore[arg-type]  # what it lacks raises
+        workers = Progress(**note["progress"]) if note else None  # type: ignore[arg-type]  # a missing number raises TypeError
     except (KeyError, TypeError):
         workers = None  # the note has no numbers, or those of another version of this program
     return RunProgress(
@@ -124,7 +128,7 @@ def _progress(ledger: Ledger, record: RunRecord, note: Holder | None) -> RunProg
 
 
 def wait_for_cache(store: Store, say: Callable[[str], object], every_s: float = _LOCAL_S) -> None:
-    """Wait until a run that was just started has begun its cache.
+    """Wait until a run that was just started has begun its cache; ``say`` gets a line about it.
 
     Returns at once where there is a cache, or something else. Raises NotACache where the run ends without one, OSError,
     and KeyboardInterrupt at Ctrl-C.
@@ -143,10 +147,10 @@ def wait_for_cache(store: Store, say: Callable[[str], object], every_s: float = 
 
 
 def watch(cache: TokenCache, console: Console, every_s: float | None = None) -> RunProgress | None:
-    """Show the run that writes to a cache, else its newest one, until that ends; return its last state.
+    """Show the run that writes to a cache, else its newest run, until that ends; return its last state.
 
-    It is looked at ``every_s`` seconds, by default more often in a folder on a terminal than in a store or for a log,
-    which gets a line each time.
+    Looks at the run every ``every_s`` seconds. The default is shorter for a folder on a terminal than for a store or a
+    log; a log gets a line each time.
 
     Returns None where the cache has no run. Raises OSError, CorruptShard, and KeyboardInterrupt at Ctrl-C.
     """
@@ -170,7 +174,10 @@ def _line(run: RunProgress, rate: float) -> str:
 
 
 def looks(store: Store, made_with: str, every_s: float) -> Iterator[tuple[RunProgress, float]]:
-    """Yield a run's state with its videos a second of late, every ``every_s`` seconds until the run has ended."""
+    """Yield (the run to watch, its videos a second in the last minute) every ``every_s`` seconds until it has ended.
+
+    The run is that of ``latest_run``; nothing is yielded without a run.
+    """
     ledger, recent = Ledger(store, made_with), deque[tuple[float, int]]()
     while (run := latest_run(store, ledger.refresh())) is not None:
         at = time.monotonic()

@@ -56,8 +56,8 @@ def total(*parts: Interval) -> Interval:
 def mean_of(values: Sequence[float], population: int, least: float = 0.0) -> Interval:
     """Estimate the mean of a corpus of ``population`` values from a sample: two standard errors to both sides.
 
-    The range holds at least the share ``least`` of the mean on both sides. One value alone stands for a corpus that may
-    be half or twice as much, unless it is all of it.
+    The range holds at least the share ``least`` of the mean on both sides. A single value stands for a corpus with half
+    or twice that mean, unless it is the whole corpus.
     """
     mean, left_out = fmean(values), 1 - len(values) / population
     if len(values) == 1:
@@ -68,22 +68,21 @@ def mean_of(values: Sequence[float], population: int, least: float = 0.0) -> Int
 
 
 HOUR = 3600.0
-# CPU seconds outside decoding a video, of a byte of its frames and of a bundle of videos, in all processes; and of
-# a video and of a bundle in the driver alone, which is one process and reads the records of all. Measured on two cores
-# (jobs/benchmark/README.md).
+# CPU seconds outside decoding, in all processes: for each video, byte of frames, and bundle of videos. Then the seconds
+# of the driver alone, a single process that reads all records. Measured on two cores (jobs/benchmark/README.md).
 _HOST_S, _HOST_S_PER_BYTE, _HOST_S_PER_BUNDLE = 1.5e-3, 0.6e-9, 10e-3
 _DRIVER_S, _DRIVER_S_PER_BUNDLE = 0.4e-3, 4.5e-3
-_WAITING = Interval(0.7, 1.3, 3.0)  # by how much more a core takes for these in a run, where stages wait for each other
+_WAITING = Interval(0.7, 1.3, 3.0)  # factor on these seconds in a run, where stages wait for each other
 _CPU_PEAK = Interval(6e9, 20e9, 60e9)  # operations a second of a core in float32
 # Seconds by which pruning a video delays the next one, which is encoded beside it. Measured on one H200.
 _PRUNE_DELAY_S = Interval(1e-3, 4e-3, 8e-3)
-_LOSS = Interval(1.0, 1.03, 1.12)  # time that stages lose by waiting for each other
+_LOSS = Interval(1.0, 1.03, 1.12)  # factor on the time, since stages wait for each other
 _START_S, _CLUSTER_START_S = Interval(5, 10, 40), Interval(15, 40, 180)
-# Decoding from packets takes as long as there are pixels in the pictures that must be decoded; the chosen frames are
-# converted and resized besides. Fitted to the table of jobs/benchmark/README.md: H.264, 720p and 1080p, 10 to 600 s.
+# Decoding packets costs time for each pixel of the pictures that must be decoded; the chosen frames are also
+# converted and resized. Fitted to the table of jobs/benchmark/README.md: H.264, 720p and 1080p, 10 to 600 s.
 _DECODE_S_PER_PIXEL, _CONVERT_S_PER_PIXEL = 1.65e-9, 3e-9
-_KEYFRAME_DISTANCE = Interval(30, 120, 250)  # pictures
-_CODEC_FACTOR = Interval(0.8, 1.0, 1.6)  # how much dearer a codec or a slower core is than those of that table
+_KEYFRAME_DISTANCE = Interval(30, 120, 250)  # pictures from one keyframe to the next
+_CODEC_FACTOR = Interval(0.8, 1.0, 1.6)  # cost of a codec or a slower core relative to that table
 _VIDEO_FPS = 30.0
 
 
@@ -230,7 +229,10 @@ class RunEstimate:
 
 
 def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str, ...] = ()) -> RunEstimate:
-    """Estimate a run of these videos on this cluster; ``notes`` are added to the plan's own."""
+    """Estimate a run of these videos on this cluster; ``notes`` are added to the notes of ``work``.
+
+    Without prices there is no cost, and a note says so.
+    """
     n, n_good = work.videos, work.videos * (1 - work.failed)
     # Videos that travel together, as pipeline.prune.graph bundles them.
     bundle = int(max(1.0, min(32.0, 64 * 2**20 / max(1.0, work.frame_bytes.expected))))
@@ -269,7 +271,7 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
 
 
 def _remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval]) -> str:
-    """Return a remedy for the bottleneck, and the next bottleneck after it."""
+    """Return a text: the remedy for the bottleneck, and the stage that is the bottleneck after it."""
     if slowest == "nothing":
         return "nothing is left to do"
     if slowest == "cpus":
@@ -287,7 +289,7 @@ def _remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval]) -> s
 
 
 def _cost(videos: int, prices: Prices, cluster: Cluster, wall: Interval, output: Interval) -> dict[str, Interval]:
-    """Return the cost of the run and of keeping its cache, as far as prices are given."""
+    """Return the cost of the run and of keeping its cache, as far as prices are given; {} without prices."""
     cost = {}
     parts = (cluster.gpus, prices.gpu_hour), (cluster.cores, prices.core_hour)
     if hourly := sum(number * price for number, price in parts if price is not None):

@@ -60,6 +60,10 @@ class PlanOptions(RunOptions):
         return int(match[1]), int(match[2])
 
     def __post_init__(self) -> None:
+        """Raise UsageError also for a wrong value of a plan's option, and for options that do not go together.
+
+        Options of a plan need ``--plan``.
+        """
         super().__post_init__()
         for name in _PLAN_FIELDS:
             if not self.plan and getattr(self, name) is not None:

@@ -88,8 +88,8 @@ def merge_caches(
     If several caches have a video, the rule of live rows takes one row, removed rows first. With ``refuse`` a video
     whose tokens differ is an error.
 
-    Raises NotACache, IdentityMismatch, UsageError for equal ids, all before anything is written; CorruptShard where a
-    file is damaged, and OSError.
+    Raises NotACache, IdentityMismatch, UsageError for equal ids, all before anything is written; CacheLocked where a
+    run writes to ``out``, CorruptShard where a file is damaged, and OSError. Rerun it to resume.
     """
     stores = [*[out] * out.exists(HEADER), *(source for source in sources if source.root != out.root)]
     header = _common_header(stores)
@@ -115,7 +115,10 @@ def merge_caches(
 
 
 def _common_header(stores: Sequence[Store]) -> CacheHeader:
-    """Return the header that all caches share. Raises NotACache, IdentityMismatch."""
+    """Return the header that all caches share: the first that has the width of tokens.
+
+    Raises NotACache, IdentityMismatch.
+    """
     first, *other_headers = headers = [read_header(store) for store in stores]
     for store, header in zip(stores[1:], other_headers, strict=True):
         wrong = list_differences(
@@ -130,7 +133,7 @@ def _common_header(stores: Sequence[Store]) -> CacheHeader:
 
 
 def _read_union(stores: Sequence[Store], identity: str) -> _Union:
-    """Read the live rows of each cache. Raises CorruptShard, OSError."""
+    """Read the live rows of each cache, as their tables are now. Raises CorruptShard, OSError."""
     tables, files, foreign = [], [], list[str]()
     for number, store in enumerate(stores):
         videos = LiveVideos.open(store, identity)
@@ -146,7 +149,7 @@ def _read_union(stores: Sequence[Store], identity: str) -> _Union:
 
 
 def _refuse_equal(rows: pa.Table) -> None:
-    """Raise UsageError where caches hold other tokens of one video."""
+    """Raise UsageError if several caches have different tokens of one video."""
     kinds = select_ok(rows).group_by("video_id").aggregate([("checksum", "count_distinct")])
     wrong = kinds.filter(pc.greater(kinds["checksum_count_distinct"], 1))["video_id"]
     if len(wrong):
@@ -165,9 +168,10 @@ def _take_videos(
     result: MergedCaches,
     say: Callable[[str], object],
 ) -> None:
-    """Bring tokens and then the rows that name them into ``out``; of a cache that is written to, those of one moment.
+    """Bring tokens and then the rows that name them into ``out``, and complete ``result``.
 
-    If a cache's files were merged away meanwhile, all are read again.
+    If files of a cache that others write to were merged away meanwhile, all caches are read again, _TRIES times in all.
+    Raises CorruptShard, OSError.
     """
     for tries_left in reversed(range(_TRIES)):
         try:
@@ -186,7 +190,10 @@ def _take_videos(
 def _take_live_tokens(
     stores: Sequence[Store], rows: pa.Table, out: Store, result: MergedCaches, say: Callable[[str], object]
 ) -> None:
-    """Bring the token shards that live rows of the union name into ``out``."""
+    """Bring the token shards that live rows of the union name into ``out``.
+
+    ``result`` gets the counts, and ``say`` a line for each thousand shards of a cache.
+    """
     order, _ = find_live(make_rule_columns(rows))
     live = select_ok(rows.take(pa.array(order)))
     result.videos, result.equal = len(order), len(rows) - len(order)

@@ -30,7 +30,10 @@ from pipeline.rows import Json, VideoRecord
 def repruning(
     source: TokenCache, method: str, params: Mapping[str, str], ratio: float, seed: int, codec: str, out: str
 ) -> Rewrite:
-    """Plan the cache ``out`` of the tokens that a method keeps of a cache of all tokens. Raises UsageError."""
+    """Plan the cache ``out`` of the tokens that a method keeps of a cache of all tokens; nothing is written.
+
+    Videos are pruned on the GPU if there is one. Raises UsageError.
+    """
     check_source(source, "prune")
     identity = source.identity
     if not is_whole(identity):
@@ -57,7 +60,10 @@ def repruning(
 
 
 def _header(header: CacheHeader, pruner: Pruner, ratio: float, seed: int, codec: str) -> CacheHeader:
-    """Return the header that ``jobs.prune`` gives a cache of this method."""
+    """Return the header that ``jobs.prune`` gives a cache of this method.
+
+    Settings of the model and of evidence that the method does not need are left out.
+    """
     new_header = change_codec(header, codec)
     identity = {name: value for name, value in new_header["identity"].items() if name != "evidence"}
     method: PrunerIdentity = {**describe_method(pruner), **({"seed": seed} if pruner.seeded else {})}  # type: ignore[typeddict-item]
@@ -88,7 +94,10 @@ class _Repruning(Rewrite):
     order: ClassVar[TokenOrder] = "index"
 
     def change(self, video: CachedVideo, record: VideoRecord) -> VideoItem:
-        """Prune a video. Raises VideoFault."""
+        """Prune a video of all tokens.
+
+        Raises VideoFault, and MethodFails for a method that would fail for every video.
+        """
         shape = (record["n_frames"], record["tokens_per_frame"])
 
         def whole(values: Tensor) -> Tensor:

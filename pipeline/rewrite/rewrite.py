@@ -113,12 +113,12 @@ def recoding(source: TokenCache, codec: str, out: str) -> Rewrite:
     return Rewrite(source, change_codec(source.header, codec), config, tuple(source.evidence))
 
 
-def check_source(cache: TokenCache, why: str) -> None:
-    """Raise UsageError where a cache does not hold what the encoder gave."""
+def check_source(cache: TokenCache, verb: str) -> None:
+    """Raise UsageError unless a cache stores its tokens as bfloat16; ``verb`` names the work in the message."""
     if cache.codec is not BFLOAT16:
         raise UsageError(
-            f"{cache.store} holds tokens as {cache.codec.name} already: {why} the cache of bfloat16 tokens that it was "
-            "made of"
+            f"{cache.store} holds tokens as {cache.codec.name} already: {verb} the cache of bfloat16 tokens that it "
+            "was made of"
         )
 
 
@@ -129,9 +129,9 @@ def make_config(store: Store) -> JsonObject:
 
 
 def check_place(out: Store, header: CacheHeader, *, redo: bool = False) -> bool:
-    """Return True if ``out`` holds what other code of the header's method made, which ``redo`` allows.
+    """Return True if ``out`` holds videos by other code of the header's method; raise UsageError if it is no fit place.
 
-    Raises UsageError where it holds something else than a cache of this header's identity.
+    A fit place is empty, or a cache of this header's identity. With ``redo`` it may hold tokens by other code.
     """
     check_out(out)
     with store_usage_errors():
@@ -150,10 +150,11 @@ def check_place(out: Store, header: CacheHeader, *, redo: bool = False) -> bool:
 
 
 def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: bool = False) -> Rewritten:
-    """Bring ``out`` up to date with the source of a rewrite; with ``redo`` also where other code made what is there.
+    """Bring ``out`` up to date with the source of a rewrite, and return the counts.
 
-    Raises UsageError before anything is written, CorruptShard where the source is damaged, RunFailed and OSError; what
-    was committed stays.
+    Videos that ``out`` has already are not done again, unless other code made them and ``redo`` is set. Raises
+    UsageError before anything is written, CorruptShard where the source is damaged, RunFailed and OSError; committed
+    videos stay.
     """
     check_place(out, job.header, redo=redo)
     start = time.monotonic()
@@ -180,7 +181,10 @@ def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: boo
 def _stream(
     job: Rewrite, todo: pa.Table, out: Store, record: RunFile, result: Rewritten, say: Callable[[str], object]
 ) -> None:
-    """Write and commit the videos of ``todo``, a shard at a time."""
+    """Write and commit the videos of ``todo``, a shard at a time; ``result`` gets the counts, ``say`` a line each time.
+
+    The small files of the table are merged in between. Raises RunFailed if another cache was begun at ``out``.
+    """
     header, codec, shards = out.read(HEADER), find_codec(job.header["identity"]), list[str]()
     made_with = fingerprint(read_header(out)["identity"])
     result.failed = pc.sum(pc.equal(todo["status"], "ok")).as_py()
@@ -206,7 +210,10 @@ def _stream(
 
 
 def _todo(source: TokenCache, out: Store, made_with: str, result: Rewritten) -> pa.Table:
-    """Return the places of the source's rows that outrank the rows of ``out``, in the order of shards."""
+    """Return the places of the source's rows that outrank the rows of ``out``, in the order of shards.
+
+    Sets ``result.done`` to the number of the other rows.
+    """
     columns = ("video_id", "status", "attempts", "token_shard", "first_row_group")
     rows = LiveVideos.open(source.store, fingerprint(source.identity)).live(columns)
     old_rows = LiveVideos.open(out, made_with).live(("video_id", "status", "attempts"))
@@ -227,7 +234,10 @@ def _ranks(rows: pa.Table) -> list[tuple[int, int]]:
 
 
 def _change_videos(job: Rewrite, todo: pa.Table) -> Iterator[VideoItem]:
-    """Yield the videos of ``todo`` as they are written; failed and removed ones are copied."""
+    """Yield the videos of ``todo`` as they are written; failed and removed videos are copied.
+
+    A VideoFault of a video makes it a failed row. Raises CorruptShard, OSError.
+    """
     codec = find_codec(job.header["identity"])
     for row in VideosTable(job.source.store).read_rows(todo):
         record = _record(row)

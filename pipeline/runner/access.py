@@ -131,9 +131,15 @@ def _describe_missing_token(address: str) -> str:
     return f"the Ray cluster at {address} asks for a token that was not given: {_TOKEN}; or {_ALONE}"
 
 
-def describe_startup_failure(error: Exception, address: str | None) -> str:
-    """Return a one-line reason why Ray did not start or could not be joined, with what may help."""
-    description = printable(f"{type(error).__name__}: {error}")
+def describe_startup_failure(error: Exception | None, address: str | None) -> str:
+    """Return a one-line reason why Ray did not start or could not be joined, with what may help.
+
+    ``error`` is None if Ray ended this process without an exception.
+    """
+    if error is None:
+        description = "Ray's native code ended this process, as it does if the raylet of this node does not answer"
+    else:
+        description = printable(f"{type(error).__name__}: {error}")
     if isinstance(error, ray.exceptions.AuthenticationError):
         return _describe_missing_token(address or "this machine")
     if address is not None:

@@ -8,6 +8,7 @@ import os
 import platform
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -80,13 +81,14 @@ def _join_or_start(say: Callable[[str], object]) -> None:
         set_cluster_token()
     else:
         say(f"joining the Ray cluster at {address}")
-        with _muted_stderr():
+        with explained_end(address), _muted_stderr():
             check_answers(address)
     logging.getLogger("ray._private.worker").addFilter(is_worth_showing)
     for last in (False, True):
         began = time.monotonic()
         try:
-            _initialise(say, starts=address is None)
+            with explained_end(address):
+                _initialise(say, starts=address is None)
             break
         except Exception as error:  # Ray raises plain exceptions if one of its processes does not start
             took_s = time.monotonic() - began
@@ -225,6 +227,25 @@ def _muted_stderr() -> Iterator[None]:
         finally:
             os.dup2(descriptor, 2)
             os.close(descriptor)
+
+
+@contextmanager
+def explained_end(address: str | None) -> Iterator[None]:
+    """Say what may help if Ray's native code ends this process inside the context, without any word of its own.
+
+    The native code does so where a raylet does not answer for half a minute. A shell outlives this process and says it.
+    """
+    message = f"error: {describe_startup_failure(None, address)}"
+    command = ["sh", "-c", 'read -r _ || printf "%s\\n" "$0" >&2', message]
+    try:
+        shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # Ctrl-C does not end it
+    except OSError:  # an image without a shell
+        yield
+        return
+    try:
+        yield
+    finally:
+        shell.communicate(b"joined, or failed with words\n")
 
 
 def _describe_cluster() -> str:

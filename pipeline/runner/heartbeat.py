@@ -145,6 +145,10 @@ class Heartbeat:
             self._delta = self._delta.plus(delta)
             if self._suspects or not self._reports_by_itself:
                 self._report()
+        if self._suspects and self.has_deaths:
+            # A process that ends at once takes its last reports with it, and an item of an older report gets the blame.
+            # That happens once at most: after a crash the work waits until the actor has the report.
+            self._ask("every_s")
         try:
             yield items_in_hand
         finally:

@@ -59,6 +59,7 @@ class ServeConfig(PromptOptions, S3Options):
     )
 
     def __post_init__(self) -> None:
+        """Raise UsageError for an invalid value, also of ``engine_param`` and ``caches``."""
         check_choices(self)
         ratio = self.retention_ratio
         check_ratio("retention_ratio", ratio)
@@ -80,9 +81,9 @@ class ServeConfig(PromptOptions, S3Options):
         return {name.replace("-", "_"): value for name, value in engine_values(self.engine_param).items()}
 
     def named_caches(self) -> dict[str, str]:
-        """Return the place of each ``--cache NAME=PLACE`` by name.
+        """Return the place of each ``--cache NAME=PLACE`` by name, without the first cache.
 
-        Raises UsageError for a malformed or repeated one.
+        Raises UsageError if it is malformed or a name repeats.
         """
         places: dict[str, str] = {}
         for text in self.caches:
@@ -94,7 +95,10 @@ class ServeConfig(PromptOptions, S3Options):
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise UsageError if the server cannot listen on this port; vLLM would say so only after loading the model."""
+    """Raise UsageError if the server cannot listen on this port; vLLM would say so only after loading the model.
+
+    The port stays free.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as port_socket:
         port_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

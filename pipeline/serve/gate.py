@@ -23,13 +23,11 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 KEY = "VLLM_API_KEY"
 OPEN_PATHS = frozenset(("/health", "/ping"))  # routes that load balancers ask without a key, also while the server ends
 RETRY_AFTER_S = 10
-_MAX_SKIPPED_BODIES = (
-    16  # of a body that is too large, up to so many times the limit is read, so that the client gets the error
-)
+# A body that is too large is read up to this many times the limit, so that the client gets the error.
+_MAX_SKIPPED_BODIES = 16
 _HEADER = b"x-cached-videos"
-_ENGINE_ENDED = (
-    b'"Internal server error"'  # what vLLM says of a request that its engine ended, as it does without its rows
-)
+# The answer of vLLM to a request that its engine ended. The engine does so if it lacks the rows of a video.
+_ENGINE_ENDED = b'"Internal server error"'
 
 #: The content names of the videos that this task's answer is made from.
 VIDEOS: ContextVar[list[str] | None] = ContextVar("videos", default=None)
@@ -44,6 +42,7 @@ class RequestGate:
     """
 
     def __init__(self, app: App) -> None:
+        """Take the key from the environment; the caches are opened when the server starts."""
         self._app = app
         self._key = os.environ.get(KEY, "").encode()
         self._state: Any = None  # of vLLM's own application
@@ -52,9 +51,11 @@ class RequestGate:
         self._draining: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse a request without the key (401) or while the server drains (503), else pass it on and count it.
+        """Pass a request on to the app, or refuse it: 401 without the key, 503 while the server drains.
 
-        Paths of ``OPEN_PATHS`` need no key.
+        A request is busy until it has its answer. No key is needed if the server has none. Paths of ``OPEN_PATHS``
+        always pass, without a key and while draining, and are never busy. A websocket needs the key too, but it passes
+        while draining and is never busy. The start of the server (lifespan) opens the caches.
         """
         if scope["type"] == "lifespan":
             self._start(scope["app"].state)
@@ -78,7 +79,7 @@ class RequestGate:
                 self._busy -= 1
 
     def _start(self, state: Any) -> None:
-        """Open the caches, and take over SIGTERM. Raises as CachedPrompts."""
+        """Open the caches, take over SIGTERM, and hide the model's path from clients. Raises as CachedPrompts."""
         self._state = state
         self._prompts = find_prompts(ServedCache.from_config(state.vllm_config))
         for model in state.openai_serving_models.base_model_paths:
@@ -92,7 +93,7 @@ class RequestGate:
             self._draining = asyncio.get_running_loop().create_task(self._end())
 
     async def _end(self) -> None:
-        """Wait until the running requests have ended, or the shutdown timeout is over, and end the server."""
+        """Wait until the running requests have ended, or the shutdown timeout is over, and tell the server to end."""
         assert self._prompts is not None
         deadline = time.monotonic() + self._prompts.served.shutdown_timeout
         while self._busy and time.monotonic() < deadline:
@@ -106,7 +107,12 @@ class RequestGate:
         return scheme.lower() == b"bearer" and secrets.compare_digest(sent, self._key)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the request's body, refuse one that is too large before anything parses it, and pass others to vLLM."""
+        """Read a request's body and pass the request on to vLLM; refuse a large body (413) before anything parses it.
+
+        The answer gets a header for each cached video that it is made from, and "retry-after" if it is a 503. A request
+        that vLLM's engine ended, since it lacked a video's rows, is passed on a second time. Nothing is sent to a
+        client that left.
+        """
         most = self._prompts.served.max_request_bytes if self._prompts is not None else 0
         parts, size, more = [], 0, True
         while more and size <= _MAX_SKIPPED_BODIES * most:
@@ -122,51 +128,57 @@ class RequestGate:
         body, videos = b"".join(parts), list[str]()
         VIDEOS.set(videos)
 
-        async def named(message: Message) -> None:
+        async def send_named(message: Message) -> None:
+            """Send a message of the answer, with the headers that the gate adds."""
             if message["type"] == "http.response.start":
                 names = [(_HEADER, name.encode()) for name in videos]
                 retry = [(b"retry-after", str(RETRY_AFTER_S).encode())] if message["status"] == 503 else []
                 message = {**message, "headers": [*message.get("headers", ()), *names, *retry]}
             await send(message)
 
-        if not await self._answered(scope, _replay_body(body, receive), named, videos):
-            # The engine had let go of rows that vLLM took for sent: vLLM knows by now, and sends them this time.
-            await self._app(scope, _replay_body(body, receive), named)
+        if not await self._try_answer(scope, _replay_body(body, receive), send_named, videos):
+            # The engine lacked rows that vLLM had noted as sent. vLLM knows that now, and sends the rows this time.
+            await self._app(scope, _replay_body(body, receive), send_named)
 
-    async def _answered(self, scope: Scope, receive: Receive, send: Send, videos: list[str]) -> bool:
-        """Return whether vLLM answered a request; nothing was sent where its engine ended one about cached videos."""
-        failed = False
-        held_messages: list[
-            Message
-        ] = []  # the start of a 500, until its body says whether the engine ended the request
+    async def _try_answer(self, scope: Scope, receive: Receive, send: Send, videos: list[str]) -> bool:
+        """Pass a request on to vLLM; return False if its engine ended the request, and then send nothing.
 
-        async def watched(message: Message) -> None:
-            nonlocal failed
+        Only a request about cached ``videos`` can be ended so; ``videos`` is filled while vLLM makes the prompt.
+        """
+        is_ended = False
+        kept_messages = list[Message]()
+
+        async def send_unless_ended(message: Message) -> None:
+            """Send a message, but keep back the start of a 500 until its body says if the engine ended it."""
+            nonlocal is_ended
             if message["type"] == "http.response.start" and message["status"] == 500 and videos:
-                held_messages.append(message)
+                kept_messages.append(message)
                 return
-            failed = failed or (bool(held_messages) and _ENGINE_ENDED in message.get("body", b""))
-            if not failed:
-                for late in (*held_messages, message):
-                    await send(late)
-                held_messages.clear()
+            is_ended = is_ended or (bool(kept_messages) and _ENGINE_ENDED in message.get("body", b""))
+            if not is_ended:
+                for part in (*kept_messages, message):
+                    await send(part)
+                kept_messages.clear()
 
-        await self._app(scope, receive, watched)
-        return not failed
+        await self._app(scope, receive, send_unless_ended)
+        return not is_ended
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return a ``receive`` that gives a body that was read already, and then what the client still says."""
+    """Return a ``receive`` that first gives a body that was read already, and then the client's further messages."""
     whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def replayed() -> Message:
+    async def replay() -> Message:
         return whole.pop() if whole else await receive()
 
-    return replayed
+    return replay
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:
-    """Send an error in the form of OpenAI's API."""
+    """Send a whole response: an error in the form of OpenAI's API.
+
+    A 413 closes the connection, and a 503 says when to try again.
+    """
     kind = "server_error" if status >= 500 else "invalid_request_error"
     body = json.dumps({"error": {"message": message, "type": kind, "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]

@@ -18,14 +18,15 @@ from pipeline.generate.model import find_model, read_tower_hash
 def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "auto", **more: Any) -> dict[str, Any]:
     """Return arguments for vLLM's ``EngineArgs`` or ``AsyncEngineArgs`` that serve a cache; ``more`` are added to them.
 
-    It sets what vLLM's processes need in the environment of this one, so call it before anything of vLLM is imported.
+    Call it before vLLM is imported: it sets environment variables for vLLM in this process.
 
     Args:
-        model: where the cache does not name it: the folder with the weights that it was made with.
+        model: the folder with the weights that the cache was made with, if the cache does not name it.
         dtype: "auto" is bfloat16 on GPUs and float32 on CPUs.
+        more: arguments of EngineArgs; they win over the arguments that are made here.
 
-    Raises UsageError where the cache was made with another model; ModelError where it is not there, and for a connector
-    of keys and values (``kv_transfer_config``) that cannot tell videos apart.
+    Raises UsageError if the cache was made with another model. Raises ModelError if the model is not there, and for a
+    connector of keys and values (``kv_transfer_config``) that cannot tell videos apart.
     """
     check_connectors(more)
     runtime = choose_runtime("auto", dtype)
@@ -55,8 +56,8 @@ def vllm_input(
         system: a system message; None leaves it to the chat template.
         positions, rule, frame_times: as of :func:`gstep.language.prompt_builder`.
 
-    Raises UsageError and ModelError as ``vllm_options``, and ValueError for a text or policy that the model does not
-    take.
+    Raises UsageError and ModelError as ``vllm_options``. Raises ValueError for a text or policy that the model does not
+    take, no video, and videos of different models.
     """
     videos = [video] if isinstance(video, CachedVideo) else list(video)
     if not videos or any(video.header is None for video in videos):
@@ -80,9 +81,9 @@ def _builder(
     rule: str,
     frame_times: str,
 ) -> PromptBuilder:
-    """Return the prompt builder for a cache's model, remembered per process.
+    """Return the prompt builder for a cache's model; the last eight are kept, so that calls share a builder.
 
-    Raises IdentityMismatch for another vision encoder.
+    ``tower`` is the hash of the vision encoder that made the cache. Raises IdentityMismatch for another vision encoder.
     """
     source = find_model("the cache", {"type": model_type, "weights": weights}, model, read_tower=lambda: tower)
     return prompt_builder(source, positions, rule, frame_times)

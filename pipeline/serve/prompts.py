@@ -45,9 +45,9 @@ class CacheLink:
 
     @classmethod
     def parse(cls, url: str) -> CacheLink:
-        """Read a link, whose id is percent-decoded so that one with a ``?`` or ``%`` can be named.
+        """Read a link, whose id is percent-decoded so that an id with a ``?`` or ``%`` can be named.
 
-        Raises ValueError for another scheme, and an unknown, repeated or impossible option.
+        Raises ValueError for another scheme, a link without an id, and an unknown, repeated or impossible option.
         """
         if not url.startswith(SCHEME):
             raise ValueError(
@@ -134,6 +134,7 @@ class CachedPrompts:
     """
 
     def __init__(self, config: ServedCache) -> None:
+        """Open the caches and check that they fit the model; threads refresh them until ``close``."""
         self.served = config
         self.source = ModelSource.resolve(config.model, config.revision, quantized=True)
         self.builder: PromptBuilder = prompt_builder(self.source, config.positions, config.rule, config.frame_times)
@@ -143,8 +144,8 @@ class CachedPrompts:
         self.largest_video += 1 if self.builder.needs_newline else 0
 
     def _open_cache(self, place: str) -> ServedVideos:
-        """Open a cache that fits the model, refreshed at intervals. Raises UsageError where it does not fit."""
-        # A request is answered with a 503 when its store is away, and not after minutes.
+        """Open a cache, which a thread refreshes at intervals. Raises UsageError if it does not fit the model."""
+        # If the store is away, a request gets its 503 soon, not after minutes.
         open_token_cache = partial(TokenCache, place, store=store_at(place).impatient())
         first = open_token_cache()
         check_model(
@@ -160,9 +161,9 @@ class CachedPrompts:
             videos.close()
 
     def read(self, messages: Iterable[ClientMessage]) -> Conversation:
-        """Parse messages without tokenizing them.
+        """Parse messages without tokenizing them; the videos of their links are not looked up yet.
 
-        Raises ValueError for a link that names no cached video, and for what the model does not take, with the reason.
+        Raises ValueError, with the reason, for a link that is malformed, and for content that the model does not take.
         """
         read = [(_role(message), parts_of(message)) for message in messages]
         links = [CacheLink.parse(part["url"]) for _, parts in read for part in parts if "url" in part]
@@ -172,7 +173,7 @@ class CachedPrompts:
         return Conversation(messages_out, links, n_characters)
 
     def check_length(self, n_characters: int) -> None:
-        """Raise ValueError for texts too long for any prompt of the model."""
+        """Raise ValueError for texts too long for any prompt of the model, at ``_CHARACTERS_PER_TOKEN``."""
         most = _CHARACTERS_PER_TOKEN * self.builder.context_length
         if n_characters > most:
             raise ValueError(
@@ -181,7 +182,10 @@ class CachedPrompts:
             )
 
     def find(self, link: CacheLink) -> Future[ServedVideo]:
-        """Return a future of the linked video, as ServedVideos.find. Raises ValueError for an unknown cache."""
+        """Return a future of the linked video, as ServedVideos.find. Raises ValueError for an unknown cache.
+
+        A link without a ratio gets the server's ratio.
+        """
         if link.cache not in self.caches:
             names = ", ".join(filter(None, self.caches)) or "none"
             raise ValueError(f"this server has no cache {link.cache[:80]!r}; by name it has {names}")
@@ -192,6 +196,7 @@ class CachedPrompts:
         """Return the prompt of a conversation up to where the model is to speak.
 
         Args:
+            videos: of the conversation's links, in their order.
             max_tokens: visual tokens that a video may have in a prompt.
 
         Raises ValueError, as the builder, and TooLarge.
@@ -207,7 +212,7 @@ class CachedPrompts:
 
 
 def _check_ratio(cache: TokenCache, ratio: float | None) -> None:
-    """Raise UsageError where no video of a cache can be served at the server's ratio."""
+    """Raise UsageError if the cache cannot serve the ratio: it is larger, or the method is not nested."""
     stored_ratio, method = cache.retention_ratio, read_declared_method(cache.identity)
     if ratio is None or abs(ratio - stored_ratio) <= 1e-9:
         return
@@ -232,9 +237,9 @@ _TEXTS = ("text", "input_text", "output_text")  # the last two are those of /v1/
 
 
 def parts_of(message: ClientMessage) -> list[dict[str, str]]:
-    """Return the content of a message as ``{"text": ...}`` and ``{"url": ...}`` of a cached video.
+    """Return the content of a message as ``{"text": ...}`` and ``{"url": ...}``; the urls are not checked.
 
-    Raises ValueError for parts of any other kind: whatever is not named here would have to be read from somewhere.
+    Raises ValueError for parts of any other kind, since the server reads no files and no addresses.
     """
     content = message.get("content")
     if content is None or isinstance(content, str):
@@ -248,7 +253,10 @@ def parts_of(message: ClientMessage) -> list[dict[str, str]]:
 
 
 def _role(message: ClientMessage) -> str:
-    """Return a message's role. Raises ValueError for tool calls, which a template would write unchecked."""
+    """Return a message's role; "developer" is "system". Raises ValueError for any other role, such as of tool calls.
+
+    Raises ValueError also for further fields, which a template would write unchecked.
+    """
     role = message.get("role")
     if role not in _ROLES:
         raise ValueError(f"a message of role {str(role)[:40]!r} cannot go with a cached video")
@@ -258,7 +266,10 @@ def _role(message: ClientMessage) -> str:
 
 
 def _part(part: Json) -> dict[str, str]:
-    """Return one part of a message as {"text": ...} or {"url": ...}. Raises ValueError for other kinds."""
+    """Return one part of a message as {"text": ...} or {"url": ...}. Raises ValueError for other kinds.
+
+    Raises KeyError for a part without its text or url.
+    """
     if isinstance(part, str):
         return {"text": part}
     if not isinstance(part, Mapping):

@@ -23,9 +23,8 @@ from pipeline.serve.videos import ServedVideo, StoreAway, TooLarge, VideoGone
 
 _READY = "cached_videos_input"  # key of a prompt that needs no further processing
 # The settings that a request with a cached video may have: other settings change prompts in unchecked ways.
-_ACCEPTED_NAMES = frozenset(
-    ("add_generation_prompt", "tokenize", "return_dict", "cohere_format")
-)  # the last is the server's
+# The server itself adds the last of them.
+_ACCEPTED_NAMES = frozenset(("add_generation_prompt", "tokenize", "return_dict", "cohere_format"))
 _LONG = 2**14  # characters, which take some 10 ms: longer texts are tokenized where short ones do not wait for them
 _STATUS = {StoreAway: 503, TooLarge: 503, VideoGone: 410, CorruptShard: 500}
 
@@ -37,13 +36,17 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
     """
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
-        check_connectors({"kv_transfer_config": config.kv_transfer_config})  # in whatever way it came to be
+        """Start the two threads that tokenize; the caches are opened at the first request."""
+        check_connectors({"kv_transfer_config": config.kv_transfer_config})  # however it was set
         super().__init__(config, tokenizer)
         self._served = ServedCache.from_config(config)
         self._short, self._long = (ThreadPoolExecutor(1, f"prompts-{name}") for name in ("short", "long"))
 
     def render_messages(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
-        """Return the conversation and its prompt; see ``render_messages_async``, which the server calls."""
+        """Return the conversation and its prompt, waiting for its videos.
+
+        The server calls ``render_messages_async`` instead. Raises the errors of the videos as they are.
+        """
         read = self._read(messages, params)
         if isinstance(read, list):
             return super().render_messages(read, params)  # type: ignore[no-any-return]
@@ -52,18 +55,19 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
     async def render_messages_async(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
         """Return the conversation and its prompt, waiting for nothing but the videos and texts of this request.
 
-        A conversation with no video is vLLM's own matter; whatever else a part may name is refused first. Raises
-        VLLMValidationError for what the client can mend, and HTTPException for what the store has to.
+        The videos' names go to the gate, for the answer's headers. vLLM itself renders a conversation without a video,
+        once its parts are checked. Raises VLLMValidationError for errors of the client, and HTTPException for errors of
+        the store.
         """
         try:
-            found = self._read(messages, params)
-            if isinstance(found, list):
-                return await super().render_messages_async(found, params)  # type: ignore[no-any-return]
-            # A client that leaves cancels its own waiting, and not the reading that others wait for, too.
-            reads = [asyncio.shield(asyncio.wrap_future(self._get_prompts().find(link))) for link in found.links]
+            conversation = self._read(messages, params)
+            if isinstance(conversation, list):
+                return await super().render_messages_async(conversation, params)  # type: ignore[no-any-return]
+            # A client that leaves cancels its own wait, but not the read, which other clients may share.
+            reads = [asyncio.shield(asyncio.wrap_future(self._get_prompts().find(link))) for link in conversation.links]
             videos = await asyncio.gather(*reads)
-            pool = self._long if found.n_characters > _LONG else self._short
-            ready = await asyncio.get_running_loop().run_in_executor(pool, self._prompt, found, videos)
+            pool = self._long if conversation.n_characters > _LONG else self._short
+            ready = await asyncio.get_running_loop().run_in_executor(pool, self._prompt, conversation, videos)
         except VLLMValidationError:
             raise
         except (StoreAway, TooLarge, VideoGone, CorruptShard) as error:
@@ -75,8 +79,8 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         return ready
 
     def process_for_engine(self, prompt: Any, arrival_time: float, *, skip_mm_cache: bool = False, **more: Any) -> Any:
-        """Return the engine's input of a prompt; vLLM itself processes those without cached videos."""
-        if (ready := self._ready(prompt, arrival_time, skip_mm_cache=skip_mm_cache)) is not None:
+        """Return the engine's input of a prompt; vLLM itself processes prompts without cached videos."""
+        if (ready := self._make_ready_input(prompt, arrival_time, skip_mm_cache=skip_mm_cache)) is not None:
             return ready
         return super().process_for_engine(prompt, arrival_time, skip_mm_cache=skip_mm_cache, **more)
 
@@ -84,14 +88,15 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         self, prompt: Any, arrival_time: float, *, skip_mm_cache: bool = False, **more: Any
     ) -> Any:
         """Return the result of ``process_for_engine``."""
-        if (ready := self._ready(prompt, arrival_time, skip_mm_cache=skip_mm_cache)) is not None:
+        if (ready := self._make_ready_input(prompt, arrival_time, skip_mm_cache=skip_mm_cache)) is not None:
             return ready
         return await super().process_for_engine_async(prompt, arrival_time, skip_mm_cache=skip_mm_cache, **more)
 
-    def _ready(self, prompt: Any, arrival_time: float, *, skip_mm_cache: bool) -> Any:
+    def _make_ready_input(self, prompt: Any, arrival_time: float, *, skip_mm_cache: bool) -> Any:
         """Return the engine input of a finished prompt with cached videos; None for another prompt.
 
-        Rows that the engine has already are left out, as vLLM's cache of multimodal items knows.
+        Rows that the engine has already are left out, by vLLM's cache of multimodal items, which takes note of the
+        other rows. Raises VLLMValidationError for a prompt that was cut.
         """
         if not isinstance(prompt, dict) or _READY not in prompt:
             return None
@@ -122,7 +127,11 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         return find_prompts(self._served)
 
     def _read(self, messages: list[Any], params: Any) -> Conversation | list[Any]:
-        """Parse messages about cached videos; return messages without any unchanged."""
+        """Parse messages that have a link to a video, or a video placeholder in a text; return others as a list.
+
+        The list is for vLLM itself. Raises VLLMValidationError or ValueError for parts and options that do not go with
+        a cached video.
+        """
         read = [dict(message) for message in messages]
         for message in read:
             if isinstance(message.get("content"), Sequence | Mapping) or message.get("content") is None:
@@ -134,11 +143,11 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         # vLLM would take a placeholder in a text for a video.
         if not any("url" in part for part in parts) and not any(map(prompts.builder.has_placeholder, texts)):
             return read
-        _check(params)
+        _check_params(params)
         return prompts.read(read)
 
     def _prompt(self, conversation: Conversation, videos: Sequence[ServedVideo]) -> tuple[list[Any], Any]:
-        """Return the conversation as vLLM keeps it, and its finished prompt."""
+        """Return (the messages as vLLM keeps them, with their texts alone; the finished prompt)."""
         prompts = self._get_prompts()
         prompt = prompts.prompt(conversation, videos, self._room)
         ready = engine_input(prompt, prompts.builder.placeholder_id)
@@ -146,7 +155,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         return messages, {"prompt_token_ids": prompt.input_ids.tolist(), _READY: ready}
 
 
-def _check(params: Any) -> None:
+def _check_params(params: Any) -> None:
     """Raise VLLMValidationError for template options that do not go with a cached video."""
     options = params.chat_template_kwargs
     if refused_names := sorted(name for name, value in options.items() if value and name not in _ACCEPTED_NAMES):

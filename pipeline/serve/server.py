@@ -33,8 +33,8 @@ from pipeline.serve.gate import KEY, RequestGate
 from pipeline.serve.prompts import CachedPrompts, ServedCache
 from pipeline.storage.stores import store_at
 
-_ENDS_S = 5  # beyond the shutdown timeout, in which a process that has answered its requests ends
-# What is no user's to say, beside what no engine's user can.
+_ENDS_S = 5  # seconds after the shutdown timeout that a process may take to end
+# Arguments that no user may set, together with the reserved options of the engine.
 _RESERVED_ARGUMENTS = RESERVED_OPTIONS | {
     *("tokenizer_mode", "host", "port", "api_key", "served_model_name", "chat_template"),
     *(
@@ -49,7 +49,10 @@ _RESERVED_ARGUMENTS = RESERVED_OPTIONS | {
 
 
 def serve(config: ServeConfig) -> None:
-    """Run the server until the process is told to stop. Raises UsageError before anything is loaded."""
+    """Run the server until the process is told to stop; ``print_command`` prints the command instead, and returns.
+
+    Sets environment variables in this process. Raises UsageError before anything is loaded.
+    """
     arguments = server_arguments(config)
     if config.print_command:
         print(command_line(arguments, _store_variables(config)))
@@ -72,7 +75,10 @@ def _parse(arguments: Sequence[str]) -> Namespace:
 
 
 def server_arguments(config: ServeConfig) -> list[str]:
-    """Return the command line of ``vllm serve``. Raises UsageError where cache, model and flags do not go together."""
+    """Return the command line of ``vllm serve``, after a check that cache, model and flags go together.
+
+    Sets variables of the environment that vLLM's processes need: the store, the key, and vLLM's own. Raises UsageError.
+    """
     check_installed("jobs.serve")
     os.environ.update(_store_variables(config))
     if config.api_key is not None:
@@ -96,7 +102,7 @@ def server_arguments(config: ServeConfig) -> list[str]:
         options = engine_options(prompts.source, runtime, largest, config.tensor_parallel)
     del options["disable_log_stats"]
     options |= {
-        "generation_config": "auto",  # here the checkpoint's settings are what a request leaves open
+        "generation_config": "auto",  # the checkpoint decides the settings that a request leaves open
         "served_model_name": config.served_model_name or _public_name(config.model or prompts.source.name),
         "tokenizer_mode": MODE,
         # If a route of vLLM fetched a media URL before the renderer sees it, no domain would be allowed.
@@ -110,7 +116,7 @@ def server_arguments(config: ServeConfig) -> list[str]:
         **params,
     }
     if options.get("api_server_count", options.get("data_parallel_size", 1)) != 1:
-        # Each of these processes drains by itself; the one that starts them kills what has not ended by then.
+        # Each server process drains by itself; the parent kills a process that has not ended by then.
         options["shutdown_timeout"] = math.ceil(config.shutdown_timeout) + _ENDS_S
     model = str(options.pop("model"))
     arguments = [model, *(word for name, value in options.items() for word in _flag(name, value))]
@@ -125,7 +131,10 @@ def server_arguments(config: ServeConfig) -> list[str]:
 
 
 def _largest_video(config: ServeConfig, prompts: CachedPrompts) -> int:
-    """Return the maximum number of tokens of a video for which memory is reserved. Raises UsageError if too few."""
+    """Return the maximum number of tokens of a video for which memory is reserved, with the newline of the prompt.
+
+    Raises UsageError if ``max_tokens_per_video`` is too few for a cached video.
+    """
     most, newline = config.max_tokens_per_video, 1 if prompts.builder.needs_newline else 0
     if most is None:
         return prompts.largest_video
@@ -149,7 +158,10 @@ def _store_variables(config: ServeConfig) -> dict[str, str]:
 
 
 def served_cache(config: ServeConfig) -> ServedCache:
-    """Return the renderer's settings, which travel in vLLM's configuration."""
+    """Return the renderer's settings, which travel in vLLM's configuration.
+
+    Reads the first cache's header for the model. Raises UsageError.
+    """
     with usage_errors(), store_usage_errors():
         weights = read_header(store_at(config.cache))["identity"]["model"]["weights"]
         model, revision = choose_model(config.model, config.revision, weights)
@@ -175,7 +187,7 @@ def _public_name(model: str) -> str:
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    """Return one option as words of vLLM's command line."""
+    """Return one option as words of vLLM's command line; None gives no words, and False ``--no-NAME``."""
     flag = f"--{name.replace('_', '-')}"
     if value is None:
         return []

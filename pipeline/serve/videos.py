@@ -62,9 +62,9 @@ class SharedReads:
         self._loading: dict[VideoKey, Future[ServedVideo]] = {}
 
     def find(self, key: VideoKey) -> Future[ServedVideo]:
-        """Return a future of the video that a thread reads.
+        """Return a future of the video that a thread reads; callers that ask meanwhile share it.
 
-        Its caller holds the lock under which videos are stored, so that none is read twice.
+        Call it under the lock under which videos are stored, so that no video is read twice.
         """
         loading = self._loading.get(key)
         if loading is None:
@@ -85,7 +85,7 @@ class ServedVideos:
     """
 
     def __init__(self, open_cache: Callable[[], TokenCache], refresh_seconds: float, held_bytes: int) -> None:
-        """Open the cache, and look again every ``refresh_seconds``; hold up to ``held_bytes`` of tokens.
+        """Open the cache, and look again every ``refresh_seconds`` in a thread; keep up to ``held_bytes`` of tokens.
 
         Raises NotACache, CorruptShard and OSError.
         """
@@ -113,7 +113,7 @@ class ServedVideos:
         self._reads.close()
 
     def find(self, video_id: str, retention_ratio: float | None) -> Future[ServedVideo]:
-        """Return a future of the video, finished if it is in memory; otherwise a reader thread reads it.
+        """Return a future of the video, finished if memory has it as of the last refresh; else a thread reads it.
 
         It raises UnknownVideo, RatioNotCached and CorruptShard as TokenCache.get, VideoGone and StoreAway.
         """
@@ -127,7 +127,7 @@ class ServedVideos:
             return in_memory
 
     def refresh(self) -> None:
-        """Open the table again if its files changed; while the store is away, videos in memory are still served."""
+        """Open the table again if its files changed; an error sets ``away``, and videos in memory are still served."""
         try:
             if self.away or _file_names(self.cache) != self._snapshot.files:
                 self._look_again()
@@ -136,9 +136,10 @@ class ServedVideos:
             self.away = True
 
     def _look_again(self) -> None:
-        """Open the cache again.
+        """Open the cache again as the next snapshot.
 
-        Raises NotACache where another cache has taken its place, whose tokens the model may not understand.
+        Raises the errors of TokenCache, and NotACache if another cache has taken its place: the model may not
+        understand its tokens.
         """
         cache = self._open()
         if cache.identity != self._identity:
@@ -153,7 +154,7 @@ class ServedVideos:
             self.refresh()
 
     def _read(self, key: VideoKey) -> ServedVideo:
-        """Read a video; runs in a reader thread."""
+        """Read a video and keep it in memory; runs in a reader thread. Sets ``away``, and raises as ``find``."""
         try:
             try:
                 video = self._load(*key)
@@ -173,7 +174,7 @@ class ServedVideos:
         return video
 
     def _load(self, video_id: str, retention_ratio: float | None) -> ServedVideo:
-        """Read a video's tokens, unless its row says that those in memory are still its own."""
+        """Return a video's tokens from memory if the cache still has the same tokens, else read and keep them."""
         snapshot, key = self._snapshot, (video_id, retention_ratio)
         content_name = _content_name(snapshot.cache.metadata(video_id))
         with self._lock:
@@ -186,7 +187,10 @@ class ServedVideos:
             return self._videos_in_memory.put(key, video._replace(snapshot=snapshot.number))
 
     def _explain_error(self, error: Exception) -> Exception:
-        """Return the error that a request gets."""
+        """Return the error that a request gets: StoreAway, VideoGone, or ``error`` itself.
+
+        Asks the store again in doubt, and sets ``away`` if the store does not answer.
+        """
         is_missing = isinstance(error, CorruptShard) and error.kind == "missing"
         # A folder that was unmounted looks like an empty cache.
         doubtful = is_missing or type(error) is UnknownVideo
@@ -207,7 +211,7 @@ class ServedVideos:
 
 
 def _n_bytes(video: ServedVideo) -> int:
-    """Return the bytes of a video's tensors, and of its rows where those are a copy."""
+    """Return the bytes of a video's tensors; its placeholder rows count only if they are a copy."""
     visual = video.visual
     return count_bytes(visual) + (0 if visual.placeholder_rows is visual.tokens else visual.placeholder_rows.nbytes)
 

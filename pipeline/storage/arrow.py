@@ -38,7 +38,10 @@ class ArrowObjects:
 
     @classmethod
     def at(cls, uri: str) -> ArrowObjects:
-        """Return the client for the store of a URI. Raises UsageError where the environment lacks its settings."""
+        """Return the client for the store of a URI.
+
+        Raises UsageError for a malformed URI, and where the environment lacks the store's settings.
+        """
         scheme, bucket = uri[:5], uri[5:].partition("/")[0]
         if not bucket or "?" in uri or "@" in uri:
             raise UsageError(f"{scheme}...: expected {scheme}BUCKET/PREFIX without user, host or query")
@@ -64,7 +67,10 @@ class ArrowObjects:
             raise OSError(error.errno or errno.EIO, str(error).partition(" Details:")[0], uri) from None
 
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
-        """Yield the objects of a folder in order of their names, with ``deep`` also those of its subfolders."""
+        """Yield the objects of a folder in order of their names, with ``deep`` also the objects of its subfolders.
+
+        Nothing is yielded if there is no such folder. All are listed before the first is yielded.
+        """
         with self._connect_to(prefix) as (files, path):
             infos = files.get_file_info(fs.FileSelector(path, recursive=deep, allow_not_found=True))
         for item in sorted(infos, key=lambda item: item.path):
@@ -116,7 +122,10 @@ class ArrowObjects:
 
 
 def _azure_settings(uri: str) -> dict[str, str]:
-    """Return the arguments of AzureFileSystem that the environment holds. Raises UsageError."""
+    """Return the arguments of AzureFileSystem that the environment holds; the connection string comes first.
+
+    ``uri`` is for the message. Raises UsageError without the name of an account.
+    """
     text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
     settings = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
     settings = {argument: settings[name] for name, argument in _AZURE.items() if name in settings}

@@ -29,7 +29,8 @@ class Incoming(Protocol):
 def write_download(download: Incoming, write: Callable[[bytes], object], limit: int | None, uri: str) -> int:
     """Hand a whole object to ``write`` piece by piece, and return its size.
 
-    Raises OSError with EFBIG, which names ``uri``, before anything is read of one above ``limit`` bytes.
+    Raises OSError with EFBIG, which names ``uri``, if the object has more than ``limit`` bytes; nothing is read then.
+    The download is not closed.
     """
     if limit is not None and download.size > limit:
         message = f"the object has {download.size} bytes, more than the {limit} that are allowed"
@@ -63,6 +64,10 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         start: int = 0,
         end: int | None = None,
     ) -> None:
+        """Send the request, and wait until the store answers.
+
+        Raises OSError, also if the store gives another range or does not say the size.
+        """
         self._ask, self._errors, self._broken = ask, errors, broken
         self._at, self._last = start, "" if end is None else str(end - 1)
         self._resumes, self._since, self._spent_s = 0, 0, 0.0
@@ -90,6 +95,10 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         self._body.close()
 
     def __next__(self) -> bytes:
+        """Return the next piece of the object. Raises OSError if it fails.
+
+        A download that is too slow for its length fails with ETIMEDOUT. The time between two calls does not count.
+        """
         if not self._n_left:
             raise StopIteration
         with self._errors():
@@ -105,7 +114,10 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         return piece
 
     def _piece(self) -> bytes:
-        """Read the next piece, from a new connection where the last one broke."""
+        """Read the next piece, from a new connection where the last connection broke.
+
+        Raises the client's error after _RESUMES breaks or without a mark, and OSError if the store cannot resume.
+        """
         while True:
             began = time.monotonic()  # a store that is away may take minutes to be asked again
             try:

@@ -26,7 +26,10 @@ class HubFiles:
     """The files of datasets on the hub. Raises OSError (FileNotFoundError) that names the URI."""
 
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
-        """Yield the files whose URIs begin with ``prefix``, by name; one request a folder of thousand files."""
+        """Yield the files whose URIs begin with ``prefix``, by name; one request a folder of thousand files.
+
+        Without ``deep``, only files beside the prefix. All are listed before the first is yielded.
+        """
         folder = prefix.rpartition("/")[0]
         with _connect_to(folder) as (hub, path):
             entries = hub.find(path, maxdepth=None if deep else 1, detail=True)
@@ -39,7 +42,10 @@ class HubFiles:
         return self.info(uri).size
 
     def info(self, uri: str) -> ObjectInfo:
-        """Return a file's size and what tells its content."""
+        """Return a file's URI, its size and the hash of its content as the mark.
+
+        Raises FileNotFoundError also for a folder.
+        """
         with _connect_to(uri) as (hub, path):
             entry = hub.info(path)
         if entry["type"] != "file":
@@ -77,6 +83,10 @@ class HubDownload(Iterator[bytes]):
         self._end = self.size if end is None else min(end, self.size)
 
     def __next__(self) -> bytes:
+        """Return the next piece, 64 MiB at most, by a request of its own.
+
+        Raises OSError if the file has become shorter.
+        """
         if self._at >= self._end:
             raise StopIteration
         piece = self._files.read_slice(self._uri, self._at, min(self._at + _PIECE, self._end)).data
@@ -89,7 +99,7 @@ class HubDownload(Iterator[bytes]):
         """Drop nothing: each piece is a request of its own."""
 
 
-#: What reads videos from a store.
+#: A client that reads videos from a store.
 Files = Objects | HubFiles
 
 
@@ -110,7 +120,10 @@ def _info(entry: dict[str, Any]) -> ObjectInfo:
 
 @contextmanager
 def _connect_to(uri: str) -> Iterator[tuple[Any, str]]:
-    """Yield the hub's file system and a path in it; whatever fails is an OSError that names the URI."""
+    """Yield the hub's file system and a path in it; any error in the context becomes an OSError that names the URI.
+
+    Raises UsageError without huggingface_hub.
+    """
     try:
         from huggingface_hub import HfFileSystem  # noqa: PLC0415 - only where the hub is used
     except ImportError:

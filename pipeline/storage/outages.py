@@ -37,7 +37,7 @@ class Outages:
 
     def __init__(self) -> None:
         self.say: Callable[[str], object] = logging.getLogger(__name__).warning
-        self._own_outages: dict[str, Outage] = {}  # by place: since the last answer that this process got
+        self._own_outages: dict[str, Outage] = {}  # by place, of this process's requests
         self._workers: dict[str, Outage] = {}
         self._announced: dict[str, Outage] = {}
 
@@ -70,7 +70,7 @@ class Outages:
         self._note()
 
     def _note(self) -> None:
-        """Print a line for each outage that is new or over."""
+        """Print a line for each outage that is new or over; an own outage is new once it lasts MIN_OUTAGE_S."""
         lasting = {**self._workers, **{outage.place: outage for outage in self.report()}}
         for place, outage in lasting.items():
             if place not in self._announced:
@@ -78,18 +78,18 @@ class Outages:
                 since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(outage.since))
                 self.say(f"note: the store {place} fails since {since} ({outage.why}). Requests are tried again")
         for place in self._announced.keys() - lasting.keys():
-            with suppress(KeyError):  # another thread has said it
+            with suppress(KeyError):  # another thread has printed the line
                 took_s = time.time() - self._announced.pop(place).since
                 self.say(f"note: the store {place} answers again, after {took_s:.0f} s")
 
 
-#: Those of this process.
+#: The outages of this process.
 OUTAGES = Outages()
 
 
 @contextmanager
 def announce_outages(say: Callable[[str], object]) -> Iterator[None]:
-    """Print the lines about outages with ``say`` inside the context."""
+    """Print the lines about outages with ``say`` inside the context; outages before it are forgotten."""
     OUTAGES.clear()
     before, OUTAGES.say = OUTAGES.say, say
     try:

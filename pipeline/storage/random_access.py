@@ -52,7 +52,7 @@ class RangedObject:
     It has no position, so that threads may share it; it holds no connection.
     """
 
-    mapped = None  # Arrow reads what ``fetch`` has brought
+    mapped = None  # Arrow reads the result of ``fetch``
 
     def __init__(self, objects: _Slices, uri: str) -> None:
         self._objects, self._uri = objects, uri
@@ -65,7 +65,10 @@ class RangedObject:
         return self._size
 
     def stretch(self, start: int, end: int) -> Stretch:
-        """Return bytes [start, end), or those of them that there are; at most one request. Raises OSError."""
+        """Return a stretch with bytes [start, end), cut at the object's end; at most one request.
+
+        It is the whole tail if the bytes lie there. Raises OSError.
+        """
         end = min(end, self._size)
         if start >= end:
             return Stretch(start, b"")
@@ -157,6 +160,10 @@ class LoadedOnce(Generic[V]):
         self._by_process: dict[int, _Values[V]] = {}
 
     def __call__(self, *key: Hashable) -> V:
+        """Return the value of a key: from memory, from another thread that loads it, or by loading it now.
+
+        The value that was not used for the longest time may be dropped. An error of ``load`` is raised, and not kept.
+        """
         values = self._by_process.setdefault(os.getpid(), _Values())
         with values.lock:
             loading = values.by_key.get(key)

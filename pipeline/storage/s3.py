@@ -65,7 +65,7 @@ _ENVIRONMENT = {
     "aws_session_token": ("AWS_SESSION_TOKEN",),
     "profile_name": ("AWS_PROFILE",),
 }
-#: What a store says of credentials that were good once; a reply to HEAD has no text to say it in.
+#: Codes of a store's reply about expired credentials; a reply to HEAD has no code.
 _EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
 _SECRET = ("endpoint_url", "aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _ADDRESS = re.compile(r"\bhttps?://[^\s\"'<>]+")
@@ -109,10 +109,10 @@ class Objects:
     """
 
     def __init__(self, *, patience: float = 1.0, answered: bool = False, **settings: str | None) -> None:
-        """Take ``settings``, keywords of boto3 (see ``_ENVIRONMENT``).
+        """Take ``settings``, keywords of boto3 (see ``_ENVIRONMENT``); boto3 searches for other settings itself.
 
-        boto3 searches for what is missing. ``patience`` scales how long a store may take; below 1 it is asked twice.
-        ``answered`` is whether it has ever answered these settings.
+        No request is sent. ``patience`` scales the time that a store may take; below 1 a request is sent twice at most.
+        ``answered`` is True if the store has ever answered these settings.
         """
         assert not (settings.keys() - _ENVIRONMENT.keys()), settings.keys()
         self._settings = {name: value for name, value in settings.items() if value}
@@ -190,23 +190,24 @@ class Objects:
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
         """Read bytes [start, end) in one request; a negative ``start`` counts from the object's end.
 
-        A connection that breaks is tried again. Raises OSError where the store answers with other bytes.
+        The end of an empty object is empty. A connection that breaks is tried again. Raises OSError where the store
+        answers with other bytes.
         """
-        byte_range = f"bytes={start}" if start < 0 else f"bytes={start}-{'' if end is None else end - 1}"
         try:
-            return self._read_range(uri, byte_range, start)
+            return self._read_range(uri, start, end)
         except OSError as error:
             if error.errno == errno.ERANGE and start < 0:
                 return Slice(b"", 0)  # an empty object has no last byte, which stores answer with 416
             raise
 
-    def _read_range(self, uri: str, byte_range: str, start: int) -> Slice:
-        """Request a range, and again if the download breaks off."""
+    def _read_range(self, uri: str, start: int, end: int | None) -> Slice:
+        """Request bytes [start, end), and again if the download breaks off, up to _RETRIES times."""
+        byte_range = f"bytes={start}" if start < 0 else f"bytes={start}-{'' if end is None else end - 1}"
         with self._errors(uri):
             for retries in range(_RETRIES + 1):
                 answer = self._request("get_object", uri, Range=byte_range)
                 try:
-                    return _slice(answer, start)
+                    return _slice(answer, start, end)
                 except _broken_downloads():
                     if retries == _RETRIES:
                         raise
@@ -267,7 +268,10 @@ class Objects:
             return getattr(self._client(), operation)(Bucket=bucket, Key=key, **more)
 
     def _client(self) -> Any:
-        """Return this process's boto3 client; one inherited by a fork would share connections with the parent."""
+        """Return this process's boto3 client, made at the first call.
+
+        A forked process makes its own: an inherited client would share connections with the parent.
+        """
         if self._client_of_process is None or self._client_of_process[0] != os.getpid():
             client = _connect(dict(self._settings), self._patience)
             client.meta.events.register("before-call.s3", _note_start)
@@ -286,7 +290,8 @@ class Objects:
     ) -> float | None:
         """Return the seconds until botocore sends a request again; None where its answer stands.
 
-        botocore's own policy ends after seconds, and sooner where many requests of a process fail.
+        Notes the store's answer or its failure for ``OUTAGES``. botocore's own policy ends after seconds, and sooner
+        where many requests of a process fail.
         """
         place: str = request_dict["context"][_PLACE]
         sent: float = request_dict["context"][_SENT]
@@ -333,10 +338,10 @@ def is_s3(uri: str) -> bool:
 
 
 def check_uri(uri: str) -> None:
-    """Raise UsageError if the URI is incomplete, or boto3 is not installed."""
+    """Raise UsageError if the URI is incomplete or has a user, host or query, or if boto3 is not installed."""
     bucket, _ = _split(uri)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.\-_]{1,254}", bucket) or "?" in uri:
-        shown_uri = re.sub(r"(?<=^s3://).*@|\?.*", "", uri)  # what should not be there may be a secret
+        shown_uri = re.sub(r"(?<=^s3://).*@|\?.*", "", uri)  # a user or a query may hold a secret
         raise UsageError(f"{shown_uri}: expected s3://BUCKET/KEY without user, host or query")
     try:
         import boto3  # noqa: F401, PLC0415
@@ -350,14 +355,14 @@ def _split(uri: str) -> tuple[str, str]:
     return bucket, key
 
 
-def _slice(answer: Any, start: int) -> Slice:
-    """Return the bytes of a range answer. Raise OSError if the store answered with another range.
+def _slice(answer: Any, start: int, end: int | None) -> Slice:
+    """Return the bytes [start, end) of a range answer. Raise OSError if the store answered with another range.
 
-    A store may know no ranges and send the whole object.
+    A store may know no ranges and send the whole object, which is cut here.
     """
     data, content_range = answer["Body"].read(), answer.get("ContentRange")
     if content_range is None:
-        return Slice(data[start:], len(data))
+        return Slice(data[start:end], len(data))
     first, size = int(content_range.split()[1].split("-")[0]), int(content_range.rpartition("/")[2])
     if first != (start if start >= 0 else max(0, size + start)):
         raise OSError(errno.EIO, f"the store answered with another range than was asked for: {content_range}")
@@ -365,12 +370,12 @@ def _slice(answer: Any, start: int) -> Slice:
 
 
 def _connect(settings: dict[str, str], patience: float) -> Any:
-    """Make a boto3 client with these settings."""
+    """Make a boto3 client with these settings; "profile_name" is taken out of the mapping."""
     import boto3  # noqa: PLC0415 - only where a store is used
     from botocore.config import Config  # noqa: PLC0415
 
     session = boto3.session.Session(profile_name=settings.pop("profile_name", None))
-    # Stores that are not Amazon's: each takes addresses by path, and not each the checksums that boto3 adds by itself.
+    # Stores that are not Amazon's: all take addresses by path, but not all take the checksums that boto3 adds.
     options: dict[str, str | dict[str, str]] = {
         "s3": {"addressing_style": "path"},
         "request_checksum_calculation": "when_required",
@@ -380,7 +385,7 @@ def _connect(settings: dict[str, str], patience: float) -> Any:
         retries={"mode": "standard", "total_max_attempts": 1},  # ``Objects._delay`` decides
         connect_timeout=_CONNECT_S * patience,
         read_timeout=_SILENT_S * patience,
-        max_pool_connections=64,  # above every pool of threads here: urllib3 logs the endpoint where it is passed
+        max_pool_connections=64,  # more than any pool of threads here: beyond it urllib3 logs the endpoint
         **(options if "endpoint_url" in settings else {}),
     )
     return session.client("s3", config=config, **settings)
@@ -421,7 +426,10 @@ def _renew(
     attempts: int,
     **_: object,
 ) -> float | None:
-    """Return 0 to make botocore retry at once after credentials expired and new ones were found; else None."""
+    """Return 0 to make botocore retry at once after credentials expired and new credentials were found; else None.
+
+    The new credentials are set in ``client``. Only temporary credentials are renewed, at the first two attempts.
+    """
     if response is None or attempts > 2 or "aws_session_token" not in settings:
         return None
     signer = client._request_signer
@@ -433,7 +441,7 @@ def _renew(
     credentials = boto3.session.Session(profile_name=settings.get("profile_name")).get_credentials()
     if credentials is None:
         return None
-    signer._credentials = credentials  # perhaps as another thread has set them already, after this request was signed
+    signer._credentials = credentials  # another thread may have set the same after this request was signed
     return 0.0
 
 

@@ -24,15 +24,18 @@ from pipeline.storage.arrow import SCHEMES, ArrowObjects
 from pipeline.storage.random_access import LocalFile, RangedObject
 from pipeline.storage.s3 import Objects, Slice, Upload, check_uri, is_s3
 
-NOTE = ".running"  # how the notes of runs end; see pipeline.runner.claim
-TEMPORARY = ".tmp-"  # how the name of a file begins that is not complete yet
+NOTE = ".running"  # suffix of the notes of runs; see pipeline.runner.claim
+TEMPORARY = ".tmp-"  # prefix of the name of a file that is not complete yet
 INDEXES = "sources"  # the folder of a cache with the indexes of archives, a file each
 _READERS = 16
 
 
 @contextmanager
 def request_threads(most: int) -> Iterator[ThreadPoolExecutor]:
-    """Yield a pool of threads for requests; an exception, as of Ctrl-C, does not wait for those under way."""
+    """Yield a pool of ``most`` threads for requests, and wait for all requests at the end.
+
+    An exception, as of Ctrl-C, does not wait for requests under way.
+    """
     pool = ThreadPoolExecutor(most)
     try:
         yield pool
@@ -52,9 +55,10 @@ class FileInfo(NamedTuple):
 def store_at(place: str | Path, objects: Objects | None = None) -> Store:
     """Return the store at a folder, ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
 
-    A folder may be written ``file:///folder``. ``objects`` serves ``s3://`` alone.
+    A folder may be written ``file:///folder``. Nothing is made or looked up there. ``objects`` is the client for
+    ``s3://``; None makes a client from the environment.
 
-    Raises UsageError for any other address, and for an empty one: an unset variable of a shell is not this folder.
+    Raises UsageError for any other address. An empty address is refused too: it is often an unset shell variable.
     """
     text = str(place)
     if not text.strip():
@@ -103,7 +107,10 @@ class LocalStore:
         return self.root / check_name(name)
 
     def _descriptor(self) -> int:
-        """Return the open root's descriptor. Raises FileNotFoundError if the root is gone or was replaced."""
+        """Return the descriptor of the root, which the first call opens.
+
+        Raises FileNotFoundError if the root is gone or was replaced since then.
+        """
         with _HOLDING:
             if self._open_folder is None:
                 self._open_folder = _OpenFolder(self.root)
@@ -127,7 +134,10 @@ class LocalStore:
             raise UsageError(f"{self}: the folder cannot be made: {error.strerror}") from error
 
     def has_other_files(self) -> bool:
-        """Return True if the root holds anything besides the notes of runs and the indexes of archives."""
+        """Return True if the root holds anything besides notes of runs, indexes of archives and unfinished files.
+
+        Also True if the root is a file.
+        """
         root = self.root
         paths = (path for path in root.rglob("*") if not path.name.startswith(TEMPORARY))
         files = (path.relative_to(root) for path in paths if path.is_file())
@@ -138,7 +148,10 @@ class LocalStore:
         return self
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
-        """Write a file in one atomic step: it is complete under ``name`` afterwards, or absent. Raises OSError."""
+        """Write a file in one atomic step: it is complete under ``name`` afterwards, or absent. Raises OSError.
+
+        Missing folders below the root are made; a file of that name is replaced.
+        """
         root, path = self._descriptor(), PurePosixPath(check_name(name))
         temporary = str(path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"))
         mode = _make_folders(path, root)
@@ -161,12 +174,15 @@ class LocalStore:
             os.close(folder_descriptor)
 
     def link(self, name: str, file: Path) -> bool:
-        """Give a finished file of this file system a second name here; return whether that can be had."""
+        """Give a finished file of this file system a second name here; return False if a link is not possible.
+
+        Raises OSError for any other reason, also if ``name`` exists.
+        """
         root, path = self._descriptor(), PurePosixPath(check_name(name))
         _make_folders(path, root)
         try:
             os.link(file, name, dst_dir_fd=root)
-        except OSError as error:  # another file system, one without links, or a file of another user
+        except OSError as error:  # another file system, a file system without links, or a file of another user
             if error.errno not in {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}:
                 raise
             return False
@@ -192,7 +208,7 @@ class LocalStore:
         return LocalFile(pa.memory_map(str(self._path(name)), "r"))
 
     def names(self, folder: str, suffix: str) -> list[str]:
-        """List the finished files of a folder, sorted."""
+        """List the finished files of a folder with this suffix, sorted; none if there is no such folder."""
         try:
             with os.scandir(self.root / folder) as entries:
                 finished = [f"{folder}/{entry.name}" for entry in entries if _is_finished(entry, suffix)]
@@ -201,7 +217,10 @@ class LocalStore:
         return sorted(finished)
 
     def list_files(self, folder: str) -> list[FileInfo]:
-        """List all files of a folder ("" is the root) with their sizes, unfinished ones too, sorted."""
+        """List all files of a folder ("" is the root) with their sizes, unfinished files too, sorted.
+
+        Files of its subfolders are not in the list. It is empty if there is no such folder.
+        """
         root = self.root / folder
         files = []
         for path in root.iterdir() if root.is_dir() else ():
@@ -241,7 +260,10 @@ class LocalStore:
 
 
 def _make_folders(path: PurePosixPath, root: int) -> int:
-    """Make the folders between the open root and a file, never the root itself; return the root's mode."""
+    """Make the folders between the open root and a file, never the root itself; return the root's mode.
+
+    New folders get this mode.
+    """
     mode = stat.S_IMODE(os.fstat(root).st_mode)
     for folder in reversed(path.parents[:-1]):  # a root that is gone took all its rows with it
         with suppress(FileExistsError):
@@ -269,7 +291,7 @@ class _OpenFolder:
 
     def __init__(self, folder: Path) -> None:
         self.descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        weakref.finalize(self, os.close, self.descriptor).atexit = False  # of this process the end closes it
+        weakref.finalize(self, os.close, self.descriptor).atexit = False  # the end of the process closes it anyway
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # another process opens the folder itself

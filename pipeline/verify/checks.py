@@ -66,7 +66,10 @@ def method_of(header: CacheHeader) -> str:
 
 
 def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
-    """Check one file of the videos table: content, columns, and each row against itself and the header."""
+    """Check one file of the videos table: content, columns, and each row against itself and the header.
+
+    A file that is damaged, unreadable or of another cache becomes a problem of the result; nothing is raised.
+    """
     file = parse_file_name(name)
     try:
         table, made_with, n_bytes = _read(store, file)
@@ -149,7 +152,10 @@ def row_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
 
 
 def _count_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
-    """Yield what contradicts itself in a row's token counts and retention ratio."""
+    """Yield the contradictions in a row's token counts and retention ratio, then those of ``_layout_faults``.
+
+    A contradiction that makes further checks meaningless is the last.
+    """
     n_tokens, n_total, ratio = row["n_tokens"], row["n_total"], row["retention_ratio"]
     if n_total < 1 or n_total != row["n_frames"] * row["tokens_per_frame"]:
         yield f"n_total is {n_total}, not {row['n_frames']} x {row['tokens_per_frame']}"
@@ -169,7 +175,7 @@ def _count_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
 
 
 def _layout_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
-    """Yield what contradicts itself in a row's row groups, width and counts per frame."""
+    """Yield the contradictions in a row's row groups, width and counts per frame."""
     n_tokens, n_total, ratio = row["n_tokens"], row["n_total"], row["retention_ratio"]
     if row["row_counts"] != tier_row_counts(n_total, n_tokens, ratio, nested=row["nested"]):
         yield f"its row groups of {row['row_counts']} rows do not end at the tiers of {n_tokens} tokens"
@@ -184,7 +190,7 @@ def _layout_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
 
 
 def _frame_faults(row: VideoRow) -> Iterator[str]:
-    """Yield what contradicts itself in a row's frame indices and timestamps."""
+    """Yield the contradictions in a row's frame indices and timestamps."""
     frames, seconds = np.asarray(row["frame_indices"]), np.asarray(row["timestamps"], dtype=np.float64)
     n_frames = row["n_frames"]
     if len(frames) != len(seconds) or not len(frames) or n_frames < 1:
@@ -235,8 +241,8 @@ def check_token_shard(
 ) -> CheckedShard:
     """Read one token shard, a video at a time, and check it against the rows that name it.
 
-    Damage becomes problems of the result. ``rows`` are (file of the table, row) of every video in the shard with a row;
-    a later attempt may have superseded other rows.
+    Damage becomes problems of the result. ``rows`` are (file of the table, row) of every video in the shard with a row,
+    one at least; a later attempt may have superseded other rows.
     """
     commit, first = rows[0]
     try:
@@ -263,7 +269,7 @@ def check_token_shard(
 
 
 def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> Iterator[str]:
-    """Yield the columns of a token shard that differ from what the header demands."""
+    """Yield the differences between a token shard's columns and the columns that the header demands."""
     evidence = header["identity"].get("evidence", {})
     plain = token_schema(hidden_size, deepstack_levels(header), codec=find_codec(header["identity"]))
     if sorted(schema.names) != sorted([*plain.names, *evidence]):
@@ -281,7 +287,11 @@ def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> 
 
 
 def _file_faults(shard: TokenShard, rows: Sequence[VideoRow]) -> Iterator[str]:
-    """Yield faults of the file's layout: bytes beside row groups and footer, or a row group of two videos."""
+    """Yield faults of the file's layout.
+
+    These are bytes beside row groups and footer, row groups of other lengths than a row says, and a row group of two
+    videos.
+    """
     metadata = shard.metadata
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     n_pages = sum(group.column(i).total_compressed_size for group in groups for i in range(group.num_columns))
@@ -298,7 +308,10 @@ def _file_faults(shard: TokenShard, rows: Sequence[VideoRow]) -> Iterator[str]:
 
 
 def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iterator[tuple[Kind, str]]:
-    """Yield (kind, description) of each fault in one video's tokens."""
+    """Read one video's tokens, and yield (kind, description) of each fault.
+
+    Tokens that cannot be read or belong to other videos are the only fault then.
+    """
     try:
         table = shard.read(TokenRows(row, row["n_tokens"], shard.schema.names))
     except CorruptShard as error:
@@ -321,7 +334,10 @@ def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iter
 
 
 def token_faults(table: pa.Table, row: VideoRow, header: CacheHeader) -> Iterator[str]:
-    """Yield a description of each fault in a video's positions, order and numbers."""
+    """Yield a description of each fault in a video's positions, order and numbers.
+
+    A fault that makes further checks meaningless is the last.
+    """
     index, frame = table["index"].to_numpy(), table["frame"].to_numpy()
     if index.min() < 0 or index.max() >= row["n_total"]:
         yield f"positions outside 0 to {row['n_total'] - 1}"

@@ -35,6 +35,9 @@ _IN_ARCHIVE = re.compile(rf"({'|'.join(map(re.escape, FORMS))})/")
 def forget_videos(store: Store, ids: Collection[str], uris: Collection[str]) -> list[str]:
     """Take ids, addresses and carried texts of videos out of all files but the tables; return the deleted files.
 
+    Records and logs of runs get "(removed)" instead. Kept indexes lose the members, or are deleted. Replaced files with
+    a row of the videos are deleted, and so are all unfinished files.
+
     ``uris`` are the places that rows had; where an earlier removal has deleted the rows, ``ids`` alone tell. No run may
     be writing. Raises OSError.
     """
@@ -59,7 +62,10 @@ def _stems(texts: Iterable[str]) -> list[str]:
 
 
 def _rewrite(store: Store, name: str, texts: Iterable[str]) -> None:
-    """Rewrite a record or log of a run if it has one of the texts."""
+    """Replace the texts by "(removed)" in a record or log of a run; a file without them stays as it is.
+
+    The suffixes behind a text are replaced with it.
+    """
     content = store.read(name).decode("utf-8", "replace")
     try:
         record: Json = json.loads(content)
@@ -83,7 +89,10 @@ def _texts(value: Json) -> Iterator[str]:
 
 
 def _without(value: Json, patterns: Collection[re.Pattern[str]]) -> Json:
-    """Return a value of JSON with other words for what the patterns match in its texts."""
+    """Return a value of JSON with "(removed)" for each match of the patterns in its texts.
+
+    Fields of _KEPT_KEYS stay, and of the options of a run all but ``videos``.
+    """
     if isinstance(value, str):
         for pattern in patterns:
             value = pattern.sub(_INSTEAD, value)

@@ -85,7 +85,10 @@ class LiveCheck:
                     report.problems.append(Problem(Kind.LIVE, why, row["token_shard"], video_id))
 
     def _compare(self, row: VideoRow, decoder: VideoDecoder) -> LiveResult:
-        """Encode one video again and compare its tokens with the stored ones."""
+        """Encode one video again and compare its tokens with the stored tokens.
+
+        Nothing is raised for a source that is gone, changed, or cannot be encoded: the result says so.
+        """
         video_id = row["video_id"]
         try:
             encoded = self._encode_again(row, decoder)
@@ -110,7 +113,10 @@ class LiveCheck:
         return replace(result, versions=versions_of(row, run, encoded.record))
 
     def _encode_again(self, row: VideoRow, decoder: VideoDecoder) -> VideoItem:
-        """Encode the video as a run would now. Raises VideoFault, "io" where the source is gone, and ReplacedSource."""
+        """Encode the video as a run would now. Raises VideoFault, "io" where the source is gone, else "internal".
+
+        Raises ReplacedSource where the source is another file now.
+        """
         where = row["uri"], row["start_s"], row["end_s"], row["source_size"]
         todo = todo_row(row["video_id"], *where, row["attempts"], row["source_offset"])
         with same_source(row, self._objects, fetch_again(row, self._objects)) as source:
@@ -126,7 +132,11 @@ class LiveCheck:
 
 
 def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:
-    """Compare a stored video, in order of selection, with newly kept tokens, over the positions that both have."""
+    """Compare a stored video, read in order of selection, with newly kept tokens.
+
+    The state is "same" only if all bits are equal, evidence and deepstack levels too. Differences are taken over the
+    positions that both have.
+    """
     names = sorted(cached.evidence)
     old = [cached.tokens, *cached.deepstack, *(cached.evidence[name] for name in names)]
     old = [part.reshape(len(part), -1) for part in old]
@@ -153,7 +163,10 @@ def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:
 
 
 def suspicion(result: LiveResult) -> str:
-    """Return the reason why a difference cannot come from rounding; "" if it can, or without a difference."""
+    """Return the reason why rounding cannot explain a difference; "" if it can, or without a difference.
+
+    It cannot if the difference is too large, or if the same versions and devices made both.
+    """
     if result.state != "different":
         return ""
     share, relative = result.same_indices or 0.0, result.relative_difference

@@ -50,9 +50,9 @@ _VERSIONS = ("gstep-cache", "pyarrow")
 
 
 def move_videos(store: Store, run_id: str, rows: Sequence[VideoRow]) -> list[VideoRow]:
-    """Copy the tokens of videos to one new token shard, and return their changed rows.
+    """Copy the tokens of videos to one new token shard, and return their changed rows, which the caller commits.
 
-    Raises CorruptShard where one of them is damaged, and OSError.
+    Each row counts one rewrite more. Raises CorruptShard where a video is damaged, and OSError.
     """
     new_rows: list[VideoRow] = [{**row, "rewritten": (row["rewritten"] or 0) + 1} for row in rows]
     put_token_shard(store, run_id, new_rows, read_videos(store, rows))
@@ -92,7 +92,9 @@ class RemovalResult:
 def remove_videos(
     store: Store, ids: Sequence[str], reason: str, say: Callable[[str], object], keep: timedelta
 ) -> RemovalResult:
-    """Remove these videos for ``reason``; files that held them are deleted when they are unused for ``keep``.
+    """Remove these videos for ``reason``, also ids without a row; repeat it to resume an interrupted removal.
+
+    Waits for ``keep`` before it deletes token shards that held the videos, so that readers can finish.
 
     Raises NotACache, CacheLocked where a run writes to it, CorruptShard where a token shard is damaged, and OSError.
     """
@@ -147,7 +149,10 @@ class _Removal:
         return {video_id: names - {None} for video_id, names in shards.items()}
 
     def mark(self, reason: str) -> None:
-        """Commit a "removed" row for each video without one, also for unknown ids; list these with similar ids."""
+        """Commit a "removed" row for each video without such a row, also for unknown ids, and read the rows again.
+
+        ``unknown`` of the result gets the unknown ids, and ``likely`` similar ids for the first of them.
+        """
         live = {row["video_id"]: row for row in select_live_rows(self._rows).to_pylist()}
         self._result.unknown = sorted(self._ids - live.keys())
         for video_id in self._result.unknown[:_MAX_EXAMPLES]:
@@ -170,9 +175,13 @@ class _Removal:
             self._rows = self._read()
 
     def find_earlier(self) -> None:
-        """Find the token shards of earlier attempts, whose rows merges drop, and of killed runs, which have none."""
+        """Add the token shards that hold a removed video though no row names them.
+
+        These are shards of earlier attempts, whose rows merges drop, and of killed runs, which have no rows.
+        """
         names = self._store.names(TOKENS, ".parquet")
-        if (pc.max(self._read_removed()["attempts"]).as_py() or 0) <= 1:  # then rows name all but those of killed runs
+        # After one attempt, rows name all shards but those of killed runs.
+        if (pc.max(self._read_removed()["attempts"]).as_py() or 0) <= 1:
             names = sorted(set(names).difference(self._rows["token_shard"].to_pylist()))
         for name, ids in zip(names, map_in_order(partial(read_footer_ids, self._store), names, 8, 16), strict=True):
             for video_id in self._ids.intersection(ids):
@@ -183,7 +192,7 @@ class _Removal:
         return forget_videos(self._store, self._ids, set(self._read_removed()["uri"].to_pylist()) - {""})
 
     def move_others(self) -> None:
-        """Copy the other videos of token shards that hold a removed one to new shards."""
+        """Copy the other videos of token shards that hold a removed video to new shards, and commit their rows."""
         live = select_live_rows(self._rows)
         full = VideosTable(self._store)
         names = pa.array(sorted(set().union(*self._shards_by_video.values())), pa.string())
@@ -197,7 +206,10 @@ class _Removal:
             self._result.moved += len(records)
 
     def unused(self) -> list[str]:
-        """Return the token shards that hold a removed video and that no live row names any more."""
+        """Return the token shards that hold a removed video and that no live row names any more.
+
+        Reads the table again.
+        """
         live = select_live_rows(self._read())
         live_shards = set(live["token_shard"].to_pylist())
         own_shards = set().union(*self._shards_by_video.values())
@@ -253,9 +265,8 @@ def join_tokens(
             run_file = RunFile(store, {**provenance(run_id, _VERSIONS), "joins": len(bundles)})
             with run_file:
                 for number, names in enumerate(bundles):
-                    run_file.save(
-                        **{_EMPTIED_KEY: [*result.read, *names]}
-                    )  # before they are, so that none is forgotten
+                    # Saved before the shards are emptied, so that none is forgotten.
+                    run_file.save(**{_EMPTIED_KEY: [*result.read, *names]})
                     _join(store, run_id, number, live, names, made_with, result)
                     run_file.note(**{COMMITTED_KEY: [parse_shard_id(name) for name in result.written]})
                     say(f"{number + 1:,} of {len(bundles):,} token shards written")
@@ -274,7 +285,10 @@ def _bundles(store: Store, live: pa.Table, shard_bytes: int) -> list[list[str]]:
 def _join(
     store: Store, run_id: str, number: int, live: pa.Table, names: list[str], made_with: str, result: JoinResult
 ) -> None:
-    """Write the live videos of these token shards as one, and commit their rows. Raises CorruptShard, OSError."""
+    """Write the live videos of these token shards as one shard, commit their rows, and add them to ``result``.
+
+    Raises CorruptShard, OSError.
+    """
     shard_rows = live.filter(pc.is_in(live["token_shard"], value_set=pa.array(names)))
     records = move_videos(store, run_id, list(VideosTable(store).read_rows(sort_by_shard(shard_rows))))
     commit(store, run_id, number, records, made_with=made_with)
@@ -284,7 +298,10 @@ def _join(
 
 
 def _delete_emptied(store: Store, live: pa.Table, keep: timedelta, result: JoinResult) -> None:
-    """Delete the token shards that earlier joins emptied at least ``keep`` ago and that no live row names."""
+    """Delete the token shards that earlier joins emptied at least ``keep`` ago and that no live row names.
+
+    ``result.deleted`` gets their names.
+    """
     live_shards = set(live["token_shard"].to_pylist())
     for record in store.names(RUNS, ".json"):
         shards = json.loads(store.read(record)).get(_EMPTIED_KEY, [])

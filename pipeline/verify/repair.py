@@ -80,12 +80,12 @@ class Repair:
     def carry_out(self, live: pa.Table, bad: Collection[Place]) -> Repaired:
         """Repair the problems; ``live`` are the live rows with their places, ``bad`` rows that contradict themselves.
 
-        Raises RunFailed where nothing would be left, CorruptShard and OSError where the store does not give what it
-        gave just before; another repair resumes there.
+        Raises RunFailed where no video would be left, or where a file has another schema. Raises CorruptShard and
+        OSError if the store does not give the bytes that it gave just before; another repair resumes there.
         """
         if mismatch := next((problem for problem in self._report.problems if problem.kind is Kind.SCHEMA), None):
             raise RunFailed(f"{self._store} has a file with other settings: move {mismatch.shard} away first")
-        present = live.filter(pc.not_equal(live["status"], "removed"))  # what was removed stays so
+        present = live.filter(pc.not_equal(live["status"], "removed"))  # removed videos stay removed
         wrong = dict.fromkeys(set(bad).intersection(_places(present)), _CONTRADICTS)
         ok = select_ok(live)
         places = _places(ok)
@@ -102,7 +102,7 @@ class Repair:
                 self._report.notes.append(message)
             else:
                 wrong |= wrong_ids
-        self._check(wrong.keys() & set(places), places)
+        self._refuse_total_loss(wrong.keys() & set(places), places)
         changes = {row["video_id"]: row for of_shard in neighbours.values() for row in self._move(of_shard, wrong)}
         for place, why in wrong.items():
             row = self._table.read_row(*place)
@@ -114,7 +114,10 @@ class Repair:
         return self._result
 
     def _find_wrong(self, name: str, places: Sequence[Place]) -> dict[Place, str] | None:
-        """Check a damaged token shard again; return the fault of each bad row, or None where it is sound now."""
+        """Check a damaged token shard again; return the fault of each bad row, or None if the shard is sound now.
+
+        ``places`` are the rows of its videos.
+        """
         rows = {place: self._table.read_row(*place) for place in places}
         problems = check_token_shard(self._store, name, [(p[0], row) for p, row in rows.items()], self._header).problems
         problems = [problem for problem in problems if problem.kind in _OF_TOKENS]
@@ -125,7 +128,7 @@ class Repair:
         wrong = {problem.video_id: problem.what for problem in reversed(problems)}
         return {place: wrong[row["video_id"]] for place, row in rows.items() if row["video_id"] in wrong}
 
-    def _check(self, wrong: Collection[Place], ok: Collection[Place]) -> None:
+    def _refuse_total_loss(self, wrong: Collection[Place], ok: Collection[Place]) -> None:
         """Raise RunFailed if all seems damaged, as when a folder is not mounted or the header is another cache's."""
         foreign = any(problem.kind is Kind.FINGERPRINT for problem in self._report.problems)
         if len(wrong) == len(ok) and (wrong or foreign):
@@ -135,16 +138,19 @@ class Repair:
             )
 
     def _move(self, places: Sequence[Place], wrong: dict[Place, str]) -> list[VideoRow]:
-        """Copy the sound videos of a damaged token shard to a new one; return their new rows."""
+        """Copy the sound videos of a damaged token shard to a new shard; return their new rows.
+
+        The caller commits the rows. ``moved`` of the result counts them.
+        """
         rows = [self._table.read_row(*place) for place in places if place not in wrong]
         rows.sort(key=lambda row: row["first_row_group"])
         self._result.moved += len(rows)
         return move_videos(self._store, rows[0]["run_id"], rows) if rows else []
 
     def _set_aside(self, known_ids: Collection[str]) -> None:
-        """Move damaged and foreign files out of the table, and give videos left without a row a failed one.
+        """Move damaged and foreign files out of the table, and commit a failed row for each video that has no row then.
 
-        These are found in the token shards that nothing names; foreign files name theirs, which get none.
+        These videos are found in the token shards that nothing names. Videos of foreign files get no row.
         """
         problems = [problem for problem in self._report.problems if problem.kind in {*_OF_TABLE, Kind.LOST}]
         is_lost = any(problem.kind is not Kind.FINGERPRINT for problem in problems)
@@ -171,7 +177,7 @@ class Repair:
             return []
 
     def _change(self, changes: dict[str, VideoRow]) -> None:
-        """Replace rows of videos, in a table that has one row of each by then."""
+        """Merge the table until each video has one row, and replace the rows of these videos: video_id -> new row."""
         merge_fully(self._store, self._made_with)
         table = LiveVideos.open(self._store, self._made_with)
         shards = {place.shard for video_id in changes if (place := table.find(video_id)) is not None}
@@ -213,10 +219,11 @@ def clean(
 ) -> None:
     """Delete the orphans, leftovers and old uploads of ``report``; no run may be writing. Raises OSError.
 
-    If a file of the videos table is unreadable or lost, or not among ``commits``, the ones that were read (None:
-    all), token shards that it may name stay; so does what is younger than ``keep``.
+    Files younger than ``keep`` stay, and uploads younger than an hour. All orphans stay if a file of the videos table
+    may name them: a file that is unreadable or lost, or that is not among ``commits``, the files that were read (None:
+    all). ``report`` gets the names of deleted files, and notes on files that stay.
     """
-    files = _find_unneeded(store, report, commits)
+    files = _find_removable(store, report, commits)
     for file in [*report.leftovers, *files]:
         if store.age(file.name) >= keep:
             store.delete(file.name)
@@ -232,8 +239,11 @@ def clean(
             report.removed.append(f"the upload of {upload.uri} since {upload.started:%Y-%m-%d %H:%M}")
 
 
-def _find_unneeded(store: Store, report: Report, commits: Collection[str] | None) -> list[FileInfo]:
-    """Return the orphans that no file of the videos table can name."""
+def _find_removable(store: Store, report: Report, commits: Collection[str] | None) -> list[FileInfo]:
+    """Return all orphans, or none if a file of the videos table that was not read may still name them.
+
+    In that case the report gets a note. ``commits`` are the files that were read; None means all.
+    """
     if not report.orphans:
         return []
     unread = {Kind.COMMIT, Kind.LOST, Kind.SCHEMA, Kind.UNREADABLE, Kind.FINGERPRINT}

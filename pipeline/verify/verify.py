@@ -87,6 +87,8 @@ class Verification:
 def verify(store: Store, request: Verification, console: Console) -> Report:
     """Read all of the cache at ``store`` and check it; nothing is written there without ``clean`` or ``repair``.
 
+    ``repair`` also cleans, but orphans stay if damaged or lost files of the table may be restored.
+
     Raises NotACache where there is none, CacheLocked where it is to be changed and a run writes to it, UsageError where
     videos cannot be encoded again, RunFailed where nothing would be left, and OSError where the store fails as a whole.
     """
@@ -121,7 +123,10 @@ class _Verification:
         self.report = Report(str(store))
 
     def carry_out(self) -> Report:
-        """Check the cache, and clean or repair it where asked. Raises as ``verify``."""
+        """Check the cache, and clean or repair it where asked; return the report. Raises as ``verify``.
+
+        After a repair the cache is checked once more, and the report is that of the second check.
+        """
         store, request, report = self.store, self.request, self.report
         start = time.monotonic()
         header = self._check_header()
@@ -138,7 +143,7 @@ class _Verification:
         if 0 < request.sample < sum(map(len, places.values())):
             places = self._sample(places)
         self._check_tokens(header, places, bad)
-        self._sort(files, rows, live)
+        self._report_leftovers(files, rows, live)
         report.seconds = time.monotonic() - start
         if encoder is not None:
             encoder.run(_without_problems(live, report), request.live, request.seed, report)
@@ -152,7 +157,10 @@ class _Verification:
         return report
 
     def _check_header(self) -> CacheHeader | None:
-        """Read the header and report its faults; return None if the rows cannot be checked by it."""
+        """Read the header, report its faults, and note a run that writes now.
+
+        Returns None if the rows cannot be checked by it.
+        """
         store, report = self.store, self.report
         try:
             header = read_header(store)
@@ -184,7 +192,7 @@ class _Verification:
             self.report.notes.append(f"pending uploads cannot be listed: {error.strerror or error}")
 
     def _check_table(self, header: CacheHeader) -> tuple[pa.Table, set[Place]]:
-        """Check every file of the videos table.
+        """Check every file of the videos table, and add problems and counts to the report.
 
         Return JUDGED_COLUMNS of all rows of this identity with shard and row, and the places of rows that contradict
         themselves.
@@ -220,7 +228,7 @@ class _Verification:
         return LiveCheck(cache, self.request.model, self.request.objects or Objects.from_environment())
 
     def _sample(self, places: dict[str, list[Place]]) -> dict[str, list[Place]]:
-        """Draw the rows whose tokens are read, and note how much damage would have been missed."""
+        """Draw the rows whose tokens are read, and note the chance that they miss damage."""
         every = [(name, place) for name in sorted(places) for place in places[name]]
         n = self.request.sample
         drawn: dict[str, list[Place]] = defaultdict(list)
@@ -232,7 +240,10 @@ class _Verification:
         return {name: sorted(ids) for name, ids in drawn.items()}
 
     def _check_tokens(self, header: CacheHeader, places: dict[str, list[Place]], bad: set[Place]) -> None:
-        """Check the token shards in ``places``, which has the rows that name each, except those known to be sound."""
+        """Check the token shards in ``places``, which has the rows that name each, except shards known to be sound.
+
+        Rows of ``bad`` are left out. Adds shards without a problem to ``sound``, and problems and counts to the report.
+        """
         # Neighbours in the order of commits share a videos shard, which is in memory then.
         names = sorted(places, key=lambda name: places[name][0])
         table = VideosTable(self.store, keep=8 * self.request.jobs)
@@ -257,7 +268,7 @@ class _Verification:
                     report.problems.append(Problem(Kind.SCHEMA, message, name))
         report.counts |= {"token_shards": len(names), "tokens": n_tokens}
 
-    def _sort(self, files: dict[str, list[FileInfo]], rows: pa.Table, live: pa.Table) -> None:
+    def _report_leftovers(self, files: dict[str, list[FileInfo]], rows: pa.Table, live: pa.Table) -> None:
         """Report files that were left behind, and rows that are missing from the table."""
         store, report = self.store, self.report
         all_shards, live_shards = _token_shards(rows), _token_shards(live)
@@ -278,7 +289,7 @@ class _Verification:
             )
 
     def _combine(self, report: Report, result: Repaired) -> Report:
-        """Return the report after the repair, which also holds the problems found before it."""
+        """Complete the report after the repair by the problems, notes and times of this check, and return it."""
         before = self.report
         report.found, report.repaired = before.problems, result
         stay = [_ORPHANS_STAY] * _may_come_back(before)
@@ -288,7 +299,7 @@ class _Verification:
         return report
 
     def _check_all(self, work: Callable[[str], R], names: Sequence[str], item: str) -> Iterator[tuple[str, R]]:
-        """Check every file in several threads, with progress; yield (name, result) in order."""
+        """Check every file in several threads, and show progress; yield (name, result) in order."""
         if not names:
             return
         wording = Wording("verifying", item, {}, "")
@@ -307,7 +318,7 @@ def _may_come_back(report: Report) -> bool:
 def _committed_orphans(store: Store, orphans: Collection[FileInfo], *, without_record: bool) -> Iterator[str]:
     """Yield the orphans that a run's record says it had committed: their rows were replaced, or are lost.
 
-    With ``without_record`` also those of runs whose record is gone, of which nobody can tell.
+    With ``without_record`` also the orphans of runs whose record is gone.
     """
     by_run: dict[str, list[str]] = defaultdict(list)
     for file in orphans:
@@ -321,7 +332,7 @@ def _committed_orphans(store: Store, orphans: Collection[FileInfo], *, without_r
 
 
 def _header_faults(header: CacheHeader) -> Iterator[str]:
-    """Yield the faults of the cache's header."""
+    """Yield the faults of the header's retention ratio and newline row."""
     identity, hidden = header["identity"], header.get("hidden_size")
     ratio = identity.get("retention_ratio")
     if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
@@ -343,7 +354,10 @@ def _token_shards(rows: pa.Table) -> set[str]:
 
 
 def _list_places(rows: pa.Table, live: pa.Table) -> dict[str, list[Place]]:
-    """Return a row of each video in each token shard that a live row names, by shard, superseded rows too."""
+    """Return the places of the rows to check by token shard: a row of each video in each shard that a live row names.
+
+    A superseded row stands for a video whose live row names another shard.
+    """
     places: dict[str, dict[str, Place]] = {name: {} for name in sorted(_token_shards(live) - {None})}
     for table in (live, rows):  # a row that stands in several files counts once
         for row in select_ok(table).select(["token_shard", "video_id", "shard", "row"]).to_pylist():
@@ -353,7 +367,7 @@ def _list_places(rows: pa.Table, live: pa.Table) -> dict[str, list[Place]]:
 
 
 def _without_problems(live: pa.Table, report: Report) -> pa.Table:
-    """Select the live rows of videos that have no problem."""
+    """Select the live rows of videos that have no problem themselves, nor their token shard."""
     ids = [problem.video_id for problem in report.problems if problem.video_id is not None]
     shards = [problem.shard for problem in report.problems if problem.video_id is None]
     has_problem = pc.is_in(live["video_id"], value_set=pa.array(ids, pa.string()))

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,6 @@ from typing import Any
 
 import av
 import pyarrow.parquet as pq
-import ray
 import torch
 
 import gstep
@@ -35,7 +35,6 @@ N_VIDEOS, N_FRAMES = 112, 2
 OPTIONS = ["--num-frames", str(N_FRAMES), "--log-interval", "5"]
 FAST_BEAT, STOPS = 2.0, "the third commit comes now"
 COUNTED = "tests.jobs.hostile:CountedDecoder"
-_PRELOAD = ["jobs.prune", "pipeline.prune.run", "pipeline.prune.summary", "transformers", "tests.jobs.faults"]
 
 
 def tiny_videos(folder: Path, count: int = N_VIDEOS) -> list[str]:
@@ -55,10 +54,20 @@ def tiny_videos(folder: Path, count: int = N_VIDEOS) -> list[str]:
 def fork(target: Callable[..., None], *args: Any) -> ForkServerProcess:
     """Start a process that is forked from a server in which everything that a command imports is loaded."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(["tests.jobs.preload"])
     process = context.Process(target=target, args=args)
     process.start()
     return process
+
+
+def write_random_id(log: str) -> None:
+    """Write an id that Ray draws in a thread of this process, as a driver that joins a cluster draws its ids."""
+    from ray import ObjectRef  # noqa: PLC0415
+
+    begin_forked(log, {})
+    thread = threading.Thread(target=lambda: print(ObjectRef.from_random().hex()))
+    thread.start()
+    thread.join()
 
 
 def die_at_call(number: int, methods: tuple[str, ...], command: list[str], log: Path) -> int | None:
@@ -144,16 +153,12 @@ def _drive(argv: list[str], log: str, before: Callable[[], None] | None, environ
 
 
 def begin_forked(log: str, environ: dict[str, str]) -> None:
-    """Give a process that was forked with all imports done its output, its environment and random ids of its own."""
+    """Give a process that was forked with all imports done its output and its environment."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     os.environ.update(environ)
-    # A fork inherits the state of Ray's random ids. With the id of the object by which a killed driver was warming up
-    # the object store, the next one would abort: each takes a place of its own in the sequence.
-    for _ in range(os.getpid() % 2**15):
-        ray.ObjectRef.from_random()
 
 
 def die_before_the_third_commit() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from gstep.checkpoints.tiny import tokenizer
@@ -51,18 +52,16 @@ def build(name: str) -> Path:
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
-    except OSError as error:
-        raise ModelError(
-            f"cannot write to {folder.parent} ({error}): set XDG_CACHE_HOME to a writable folder"
-        ) from error
-    try:
-        write(name, scratch)
-        scratch.rename(folder)
-    except OSError:
+        try:
+            write(name, scratch)
+            scratch.rename(folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
         if not folder.is_dir():  # else another process was first, with the same bytes
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+            raise ModelError(
+                f"cannot write to {folder.parent} ({error}): set XDG_CACHE_HOME to a writable folder with free space"
+            ) from error
     return folder
 
 
@@ -77,7 +76,10 @@ def write(name: str, folder: Path) -> None:
 
 @cache
 def identity(name: str) -> str:
-    """Compute "<name>:<version>-<hash>"; the hash covers the config and every weight, so that nodes can be compared."""
+    """Compute "<name>:<version>-<hash>"; the hash covers the config and every weight, so that nodes can be compared.
+
+    Draws all weights at the first call in a process.
+    """
     digest = hashlib.sha256(json.dumps(_ALL[name].config, sort_keys=True).encode())
     for key, array in sorted(_draw_weights(name).items()):
         digest.update(f"\n{key} {array.shape}\n".encode())

@@ -34,7 +34,7 @@ _TOKENIZER = TinyTokenizer(
 
 
 def _draw_vision_tower(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
-    """Draw the weights of a SigLIP vision tower below ``prefix``."""
+    """Draw and store the weights of a SigLIP vision tower below ``prefix``."""
     width, patch = config["hidden_size"], config["patch_size"]
     draw.weights[f"{prefix}.embeddings.patch_embedding.weight"] = draw.patch_embedding(width, 3, patch, patch)
     draw.weights[f"{prefix}.embeddings.patch_embedding.bias"] = draw.uniform((width,), 0.05)
@@ -45,7 +45,7 @@ def _draw_vision_tower(draw: Draw, prefix: str, config: Mapping[str, Any]) -> No
 
 
 def _draw_layers(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
-    """Draw the layers of SigLIP's vision or text tower."""
+    """Draw and store the layers of SigLIP's vision or text tower below ``prefix``."""
     width = config["hidden_size"]
     for layer in (f"{prefix}.encoder.layers.{i}" for i in range(config["num_hidden_layers"])):
         draw.norm(f"{layer}.layer_norm1", width, bias=True)
@@ -168,7 +168,7 @@ def _draw_siglip_weights(config: Mapping[str, Any]) -> Weights:
 
 
 def _draw_text_tower(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
-    """Draw the weights of SigLIP's text tower below ``prefix``."""
+    """Draw and store the weights of SigLIP's text tower below ``prefix``."""
     width = config["hidden_size"]
     draw.weights[f"{prefix}.embeddings.token_embedding.weight"] = draw.uniform((config["vocab_size"], width), 1.0)
     positions = config["max_position_embeddings"]

@@ -34,7 +34,8 @@ class TinyModel:
 class Draw:
     """A seeded source of random weights, collected by name in ``weights``.
 
-    Draws are uniform, which takes only exact operations: the same bits on every machine.
+    ``linear`` and ``norm`` store their weights; the other methods only return an array. Draws are uniform, which takes
+    only exact operations: the same bits on every machine. The numbers depend on the order of the calls.
     """
 
     def __init__(self) -> None:
@@ -87,11 +88,13 @@ def draw_decoder(
     qk_norm: bool = False,
     mlp: bool = True,
 ) -> None:
-    """Draw a language model of Qwen2 (biases of q, k and v) or Qwen3 (norms of q and k, no biases), and its head.
+    """Draw a language model of Qwen2 or Qwen3 and its head, and store them in ``draw.weights``.
 
     Args:
         model: the name prefix of the model's weights.
         head: the name of the language-model head.
+        bias: True for biases of queries, keys and values (Qwen2).
+        qk_norm: True for norms of queries and keys (Qwen3).
         mlp: False leaves out the MLPs, for a mixture of experts.
     """
     width, inner = config["hidden_size"], config["intermediate_size"]

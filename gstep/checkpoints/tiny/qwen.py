@@ -82,7 +82,7 @@ GENERATION: Mapping[str, Any] = {
 
 
 def _draw_attention(draw: Draw, prefix: str, width: int) -> None:
-    """Draw fused q, k, v and the projection behind them, so loud that attention picks, as in SigLIP."""
+    """Draw and store fused q, k, v and the projection behind them; large weights make the attention sharp."""
     for part, gain in {"q": 2.0, "k": 2.0, "v": 0.7}.items():
         draw.linear(f"{prefix}.{part}", width, width, gain=gain)
     for kind in ("weight", "bias"):
@@ -93,7 +93,7 @@ def _draw_attention(draw: Draw, prefix: str, width: int) -> None:
 
 
 def _draw_merger(draw: Draw, first: str, second: str, n_in: int, n_out: int) -> None:
-    """Draw the two layers that make one token of 2 x 2 patches."""
+    """Draw and store the two layers that make one token of 2 x 2 patches; ``first`` and ``second`` are their names."""
     draw.linear(first, n_in, n_in)
     draw.weights[f"{second}.weight"] = draw.balanced(n_out, n_in)
     draw.weights[f"{second}.bias"] = draw.uniform((n_out,), 0.05)
@@ -120,7 +120,7 @@ def _draw_qwen2_5_weights(config: Mapping[str, Any]) -> Weights:
 
 
 def draw_qwen3_tower(draw: Draw, vision: Mapping[str, Any]) -> None:
-    """Draw the weights of the vision tower and of as many deepstack mergers as it has levels."""
+    """Draw and store the weights of the vision tower and of as many deepstack mergers as it has levels."""
     visual = "model.visual"
     width, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     patch = vision["temporal_patch_size"], vision["patch_size"], vision["patch_size"]

@@ -38,7 +38,7 @@ def _draw_experts(draw: Draw, layer: str, text: Mapping[str, Any]) -> dict[str, 
 
 
 def _draw_qwen3_moe_weights(config: Mapping[str, Any]) -> Weights:
-    """Draw the weights; each expert's matrices are transposed, as in the published checkpoints."""
+    """Draw the weights of the tiny Qwen3-VL-MoE; each expert's matrices are transposed, as in the published files."""
     draw, text, model = Draw(), config["text_config"], "model.language_model"
     draw_qwen3_tower(draw, config["vision_config"])
     draw_decoder(draw, text, model=model, head="lm_head", bias=False, qk_norm=True, mlp=False)
@@ -49,7 +49,10 @@ def _draw_qwen3_moe_weights(config: Mapping[str, Any]) -> Weights:
 
 
 def _draw_qwen3_5_weights(config: Mapping[str, Any]) -> Weights:
-    """Draw the weights; a mixture of experts has a shared expert, and a tensor for each matrix of each expert."""
+    """Draw the weights of a tiny Qwen3.5, dense or a mixture of experts by its config.
+
+    Each matrix of each expert is a tensor of its own. There is a shared expert, too.
+    """
     draw, text, model = Draw(), config["text_config"], "model.language_model"
     width, head_dim = text["hidden_size"], text["head_dim"]
     heads, keys = text["num_attention_heads"] * head_dim, text["num_key_value_heads"] * head_dim
@@ -80,9 +83,8 @@ def _draw_qwen3_5_weights(config: Mapping[str, Any]) -> Weights:
             _draw_gated_mlp(draw, f"{layer}.mlp", width, text["intermediate_size"])
     draw.weights[f"{model}.norm.weight"] = draw.uniform((width,), 0.05)
     draw.linear("lm_head", text["vocab_size"], width, gain=2, bias=False)
-    draw.weights["lm_head.weight"][: len(SPECIAL)] *= np.float32(
-        0.5
-    )  # else some answers would end with their first token
+    # Otherwise some answers would end with their first token.
+    draw.weights["lm_head.weight"][: len(SPECIAL)] *= np.float32(0.5)
     return draw.weights
 
 
@@ -92,14 +94,14 @@ def _split_gate_and_up(name: str, matrix: Any) -> list[Any]:
 
 
 def _draw_gated_mlp(draw: Draw, prefix: str, width: int, inner: int) -> None:
-    """Draw an MLP whose first layer is gated."""
+    """Draw and store an MLP whose first layer is gated."""
     for part in ("gate_proj", "up_proj"):
         draw.linear(f"{prefix}.{part}", inner, width, bias=False)
     draw.linear(f"{prefix}.down_proj", width, inner, bias=False)
 
 
 def _draw_gated_delta_net(draw: Draw, prefix: str, text: Mapping[str, Any]) -> None:
-    """Draw a layer of linear attention, whose state fades over tens of tokens."""
+    """Draw and store a layer of linear attention, whose state fades over tens of tokens."""
     width, heads = text["hidden_size"], text["linear_num_value_heads"]
     keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
     values = heads * text["linear_value_head_dim"]

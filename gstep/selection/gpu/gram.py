@@ -184,9 +184,10 @@ def no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
 def run_greedy(
     task: Task, row_R: Tensor, distance_R: Tensor, bar: tuple[Tensor, Tensor], order_B: Tensor, count_1: Tensor
 ) -> Tensor:
-    """Launch ``greedy_kernel`` on tokens ``row_R``; return their distances after it, [R].
+    """Launch ``greedy_kernel`` on tokens ``row_R``, ascending; return their distances after it, [R].
 
-    The picks are appended to ``order_B``, from ``count_1`` on, and ``count_1`` is raised.
+    Picking ends with the budget, or if no token of ``row_R`` passes the ``bar``. The picks are appended to ``order_B``,
+    from ``count_1`` on, and ``count_1`` is raised.
     """
     distances_SS = pair_distances(task, row_R)
     width, n_rows = len(distances_SS), len(row_R)

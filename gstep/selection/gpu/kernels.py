@@ -13,8 +13,8 @@ float64 without fused multiply-adds (launch with ``enable_fp_fusion=False``), wh
 reference. So is the key (distance + beta) * weight by which tokens are ranked: no kernel takes a logarithm or a power.
 
 Norms are square roots of dot products, too. Tensor cores drop bits as they accumulate, so that a product of thousands
-of channels is short by more than ZERO_DISTANCE of itself. With exact norms a token would be that far from its own copy;
-with equally short norms it is at distance 0.
+of channels is short by more than ZERO_DISTANCE of itself. Exact norms would put a token that far from its own copy;
+equally short norms put it at distance 0.
 
 Copies of a token are at bit-equal distances, so that their ties go to the lowest index. All products come from
 ``_dots``, which accumulates each over D in the same order, independent of its position in a tile or a grid and of which
@@ -206,9 +206,9 @@ def greedy_kernel(
 
     ``distances_ptr`` [S, S] float64. ``distance_ptr`` [S] float64 is updated by every pick; picked tokens and padding
     have -inf. ``weight_ptr`` [S] float64. ``row_ptr`` [S]: each row's token, ascending.
-    The bar is the best token that is no row here: ``bar_ptr`` [1] has its key, ``bar_index_ptr`` [1] the number of rows
-    with a lower token index; -inf and 0 if there is no bar. Picks are appended to ``order_ptr`` [budget] int64 from
-    ``count_ptr`` [1] on, which is raised.
+    The bar is the best token that is no row here. ``bar_ptr`` [1] has its key, ``bar_index_ptr`` [1] the number of rows
+    with a lower token index. They are -inf and 0 if there is no bar. Picks are appended to ``order_ptr`` [budget] int64
+    from ``count_ptr`` [1] on, which is raised.
     """
     width = sixteenths * 16  # so that the compiler knows a bound of 16 and loads 16 bytes at a time
     beta = tl.load(constants_ptr)

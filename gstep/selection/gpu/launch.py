@@ -45,8 +45,9 @@ def select_on_gpu(
     Pass 16-bit tokens unconverted: tensor cores multiply them and accumulate in float32. Tokens of float32 are
     multiplied in float32, never TF32. Tokens of float64, alpha below 0.05 and extreme beta go to the plain form.
 
-    If the kernels fail, a warning is issued once a process and the plain form selects instead. Only an error that the
-    GPU reports after the launches (a sticky CUDA error) is raised: no further work on that GPU would succeed.
+    If the kernels fail, a warning is issued once a process and the plain form selects instead. It also selects in all
+    later calls of the process, unless the GPU only ran out of memory. Only an error that the GPU reports after the
+    launches (a sticky CUDA error) is raised: no further work on that GPU would succeed.
     """
     if alpha >= _MIN_ALPHA and not _broken:
         device = tokens_MD.device

@@ -29,6 +29,7 @@ class LazyForm:
     """
 
     def __init__(self, task: Task) -> None:
+        """Take the task's start as the first pick, and measure the distance of every token to it."""
         self.task = task
         n_tokens, device = len(task.tokens), task.tokens.device
         self.distance_M = torch.full_like(task.inverse, NO_DISTANCE).index_fill_(0, task.start, -torch.inf)

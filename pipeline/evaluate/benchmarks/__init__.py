@@ -31,7 +31,7 @@ BENCHMARKS: Mapping[str, Benchmark] = LazyTable(
 def find_benchmark(name: str) -> Benchmark:
     """Return the benchmark of this name, or the user's own questions in a file of this name; nothing is read yet.
 
-    Raises UsageError that lists what there is.
+    Raises UsageError that lists the known names.
     """
     if name in BENCHMARKS:
         return BENCHMARKS[name]

@@ -47,7 +47,13 @@ def read_annotations(
     """Read the rows of an annotation file below a folder, each with its place.
 
     A .json file is a list of rows, or {"meta": {part: rows}, "root": {part: folder}}, whose rows get a column
-    ``prefix`` with that folder. Anything else is as ``read_rows`` takes it. Raises BadRow, and what UNREADABLE lists.
+    ``prefix`` with that folder. Any other file is read by ``read_rows``.
+
+    Args:
+        needs: the columns that a row should have; only named in errors, not checked.
+        tables: put into each place as they are.
+
+    Raises BadRow, and the errors in UNREADABLE.
     """
     name = path.relative_to(folder).as_posix()
     if path.suffix == ".json":
@@ -60,7 +66,10 @@ def read_annotations(
 
 
 def read_tables(folder: Path, names: Sequence[str]) -> Tables:
-    """Read the JSON objects of these names below a folder. Raise UsageError if one is no JSON object."""
+    """Read the JSON objects of these names below a folder; a missing file is an empty object.
+
+    Raises UsageError if a file holds no JSON object.
+    """
     tables: dict[str, JsonObject] = {}
     for name in names:
         try:
@@ -73,7 +82,7 @@ def read_tables(folder: Path, names: Sequence[str]) -> Tables:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, int, str, UserRow]]:
-    """Yield (part, number, place in words, row) for each row of a JSON annotation file."""
+    """Yield (part, number, place in words, row) for each row of a JSON annotation file. Raises BadRow."""
     content = _load_json(path)
     if isinstance(content, dict) and isinstance(content.get("meta"), dict):
         root = content.get("root")
@@ -126,7 +135,7 @@ class NotAskable(Exception):  # noqa: N818
 
 
 def data_folder(data: Path | str, remedy: str) -> Path:
-    """Return the folder that ``--data`` names. Raise UsageError, with the remedy, if it does not exist."""
+    """Return the local folder that ``--data`` names. Raise UsageError, with the remedy, for anything else."""
     if is_s3(str(data)) or re.match(r"[a-z0-9]+:/", str(data)):  # a Path drops one of the two slashes
         raise UsageError(f"--data {data}: only local folders are read; copy the data onto this machine, or mount it")
     folder = Path(data)
@@ -144,12 +153,15 @@ class VideoFolder:
         self._judge = Judge([folder, *roots])
 
     def find(self, paths: Sequence[str], names: Iterable[str]) -> str:
-        """Find the first of the ``paths`` below the folder that is a file or a folder of frames.
+        """Return the first of the ``paths`` below the folder that is a file or a folder of frames.
 
-        A folder of frames says how many a second it has. Returns a POSIX path relative to the folder.
+        The result is a POSIX path relative to the folder.
 
-        ``names`` is what the annotations put into the paths: texts that may have been written to lead elsewhere.
-        Raises NotAskable.
+        Args:
+            names: the texts of the annotations in these paths; a text may have been written to lead elsewhere.
+
+        Raises NotAskable: "policy" for a name that leads outside the folder, even if a path is a file. If no path is a
+        file, it is "policy" for a path that a link leads outside, else "missing-video".
         """
         for name in names:
             if name.startswith("/") or ".." in name.split("/") or _CONTROL.search(name):
@@ -176,7 +188,7 @@ class VideoFolder:
 
 
 def text_of(row: UserRow, column: str) -> str:
-    """Return a cell that holds text or a whole number as text. Raise NotAskable for any other cell."""
+    """Return a cell that holds text, not blank, or a whole number, as text. Raise NotAskable for any other cell."""
     value = row.get(column)
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
         raise NotAskable("bad-row", f"{column} must be text or a whole number, got {value!r}")
@@ -216,9 +228,9 @@ def clip_of(row: UserRow, columns: tuple[str, str]) -> tuple[float | None, float
 
 
 def answer_index(rule: AnswerRule, answer: str, options: Sequence[str]) -> int | None:
-    """Return the index of the option that is the right ``answer``; None where it is none of them.
+    """Return the index of the option that is the right ``answer``; None if it is not among the options.
 
-    "letter": of either case; "index": counted from 0; "text": equal to an option, the first of equal ones.
+    "letter": of either case; "index": counted from 0; "text": equal to an option, the first of equal options.
     """
     answer = answer.strip()
     answers = {

@@ -40,10 +40,10 @@ class Split:
     parts: Mapping[str, str] = field(default_factory=dict)
 
     def describe_parts(self, present: Collection[object], metric: str) -> str:
-        """Describe over how many parts the score is a mean, and the parts without a question; "" for neither.
+        """Describe over how many parts the score is a mean, and the parts without a question; else "".
 
         Args:
-            present: the parts that have questions.
+            present: the parts that have questions; without any there is nothing to describe.
             metric: of the protocol: the score is a mean over parts where it names this split.
         """
         missing_parts = [part for part in self.parts if part not in present]
@@ -105,6 +105,7 @@ class Benchmark:
     submission: str = ""
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a protocol whose metric is a split that the benchmark does not have."""
         known_names = [QUESTIONS, *(split.name for split in self.splits)]
         if odd := [protocol.metric for protocol in self.protocols if protocol.metric not in known_names]:
             raise ValueError(f"benchmark {self.name}: the metric {odd[0]!r} is none of {', '.join(known_names)}")
@@ -117,7 +118,7 @@ class Benchmark:
         return tuple(dict.fromkeys([*own_columns, *self._in_paths, *(split.name for split in self.splits)]))
 
     def protocol(self, name: str | None = None) -> Protocol:
-        """Return the protocol of this name, by default the first. Raise UsageError that lists the known ones."""
+        """Return the protocol of this name, by default the first. Raise UsageError that lists the known names."""
         protocols = self.named_protocols
         if name is not None and name not in protocols:
             raise UsageError(f"--protocol {name}: {self.title} has {', '.join(protocols)}")
@@ -134,8 +135,9 @@ class Benchmark:
 
         Links in the folder may lead into the ``roots``.
 
-        Raises UsageError, naming the file or folder and the remedy: no such folder, no annotations in it, a file that
-        cannot be read or has not all columns, no question left.
+        Raises UsageError that names the file or folder and the remedy: no such folder, or no annotations in it; a file
+        that cannot be read or lacks a column. It is raised too if no question is left, or most right answers are not
+        among the options.
         """
         remedy = f"the folder must hold {self.source}"
         if data is None:
@@ -160,7 +162,7 @@ class Benchmark:
         return [name for path in templates for _, name, _, _ in Formatter().parse(path) if name]
 
     def _files(self, folder: Path, remedy: str) -> list[Path]:
-        """Return the annotation files in ``folder``. Raise UsageError where there are none."""
+        """Return the files in ``folder`` of the first pattern that matches any. Raise UsageError if no pattern does."""
         for pattern in self.files:
             if files := sorted(folder.glob(pattern)):
                 return files
@@ -168,7 +170,11 @@ class Benchmark:
         raise UsageError(f"{folder}: no annotations of {self.title} in it (looked for {looked_for}); {remedy}")
 
     def _rows(self, folder: Path, path: Path, tables: Tables) -> list[tuple[AnnotationRow, UserRow]]:
-        """Read a file's rows with their places. Raise UsageError if a needed column is missing."""
+        """Read a file's rows with their places, adapted to the benchmark's columns.
+
+        Rows of another benchmark are left out. Raises UsageError if the file cannot be read, or if no row has a needed
+        column.
+        """
         try:
             read = read_annotations(folder, path, self.columns, tables)
         except (BadRow, *UNREADABLE) as error:
@@ -184,7 +190,10 @@ class Benchmark:
         return rows
 
     def _item(self, row: UserRow, videos: VideoFolder) -> Item:
-        """Convert an annotation row to a question. Raise NotAskable for a row that cannot be asked."""
+        """Convert an annotation row to a question. Raise NotAskable for a row that cannot be asked.
+
+        A right answer that is not among the options is no reason: the question's ``answer`` is None then.
+        """
         options = options_of(row, self.options)
         if self.n_options not in (0, len(options)):
             difference = f"{len(options)} options, and every question of {self.title} has {self.n_options}"
@@ -213,7 +222,10 @@ class Benchmark:
         )
 
     def _video(self, row: UserRow, videos: VideoFolder) -> tuple[str, tuple[float | None, float | None]]:
-        """Return the video's path below the data folder, and the bounds of the clip in it. Raise NotAskable."""
+        """Return the video's path below the data folder, and the bounds of the clip in it. Raise NotAskable.
+
+        The bounds are None for a clip that lies there cut out already.
+        """
         names = {name: text_of(row, name) for name in self._in_paths}
         places = [PurePosixPath(path.format_map(names)).as_posix() for path in (*self.paths, *self.cut_paths)]
         bounds = (None, None) if self.clip is None else clip_of(row, self.clip)

@@ -32,7 +32,10 @@ _NEWER, _OLDER = lmms_eval(
 
 
 def _any_row(row: UserRow, place: AnnotationRow) -> UserRow:
-    """Convert a row of either layout to the hub's, and add the id of the Ego4D video that the clip is from."""
+    """Convert a row of either layout to the hub's, and add a column ``cluster``: the Ego4D video that the clip is from.
+
+    ``cluster`` is the clip itself if no file says its Ego4D video.
+    """
     if "q_uid" in row:
         names = zip(list_letters(5), (row.get(f"option {number}") for number in range(5)), strict=True)
         options = [f"{letter}. {text}" if isinstance(text, str) else text for letter, text in names]
@@ -43,7 +46,10 @@ def _any_row(row: UserRow, place: AnnotationRow) -> UserRow:
 
 
 def _subset_row(row: UserRow, place: AnnotationRow) -> UserRow | None:
-    """Convert a row as ``_any_row`` does and add its right answer; return None for a question outside the subset."""
+    """Convert a row as ``_any_row`` does; add the right answer to a row of the authors' layout.
+
+    Returns None for a row of that layout whose right answer is not published.
+    """
     if "q_uid" in row:
         answers = place.tables[_ANSWERS]
         if str(row["q_uid"]) not in answers:

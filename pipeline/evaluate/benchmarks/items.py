@@ -74,7 +74,7 @@ class Item:
         return self.video_ids[0]
 
     def manifest_rows(self, folder: Path) -> list[dict[str, str | float]]:
-        """Return the rows of a jobs.prune manifest that name the item's videos below this folder."""
+        """Return the rows of a jobs.prune manifest that name the item's videos below this folder, a row a video."""
         clip = {"start_s": self.start_s, "end_s": self.end_s}
         fields_with_values = {name: value for name, value in clip.items() if value is not None}
         return [
@@ -121,10 +121,10 @@ class QuestionCollector:
         self._first_ids: dict[tuple[object, ...], str] = {}
 
     def leave_out(self, where: str, question_id: object, fault: NotAskable) -> None:
-        """Record a row that cannot be asked."""
+        """Record a row that cannot be asked; a ``question_id`` that is no text or whole number is recorded as None."""
         self._n_annotated += 1
         has_id = isinstance(question_id, str | int) and not isinstance(question_id, bool)
-        self._fault(fault.kind, str(question_id) if has_id else None, f"{where}: {fault}", left_out=True)
+        self._record_fault(fault.kind, str(question_id) if has_id else None, f"{where}: {fault}", left_out=True)
 
     def keep(self, where: str, item: Item) -> None:
         """Record a question to ask; leave it out if its id was recorded before."""
@@ -135,12 +135,13 @@ class QuestionCollector:
         self._ids.add(item.question_id)
         self.items.append(item)
         for kind, oddity in self._oddities(item):
-            self._fault(kind, item.question_id, f"{where}: {oddity}", left_out=False)
+            self._record_fault(kind, item.question_id, f"{where}: {oddity}", left_out=False)
 
     def finish(self, place: str, remedy: str) -> LoadedQuestions:
         """Return the collected questions and faults.
 
-        Raises UsageError, with an example, where no question is left, or most right answers are none of the options.
+        Raises UsageError if no question is left, or if most right answers are not among the options; it names an
+        example.
         """
         self._check_answers(place)
         if self.items:
@@ -155,7 +156,10 @@ class QuestionCollector:
         )
 
     def _check_answers(self, place: str) -> None:
-        """Raise UsageError if most right answers are none of the options: the annotations then have another form."""
+        """Raise UsageError if most right answers are not among the options: the annotations then have another form.
+
+        A single question is not checked.
+        """
         items = [item for item in self.items if item.options and item.expected is not None]
         wrong = [item for item in items if item.answer is None]
         if len(items) > 1 and len(wrong) > _MAX_WRONG_SHARE * len(items):
@@ -167,7 +171,10 @@ class QuestionCollector:
             )
 
     def _oddities(self, item: Item) -> list[tuple[FaultKind, str]]:
-        """Return the faults of a question that can still be asked: repeated or blank options, an impossible answer."""
+        """Return the faults of a question that can still be asked: repeated or blank options, an impossible answer.
+
+        A question that equals an earlier question is a fault too, so the question is remembered here.
+        """
         oddities: list[tuple[FaultKind, str]] = []
         key = (item.video_ids, _without_options(item))
         if (first := self._first_ids.setdefault(key, item.question_id)) != item.question_id:
@@ -185,7 +192,7 @@ class QuestionCollector:
             )
         return oddities
 
-    def _fault(self, kind: FaultKind, question_id: str | None, message: str, *, left_out: bool) -> None:
+    def _record_fault(self, kind: FaultKind, question_id: str | None, message: str, *, left_out: bool) -> None:
         """Record a fault."""
         self._faults.append(AnnotationFault(kind, question_id, printable(message), left_out))
 

@@ -13,11 +13,14 @@ from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.protocols import PromptTemplate, lmms_eval
 from pipeline.inputs.tables import UserRow
 
-_NONE = "N/A"  # an option that is not there; they come last
+_NONE = "N/A"  # stands for an absent option; absent options come last
 
 
 def _with_candidates(row: UserRow, place: AnnotationRow) -> UserRow:
-    """Convert a row of the Parquet file, which has a column per option, to one of the JSON file."""
+    """Convert a row of the Parquet file, which has a column per option, to a row of the JSON file.
+
+    Options that are not there are left out. A row of the JSON file stays as it is.
+    """
     if "option0" not in row:
         return row
     options = [row.get(f"option{number}") for number in range(5)]

@@ -38,17 +38,20 @@ _TEST = {
 
 
 def _row(row: UserRow, place: AnnotationRow) -> UserRow:
-    """Convert a row of either layout to one of lmms-eval's, and add the folder of its task."""
+    """Convert a row of either layout to lmms-eval's; add the folder of its task, and an id of its task and number."""
     if "question_type" in row:
         row = _add_letters(row)
     task = str(row.get("task_type")).replace("findNeedle", "needle")
     folder = _DEV[task][1] if task in _DEV else task
-    # The authors' dev has no ids; those that lmms-eval gave need not be unique.
+    # The authors' dev has no ids, and the ids of lmms-eval may repeat.
     return {**row, "task_type": task, "folder": folder, "question_id": f"{task}-{place.number}"}
 
 
 def _add_letters(row: UserRow) -> UserRow:
-    """Move the options of an authors' row into the question, and replace the answer with its letter."""
+    """Move the options of an authors' row into the question, and replace the answer with its letter.
+
+    Options that are not a list of texts stay where they are. An answer that is not among the options stays, too.
+    """
     options, answer = row.get("candidates"), row.get("answer")
     more: dict[str, UserValue] = {"task_type": row["question_type"], "video_name": row.get("video")}
     # A row with other options is recorded as bad.

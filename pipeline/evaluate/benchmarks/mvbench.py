@@ -51,7 +51,11 @@ _BOUNDS = re.compile(r"_\d+(?:\.\d+)?_\d+(?:\.\d+)?(?=\.mp4$)")
 
 
 def _with_folders(row: UserRow, place: AnnotationRow) -> UserRow:
-    """Add to a row its task, the folders that may hold its video, and the id of the video that its clip is from."""
+    """Add to a row its task, its id, the folders that may hold its video, and the video that its clip is from.
+
+    A ``prefix`` that the row has stays. A row of an unknown task gets the folder "?", and is left out as a bad row
+    later.
+    """
     _, whole, cut = _TASKS.get(place.part, ("", "?", ""))
     has_clip = cut.endswith("_segment")
     source = _BOUNDS.sub("", str(row.get("video"))) if has_clip else str(row.get("video"))

@@ -49,13 +49,13 @@ class OwnQuestions(Benchmark):
         """Return the questions and the faults of their rows.
 
         Args:
-            data: the folder that the videos are in, their ids being paths below it; None where they are those of a
-                cache, and then nothing is looked for.
+            data: the folder with the videos; the ids are paths below it. If it is None, the ids are of a cache, and no
+                file is looked for.
             roots: folders that links in it may lead into.
 
-        Raises QuestionsError (a UsageError) that names the file and the row, as jobs.generate does: the file cannot be
-        read, a row without a needed column, choices that make no sense, ids that repeat; and UsageError: no such
-        folder, no question left.
+        Raises QuestionsError (a UsageError) that names the file and the row, for an unreadable file, a malformed row
+        and a row without an answer. Raises UsageError if there is no folder, no question is left, or most right answers
+        are not among the choices.
         """
         file = self.files[0]
         videos = None if data is None else VideoFolder(data_folder(data, "name the one that the videos are in"), roots)
@@ -75,7 +75,10 @@ class OwnQuestions(Benchmark):
 
 
 def _own_item(file: str, row: QuestionRecord) -> Item:
-    """Convert a user's question to an item. Raises QuestionsError if it has no right answer, or options of decoding."""
+    """Convert a user's question to an item; its cluster may still be "".
+
+    Raises QuestionsError if it has no right answer, or options of decoding.
+    """
     where = f"{file}, question {row['question_id']}"
     if "target" not in row:
         raise QuestionsError(
@@ -93,7 +96,7 @@ def _own_item(file: str, row: QuestionRecord) -> Item:
 def item_of(row: QuestionRecord | AnswerRecord, where: str) -> Item:
     """Convert a question with a ``target`` to an item; its cluster is "" unless a column names one.
 
-    Raises QuestionsError that says ``where``.
+    Raises QuestionsError that begins with ``where`` for a split or cluster that is no text.
     """
     options, split = tuple(row.get("choices", ())), _label(row, "split", where)
     return Item(
@@ -101,7 +104,7 @@ def item_of(row: QuestionRecord | AnswerRecord, where: str) -> Item:
         video_ids=tuple(row["video_ids"]),
         question=row["prompt"],
         options=options,
-        answer=_right(row["target"], options) if options else None,
+        answer=_find_choice(row["target"], options) if options else None,
         expected=row["target"],
         splits={"split": split} if split else {},
         cluster=_label(row, "cluster", where),
@@ -131,8 +134,11 @@ def _bare(text: str) -> str:
     return " ".join(letters.casefold().split())
 
 
-def _right(answer: str, options: Sequence[str]) -> int | None:
-    """Return the index of the choice that ``answer`` means, or None where it means none."""
+def _find_choice(answer: str, options: Sequence[str]) -> int | None:
+    """Return the index of the choice that ``answer`` means by text, text in any case, letter or index, or None.
+
+    The first of these rules that fits decides.
+    """
     if answer in options:
         return options.index(answer)
     means = (

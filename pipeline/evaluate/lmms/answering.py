@@ -35,7 +35,7 @@ class AnswersHere(AnswerRun):
         return runtime.device, runtime.dtype_name
 
     def answer(self, questions: list[QuestionRecord]) -> None:
-        """Answer the questions batch by batch in this process, and commit each batch."""
+        """Answer the questions batch by batch in this process, commit each batch, and print the progress."""
         with usage_errors():
             answerer = Answerer(self.worker_setup())
         last_line_at = time.monotonic()
@@ -57,6 +57,10 @@ class CachedReplies:
     """
 
     def __init__(self, arguments: Arguments, console: Console) -> None:
+        """Check the arguments against the cache and the stored answers; load no model yet.
+
+        Prints the cache's fingerprint if the arguments name none.
+        """
         self._arguments, self._console = arguments, console
         self._objects = Objects.from_environment()
         self._cache = store_at(arguments.cache, self._objects)
@@ -70,34 +74,36 @@ class CachedReplies:
             )
         with explain_flags():
             self._config = arguments.config(identity)
-            self._run(QUESTION_SCHEMA.empty_table()).prepare()
+            self._make_run(QUESTION_SCHEMA.empty_table()).prepare()
         self._ids: CachedIds | None = None
 
     def replies(self, questions: Sequence[LmmsQuestion]) -> list[str]:
-        """Return a reply to each question, in order; ask only those that have no answer yet.
+        """Return a reply to each question, in order, cut at its stop texts.
 
-        Raises UsageError where nothing was asked, RunFailed where not every question has a reply; what was answered
-        stays; rerun the command to resume.
+        Only questions without a good answer are asked. ``missing=empty`` gives failed questions an empty reply, with a
+        warning. Answers are committed, so a rerun resumes.
+
+        Raises UsageError (nothing was asked), UnknownVideo, or RunFailed if not every question has an answer.
         """
         system = self._config.system
         rows = [
             question.row(video_id, system)
-            for question, video_id in zip(questions, self._videos(questions), strict=True)
+            for question, video_id in zip(questions, self._find_videos(questions), strict=True)
         ]
         table = pa.Table.from_pylist(rows, schema=LMMS_SCHEMA)
         with explain_flags():
-            self._run(table).run()
+            self._make_run(table).run()
         rows_by_id = self._answer_rows(table)
         failures = [
             (question, row) for question in questions if (row := rows_by_id[question.question_id])["status"] != "ok"
         ]
         if failures:
-            self._refuse(
+            self._refuse_or_warn(
                 [f"{question.where}: {row['error_class']}: {row['error_message']}" for question, row in failures]
             )
         return [question.reply(rows_by_id[question.question_id].get("answer", "")) for question in questions]
 
-    def _run(self, questions: pa.Table) -> AnswersHere:
+    def _make_run(self, questions: pa.Table) -> AnswersHere:
         """Return the run that answers these questions (QUESTION_SCHEMA)."""
         return AnswersHere(self._config, self._console, questions)
 
@@ -109,8 +115,11 @@ class CachedReplies:
             raise RunFailed(f"{len(absent)} questions have no row in {self._config.out}, e.g. {absent[0]}")
         return rows
 
-    def _videos(self, questions: Sequence[LmmsQuestion]) -> list[str]:
-        """Return the video of each question. Raise UnknownVideo if one is missing, unless ``missing=empty``."""
+    def _find_videos(self, questions: Sequence[LmmsQuestion]) -> list[str]:
+        """Return the video of each question. Raise UnknownVideo if it is missing or failed, unless ``missing=empty``.
+
+        ``missing=empty`` returns the question's key for a missing video. The cache's ids are read once.
+        """
         if self._ids is None:
             with store_usage_errors():
                 cache = TokenCache(self._arguments.cache, store=self._cache)
@@ -136,8 +145,8 @@ class CachedReplies:
             )
         return video_ids
 
-    def _refuse(self, failures: Sequence[str]) -> None:
-        """Raise RunFailed for questions that failed; with ``missing=empty`` print a warning instead."""
+    def _refuse_or_warn(self, failures: Sequence[str]) -> None:
+        """Raise RunFailed for questions that failed; print a warning instead with ``missing=empty``."""
         message = f"{len(failures)} questions have no answer:\n  " + "\n  ".join(failures[:_MAX_EXAMPLES])
         if self._arguments.missing != EMPTY:
             raise RunFailed(

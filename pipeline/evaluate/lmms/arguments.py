@@ -66,11 +66,14 @@ class Arguments:
 
     @classmethod
     def read(cls, values: JsonObject) -> Arguments:
-        """Read the keywords that lmms-eval calls a model with. Raise UsageError that names ``--model_args``."""
+        """Read the keywords that lmms-eval calls a model with; unknown names become parameters of the method.
+
+        Raises UsageError that names ``--model_args``.
+        """
         for name in ("cache", "answers"):
             if values.get(name) in (None, ""):
                 raise UsageError(f"--model_args: {name}=PATH is missing; known are {', '.join(_KNOWN_NAMES)}")
-        known_values = {name: _value(name, value) for name, value in values.items() if name in _KNOWN_NAMES}
+        known_values = {name: _parse_value(name, value) for name, value in values.items() if name in _KNOWN_NAMES}
         method_values = {name: value for name, value in values.items() if name not in _KNOWN_NAMES}
         arguments = cls(**known_values, parameters=_parameters(method_values, known_values.get("method")))
         if arguments.missing not in (ERROR, EMPTY):
@@ -78,7 +81,10 @@ class Arguments:
         return arguments
 
     def config(self, identity: CacheIdentity) -> GenerateConfig:
-        """Return the options of jobs.generate for a cache of this identity. Raise UsageError."""
+        """Return the options of jobs.generate for a cache of this identity, which ask failed questions again.
+
+        ``system`` and ``frame_times`` are lmms-eval's for the model type, unless they were given. Raises UsageError.
+        """
         rules = LMMS_EVAL_0_7.get(identity["model"]["type"], ModelRules())
         system = rules.system if self.system is None else self.system or None
         return GenerateConfig(
@@ -114,7 +120,10 @@ _NUMBERS: Mapping[str, type] = {"retention_ratio": float, "seed": int, "batch_si
 
 @contextmanager
 def explain_flags() -> Iterator[None]:
-    """Add the names that ``--model_args`` has for flags of jobs.generate to errors that name such flags."""
+    """Add to errors that name flags of jobs.generate the names that ``--model_args`` has for flags.
+
+    Only a UsageError changes, and keeps its class.
+    """
     try:
         yield
     except UsageError as error:
@@ -124,8 +133,11 @@ def explain_flags() -> Iterator[None]:
         raise type(error)(f"{error} (flags are --model_args here: {names}, others by their names)") from error
 
 
-def _value(name: str, value: Any) -> Any:
-    """Return an option's value in its own type: lmms-eval turns texts into numbers, and keeps quotes."""
+def _parse_value(name: str, value: Any) -> Any:
+    """Return an option's value in its own type: lmms-eval turns texts into numbers, and keeps quotes.
+
+    None stays None, and ``batch_size=auto`` becomes None. Raises UsageError for a value of another type.
+    """
     if value is None:
         return None
     if name not in _NUMBERS:
@@ -154,7 +166,10 @@ def _unquote(text: str) -> str:
 
 
 def _parameters(values: JsonObject, method: str | None) -> dict[str, str]:
-    """Return the unknown names of ``--model_args`` as parameters of the method. Raise UsageError without a method."""
+    """Return the unknown names of ``--model_args`` as parameters of the method, as texts.
+
+    Raises UsageError for a name that the method does not have; without a method, for any name.
+    """
     accepted_names: list[str] = []
     if method is not None:
         try:

@@ -25,6 +25,10 @@ class GstepCached(lmms):  # type: ignore[misc]
     is_simple = True
 
     def __init__(self, **model_args: Any) -> None:
+        """Read ``model_args`` and check them against the cache; no model is loaded yet.
+
+        Raises UsageError if lmms-eval runs in several processes.
+        """
         super().__init__()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UsageError(
@@ -51,7 +55,7 @@ class GstepCached(lmms):  # type: ignore[misc]
         )
 
     def generate_until_multi_round(self, requests: Sequence[Instance]) -> list[str]:
-        """Refuse further rounds: in such tasks they bring images that no cache holds."""
+        """Refuse tasks of several rounds: further rounds bring images that no cache holds."""
         raise UsageError("gstep_cached answers one question at a time, and takes no tasks of several rounds")
 
     def _make_question(self, request: Instance, name: str) -> LmmsQuestion:

@@ -20,8 +20,8 @@ from pipeline.inputs.listings import VIDEO_SUFFIXES
 from pipeline.rows import JsonObject
 
 MAX_NEW_TOKENS = 1024  # the default of lmms-eval's llava_onevision for tasks without a setting
-# Every task has it that names no other, and models are not meant to stop there: LLaVA-OneVision looks at no stop text
-# in lmms-eval, Qwen's simple classes leave this one out, and chat classes look at none.
+# lmms-eval gives this stop text to every task that has none of its own. Its models do not stop there: simple classes
+# of Qwen remove it, and the classes of LLaVA-OneVision and of chat models ignore all stop texts.
 _EVERY_TASKS = "\n\n"
 LMMS_SCHEMA = pa.schema([*QUESTION_SCHEMA, pa.field("task", pa.string()), pa.field("doc_id", pa.int64())])
 _KNOWN_NAMES = ("max_new_tokens", "temperature", "top_p", "top_k", "do_sample", "num_beams", "until")
@@ -78,7 +78,13 @@ def make_unique(names: Iterable[str]) -> list[str]:
 def make_question(
     name: str, task: str, doc_id: int, key: str, prompt: str, settings: Mapping[str, Any], seed: int = 0
 ) -> LmmsQuestion:
-    """Convert a request of lmms-eval to a question; ``settings`` are its ``generation_kwargs``.
+    """Convert a request of lmms-eval to a question.
+
+    Args:
+        name: the question's id.
+        key: the text by which the document names its video.
+        settings: the request's ``generation_kwargs``.
+        seed: of the run; the question's own seed follows from it and ``name``.
 
     Raises UsageError for settings that are not understood.
     """
@@ -90,7 +96,11 @@ def make_question(
 
 
 def _decoding(settings: Mapping[str, Any], seed: int) -> Decoding:
-    """Convert a task's settings to decoding options; a temperature counts unless ``do_sample`` is off."""
+    """Convert a task's settings to decoding options: greedy without ``do_sample`` or a temperature above 0.
+
+    ``do_sample`` decides if both are there; its temperature is 1 by default. Raises ValueError for an unknown setting,
+    or several beams.
+    """
     given_settings = {name: value for name, value in settings.items() if value is not None}
     if unknown := [name for name in given_settings if name not in _KNOWN_NAMES]:
         raise ValueError(f"{', '.join(unknown)}: not among {', '.join(_KNOWN_NAMES)}; leave it out with --gen_kwargs")
@@ -107,7 +117,7 @@ def _decoding(settings: Mapping[str, Any], seed: int) -> Decoding:
 
 
 def _stops(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a task's stop strings without the one that lmms-eval adds to every task."""
+    """Return a task's stop strings without the string that lmms-eval adds to every task. Raises ValueError."""
     stops = settings.get("until") or []
     stops = [stops] if isinstance(stops, str) else list(stops)
     if not all(isinstance(stop, str) for stop in stops):
@@ -120,13 +130,13 @@ FIELDS = ("videoID", "video_path", "video_name", "video_idx", "video")
 
 
 def video_key(doc: JsonObject, template: str | None = None, folder: str | None = None) -> str:
-    """Return the video that a document names: a path or the end of one, with or without the suffix.
+    """Return the video that a document names: a path or the end of a path, with or without the suffix.
 
     Args:
         template: the id with fields of the document in braces, for tasks that name videos in another way.
-        folder: the one that the task has its videos in, where two have a video of one name.
+        folder: the task's folder of videos, for the field "video" alone; file names repeat between folders.
 
-    Raises UsageError where there is no such field.
+    Raises UsageError if the document has no field that names a video, or not the fields of the template.
     """
     if template is not None:
         try:
@@ -153,6 +163,7 @@ class CachedIds:
     """
 
     def __init__(self, ok: Iterable[str], failed_ids: Mapping[str, str]) -> None:
+        """Index the ids by file name: ``ok``, the ids with tokens, and ``failed_ids``, with their error class."""
         self.failed = failed_ids
         self._ids = {*ok, *failed_ids}
         self._by_name: dict[str, list[str]] = defaultdict(list)
@@ -161,7 +172,10 @@ class CachedIds:
                 self._by_name[name].append(video_id)
 
     def find(self, key: str) -> str | None:
-        """Return the id of the cached video that a key means, or None. Raise UsageError if it may be several."""
+        """Return the id of the cached video that a key means, or None. Raise UsageError if it may be several.
+
+        A failed id counts only if no id with tokens fits.
+        """
         path = str(PurePosixPath(key))
         ids = [key] if key in self._ids else self._find_by_ending(path)
         good = [video_id for video_id in ids if video_id not in self.failed] or ids

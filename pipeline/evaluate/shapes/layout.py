@@ -40,7 +40,7 @@ _GAP = 4  # pixels between videos of a picture
 
 
 def write_mp4(target: Path | io.BytesIO, frames: Frames, encoder: Mapping[str, str] = ENCODER) -> None:
-    """Write frames [T,H,W,3] (RGB, even sides) as H.264 in yuv420p."""
+    """Write frames [T,H,W,3] (RGB, even sides) as H.264 in yuv420p, at FPS frames a second."""
     with av.open(target, "w", format="mp4") as out:
         stream = out.add_stream("libx264", rate=FPS, options=dict(encoder))
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
@@ -56,7 +56,10 @@ def read_mp4(source: Path | io.BytesIO) -> Frames:
 
 
 def write_picture(path: Path, videos: Sequence[Frames], *, columns: int = 8, scale: int = 2) -> None:
-    """Write a PNG with the frames [T,H,W,3] of each video in rows of ``columns``, each pixel ``scale`` large."""
+    """Write a PNG with the frames [T,H,W,3] of each video in rows of ``columns``, each pixel ``scale`` large.
+
+    All frames have one width.
+    """
     sheets = [_sheet(frames, columns) for frames in videos]
     gap = np.full((_GAP, sheets[0].shape[1], 3), 255, np.uint8)
     picture = np.concatenate([part for sheet in sheets for part in (sheet, gap)][:-1])
@@ -69,7 +72,7 @@ def write_picture(path: Path, videos: Sequence[Frames], *, columns: int = 8, sca
 
 
 def _sheet(frames: Frames, columns: int) -> Frames:
-    """Arrange frames [T,H,W,3] as one picture, ``columns`` in a row, with a grey line between them."""
+    """Arrange frames [T,H,W,3] as one picture, ``columns`` in a row; grey lines cover left and top edges."""
     count, height, width = frames.shape[:3]
     rows = -(-count // columns)
     full = np.zeros((rows * columns, height, width, 3), np.uint8)
@@ -106,6 +109,7 @@ class CorpusRecipe:
     keyframe_seconds: int | None = None
 
     def __post_init__(self) -> None:
+        """Raise UsageError for an unknown or missing split, duration or hardness, or a number out of range."""
         for option, value, values in (
             ("--split", (self.split,), SPLIT_NAMES),
             ("--durations", self.durations, tuple(DURATIONS)),
@@ -124,7 +128,10 @@ class CorpusRecipe:
         return ENCODER if every is None else ENCODER | {"g": str(every * FPS), "sc_threshold": "0"}
 
     def videos(self) -> Iterator[Film]:
-        """Yield the videos one after the other."""
+        """Make and yield the videos one after the other.
+
+        The duration changes with each video, and the hardness after each round of durations.
+        """
         for number, seed in enumerate(benchmark_seeds(self.split, self.seed, self.n_videos)):
             turn, place = divmod(number, len(self.durations))
             duration, hardness = self.durations[place], HARDNESS[self.hardness[turn % len(self.hardness)]]
@@ -171,11 +178,11 @@ Row = dict[str, str | int | list[str]]
 def write_benchmark(folder: Path, recipe: CorpusRecipe, progress: Callable[[int], None] = lambda n_done: None) -> int:
     """Render the videos and write all files of a benchmark; return the number of questions.
 
-    A folder of the same recipe is written anew, so that one that was left half-way becomes whole. Raises UsageError
-    where the folder holds something else.
+    A folder of the same recipe is written again, so that an unfinished folder becomes whole. Raises UsageError if the
+    folder holds something else.
 
     Args:
-        progress: gets the number of videos that are done.
+        progress: gets the number of videos that are done, after each video.
     """
     _claim(folder, recipe.as_record())
     films = []
@@ -193,7 +200,10 @@ def write_benchmark(folder: Path, recipe: CorpusRecipe, progress: Callable[[int]
 
 
 def _claim(folder: Path, record: Row) -> None:
-    """Make the folder and write its recipe. Raise UsageError if it holds videos of another recipe, or anything else."""
+    """Make the folder, write its recipe, and delete its annotations, which are written last.
+
+    Raises UsageError if the folder holds videos of another recipe, or anything else.
+    """
     path = folder / RECIPE
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file: name a folder")

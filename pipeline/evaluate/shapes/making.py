@@ -37,11 +37,14 @@ class Floor:
         self._occupied: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
 
     def place(self, role: Role, size: int) -> list[list[Place]]:
-        """Return the top left corners of a thing of ``size`` pixels, per sight and frame. Raise NoRoom."""
+        """Draw the top left corners of a thing of ``size`` pixels, per sight and frame, and mark them as occupied.
+
+        Raises NoRoom; the places of earlier sights stay occupied then.
+        """
         return [self._place(sight, size) for sight in role.sights]
 
     def _place(self, sight: Sight, size: int) -> list[Place]:
-        """Draw a free place in every frame of one sight. Raise NoRoom."""
+        """Draw a free place in every frame of one sight, and mark it as occupied. Raise NoRoom after ``_TRIES``."""
         for _ in range(_TRIES):
             if sight.walk is None:
                 places = self._stand(size, sight.corner) * len(sight.frames)
@@ -54,13 +57,13 @@ class Floor:
         raise NoRoom
 
     def _stand(self, size: int, corner: int | None) -> list[Place]:
-        """Draw one place that lies wholly in a corner."""
+        """Draw a place that lies wholly in a corner, as a list of one; a ``corner`` of None is drawn too."""
         at = int(self._rng.integers(4)) if corner is None else corner
         x, y = self._rng.integers(self._margin, _HALF - size - self._margin + 1, 2).tolist()
         return [(x + _HALF * (at % 2), y + _HALF * (at // 2))]
 
     def _walk(self, size: int, n_frames: int) -> list[Place]:
-        """Draw a place per frame on a straight line."""
+        """Draw a place per frame on a straight line, at least ``_FAR`` pixels long in one direction."""
         while True:
             start, end = self._rng.integers(self._margin, SIDE - size - self._margin + 1, (2, 2))
             if np.abs(end - start).max() >= _FAR:
@@ -81,7 +84,10 @@ class Floor:
 
 
 def camera_way(rng: np.random.Generator, pan: int, n_frames: int) -> tuple[Place, ...]:
-    """Return the camera's (right, down) per frame: to and fro by ``pan`` pixels, vertically at half the speed."""
+    """Return the camera's (right, down) per frame: to and fro by ``pan`` pixels, vertically at half the speed.
+
+    A ``pan`` of 0 takes as many numbers from ``rng``.
+    """
     start, turn = rng.integers(4 * REACH, size=2), rng.choice((-1, 1), size=2)
     if pan == 0:
         return ((0, 0),) * n_frames
@@ -91,7 +97,7 @@ def camera_way(rng: np.random.Generator, pan: int, n_frames: int) -> tuple[Place
     return tuple((x, y) for x, y in (turn[:, None] * swing).T.tolist())
 
 
-def shaken(rng: np.random.Generator, shake: int, n_frames: int) -> tuple[Place, ...]:
+def shake_way(rng: np.random.Generator, shake: int, n_frames: int) -> tuple[Place, ...]:
     """Draw (right, down) per frame, up to ``shake`` pixels to each side."""
     return tuple((x, y) for x, y in rng.integers(-shake, shake + 1, (n_frames, 2)).tolist())
 
@@ -127,10 +133,10 @@ def make_video(seed: int, *, split: SplitName, n_frames: int = 8, hardness: Hard
     """Make the video of a seed; kinds of hardness share its story as far as they leave it unchanged.
 
     Args:
-        seed: of ``split``: whoever wants a test video says so.
+        seed: of ``split``; a test video is made only where its split is named.
         n_frames: one of FRAMES.
 
-    Raises ValueError for a seed of another split, or another length.
+    Raises ValueError for a seed of another split, or another length; RuntimeError if the things do not fit.
     """
     check_seed(seed, split)
     if n_frames not in FRAMES:
@@ -141,7 +147,7 @@ def make_video(seed: int, *, split: SplitName, n_frames: int = 8, hardness: Hard
         try:
             return _stage_story(rng, story, seed, n_frames, hardness, attempt)
         except NoRoom:
-            # Other places for the same story: another story would make crowded ones rare, and answers uneven.
+            # Only the places are drawn again: another story would make crowded stories rare, and answers uneven.
             continue
     raise RuntimeError(f"seed {seed}, {hardness.name}: not all things fit in {_ATTEMPTS} attempts")
 
@@ -149,14 +155,17 @@ def make_video(seed: int, *, split: SplitName, n_frames: int = 8, hardness: Hard
 def _stage_story(
     rng: np.random.Generator, story: Story, seed: int, n_frames: int, hardness: Hardness, attempt: int
 ) -> Video:
-    """Place a story's things and camera in the frames; each further attempt makes the things smaller, within limits."""
+    """Place a story's things and camera in the frames; each further attempt makes the things smaller, within limits.
+
+    Raises NoRoom.
+    """
     low, high = hardness.size
     sizes = (low, max(low, high - attempt))
     pan = whole(rng, hardness.pan)
     camera = camera_way(rng, pan, n_frames)
     filming = np.random.default_rng([seed, _FILMING, n_frames])
     if shake := whole(filming, hardness.shake):
-        camera = shaken(filming, shake, n_frames)
+        camera = shake_way(filming, shake, n_frames)
     zoom = zoom_way(filming, real(filming, hardness.zoom), n_frames)
     floor = Floor(rng, REACH if pan or shake else 0)
 

@@ -56,7 +56,7 @@ class Question:
 
 
 def ask(video: Video) -> list[Question]:
-    """Ask a question of each type that the video allows, in the order of TYPES."""
+    """Ask a question of each type that the video allows, in the order of TYPES; a video's questions never change."""
     rng = np.random.default_rng([video.seed, _QUESTIONS, video.n_frames, 0])
     # The order is drawn for every type, so that a question does not depend on which others the video allows.
     questions = [(make(video, rng), rng.permutation(4).tolist()) for make in _MAKERS]
@@ -117,7 +117,7 @@ def _quarter(video: Video, rng: np.random.Generator) -> Question:
 
 
 def _first(video: Video, *, standing: bool) -> Question | None:
-    """Ask which named thing appears first; None unless the video is of the ``standing`` kind asked for."""
+    """Ask which named thing appears first; None if ``video.standing`` is another value than ``standing``."""
     if video.standing != standing:
         return None
     first = min(video.named, key=lambda thing: thing.first)

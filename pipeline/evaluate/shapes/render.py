@@ -59,7 +59,7 @@ def render(video: Video) -> NDArray[np.uint8]:
 
 @cache
 def mask_of(shape: str, size: int) -> Image:
-    """Return the share of each pixel that the shape covers, [size,size] in 0 to 1."""
+    """Return the share of each pixel that the shape covers, [size,size] in 0 to 1; calls share the array."""
     n = _FINE * size
     down, right = (np.mgrid[:n, :n] + 0.5) / n * 2 - 1
     inside = _inside(shape, right, down)
@@ -70,7 +70,7 @@ def mask_of(shape: str, size: int) -> Image:
 def _inside(shape: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Return True if points of the square from -1 to 1 are in the shape; y grows downwards."""
     far, wide = np.hypot(x, y), np.maximum(abs(x), abs(y))
-    # 0 where a star has a tip, 1 halfway between two.
+    # 0 at a tip of the star, 1 halfway between two tips.
     between = 2 * abs((np.arctan2(x, -y) / (2 * np.pi / 5) + 0.5) % 1 - 0.5)
     return {
         "circle": far < 0.95,
@@ -86,7 +86,7 @@ def _inside(shape: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArr
 
 @cache
 def _plate(word: str, size: int) -> Image:
-    """Draw a framed plate with two letters, nine dots a side, [size,size,1]."""
+    """Draw a framed plate with two letters, nine dots a side, [size,size,1] of 255; calls share the array."""
     dots = np.zeros((9, 9), bool)
     dots[[0, -1]] = True
     for column, letter in zip((1, 5), word, strict=True):
@@ -96,7 +96,7 @@ def _plate(word: str, size: int) -> Image:
 
 
 def _draw(frames: Image, thing: Thing, tint: Image) -> None:
-    """Draw a thing into its frames, in place."""
+    """Draw a thing into its frames, in place. ``tint`` is added to the colour of a shape; signs have none."""
     for t, x, y, color, size in thing.shots:
         if thing.name in SHAPES:
             cover, paint = mask_of(thing.name, size)[..., None], np.array(RGB[color], np.float32) + tint
@@ -122,7 +122,7 @@ def _ground(scene: str, rng: np.random.Generator) -> Image:
 def _texture(
     scene: str, x: NDArray[np.int64], y: NDArray[np.int64], period: int, slope: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the brightness of each pixel of a scene's texture, 0 to 1."""
+    """Return the brightness of each pixel of a scene's texture, 0 to 1; the slope of "plain" may go beyond."""
     brick = x + (y // period % 2) * period
     textures: dict[str, NDArray[np.number | np.bool_]] = {
         "stripes": x // (period // 2) % 2,
@@ -136,7 +136,10 @@ def _texture(
 
 
 def _view(ground: Image, right: int, down: int, share: float) -> Image:
-    """Cut the camera's view, [96,96,3], out of the ground, moved by some pixels or shrunk to a share."""
+    """Cut the camera's view, [96,96,3], out of the ground, moved by some pixels or shrunk to a ``share``.
+
+    A shrunk view is not moved.
+    """
     if share == 1.0:
         return ground[REACH - down : REACH - down + SIDE, REACH - right : REACH - right + SIDE]
     at = REACH + SIDE / 2 - 0.5 + (np.arange(SIDE) + 0.5 - SIDE / 2) / share
@@ -150,7 +153,7 @@ def _view(ground: Image, right: int, down: int, share: float) -> Image:
 
 
 def _flicker(frames: Image, video: Video) -> None:
-    """Add specks and noise, different in each frame; no speck touches a thing."""
+    """Add specks and noise to the frames, in place, different in each frame; no speck touches a thing."""
     rng = np.random.default_rng([video.seed, _FLICKER, video.n_frames])
     colors = np.array(list(RGB.values()), np.float32)
     for t, frame in enumerate(frames):

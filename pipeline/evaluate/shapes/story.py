@@ -102,7 +102,7 @@ def draw_story(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> S
 
 
 def _starts(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> tuple[int, ...]:
-    """Draw the first frames of scenes that last at least an eighth of the video and two frames."""
+    """Draw the first frames of scenes that last at least an eighth of the video and two frames; the first is 0."""
     low, high = hardness.scenes
     least = max(2, n_frames // 8)
     most = n_frames // least if hardness.back else _MAX_SCENES[n_frames]
@@ -123,7 +123,7 @@ class _Plot:
     starts: tuple[int, ...]
 
     def named(self, shapes: Sequence[str], colors: Sequence[str], standing: bool) -> list[Role]:
-        """Draw when the four named things appear and how long they stay."""
+        """Draw the roles of the four named things: when they appear, and how long they stay."""
         onsets = self.rng.permutation(self.n_frames)[:4].tolist()
         kinds: Sequence[Kind] = ("static",) * 4 if standing else self.hardness.kinds
         roles = []
@@ -136,7 +136,7 @@ class _Plot:
         return roles
 
     def extras(self, shapes: Sequence[str], colors: Sequence[str], sign: str) -> list[Role]:
-        """Draw some of: a thing that changes at a cut, copies of one in several corners, a sign."""
+        """Draw up to ``_EXTRAS`` of: a thing that changes at a cut, copies of one thing in several corners, a sign."""
         kinds = ["copies", "sign", *(["changing"] if len(self.starts) > 1 else [])]
         kinds_chosen = shuffle(self.rng, kinds)[: _EXTRAS[self.n_frames]]
         roles = []

@@ -42,7 +42,10 @@ def check_seed(seed: int, split: SplitName) -> None:
 
 
 def benchmark_seeds(split: SplitName, seed: int, n_videos: int) -> range:
-    """Return the seeds of a benchmark's videos; no two benchmarks share one. Raise UsageError if out of range."""
+    """Return the seeds of a benchmark's videos; benchmarks of another ``seed`` or split share none.
+
+    Raises UsageError if a number is out of range.
+    """
     blocks = len(SEEDS[split]) // BLOCK
     if not 0 <= seed < blocks:
         raise UsageError(f"--seed must be 0 to {blocks - 1} on the split {split}, got {seed}")
@@ -104,6 +107,7 @@ class Hardness:
     fade: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a range outside its limits, two camera movements, or ``standing`` outside 0 to 1."""
         for name in (*_LIMITS, "specks", "noise", "fade"):
             low, high = getattr(self, name)
             if not 0 <= low <= high:
@@ -236,7 +240,7 @@ class Video:
 
     @property
     def things(self) -> tuple[Thing, ...]:
-        """The named things, then the extra ones."""
+        """The named things, then the extras."""
         return (*self.named, *self.extras)
 
     @property

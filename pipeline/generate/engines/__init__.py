@@ -28,8 +28,8 @@ ENGINES = LazyTable(
 #: old ones end.
 BATCH_SIZES = {TRANSFORMERS: 8, VLLM: 256}
 
-# Engine arguments that decide how fast answers come and how much memory they take, not what the answers are. A run that
-# ran out of memory may be resumed with other values.
+# Engine arguments that decide speed and memory, but not the answers. A run that ran out of memory may be resumed with
+# other values.
 _NO_ANSWER = frozenset(
     (
         *("gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
@@ -61,7 +61,10 @@ class Engine(Protocol):
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
         """Group the prompts into batches of at most ``most``; return the prompts' numbers in each batch.
 
-        All batches except the last are full.
+        Every batch but the last is full: as large as ``most`` and the engine's limits allow.
+
+        Args:
+            inside: whether the model prunes inside itself for these prompts.
         """
 
     def generate(
@@ -76,7 +79,10 @@ class Engine(Protocol):
         *,
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
-        """Score each continuation of each prompt by its log-probability. Raises ValueError for one without a token."""
+        """Score each continuation of each prompt by its log-probability.
+
+        Raises ValueError for a continuation without a token.
+        """
 
     def embedding(self, text: str) -> Tensor:
         """Return the mean input embedding [1,D] float32 of a text's tokens. Raises ValueError for an empty text."""

@@ -32,7 +32,7 @@ class TransformersEngine:
     def check(
         options: EngineOptions, source: ModelSource, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]
     ) -> None:
-        """Refuse nothing: the engine answers whatever there is a prompt for."""
+        """Accept every request: the engine answers any prompt."""
 
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
         """Return batches by their cost, as :class:`pipeline.generate.engines.Engine`."""

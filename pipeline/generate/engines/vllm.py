@@ -49,6 +49,7 @@ class VllmEngine:
     """The engine that answers by vLLM's ``LLMEngine`` in this process, so that both end together."""
 
     def __init__(self, engine: Any, source: ModelSource, runtime: Runtime, tensor_parallel: int) -> None:
+        """Wrap a started LLMEngine; ``load`` starts it."""
         config = source.stock_config()
         self._engine = engine
         self._runtime = runtime
@@ -58,7 +59,7 @@ class VllmEngine:
         self._video_token = placeholder_of(config)[1]
         self._generation = generation_config(source, config)
         self._n_requests = 0
-        # Each request that waits holds its prompt: no more of them than keep the scheduler busy.
+        # A waiting request keeps its prompt in memory, so only as many wait as keep the scheduler busy.
         self._most_waiting = 2 * int(engine.vllm_config.scheduler_config.max_num_seqs)
         #: Tokens of prompts that the prefix cache had.
         self.reused_tokens = 0
@@ -68,7 +69,10 @@ class VllmEngine:
 
     @classmethod
     def load(cls, options: EngineOptions, source: ModelSource, runtime: Runtime, largest_video: int) -> Self:
-        """Load the model, as :func:`pipeline.generate.engines.load_engine`."""
+        """Start the engine with its model, as :func:`pipeline.generate.engines.load_engine`.
+
+        Sets vLLM's environment variables in this process. Raises ModelError if the largest video does not fit.
+        """
         prepare_process(runtime.device, options.tensor_parallel)
         from vllm import EngineArgs  # noqa: PLC0415 - tens of seconds to import
         from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
@@ -86,10 +90,10 @@ class VllmEngine:
     def check(
         options: EngineOptions, source: ModelSource, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]
     ) -> None:
-        """Raise UsageError for a request that vLLM cannot answer, before anything is loaded.
+        """Raise UsageError for a request that vLLM cannot answer, or if vLLM is missing; no model is loaded.
 
-        Raises UsageError for that and where vLLM is missing; ModelError where the checkpoint asks for more than vLLM
-        does, and as check_connectors.
+        Engine parameters need an import of vLLM, which sets environment variables. Raises ModelError for generation
+        settings of the checkpoint that vLLM does not support, and for connectors as check_connectors.
         """
         inside = [name or late.pruner.name for name, late in prunings.items() if late and late.inside]
         if inside:
@@ -110,7 +114,10 @@ class VllmEngine:
 
     @staticmethod
     def check_room(options: EngineOptions, source: ModelSource, largest_video: int) -> None:
-        """Raise ModelError if an engine argument is too small for the largest video, as far as this node knows."""
+        """Raise ModelError if ``max_num_batched_tokens`` is too small for the largest video, as far as this node knows.
+
+        Returns if it is not set, or if this node cannot tell; the workers check it again.
+        """
         params = options.engine_params()
         if "max_num_batched_tokens" not in params:
             return
@@ -127,15 +134,15 @@ class VllmEngine:
             return
 
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
-        """Return the prompts in the order given, ``most`` at a time: vLLM itself schedules by what its memory holds."""
+        """Return the prompts in the order given, ``most`` at a time: vLLM itself schedules them by its memory."""
         return [list(range(start, min(start + most, len(prompts)))) for start in range(0, len(prompts), most)]
 
     def generate(
         self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], *, inside: tuple[Pruner, float] | None = None
     ) -> list[Answer]:
-        """Answer a batch of prompts; see :class:`pipeline.generate.engines.Engine`.
+        """Answer a batch of prompts, as :class:`pipeline.generate.engines.Engine`; ``inside`` must be None.
 
-        Times are the whole batch's: until every prompt had its first token, and from there on.
+        Times are the whole batch's: until every prompt had its first token, and from there on. Sets ``first_token_s``.
         """
         assert inside is None
         start = time.monotonic()
@@ -153,10 +160,10 @@ class VllmEngine:
         *,
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
-        """Score continuations, as :class:`pipeline.generate.engines.Engine`.
+        """Score continuations, as :class:`pipeline.generate.engines.Engine`; ``inside`` must be None.
 
-        One request for each text that continuations begin with asks for all tokens that come next: the letters of a
-        question are one request, and longer texts find their prompt in the prefix cache.
+        Continuations that begin alike share requests: each asks for all tokens that may follow one beginning. So the
+        letters of a question are one request, and longer texts find their prompt in the prefix cache.
         """
         assert inside is None
         ids = [[text_ids(self._tokenizer, text) for text in texts] for texts in continuations]
@@ -199,9 +206,9 @@ class VllmEngine:
         self.client.shutdown()
 
     def _run(self, prompts: Sequence[Prompt], params: Sequence[Mapping[str, Any]]) -> list[RequestOutput]:
-        """Run the prompts through the engine, and return vLLM's finished output of each.
+        """Run the prompts through the engine, and return vLLM's finished output of each; add to ``reused_tokens``.
 
-        Raises ValueError if vLLM refuses a prompt, and then runs none; EngineCrashed.
+        Raises ValueError if vLLM refuses a prompt, and then aborts all; EngineCrashed.
         """
         from vllm import SamplingParams  # noqa: PLC0415 - as above
         from vllm.exceptions import VLLMValidationError  # noqa: PLC0415
@@ -226,10 +233,10 @@ class VllmEngine:
         return outputs
 
     def _step(self, waiting: dict[str, str], results: dict[str, RequestOutput]) -> None:
-        """Run one step, and move ended requests from ``waiting`` to ``results``. Raises EngineCrashed."""
+        """Run one step, and move ended requests from ``waiting`` to ``results``, in place. Raises EngineCrashed."""
         try:
             outputs = self._engine.step()
-        except Exception as error:  # what went wrong inside leaves its scheduler in no known state
+        except Exception as error:  # an error leaves the engine's scheduler in an unknown state
             raise EngineCrashed(f"vLLM: {type(error).__name__}: {error}") from error
         for output in (output for output in outputs if output.finished):
             results[output.request_id] = output
@@ -251,7 +258,10 @@ class VllmEngine:
 
 
 def _group_next_tokens(texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """Group texts by common beginnings: yield (beginning, next tokens), at most _IDS_AT_ONCE next tokens at a time."""
+    """Group tokenized texts by common beginnings: yield (beginning, next tokens).
+
+    A beginning with more than ``_MAX_IDS_PER_REQUEST`` next tokens comes several times.
+    """
     tokens: dict[tuple[int, ...], dict[int, None]] = {}
     for text in texts:
         for i, token in enumerate(text):
@@ -263,7 +273,7 @@ def _group_next_tokens(texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[i
 
 
 def _append_tokens(prompt: Prompt, ids: Sequence[int]) -> Prompt:
-    """Return the prompt followed by the text tokens ``ids``."""
+    """Return the prompt followed by the text tokens ``ids``, at the positions that follow."""
     if not ids:
         return prompt
     start = prompt.positions[:, -1:] + 1
@@ -285,10 +295,7 @@ def _version() -> str | None:
 
 
 def check_installed(flag: str) -> None:
-    """Raise UsageError unless a tested vLLM is installed.
-
-    ``flag`` is the flag or command that needs it.
-    """
+    """Raise UsageError unless a tested version of vLLM is installed; ``flag`` is the flag or command that needs it."""
     installed_version = _version()
     if installed_version is None or find_spec("vllm") is None:
         raise UsageError(

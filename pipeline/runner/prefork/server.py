@@ -209,18 +209,27 @@ def _become_worker(answer: int, output: list[int], request: WorkerRequest) -> No
     runpy.run_path(program, run_name="__main__")
 
 
-def import_ray() -> None:
-    """Import the workers' modules of Ray without drawing a random id, whose generator state each fork would inherit.
+@contextmanager
+def no_random_ids() -> Iterator[None]:
+    """Keep Ray's generator of random ids unseeded in this context, in which modules with classes of actors load.
 
-    Ray seeds its generator at the first draw, the id of a class of actors. Forks with the same state draw the same ids:
-    two workers that put objects of one id at once aborted, and Ray waited a minute for them.
+    Ray seeds its generator at the first draw, the id of a class of actors, and each fork inherits the generator's
+    state. Forks with the same state draw the same ids. Two workers or drivers that put objects of one id at once abort.
     """
     import ray.actor  # noqa: PLC0415 - the server itself runs without Ray
 
     class_id = ray.actor.ActorClassID
     vars(ray.actor)["ActorClassID"] = SimpleNamespace(from_random=lambda: class_id(os.urandom(class_id.size())))
-    _import(_WITH_RAY)
-    vars(ray.actor)["ActorClassID"] = class_id
+    try:
+        yield
+    finally:
+        vars(ray.actor)["ActorClassID"] = class_id
+
+
+def import_ray() -> None:
+    """Import the workers' modules of Ray, so that forks start fast and still draw different random ids."""
+    with no_random_ids():
+        _import(_WITH_RAY)
 
 
 def _import(modules: Iterable[str]) -> None:

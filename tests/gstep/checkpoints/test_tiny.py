@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,15 @@ def test_a_cache_that_cannot_be_written_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(ModelError, match="XDG_CACHE_HOME"):
         tiny.build("tiny")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))  # the disk fills up while the weights are written
+    try:
+        with pytest.raises(ModelError, match="XDG_CACHE_HOME"):
+            tiny.build("tiny")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list((tmp_path / "gstep").iterdir())
 
 
 def resized(preprocessor: Preprocessor, clip: str, n_frames: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The benchmark of answering, by transformers from a cache; ``test_serving_vllm.py`` has the other ways."""
 
 import json
+import time
 
 import pytest
 
@@ -16,12 +17,15 @@ def test_transformers_answers_from_a_cache_cold_and_again(tmp_path, capsys):
     tiny_cache(tmp_path / "cache", ("a", "b"))
     argv = ["--model", "tiny", "--cache", str(tmp_path / "cache"), "--modes", "cached-transformers", "--repeats", "1"]
     argv += ["--retention-ratio", "0.25", "0.1", "--questions", "1", "2", "--max-new-tokens", "2"]
+    start_s = time.perf_counter()
     assert benchmark.main(["serving", *argv, "--plot", str(tmp_path / "ways.png"), "--json"]) == 0
+    command_s = time.perf_counter() - start_s
     shown = capsys.readouterr()
     found = json.loads(shown.out)["measured"]
     sizes = [(one["retention_ratio"], one["questions"], one["requests"]) for one in found]
     assert sizes == [(0.25, 1, 2), (0.25, 2, 4), (0.1, 1, 2), (0.1, 2, 4)]
     assert all(one["requests_per_s"] > 0 and one["warm_requests_per_s"] > 0 and one["peak_mb"] > 100 for one in found)
+    assert sum(one["requests"] / one["requests_per_s"] for one in found) < command_s  # of which the passes are a part
     assert found[0]["visual_tokens"] > found[2]["visual_tokens"] and found[0]["sent_kb"] is None
     assert "cached-transformers" in shown.err and (tmp_path / "ways.png").read_bytes().startswith(b"\x89PNG")
 

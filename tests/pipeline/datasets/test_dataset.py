@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from itertools import chain, groupby
 
 import pytest
@@ -41,6 +42,15 @@ def test_workers_of_either_kind_make_batches_without_padding(folder, method, wor
         assert torch.equal(batch.index, torch.cat([video.index for video in videos]))
         assert batch.cu_seqlens.tolist() == [25 * i for i in range(len(videos) + 1)] and batch.tokens.is_shared()
         assert batch.metadata == tuple(video.metadata for video in videos)
+
+
+def test_every_tensor_of_a_batch_is_pinned(folder, monkeypatch):
+    video = replace(TokenCache(folder).get("v00"), evidence={"frame_feature": torch.ones(2, 3)})
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.to("meta"))  # pinning needs a GPU
+    batch = pack([video, video]).pin_memory()
+    tensors = [batch.tokens, batch.cu_seqlens, batch.index, batch.frame, *batch.deepstack]
+    tensors += batch.evidence["frame_feature"]
+    assert len(tensors) == 6 and all(tensor.is_meta for tensor in tensors)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -17,7 +17,9 @@ from pipeline.runner.access import (
     set_cluster_token,
     workers_import_this,
 )
+from pipeline.runner.cluster import explained_end
 from tests.paths import ROOT
+from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +89,23 @@ def test_why_there_is_no_cluster_is_one_line_with_the_remedy():
     ):
         line = describe_startup_failure(error, address)
         assert said in line and "\n" not in line
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_process_that_ray_ends_without_a_word_is_explained(tmp_path, ends):
+    stderr = tmp_path / "stderr"
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
+        with explained_end("h:1"):
+            if ends:
+                os._exit(1)
+        os._exit(0)
+    os.waitpid(child, 0)
+    if ends:  # by a shell, which is no child of this process
+        wait_until(lambda: stderr.read_bytes().endswith(b"\n"), "the explanation")
+    expected = "error: Ray cannot be joined at h:1: Ray's native code ended this process" if ends else ""
+    assert stderr.read_text().partition(",")[0] == expected
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,25 @@ def test_a_worker_asks_how_often_others_died_and_is_given_up_in_the_end(actor):
         mine.start()
 
 
+def test_work_waits_for_its_report_once_a_process_of_the_worker_crashed(actor):
+    """Reports travel while the process works. A process that ends at once may take them with it."""
+    sent: list[tuple[object, ...]] = []
+
+    def answer() -> float:
+        while sent:
+            actor.state(*sent.pop(0))
+        return 1.0
+
+    handle = handle_of(actor.start)
+    handle.state = SimpleNamespace(remote=lambda *report: sent.append(report))
+    handle.every_s = SimpleNamespace(remote=answer)
+    for crashes in range(2):
+        mine = Heartbeat("encode", handle)
+        mine.start()
+        with mine.holding("q1"):
+            assert actor.read().inside["encode"] == [f"q1 on {socket.gethostname()}"] * crashes
+
+
 def test_a_worker_says_what_it_holds_and_lets_go_of_it(actor):
     mine = Heartbeat("decode", handle(actor))
     with mine.holding("v1", "v2") as held:

@@ -59,8 +59,9 @@ def test_settings_that_are_not_there_are_the_implemented_ones():
     with pytest.raises(ModelError, match="do_rescale=False is not implemented; expected True"):
         check_settings({"do_rescale": False})
     assert rgb_triple({"image_mean": [0, 0.5, 1]}, "image_mean") == (0.0, 0.5, 1.0)
-    with pytest.raises(ModelError, match="not three numbers"):
-        rgb_triple({"image_mean": [0.5, 0.5]}, "image_mean")
+    for wrong in ([0.5, 0.5], [0.5, 0.5, "x"], [0.5, 0.5, None]):
+        with pytest.raises(ModelError, match="not three numbers"):
+            rgb_triple({"image_mean": wrong}, "image_mean")
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)

@@ -1,0 +1,9 @@
+"""Imports of the server from which tests fork drivers: a fork inherits no state of Ray's random ids."""
+
+from importlib import import_module
+
+from pipeline.runner.prefork.server import no_random_ids
+
+with no_random_ids():
+    for module in ("jobs.prune", "pipeline.prune.run", "pipeline.prune.summary", "transformers", "tests.jobs.faults"):
+        import_module(module)
