@@ -67,7 +67,6 @@ def make_identity(
     model = ("llava_onevision", "none") if source is None else (source.model_type, source.identity)
     return {
         "model": dict(zip(("type", "weights"), model, strict=True)),
-        "sampling": {},
         "pruner": {"method": method, "params": {}},
         "retention_ratio": ratio,
         "dtype": {"stored": codec},
@@ -80,7 +79,7 @@ def write_header(
 ) -> Store:
     store = LocalStore(out) if isinstance(out, Path) else out
     store.make()
-    version, identity = CODED_VERSIONS.get(codec, SCHEMA_VERSION), make_identity(ratio, method, codec)
+    version, identity = CODED_VERSIONS.get(codec, SCHEMA_VERSION), make_identity(ratio, method, codec, sampling={})
     store.put(HEADER, serialise_header({"schema_version": version, "identity": identity, "newline": None, **more}))
     return store
 
