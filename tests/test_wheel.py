@@ -40,13 +40,6 @@ def site(tmp_path_factory) -> Path:
     return site
 
 
-def command(site: Path, folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """``gstep-cache ARGV`` in a folder with a pipeline.py of the user's."""
-    (folder / "pipeline.py").write_text("raise SystemExit('not ours')")
-    environ = {"PYTHONPATH": str(site), "HOME": str(folder), "PATH": "/usr/bin:/bin"}
-    return run_python(site / "bin" / "gstep-cache", *argv, cwd=folder, env=environ)
-
-
 def test_everything_of_the_package_is_in_it(site):
     """Also what is no Python: templates, typing marks, the checkpoint that comes with it; but no pages to read."""
     listed = {
@@ -61,10 +54,10 @@ def test_everything_of_the_package_is_in_it(site):
 
 def test_the_console_script_runs_where_a_file_has_the_name_of_the_package(site, tmp_path):
     make_cache(tmp_path / "cache", {"v.mp4": random_tokens(0)})
-    said = command(site, tmp_path, "inspect", "cache", "--json")
-    assert said.returncode == 0, said.stderr
-    assert json.loads(said.stdout)["n_ok"] == 1
-    assert command(site, tmp_path, "--version").stdout.startswith("gstep-cache 0.")
+    (tmp_path / "pipeline.py").write_text("raise SystemExit('not ours')")
+    environ = {"PYTHONPATH": str(site), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    done = run_python(site / "bin" / "gstep-cache", "inspect", "cache", "--json", cwd=tmp_path, env=environ)
+    assert done.returncode == 0 and json.loads(done.stdout)["n_ok"] == 1, done.stderr
 
 
 def test_a_project_with_packages_of_the_same_names_prunes_by_a_method_of_its_own(site, tmp_path):
@@ -83,7 +76,7 @@ def test_a_project_with_packages_of_the_same_names_prunes_by_a_method_of_its_own
 
 
 @pytest.mark.parametrize("editable", [False, True])
-def test_folders_of_the_same_names_that_are_no_packages_hide_nothing(site, tmp_path, editable):
+def test_folders_of_the_same_names_that_are_no_packages_hide_neither_code_nor_checkpoint(site, tmp_path, editable):
     """Also where the clone is installed with ``pip install -e``."""
     if editable:
         shutil.copytree(site, tmp_path / "clone", ignore=shutil.ignore_patterns("bin", "*.dist-info"))
@@ -96,15 +89,11 @@ def test_folders_of_the_same_names_that_are_no_packages_hide_nothing(site, tmp_p
     for name in ("pipeline", "jobs"):
         (tmp_path / "project" / name).mkdir(parents=True)
     others = f"sys.path.append({sysconfig.get_path('purelib')!r})"  # the packages that commands import
-    code = f"import site, sys; site.addsitedir({str(site)!r}); {others}; import jobs, pipeline as p; print(p.__file__)"
-    done = run_python("-S", "-c", code, cwd=tmp_path / "project", env={})
-    assert done.stdout == f"{tmp_path / 'clone' if editable else site}/pipeline/__init__.py\n", done.stderr
-
-
-def test_the_checkpoint_that_comes_with_it_is_found(site, tmp_path):
     code = (
-        "import gstep, sys; from gstep.checkpoints.source import ModelSource; s = ModelSource.resolve('shapes')"
-        "; print(gstep.__file__, s.identity, s.weight_files)"
+        f"import site, sys; site.addsitedir({str(site)!r}); {others}; import jobs, pipeline as p; print(p.__file__)\n"
     )
-    done = run_python("-c", code, cwd=tmp_path, env={"PYTHONPATH": str(site)}, check=True)
-    assert done.stdout.startswith(f"{site}/gstep/__init__.py shapes:") and "model.safetensors" in done.stdout
+    code += "from gstep.checkpoints.source import ModelSource; print(ModelSource.resolve('shapes').file('config.json'))"
+    done = run_python("-S", "-c", code, cwd=tmp_path / "project", env={})
+    place = tmp_path / "clone" if editable else site
+    file, checkpoint = done.stdout.splitlines()
+    assert file == f"{place}/pipeline/__init__.py" and checkpoint.startswith(f"{place}/gstep/"), done.stderr

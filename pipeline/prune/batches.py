@@ -48,7 +48,10 @@ WRITTEN_SCHEMA = pa.schema([field.with_nullable(True) for field in VIDEO_SCHEMA]
 
 
 def pack_unit(todo: pa.Table) -> pa.Table:
-    """Pack rows of videos (TODO_SCHEMA) as one row of UNIT, so that Ray Data neither cuts nor joins them."""
+    """Pack rows of videos (TODO_SCHEMA) as one row of UNIT, so that Ray Data neither cuts nor joins them.
+
+    There must be a row.
+    """
     (part,) = todo.combine_chunks().to_batches()
     return pa.table([pa.array([part.serialize().to_pybytes()], BYTES)], schema=UNIT)
 
@@ -74,7 +77,10 @@ def pack(videos: Sequence[VideoItem]) -> pa.Table:
 
 
 def unpack(bundle: pa.Table) -> list[VideoItem]:
-    """Unpack the videos of a row of BUNDLE; their arrays are views into the bundle, frames as one flat array."""
+    """Unpack the videos of a row of BUNDLE.
+
+    Their arrays are read-only views into the bundle. Frames are one flat array.
+    """
     columns = {name: bundle[name].chunk(0).flatten() for name in BUNDLE.names[2:]}
     levels, labels, videos = 0, 0, []
     layout = _unpack_json(bundle["layout"])

@@ -1,7 +1,7 @@
-"""Whether the files of cached videos have other bytes now, by a few of their bytes.
+"""The comparison of cached videos' files with their files now, by a few of their bytes.
 
-It is asked where a file has its old size and another mark: a copy of the same bytes has other times and, uploaded in
-parts, another ETag. A rebuilt tar has another mark, and most of its members are the same.
+It is made if a file has its old size and another mark. A copy of the same bytes has other times. Uploaded in parts it
+has another ETag. A rebuilt tar has another mark, and most of its members are the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _AT_ONCE = 32  # files and archives that are checked in parallel
 
 
 def find_replaced(rows: Sequence[ManifestRow], samples: Sequence[int], objects: Objects) -> list[bool]:
-    """Return True if the file of each row has other bytes than its cached video had; not so where it is gone.
+    """Return a bool a row: True if its file has other bytes than its cached video had; False if the file is gone.
+
+    Reads a few bytes of each file, of many files in parallel.
 
     Args:
         rows: with the ``size`` of each file.
@@ -33,21 +35,29 @@ def find_replaced(rows: Sequence[ManifestRow], samples: Sequence[int], objects: 
         groups[row["uri"] if row["source_offset"] is None else row["uri"].partition("#")[0]].append(number)
     is_replaced_by_row = [False] * len(rows)
     with request_threads(min(_AT_ONCE, len(groups) or 1)) as pool:
-        look = partial(_look, rows, samples, objects)
-        for numbers, answers in zip(groups.values(), pool.map(look, groups.values()), strict=True):
+        compare = partial(_compare_group, rows, samples, objects)
+        for numbers, answers in zip(groups.values(), pool.map(compare, groups.values()), strict=True):
             for number, is_replaced in zip(numbers, answers, strict=True):
                 is_replaced_by_row[number] = is_replaced
     return is_replaced_by_row
 
 
-def _look(rows: Sequence[ManifestRow], samples: Sequence[int], objects: Objects, numbers: Sequence[int]) -> list[bool]:
-    """Return the same of the rows with these numbers, which lie in one container, or of the row of a file."""
+def _compare_group(
+    rows: Sequence[ManifestRow], samples: Sequence[int], objects: Objects, numbers: Sequence[int]
+) -> list[bool]:
+    """Return a bool for each of ``numbers``: True if that row is replaced.
+
+    The rows lie in one archive, or name one file.
+    """
     with Containers(objects) as opened:
         return [_is_replaced(rows[number], samples[number], objects, opened) for number in numbers]
 
 
 def _is_replaced(row: ManifestRow, sample: int, objects: Objects, opened: Containers) -> bool:
-    """Return True if a row's file has another sample, or is a member whose mark alone tells its content."""
+    """Return True if a row's file has another sample than the cached video's file; False if the file is gone.
+
+    An archive's member without a sample counts as replaced. Raises UsageError where the store does not answer.
+    """
     spot = find_member(row["uri"], row["source_offset"], row["size"])
     if spot is None:
         return sample_source(row["uri"], row["size"] or 0, objects) not in (None, sample)

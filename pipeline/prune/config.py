@@ -218,7 +218,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         return f"{self.videos[0]}{more}"
 
     def clip_names(self) -> tuple[str, str] | None:
-        """Return the two names of ``--clips-from``. Raises UsageError."""
+        """Return the two names of ``--clips-from``; None without the flag. Raises UsageError."""
         if self.clips_from is None:
             return None
         names = [name.strip() for name in self.clips_from.split(",")]
@@ -226,7 +226,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         return names[0], names[1]
 
     def part(self) -> tuple[int, int] | None:
-        """Return (I, N) of ``--shard``. Raises UsageError."""
+        """Return (I, N) of ``--shard``; None without the flag. Raises UsageError."""
         if self.shard is None:
             return None
         match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", self.shard)
@@ -242,6 +242,10 @@ class PruneConfig(PlanOptions, PrunerOptions):
             raise UsageError(f"--videos plans for videos that are not here: leave out {self.named}")
 
     def __post_init__(self) -> None:
+        """Check all options. Raises UsageError that names the option and the values it takes.
+
+        A single string in ``videos`` becomes a list.
+        """
         super().__post_init__()
         if isinstance(self.videos, str):  # as older records of runs have it
             object.__setattr__(self, "videos", [self.videos])

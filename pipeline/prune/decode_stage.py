@@ -112,7 +112,10 @@ class VideoDecoder:
         return Containers(self._setup.objects, [_find_spot(row) for row in rows if not (row["policy"] or row["fault"])])
 
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
-        """Decode a video: return its record and frames [t,h,w,3]; a fault makes an error record, and frames None."""
+        """Decode a video: return its record and frames [t,h,w,3]; a fault makes an error record, and frames None.
+
+        The seconds in the record leave out the start of a child. ``source`` stays open.
+        """
         start, setup = time.perf_counter() - self._sandbox.starting_s, self._setup
         record, clip = _first_record(row, source), (row["start_s"], row["end_s"])
         kind = setup.sampling, setup.preprocessor
@@ -140,6 +143,7 @@ class Decoder:
     """
 
     def __init__(self, setup: DecodeSetup, heartbeats: ActorHandle | None = None, videos_per_bundle: int = 1) -> None:
+        """Report that this process starts, and prepare decoding; the child that decodes starts with the first video."""
         self._heartbeat = Heartbeat("decode", heartbeats, suspects=False)  # a video kills the child, not this process
         self._heartbeat.start()
         if self._heartbeat.ends_at_once:  # before multiprocessing removes the socket of its fork server
@@ -156,7 +160,10 @@ class Decoder:
         return self.decode(unpack_unit(unit))
 
     def decode(self, todo: pa.Table | pa.RecordBatch) -> Iterator[pa.Table]:
-        """Decode rows of TODO_SCHEMA, and yield a row of BUNDLE for each ``videos_per_bundle`` of them."""
+        """Decode rows of TODO_SCHEMA, and yield a row of BUNDLE for each ``videos_per_bundle`` of them.
+
+        The last row may have fewer. The videos of a bundle are reported as in hand while they are decoded.
+        """
         rows: list[TodoRow] = todo.to_pylist()
         with self._decoder.containers(rows) as containers:
             for start in range(0, len(rows), self._videos_per_bundle):
@@ -166,7 +173,10 @@ class Decoder:
                 yield packed
 
     def _decode_reported(self, row: TodoRow, items: ItemsInHand, containers: Containers) -> VideoItem:
-        """Decode one video, and report its outcome to the heartbeat. Waits while this worker is excluded."""
+        """Decode one video, and report its outcome to the heartbeat. Waits while this worker is excluded.
+
+        Two calls may fetch their videos at once; one of them decodes.
+        """
         self._heartbeat.wait_while_excluded()
         with self._decoder.open(row, containers) as source, self._decoding:
             record, frames = self._decoder.decode_one(row, source)
@@ -180,7 +190,7 @@ def _find_spot(row: TodoRow) -> ArchiveMember | None:
 
 
 def _first_record(row: TodoRow, source: Source) -> VideoRecord:
-    """Return the record of a video before decoding: the columns of its manifest row and its open file."""
+    """Return the record of a video before decoding: the columns of its manifest row and open file, status "ok"."""
     columns = {name: value for name, value in row.items() if name in _ROW_COLUMNS}
     columns["source_mark"] = source.mark or row["mark"]  # the open file's may be newer than a listing's
     if (spot := _find_spot(row)) is not None:
@@ -202,7 +212,10 @@ def _find_size(row: TodoRow, source: Source) -> int | None:
 
 
 def make_decoding_columns(video: DecodedVideo, attempts: int) -> VideoRecord:
-    """Return the columns of the videos table about decoding."""
+    """Return the columns of the videos table about decoding.
+
+    ``attempts`` is the number of this attempt; a second try within it adds one.
+    """
     return {
         **without_nulls({name: getattr(video, name) for name in _DECODED_COLUMNS}, VideoRecord),
         "attempts": attempts + video.attempts - 1,

@@ -95,14 +95,16 @@ class Turn:
 class VideoEncoder:
     """The encoder and pruner of one video after another, for a run's actors and for ``jobs.verify --live``.
 
-    Several threads may call it: at one moment the frames of one video go to the GPU, a second video is encoded, a third
-    is pruned on a stream of its own, and the tokens of a fourth come back. A CPU encodes or prunes one video at a time.
-    It loads one vision tower, unless ``backbone`` is given, and never the LLM. Raises ModelError if that fails.
+    Several threads may call it: a GPU then works on four videos at once. One video's frames come, the second is
+    encoded, the third is pruned on another stream, and the fourth's tokens leave. A CPU encodes or prunes one video at
+    a time. The encoder loads one vision tower, unless ``backbone`` is given, and never the LLM. Raises ModelError if
+    that fails.
     """
 
     _max_pass = Fraction(1)  # the part of a pass that several videos may fill
 
     def __init__(self, setup: EncodeSetup, backbone: Backbone | None = None) -> None:
+        """Make the pruner and load the backbone, unless one is given; on a GPU with streams for copies and pruning."""
         self._setup = setup
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
@@ -121,7 +123,10 @@ class VideoEncoder:
             self._pruning = threading.Lock()
 
     def _compiling(self) -> AbstractContextManager[None]:
-        """Return a context that compiles a built-in method's GPU kernels in parallel with its block."""
+        """Return a context that compiles a built-in method's GPU kernels in parallel with its block.
+
+        The context does nothing on a CPU, for a user's own method, and if no shape is planned.
+        """
         setup = self._setup
         if setup.shape is None or ":" in setup.pruner or not self._runtime.device.startswith("cuda"):
             return nullcontext()
@@ -131,6 +136,8 @@ class VideoEncoder:
 
     def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> VideoItem:
         """Encode and prune a decoded video; return its kept tokens and its record.
+
+        Ends the process if the GPU is broken.
 
         Args:
             frames: [t,h,w,3], resized by the preprocessor.
@@ -165,12 +172,12 @@ class VideoEncoder:
         """Encode decoded videos in one pass of the tower, and prune each; None stands for a video to encode alone.
 
         A failure here may be caused by another video, so only ``encode_one`` decides on a video's fault. After a pass
-        that did not fit the GPU's memory the next passes have half the frames.
+        that did not fit the GPU's memory the next passes have half the frames. Ends the process if the GPU is broken.
         """
         names = ", ".join(video.record["video_id"] for video in videos)
         try:
             return self._encode_pass(videos, names)
-        except Exception as error:  # noqa: BLE001 - as in _guarded
+        except Exception as error:  # noqa: BLE001 - as in _run_guarded
             exit_after_gpu_fault(names, error)
             if is_out_of_memory(error):
                 self._max_pass /= 2
@@ -217,6 +224,7 @@ class VideoEncoder:
         return self._prune_once(visual)
 
     def _prune_once(self, visual: VisualTokens) -> tuple[PrunedTokens, float]:
+        """Return the kept tokens and the seconds of pruning. Raises VideoFault of the stage prune."""
         with self._turn(self._pruning, self._prunes) as turn:
             try:
                 pruned = prune_tokens(self._pruner, visual, self._setup.retention_ratio, self._setup.seed)
@@ -230,8 +238,9 @@ class VideoEncoder:
     def _turn(self, lock: threading.Lock, stream: torch.cuda.Stream | None = None) -> Iterator[Turn]:
         """Launch kernels under ``lock`` on a GPU's ``stream`` in this context; wait for them at its end, and time them.
 
-        The next thread launches its kernels meanwhile, so that the GPU never waits for a host between two videos. The
-        end waits after an error too: memory that the error frees may go to another stream at once.
+        Without ``stream`` it is the current stream. The yielded turn has its seconds after the context. The next thread
+        launches its kernels meanwhile, so that the GPU never waits for a host between two videos. The end waits after
+        an error too: memory that the error frees may go to another stream at once.
         """
         turn = Turn()
         if self._copies is None:
@@ -255,7 +264,10 @@ class VideoEncoder:
         turn.seconds = first.elapsed_time(last) / 1e3
 
     def _load_frames(self, frames: NDArray[np.uint8]) -> Tensor:
-        """Copy the frames to the device, from pinned memory in parallel with the kernels of another video."""
+        """Copy the frames to the GPU, from pinned memory in parallel with the kernels of another video.
+
+        On a CPU the frames are only wrapped as a tensor.
+        """
         if self._copies is None:
             return as_frames(frames)
         pinned_frames = torch.empty(frames.shape, dtype=torch.uint8, pin_memory=True)
@@ -276,7 +288,7 @@ class VideoEncoder:
     ) -> VideoItem:
         """Return the video's complete record and its kept tokens on the CPU, in the precision of the cache.
 
-        The record notes a pass of ``n_videos`` on a GPU, since batching may change the rounding there.
+        If a GPU encoded ``n_videos`` > 1 in one pass, the record says so, since that may change the rounding.
         """
         is_shared = n_videos > 1 and not self.backbone.on_cpu
         runtime = self._runtime_record | ({"shared_pass": f"{n_videos} videos"} if is_shared else {})
@@ -342,7 +354,10 @@ def _run_guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
 
 
 def _try_alone(names: str, work: Callable[[], T]) -> T | None:
-    """Return ``work()``, or None if it raises. Ends the process if the GPU is broken."""
+    """Return ``work()``, or None if it fails; only MethodFails is raised. Ends the process if the GPU is broken.
+
+    ``names`` are the videos to print then.
+    """
     try:
         return _run_guarded("prune", names, work)
     except VideoFault:
@@ -358,6 +373,7 @@ class Encoder:
     """
 
     def __init__(self, setup: EncodeSetup, heartbeats: ActorHandle | None = None) -> None:
+        """Report that this process starts, and load the model. After a crash the first videos are encoded singly."""
         self._heartbeat = Heartbeat("encode", heartbeats)
         self._heartbeat.start()
         self._alone = threading.Lock()
@@ -369,7 +385,10 @@ class Encoder:
         yield pack(self.encode(unpack(batch)))
 
     def encode(self, videos: Sequence[VideoItem]) -> list[VideoItem]:
-        """Encode the videos of a bundle; a fault of a video becomes its error row."""
+        """Encode the videos of a bundle, and return them in their order; a fault of a video becomes its error row.
+
+        After a crash of an earlier process the first CAREFUL videos are encoded one by one.
+        """
         if self._careful > 0:
             with self._alone:
                 self._careful -= len(videos)
@@ -378,7 +397,10 @@ class Encoder:
             return [item for group in self.encoder.group_by_pass(videos) for item in self._encode_group(group, items)]
 
     def _encode_group(self, videos: Sequence[VideoItem], items: ItemsInHand) -> Iterator[VideoItem]:
-        """Encode a group of videos in one pass, and each failed video again alone; yield them in order."""
+        """Encode a group of videos in one pass, and each failed video again alone; yield them in order.
+
+        Each outcome is reported to the heartbeat. Waits while this worker is excluded.
+        """
         results: Sequence[VideoItem | None] = [None]
         if len(videos) > 1:
             self._heartbeat.wait_while_excluded()
@@ -393,17 +415,20 @@ class Encoder:
     def _encode_suspect(self, video: VideoItem) -> VideoItem:
         """Encode one video while no other is in hand, so that a crash is surely its own.
 
-        Refuse it after POISON crashes.
+        A video with POISON crashes is not tried: it gets an error row of class crash.
         """
         with self._heartbeat.holding(video.record["video_id"]) as items:
             hosts = self._heartbeat.deaths(video.record["video_id"])
             if len(hosts) < POISON:
                 return self._encode_reported(video, items)
             items.release(is_result=False, fault="crash")
-        return VideoItem(failed_video(video.record, _repeated_crash(hosts)))
+        return VideoItem(failed_video(video.record, _make_crash_fault(hosts)))
 
     def _encode_reported(self, video: VideoItem, items: ItemsInHand) -> VideoItem:
-        """Encode one video, and report its outcome to the heartbeat. Waits while this worker is excluded."""
+        """Encode one video, and report its outcome to the heartbeat. Waits while this worker is excluded.
+
+        A video that failed in decoding keeps its error row.
+        """
         self._heartbeat.wait_while_excluded()
         if video.frames is None:
             items.release(is_result=False)
@@ -423,7 +448,7 @@ class Encoder:
         return VideoItem({**failed_video(record, fault), "encode_s": time.perf_counter() - start})
 
 
-def _repeated_crash(hosts: list[str]) -> VideoFault:
+def _make_crash_fault(hosts: list[str]) -> VideoFault:
     """Return the fault of a video that crashed the encode process several times."""
     where = ", ".join(dict.fromkeys(hosts))
     message = f"the encode process crashed {len(hosts)} times with this video in hand, on {where}; Ray's logs say how"
@@ -461,23 +486,23 @@ def collect_kept_tokens(pruned: PrunedTokens, visual: VisualTokens, evidence: It
         return None if values is None else values[order].to(dtype).cpu().numpy()
 
     return KeptTokens(
-        tokens=_bits(pruned.tokens[order]),
+        tokens=_to_bits(pruned.tokens[order]),
         index=take_ordered(pruned.index, torch.int32),
         rank=take_ordered(pruned.rank, torch.int32),
         merged=take_ordered(pruned.merged, torch.bool),
         density=take_ordered(pruned.density, torch.float32),
-        deepstack=[_bits(level.flatten(0, 1)[places]) for level in visual.deepstack],
-        evidence={name: _evidence_bits(name, visual.evidence[name], places) for name in evidence},
+        deepstack=[_to_bits(level.flatten(0, 1)[places]) for level in visual.deepstack],
+        evidence={name: _take_evidence_bits(name, visual.evidence[name], places) for name in evidence},
     )
 
 
-def _evidence_bits(name: str, values: Tensor, places: Tensor) -> Bits:
+def _take_evidence_bits(name: str, values: Tensor, places: Tensor) -> Bits:
     """Return the bits of evidence at the kept indices; evidence of frames is taken whole."""
     rows = values if is_per_frame(name) else values.flatten(0, 1)[places]
-    return _bits(rows.reshape(len(rows), -1))
+    return _to_bits(rows.reshape(len(rows), -1))
 
 
-def _bits(values: Tensor) -> Bits:
+def _to_bits(values: Tensor) -> Bits:
     """Convert a tensor to the bits of bfloat16, as int16."""
     return np.asarray(values.to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy())
 

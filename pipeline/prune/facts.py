@@ -51,7 +51,7 @@ class Facts:
         self._encoders = encoders
 
     def add(self, records: Iterable[VideoRecord]) -> None:
-        """Add the rows of a shard."""
+        """Add the rows of a shard, failed videos too. Pruning on CPUs counts as encoding."""
         for record in records:
             self.videos += 1
             self.decode_core_s += record.get("decode_s", 0.0)
@@ -63,7 +63,7 @@ class Facts:
                 self.video_s += measure_seconds(record)
 
     def check_limit(self) -> None:
-        """Raise LimitReached after ``max_hours``."""
+        """Raise LimitReached, and set ``limit_reached``, once ``max_hours`` have passed."""
         if self.max_hours is not None and self.clock() - self._started_at >= self.max_hours * _HOUR:
             self.limit_reached = f"--max-hours {self.max_hours:g} is reached"
             raise LimitReached(self.limit_reached)
@@ -87,6 +87,6 @@ class Facts:
 
 
 def measure_seconds(record: VideoRecord) -> float:
-    """Return the seconds of a decoded video, or of its clip."""
+    """Return the seconds of a decoded video, or of its clip; 0 if its record has no duration."""
     duration, end = record.get("duration_s") or 0.0, record.get("end_s")
     return max(0.0, (duration if end is None else min(end, duration)) - (record.get("start_s") or 0.0))

@@ -103,7 +103,7 @@ class Forecast:
 def forecast(config: PruneConfig, console: Console) -> Forecast:
     """Check the request as a run does, and count its work; starts and writes nothing.
 
-    Raises UsageError for whatever a run would refuse.
+    Prints the notes that a run prints before it starts. Raises UsageError for whatever a run would refuse.
     """
     run = PruneRun(config, console)
     run.prepare()
@@ -138,7 +138,7 @@ def forecast(config: PruneConfig, console: Console) -> Forecast:
 
 
 def _measure_minute(recipe: Recipe) -> tuple[int, int, int]:
-    """Compute (tokens, kept tokens, bytes on disk) of a video of one minute in full HD."""
+    """Compute (tokens, kept tokens, bytes on disk) of a video of one minute in full HD, without decoding anything."""
     sampling, family = recipe.sampling, family_of(recipe.source)
     n_frames = sampling.num_frames or 0
     if sampling.fps is not None:
@@ -151,7 +151,10 @@ def _measure_minute(recipe: Recipe) -> tuple[int, int, int]:
 
 
 def _describe_model(recipe: Recipe, tensors_checked: bool) -> str:
-    """Describe the model: whether its vision part is complete, and which engines answer from its tokens."""
+    """Describe the model: whether its vision part is complete, and which engines answer from its tokens.
+
+    ``tensors_checked`` is False if its tensors' names could not be checked on this machine.
+    """
     kind = recipe.source.model_type
     tensors = "its vision part is complete" if tensors_checked else "its tensors' names are known once it is downloaded"
     if kind not in BUILDERS:
@@ -161,7 +164,10 @@ def _describe_model(recipe: Recipe, tensors_checked: bool) -> str:
 
 
 def _compare_to_stock(recipe: Recipe) -> str:
-    """Describe the difference to the tokens of transformers' own processor and model."""
+    """Describe the difference to the tokens of transformers' own processor and model.
+
+    Only the number of frames a second depends on the options; the rest is a fixed text.
+    """
     family, sampling = family_of(recipe.source), recipe.sampling
     fps = recipe.source.preprocessor.get("fps") or family.stock_fps
     frames = f"{sampling.fps:g} frames a second" if sampling.fps else f"{sampling.num_frames} frames a video"
@@ -173,7 +179,10 @@ def _compare_to_stock(recipe: Recipe) -> str:
 
 
 def _check_writable(store: Store) -> None:
-    """Raise UsageError if a folder cannot be made or written to. An object store is not checked."""
+    """Raise UsageError if the store's folder cannot be made or written to; an object store is not checked.
+
+    Writes nothing: permissions decide.
+    """
     if store.folder is None:
         return
     existing_folder = next(path for path in (store.folder, *store.folder.parents) if path.exists())
@@ -194,6 +203,7 @@ def render_forecast(plan: Forecast) -> RenderableType:
 
 
 def _list_lines(plan: Forecast) -> list[tuple[str, str]]:
+    """Return the forecast's lines for the terminal: (label, text)."""
     counts, (T, N) = plan.tally, plan.grid
     waiting = counts.n_todo - plan.n_todo
     waiting_note = f", {waiting} more wait (--limit)" if waiting else ""
@@ -238,9 +248,10 @@ def _list_leaves(values: CacheIdentity | JsonObject, prefix: str = "") -> list[t
 
 
 def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
-    """Estimate what a run with the same flags would take; looks at the probed videos, starts and writes nothing.
+    """Estimate what a run with the same flags would take; starts no Ray and writes nothing.
 
-    Raises UsageError for whatever a run would refuse before it starts, and if no probed video can be read.
+    Decodes a sample of the videos here, and may encode it; neither if the options describe the corpus. Raises
+    UsageError for whatever a run would refuse before it starts, and if no probed video can be read.
     """
     cluster, notes = _choose_cluster(config)
     if config.corpus_videos is None or config.seconds is None:
@@ -274,7 +285,10 @@ def _is_this_machine(config: PruneConfig) -> bool:
 
 
 def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Workload:
-    """Estimate the work of the videos to do by decoding (and encoding) a sample. Raise UsageError."""
+    """Estimate the work of the videos to do by decoding (and encoding) a sample; prints a line about it.
+
+    Indexes all archives first. Raises UsageError if no video is named, or no video of the sample can be read.
+    """
     run = PruneRun(config, console)
     run.prepare()
     with store_usage_errors():
@@ -303,7 +317,7 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
     if len(pixels) == 1 < n_videos:
         ((width, height),) = pixels
         notes.append(f"all of them are {width} x {height}: other sizes were not measured")
-    shapes = [_shape(record) for record in good]
+    shapes = [_read_shape(record) for record in good]
     unlisted_records = [record for row, record in zip(sample, records, strict=True) if row["size"] is None]
     counted_work = _count_work(recipe, cluster, n_videos, shapes)
     return replace(
@@ -311,14 +325,16 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
         failed=1 - len(good) / len(records),
         decode_s=mean_of([record["decode_s"] for record in records], n_videos, least=0.1),
         encode_s=mean_of(encode_s, n_videos, least=0.1) if encode_s else counted_work.encode_s,
-        input_bytes=_input_bytes(todo["size"], unlisted_records),
+        input_bytes=_estimate_input_bytes(todo["size"], unlisted_records),
         video_s=mean_of([measure_seconds(record) for record in good], n_videos),
         notes=(*notes, *(() if encode_s else counted_work.notes)),
     )
 
 
-def _input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Sequence[VideoRecord]) -> Interval | None:
+def _estimate_input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Sequence[VideoRecord]) -> Interval | None:
     """Estimate the mean bytes of a file from listed sizes, and from a sample for files without a listed size.
+
+    None if files lack a size and the sample has none either.
 
     Args:
         listed_sizes: the size of each video, null if unknown.
@@ -335,7 +351,7 @@ def _input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Sequence[Video
     )
 
 
-def _shape(record: VideoRecord) -> Shape:
+def _read_shape(record: VideoRecord) -> Shape:
     """Return the shape of a decoded video."""
     return len(record["frame_indices"]), record["height"], record["width"]
 
@@ -343,7 +359,8 @@ def _shape(record: VideoRecord) -> Shape:
 def _probe(recipe: Recipe, rows: Sequence[TodoRow], cluster: Cluster) -> tuple[list[VideoRecord], list[float]]:
     """Decode videos in a child process and encode them here; return their records, and the seconds of each encoding.
 
-    Seconds are GPU seconds, or core seconds without a GPU. The list is empty if ``_probe_encoder`` returns None.
+    Seconds are GPU seconds, or core seconds without a GPU. The list is empty if ``_probe_encoder`` returns None. A
+    video that decodes but cannot be encoded has an error record.
     """
     records, encode_s = list[VideoRecord](), list[float]()
     encoder, first = None, True
@@ -355,7 +372,7 @@ def _probe(recipe: Recipe, rows: Sequence[TodoRow], cluster: Cluster) -> tuple[l
             if frames is None:
                 continue
             if first:
-                encoder, first = _probe_encoder(recipe, cluster, _shape(record), len(rows)), False
+                encoder, first = _probe_encoder(recipe, cluster, _read_shape(record), len(rows)), False
             if encoder is None:
                 continue
             try:
@@ -372,7 +389,10 @@ def _probe(recipe: Recipe, rows: Sequence[TodoRow], cluster: Cluster) -> tuple[l
 
 
 def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int) -> VideoEncoder | None:
-    """Load the encoder on this machine; None if the plan is for another cluster, or encoding would take too long."""
+    """Load the encoder on this machine; None if the plan is for another cluster, or encoding would take too long.
+
+    ``n_videos`` videos of ``shape`` are to be encoded. Raises UsageError if the encoder cannot be loaded.
+    """
     expected_s = _count_work(recipe, cluster, n_videos, [shape]).encode_s.expected
     if not _is_this_machine(recipe.config) or n_videos * expected_s > _MAX_ENCODE_S * (
         1 if cluster.gpus else cluster.cores
@@ -383,7 +403,7 @@ def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int
 
 
 def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: float) -> Workload:
-    """Estimate the work of a corpus that the options describe, without a video."""
+    """Estimate the work of a corpus that the options describe, without a video: ``n_videos`` of ``seconds`` each."""
     (width, height), sampling = recipe.config.pixels(), recipe.sampling
     by_time = max(sampling.min_frames, int(seconds * (sampling.fps or 1.0)))
     n_frames = sampling.num_frames or min(by_time, sampling.max_frames or 1)
@@ -399,7 +419,10 @@ def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: flo
 
 
 def _count_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequence[Shape]) -> Workload:
-    """Estimate the work of encoding and storing ``n_videos`` from the model's config; ``shapes`` are a sample."""
+    """Estimate the work of encoding and storing ``n_videos`` from the model's config; ``shapes`` are a sample.
+
+    Seconds of decoding are left to the caller.
+    """
     family, encode = family_of(recipe.source), recipe.encode_setup(recipe.config.device, recipe.dtype)
     utilisation = UTILISATION.get(family.model_type, ANY_TOWER)
 

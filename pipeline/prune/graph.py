@@ -49,7 +49,8 @@ def build_graph(
 ) -> RunGraph:
     """Build the graph that turns the videos of ``todo`` into written records; it runs once its batches are read.
 
-    ``without``: the ids of nodes on which no worker may run.
+    If archives are still to be indexed, a thread starts now that feeds their videos, and an actor that stores the
+    videos. ``without``: the ids of nodes on which no worker may run.
     """
     labels = node_selector(without)
     # 1. Manifest: blocks small enough to spread. They are cut here without a task (from_arrow starts a task a block):
@@ -75,19 +76,26 @@ def build_graph(
 
 
 def _pack_units(todo: pa.Table, resources: Resources, later_bytes: int = 0) -> list[pa.Table]:
-    """Pack the rows of videos (TODO_SCHEMA) as units of work, a row of UNIT each."""
+    """Pack the rows of videos (TODO_SCHEMA) as units of work, a row of UNIT each.
+
+    ``later_bytes`` are the bytes of videos still to be found: units are larger while many follow.
+    """
     return [pack_unit(todo.slice(start, end - start)) for start, end in resources.blocks(todo, later_bytes)]
 
 
 def _add_discovery_stage(
     discovery: Discovery, resources: Resources, labels: Mapping[str, str] | None
 ) -> ray.data.Dataset:
-    """Start a thread that feeds units of work while archives are indexed; return the dataset of these units."""
+    """Start a thread that feeds units of work while archives are indexed; return the dataset of these units.
+
+    An error of the thread goes to ``discovery.fail``. An actor on this node stores the units.
+    """
     # On this node only: another node could be lost with the units.
     strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     feed = ray.remote(Feed).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=strategy).remote()
 
     def hand_over() -> None:
+        """Put the units of each part into the feed; runs in a thread."""
         try:
             for number, part in enumerate(discovery.parts()):
                 feed.put.remote(number, [ray.put(_pack_units(part.todo, resources, part.later_bytes))])

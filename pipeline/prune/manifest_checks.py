@@ -48,7 +48,7 @@ def refuse_forbidden(manifest: pa.Table, list_name: str) -> None:
         return
     counts = sorted(forbidden["policy"].value_counts().to_pylist(), key=lambda count: -count["counts"])
     reasons = [
-        f"{count['counts']}: {count['values']}, {_example(forbidden, count['values'])}"
+        f"{count['counts']}: {count['values']}, {_describe_example(forbidden, count['values'])}"
         for count in counts[:_MAX_REASONS]
     ]
     more = [f"and {len(counts) - _MAX_REASONS} other reasons"] if len(counts) > _MAX_REASONS else []
@@ -61,14 +61,17 @@ def refuse_forbidden(manifest: pa.Table, list_name: str) -> None:
     )
 
 
-def _example(forbidden: pa.Table, reason: str) -> str:
+def _describe_example(forbidden: pa.Table, reason: str) -> str:
     """Describe the first forbidden row that has this reason."""
     row = forbidden.filter(pc.equal(forbidden["policy"], reason)).slice(0, 1).to_pylist()[0]
     return printable(f"e.g. {row['video_id']}: {row['uri']}")
 
 
 def _suggest_roots(forbidden: pa.Table) -> Iterator[str]:
-    """Yield a folder and a prefix that would allow the forbidden files, unless it is the root of everything."""
+    """Yield a local folder and a prefix on S3 that contain the forbidden files, except the root of everything.
+
+    Only files outside of the allowed roots count, and the first _MAX_ROOT_PATHS of these files.
+    """
     outside = forbidden.filter(pc.is_in(forbidden["policy"], value_set=pa.array([OUTSIDE, OUTSIDE_FOLDERS])))
     paths: list[str] = outside["uri"].slice(0, _MAX_ROOT_PATHS).to_pylist()
     folders = [os.path.dirname(os.path.realpath(path)) for path in paths if not is_s3(path)]  # noqa: PTH120
@@ -80,9 +83,10 @@ def _suggest_roots(forbidden: pa.Table) -> Iterator[str]:
 
 
 def refuse_other_file(name: str) -> None:
-    """Raise ManifestError if ``name`` is a local file that is neither a video nor a manifest.
+    """Raise ManifestError if ``name`` is a local file that is neither a video nor a manifest nor an archive.
 
-    Reads the first bytes of the file. Needs neither torch nor Ray, which the command loads later.
+    Anything else passes: a folder, a glob, an object, a missing file. Reads the first bytes of the file. Needs neither
+    torch nor Ray, which the command loads later.
     """
     path = Path(name.removeprefix("file://"))
     if path.is_file() and find_suffix(name) not in TABLE_SUFFIXES | FORMS.keys():
@@ -93,7 +97,8 @@ def refuse_other_file(name: str) -> None:
 def refuse_other_files(manifest: pa.Table, name: str, objects: Objects) -> None:
     """Raise ManifestError if VIDEOS is a file or an object that is neither a video nor a list.
 
-    ``manifest`` is the result of reading ``name``. The bytes of an object with a video's suffix are not read.
+    ``manifest`` is the result of reading ``name``; it passes unless its first row is ``name`` itself. The bytes of an
+    object with a video's suffix are not read.
     """
     path = name if is_remote(name) else os.path.abspath(name.removeprefix("file://"))  # noqa: PTH100 - links stay
     row = manifest.slice(0, 1).to_pylist()[0] if len(manifest) else None
@@ -116,9 +121,9 @@ def _convert_faults() -> Iterator[None]:
 
 
 def find_sure_failures(todo: pa.Table) -> dict[str, Example]:
-    """Count the rows of TODO_SCHEMA that are sure to fail, by kind of problem, without opening a video.
+    """Count the rows of TODO_SCHEMA that are sure to fail, without opening a video: problem -> Example.
 
-    Checks that each local file exists; makes no request for objects on S3.
+    The problem completes "3 videos ...". Checks that each local file exists; makes no request for objects on S3.
     """
     examples: dict[str, Example] = {}
     for part in todo.to_batches(max_chunksize=ROWS_AT_ONCE):
@@ -130,7 +135,10 @@ def find_sure_failures(todo: pa.Table) -> dict[str, Example]:
 
 
 def _find_sure_failure(row: TodoRow) -> tuple[str, str] | None:
-    """Return (problem and fault class, details) of a video that is sure to fail, or None."""
+    """Return the reason that a video is sure to fail: (the problem with its fault class, the details), or None.
+
+    A local file must exist on this machine, so each row costs a look at the disk.
+    """
     if row["policy"] is not None:
         return "may not be read (policy)", row["policy"]
     if row["fault"] is not None:

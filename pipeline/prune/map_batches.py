@@ -45,8 +45,9 @@ def prune_stages(**options: Any) -> PruneStages:
 
     ``pipeline/examples/own_stages.py`` runs them over a folder of clips.
 
-    With GPUs give encoders ``num_gpus=1`` instead of CPUs. With ``max_concurrency=2`` a worker of either stage fetches
-    or hands over one video while it works on another. Nothing is cached or resumed; ``prune_videos`` does that.
+    Give encoders ``num_gpus=1`` instead of CPUs if there are GPUs. If ``max_concurrency`` is 2, a worker of either
+    stage fetches or hands over one video while it works on another. Nothing is cached or resumed; ``prune_videos`` does
+    that.
 
     Args:
         options: the options of ``python -m jobs.prune --help-all`` that concern one video, ``decode_timeout`` and
@@ -95,6 +96,7 @@ class EncodeVideos:
     """
 
     def __init__(self, stages: PruneStages) -> None:
+        """Load the model; the schema of the output follows from it."""
         self._encoder = Encoder(stages.encode)
         levels = family_of(stages.encode.source).static().deepstack_levels
         self._schema = _TOKENS.append(pa.field("tokens", pa.large_binary()))
@@ -102,6 +104,7 @@ class EncodeVideos:
             self._schema = self._schema.append(pa.field(f"deepstack_{level}", pa.large_binary()))
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        """Encode each row of the batch, and yield its table of one row."""
         for part in batch.to_batches():
             for place, row in enumerate(part["record"].to_pylist()):
                 frames = read_cell(part["frames"], place, np.uint8)
@@ -109,7 +112,7 @@ class EncodeVideos:
                 yield from map(self._row, self._encoder.encode([item]))
 
     def _row(self, video: VideoItem) -> pa.Table:
-        """Return a pruned video as one output row, its tokens in ascending position."""
+        """Return a pruned video as one output row, its tokens in ascending position; a failed video has nulls."""
         row = parse_json_columns(cast(VideoRow, {name: video.record.get(name) for name in VIDEO_SCHEMA.names}))
         row_columns: dict[str, Any] = {
             name: row[name] for name in ("video_id", "status", "error_class", "error_message")

@@ -52,14 +52,20 @@ class EncodedVideo:
     record: VideoRecord
 
     def kept(self, retention_ratio: float | None = None) -> NDArray[np.bool_]:
-        """Return a mask [T,rows,columns] of the kept tokens, or of the smaller selection. Raise as ``pruned.at``."""
+        """Return a mask [T,rows,columns] of the kept tokens, or of the smaller selection at ``retention_ratio``.
+
+        Raises as ``pruned.at``.
+        """
         pruned = self.pruned if retention_ratio is None else self.pruned.at(retention_ratio)
         mask = np.zeros(pruned.n_total, np.bool_)
         mask[pruned.index.cpu().numpy()] = True
         return mask.reshape(-1, *self.grid)
 
     def picture(self, retention_ratio: float | None = None, columns: int = 4) -> NDArray[np.uint8]:
-        """Draw [H,W,3] uint8: the (first) frame of each t side by side, dark where its tokens were pruned."""
+        """Draw [H,W,3] uint8: the (first) frame of each t side by side, dark where its tokens were pruned.
+
+        ``columns`` frames share a row of the picture. ``retention_ratio`` is as in ``kept``.
+        """
         mask = self.kept(retention_ratio)
         frames = self.frames[:: math.ceil(len(self.frames) / len(mask))]
         _, height, width, _ = frames.shape
@@ -83,6 +89,7 @@ class LocalEncoder:
     """
 
     def __init__(self, **options: Any) -> None:
+        """Check the options and load the model; decoding runs in this process. Raises UsageError and ModelError."""
         config = make_config(PruneConfig, "encode_video", options, OPTIONS)
         recipe = resolve(config)
         self._setup = recipe.encode_setup(config.device, config.dtype)
@@ -110,7 +117,7 @@ class LocalEncoder:
         )
 
     def _decode(self, path: str, start_s: float | None, end_s: float | None) -> tuple[VideoRecord, NDArray[np.uint8]]:
-        """Decode a video or clip. Raises VideoFault."""
+        """Decode a video or clip: return its record and frames [F,h,w,3]. Raises VideoFault."""
         place = path if is_s3(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
         row = todo_row(path, place, start_s, end_s)
         with self._decoder.open(row) as source:
@@ -129,7 +136,7 @@ def encode_video(
     >>> video.pruned.tokens, video.pruned.index, video.timestamps  # [B,D], [B], seconds
     >>> matplotlib.pyplot.imshow(video.picture())  # pruned areas are dark
 
-    The tokens are those that ``prune_videos`` would cache. The model is loaded for this call: for several videos make
+    ``prune_videos`` would cache the same tokens. The model is loaded for this call: for several videos make
     a :class:`pipeline.LocalEncoder` with the same options. The file is decoded in this process, so a file that crashes
     the decoder ends it; ``prune_videos`` decodes in child processes.
 

@@ -99,7 +99,10 @@ class Recipe:
         )
 
     def encode_setup(self, device: str, dtype: str) -> EncodeSetup:
-        """Return the settings of encode workers, on the chosen device and dtype."""
+        """Return the settings of encode workers, on the chosen device and dtype, without the hash of the tower.
+
+        The run adds that hash, since it reads the weights.
+        """
         return EncodeSetup(
             source=self.source,
             pruner=self.method,
@@ -158,8 +161,11 @@ class Recipe:
     def match_cache(self, store: Store, console: Console) -> Recipe:
         """Return this recipe with the dtype of the cache in ``store``, and with its larger ratio for a nested method.
 
-        Prints a note about the ratio. A cache without a row restricts nothing; a cache without tokens does not restrict
-        the method's code. Raises IdentityMismatch if the cache has another identity.
+        Prints a note about the ratio. A cache without a row restricts nothing. A cache without tokens does not restrict
+        the method's code. Other code of the method is no error under ``--on-changed redo``: ``is_restarted`` is set
+        instead.
+
+        Raises IdentityMismatch if the cache has another identity, or tokens made by other code of the method.
         """
         if not store.exists(HEADER):
             return self
@@ -194,6 +200,8 @@ class Recipe:
 
 def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSource | None = None) -> Recipe:
     """Resolve and check the model, its frames and the method. Reads no cache and no video. Raises UsageError.
+
+    Imports a user's own method and decoder. Fetches small files of a Hugging Face model that are not on this machine.
 
     Args:
         objects: the access to S3; None takes it from the options and the environment.
@@ -248,7 +256,7 @@ def _add_pooling_head(
 ) -> ModelSource:
     """Return the model with the pooling head of ``--siglip``, if given.
 
-    Raises UsageError if the model cannot give evidence that the method or the cache needs.
+    Raises UsageError if the model cannot give evidence that the method or the cache needs, or nothing needs the head.
     """
     if unknown := sorted(pruner.needs - pruner.sources.keys()):
         raise UsageError(
@@ -287,7 +295,7 @@ def _suggest_models(pruner: Pruner, source: ModelSource) -> str:
 
 
 def _check_decoder(name: str) -> None:
-    """Raise UsageError unless ``--decoder`` names a decoder that can be imported here."""
+    """Raise UsageError unless ``--decoder`` is "auto" or names a decoder that can be imported here."""
     names = ("auto", *DECODERS)
     if name == "auto":
         return
@@ -303,7 +311,11 @@ def _check_decoder(name: str) -> None:
 
 
 def make_sampling(config: PruneConfig, max_frames: int, min_frames: int = 1, min_rule: str = ROUNDED) -> Sampling:
-    """Return the frame sampling of the options; ``max_frames`` and the other limits are the family's defaults."""
+    """Return the frame sampling of the options.
+
+    The other arguments are the model family's limits. They apply to ``--fps`` only; ``--max-frames`` overrides the
+    largest number.
+    """
     snap = config.snap_to_keyframes
     if config.fps is None:
         n_frames = config.num_frames or DEFAULT_FRAMES
@@ -313,7 +325,11 @@ def make_sampling(config: PruneConfig, max_frames: int, min_frames: int = 1, min
 
 
 def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]:
-    """Return the sampling's entry in the cache's identity; a limit without effect is left out."""
+    """Return the sampling's entry in the cache's identity.
+
+    Default rules and limits that do nothing are left out; with ``fps``, ``max_frames`` and the version of the rule are
+    always there.
+    """
     snap = sampling.snap_to_keyframes_s
     snap_setting = {} if snap is None else {"snap_to_keyframes_s": snap}
     if sampling.fps is None:
@@ -378,7 +394,11 @@ def _check_evidence_survives(names: set[str], pruner: Pruner) -> None:
 
 
 def _parse_evidence_item(item: str, model_type: str) -> tuple[str, str]:
-    """Parse NAME or NAME=SOURCE. Raise UsageError if the model type gives it from no source, or from several."""
+    """Parse NAME or NAME=SOURCE to (name, source); a single source of the model type need not be named.
+
+    Raises UsageError for an unknown name, and if the model type gives it from no source, from other sources or from
+    several.
+    """
     name, _, chosen_source = item.partition("=")
     if name not in STORED_EVIDENCE:
         why = (

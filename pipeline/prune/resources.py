@@ -70,8 +70,8 @@ class Resources(Plan):
         """Return the bytes of object store for waiting videos, without the videos that workers have in hand.
 
         These are a few bundles a decoder, the queue of each encoder, and a few shards. ``frame_bytes`` and
-        ``token_bytes`` are the bytes of one video. With less memory than the waiting shards take, Ray slows to one
-        block in ten seconds.
+        ``token_bytes`` are the bytes of one video. If the waiting shards take more memory, Ray slows to one block in
+        ten seconds.
         """
         bundles = 4 * self.decode.workers + (self.encode.in_flight or 4) * self.encode.workers
         frames = bundles * max(self.videos_per_bundle * frame_bytes, MIN_WORKER_BYTES)
@@ -82,8 +82,12 @@ class Resources(Plan):
 
         Videos share a bundle while there are enough bundles for all workers and the object stores hold them. The queue
         of an encoder is long enough that it does not wait for the driver, which looks ten times a second. It has at
-        most an eighth of the encoder's share, since other encoders may finish earlier, and all queues at most a quarter
-        of the object stores. All shards in memory fit half of the object stores, which is Ray's own limit.
+        most an eighth of the encoder's share, since other encoders may finish earlier. All queues have at most a
+        quarter of the object stores. All shards in memory fit half of the object stores, which is Ray's own limit.
+
+        Args:
+            store_bytes: of all object stores together.
+            frame_bytes, token_bytes: the bytes of one video.
         """
         max_shard = store_bytes / 2 / (self.shards_at_once * max(token_bytes, 1))
         shard = max(1, int(min(self.videos_per_shard, max_shard)))
@@ -146,9 +150,10 @@ class Resources(Plan):
 
 
 def count_videos_per_shard(shard_bytes: int, token_bytes: int, n_frames: int) -> int:
-    """Return the number of videos that fill a shard of ``shard_bytes``.
+    """Return the number of videos that fill a shard of ``shard_bytes``, at least 1.
 
-    It is limited so that the driver can hold the records of a shard in memory.
+    It is limited so that the driver can hold the records of a shard in memory. A video has ``token_bytes`` bytes of
+    tokens and ``n_frames`` frames.
     """
     records = MAX_RECORDS_BYTES // (RECORD_BYTES + FRAME_RECORD_BYTES * n_frames)
     return max(1, min(shard_bytes // max(token_bytes, 1), records))
@@ -168,10 +173,15 @@ def plan_resources(
 ) -> Resources:
     """Divide a cluster of ``cpus``, ``gpus`` and bytes of ``memory`` among the workers for ``n_videos``.
 
-    ``total_file_bytes`` are the bytes of their files, infinite if unknown.
-
     Decoders reserve every CPU, since decoding is the bottleneck of most runs. Encoders and writers reserve no CPU: an
     encoder often waits, so the system shares the cores, and both fit any node.
+
+    Args:
+        gpus: below 1, encoders run on CPUs.
+        total_file_bytes: of the videos' files; infinite if unknown.
+        videos_per_shard: at most; small runs get smaller shards.
+        decode_workers, encode_workers: at most; None for a number that fits the cluster.
+        decode_on_gpus: whether decoders reserve a share of the GPUs.
     """
     cores = max(1, int(cpus))
     max_encoders = int(gpus) if gpus >= 1 else cores
@@ -201,7 +211,10 @@ def plan_resources(
 def plan_workers(
     config: PruneConfig, setups: PruneStages, cluster: Mapping[str, float], n_videos: int, file_bytes: float = math.inf
 ) -> tuple[Resources, Resources]:
-    """Plan the workers for ``n_videos`` with ``file_bytes`` in all: (uncapped, fitted to the object stores)."""
+    """Plan the workers for ``n_videos`` with ``file_bytes`` in all: (uncapped, fitted to the object stores).
+
+    ``cluster`` has Ray's resources by name: CPU and object_store_memory at least.
+    """
     shape, encode = setups.decode.largest_frames(), setups.encode
     by_size = count_videos_per_shard(config.target_shard_mb * 10**6, encode.stored_bytes_per_video(*shape), shape[0])
     uncapped = plan_resources(
@@ -220,17 +233,17 @@ def plan_workers(
 
 
 def total_file_bytes(videos: pa.Table) -> float:
-    """Return the total bytes of the files of ``videos`` (TODO_SCHEMA).
+    """Return the total bytes of the files of ``videos`` (TODO_SCHEMA); videos that may not be read count nothing.
 
     Infinite for more than MAX_MEASURED_FILES videos, or if a size is unknown: then all decoders start.
     """
     if len(videos) > MAX_MEASURED_FILES:
         return math.inf
     rows = videos.select(["uri", "policy", "size"]).to_pylist()
-    return sum(_file_bytes(row["uri"], row["size"]) for row in rows if row["policy"] is None)
+    return sum(_measure_file_bytes(row["uri"], row["size"]) for row in rows if row["policy"] is None)
 
 
-def _file_bytes(path: str, listed_bytes: int | None) -> float:
+def _measure_file_bytes(path: str, listed_bytes: int | None) -> float:
     """Return a file's size: listed, or measured on this machine; infinite if neither is known."""
     if listed_bytes is not None or is_remote(path):
         return math.inf if listed_bytes is None else listed_bytes
@@ -238,7 +251,10 @@ def _file_bytes(path: str, listed_bytes: int | None) -> float:
 
 
 def list_shortfalls(config: PruneConfig, uncapped: Resources, plan: Resources, n_videos: int) -> Iterator[str]:
-    """Yield a note for each requested number of workers that the cluster cannot hold."""
+    """Yield a note for each requested number of workers that the cluster cannot hold, and for smaller shards.
+
+    ``uncapped`` and ``plan`` are as of ``plan_workers``.
+    """
     for name, n_requested, n_planned in (
         ("decode-workers", config.decode_workers, plan.decode.workers),
         ("encode-workers", config.encode_workers, plan.encode.workers),
@@ -258,9 +274,10 @@ def cut_units(
 ) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of each unit of ``videos`` (MANIFEST_SCHEMA), by their order and sizes alone.
 
-    A unit has at most MAX_UNIT_BYTES and ``max_videos``. Units become smaller towards the end, so that few videos wait
-    for a slow worker. If possible a unit has whole bundles of ``bundle`` videos, and whole row groups of ``row_group``
-    rows of a table. ``later_bytes`` of videos follow, presumably of similar size.
+    A unit has about MAX_UNIT_BYTES at most (a larger video is alone), and about ``max_videos``. It is rounded up to
+    whole bundles of ``bundle`` videos. If possible it has whole row groups of ``row_group`` rows of a table. Units
+    become smaller towards the end, so that few videos wait for a slow worker. ``later_bytes`` of videos follow,
+    presumably of similar size.
     """
     n_videos = len(videos)
     ends = np.concatenate([[0], np.cumsum(pc.fill_null(videos["size"], 0).to_numpy())])

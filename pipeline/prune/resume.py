@@ -97,9 +97,9 @@ def select_remaining(
     """Return the videos that this run must process; a failed row counts as done unless ``--retry-failed``.
 
     Videos with an id in ``redo`` are processed again whatever their row says. Sizes and marks come from a listing on
-    S3, an index or the manifest, else from the file, or one HEAD for each ok row of an object that a manifest names.
-    With ``--retry-failed`` failed rows without attempts left cost a HEAD too: a repaired video gets new attempts. With
-    ``--on-changed skip`` no HEAD is needed. A file with its old size and another mark is compared by a few bytes.
+    S3, an index or the manifest, else from the file. An object that a manifest names costs one HEAD for each ok row.
+    Failed rows without attempts left cost a HEAD too under ``--retry-failed``: a repaired video gets new attempts.
+    Under ``--on-changed skip`` no HEAD is needed. A file with its old size and another mark is compared by a few bytes.
 
     Raises SourceChanged if a cached video's uri, size, clip or own decoder code differs and ``--on-changed`` is
     ``refuse``; UsageError if the store does not answer.
@@ -164,7 +164,11 @@ class _Comparison(NamedTuple):
 def _compare(
     part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: Sizes, redo: pa.Array | None
 ) -> _Comparison:
-    """Compare a part of the manifest with the cache's rows."""
+    """Compare a part of the manifest with the cache's rows.
+
+    ``asker`` looks up the sizes and marks of files that the part does not tell, on disk or with a request each. Files
+    with another mark and the old size are compared by a few bytes. Raises UsageError if the store does not answer.
+    """
     rows = ledger.find(part["video_id"])
     has_row = rows >= 0
 
@@ -231,7 +235,10 @@ def _compare(
 
 
 def _find_recoded(ledger: Ledger, decoder: str) -> Mask:
-    """Return a mask over ``ledger.decoders`` [n]: the user's own ``decoder`` with other code than now."""
+    """Return a mask over ``ledger.decoders`` [n]: the user's own ``decoder`` with other code than now.
+
+    The mask is False for built-in decoders, and for a user's other decoders.
+    """
     now = f"{decoder} {decoder_version(decoder)}" if ":" in decoder else ""
     is_own = (bool(now) and text.startswith(f"{decoder} ") and CODE in text for text in ledger.decoders)
     return np.array([same and text != now for same, text in zip(is_own, ledger.decoders, strict=True)], np.bool_)
@@ -245,7 +252,7 @@ def _add_attempts(part: pa.RecordBatch, state: _Comparison, mask: Mask) -> pa.Re
 
 
 def _describe_change(row: ManifestRow, old: VideoRow, size: int, *, is_replaced: bool) -> str:
-    """Describe the difference of a manifest row, whose video has ``size`` bytes now, from its cached row."""
+    """Describe the first difference of a manifest row, whose video has ``size`` bytes now, from its cached row."""
     for name in ("uri", "start_s", "end_s"):
         if row[name] != old[name]:
             return f"{row['video_id']}: {name} was {old[name]!r}, is {row[name]!r}"
@@ -257,7 +264,7 @@ def _describe_change(row: ManifestRow, old: VideoRow, size: int, *, is_replaced:
 
 
 def split_at_limit(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
-    """Return the first ``limit`` videos to do, and the number of later videos without a row."""
+    """Return the first ``limit`` videos to do, and the number of later videos without a row; (all, 0) for None."""
     if limit is None:
         return todo, 0
     waiting = pc.sum(pc.equal(todo["attempts"].slice(limit), 1)).as_py() or 0
@@ -267,8 +274,8 @@ def split_at_limit(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
 def select_unfinished(todo: pa.Table, ledger: Ledger, failed_attempts: Mapping[str, int]) -> pa.Table:
     """Select the rows of ``todo`` (TODO_SCHEMA) whose attempt has no row in the cache yet.
 
-    ``failed_attempts`` maps each video that failed in this run to its attempt, which may be later than the one of its
-    live row.
+    ``failed_attempts`` maps each video that failed in this run to its attempt. The attempt in its live row may be
+    earlier.
     """
     ids, target_attempts = todo["video_id"], todo["attempts"].to_numpy()
     rows = ledger.find(ids)
@@ -294,7 +301,8 @@ def select_retries(todo: pa.Table, failed_attempts: Mapping[str, int], max_attem
 def select_existing(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
     """Select the rows of ``todo`` (TODO_SCHEMA) whose file or archive exists now; one request for each remote file.
 
-    Rows with a fault of the manifest or the index are left out: no worker has tried to read them.
+    Rows with a fault of the manifest or the index are left out: no worker has tried to read them. No row is selected if
+    the store refuses every request.
     """
     todo = todo.filter(todo["fault"].is_null())
     offsets, uris = todo["source_offset"].to_pylist(), todo["uri"].to_pylist()
@@ -308,7 +316,7 @@ def select_existing(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
 
 
 def format_skipped(tally: ManifestCounts, config: PruneConfig) -> list[str]:
-    """Return lines for the user about skipped videos and videos that ``--limit`` leaves for later."""
+    """Return lines for the user about cached videos, failed videos, and videos that ``--limit`` leaves for later."""
     n_cached, lines = tally.done + tally.failed, []
     if n_cached:
         remedy = "" if config.retry_failed else " (--retry-failed tries them again)"

@@ -114,6 +114,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
     def __init__(
         self, options: PruneConfig, console: Console, given_videos: object = None, *, list_failed: bool = False
     ) -> None:
+        """Set up an empty run; nothing is checked or read before ``prepare``."""
         super().__init__(options, console)
         self._given_videos, self._list_failed = given_videos, list_failed
         self.facts: Facts | None = None
@@ -130,7 +131,11 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self._saved_at = time.monotonic()
 
     def prepare(self) -> None:
-        """Check the options, read the list of videos, and resolve model and method; set ``manifest`` and ``recipe``."""
+        """Check the options, read the list of videos, and resolve model and method.
+
+        Sets ``store``, ``run_id``, ``indexing``, ``manifest`` and ``recipe``, and prints notes. Raises UsageError;
+        nothing is started.
+        """
         config = self.options
         self._objects = Objects.from_environment(config.s3_endpoint)
         self.store, self.run_id = store_at(config.out, self._objects), new_run_id()
@@ -147,7 +152,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             self.match()
 
     def _list_videos(self) -> None:
-        """Read the manifest or the caller's rows, and set ``indexing`` and ``manifest``. Raises UsageError."""
+        """Read the manifest or the caller's rows, and set ``indexing`` and ``manifest``; print notes on files left out.
+
+        New indexes of archives are stored in the cache, except for a plan or a dry run. Raises UsageError.
+        """
         config = self.options
         writes = not (config.dry_run or config.plan)
         is_limited = config.limit is not None
@@ -179,6 +187,12 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self.recipe = self.recipe.match_cache(self.store, self.console)
 
     def list_remaining(self) -> Discovery:
+        """Read what earlier runs committed, say what is skipped, and return the videos left to do.
+
+        Sets ``ledger`` and ``tally``. Archives that are not indexed yet are searched while the run works. Files of the
+        table from a superseded identity are left out without a warning. A cache of a method with other code is
+        restarted (``_restart_cache``). Removed videos are deleted from the indexes of archives. Raises UsageError.
+        """
         if self.recipe.is_restarted:
             self._restart_cache()
         self._committed = list_committed_shards(self.store)  # by earlier runs
@@ -201,7 +215,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         return Discovery(self.indexing, self._objects, self._select, todo_now, self.options.limit)
 
     def _restart_cache(self) -> None:
-        """Restart the cache with its method's new code. Raise UsageError if that loses tokens of videos not named."""
+        """Restart the cache with its method's new code: its rows count no more. A plan or dry run only says so.
+
+        Raises UsageError if that loses tokens of videos that this run does not name.
+        """
         ledger = Ledger(self.store, made_with(self.store)).refresh()
         with_tokens = np.flatnonzero(ledger.columns["fault"] == 0)
         with_tokens = with_tokens[~ledger.removed(with_tokens)]
@@ -229,7 +246,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         return own_videos, select_remaining(own_videos, self.ledger, self.options, self._objects, self._redo).todo
 
     def _forget_removed(self, videos: pa.Table) -> None:
-        """Delete removed videos from newer indexes, and from the examples of left-out files."""
+        """Delete removed videos from newer indexes, and from the examples of left-out files.
+
+        Does nothing if the run keeps no index.
+        """
         if not self.indexing.keeps or not np.any(self.ledger.columns["state"] == REMOVED):
             return
         rows = self.ledger.find(videos["video_id"])
@@ -248,6 +268,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             raise UsageError(f"{self.options.named}: none of the {todo.n_parts - 1} archives holds a video{part}")
 
     def process(self, todo: Discovery) -> None:
+        """Encode the videos, then the failed videos once more, and keep the run's record meanwhile.
+
+        A limit of hours ends it without an error.
+        """
         with todo:
             self._todo, self._is_estimated = todo, not todo.is_complete
             n_videos = todo.estimate_count()
@@ -274,9 +298,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
                     self.say(f"note: {reached}. Progress is saved. Rerun the command to continue")
 
     def _begin(self, n_videos: int) -> tuple[str, str]:
-        """Join the cluster, write the header of a new cache, and set ``stages`` and ``facts``.
+        """Join the cluster, write the header of a new cache, and set ``stages`` and ``facts``; return device and dtype.
 
-        Return device and dtype.
+        Waits for ``--min-gpus``, starts the monitor, and reads the tower's weights once for their hash. Raises
+        UsageError or RunFailed.
         """
         recipe, config = self.recipe, self.options
         device, dtype = choose_device(config, recipe.dtype, self.say)
@@ -296,14 +321,15 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         return device, dtype
 
     def remember_header(self) -> None:
-        """Store the cache's header in memory; ``commit`` raises if the header changes."""
+        """Read the cache's header into memory; ``commit`` raises if the header changes afterwards."""
         self._header = self.store.read(HEADER)
         self._made_with = fingerprint(json.loads(self._header)["identity"])
 
     def _retry_failed(self, todo: Discovery) -> None:
-        """Retry failed videos.
+        """Retry failed videos once, if there are any to retry; print a note.
 
-        On the other nodes if most failed on some nodes, else the videos that can be read now.
+        If most failed on some nodes, videos that may succeed elsewhere run on the other nodes. These nodes are excluded
+        from then on. Otherwise videos that could not be read run again, if they exist now.
         """
         without: dict[str, str] = {}
         for report in self._reports:
@@ -332,6 +358,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         return super().can_run_on(cluster) and (not on_gpus or cluster.get("GPU", 0.0) >= 1)
 
     def plan(self, items: Discovery) -> Resources:
+        """Plan the workers for the cluster as it is now, say what is short, and record the plan.
+
+        Raises RunFailed if no node is left that the run needs.
+        """
         cluster = self.available_resources()
         if not self.can_run_on(cluster):
             raise RunFailed("the nodes that the run needs were lost. Rerun the command once they are back")
@@ -356,6 +386,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         return uncapped, replace(plan, rows_per_group=self.indexing.unit)
 
     def build(self, items: Discovery, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
+        """Build the graph of the plan, which must be a ``Resources``, without the excluded nodes."""
         assert isinstance(plan, Resources)
         decode, encode = self.stages.decode, self.stages.encode
         return build_graph(
@@ -363,7 +394,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         )
 
     def commit(self, number: int, rows: pa.Table) -> None:
-        """Commit the rows of a shard (WRITTEN), and count them."""
+        """Commit the rows of a shard (WRITTEN), and count them; now and then merge small files of the table.
+
+        Raises RunFailed if the cache's header has changed.
+        """
         records = unpack_written(rows)
         self._check_header()
         commit(self.store, self.run_id, number, records, made_with=self._made_with)
@@ -418,9 +452,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             metrics.count("stage_seconds", sum(stage_s), stage=stage)
 
     def _record_shards(self, token_shards: Collection[str]) -> None:
-        """Add committed token shards to the run's record, so that lost files of the table are noticed.
+        """Add committed token shards and the facts to the run's record, so that lost files of the table are noticed.
 
-        Saves it each minute.
+        Saves the record each minute.
         """
         assert self.facts is not None
         for shard in token_shards:  # sorting the whole list would take longer with each commit
@@ -435,7 +469,8 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
     def find_stop_reason(self, report: WorkerReport) -> str | None:
         """Return a reason if too many videos failed for one infrastructure reason and no worker does better, else None.
 
-        Raise LimitReached after ``--max-hours``.
+        The second pass has no such reason. Saves the run's record once all archives are indexed. Raises LimitReached
+        after ``--max-hours``, and RunFailed if an archive cannot be indexed.
         """
         self._todo.check()
         if self._is_estimated and self._todo.is_complete:
@@ -459,6 +494,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         return Discovery.of(select_unfinished(items.all().todo, self.ledger.refresh(), self.failed))
 
     def summarise(self, todo: Discovery, wall_s: float) -> Summary:
+        """Return the summary of the cache's rows for this run's videos; say which archives were not read wholly."""
         header = read_header(self.store)
         if todo.n_left:
             self.say(f"note: {todo.n_left} archives are not indexed yet; their videos are not in these counts")
@@ -487,6 +523,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         return replace(summary, facts=self.facts.as_record(wall_s))
 
     def tidy(self) -> None:
+        """Delete the files of the method's old code, and merge files of the table.
+
+        A failure to delete is only a warning.
+        """
         try:
             delete_superseded(self.store, read_header(self.store))
         except (CorruptShard, OSError) as error:

@@ -87,9 +87,10 @@ def summarise(
     list_failed: bool = False,
     committed: Sequence[str] = (),
 ) -> Summary:
-    """Count the videos of a cache, or the videos of the manifest; ``n_waiting`` of these are left for another run.
+    """Count the videos of a cache, or the videos of the manifest without the ``n_waiting`` left for another run.
 
-    ``committed`` are the token shards that records of runs name (``list_committed_shards``).
+    ``committed`` are the token shards that records of runs name (``list_committed_shards``). ``list_failed`` fills
+    ``Summary.failed``, if there is a manifest.
     """
     counts, failed_classes = _count_rows(ledger, manifest, list_failed=list_failed)
     n_videos = counts.n_rows if manifest is None else len(manifest) - n_waiting - counts.n_removed
@@ -153,6 +154,7 @@ class _Counts:
     """The sums over rows of a ledger for a summary."""
 
     def __init__(self, ledger: Ledger) -> None:
+        """Start with all sums at zero."""
         self._ledger = ledger
         self._by_class = np.zeros(len(ledger.classes), np.int64)
         self._first: dict[int, int] = {}  # class -> its first row
@@ -163,7 +165,7 @@ class _Counts:
         self._by_note = np.zeros(len(ledger.notes), np.int64)
 
     def add(self, rows: NDArray[np.int64]) -> None:
-        """Add these rows of the ledger; removed videos count only in ``n_removed``."""
+        """Add the rows of the ledger with these indices; removed videos count only in ``n_removed``."""
         is_removed = self._ledger.removed(rows)
         self.n_removed += int(is_removed.sum())
         rows = rows[~is_removed]

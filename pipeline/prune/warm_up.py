@@ -43,7 +43,10 @@ def compiled_beside(
 
 
 def _prune_made_up(pruner: Pruner, ratio: float, shape: tuple[int, int, int], device: torch.device | str) -> None:
-    """Prune a made-up video of this shape, or of fewer frames where it has more than MAX_TOKENS tokens."""
+    """Prune a made-up video of this shape, or of fewer frames where it has more than MAX_TOKENS tokens.
+
+    Waits until the GPU has done it. A failure is only a warning.
+    """
     n_frames, per_frame, hidden = shape
     n_frames = max(1, min(n_frames, MAX_TOKENS // per_frame))
     generator = torch.Generator(device).manual_seed(0)

@@ -25,6 +25,7 @@ class Writer:
         heartbeats: ActorHandle | None = None,
         codec: str = BFLOAT16.name,
     ) -> None:
+        """Report that this process starts. ``codec`` is a name of CODECS."""
         self._store = store
         self._run_id = run_id
         self._codec = CODECS[codec]
@@ -32,7 +33,10 @@ class Writer:
         self._heartbeat.start()
 
     def write(self, *bundles: pa.Table) -> pa.Table:
-        """Write the videos of some bundles (BUNDLE) as a shard; return their rows (WRITTEN)."""
+        """Write the videos of some bundles (BUNDLE) as a shard; return their rows (WRITTEN), failed videos too.
+
+        An OSError of the store is reported to the heartbeats and raised: it ends the run.
+        """
         videos = [video for bundle in bundles if len(bundle) for video in unpack(bundle)]
         with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as items:
             try:

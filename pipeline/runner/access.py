@@ -59,9 +59,9 @@ def find_address() -> str | None:
 
 
 def _check_listens(address: str, file: Path | None) -> None:
-    """Raise RunFailed if nothing listens at an address.
+    """Raise RunFailed if nothing listens at an address; a word such as "auto" passes.
 
-    RAY_ADDRESS, or the address that ray start wrote to ``file``.
+    ``file`` is the file in which ``ray start`` left the address; None if RAY_ADDRESS names it.
     """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not (colon and port.isdigit()):
@@ -94,7 +94,8 @@ def _is_this_machine(host: str) -> bool:
 def check_answers(address: str) -> None:
     """Raise RunFailed if the cluster at ``address`` does not answer, or asks for a token that is missing.
 
-    Ray itself would ask twenty times and say only that it failed.
+    Ray itself would ask twenty times and say only that it failed. An address of Ray Client and a word without a port
+    are not checked. A cluster found on this machine is not checked if this user has a token.
     """
     mode, is_discovered = os.environ.get("RAY_AUTH_MODE"), not os.environ.get("RAY_ADDRESS")
     if "://" in address or ":" not in address or (mode is None and is_discovered and _has_token()):
@@ -114,7 +115,7 @@ def set_cluster_token() -> None:
     """Set a new token in this process's environment for the cluster that ``ray.init()`` starts next.
 
     Ray would write one to ~/.ray/auth_token, where every later ``ray start`` finds and requires it. A token of the user
-    is kept.
+    is kept. Nothing is set if RAY_AUTH_MODE is "disabled".
     """
     if os.environ.get("RAY_AUTH_MODE") != "disabled" and not _has_token():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -156,10 +157,12 @@ def describe_startup_failure(error: Exception | None, address: str | None) -> st
 def workers_import_this() -> Iterator[JobConfig | None]:
     """Join Ray inside this context from a folder that does not hide this package from the workers.
 
-    Yields the job configuration for ``ray.init()``. Joining puts the current folder first on the path of the workers,
-    where a user's ``pipeline.py`` would hide this package. So a driver that does not import from there first (a console
-    script) joins from the folder of this package. If the current folder is last on the driver's path, it is last on the
-    workers' path too.
+    Yields the job configuration for ``ray.init()``, or None for Ray's default. The current folder may be another inside
+    the context.
+
+    Joining puts the current folder first on the path of the workers, where a user's ``pipeline.py`` would hide this
+    package. So a driver that does not import from there first (a console script) joins from the folder of this package.
+    If the current folder is last on the driver's path, it is last on the workers' path too.
     """
     current_folder = str(Path.cwd())
     if {"", current_folder} & set(sys.path[:-1]):
@@ -228,7 +231,10 @@ class TokenSource(Datasource):  # type: ignore[misc]  # Ray has no types
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
-        """Make a task for each of ``parallelism`` groups of shards, or for each shard where there are fewer."""
+        """Make a task for each of ``parallelism`` groups of shards, or for each shard where there are fewer.
+
+        Puts the cache into Ray's object store. ``data_context`` is not used.
+        """
         cache = ray.put((self._cache, self._shards))
         n_tasks = max(1, min(parallelism, len(self._shards)))
         tasks = []
@@ -237,12 +243,12 @@ class TokenSource(Datasource):  # type: ignore[misc]  # Ray has no types
             metadata = BlockMetadata(
                 num_rows=n_videos, size_bytes=self._video_bytes * n_videos, input_files=None, exec_stats=None
             )
-            read = partial(_read, cache, numbers.tolist(), self._options)
+            read = partial(_read_shards, cache, numbers.tolist(), self._options)
             tasks.append(ReadTask(read, metadata, per_task_row_limit=per_task_row_limit))
         return tasks
 
 
-def _read(cache_ref: ray.ObjectRef, numbers: Sequence[int], options: ReadOptions) -> Iterator[pa.Table]:
+def _read_shards(cache_ref: ray.ObjectRef, numbers: Sequence[int], options: ReadOptions) -> Iterator[pa.Table]:
     """Read the videos of some shards, and yield a one-row table for each; runs in a read task."""
     cached: tuple[TokenCache, LiveShards] = ray.get(cache_ref)
     cache, shards = cached
@@ -285,7 +291,7 @@ def _to_binary(values: Tensor) -> pa.Array:
 
 
 def _estimate_video_bytes(cache: TokenCache, shards: LiveShards, options: ReadOptions) -> int:
-    """Estimate the mean bytes of a video's row in memory, without evidence, from the rows of a few shards."""
+    """Estimate the mean bytes of a video's row in memory, without evidence, from a few shards; 0 without a row."""
     numbers = range(0, len(shards), max(1, len(shards) // _MAX_SAMPLED_SHARDS))
     sample = [row for number in numbers[:_MAX_SAMPLED_SHARDS] for row in cache.rows_of(shards, number)]
     sizes = [

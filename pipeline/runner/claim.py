@@ -75,6 +75,12 @@ class Claim:
         join: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
+        """Prepare the note; nothing is written before the ``with`` block.
+
+        Args:
+            notify: gets a line while entering waits for another run.
+            join: whether to write beside other runs without a look at them.
+        """
         self._store, self._beating = store, store.impatient()
         self._notify, self._join, self._heartbeat_s = notify, join, heartbeat_s
         self._name = f"{RUNS}/{run_id}{NOTE}"
@@ -82,7 +88,7 @@ class Claim:
             "run_id": run_id,
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "namespace": _namespace(),
+            "namespace": _read_namespace(),
             "started": _read_start_ticks(os.getpid()),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
             "checked": False,
@@ -93,6 +99,7 @@ class Claim:
         self._heart = threading.Thread(target=self._live, name="claim", daemon=True)
 
     def __enter__(self) -> Claim:
+        """Write the note, look for other runs, and start the thread that renews the note."""
         _OPEN.add(self._me["run_id"])
         try:
             self._beat(self._store)
@@ -101,7 +108,7 @@ class Claim:
             raise UsageError(f"{self._store}: nothing can be written here: {error.strerror or error}") from error
         try:
             if not self._join:
-                for name, holder in _notes(self._store):
+                for name, holder in _iter_notes(self._store):
                     self._refuse(name, holder)
             self._me["checked"] = True
             self._beat(self._store)
@@ -112,6 +119,7 @@ class Claim:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Delete the note. A store that does not answer leaves it to go stale; ``error`` gets a line that says so."""
         self._end_event.set()
         if error is not None:
             self._leave_at(error)
@@ -124,13 +132,16 @@ class Claim:
         self._me["progress"] = asdict(progress)
 
     def _leave_at(self, error: BaseException) -> None:
-        """Delete this run's note as one of the last writes before ``error`` leaves the run."""
+        """Delete this run's note as one of the last writes before ``error`` leaves the run.
+
+        If that fails, ``error`` gets a line that says so; nothing is raised.
+        """
         if why := write_last(error, self._leave):
             stale_s = MAX_MISSED_BEATS * self._heartbeat_s
             error.add_note(f"the note of this run was not deleted, and blocks other runs for {stale_s:g} s: {why}")
 
     def _leave(self) -> None:
-        """Wait for the last beat, then delete this run's note. Raises OSError."""
+        """End the claim: wait up to one interval for the last beat, then delete this run's note. Raises OSError."""
         _OPEN.discard(self._me["run_id"])
         if self._heart.ident is not None:
             self._heart.join(self._heartbeat_s)
@@ -149,7 +160,10 @@ class Claim:
                 self._beat(self._beating)
 
     def _refuse(self, name: str, holder: Holder) -> None:
-        """Raise CacheLocked if the run ``holder`` is alive; delete its note if it has ended."""
+        """Raise CacheLocked if the run ``holder`` is alive; delete its note if it has ended. It may wait for a beat.
+
+        Two runs that start at once see each other's notes: the run with the smaller id passes here.
+        """
         if holder.get("run_id") == self._me["run_id"]:
             return
         # Both runs have just started and see each other: the run with the smaller id continues.
@@ -163,11 +177,15 @@ class Claim:
             self._store.delete(name)
 
     def _is_alive(self, name: str, holder: Holder) -> bool:
-        """Wait for a beat of another run's note; return True if one comes before the note counts as abandoned."""
+        """Wait for a beat of another run's note; return True if one comes before the note counts as abandoned.
+
+        This run's own note is renewed meanwhile, and the user is told once. A live process of this container with a
+        fresh note is alive without a wait.
+        """
         limit, is_told = timedelta(seconds=MAX_MISSED_BEATS * self._heartbeat_s), False
         # A running process with an old note may have been stopped, or a clock has jumped: its next beat decides.
         runs_here, until = _is_here(holder), time.monotonic() + limit.total_seconds()
-        while (silent := _note_age(self._store, name, self._name)) is not None and (runs_here or silent < limit):
+        while (silent := _find_age(self._store, name, self._name)) is not None and (runs_here or silent < limit):
             if runs_here and silent < limit:
                 return True
             if time.monotonic() > until:
@@ -180,7 +198,7 @@ class Claim:
             time.sleep(min(1.0, self._heartbeat_s / 4))
             with suppress(OSError):
                 self._beat(self._beating)
-            now = _read(self._store, name)
+            now = _read_note(self._store, name)
             if now is None:
                 return False
             if now.get("beat") != holder.get("beat"):
@@ -191,9 +209,10 @@ class Claim:
 def find_holder(store: Store) -> Holder | None:
     """Return the note of the first run that seems to write to ``store``, also a run of this process; None without one.
 
-    The run's process is alive on this machine, or its note is younger than MAX_MISSED_BEATS. Raises OSError.
+    The run's process is alive on this machine, or its note is younger than MAX_MISSED_BEATS. Reads notes only: nothing
+    is waited for or deleted. Raises OSError.
     """
-    for name, holder in _notes(store):
+    for name, holder in _iter_notes(store):
         if not _has_ended_here(holder):
             with suppress(FileNotFoundError):
                 if _is_here(holder) or store.age(name) < timedelta(seconds=MAX_MISSED_BEATS * HEARTBEAT_S):
@@ -206,16 +225,16 @@ def describe_holder(holder: Holder) -> str:
     return json.dumps({name: holder.get(name) for name in ("host", "pid", "run_id", "since")})
 
 
-def _notes(store: Store) -> Iterator[tuple[str, Holder]]:
+def _iter_notes(store: Store) -> Iterator[tuple[str, Holder]]:
     """Yield the name and content of every claim's note."""
     for name in store.names(RUNS, NOTE):
-        note = _read(store, name)
+        note = _read_note(store, name)
         if note is not None:
             yield name, note
 
 
-def _read(store: Store, name: str) -> Holder | None:
-    """Read a note; None if it was deleted."""
+def _read_note(store: Store, name: str) -> Holder | None:
+    """Read a note; None if it was deleted. A damaged note gives only the ``run_id`` in its name."""
     try:
         content = json.loads(store.read(name))
     except FileNotFoundError:
@@ -225,7 +244,7 @@ def _read(store: Store, name: str) -> Holder | None:
     return cast(Holder, content) if isinstance(content, dict) else {"run_id": PurePosixPath(name).stem}
 
 
-def _note_age(store: Store, name: str, own_name: str) -> timedelta | None:
+def _find_age(store: Store, name: str, own_name: str) -> timedelta | None:
     """Return the age of a note relative to this run's own newest note, by the store's clock.
 
     None if the note is gone.
@@ -238,7 +257,7 @@ def _note_age(store: Store, name: str, own_name: str) -> timedelta | None:
 
 def _is_in_this_container(holder: Holder) -> bool:
     """Return True if a run's driver is on this host and in this container."""
-    own_container = (socket.gethostname(), _namespace())
+    own_container = (socket.gethostname(), _read_namespace())
     return bool(own_container[1]) and (holder.get("host"), holder.get("namespace")) == own_container
 
 
@@ -256,7 +275,7 @@ def _has_ended_here(holder: Holder) -> bool:
     return _read_start_ticks(int(holder["pid"])) != holder.get("started")
 
 
-def _namespace() -> str:
+def _read_namespace() -> str:
     """Return an id of this process's container (its PID namespace), "" where the system has none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

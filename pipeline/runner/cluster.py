@@ -59,8 +59,8 @@ _NO_GPU = (
 def connect(say: Callable[[str], object] = lambda line: None) -> dict[str, float]:
     """Join the cluster that RAY_ADDRESS or a running head names, or start Ray here; return the cluster's resources.
 
-    Does nothing if this process has joined already. Several threads may call it. It may take half a minute, so ``say``
-    gets a line before and after. Raises RunFailed.
+    A process that has joined already stays joined. Ray Data is configured for runs in any case. Several threads may
+    call it. It may take half a minute, so ``say`` gets a line before and after. Raises RunFailed.
     """
     with _connecting:
         if not ray.is_initialized():
@@ -70,7 +70,11 @@ def connect(say: Callable[[str], object] = lambda line: None) -> dict[str, float
 
 
 def _join_or_start(say: Callable[[str], object]) -> None:
-    """Join the cluster found by ``find_address``, or start Ray here."""
+    """Join the cluster found by ``find_address``, or start Ray here. Raises RunFailed.
+
+    Sets variables of Ray in this process's environment, and has Ray shut down at exit. A start that fails late is tried
+    once more.
+    """
     # Ray's C++ core reports harmless matters as errors on this terminal; its log files keep the rest.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     # Ray's default retries a task for ever that it killed because the node was short of memory.
@@ -104,11 +108,11 @@ def _join_or_start(say: Callable[[str], object]) -> None:
 def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
     """Call ``ray.init()``, which ``starts`` or joins a cluster.
 
-    Ctrl-C and SIGTERM interrupt the wait, and shut the started processes down.
+    Ctrl-C and SIGTERM interrupt the wait. Then Ray is shut down, and KeyboardInterrupt raised.
 
     It runs in a thread of its own. On the main thread it would replace the handler of SIGTERM by a handler that ends
-    the process at once, and an exception in the middle of it may leave a core that aborts at exit. The thread never
-    ends, since the kernel kills Ray's processes with the thread that started them.
+    the process at once. An exception in the middle of it may leave a core that aborts at exit. The thread never ends,
+    since the kernel kills Ray's processes with the thread that started them.
     """
     start_result, import_result = Future[None](), Future[None]()
     forks = starts and sys.platform == "linux" and (FORKS_ON_GPU_NODES or not torch.cuda.device_count())
@@ -116,6 +120,7 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
     def initialise() -> None:
+        """Call ``ray.init()``, pass its result or error on, and stay: Ray's processes end with this thread."""
         try:
             with _without_monitor(), forking_workers() if forks else nullcontext():
                 ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False, job_config=job)
@@ -126,6 +131,7 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
         threading.Event().wait()
 
     def import_ray_data() -> None:  # an interrupt in the middle of an import may leave its lock taken for ever
+        """Import Ray Data while Ray starts, and pass an error on."""
         try:
             with pause_garbage_collector():
                 import_module("ray.data")
@@ -177,9 +183,9 @@ def _shut_down() -> None:
 
 @contextmanager
 def _without_monitor() -> Iterator[None]:
-    """Start Ray without its autoscaling monitor in this context.
+    """Start Ray without its autoscaling monitor in this context: a single machine does not grow.
 
-    One machine does not grow, and shutdown waits for it.
+    Ray's shutdown would wait for the monitor.
     """
     parameters = ray._private.parameter.RayParams
     vars(ray._private.parameter)["RayParams"] = partial(parameters, no_monitor=True)
@@ -192,7 +198,8 @@ def _without_monitor() -> Iterator[None]:
 def wait_for_gpus(n_gpus: int, wait_s: float, say: Callable[[str], object]) -> dict[str, float]:
     """Wait until the joined cluster has ``n_gpus`` GPUs, and return its resources.
 
-    Requests the GPUs from an autoscaler. Raises UsageError if they have not joined after ``wait_s`` seconds.
+    Requests the GPUs from an autoscaler while it waits. Raises UsageError if they have not joined after ``wait_s``
+    seconds.
     """
     cluster, deadline = dict(ray.cluster_resources()), time.monotonic() + wait_s
     if cluster.get("GPU", 0.0) >= n_gpus:
@@ -217,7 +224,7 @@ def wait_for_gpus(n_gpus: int, wait_s: float, say: Callable[[str], object]) -> d
 
 @contextmanager
 def _muted_stderr() -> Iterator[None]:
-    """Drop what native code writes to stderr inside the context: Ray's log files keep it."""
+    """Drop what any thread writes to file descriptor 2 inside the context: Ray's log files keep its own lines."""
     sys.stderr.flush()
     descriptor = os.dup(2)
     with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - no file of ours
@@ -327,7 +334,7 @@ def package_version(name: str) -> str | None:
 
 
 def describe_cause(error: BaseException) -> str:
-    """Describe the innermost error of a Ray task or actor in one line, without Ray's tracebacks."""
+    """Describe the innermost error of a Ray task or actor in one line, without Ray's tracebacks; or any other error."""
     if is_out_of_disk(error):  # Ray's own text has the bytes of an address
         return "OutOfDiskError: the object store of a node is full, and the disk that it spills to"
     if isinstance(error, ray.exceptions.RayTaskError):
@@ -344,7 +351,7 @@ def is_out_of_disk(error: BaseException) -> bool:
 
 
 def find_failing_nodes(tallies: Mapping[str, Mapping[str, NodeTally]]) -> dict[str, str]:
-    """Return the nodes on which a stage fails more often than elsewhere, as node id -> host.
+    """Return the nodes on which a stage fails more often than elsewhere, as node id -> host; ``tallies`` are by stage.
 
     A file that no node can read fails on all nodes alike. So a node counts as failing only if other nodes do better.
     """

@@ -66,6 +66,7 @@ class Driver(ABC, Generic[O, T, S]):
     monitor: Monitor
 
     def __init__(self, options: O, console: Console) -> None:
+        """Set up a run; nothing is checked or started. Lines for the user go to ``console``."""
         self.options = options
         self.console = console
         self.n_shards = 0
@@ -150,7 +151,7 @@ class Driver(ABC, Generic[O, T, S]):
             return self._run()
 
     def _run(self) -> S:
-        """Do the steps of a run in their order."""
+        """Do the steps of a run in their order. An OSError becomes RunFailed."""
         try:
             self.prepare()
             changed_options = " ".join(f"{name}={value}" for name, value in self.options.changed_values().items())
@@ -178,8 +179,8 @@ class Driver(ABC, Generic[O, T, S]):
     def stream(self, items: T) -> None:
         """Run items through graphs and commit every shard; reschedule unfinished items when the nodes change.
 
-        Raises RunFailed if the graph or the store fails, if nothing moves for ``options.stall_timeout`` seconds, or if
-        rows are missing.
+        Nodes whose disk is full are excluded from then on. Raises RunFailed if the graph or the store fails, if nothing
+        moves for ``options.stall_timeout`` seconds, or if rows are missing.
         """
         while len(items):
             plan = self.plan(items)
@@ -206,6 +207,7 @@ class GraphRun(Generic[T]):
     """One graph while it runs: it commits every shard as it is written, and looks at the workers meanwhile."""
 
     def __init__(self, driver: Driver[Any, T, Any], items: T, plan: Plan, heartbeats: ActorHandle) -> None:
+        """Set up one graph for ``items``; its shards are numbered on from the driver's next free number."""
         options = driver.options
         self._driver, self._items, self._plan, self._heartbeats = driver, items, plan, heartbeats
         self._reporter = reporter(driver.console, len(items), options.log_interval, plan.wording)
@@ -217,7 +219,7 @@ class GraphRun(Generic[T]):
         """Run the graph to its end and commit its shards.
 
         Raises RunFailed (also if rows are missing at the end) or ClusterChanged. Before either, or Ctrl-C, finished
-        work is flushed.
+        work is flushed, unless the store failed. The last report of the workers is read in any case.
         """
         driver = self._driver
         self._look_at_nodes(WorkerReport())
@@ -251,7 +253,8 @@ class GraphRun(Generic[T]):
     def _flush(self, shards: Shards, ending: BaseException) -> None:
         """Write and commit finished items within the time for the last writes.
 
-        Add a note to ``ending`` about the others.
+        If some are not written, ``ending`` gets a line about them. Errors of Ray, the store and a commit are not
+        raised.
         """
         driver, item = self._driver, self._plan.wording.item
         driver.say(f"stopping: flushing finished work (up to {LAST_WRITES_S:g} s)")
@@ -269,7 +272,10 @@ class GraphRun(Generic[T]):
             )
 
     def _drain(self, graph: RunGraph, shards: Shards) -> None:
-        """Write and commit the graph's output until every item has a row; watch the workers meanwhile."""
+        """Write and commit the graph's output until every item has a row; watch the workers meanwhile.
+
+        Raises DiskFull if nodes have full disks and others can run all stages, else RunFailed for any error.
+        """
         reporter, item = self._reporter, self._plan.wording.item
         try:
             with Fetcher(graph.batches()) as batches:
@@ -284,7 +290,7 @@ class GraphRun(Generic[T]):
         except (ray.exceptions.RayError, OSError) as error:
             why = (isinstance(error, ray.exceptions.RayError) and self._watchdog.failure()) or describe_cause(error)
             of = f"{reporter.progress.done} of {len(self._items)} {item}s"
-            if full := self._full_disks(error):
+            if full := self._find_full_disks(error):
                 if self._driver.can_run_on(sum_resources({**self._driver.excluded_nodes, **full})):
                     raise DiskFull(full) from error
                 why += f"; {DiskFull(full)}, and no other node can run all stages. {FREE_SPACE}; then rerun the command"
@@ -292,7 +298,7 @@ class GraphRun(Generic[T]):
         if n_missing := len(self._items) - reporter.progress.done:
             raise RunFailed(f"{n_missing} of {len(self._items)} {item}s have no row. Rerun the command")
 
-    def _full_disks(self, error: Exception) -> dict[str, str]:
+    def _find_full_disks(self, error: Exception) -> dict[str, str]:
         """Return the nodes with full disks after an error of Ray: id -> host and folder; {} for any other error."""
         with suppress(Exception):  # a cluster that does not answer: the error itself says more
             if isinstance(error, ray.exceptions.RayError):
@@ -300,7 +306,7 @@ class GraphRun(Generic[T]):
         return {}
 
     def _commit(self, shard: Shard) -> None:
-        """Commit a shard, and count its items as progress."""
+        """Commit a shard, count its items as progress, and restart the stall timer."""
         driver, number = self._driver, self._first_shard + shard.number
         driver.commit(number, shard.rows)
         driver.n_shards = max(driver.n_shards, number + 1)
@@ -310,7 +316,10 @@ class GraphRun(Generic[T]):
         self._reporter.advance(ok, len(shard.rows) - ok)
 
     def _look_when_due(self) -> None:
-        """Read the workers' report at intervals. Raise RunFailed or ClusterChanged if the graph should end."""
+        """Read and show the workers' report at intervals. Raise RunFailed or ClusterChanged if the graph should end.
+
+        It may ask an autoscaler for more nodes.
+        """
         if time.monotonic() - self._looked_at < self._watchdog.every_s:
             return
         driver, progress = self._driver, self._reporter
@@ -328,7 +337,7 @@ class GraphRun(Generic[T]):
         self._looked_at = time.monotonic()
 
     def _look_at_nodes(self, report: WorkerReport) -> None:
-        """Log nodes that joined or were lost."""
+        """Log nodes that joined or were lost. Nothing is raised if the cluster does not answer."""
         with suppress(Exception):  # a cluster that does not answer: the watchdog will tell
             self._driver.nodes.look(report, self._plan)
 

@@ -41,7 +41,7 @@ class ItemsInHand:
     def release(
         self, is_failure: bool | None = None, *, is_result: bool = True, n: int = 1, fault: str | None = None
     ) -> None:
-        """Report the next ``n`` items as passed on to the next stage.
+        """Report the next ``n`` items as passed on to the next stage; they leave ``items``.
 
         Args:
             is_failure: whether they failed in a way that another node might avoid; None if this worker did not try
@@ -71,6 +71,7 @@ class Heartbeat:
     """
 
     def __init__(self, stage: str, heartbeats: ActorHandle | None = None, *, suspects: bool = True) -> None:
+        """Set the counts to zero; nothing is reported before ``start``."""
         self._stage = stage
         self._heartbeats = heartbeats
         self._suspects = suspects
@@ -85,7 +86,11 @@ class Heartbeat:
         self._reporting = threading.RLock()  # reports must be sent in the order of events
 
     def start(self) -> None:
-        """Report that this process of the worker starts. Raises WorkerGivenUp if too many crashed before it."""
+        """Report that this process of the worker starts. Raises WorkerGivenUp if too many crashed before it.
+
+        Sets ``has_deaths``. In a Ray actor it also starts the thread that reports, and has the process end at exit
+        without waiting for Ray.
+        """
         if self._heartbeats is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id():
             # If the cluster is gone, Ray's C++ core may wait for itself for ever once Python has ended
             # (CoreWorkerProcess::HandleAtExit), and nobody would end such a process.
@@ -137,7 +142,10 @@ class Heartbeat:
 
     @contextmanager
     def _report_items(self, items: Sequence[str], delta: ProgressDelta) -> Iterator[ItemsInHand]:
-        """Report items as in hand inside the context, and as gone after it."""
+        """Report items as in hand inside the context, and as gone after it, however it ends.
+
+        ``delta`` is added to the counts. Without ``suspects`` the thread reports them at its next turn.
+        """
         items_in_hand = ItemsInHand(items, self._count)
         with self._reporting:
             self._count_time()
@@ -169,7 +177,7 @@ class Heartbeat:
                 self._report()
 
     def _report_regularly(self) -> None:
-        """Report changes once a second, or at the actor's interval, and idleness seldom; runs in a thread."""
+        """Report changes once a second, or at the actor's interval, and idleness seldom; runs in a thread for ever."""
         every_s, asked_at, ask_s = REPORT_S, time.monotonic(), _SOON_S
         while True:
             time.sleep(every_s)
@@ -186,7 +194,7 @@ class Heartbeat:
                     self._report()
 
     def _count_time(self) -> None:
-        """Add the time since the last call to the counts of the next report."""
+        """Add the time since the last call to the counts of the next report; none while the model loads."""
         if (since := self._counted_until) is not None:
             self._counted_until = time.monotonic()
             up_s = self._counted_until - since
@@ -215,7 +223,10 @@ class Heartbeat:
             return otherwise
 
     def _report(self) -> None:
-        """Send the items in hand and the counts to the actor, without waiting for it."""
+        """Send the items in hand and the counts to the actor, without waiting for it, and set the counts to zero.
+
+        If the actor is dead or too busy, the counts are kept for the next report.
+        """
         if self._heartbeats is None:
             return
         items, outages = self._list_held_items(), OUTAGES.report()
@@ -234,8 +245,8 @@ class Heartbeat:
 def exit_after_gpu_fault(item: str, error: Exception) -> None:
     """End this process if ``error`` broke its CUDA context, which would fail all later work too; else return.
 
-    A small operation tests the GPU: Triton, cuDNN and drivers have words of their own for a broken context, and cuBLAS
-    says "CUDA error" if it only has too little memory. Without a CUDA context in this process the error's text decides.
+    A small operation tests the GPU: Triton, cuDNN and drivers have words of their own for a broken context. cuBLAS says
+    "CUDA error" if it only has too little memory. Without a CUDA context in this process the error's text decides.
     """
     if not is_out_of_memory(error) and _is_broken(error):
         give_up_process(item, error)

@@ -170,6 +170,7 @@ class Heartbeats:
         clock: Callable[[], float] = time.monotonic,
         living: Callable[[], Collection[str]] | None = None,
     ) -> None:
+        """Start without reports; ``stages`` are all names that reports may have, in their order."""
         self._clock = clock
         self._list_living_nodes = living
         self._nodes: tuple[float, Collection[str]] | None = None  # when Ray was asked for them, and its answer
@@ -199,7 +200,10 @@ class Heartbeats:
         delta: ProgressDelta,
         outages: Collection[Outage] = (),
     ) -> None:
-        """Record a worker of ``stage``: its items now, its counts since its last report, stores that do not answer."""
+        """Record a worker of ``stage``: its items now, its counts since its last report, stores that do not answer.
+
+        Replaces the worker's items and outages; adds its counts.
+        """
         self._processes[stage][worker.name] = worker
         self._outages.pop(worker, None)
         if outages:
@@ -221,7 +225,7 @@ class Heartbeats:
             self._recent_items[stage][worker.name].add(delta, self._clock())
 
     def is_excluded(self, stage: str, worker: Worker) -> bool:
-        """Return True if this worker must not take another item now.
+        """Return True if this worker must not take another item now; an excluded worker is listed in the report.
 
         Called repeatedly: an excluded worker may try one item after REST_S, then after twice that time, and so on.
         """
@@ -239,7 +243,7 @@ class Heartbeats:
         return False
 
     def _at_work(self, stage: str) -> set[str]:
-        """Return the workers of a stage with items in hand, or with a report in the last seconds."""
+        """Return the workers of a stage with items in hand on a living node, or with an outcome in the last seconds."""
         recently, now = self._recent_items[stage], self._clock()
         holding = {name for name in self._in_hand[stage] if self._node_lives(self._processes[stage][name].node)}
         return holding | {name for name, items in recently.items() if now - items.moved_at <= _AT_WORK_S}
@@ -247,7 +251,8 @@ class Heartbeats:
     def _node_lives(self, node: str, max_age_s: float = _AT_WORK_S) -> bool:
         """Return True if a node is alive, by a list of nodes that is at most ``max_age_s`` old.
 
-        If Ray does not answer, the last list counts; without any list every node counts as alive.
+        Ray is asked for a newer list if needed. If Ray does not answer, the last list counts; without any list every
+        node counts as alive.
         """
         if self._list_living_nodes is None:
             return True
@@ -259,7 +264,10 @@ class Heartbeats:
         return self._nodes is None or node in self._nodes[1]
 
     def _do_better(self, stage: str, workers: Collection[str]) -> bool:
-        """Return True if these workers certainly do better: less than BETTER of their last items failed."""
+        """Return True if these workers certainly do better: less than BETTER of their last items failed.
+
+        False without workers; workers without an outcome yet count as better.
+        """
         recently = self._recent_items[stage]
         outcomes = [is_failure for name in workers if name in recently for is_failure in recently[name].failures]
         return bool(workers) and sum(outcomes) < BETTER * max(1, len(outcomes))
@@ -272,7 +280,8 @@ class Heartbeats:
     def start(self, stage: str, worker: Worker) -> int | None:
         """Record that a process of this worker starts, and the items that its last process had in hand as killers.
 
-        Returns the number of its crashed processes; None if there are too many, which also fails the run.
+        Items are not blamed if the last process ended with its node. Returns the number of the worker's crashed
+        processes; None if there are too many in DEATHS_S, which also fails the run.
         """
         last, self._processes[stage][worker.name] = self._processes[stage].get(worker.name, worker), worker
         if worker.name not in self._death_times:
@@ -303,7 +312,7 @@ class Heartbeats:
                     self._dead.append(Death(stage, worker, tuple(self._in_hand[stage].get(name, ()))))
 
     def deaths(self, stage: str, item: str) -> list[str]:
-        """Return the host of each crash of this stage's processes with this item in hand."""
+        """Return the host of each crash of this stage's processes with this item in hand, without losses of nodes."""
         return self._deaths.get((stage, item), [])
 
     def every_s(self) -> float:
@@ -315,7 +324,7 @@ class Heartbeats:
         self._failure = self._failure or why
 
     def read(self) -> WorkerReport:
-        """Return the state of all stages."""
+        """Return the state of all stages; look first which nodes were lost."""
         self._note_lost_nodes()
         inside = {
             stage: [f"{x} on {self._processes[stage][name].host}" for name, items in workers.items() for x in items]
@@ -341,7 +350,7 @@ class Heartbeats:
         )
 
     def _count_workers(self) -> dict[str, dict[str, int]]:
-        """Count the workers of each stage by the node of their last process."""
+        """Count the workers by the node of their last process: node id -> stage -> number."""
         counts: defaultdict[str, dict[str, int]] = defaultdict(dict)
         for stage, workers in self._processes.items():
             for node, count in Counter(worker.node for worker in workers.values()).items():
@@ -360,7 +369,10 @@ class Heartbeats:
 
 @contextmanager
 def heartbeats_of(stages: Sequence[str]) -> Iterator[ActorHandle]:
-    """Run the actor for these stages inside the context, on this node if possible; yield its handle."""
+    """Run the actor for these stages inside the context, on this node if possible; yield its handle.
+
+    The actor restarts after a crash, without its counts. It is killed at the end.
+    """
     strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"num_cpus": 0, "max_restarts": _RESTARTS, "max_pending_calls": _BACKLOG, "scheduling_strategy": strategy}
     heartbeats = ray.remote(Heartbeats).options(**options).remote(tuple(stages), living=_list_living_nodes)

@@ -22,8 +22,8 @@ def seconds_left(ending: BaseException) -> float:
 def write_last(ending: BaseException, write: Callable[[], object], spare_s: float = 0.0) -> str:
     """Do one of the last writes before ``ending`` leaves a run; return the reason if it failed, else "".
 
-    A write that hangs is left behind in a thread, and may still be done late. ``spare_s`` seconds are kept for later
-    writes.
+    Raises nothing. The write has the seconds left for ``ending``, without the last ``spare_s``, which are kept for
+    later writes. A write that hangs is left behind in a thread, and may still be done late.
     """
     failures: list[str] = []
 

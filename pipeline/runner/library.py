@@ -32,7 +32,7 @@ _TOKEN = "RAY_AUTH_TOKEN"
 def make_console(progress: ProgressOption) -> Console:
     """Return the console of a run: a bar on a terminal, a line in a notebook, lines in a log, or a function's.
 
-    Raises UsageError.
+    ``progress=False`` shows nothing. Raises UsageError for any other value that is no function.
     """
     if progress is False:
         return Console(quiet=True)
@@ -46,6 +46,10 @@ def check_outcome(summary: S, config: RunOptions, n_items: int, outside_limit: i
     """Return the summary of a run called from Python if the command's exit code would be 0.
 
     Otherwise raises TooManyFailed, which carries the summary.
+
+    Args:
+        n_items: the items of the run, of which ``max_failed`` may be a share.
+        outside_limit: the largest number of infrastructure errors; None for no limit of their own.
     """
     if not summary.exit_code(config.failure_limit(n_items), outside_limit):
         return summary
@@ -83,7 +87,8 @@ def run_here() -> Iterator[None]:
 def _restore_process() -> Iterator[None]:
     """Restore the process after the block: shut down a Ray that runs started, and undo their settings.
 
-    Settings are Ray Data's context, the levels of Ray's loggers, Ray's environment variables and warning filters.
+    Settings are Ray Data's context, the levels of Ray's loggers, Ray's environment variables and warning filters. The
+    token of a cluster stays.
     """
     context = vars(ray.data.DataContext.get_current())
     settings = dict(context)

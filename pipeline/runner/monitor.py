@@ -34,6 +34,7 @@ class Monitor:
     """The outlets of one run, for use in a ``with`` block. ``tell`` gets its progress at every ``look``."""
 
     def __init__(self, store: Store, run_id: str, tell: Callable[[Progress], object]) -> None:
+        """Set up the outlets; nothing is sent or listened to before ``start``."""
         self._tell = tell
         self._name = f"{RUNS}/{run_id}.log"
         self._store = store
@@ -59,7 +60,10 @@ class Monitor:
         self.metrics.set("last_row_time", time.time())
 
     def look(self, report: WorkerReport, at: Progress) -> None:
-        """Update the log of crashed workers, the claim's note and the metrics from a report of the workers."""
+        """Update the log of crashed workers, the claim's note and the metrics from a report of the workers.
+
+        Reports have sums; failures are counted by their growth since the last call.
+        """
         self._logs.add(report.deaths)
         self._tell(at)
         if report.n_moves < self._moves:  # the workers of another graph, whose counts begin anew
@@ -164,6 +168,7 @@ class WorkerLogs:
     """The listener to this driver's workers. ``save`` gets the whole text of the log file at each addition."""
 
     def __init__(self, save: Callable[[bytes], object]) -> None:
+        """Set up the listener; its thread starts with ``start``."""
         self._save = save
         self._text = ""
         self._lines: OrderedDict[tuple[str, int], deque[str]] = OrderedDict()  # (ip, pid) -> its last lines
@@ -179,7 +184,7 @@ class WorkerLogs:
         return len(self._deaths)
 
     def start(self) -> None:
-        """Begin to listen. Call it once Ray is joined."""
+        """Begin to listen. Call it once Ray is joined. If Ray gives no lines, only the crashes are logged."""
         with suppress(Exception):  # Ray has no public way to listen: without it only the crashes are logged
             subscriber = ray._raylet.GcsLogSubscriber(address=ray.get_runtime_context().gcs_address)
             subscriber.subscribe()
@@ -187,7 +192,10 @@ class WorkerLogs:
         self._listener.start()
 
     def add(self, deaths: Collection[Death]) -> None:
-        """Add the crashes of a report; new crashes are written to the log a moment later, with their last lines."""
+        """Add the crashes of a report; new crashes are written to the log a moment later, with their last lines.
+
+        Crashes that were added before are ignored.
+        """
         for death in deaths:
             if death not in self._deaths:
                 self._deaths[death] = None
@@ -217,7 +225,10 @@ class WorkerLogs:
                     self._unwritten.popleft()
 
     def _keep(self, job: str, for_s: float) -> None:
-        """Store the lines that come in ``for_s`` seconds in memory."""
+        """Wait ``for_s`` seconds, and keep the last lines of this job's workers that come meanwhile.
+
+        Returns early at ``close``. Beyond _MAX_PROCESSES the process that was silent longest is forgotten.
+        """
         until = time.monotonic() + for_s
         while (left_s := until - time.monotonic()) > 0 and not self._end_event.is_set():
             try:
@@ -234,7 +245,10 @@ class WorkerLogs:
                     self._lines.popitem(last=False)
 
     def _write(self, deaths: Collection[Death]) -> None:
-        """Add the crashes to the log file."""
+        """Add the crashes to the log's text, and save the whole text; a log of _MAX_LOG_CHARS takes no more.
+
+        An OSError of the store is ignored.
+        """
         nodes = _list_nodes()
         for death in deaths:
             if len(self._text) < _MAX_LOG_CHARS:
@@ -244,7 +258,7 @@ class WorkerLogs:
             self._save(self._text.encode())
 
     def _describe_death(self, death: Death, node: _Node) -> list[str]:
-        """Return log lines: the crashed process, its items in hand, the loss of its node, its last lines by Ray."""
+        """Return log lines: the crashed process, its items in hand, why its node was lost, and its last output."""
         stage, worker, items = death
         having = f" with {', '.join(items)} in hand" if items else ""
         where = f"on {worker.host} (process {worker.pid}, node {worker.node})"

@@ -30,7 +30,10 @@ def iter_alive_nodes() -> Iterator[tuple[str, str, Mapping[str, float]]]:
 
 
 def task_on(node_id: str, gpus: int = 0) -> Any:
-    """Make the Ray task that calls a function without arguments on one node, with so many GPUs."""
+    """Make the Ray task that calls a function without arguments on one node; it reserves ``gpus`` GPUs and no CPU.
+
+    Use it as ``task_on(node_id).remote(function)``. The call fails if the node is gone.
+    """
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return ray.remote(_call).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy, max_retries=0)
 
@@ -71,18 +74,18 @@ class RayDisk(NamedTuple):
     def measure(cls) -> list[RayDisk]:
         """Measure the disks of the node that this process, a worker or a driver of Ray, runs on.
 
-        These are the disks of Ray's session folder and of the folder to which Ray spills objects.
+        These are the disks of Ray's session folder and of the folder to which Ray spills objects, each disk once.
         """
         limit = float(os.environ.get(_SPILL_VARIABLE, _SPILL_LIMIT))
         disks: dict[int, RayDisk] = {}
-        for folder in _ray_folders():
+        for folder in _find_ray_folders():
             with suppress(OSError):  # it is gone, or no folder of this machine
                 disk = shutil.disk_usage(folder)
                 disks.setdefault(os.stat(folder).st_dev, cls(folder, disk.free, disk.total, limit))  # noqa: PTH116
         return list(disks.values())
 
 
-def _ray_folders() -> Iterator[str]:
+def _find_ray_folders() -> Iterator[str]:
     """Yield the folders that Ray writes to on this node: its session folder and its spill folder."""
     yield ray._private.worker._global_node.get_session_dir_path()
     with suppress(OSError):  # a system without /proc: the session's folder is the usual one
@@ -93,8 +96,9 @@ def _ray_folders() -> Iterator[str]:
 def find_full_disks(without: Collection[str] = (), *, spilling_failed: bool = False) -> dict[str, str]:
     """Return the living nodes with a disk too full for Ray, except ``without``: node id -> host and folder.
 
-    Ray frees spilled objects as soon as a run fails. So after ``spilling_failed`` a disk below the limit counts as full
-    if it has less free space than the node's object store needs. A node that does not answer is left out.
+    Waits up to half a minute for the nodes; a node that does not answer is left out. Ray frees spilled objects as soon
+    as a run fails. So a lower limit holds if ``spilling_failed`` and no disk is full now: a disk counts as full if it
+    has less free space than its node's object store needs.
     """
     nodes = {node: (name, has) for name, node, has in iter_alive_nodes() if node not in without}
     answers = {node: task_on(node).remote(RayDisk.measure) for node in nodes}
@@ -115,6 +119,7 @@ class NodeLog:
     """The log of a run's nodes: nodes that were lost, joined or replaced, and the workers of each node."""
 
     def __init__(self, say: Callable[[str], object]) -> None:
+        """Start a log whose lines go to ``say``."""
         self._say = say
         self._alive: dict[str, str] | None = None  # at the last look, id -> name
         self._workers: Mapping[str, Mapping[str, int]] = {}  # at the last look, node -> stage -> workers
@@ -122,7 +127,10 @@ class NodeLog:
         self._last_counts: Mapping[str, Mapping[str, int]] = {}  # the workers of each node in the last log line
 
     def look(self, report: WorkerReport, plan: Plan) -> None:
-        """Log the nodes lost or joined since the last call, with the workers that ``report`` counts on them."""
+        """Log the nodes lost or joined since the last call, with the workers that ``report`` counts on them.
+
+        The first call logs no node: it is the state to compare with.
+        """
         nodes = {node: (name, has) for name, node, has in iter_alive_nodes()}
         names = {node: name for node, (name, _) in nodes.items()}
         before, self._alive = self._alive or names, names
@@ -146,7 +154,10 @@ class NodeLog:
         self._log_counts(names, plan)
 
     def _log_counts(self, names: Mapping[str, str], plan: Plan) -> None:
-        """Log the workers of each node, once the plan's first workers have started, and on each change."""
+        """Log the workers of each node, once the plan's first workers have started, and on each change.
+
+        ``names`` are the living nodes, id -> name. A cluster of a single node logs nothing.
+        """
         early = list(plan.pools.items())[: max(1, len(plan.pools) - 1)]  # writers start when there is something to do
         places = {
             names[node]: counts

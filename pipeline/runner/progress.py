@@ -84,7 +84,7 @@ class Load:
         """Return the share of time in which each stage's workers had items in hand, 0 to 1, over the reports in memory.
 
         A stage without a ready worker is left out. A stage without news since the last report is not busy: busy workers
-        report each second, crashed ones do not.
+        report each second, crashed workers do not.
         """
         first, last = self._reports[0], self._reports[-1]
         before = self._reports[-2] if len(self._reports) > 1 else first
@@ -107,7 +107,7 @@ class Load:
 
 
 def find_bottleneck(busy: Mapping[str, float]) -> str:
-    """Return the slowest stage; "" if no stage slows the others down, or before it is measured.
+    """Return the slowest stage; "" if no stage slows the others down, before it is measured, or if there is only one.
 
     It is the last stage whose workers are always busy, since the stages before give more than it can take. Otherwise it
     is the busiest stage, if it is busy for half of its time.
@@ -130,7 +130,7 @@ class Listening(Console):
         self.tell = tell
 
     def print(self, *objects: Any, **keywords: Any) -> None:
-        """Pass a line to the function as a note."""
+        """Pass the printed text to the function as a note, without its style; nothing is written."""
         with self.capture() as capture:
             super().print(*objects, **{**keywords, "soft_wrap": True})
         if text := capture.get().strip():
@@ -144,6 +144,10 @@ class OneLine:
         self._width = 0
 
     def __call__(self, progress: Progress) -> None:
+        """Write the progress to stderr over the line before; a note and the last progress end with a new line.
+
+        The line about the configuration is left out.
+        """
         if progress.note.startswith("configuration: "):
             return  # the options stand in the cell above
         ends = progress.note or (progress.total and progress.done == progress.total)
@@ -173,6 +177,7 @@ class Pace:
     """The rate of items since the first item came, so that loading models does not count."""
 
     def __init__(self, total: int, item: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """Set the counts to zero. The clock starts with the first item."""
         self._total = total
         self._item = item
         self._clock = clock
@@ -185,7 +190,7 @@ class Pace:
         self._total = total
 
     def count_computed(self, items: int) -> None:
-        """Count computed items."""
+        """Count computed items, never more than the total."""
         self._n_computed = min(self._n_computed + items, self._total)
         self._begin()
 
@@ -205,7 +210,7 @@ class Pace:
         return max(self._n_computed, self._n_written)
 
     def speed(self) -> Speed | None:
-        """Return the speed since the first item; None before it can be measured."""
+        """Return the speed since the first items came; None until more follow."""
         if self._start is None:
             return None
         new, seconds = self._n_counted - self._n_at_start, self._clock() - self._start
@@ -227,6 +232,7 @@ class Reporter:
     """A counter of a run's items that passes the counts to a function; subclasses display them."""
 
     def __init__(self, total: int, words: Wording, tell: Callable[[Progress], object] = lambda progress: None) -> None:
+        """Set the counts to zero; the display starts with the ``with`` block."""
         self._tell = tell
         self.progress = Progress(item=words.item, total=total)
         self.pace = Pace(total, words.item)
@@ -260,7 +266,7 @@ class Reporter:
         self._set_progress(replace(self.progress, ok=self.progress.ok + ok, failed=self.progress.failed + failed))
 
     def stages(self, report: WorkerReport) -> None:
-        """Show the results of each stage so far, and its busy share."""
+        """Take over the results of each stage so far, and its busy share; show them if they changed."""
         self._stage_counts = report.n_results
         self._load.add(report)
         busy = self._load.busy()
@@ -274,7 +280,7 @@ class Reporter:
         )
 
     def _set_progress(self, progress: Progress) -> None:
-        """Set the current counts, and show them if they changed."""
+        """Set the current counts, with the results of the early stages, and show them if they changed."""
         now = replace(progress, ahead=self._words.ahead(self._stage_counts, progress.ok))
         if now != self.progress:
             self.progress = now
@@ -297,6 +303,7 @@ class BarReporter(Reporter):
     """A reporter that draws a bar with the count, the failures, the rate and the time left."""
 
     def __init__(self, console: Console, total: int, words: Wording) -> None:
+        """Make the bar; it is drawn inside the ``with`` block."""
         super().__init__(total, words)
         texts = (words.doing, "{task.fields[more]}", "{task.fields[pace]}")  # the pace is formatted at each refresh
         doing, more, pace = map(rich_progress.TextColumn, texts)
@@ -312,6 +319,7 @@ class BarReporter(Reporter):
         self._bar.stop()
 
     def show(self) -> None:
+        """Give the current counts to the bar, which draws itself."""
         more = ", ".join(
             filter(None, (f"{self.progress.failed} failed{stage_counts(self.progress.ahead)}", self.progress.load))
         )
@@ -325,11 +333,12 @@ class LineReporter(Reporter):
     """
 
     def __init__(self, console: Console, total: int, interval: float, words: Wording) -> None:
+        """Make the thread that prints the lines; it runs inside the ``with`` block."""
         super().__init__(total, words)
         self._console = console
         self._interval = interval
         self._end_event = threading.Event()
-        self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
+        self._ticker = threading.Thread(target=self._print_lines, name="progress", daemon=True)
 
     def __enter__(self) -> Self:
         self._ticker.start()
@@ -338,18 +347,18 @@ class LineReporter(Reporter):
     def __exit__(self, *error: object) -> None:
         self._end_event.set()
         self._ticker.join()
-        self._line()
+        self._print_line()
 
-    def _tick(self) -> None:
+    def _print_lines(self) -> None:
         """Print a line at each interval until the run ends; runs in a thread."""
         for _ in range(_EARLY_LINES):
             if self._end_event.wait(min(self._interval, EARLY_S)):
                 return
-            self._line()
+            self._print_line()
         while not self._end_event.wait(self._interval):
-            self._line()
+            self._print_line()
 
-    def _line(self) -> None:
+    def _print_line(self) -> None:
         """Print the counts, the rate and the time left."""
         pace = str(self.pace)
         self._console.print(f"{self.progress}, {pace}" if pace else str(self.progress), highlight=False, soft_wrap=True)

@@ -65,6 +65,10 @@ class RunFile:
         self.save(status="running")
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        """Record how the run ended. If the store does not take it, ``value`` gets a line that says so.
+
+        Without ``value`` the store's OSError is raised.
+        """
         status = "finished" if kind is None else "cancelled" if issubclass(kind, KeyboardInterrupt) else "failed"
         if value is None:
             self.save(status=status, ended=now(), error=None)
@@ -84,7 +88,7 @@ class RunFile:
 
 
 def read_record(store: Store, name: str) -> RunRecord:
-    """Read the record in a file of a run; {} where it is missing or unreadable, since it is provenance only."""
+    """Read the record in the file ``name``; {} where it is missing or unreadable, since it is provenance only."""
     try:
         record = json.loads(store.read(name))
     except (OSError, ValueError):
@@ -133,7 +137,10 @@ def new_run_id() -> str:
 
 
 def check_out(store: Store) -> None:
-    """Raise UsageError if ``--out`` is a folder that Ray deletes after the job."""
+    """Raise UsageError if ``--out`` is a folder that Ray deletes after the job.
+
+    Absolute paths and object stores pass.
+    """
     if store.folder is not None and not Path(str(store)).is_absolute() and _in_an_upload():
         raise UsageError(
             f"--out {store}: in this Ray job a relative path lies in the cluster's copy of --working-dir, lost "
@@ -190,7 +197,9 @@ class Outcome:
     def exit_code(self, failure_limit: int, outside_limit: int | None = None) -> int:
         """Return 0 if every item has a row, at least one is ok, and failures are within the limits; else 1.
 
-        An item that failed by a bug makes it 1 too. ``outside_limit`` is the limit for infrastructure errors.
+        An item that failed by a bug makes it 1 too. All failures together, and the failures of this run, must be at
+        most ``failure_limit``. ``outside_limit`` is the limit for infrastructure errors; None for no limit of their
+        own.
         """
         bad = (
             self.n_missing
@@ -202,7 +211,7 @@ class Outcome:
         return 1 if bad else 0
 
     def as_record(self) -> JsonObject:
-        """Return the counts and examples as a JSON-able mapping."""
+        """Return the counts and examples as a JSON-able mapping, without ``out`` and ``failed``."""
         fields = {name: value for name, value in vars(self).items() if name not in ("out", "failed")}
         return {**fields, "n_failed": self.n_failed}
 
@@ -211,7 +220,10 @@ class Outcome:
         return {name: value for name, value in self.as_record().items() if name not in _RUN_FIELDS}
 
     def pace(self, item: str) -> str:
-        """Return a sentence with the number of items of this run, its time and its rate."""
+        """Return a sentence with the number of items of this run, its time and its rate.
+
+        A run without items says that every item has a row already.
+        """
         if not self.n_new:
             return f"nothing to do: every {item} has a row already"
         failed = f" ({self.n_new_failed} failed)" if self.n_new_failed else ""
@@ -242,9 +254,9 @@ def as_text(renderable: RenderableType) -> str:
 
 
 def count_failures(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
-    """Return ``failures`` and ``examples`` of an Outcome from failed rows.
+    """Return ``failures`` (the commonest class first) and ``examples`` (the first row of each class) of an Outcome.
 
-    Rows have the columns ``key`` (the id), error_class and error_message.
+    The failed rows have the columns ``key`` (the id), error_class and error_message.
     """
     failures = dict(Counter(row["error_class"] for row in rows).most_common())
     return failures, {row["error_class"]: (row[key], row["error_message"]) for row in reversed(rows)}

@@ -66,7 +66,11 @@ class RunGraph:
     items_per_row: int = 1
 
     def batches(self) -> Iterator[GraphOutput]:
-        """Run the graph, and yield each batch of its last stage as soon as it is computed."""
+        """Run the graph, and yield each batch of its last stage as soon as it is computed; empty batches are left out.
+
+        Closing the generator ends the graph. If there are writers, a batch has references, and its number of items is
+        an upper bound.
+        """
         # Not iter_batches: its threads wait in a way that nothing can interrupt, and it fetches ahead.
         bundles = self.dataset.iter_internal_ref_bundles()
         try:
@@ -85,7 +89,7 @@ class RunGraph:
 
 
 class Shards:
-    """The bundler of batches into shards of ``flow.items_per_shard`` items, or fewer after ``age_s`` seconds.
+    """The bundler of batches into shards of ``graph.items_per_shard`` items, or fewer after ``age_s`` seconds.
 
     Each writer has one shard in hand and one queued. Once one more shard is complete, no more batches are taken. Ray
     recomputes a lost block, as for the arguments of any call. The ``with`` block ends the writers.
@@ -94,8 +98,9 @@ class Shards:
     Nothing joins token shards later.
     """
 
-    def __init__(self, flow: RunGraph, age_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._flow = flow
+    def __init__(self, graph: RunGraph, age_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Prepare the shards of a run's graph. A shard that is not full is written after ``age_s`` seconds."""
+        self._graph = graph
         self._age_s = age_s
         self._clock = clock
         self._writers: Sequence[ActorHandle] = ()
@@ -124,14 +129,17 @@ class Shards:
 
     def has_room(self) -> bool:
         """Return True if another batch may be taken."""
-        return self._n_waiting < self._flow.items_per_shard
+        return self._n_waiting < self._graph.items_per_shard
 
     def take(self, batch: GraphOutput) -> None:
-        """Add a batch to the current shard, and give shards that are due to a writer. Call only if ``has_room``."""
-        if self._n_waiting + batch.n_items > self._flow.items_per_shard:
+        """Add a batch to the current shard, and give shards that are due to a writer. Call only if ``has_room``.
+
+        The first batch starts the writers.
+        """
+        if self._n_waiting + batch.n_items > self._graph.items_per_shard:
             self._write()  # the shard would be too large with this batch
-        if self._flow.writers is not None and not self._writers:
-            self._writers = self._flow.writers()  # not earlier, as the workers of earlier stages take longer to start
+        if self._graph.writers is not None and not self._writers:
+            self._writers = self._graph.writers()  # not earlier, as the workers of earlier stages take longer to start
         if not self._waiting:
             self._since = self._clock()
         self._waiting += batch.tables
@@ -148,8 +156,11 @@ class Shards:
         """Yield the written shards to commit; wait up to ``wait_s`` seconds only while no batch can be taken.
 
         Shards that were written meanwhile come as one ``Shard``: a commit takes about as long whatever its size, so a
-        slow driver catches up. A shard is yielded again if the generator was closed at it: an interrupted driver cannot
-        know whether it is committed.
+        slow driver catches up. While batches can be taken it looks only each LOOK_S seconds, and may yield nothing. A
+        shard is yielded again if the generator was closed at it: an interrupted driver cannot know whether it is
+        committed.
+
+        Raises RayError if a writer failed; its shard is given up.
         """
         self._write_due()
         while self._ready:
@@ -177,7 +188,10 @@ class Shards:
                     del self._writing[answer]
 
     def iter_last(self, within_s: float) -> Iterator[Shard]:
-        """End the input, and yield the shards written within ``within_s`` seconds, as ``iter_written`` does."""
+        """End the input, and yield the shards written within ``within_s`` seconds, as ``iter_written`` does.
+
+        Shards whose writer fails are left out.
+        """
         deadline = time.monotonic() + within_s
         while self.finish() and (left_s := deadline - time.monotonic()) > 0:
             with suppress(ray.exceptions.RayError):  # the other shards may still be written
@@ -190,11 +204,14 @@ class Shards:
             self._write()
 
     def _write(self) -> None:
-        """Give the waiting batches to the writer with the fewest shards; do nothing while every writer has two."""
+        """Give the waiting batches to the writer with the fewest shards; do nothing while every writer has two.
+
+        Without writers the batches are a written shard at once.
+        """
         if not self._waiting:
             return
         number = self._n_shards
-        if self._flow.writers is None:
+        if self._graph.writers is None:
             self._ready.append(Shard(number, pa.concat_tables(self._waiting)))
         else:
             in_hand = Counter(writer for _, writer in self._writing.values())

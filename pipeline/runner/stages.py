@@ -144,7 +144,8 @@ def add_stage(
 ) -> ray.data.Dataset:
     """Add a stage to the graph: its workers map ``rows``, one row a call, on nodes that match ``labels``.
 
-    A worker is an actor of class ``kind``, constructed with ``arguments``.
+    A worker is an actor of class ``kind``, constructed with ``arguments``. ``end_workers`` of the same thread ends the
+    workers.
     """
     return rows.map_batches(
         kind,
@@ -154,7 +155,7 @@ def add_stage(
         zero_copy_batch=True,
         compute=ray.data.ActorPoolStrategy(size=stage.workers, max_tasks_in_flight_per_actor=stage.in_flight),
         max_concurrency=stage.calls,
-        ray_remote_args_fn=partial(_actor_name, threading.get_ident()),
+        ray_remote_args_fn=partial(_name_actor, threading.get_ident()),
         **_worker_options(stage, labels),
     )
 
@@ -177,11 +178,11 @@ def start_actors(
 ) -> list[ActorHandle]:
     """Start the workers of a stage that the driver runs by itself, with the options that Ray Data's actors have.
 
-    ``labels`` selects the nodes that they may start on, by Ray's labels of nodes.
+    ``labels`` selects the nodes that they may start on, by Ray's labels of nodes. Returns before they run.
     """
     options = {**_worker_options(stage, labels), "scheduling_strategy": "SPREAD"}
     return [
-        ray.remote(kind).options(**options, **_actor_name(threading.get_ident())).remote(*arguments)
+        ray.remote(kind).options(**options, **_name_actor(threading.get_ident())).remote(*arguments)
         for _ in range(stage.workers)
     ]
 
@@ -189,14 +190,17 @@ def start_actors(
 _names: dict[int, list[str]] = defaultdict(list)  # thread of a run -> names of the workers that it started
 
 
-def _actor_name(run: int) -> dict[str, str]:
-    """Return options that name an actor of this thread's run; Ray calls this for every actor, in another thread."""
+def _name_actor(run: int) -> dict[str, str]:
+    """Return options that name an actor of the run of thread ``run``, and note the name for ``end_workers``.
+
+    Ray calls this for every actor, in another thread.
+    """
     _names[run].append(f"worker-{uuid4().hex}")
     return {"name": _names[run][-1]}
 
 
 def end_workers() -> None:
-    """End the Ray workers that graphs of this thread's run have left behind.
+    """End the Ray workers that graphs of this thread's run have left behind. A cluster that does not answer is ignored.
 
     A worker outlives its graph if it hangs, or if its node was lost and it waits for resources elsewhere. It would
     block the resources of the next graph for ever.
@@ -209,7 +213,10 @@ def end_workers() -> None:
 
 
 def configure_ray_data() -> None:
-    """Set Ray Data up for a run: no progress bars of its own, no tolerated errors, a block a row."""
+    """Set Ray Data up for a run: no progress bars of its own, no tolerated errors, a block a row.
+
+    Also silences its logger and a warning, for the whole process.
+    """
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # the run itself says which error ended it
     # Ray 2.60 announces that max_restarts and names will move to a named parameter, which it does not have yet.
     warnings.filterwarnings("ignore", message="`ray_remote_args(_fn)?` is deprecated")

@@ -59,6 +59,7 @@ class Watchdog:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
+        """Start the stall timer."""
         self._did_fit: bool | None = None  # at the first look
         self._report = WorkerReport()
         self._pending_answer: ray.ObjectRef | None = None
@@ -76,9 +77,9 @@ class Watchdog:
             self.record_movement()
 
     def read(self) -> WorkerReport:
-        """Read the workers' report, and reset the stall timer if items moved.
+        """Read the workers' report, and reset the stall timer if items moved; ``check`` goes by it.
 
-        Return the last report without an answer.
+        If the workers' actor does not answer in ``every_s`` seconds, the last report is returned.
         """
         before, report = self._report.n_moves, self._read()
         if report.n_moves != before:
@@ -89,7 +90,8 @@ class Watchdog:
     def check(self) -> None:
         """Raise RunFailed if nothing has moved for ``timeout_s``, by the last report that was read.
 
-        Raise ClusterChanged if nodes were lost and the remaining nodes can run all stages.
+        Raise ClusterChanged after SHRUNK_S already, if nodes were lost and the remaining nodes can run all stages.
+        Nodes are lost if all workers fitted at the first call and do not fit now.
         """
         if self._did_fit is None:
             self._did_fit, _ = self._check_fit()
@@ -103,7 +105,10 @@ class Watchdog:
             )
 
     def _check_fit(self) -> tuple[bool, bool]:
-        """Return two booleans: all workers fit the cluster; some workers of each stage fit."""
+        """Return two booleans: all workers fit the cluster; some workers of each stage fit.
+
+        Both are True if the cluster does not answer.
+        """
         try:
             resources = self.available_resources()
         except Exception:  # noqa: BLE001 - a cluster that does not answer: the timeout will tell
@@ -121,12 +126,15 @@ class Watchdog:
         return self.read_latest().failure
 
     def read_latest(self) -> WorkerReport:
-        """Ask the heartbeats once more, and return their latest answer."""
+        """Ask the heartbeats once more, and return their latest answer; ``check`` does not go by it."""
         self._pending_answer = None  # so that the answer is not an older one that is under way
         return self._read()
 
     def _read(self) -> WorkerReport:
-        """Return the latest answer of the heartbeats, or the last report. At most one request is pending."""
+        """Return the latest answer of the heartbeats, or the last report without an answer in ``every_s``.
+
+        At most one request is pending: a late answer is returned by a later call.
+        """
         try:
             self._pending_answer = self._pending_answer or self.heartbeats.read.remote()
             report: WorkerReport = ray.get(self._pending_answer, timeout=self.every_s)
@@ -140,7 +148,8 @@ class Watchdog:
     def _describe_stall(self) -> str:
         """Name the stalled stage and a remedy.
 
-        The last stage that holds items, else the last that takes no waiting item.
+        It is the last stage that holds items, else the last stage that takes no waiting item. Without either it only
+        describes the resources.
         """
         item = self.plan.wording.item
         for stage, words in reversed(list(self.plan.wording.stages.items())):
@@ -176,7 +185,7 @@ class Growth:
         """Raise ClusterChanged if restarting with the plan ``today`` saves more than twice its cost.
 
         ``today``: a plan of the unfinished items on the current nodes, None if impossible. It must be the same as at
-        the last call: nodes may still be joining.
+        the last call: nodes may still be joining. The first call asks an autoscaler for GPUs, up to ``max_gpus``.
         """
         if self._more and not self._demand:
             # Tasks that wait for a GPU are a demand that ends with this process, however it ends.
@@ -194,7 +203,7 @@ class Growth:
             raise ClusterChanged(f"nodes joined, which saves about {saved_s - cost_s:.0f} s")
 
     def _estimate_s(self, at: Progress, speed: Speed, pools: Mapping[str, int], n_redone: int = 0) -> float:
-        """Estimate the seconds until the slowest stage is through, with these pools.
+        """Estimate the seconds until the slowest stage is through, with these pools (stage -> workers).
 
         The busiest stage sets today's rate. A stage that is half as busy could do twice that rate with its workers of
         today. ``n_redone``: items that the first stage must do again.
@@ -236,6 +245,7 @@ class Fetcher(Generic[T]):
     """
 
     def __init__(self, items: Iterator[T]) -> None:
+        """Start a thread that fetches the items, one ahead of their use."""
         self.is_at_end = False
         self._items = items
         self._ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(1)
@@ -281,7 +291,10 @@ class Fetcher(Generic[T]):
                 self._hand_over(error)
 
     def _hand_over(self, item: tuple[T] | BaseException | None) -> None:
-        """Put an item, an error or the end where ``next`` finds it. Raise _Abandoned if the fetcher is closed."""
+        """Put an item, an error or the end where ``next`` finds it; wait until there is room.
+
+        Raises _Abandoned if the fetcher is closed.
+        """
         while not self._close_event.is_set():
             try:
                 return self._ready.put(item, timeout=1)
@@ -301,11 +314,11 @@ def is_still_running() -> bool:
 
 
 def _interrupt(thread: threading.Thread) -> None:
-    """Raise an exception in another thread, and wait up to 10 s for its end.
+    """Raise _Abandoned in another thread, and wait up to 10 s for its end; do nothing if it has ended.
 
-    Nothing simpler stops a waiting iteration: Ray Data has no public way to shut its executor down, a thread cannot be
-    cancelled, and shutting Ray down could end a head of another owner. Ray waits in Python code, in short sleeps, and
-    shuts the execution down at an exception of any kind, as it does for Ctrl-C.
+    Nothing simpler stops a waiting iteration: Ray Data has no public way to shut its executor down, and a thread cannot
+    be cancelled. Shutting Ray down could end a head of another owner. Ray waits in Python code, in short sleeps. It
+    shuts the execution down at an exception of any kind, as for Ctrl-C.
     """
     if thread.is_alive() and thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Abandoned))

@@ -35,7 +35,7 @@ _DEMUXERS: tuple[tuple[bytes, str], ...] = (
     (rb"\x00?\x00\x00\x01(?:[\x27\x47\x67]|\x09[\x10\x30\x50\x70\x90\xb0\xd0\xf0])", "h264"),  # SPS or delimiter first
     (rb"\x00?\x00\x00\x01(?:\x40|\x46)\x01", "hevc"),  # VPS or delimiter first
 )
-# Other known formats, to name them in errors; "policy" marks those that make a decoder open other files or hosts.
+# Other known formats, to name them in errors; "policy" marks formats that make a decoder open other files or hosts.
 _REFUSED: tuple[tuple[bytes, FaultClass, str], ...] = (
     (rb"\s*#EXTM3U", "policy", "an HLS playlist"),
     (rb"ffconcat version", "policy", "an FFmpeg concat script"),
@@ -57,10 +57,10 @@ _TS_PACKETS = ((0, 188), (4, 192), (0, 204))
 
 
 def sniff(path: str | Path) -> str:
-    """Find the FFmpeg demuxer to open a file with, by its first bytes.
+    """Return the FFmpeg demuxer to open a file with, by its first bytes.
 
-    Raises VideoFault: "unsupported" for anything that is not a known video container, "policy" for playlists and for
-    what is not a file (a FIFO, a device), "io" where the file cannot be read. The message says what it looks like.
+    Raises VideoFault: "unsupported" for anything that is not a known video container, "policy" for playlists and for a
+    FIFO, socket or device, "io" where the file cannot be read. The message says what the file looks like.
     """
     with open_regular(path) as file:
         return recognise(file.read(HEAD_BYTES), path)
@@ -81,7 +81,11 @@ def recognise(head: bytes, path: str | Path) -> str:
 
 
 def open_regular(path: str | Path) -> BufferedReader:
-    """Open a file for reading. Raises VideoFault where it is missing, unreadable or not a regular file."""
+    """Open a file for reading; the caller closes it.
+
+    Raises VideoFault: "io" where it is missing or unreadable, "unsupported" for a folder, "policy" for a FIFO, socket
+    or device.
+    """
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116 - first, since opening a FIFO would block
         if stat.S_ISDIR(mode):
@@ -98,11 +102,12 @@ def open_regular(path: str | Path) -> BufferedReader:
 def count_missing_bytes(path: str | Path, demuxer: str) -> int:
     """Return the number of bytes that a cut-off file lacks, by the lengths stated inside it.
 
-    The result is 0 for a file that is complete or states no length. Raises VideoFault("io") where it cannot be read.
+    The result is 0 for a complete file and a file that states no length. Containers other than MP4, Matroska and AVI
+    give 0 too. Raises VideoFault where the file cannot be opened.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        find_end = {"mov": _mov_end, "matroska": _matroska_end, "avi": _avi_end}.get(demuxer)
+        find_end = {"mov": _find_mov_end, "matroska": _find_matroska_end, "avi": _find_avi_end}.get(demuxer)
         return max(0, find_end(file, size) - size) if find_end else 0
 
 
@@ -113,7 +118,7 @@ def has_overstated_table(path: str | Path) -> bool:
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        for kind, start, length in _mov_boxes(file, size):
+        for kind, start, length in _iter_mov_boxes(file, size):
             if kind == b"moov":
                 file.seek(start)
                 moov = file.read(length)
@@ -122,7 +127,7 @@ def has_overstated_table(path: str | Path) -> bool:
 
 
 def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
-    """Return True if the MP4 table at ``kind_at`` states more entries than it holds."""
+    """Return True if the MP4 table at ``kind_at``, the place of its four letters, states more entries than it holds."""
     kind, box_end = moov[kind_at : kind_at + 4], kind_at - 4 + int.from_bytes(moov[kind_at - 4 : kind_at], "big")
     place = kind_at + 8  # behind the version and the flags
     if kind == b"stsz":
@@ -132,8 +137,11 @@ def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
     return int.from_bytes(moov[place : place + 4], "big") * _ENTRY_BYTES[kind] > box_end - place - 4
 
 
-def _mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (four letters, start, length) of each top-level box that states its length."""
+def _iter_mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, int, int]]:
+    """Yield (four letters, start, length) of each top-level box; end before a box that states no length.
+
+    A length may reach beyond ``size``, the bytes of the file.
+    """
     start = 0
     while start + 8 <= size:
         file.seek(start)
@@ -147,33 +155,39 @@ def _mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, int, in
         start += length
 
 
-def _mov_end(file: BufferedReader, size: int) -> int:
-    """Return the end of the last box of an MP4 file that holds video; bytes appended to a file are no box."""
-    boxes = _mov_boxes(file, size)
+def _find_mov_end(file: BufferedReader, size: int) -> int:
+    """Return where the last box with video of an MP4 file ends by its length; 0 without such a box.
+
+    Bytes appended to a file are no box.
+    """
+    boxes = _iter_mov_boxes(file, size)
     return max((start + length for kind, start, length in boxes if kind in (b"moov", b"mdat", b"moof")), default=0)
 
 
-def _matroska_end(file: BufferedReader, size: int) -> int:
-    """Find the end of the segment, which holds everything after the EBML header; 0 where its length is left open."""
+def _find_matroska_end(file: BufferedReader, size: int) -> int:
+    """Return the end of the segment, which holds everything after the EBML header; 0 where its length is left open.
+
+    ``size`` is not used.
+    """
     header = file.read(64)
-    length, width = _ebml_length(header[4:])
+    length, width = _read_ebml_length(header[4:])
     segment = 4 + width + length
     file.seek(segment)
     head = file.read(12)
     if head[:4] != b"\x18\x53\x80\x67":
         return 0
-    length, width = _ebml_length(head[4:])
+    length, width = _read_ebml_length(head[4:])
     unknown = length == (1 << (7 * width)) - 1
     return 0 if unknown else segment + 4 + width + length
 
 
-def _ebml_length(data: bytes) -> tuple[int, int]:
+def _read_ebml_length(data: bytes) -> tuple[int, int]:
     """Read an EBML variable-length integer: its value, and the bytes that it takes."""
     width = 9 - data[0].bit_length() if data and data[0] else 8
     return int.from_bytes(data[:width], "big") & ((1 << (7 * width)) - 1), width
 
 
-def _avi_end(file: BufferedReader, size: int) -> int:
+def _find_avi_end(file: BufferedReader, size: int) -> int:
     """Return the end of an AVI file by the length in its RIFF header."""
     file.seek(4)
     return 8 + int.from_bytes(file.read(4), "little")

@@ -41,7 +41,7 @@ class Hole(NamedTuple):
 def find_lost_stretches(
     timestamps: NDArray[np.float64], is_lost: NDArray[np.bool_], duration_s: float
 ) -> tuple[Hole, ...]:
-    """Return the holes that several lost frames in a row make.
+    """Return the holes that several lost frames in a row make; a single lost frame is no hole.
 
     Args:
         timestamps: [F] seconds of the listed frames, ascending.
@@ -67,16 +67,16 @@ def find_unlisted_hole(duration_s: float, end_s: float, fps: float) -> tuple[Hol
 def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], warnings: int) -> tuple[Hole, ...]:
     """Return the holes that damage made in a clip, small enough for its frames to be chosen among the others.
 
-    If FFmpeg reported no errors, holes are no damage up to MAX_UNSHOWN. What is lost in front of the first frame is
-    none: a recording may begin anywhere. But a clip without any frame that lies in what the file lists or states is
-    damaged in any case.
+    Holes up to MAX_UNSHOWN of the clip are no damage if FFmpeg reported no errors. A loss in front of the first frame
+    is no damage: a recording may begin anywhere. But a clip without any frame counts as damaged in any case, as far as
+    the file lists or states it.
 
     Args:
-        clip: start and end in seconds; None for those of the video.
+        clip: start and end in seconds; None for the video's start or end.
         warnings: errors that FFmpeg logged while it read the file.
 
-    Raises VideoFault("corrupt") where more than MAX_LOST of the clip does not decode, or where FFmpeg reported errors
-    and the clip holds no frame.
+    Raises VideoFault("corrupt") where more than MAX_LOST of a damaged clip does not decode, or MAX_UNSHOWN of another
+    clip. A clip without a frame is corrupt too if FFmpeg reported errors.
     """
     start, stop = 0.0 if clip[0] is None else clip[0], math.inf if clip[1] is None else clip[1]
     if not start < stop:
@@ -104,8 +104,8 @@ def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], 
 
 def _is_cut_short(index: VideoIndex) -> bool:
     """Return True if the video is shorter than its container states, and the rest of the file was not read."""
-    unlisted_ones = any(not hole.listed for hole in index.holes)
-    return unlisted_ones and index.packets is not None and index.packets.has_unread and not _is_open_ended(index)
+    has_unlisted = any(not hole.listed for hole in index.holes)
+    return has_unlisted and index.packets is not None and index.packets.has_unread and not _is_open_ended(index)
 
 
 def _is_open_ended(index: VideoIndex) -> bool:

@@ -89,6 +89,7 @@ class DecodeRequest:
     decoder: str = "auto"
 
     def __post_init__(self) -> None:
+        """Raise ValueError for an unknown decoder."""
         if self.decoder != "auto" and self.decoder not in DECODERS and ":" not in self.decoder:
             raise ValueError(
                 f"unknown decoder {self.decoder!r}; known: auto, {', '.join(DECODERS)}, package.module:Class"
@@ -161,7 +162,7 @@ def decode_video(
     announce: Callable[[str], None] = lambda backend: None,
     allocate: Allocate = frames_array,
 ) -> DecodedVideo:
-    """Decode one video: read, sample and resize it.
+    """Decode one video in this process: read, sample and resize it.
 
     Args:
         announce: called with the name of each decoder before it touches the file.
@@ -202,7 +203,7 @@ class _Decoding:
         # A relative "http:x" must not look like an address to FFmpeg.
         path = os.path.abspath(self._request.path)  # noqa: PTH100
         if os.path.isdir(path):  # noqa: PTH112
-            return self._folder(path)
+            return self._decode_folder(path)
         demuxer = sniff(path)
         size, digest = fingerprint(path)
         if n_missing := count_missing_bytes(path, demuxer):
@@ -218,8 +219,8 @@ class _Decoding:
             sample = sample_file(path)
             return replace(self._read_by_any(index), source_size=size, source_hash=digest, source_sample=sample)
 
-    def _folder(self, path: str) -> DecodedVideo:
-        """Decode a folder of JPEG frames. Raises VideoFault, or an error of PyAV's."""
+    def _decode_folder(self, path: str) -> DecodedVideo:
+        """Decode a folder of JPEG frames, whatever decoder is requested. Raises VideoFault, or an error of PyAV's."""
         index = index_frames(path)
         size, digest = fingerprint_frames(path, frame_names(path))
         clip = round_to_frames(self._request.start_s, self._request.end_s, index.fps)
@@ -227,7 +228,11 @@ class _Decoding:
         return replace(video, source_size=size, source_hash=digest, source_sample=sample_file(path))
 
     def _read_by_any(self, index: VideoIndex) -> DecodedVideo:
-        """Read with the first of the request's decoders that succeeds. Raises the last one's error."""
+        """Read with the first of the request's decoders that succeeds. Raises the last decoder's error.
+
+        If PyAV's frames do not match the index, the whole file is decoded once for another index. ``backend_note`` of
+        the result says why the first choice did not serve.
+        """
         note = ""
         clip = self._request.start_s, self._request.end_s
         *first_choices, last = choose_decoders(self._request.decoder)
@@ -248,7 +253,11 @@ class _Decoding:
         return replace(video, backend_note=note)
 
     def _read(self, index: VideoIndex, backend: str, clip: tuple[float | None, float | None]) -> DecodedVideo:
-        """Choose the frames of the ``clip`` (start, end in seconds) by ``index``, and read them with one decoder."""
+        """Choose the frames of the ``clip`` (start, end in seconds) by ``index``, and read them with one decoder.
+
+        Sets and announces ``backend`` before the decoder opens the file. Raises VideoFault where the clip is empty or
+        damaged, or the decoder's own error.
+        """
         sampling = self._request.sampling
         self._check(index, clip)
         times, *end = index.find_true_times()
@@ -285,12 +294,19 @@ class _Decoding:
         )
 
     def _check(self, index: VideoIndex, clip: tuple[float | None, float | None]) -> int:
-        """Return the number of damages known without FFmpeg's log. Raises VideoFault as ``check_decodable``."""
+        """Return the number of damages known without FFmpeg's log: corrupt packets or holes, whichever are more.
+
+        Raises VideoFault as ``check_decodable``.
+        """
         n_corrupt = 0 if index.packets is None else index.packets.n_corrupt
         return max(n_corrupt, len(check_decodable(index, clip, max(n_corrupt, self._warnings()))))
 
     def _resize_frames(self, chunks: Iterator[Frames], indices: NDArray[np.int64], index: VideoIndex) -> Frames:
-        """Resize frames chunk by chunk, so that full-size ones never pile up, and copy repeated ones; [T,h,w,3]."""
+        """Return the chosen frames [T,h,w,3], resized for the model; ``chunks`` are the distinct frames of ``indices``.
+
+        Chunks are resized as they come, so that full-size frames never pile up; then repeated frames are copied. Raises
+        VideoFault for a shape that the model does not take, IndexMismatch for other frames than the index has.
+        """
         try:
             size = self._request.preprocessor.target_size(len(indices), index.height, index.width)
         except TooFewFrames as error:
@@ -323,9 +339,10 @@ def fingerprint(path: str | Path) -> tuple[int, str]:
 
 @contextmanager
 def count_warnings() -> Iterator[Callable[[], int]]:
-    """Catch FFmpeg's log lines, and yield a function that returns how many there were so far.
+    """Catch FFmpeg's log lines, and yield a function that returns the number of error lines so far.
 
-    FFmpeg writes to file descriptor 2; Python's own stderr still goes to its old target.
+    FFmpeg writes to file descriptor 2, which is redirected for the whole process; Python's own stderr still goes to its
+    old target.
     """
     av.logging.restore_default_callback()  # to the descriptor: PyAV's own handler would drop the lines
     av.logging.set_libav_level(av.logging.ERROR)
@@ -357,7 +374,7 @@ def convert_error(error: Exception, backend: str | None) -> VideoFault:
 
 
 def _fault_class(error: Exception) -> FaultClass:
-    """Return the fault class of an exception raised while a video was read."""
+    """Return the fault class of an exception raised while a video was read; "internal" for an unknown kind."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return "out-of-memory"
     if isinstance(error, RuntimeError) and _TORCH_OUT_OF_MEMORY.search(str(error)):

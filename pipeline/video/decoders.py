@@ -52,8 +52,8 @@ class FrameDecoder(Protocol):
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
         """Yield the frames that ``indices`` (distinct, ascending) name, in this order.
 
-        They come in chunks of [k,H,W,3] uint8 RGB, turned as they are shown, H and W being those of the index. Chunks
-        are small (``chunk_length``), so that memory stays bounded. May raise any exception.
+        They come in chunks of [k,H,W,3] uint8 RGB, turned as they are shown, with H and W of the index. Chunks are
+        small (``chunk_length``), so that memory stays bounded. May raise any exception.
         """
 
     def close(self) -> None:
@@ -70,7 +70,10 @@ def load_decoder(name: str) -> type[FrameDecoder]:
 
 
 def decoder_version(name: str | None) -> str | None:
-    """Return the version of a decoder, or None if it is not installed; a built-in one's library is not imported."""
+    """Return the version of a decoder; None for None, an unknown name, and a decoder that is not installed.
+
+    The library of a built-in decoder is not imported.
+    """
     if name is None:
         return None
     try:
@@ -94,10 +97,11 @@ class LibraryDecoder:
     """The base of decoders that let another library read the file once more, for files it is known to get right.
 
     Raises IndexMismatch for files whose frames the library may get wrong, or where it counts other frames than the
-    index, and the library's own error for what it cannot read.
+    index. The library's own error is raised for what it cannot read.
     """
 
     def __init__(self, index: VideoIndex) -> None:
+        """Open the video with the library. Raises IndexMismatch if the library refuses it or counts other frames."""
         if reason := self.reason_against(index):
             raise IndexMismatch(reason)
         self._chunk = chunk_length(index.height, index.width)
@@ -143,6 +147,7 @@ class PyavDecoder:
     version = str(av.__version__)
 
     def __init__(self, index: VideoIndex) -> None:
+        """Take over the packets of the index, which stays their owner."""
         assert index.packets is not None
         self._index = index
         self._packets = index.packets
@@ -158,7 +163,10 @@ class PyavDecoder:
         """Leave the packets open: they belong to the index."""
 
     def _pixels(self, frame: av.VideoFrame) -> Frames:
-        """Convert a decoded frame to [H,W,3] uint8 RGB as shown; copied only if it is turned or padded."""
+        """Convert a decoded frame to [H,W,3] uint8 RGB as shown, scaled to the size of the index.
+
+        The pixels are copied only if they are turned or padded.
+        """
         index = self._index
         width, height = index.width, index.height
         if index.orientation.transpose:
@@ -174,6 +182,7 @@ class PyavDecoder:
         """Yield the decoded frames number ``indices`` of the file, from no more packets than they need.
 
         Frames are told apart by their presentation times, or by counting from the beginning of a file without any.
+        Raises IndexMismatch where a frame does not come out, or a keyframe is none.
         """
         table, pts = self._packets.table, self._index.pts
         whole = pts is None or self._index.whole
@@ -226,7 +235,10 @@ def turn_frame(frame: Frames, orientation: Orientation) -> Frames:
 
 
 def choose_decoders(decoder: str) -> Sequence[str]:
-    """List the decoders to try for ``decoder`` (auto, a name of DECODERS or an import path), the best one first."""
+    """List the decoders to try for ``decoder`` (auto, a name of DECODERS or an import path), the best one first.
+
+    PyAV is behind any other built-in decoder; a user's own decoder is alone.
+    """
     if decoder == "auto":
         return ("pyav",)
     return (decoder, "pyav") if decoder in DECODERS and decoder != "pyav" else (decoder,)

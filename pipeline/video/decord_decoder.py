@@ -35,7 +35,7 @@ class DecordDecoder(LibraryDecoder):
             (index.packets.n_streams != 1, "it has several video streams"),
             (index.codec not in _PARAMETERS, "only the frame size of H.264 and HEVC is known to stay the same"),
             (index.pts[0] != 0, "it does not start at 0"),
-            (_brings_parameters(index.packets), "its parameters may change on the way"),
+            (_may_change_parameters(index.packets), "its parameters may change on the way"),
             (_has_leading_frames(index.packets.table), "frames shown before a keyframe are stored behind it"),
             (index.orientation != Orientation(), "it is rotated"),
             (index.pixel_format != "yuv420p", f"its pixels are {index.pixel_format}"),
@@ -45,7 +45,10 @@ class DecordDecoder(LibraryDecoder):
         return next((reason for applies, reason in reasons if applies), "")
 
     def open(self, index: VideoIndex) -> decord.VideoReader:
-        """Open the file with decord; the first damaged frame raises, where decord would copy its neighbour."""
+        """Open the file with decord; the first damaged frame raises, where decord would copy its neighbour.
+
+        Sets decord's log level for the whole process.
+        """
         decord.logging.set_level(decord.logging.ERROR)
         return decord.VideoReader(index.path, ctx=decord.cpu(0), num_threads=1, fault_tol=1e-6)
 
@@ -56,14 +59,20 @@ class DecordDecoder(LibraryDecoder):
 
 
 def _has_leading_frames(packets: Sequence[PacketInfo]) -> bool:
-    """Return True if groups of pictures are open: some frame is stored after a keyframe and shown before it."""
+    """Return True if groups of pictures are open: some frame is stored after a keyframe and shown before it.
+
+    All packets must have times.
+    """
     pts = np.array([packet.pts for packet in packets])
     keyframe = np.array([packet.keyframe for packet in packets])
     return bool((pts < np.maximum.accumulate(np.where(keyframe, pts, pts.min()))).any())
 
 
-def _brings_parameters(packets: VideoPackets) -> bool:
-    """Return True if a keyframe seems to carry codec parameters, which may differ from the container's."""
+def _may_change_parameters(packets: VideoPackets) -> bool:
+    """Return True if a keyframe seems to carry codec parameters, which may differ from the container's.
+
+    Reads each keyframe's packet; a codec other than H.264 and HEVC always matches.
+    """
     pattern = re.compile(_PARAMETERS.get(packets.codec, b""))
     keyframes = (number for number, packet in enumerate(packets.table) if packet.keyframe)
     return any(pattern.search(bytes(next(packets.between(n, n + 1)))[:_HEAD]) for n in keyframes)

@@ -26,9 +26,9 @@ _standing_by: _StandBy | None = None
 
 
 def stand_by() -> None:
-    """Start the process that waits; called once in a process that is itself forked and has no threads.
+    """Start the process that waits until ``fork_ahead`` makes it the fork server; it ends with this process.
 
-    It ends with this process.
+    Called once in a process that is itself forked and has no threads.
     """
     global _standing_by  # noqa: PLW0603 - there is one in a process, as there is one server
     parent_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -41,7 +41,7 @@ def stand_by() -> None:
 
 
 def _wait(requests: socket.socket) -> None:
-    """Serve once the two descriptors of a server come; end this process without them."""
+    """Wait for the two descriptors of a server, then serve; end this process without them. It never returns."""
     try:
         _, descriptors, *_ = socket.recv_fds(requests, 1, 2)
         requests.close()
@@ -55,7 +55,8 @@ def _wait(requests: socket.socket) -> None:
 def _show(title: bytes) -> None:
     """Let ``ps`` show a title, and no variable of the process that this one is forked from.
 
-    Those that it uses itself, without credentials, are elsewhere in memory by now.
+    Overwrites the memory of this process's arguments and variables. Variables that it uses itself, without credentials,
+    are elsewhere in memory by now.
     """
     places = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[45:49]  # see proc(5)
     arguments, arguments_end, variables, variables_end = map(int, places)
@@ -66,10 +67,14 @@ def _show(title: bytes) -> None:
 
 @contextmanager
 def fork_ahead() -> Iterator[None]:
-    """Let the process that waits, where one does, be the server that ``multiprocessing`` starts in this context."""
+    """Let the process that stands by, if there is one, be the server that ``multiprocessing`` starts in this context.
+
+    It serves once: a later server is started as usual.
+    """
     start = util.spawnv_passfds
 
     def spawn(path: bytes, arguments: Sequence[str | bytes], descriptors: Sequence[int]) -> int:
+        """Hand the request to the server that stands by, if it is one for a fork server; else start a process."""
         global _standing_by  # noqa: PLW0603
         waits = _standing_by
         if waits is None or forkserver.__name__ not in str(arguments[-1]) or len(descriptors) != 2:

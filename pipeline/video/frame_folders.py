@@ -46,10 +46,10 @@ def is_frame_folder(path: str) -> bool:
 
 
 def frame_names(path: str) -> list[str]:
-    """List the frames of a folder in order; other files are left out.
+    """List the names of a folder's frames in order; other files are left out.
 
-    Raises VideoFault: "unsupported" where it has no frames, "corrupt" where one is missing, "io" where it cannot be
-    read.
+    Raises VideoFault: "unsupported" where it has no frames, "corrupt" where a number is missing, "io" where it cannot
+    be read.
     """
     try:
         with os.scandir(path) as entries:
@@ -70,10 +70,10 @@ def frame_names(path: str) -> list[str]:
 
 
 def read_frame(path: str, name: str) -> bytes:
-    """Read the bytes of a frame.
+    """Read the bytes of a frame's file.
 
-    Raises VideoFault: "policy" where it is a link or no file, "unsupported" where it is no JPEG, "corrupt" where it is
-    cut off, "io" where it cannot be read.
+    Raises VideoFault: "policy" where it is a link or no file, "unsupported" where it is no JPEG or above
+    _MAX_FRAME_BYTES, "corrupt" where it is cut off, "io" where it cannot be read.
     """
     place = os.path.join(path, name)  # noqa: PTH118
     try:
@@ -95,7 +95,10 @@ def read_frame(path: str, name: str) -> bytes:
 
 
 def fingerprint_frames(path: str, names: Iterable[str]) -> tuple[int, str]:
-    """Hash the lengths and contents of frames, in order: their bytes in all, and "blake2b:<hex>". Raises VideoFault."""
+    """Return the bytes of all frames together, and a hash of their lengths and contents in order, "blake2b:<hex>".
+
+    Reads every frame. Raises VideoFault.
+    """
     digest, size = hashlib.blake2b(digest_size=16), 0
     for name in names:
         data = read_frame(path, name)
@@ -112,7 +115,10 @@ class FileState(NamedTuple):
 
 
 def source_state(path: str) -> FileState:
-    """Return the state of a file, or of all frames of a folder. Raises OSError or ValueError where there is none."""
+    """Return the bytes and the mark of a file, or of all frames of a folder together, without reading their content.
+
+    The mark comes from the newest modification time. Raises OSError or ValueError where there is no such path.
+    """
     status = [os.stat(path)]  # noqa: PTH116 - of a million files, a Path each would double the time
     if stat.S_ISDIR(status[0].st_mode):
         with os.scandir(path) as entries:
@@ -140,7 +146,10 @@ def sample_file(path: str) -> int:
 
 
 def round_to_frames(start_s: float | None, end_s: float | None, rate: float) -> tuple[float | None, float | None]:
-    """Round the bounds of a clip of a folder to whole frames: [start, end) in seconds, None for an open side."""
+    """Round the bounds of a clip of a folder to whole frames: [start, end) in seconds, None for an open side.
+
+    The frame nearest to the end belongs to the clip. Bounds that are negative or not finite stay as they are.
+    """
     if start_s is not None and 0 <= start_s < math.inf:
         start_s = max(1, round(start_s * rate)) / rate
     if end_s is not None and 0 <= end_s < math.inf:
@@ -154,6 +163,8 @@ JPEGS = "pipeline.video.frame_folders:JpegDecoder"
 
 def index_frames(path: str) -> VideoIndex:
     """Index a folder of frames; only the first one is decoded, for its shape.
+
+    Frame number k, from 1, is at k / rate seconds. The index has no ``packets`` and no ``pts``.
 
     Raises VideoFault: "unsupported" where the path does not say how many frames a second there are, and what
     ``frame_names`` and ``read_frame`` raise.
@@ -201,7 +212,7 @@ class JpegDecoder:
 
 
 def _decode_frame(path: str, name: str) -> av.VideoFrame:
-    """Decode the picture of a frame. Raises VideoFault, or an error of PyAV's."""
+    """Decode the picture of a frame's file. Raises VideoFault, or an error of PyAV's."""
     decoder = av.CodecContext.create("mjpeg", "r")
     decoder.thread_count = 1
     pictures = [*decoder.decode(av.Packet(read_frame(path, name))), *decoder.decode(None)]

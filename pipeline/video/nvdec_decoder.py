@@ -1,7 +1,7 @@
 """The video decoder of an NVIDIA GPU (NVDEC), through PyAV's own wheel, or through torchcodec where PyAV lacks it.
 
 FFmpeg loads the driver's libnvcuvid. Only the packets that the chosen frames need go to the GPU, decoded frames stay
-there, and the chosen ones alone come back to the host, where they are unpacked to the layout that FFmpeg's software
+there, and only the chosen frames come back to the host, where they are unpacked to the layout that FFmpeg's software
 gives. All later steps are as with PyAV on a core, colours too: on an H200 four clips had the same bits.
 """
 
@@ -34,12 +34,16 @@ class PyavNvdecDecoder(PyavDecoder):
     """
 
     def __init__(self, index: VideoIndex) -> None:
+        """Make a decoder on the GPU.
+
+        Raises IndexMismatch for a codec that is left to a core, RuntimeError without a GPU.
+        """
         super().__init__(index)
         if self._packets.codec not in _CODECS:
             raise IndexMismatch(f"{self._packets.codec} is left to a core")
         self._unpacker = VideoReformatter()
-        _primary_context()
-        self._codec = _on_gpu(self._packets.codec)
+        _hold_primary_context()
+        self._codec = _make_gpu_decoder(self._packets.codec)
         software = self._packets.stream.codec_context
         self._codec.extradata = software.extradata
         self._codec.width, self._codec.height = software.width, software.height
@@ -52,12 +56,15 @@ class PyavNvdecDecoder(PyavDecoder):
         size = (index.height, index.width) if index.orientation.transpose else (index.width, index.height)
         if (frame.width, frame.height) != size:  # of hidden edges a GPU cuts off the right and the lower one alone
             raise IndexMismatch(f"the GPU gives frames of {frame.width}x{frame.height}, a core of {size[0]}x{size[1]}")
-        # FFmpeg scales the chroma of the GPU's layouts (nv12, p010) otherwise than that of planes.
+        # FFmpeg scales the chroma of the GPU's layouts (nv12, p010) otherwise than the chroma of planes.
         return super()._pixels(self._unpacker.reformat(frame, format=index.pixel_format, threads=1))
 
 
-def _on_gpu(codec: str) -> VideoCodecContext:
-    """Make a decoder on the GPU, whose frames stay there. Raises RuntimeError where there is none."""
+def _make_gpu_decoder(codec: str) -> VideoCodecContext:
+    """Make a decoder on the GPU, whose frames stay there.
+
+    Raises RuntimeError without a GPU, or without a GPU decoder of ``codec``.
+    """
     accelerator = HWAccel("cuda", allow_software_fallback=False, options={"primary_ctx": "1"}, is_hw_owned=True)
     try:
         context = av.CodecContext.create(codec, "r", accelerator)
@@ -71,9 +78,9 @@ def _on_gpu(codec: str) -> VideoCodecContext:
 
 
 @cache
-def _primary_context() -> VideoCodecContext:
+def _hold_primary_context() -> VideoCodecContext:
     """Hold the GPU's primary context until this process ends, so that no file's decoder makes it anew."""
-    return _on_gpu("h264")
+    return _make_gpu_decoder("h264")
 
 
 #: PyAV's form, or torchcodec's where this PyAV was built without CUDA; ImportError says what is missing.

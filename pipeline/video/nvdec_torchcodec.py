@@ -1,6 +1,6 @@
 """The video decoder of an NVIDIA GPU, through torchcodec, where PyAV has none. Not measured: no GPU has run this yet.
 
-The frames come back to the host, where they are resized as those of any decoder: the GPU decodes and converts the
+The frames come back to the host, where they are resized as any decoder's frames: the GPU decodes and converts the
 colours, with other last bits than FFmpeg. So whatever else holds for a decode child holds for this one, except that its
 memory is limited by what it writes to, since a CUDA context reserves hundreds of GiB of addresses.
 """

@@ -59,7 +59,7 @@ class VideoPackets:
     Attributes:
         demuxer: name of FFmpeg's demuxer, as ``containers.sniff`` gave it.
         stream: PyAV's stream; its codec context decodes.
-        codec: the codec's own name ("av1", "vp9"), not that of the library which decodes it ("libdav1d").
+        codec: the codec's own name ("av1", "vp9"), not the name of the library that decodes it ("libdav1d").
         start_time: of the container, microseconds; None where it has none.
         n_streams: how many video streams the file has.
         table: the container's facts about each packet.
@@ -75,6 +75,10 @@ class VideoPackets:
     """
 
     def __init__(self, path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
+        """Open the file and read all its packets; up to ``max_kept_bytes`` of packets stay in memory.
+
+        A fault in the middle of the file is kept in ``fault``, not raised.
+        """
         self.demuxer = demuxer
         self._path = path
         self._container = open_container(path, demuxer)
@@ -90,7 +94,7 @@ class VideoPackets:
             self.n_streams = len(self._container.streams.video)
             self.table: list[PacketInfo] = []
             self.parameters_change = False
-            self.stated_s = _stated_seconds(self._container, self.stream, demuxer)
+            self.stated_s = _read_stated_seconds(self._container, self.stream, demuxer)
             self.fault: FFmpegError | None = None
             self.n_corrupt = self._end_byte = 0
             self._sub_layers: set[int] = _sub_layers(self.stream.codec_context.extradata or b"")
@@ -107,9 +111,10 @@ class VideoPackets:
             self._second_file.close()
 
     def find_end(self, duration_s: float) -> float:
-        """Return the end of a video in seconds, as the container states it, or by the bytes behind its last packet.
+        """Return the end of a video in seconds, as the container states it, or an estimate.
 
-        ``duration_s`` is the end of its last frame; it is returned if the file states no later end.
+        The estimate goes by the bytes behind the last packet. ``duration_s`` is the end of its last frame; it is
+        returned if the file states no later end.
         """
         if self.stated_s is not None or self.demuxer == "mov":
             return self.stated_s or duration_s
@@ -126,7 +131,10 @@ class VideoPackets:
         return self._end_byte / max(self._container.size, 1)
 
     def first_frame(self) -> av.VideoFrame | None:
-        """Decode and return the file's first frame, or None if no packet can be decoded."""
+        """Decode and return the file's first frame, or None if no packet can be decoded.
+
+        Also notes whether its frames are interlaced: call it before ``decode_frames`` with ``shown_times``.
+        """
         tries = (next(self.decode_frames(0, stop), None) for stop in (1, len(self.table)))
         first = next((frame for frame in tries if frame is not None), None)
         self._fields = first is not None and bool(first.interlaced_frame)
@@ -137,9 +145,10 @@ class VideoPackets:
     ) -> Iterator[av.VideoFrame]:
         """Yield the frames of packets number ``start`` to ``stop`` - 1 in the order in which they are shown.
 
-        A damaged packet gives no frame, and FFmpeg logs it; ``fault`` is its error. Decoding continues behind it. If
-        the codec marks frames to which no other refers, the decoder leaves these out, unless they are shown at one of
-        the ``shown_times``; None decodes all.
+        A damaged packet gives no frame, and FFmpeg logs it; ``fault`` is its error. Decoding continues behind it. The
+        decoder may leave out frames to which no other frame refers, unless they are shown at one of the
+        ``shown_times``; None decodes all. Finish or close the generator before another call: both use one decoder.
+
         ``codec`` is the decoder, by default the stream's own.
         """
         codec = codec or self.stream.codec_context
@@ -165,7 +174,9 @@ class VideoPackets:
     def runs(self, times: Sequence[int]) -> Iterator[Run]:
         """Yield the packets to decode for the frames that are shown at ``times`` (ascending), each run from a keyframe.
 
-        A frame that is shown before a keyframe and stored behind it needs the keyframe before that one.
+        A frame that is shown before a keyframe and stored behind it needs the keyframe before that keyframe. If the
+        decoder cannot begin at keyframes, there is one run from the first packet. Raises KeyError for a time that no
+        packet has.
         """
         place = {packet.pts: number for number, packet in enumerate(self.table) if not packet.discard}
         keys = [n for n, p in enumerate(self.table) if p.keyframe and p.pts is not None] if self._can_jump() else []
@@ -181,7 +192,7 @@ class VideoPackets:
         yield run
 
     def between(self, start: int, stop: int) -> Iterator[av.Packet]:
-        """Yield packets number ``start`` to ``stop`` - 1."""
+        """Yield packets number ``start`` to ``stop`` - 1, from memory, or from the file where they are not kept."""
         if self._kept_packets is not None:
             return iter(self._kept_packets[start:stop])
         return islice(self._read_again(start), stop - start)
@@ -189,11 +200,11 @@ class VideoPackets:
     def _frames_of(self, codec: av.CodecContext, packet: av.Packet | None) -> list[av.VideoFrame]:
         """Decode a packet into the frames it completes; with None, flush the frames that the decoder still holds.
 
-        A packet that does not decode gives none. Raises MemoryError.
+        A packet that does not decode gives no frame, and its error becomes ``fault``. Raises MemoryError.
         """
         try:
             return list(codec.decode(packet))
-        except FFmpegError as error:  # some decoders answer broken data with EPERM or an error of a library of theirs
+        except FFmpegError as error:  # some decoders answer broken data with EPERM or their library's own error
             if isinstance(error, MemoryError):
                 raise
             self.fault = error
@@ -206,13 +217,16 @@ class VideoPackets:
     def _tells_references(self) -> bool:
         """Return True if the codec marks frames that no other refers to, and each packet is one frame.
 
-        In HEVC with sub-layers a higher layer may refer to frames that are marked so, and a field may have its own
-        packet.
+        In HEVC with sub-layers a higher layer may refer to frames that are marked so. A field may have its own packet.
         """
         return self.codec in _SKIPPING and not self._fields and (self.codec != "hevc" or self._sub_layers == {1})
 
     def _read(self, max_kept_bytes: int) -> None:
-        """Read all packets into the table, and keep their data up to ``max_kept_bytes`` bytes."""
+        """Read all packets into the table, and note damage and changes of parameters on the way.
+
+        Empty packets are left out. Packets stay in memory as long as all of them have at most ``max_kept_bytes`` bytes,
+        else none stays.
+        """
         size = 0
         for packet in self._readable():
             if not packet.size:
@@ -234,7 +248,7 @@ class VideoPackets:
     def _readable(self) -> Iterator[av.Packet]:
         """Yield the packets of the stream up to the end of the file, or up to what the demuxer cannot read.
 
-        Raises MemoryError.
+        That error becomes ``fault`` and counts as a corrupt packet. Raises MemoryError.
         """
         try:
             yield from _iter_packets(self._container, self.stream)
@@ -244,7 +258,11 @@ class VideoPackets:
             self.fault, self.n_corrupt = error, self.n_corrupt + 1
 
     def _read_again(self, start: int, may_seek: bool = True) -> Iterator[av.Packet]:
-        """Yield the packets from number ``start`` on: seek where that surely arrives, else read up to it."""
+        """Yield the packets from number ``start`` on: seek where that surely arrives, else read up to it.
+
+        The file stays open for the next call. A seek that goes past the packet is replaced by reading from the
+        beginning.
+        """
         if self._second_file is None or start < self._next:
             self._second_file, self._next = open_container(self._path, self.demuxer), 0
         stream = self._second_file.streams[self.stream.index]
@@ -274,12 +292,14 @@ def open_container(path: str, demuxer: str) -> InputContainer:
 def pick_stream(container: InputContainer) -> av.VideoStream:
     """Pick the video stream that the ffmpeg command line takes: the largest, a default one counting 5 megapixels more.
 
-    Raises VideoFault("unsupported") where there is none (cover art is no video), its codec is unknown or its
-    frames are too large.
+    Sets its decoder to one thread. Raises VideoFault("unsupported") where there is none (cover art is no video), its
+    codec is unknown or its frames are too large.
     """
     streams = [s for s in container.streams.video if not s.disposition & _STILL_IMAGES]
     if not streams:
-        raise VideoFault("unsupported", f"the file holds no video stream{_other_streams(container)}; leave it out")
+        raise VideoFault(
+            "unsupported", f"the file holds no video stream{_describe_other_streams(container)}; leave it out"
+        )
     streams = [s for s in streams if s.codec_context is not None]
     if not streams:
         raise VideoFault("unsupported", "no decoder knows the codec of the video stream")
@@ -292,7 +312,7 @@ def pick_stream(container: InputContainer) -> av.VideoStream:
     return stream
 
 
-def _other_streams(container: InputContainer) -> str:
+def _describe_other_streams(container: InputContainer) -> str:
     """Describe the streams of a file without video, for an error message."""
     kinds = (("audio", container.streams.audio), ("pictures", container.streams.video))
     kinds_text = " and ".join(name for name, streams in kinds if streams)
@@ -305,7 +325,10 @@ def _sub_layers(data: bytes | memoryview) -> set[int]:
 
 
 def _iter_packets(container: InputContainer, stream: av.VideoStream) -> Iterator[av.Packet]:
-    """Yield the packets of a stream; behind damage a transport stream's demuxer asks to be called again."""
+    """Yield the packets of a stream to the end of the file.
+
+    Behind damage a transport stream's demuxer asks to be called again: it is.
+    """
     while True:
         try:
             yield from container.demux(stream)
@@ -314,8 +337,11 @@ def _iter_packets(container: InputContainer, stream: av.VideoStream) -> Iterator
         return
 
 
-def _stated_seconds(container: InputContainer, stream: av.VideoStream, demuxer: str) -> float | None:
-    """Return the seconds of a video by its stream's header or tag, or by the file's where it has no sound; or None."""
+def _read_stated_seconds(container: InputContainer, stream: av.VideoStream, demuxer: str) -> float | None:
+    """Return the seconds of a video by its stream's header or tag, or by the file's header where it has no sound.
+
+    None if nothing is stated, and for containers other than _STATING.
+    """
     if demuxer not in _STATING:
         return None
     if stream.duration and stream.time_base:

@@ -54,7 +54,7 @@ class VideoIndex:
         tick_s: seconds of a tick, in which the container counts time; 0 where nothing is rounded.
         orientation: how stored frames are turned to be shown.
         pts: [F] int64 presentation times in the stream's ticks, by which decoded frames are told apart; None where the
-            file has no usable ones and only counting decoded frames tells.
+            file has no usable times: then only counting tells decoded frames apart.
         keyframes: [K] int64 presentation times at which decoding can start, ascending.
         whole: whether frames come out at these ``pts`` only where all packets are decoded, since some are damaged.
         holes: (start, end) in seconds of stretches that the file lists and that do not decode, as far as known.
@@ -95,10 +95,10 @@ class IndexMismatch(Exception):  # noqa: N818
 def probe(path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES) -> VideoIndex:
     """Index a file by reading its packets; only the first frame is decoded, for its shape and orientation.
 
-    If packets do not tell the frames (no or broken timestamps), the whole file is decoded once instead. The index
-    holds the file open: close its ``packets``, of which memory holds ``max_kept_bytes`` bytes.
+    If packets do not tell the frames (no or broken timestamps), the whole file is decoded once instead. The index holds
+    the file open, and up to ``max_kept_bytes`` bytes of packets in memory: close its ``packets``.
 
-    Raises VideoFault ("unsupported", "corrupt") or an error of PyAV's.
+    Raises VideoFault ("unsupported", "corrupt") or an error of PyAV's; then nothing stays open.
     """
     packets = VideoPackets(path, demuxer, max_kept_bytes)
     try:
@@ -116,7 +116,7 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
             raise packets.fault
         raise VideoFault("corrupt", f"none of the {len(packets.table)} packets of the video stream can be decoded")
     shown_packets = [p for p in packets.table if not p.discard]
-    orientation = _orientation(first)
+    orientation = _read_orientation(first)
     height, width = (first.width, first.height) if orientation.transpose else (first.height, first.width)
     index = VideoIndex(
         path=path,
@@ -126,7 +126,7 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
         width=width,
         height=height,
         pixel_format=first.format.name,
-        fps=float(_stated_rates(packets)[0]),
+        fps=float(_list_stated_rates(packets)[0]),
         orientation=orientation,
         color_transfer=color_transfer(first, packets.stream),
         sample_aspect_ratio=pixel_shape(packets.stream, turned=orientation.transpose),
@@ -141,9 +141,10 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
 
 
 def scan(index: VideoIndex) -> VideoIndex:
-    """Rebuild an index by decoding the whole file, whose packets do not tell which frames come out.
+    """Return a new index, made by decoding the whole file, whose packets do not tell which frames come out.
 
-    The holes are the stretches of the index whose frames do not come out, and what the container states beyond it.
+    The holes are the stretches of the index whose frames do not come out, and what the container states beyond it. The
+    packets are shared with the old index.
 
     Raises VideoFault("corrupt") where nothing can be decoded.
     """
@@ -157,7 +158,7 @@ def scan(index: VideoIndex) -> VideoIndex:
     listed_index, index = index, replace(index, pts=None)
     ascends = len(known_pts) == len(times) and all(a <= b for a, b in pairwise(times))
     if not ascends and listed_index.pts is not None and len(known_pts):
-        # Behind an error H.264 gives some frames late, when later ones have been shown.
+        # Behind an error H.264 gives some frames late, when later frames have been shown.
         known_pts = pts = known_pts[np.append(True, known_pts[1:] > np.maximum.accumulate(known_pts)[:-1])]
         index = _add_times(replace(index, pts=pts, whole=True), packets, pts, frames[-1][1])
     elif not ascends:
@@ -179,19 +180,22 @@ def scan(index: VideoIndex) -> VideoIndex:
 
 
 def _add_times(index: VideoIndex, packets: VideoPackets, pts: NDArray[np.int64], last_duration: int) -> VideoIndex:
-    """Fill in timestamps and duration from presentation times in the stream's ticks."""
+    """Return the index with timestamps, duration, rate and tick, from presentation times in the stream's ticks.
+
+    ``last_duration`` is the last frame's, in ticks; 0 takes the mean.
+    """
     tick: Fraction = packets.stream.time_base
     start_time = packets.start_time
     origin = Fraction(start_time, 1_000_000) if start_time is not None else int(pts[0]) * tick
     if abs(int(pts[0]) * tick - origin) < Fraction(2, 1_000_000):
-        origin = int(pts[0]) * tick  # the container's start is that of this stream, rounded to microseconds
+        origin = int(pts[0]) * tick  # the container's start is this stream's, rounded to microseconds
     timestamps = np.array([float(int(t) * tick - origin) for t in pts])
-    fps = _true_rate(_stated_rates(packets), len(pts), (int(pts[-1]) - int(pts[0])) * tick, tick)
+    fps = _find_true_rate(_list_stated_rates(packets), len(pts), (int(pts[-1]) - int(pts[0])) * tick, tick)
     end = timestamps[-1] + (float(last_duration * tick) or 1 / fps)
     return replace(index, fps=fps, timestamps=timestamps, duration_s=float(end), tick_s=float(tick))
 
 
-def _stated_rates(packets: VideoPackets) -> list[Fraction]:
+def _list_stated_rates(packets: VideoPackets) -> list[Fraction]:
     """List the frames a second that the file states, the likeliest first; at least one.
 
     For a raw stream FFmpeg's demuxer makes up 25; the stream itself may say another.
@@ -201,11 +205,11 @@ def _stated_rates(packets: VideoPackets) -> list[Fraction]:
     return [rate for rate in rates if rate] or [Fraction(25)]
 
 
-def _true_rate(stated_rates: Sequence[Fraction], n_frames: int, span: Fraction, tick: Fraction) -> float:
+def _find_true_rate(stated_rates: Sequence[Fraction], n_frames: int, span: Fraction, tick: Fraction) -> float:
     """Return a file's frames a second by its timestamps, from the first to the last ``span`` seconds.
 
     A stated rate that agrees is exact where timestamps are rounded: to ticks, or to the milliseconds of a container
-    that the file was copied from.
+    that the file was copied from. The first stated rate counts for a single frame.
     """
     if n_frames < 2 or not span:
         return float(stated_rates[0])
@@ -230,8 +234,11 @@ def _timestamps_usable(shown_packets: Sequence[PacketInfo], packets: VideoPacket
     )
 
 
-def _orientation(frame: av.VideoFrame) -> Orientation:
-    """Read the display matrix of a frame. Raises VideoFault("unsupported") for angles that are no quarter turns."""
+def _read_orientation(frame: av.VideoFrame) -> Orientation:
+    """Return the turn in the display matrix of a frame; none without a matrix.
+
+    Raises VideoFault("unsupported") for angles that are no quarter turns.
+    """
     side_data = frame.side_data.get("DISPLAYMATRIX")
     if side_data is None:
         return _AS_STORED
@@ -244,7 +251,7 @@ def _orientation(frame: av.VideoFrame) -> Orientation:
     raise VideoFault("unsupported", "the video is turned by an angle that is no multiple of 90 degrees")
 
 
-# FFmpeg's names of AVColorTransferCharacteristic, as ffprobe shows them; the numbers are those of H.273.
+# FFmpeg's names of AVColorTransferCharacteristic, as ffprobe shows them; the numbers are from H.273.
 _TRANSFERS = {
     1: "bt709",
     4: "gamma22",

@@ -23,7 +23,7 @@ ROUNDED, STEPPED = "rounded", "stepped"
 TIME_RULE = 2
 # Times are quotients of integers; a frame at 0.1 s must count as on screen at 0.1 s. No video has frames this close.
 _EPSILON = 1e-6
-_TICKS = 2  # by which rounding moves a timestamp: its own, that of the first frame, and what demuxers interpolate
+_TICKS = 2  # by which rounding moves a timestamp: its own rounding, the first frame's, and the demuxer's interpolation
 _MS, _HALF_MS = 0.001, 0.0005  # bounds of clips come in milliseconds (shot detectors, subtitles, tables)
 
 
@@ -56,6 +56,7 @@ class Sampling:
     min_rule: str = ROUNDED
 
     def __post_init__(self) -> None:
+        """Check the fields. Raises ValueError."""
         if self.rule not in FRAME_RULES:
             raise ValueError(f"rule must be one of {', '.join(FRAME_RULES)}, got {self.rule!r}")
         if self.rule != TRUNCATE and self.fps is not None:
@@ -94,7 +95,9 @@ def clip_range(
 
     Raises VideoFault("unsupported") where the clip is empty, backwards, outside the video or holds no frame.
     """
-    clip = f"the clip [{_seconds(start_s, '0')}, {_seconds(end_s, 'end')}) of a video of {duration_s:.3f} s"
+    clip = (
+        f"the clip [{_format_seconds(start_s, '0')}, {_format_seconds(end_s, 'end')}) of a video of {duration_s:.3f} s"
+    )
     start, end = -math.inf if start_s is None else start_s, math.inf if end_s is None else end_s
     if not (start < end) or (start_s is not None and not 0 <= start_s < math.inf):
         raise VideoFault("unsupported", f"{clip} must start at 0 s or later and end after its start")
@@ -110,8 +113,8 @@ def clip_range(
 def find_tolerances(timestamps: NDArray[np.float64], tick_s: float) -> NDArray[np.float64]:
     """Return the tolerance of each frame's timestamp, [F] seconds: times within it mean that frame.
 
-    This is half a millisecond and half a tick, and less than half the way to the next frame at another time. Where
-    frames are a tick apart, as in AVI, a tick counts frames and rounds nothing.
+    This is half a millisecond and half a tick, and less than half the way to the next frame at another time. If frames
+    are a tick apart, as in AVI, a tick counts frames and rounds nothing.
 
     Args:
         timestamps: [F] seconds, ascending; several frames may share one.
@@ -128,7 +131,7 @@ def find_tolerances(timestamps: NDArray[np.float64], tick_s: float) -> NDArray[n
 
 
 def is_even(timestamps: NDArray[np.float64], tick_s: float) -> bool:
-    """Return True if frames follow each other at one rate, but for what ticks round.
+    """Return True if frames follow each other at one rate, but for what ticks round; fewer than three always do.
 
     Arguments as of ``find_tolerances``.
     """
@@ -141,9 +144,13 @@ def is_even(timestamps: NDArray[np.float64], tick_s: float) -> bool:
 def find_true_times(
     timestamps: NDArray[np.float64], duration_s: float, fps: float, tick_s: float
 ) -> tuple[NDArray[np.float64], float, float]:
-    """Return times, duration and tick without what a container's ticks round, so that frames are those of any other.
+    """Return times, duration and tick without a container's rounding, so that all containers give the same frames.
 
     If the rate varies they are as given. The tick is 0 where nothing is rounded any more.
+
+    Args:
+        timestamps: [F] seconds, ascending.
+        fps: average frames a second of the file.
     """
     even = timestamps[0] + np.arange(len(timestamps)) / fps
     if not _is_near(timestamps, even, 1 / fps, tick_s):
@@ -155,7 +162,7 @@ def find_true_times(
 
 
 def _is_near(timestamps: NDArray[np.float64], even: NDArray[np.float64], step: float, tick_s: float) -> bool:
-    """Return True if timestamps are ``even`` ones, ``step`` seconds apart, that were rounded.
+    """Return True if timestamps are ``even`` times, ``step`` seconds apart, that were rounded.
 
     They are rounded to ticks, or to the milliseconds of a container that the file was copied from.
     """
@@ -170,11 +177,14 @@ def clip_rate(
     duration_s: float,
     tick_s: float = 0.0,
 ) -> float:
-    """Return the frames a second of a clip: the file's own ``fps`` unless its rate varies. Raise as ``clip_range``."""
+    """Return the frames a second of a clip: the file's own ``fps`` unless its rate varies.
+
+    If it varies, the frames of the clip are divided by its seconds. Raises as ``clip_range`` then.
+    """
     if is_even(timestamps, tick_s):
         return fps
     first, stop = clip_range(timestamps, start_s, end_s, duration_s, tick_s)
-    start, end = _bounds(timestamps, start_s, end_s, duration_s)
+    start, end = _find_bounds(timestamps, start_s, end_s, duration_s)
     return (stop - first) / (end - start)
 
 
@@ -186,13 +196,15 @@ def choose_frames(
     duration_s: float | None = None,
     tick_s: float = 0.0,
 ) -> NDArray[np.int64]:
-    """Choose the frames to use: [T] indices, ascending; an index repeats where the clip has too few frames.
+    """Choose the frames to use: [T] indices, ascending; an index may repeat.
 
     Uniform sampling goes by ``sampling.rule``, by default the integer ``linspace`` over the clip's frames that
     lmms-eval uses for LLaVA-OneVision.
-    Sampling by fps takes, for k = 0, 1, ..., the frame on screen at start + k / fps: the last one whose timestamp is
-    not later (up to ``find_tolerances``), so the first one may have come up just before the clip starts. No frame at or
-    behind the end of the clip is taken.
+
+    Sampling by fps takes, for k = 0, 1, ..., the frame on screen at start + k / fps: the last frame whose timestamp is
+    not later (up to ``find_tolerances``). So the first frame may have come up just before the clip starts. No frame at
+    or behind the end of the clip is taken. ``min_frames`` and ``max_frames`` of ``sampling`` apply then.
+    ``snap_to_keyframes_s`` is left to ``snap_frames``.
 
     Args:
         timestamps: [F] seconds of every frame of the file in presentation order, ascending.
@@ -212,14 +224,14 @@ def choose_frames(
     first, stop = clip_range(timestamps, start_s, end_s, duration_s, tick_s)
     if sampling.fps is None:
         assert sampling.num_frames is not None
-        spread = _spread if sampling.rule == TRUNCATE else _round_frames
+        spread = _spread_frames if sampling.rule == TRUNCATE else _round_frames
         return spread(first, stop, sampling.num_frames)
-    start, end = _bounds(timestamps, start_s, end_s, duration_s)
+    start, end = _find_bounds(timestamps, start_s, end_s, duration_s)
     fps, most = sampling.fps, sampling.max_frames
     count = max(1, math.ceil((end - start) * fps - _EPSILON))
     if most is not None and count > most:
         if is_even(timestamps, tick_s):
-            return _spread(first, stop, most)
+            return _spread_frames(first, stop, most)
         count, fps = most, most / (end - start)
     tolerance = find_tolerances(timestamps, tick_s)
     times = start + np.arange(count) / fps
@@ -230,7 +242,7 @@ def choose_frames(
     return indices if len(indices) >= least else _fill_frames(indices, first, stop, least, sampling.min_rule)
 
 
-def _bounds(
+def _find_bounds(
     timestamps: NDArray[np.float64], start_s: float | None, end_s: float | None, duration_s: float
 ) -> tuple[float, float]:
     """Return the part of the clip [start, end) in which the video shows something, seconds."""
@@ -249,7 +261,7 @@ def snap_frames(
     Args:
         indices: [T] indices of frames, ascending.
         timestamps: [F] seconds of every frame, ascending.
-        keyframes: [K] indices of those frames that may be moved to, ascending.
+        keyframes: [K] indices of the frames that others may move to, ascending.
         within_s: seconds.
     """
     times, at = timestamps[keyframes], timestamps[indices]
@@ -269,15 +281,16 @@ def count_repeated(indices: NDArray[np.int64]) -> int:
     return len(indices) - len(np.unique(indices))
 
 
-def _spread(first: int, stop: int, count: int) -> NDArray[np.int64]:
+def _spread_frames(first: int, stop: int, count: int) -> NDArray[np.int64]:
     """Return ``count`` evenly spaced frames of [first, stop), truncated to integers."""
     return first + np.linspace(0, stop - first - 1, count, dtype=int).astype(np.int64)
 
 
 def _round_frames(first: int, stop: int, count: int) -> NDArray[np.int64]:
-    """Return ``count`` evenly spaced frames of [first, stop), rounded as ``torch.linspace(...).round()`` in float32.
+    """Return ``count`` evenly spaced frames of [first, stop), or fewer: an even number, and no more than there are.
 
-    As in vision_process.py of qwen-vl-utils 0.0.14: from the start up to the middle, from the end behind it.
+    There are 2 at least: a single frame is repeated. Rounded as ``torch.linspace(...).round()`` in float32, as in
+    vision_process.py of qwen-vl-utils 0.0.14: from the start up to the middle, from the end behind it.
     """
     count = max(2, min(count, stop - first) // 2 * 2)
     last = np.float32(stop - first - 1)
@@ -287,7 +300,9 @@ def _round_frames(first: int, stop: int, count: int) -> NDArray[np.int64]:
 
 
 def _fill_frames(indices: NDArray[np.int64], first: int, stop: int, min_frames: int, rule: str) -> NDArray[np.int64]:
-    """Return ``min_frames`` frames of [first, stop) by the rule of a Qwen processor; ``indices`` if these are no fewer.
+    """Return ``min_frames`` frames of [first, stop) by a Qwen processor's rule, or ``indices`` if these are no fewer.
+
+    STEPPED takes an even number: it rounds an odd ``min_frames`` down.
 
     As sample_frames of transformers 5.24: np.linspace(...).round() in models/qwen3_vl/video_processing_qwen3_vl.py,
     torch.arange(0, n, n / count).int() in models/qwen2_vl/video_processing_qwen2_vl.py.
@@ -301,6 +316,6 @@ def _fill_frames(indices: NDArray[np.int64], first: int, stop: int, min_frames: 
     return first + spread if len(spread) > len(indices) else indices
 
 
-def _seconds(value: float | None, none: str) -> str:
+def _format_seconds(value: float | None, none: str) -> str:
     """Format seconds, or ``none`` for None."""
     return none if value is None else f"{value:g} s"

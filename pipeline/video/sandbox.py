@@ -77,11 +77,11 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
     def decode(self, request: DecodeRequest, descriptor: int | None = None) -> DecodedVideo:
         """Decode one video in the child; see ``decode_video``. If another library ends the child, PyAV tries again.
 
-        ``descriptor`` is an open file to be read instead of ``request.path``. It stays the caller's; the child closes
-        its own copy before it answers.
+        Starts the child if there is none. ``descriptor`` is an open file to be read instead of ``request.path``. It
+        stays the caller's; the child closes its own copy before it answers.
 
-        Raises VideoFault: what ``decode_video`` raises, and "timeout", "crash" (with the exit signal, and with
-        ``attempts`` = 2 after a second try).
+        Raises VideoFault: what ``decode_video`` raises, and "timeout" (the child is ended), "crash" (with the exit
+        signal), and "internal" where no child starts. ``attempts`` of the error is 2 after a second try.
         """
         # Absolute, because the child's working folder is the one this process started in.
         request = replace(request, path=os.path.abspath(request.path))  # noqa: PTH100
@@ -101,7 +101,10 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
         return replace(video, attempts=2, backend_note=f"{first.backend}: {first.message}")
 
     def _attempt(self, request: DecodeRequest, descriptor: int | None, deadline: float) -> DecodedVideo:
-        """Send one request to the child and wait for its answer. Raises VideoFault."""
+        """Send one request to the child and wait for its answer until ``deadline`` (monotonic). Raises VideoFault.
+
+        After a timeout or an interrupt the child is ended: a late answer must not reach the next request.
+        """
         child = self._get_child()
         backend: str | None = None
         try:
@@ -123,13 +126,16 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
             raise
         except (EOFError, OSError) as error:
             self._child = None
-            raise _crash(child.end_code(), backend) from error
+            raise _make_crash_fault(child.end_code(), backend) from error
         except BaseException:
-            self.close()  # after Ctrl-C, for example, a late answer must not be taken for that of the next request
+            self.close()  # after Ctrl-C, for example, a late answer must not be taken for the next request's
             raise
 
     def _get_child(self) -> _Child:
-        """Return the child; start one if there is none, or the last has ended."""
+        """Return the child; start one if there is none, or the last has ended.
+
+        The time that it takes is added to ``starting_s``, also if it fails. Raises VideoFault (internal) then.
+        """
         if self._child is None or self._child.pipe.poll():  # idle children send nothing: the pipe ended
             self.close()
             start = time.monotonic()
@@ -152,6 +158,7 @@ class _Child:
     """One child process and the parent's end of the pipe to it. Raises VideoFault("internal") if it does not start."""
 
     def __init__(self, memory_mb: int, on_gpu: bool) -> None:
+        """Start the process and wait until it is ready. Raises VideoFault (internal) if it does not start."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         self.pipe, child_pipe = context.Pipe()
@@ -193,7 +200,10 @@ class _Child:
         self.received.close()
 
     def end_code(self) -> int | None:
-        """Wait up to 5 s, end the process, and return its exit code (negative: the signal that ended it)."""
+        """Wait up to 5 s, end the process, and return its exit code (negative: the signal that ended it).
+
+        None if it still ran.
+        """
         self.process.join(5)
         code: int | None = self.process.exitcode
         self.end()
@@ -204,7 +214,7 @@ class _Child:
 def _hide_main_module() -> Iterator[None]:
     """Keep a child that starts inside this context from importing this process's main module.
 
-    The main module of an actor is Ray's worker, which takes half a second to import and is of no use to a decoder.
+    The main module of an actor is Ray's worker. It takes half a second to import, and a decoder has no use for it.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -214,7 +224,7 @@ def _hide_main_module() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _crash(code: int | None, backend: str | None) -> VideoFault:
+def _make_crash_fault(code: int | None, backend: str | None) -> VideoFault:
     """Return the fault of a video whose decode process ended with ``code`` (negative: by that signal)."""
     if code is None or code >= 0:
         return VideoFault("crash", f"the decode process ended with exit code {code}", backend=backend)
@@ -224,7 +234,11 @@ def _crash(code: int | None, backend: str | None) -> VideoFault:
 
 
 def _serve(pipe: Connection, memory_mb: int, on_gpu: bool, gpus: str | None) -> None:
-    """Answer the requests that come through the pipe, in the child, until the parent closes it or is gone."""
+    """Answer the requests that come through the pipe, in the child, until the parent closes it or is gone.
+
+    First confines this process, and sends a note about that. A fault is an answer too. ``gpus`` are the GPUs it may
+    see; None leaves them as they are.
+    """
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     pipe.send(_confine(memory_mb, on_gpu))
@@ -246,7 +260,10 @@ def _serve(pipe: Connection, memory_mb: int, on_gpu: bool, gpus: str | None) -> 
 
 
 def _answer(pipe: Connection, shared_frames: SharedFrames) -> DecodedVideo:
-    """Receive the next request, a path or an open file, and decode its video. Raises VideoFault."""
+    """Receive the next request, a path or an open file, and decode its video.
+
+    Raises VideoFault, or EOFError at the end of the pipe.
+    """
     has_descriptor, freed = pipe.recv()
     shared_frames.reuse(freed)
     descriptor = reduction.recv_handle(pipe) if has_descriptor else None
@@ -261,9 +278,9 @@ def _answer(pipe: Connection, shared_frames: SharedFrames) -> DecodedVideo:
 
 
 def _confine(memory_mb: int, on_gpu: bool) -> str:
-    """Limit this process's memory and priority, end with its parent, without credentials or core files; return a note.
+    """Limit this process's memory and priority, and return a note about a limit that the platform lacks, else "".
 
-    The note is about a limit that the platform does not have, "" if it has all.
+    The process also ignores Ctrl-C, ends with its parent, and has no credentials and no core files.
     """
     import torch  # noqa: PLC0415 - already imported by the fork server; its size counts as the child's own
 
@@ -279,7 +296,7 @@ def _confine(memory_mb: int, on_gpu: bool) -> str:
 def _limit_memory(memory_mb: int, on_gpu: bool) -> str:
     """Let this process grow by ``memory_mb`` MiB from here, and return a note if the platform has no such limit.
 
-    With ``on_gpu`` only private memory that can be written counts, otherwise all of the address space.
+    If ``on_gpu``, only private memory that can be written counts, otherwise all of the address space.
     """
     kind, field = (resource.RLIMIT_DATA, 5) if on_gpu else (resource.RLIMIT_AS, 0)
     try:
@@ -295,8 +312,10 @@ def _limit_memory(memory_mb: int, on_gpu: bool) -> str:
 def _end_with_parent() -> None:
     """End this process when its parent is gone, even SIGKILLed, and even while a decoder spins without end.
 
-    The parent holds the other end of the sentinel pipe. A signal from the kernel needs no Python to run here, so a
-    decoder that never releases the interpreter's lock cannot hold it up; the thread is for where there is no O_ASYNC.
+    Returns at once. It does nothing in a process that is no child of multiprocessing.
+
+    The parent holds the other end of the sentinel pipe. A signal from the kernel needs no Python to run here. So a
+    decoder that never releases the interpreter's lock cannot hold it up. The thread serves systems without O_ASYNC.
     """
     parent = multiprocessing.parent_process()
     if parent is None:  # not a child: called by hand
@@ -329,7 +348,7 @@ def strip_credentials(environment: MutableMapping[str, str]) -> None:
 
 
 def _erase(name: bytes) -> None:
-    """Overwrite a variable where the kernel put it, since removing it takes away the pointer alone."""
+    """Overwrite a variable's value where the kernel put it: removing the variable would leave the value in memory."""
     library = ctypes.CDLL(None)
     library.getenv.restype = ctypes.c_void_p
     place = library.getenv(name)

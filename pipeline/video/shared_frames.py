@@ -34,6 +34,7 @@ class SharedFrames:
     """The shared memory for frames in the decoding process, one piece a video."""
 
     def __init__(self) -> None:
+        """Start without memory; pieces are made as videos need them."""
         self._idle: dict[int, mmap.mmap] = {}
         self._lent: dict[int, mmap.mmap] = {}
         self._n_pieces = 0
@@ -46,7 +47,11 @@ class SharedFrames:
             self._idle[number] = self._lent.pop(number)
 
     def allocate(self, shape: tuple[int, ...]) -> Frames:
-        """Return an array for [T,h,w,3] frames; one that was returned since the last handover is no longer shared."""
+        """Return an array for [T,h,w,3] frames in a free piece of memory, or in a new one.
+
+        An array returned since the last handover is not handed over: its memory is used again. Call ``hand_over`` once
+        the array is filled.
+        """
         self._take_back()
         size = math.prod(shape)
         number = min((n for n, m in self._idle.items() if len(m) >= size), key=lambda n: len(self._idle[n]), default=-1)
@@ -54,14 +59,15 @@ class SharedFrames:
             self._current = number, self._idle.pop(number)
         else:
             self._n_pieces += 1
-            self._descriptor = _file_in_memory(max(1, size))
+            self._descriptor = _create_memory(max(1, size))
             self._current = self._n_pieces, mmap.mmap(self._descriptor, 0)
         return np.frombuffer(self._current[1], np.uint8, size).reshape(shape)
 
     def hand_over(self) -> tuple[Handover, int | None]:
         """Give the current video's frames to the reader: return the message and a new piece's descriptor, or None.
 
-        The caller closes the descriptor.
+        The caller closes the descriptor. The largest free pieces are given up beyond _MAX_IDLE_BYTES. Call ``allocate``
+        before.
         """
         assert self._current is not None
         (number, memory), descriptor = self._current, self._descriptor
@@ -74,7 +80,7 @@ class SharedFrames:
         return Handover(number, descriptor is not None, tuple(dropped_numbers)), descriptor
 
     def _take_back(self) -> None:
-        """Release the current piece, which was not handed over."""
+        """Release the current piece, which was not handed over: a new piece is dropped, another piece is free again."""
         if self._descriptor is not None:
             os.close(self._descriptor)  # the reader never got it
         elif self._current is not None:
@@ -100,7 +106,10 @@ class ReceivedFrames:
         return freed
 
     def frames(self, handover: Handover, descriptor: int | None, shape: tuple[int, ...]) -> Frames:
-        """Return the [T,h,w,3] frames of a video; ``descriptor`` is that of a new piece.
+        """Return the [T,h,w,3] frames of a video without a copy.
+
+        ``descriptor`` belongs to a new piece, and stays the caller's; None for a known piece. The piece is free for
+        other frames once nothing refers to the array. Forgets the pieces that the writer gave up.
 
         Raises OSError where the memory is smaller, or could become so: reading would end this process then.
         """
@@ -129,8 +138,11 @@ def _keeps_its_size(descriptor: int) -> bool:
     return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
 
 
-def _file_in_memory(size: int) -> int:
-    """Create so many bytes of memory, sealed against shrinking under a reader, and return its descriptor."""
+def _create_memory(size: int) -> int:
+    """Create ``size`` bytes of memory, sealed against shrinking under a reader, and return its descriptor.
+
+    A platform without such memory gets a temporary file without a name.
+    """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("frames", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:

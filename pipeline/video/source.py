@@ -74,7 +74,10 @@ class Source(AbstractContextManager["Source"]):
         self.descriptor = self.path = None
 
     def decode(self, sandbox: DecodeSandbox, request: DecodeRequest) -> DecodedVideo:
-        """Decode the video, whatever ``request.path`` is. Raises VideoFault, whose message names the ``uri``."""
+        """Decode the video, whatever ``request.path`` is; messages and notes of the result name the ``uri``.
+
+        Raises VideoFault: the source's own ``fault``, or the sandbox's.
+        """
         if self.fault is not None:
             raise self.fault
         try:
@@ -94,7 +97,8 @@ class Source(AbstractContextManager["Source"]):
 def open_source(uri: str, objects: Objects, limit: int, fetch: Fetch | None = None) -> Source:
     """Open a path as it is, or fetch a remote file of at most ``limit`` bytes in one GET; faults come in the source.
 
-    ``fetch`` brings the bytes of a member of a container, whose ``uri`` names nothing that could be opened.
+    A path that does not exist is no fault yet. ``fetch`` brings the bytes of a member of a container, whose ``uri``
+    names nothing that could be opened.
     """
     if not is_remote(uri) and fetch is None:
         return Source(uri, path=uri, mark=_state_on_disk(uri).mark or None)
@@ -103,15 +107,15 @@ def open_source(uri: str, objects: Objects, limit: int, fetch: Fetch | None = No
         _fetch(source, fetch or partial(_download, source, objects), limit)
     except Exception as error:  # noqa: BLE001 - the error boundary of a video: anything becomes its error row
         source.close()
-        source.fault = _fault(uri, error, limit)
+        source.fault = _make_fault(uri, error, limit)
     return source
 
 
 def same_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> Source:
     """Open the source of a videos row, if its size is still the recorded one; an object is one GET.
 
-    ``fetch`` is as ``open_source`` takes it. Raises VideoFault("io") where it is gone, ReplacedSource where it has
-    another size.
+    ``fetch`` is as ``open_source`` takes it. Raises VideoFault("io") where the file is gone or cannot be read, or the
+    row lacks its size or hash; ReplacedSource where it has another size, or a copy has another fault.
     """
     is_copy = fetch is not None or is_remote(row["uri"])
     if not is_copy:
@@ -128,7 +132,7 @@ def same_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> 
 
 
 def _check_present(row: VideoRow) -> None:
-    """Check that the file of a row is on this machine and has the recorded size. Raises as ``same_source``."""
+    """Raise VideoFault("io") unless the file of a row is on this machine, ReplacedSource if it has another size."""
     path = Path(row["uri"])
     if not path.is_absolute():
         raise VideoFault("io", "the source is no file of this machine")
@@ -141,7 +145,10 @@ def _check_present(row: VideoRow) -> None:
 
 
 def _fetch(source: Source, fetch: Fetch, limit: int) -> None:
-    """Fetch the bytes into memory, or into a temporary file where there are no files in memory. Raises OSError."""
+    """Fetch the bytes into memory, or into a temporary file where there are no files in memory; set them in ``source``.
+
+    Raises what ``fetch`` raises; ``source.close`` releases what was fetched.
+    """
     if hasattr(os, "memfd_create"):
         source.descriptor = os.memfd_create("video", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with open(source.descriptor, "wb", closefd=False) as file:
@@ -163,8 +170,8 @@ def _download(source: Source, objects: Objects, write: Callable[[bytes], object]
         return write_download(download, write, limit, source.uri)
 
 
-def _fault(uri: str, error: Exception, limit: int) -> VideoFault:
-    """Make the fault of an object that could not be fetched."""
+def _make_fault(uri: str, error: Exception, limit: int) -> VideoFault:
+    """Make the fault of a video that could not be fetched; ``limit`` is the largest number of bytes allowed."""
     if isinstance(error, VideoFault):
         return error
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
@@ -180,7 +187,7 @@ class Sizes:
 
     def __init__(self, objects: Objects | None = None) -> None:
         self._objects = objects
-        self._n_requests = self._n_refused = 0  # requests; those in a row, up to the last one, that were refused
+        self._n_requests = self._n_refused = 0  # requests; the latest requests in a row that were refused
         self._refusal: OSError | None = None
 
     @property
@@ -195,9 +202,10 @@ class Sizes:
         return [state.size for state in self.states(paths)]
 
     def states(self, paths: Sequence[str]) -> list[FileState]:
-        """Look up each file or object, in one request; GONE where it is gone or cannot be asked about.
+        """Look up each file or object; MISSING_STATE where it is gone or cannot be asked about.
 
-        Raises UsageError once the store has refused as many requests in a row as are sent at a time.
+        Each object costs a request. Call ``finish`` after the last call. Raises UsageError once the store has refused
+        as many requests in a row as are sent at a time.
         """
         remote_states = self._on_s3([path for path in paths if is_remote(path)])
         return [next(remote_states) if is_remote(path) else _state_on_disk(path) for path in paths]
@@ -216,7 +224,7 @@ class Sizes:
                 yield from self._count_refusals(pool.map(self._head, uris[start : start + 8 * _MAX_REQUESTS]))
 
     def _count_refusals(self, answers: Iterable[FileState | OSError]) -> Iterator[FileState]:
-        """Yield states while counting refusals in a row. Raises UsageError after too many."""
+        """Yield states, MISSING_STATE for a refusal; count refusals in a row. Raises UsageError after too many."""
         for answer in answers:
             refusal = answer if isinstance(answer, OSError) else None
             self._n_requests += 1
@@ -227,7 +235,7 @@ class Sizes:
             yield MISSING_STATE if isinstance(answer, OSError) else answer
 
     def _head(self, uri: str) -> FileState | OSError:
-        """Ask the store for an object's state; GONE where it is gone, or the error of a refusal."""
+        """Ask the store for an object's state; MISSING_STATE where it is gone, or the error of a refusal."""
         try:
             _, size, mark = reach(uri, self.objects).info(uri)
         except FileNotFoundError:
@@ -246,7 +254,7 @@ def make_no_answer(refusal: OSError) -> UsageError:
 
 
 def _state_on_disk(path: str) -> FileState:
-    """Return the state of a local video; GONE if it is gone."""
+    """Return the state of a local video; MISSING_STATE if it is gone."""
     try:
         return source_state(path)
     except (OSError, ValueError):
@@ -256,7 +264,7 @@ def _state_on_disk(path: str) -> FileState:
 def sample_source(uri: str, size: int, objects: Objects) -> int | None:
     """Return the ``sample_key`` of a file or object of ``size`` bytes, in up to three requests; None where it is gone.
 
-    Raises UsageError where the store does not answer.
+    None also for a local file or folder that cannot be read. Raises UsageError where the store does not answer.
     """
     try:
         if not is_remote(uri):

@@ -138,6 +138,20 @@ def assert_complete(cache: Path | Store, ids: list[str]) -> None:
         assert len(video.tokens) == video.metadata["n_tokens"]
 
 
+def shut_ray_down_in_the_end() -> None:
+    """Let this driver, which was forked, leave Ray as the process of a command does when it exits."""
+    from jobs import prune  # noqa: PLC0415 - not when Ray's workers import this module
+
+    main = prune.main
+
+    def whole(argv: list[str]) -> int:
+        code = main(argv)
+        ray.shutdown()
+        return code
+
+    prune.main = whole  # type: ignore[assignment]
+
+
 def forbid_ray(patch: pytest.MonkeyPatch) -> None:
     """Make attempts to start or to join a Ray cluster fail, or to use one that this process has joined."""
 

@@ -66,17 +66,16 @@ def assert_all_gone(pids: list[int], timeout: float = 90) -> None:
     wait_until(lambda: not left(), lambda: f"the end of {left()}", timeout)
 
 
-def titled(process: subprocess.Popen[str], title: str, timeout: float = 120, below: int | None = None) -> int | None:
-    """Wait for a worker of a run whose process title begins so; None when the run ended.
+def titled(process: subprocess.Popen[str], title: str, below: int | None = None) -> int:
+    """Wait for a worker of a run whose process title begins so, while the run goes on.
 
     ``below`` is the process that Ray is of, where it is not of the run's own.
     """
 
-    def look() -> int | bool:
-        return next((pid for pid, name in family(below or process.pid).items() if name.startswith(title)), ended())
+    def look() -> int | None:
+        return next((pid for pid, name in family(below or process.pid).items() if name.startswith(title)), None)
 
-    def ended() -> bool:
-        return process.poll() is not None
+    def running() -> None:
+        assert process.poll() is None, process.communicate()[0]
 
-    found = wait_until(look, f"a process {title}", timeout)
-    return None if found is True else found
+    return wait_until(look, f"a process {title}", meanwhile=running)

@@ -33,10 +33,9 @@ class Cluster:
         environment: what the nodes, and with them every job, are started in.
     """
 
-    def __init__(self, *, cpus: int = 2, **environ: str) -> None:
+    def __init__(self, **environ: str) -> None:
         self.environment = environment(**environ)
-        if "PYTHONPATH" not in environ:
-            del self.environment["PYTHONPATH"]  # jobs must run the code they are submitted with, not this checkout
+        del self.environment["PYTHONPATH"]  # jobs must run the code they are submitted with, not this checkout
         self.environment["PATH"] = f"{RAY.parent}{os.pathsep}{self.environment['PATH']}"
         self.folder = Path(self.environment.pop("RAY_TMPDIR"))
         self._nodes: list[subprocess.Popen[bytes]] = []
@@ -46,7 +45,7 @@ class Cluster:
         self._start(
             "--head", f"--port={self._gcs}", f"--temp-dir={self.folder}", "--include-dashboard=true",
             f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}",
-            agent=agent, cpus=cpus,
+            agent=agent,
         )  # fmt: skip
 
     def __enter__(self) -> Cluster:
@@ -60,53 +59,44 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def head_pid(self) -> int:
-        return self._nodes[0].pid
-
-    def add_node(self, *, cpus: int = 2) -> None:
+    def add_node(self) -> None:
         """Join one more node and wait until the cluster counts it."""
         (agent,) = _free_ports(1)
-        self._start(f"--address=127.0.0.1:{self._gcs}", agent=agent, cpus=cpus)
+        self._start(f"--address=127.0.0.1:{self._gcs}", agent=agent)
         self._wait_until(lambda: len(self._alive_nodes()) == len(self._nodes), "the node joins")
 
-    def ray(self, *argv: str, timeout: float = 240, cwd: Path | None = None, **environ: str) -> Ended:
+    def ray(self, *argv: str, cwd: Path) -> Ended:
         """Run ``ray <argv>`` as a user of the cluster does; stdout and stderr together."""
         return subprocess.run(
-            [RAY, *argv], env={**self.environment, **environ}, cwd=cwd or self.folder, timeout=timeout,
+            [RAY, *argv], env=self.environment, cwd=cwd, timeout=240,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
 
-    def submit(self, *entrypoint: str, options: tuple[str, ...] = (), **more: Any) -> Ended:
-        """Run ``ray job submit <options> -- <entrypoint>``, which ends with the job without --no-wait."""
-        return self.ray("job", "submit", "--address", self.address, *options, "--", *entrypoint, **more)
-
     def logs(self, job: str) -> str:
-        """Return what a job has printed so far; ``ray job logs`` asks for the same, and takes seconds to start."""
+        """Return what a job has printed so far."""
         logs: str = self.get(f"/api/jobs/{job}/logs")["logs"]
         return logs
-
-    def stop(self, job: str) -> Ended:
-        return self.ray("job", "stop", "--address", self.address, job)
 
     def info(self, job: str) -> dict[str, Any]:
         """Return what the job server says of a job: status, message, driver_exit_code, driver_info and more."""
         found: dict[str, Any] = self.get(f"/api/jobs/{job}")
         return found
 
-    def wait_for(self, job: str, *states: str, timeout: float = 120) -> dict[str, Any]:
-        """Wait until the job is in one of the states, by default ended; returns its info."""
-        self._wait_until(
-            lambda: self.info(job)["status"] in (states or ENDED), f"{job} is one of {states or ENDED}", timeout
-        )
+    def wait_for(self, job: str) -> dict[str, Any]:
+        """Wait until the job has ended; returns its info."""
+        self._wait_until(lambda: self.info(job)["status"] in ENDED, f"{job} ends")
         return self.info(job)
 
-    def get(self, path: str) -> Any:
-        """Fetch the JSON behind a path of the job server."""
-        file = Path(self.environment["HOME"]) / ".ray" / "auth_token"
-        token = self.environment.get("RAY_AUTH_TOKEN") or (file.read_text() if file.exists() else None)
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        with urllib.request.urlopen(urllib.request.Request(self.address + path, headers=headers), timeout=30) as answer:
+    def get(self, path: str, document: object = None, token: str | None = None) -> Any:
+        """Fetch the JSON behind a path of the job server, or post a document there; by the cluster's token or another.
+
+        It asks for what ``ray job`` asks for, which takes seconds to start.
+        """
+        token = self.environment["RAY_AUTH_TOKEN"] if token is None else token
+        body = None if document is None else json.dumps(document).encode()
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        request = urllib.request.Request(self.address + path, body, headers if token else {})
+        with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
     def close(self) -> None:
@@ -121,14 +111,14 @@ class Cluster:
             node.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _start(self, *argv: str, agent: int, cpus: int) -> None:
+    def _start(self, *argv: str, agent: int) -> None:
         with (self.folder / f"node-{len(self._nodes)}.log").open("wb") as log:
             node = subprocess.Popen(
                 [
                     RAY, "start", "--block", "--disable-usage-stats", *argv,
                     # The defaults are fixed numbers that another cluster on this machine may hold.
                     f"--dashboard-agent-listen-port={agent}", "--min-worker-port=0", "--max-worker-port=0",
-                    f"--num-cpus={cpus}",
+                    "--num-cpus=2",
                     f"--object-store-memory={256 * 2**20}",
                 ],
                 env=self.environment, cwd=self.folder, start_new_session=True,
@@ -152,14 +142,14 @@ class Cluster:
         nodes = self.get("/nodes?view=summary")["data"]["summary"]
         return [node for node in nodes if node["raylet"]["state"] == "ALIVE"]
 
-    def _wait_until(self, condition: Any, what: str, timeout: float = 120) -> None:
+    def _wait_until(self, condition: Any, what: str) -> None:
         def running() -> None:
             for number, node in enumerate(self._nodes):
                 log = self.folder / f"node-{number}.log"
                 assert node.poll() is None, f"node {number} ended: {log.read_text(errors='replace')}"
             time.sleep(0.1)  # a look is a request
 
-        wait_until(condition, what, timeout, meanwhile=running)
+        wait_until(condition, what, 240, meanwhile=running)
 
 
 Ended = subprocess.CompletedProcess[str]

@@ -6,14 +6,13 @@ import os
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
-import ray
 
 from jobs import prune, verify
 from pipeline import TokenCache
 from tests.jobs.jobs import document_of, run_here
-from tests.pipeline.rays import PLAIN, ray_here
 from tests.pipeline.s3 import S3Server
 from tests.pipeline.videos import write_clip
 
@@ -22,12 +21,6 @@ pytestmark = pytest.mark.slow
 OPTIONS = ("--num-frames", "2")
 IDS = ("file", "object", "t.tar/a", "t.tar/b", "s.tar/a", "s.tar/b", "z.zip/a", "z.zip/b")
 FORMS = ("file", "object", "t.tar/a", "s.tar/a", "z.zip/a")  # the id of a video of each form
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_here(*PLAIN):
-        yield ray.get_runtime_context().gcs_address
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +77,10 @@ class Corpus:
         places += [str(self.folder / "z.zip"), "--video-root", self.server.uri()]
         return run_here(prune, [*places, "--out", str(self.cache), *OPTIONS, *more])
 
-    def hashes(self) -> dict[str, str]:
-        """What was read of each video."""
+    def values(self, column: str) -> dict[str, Any]:
+        """A column of the rows of the cache, by video."""
         cache = TokenCache(self.cache)
-        return {video_id.removesuffix(".mp4"): cache.metadata(video_id)["source_hash"] for video_id in cache.video_ids}
-
-    def attempts(self) -> dict[str, int]:
-        cache = TokenCache(self.cache)
-        return {video_id.removesuffix(".mp4"): cache.metadata(video_id)["attempts"] for video_id in cache.video_ids}
+        return {video_id.removesuffix(".mp4"): cache.metadata(video_id)[column] for video_id in cache.video_ids}
 
 
 @pytest.fixture
@@ -101,13 +90,13 @@ def server(monkeypatch):
         yield opened
 
 
-def test_other_content_of_the_same_size_is_noticed_and_the_same_content_is_kept(cluster, contents, server, tmp_path):
+def test_other_content_of_the_same_size_is_noticed_and_the_same_content_is_kept(one_ray, contents, server, tmp_path):
     a, b, other = contents
     corpus = Corpus(tmp_path / "corpus", server)
     corpus.write(a, b)
     done = corpus.prune()
     assert done.returncode == 0, done.stdout
-    before = corpus.hashes()
+    before = corpus.values("source_hash")
     assert sorted(before) == sorted(IDS)
 
     corpus.write(a, b, mtime=1e9)  # a copy with other times, and another mark of each tar
@@ -119,7 +108,7 @@ def test_other_content_of_the_same_size_is_noticed_and_the_same_content_is_kept(
     corpus.write(a, b, {"new": other}, mtime=2e9)  # packed anew, with another member in front
     again = corpus.prune()
     assert again.returncode == 0 and "8 of 11 videos are in the cache already" in again.stdout, again.stdout
-    assert {name: value for name, value in corpus.hashes().items() if name in IDS} == before
+    assert {name: value for name, value in corpus.values("source_hash").items() if name in IDS} == before
 
     corpus.write(other, b, {"new": other, "newer": b}, mtime=3e9)  # as many bytes
     refused = corpus.prune()
@@ -134,21 +123,23 @@ def test_other_content_of_the_same_size_is_noticed_and_the_same_content_is_kept(
     assert {problem["class"] for problem in record["problems"]} == {"source-changed"}
 
     assert corpus.prune("--on-changed", "skip").returncode == 0
-    assert {name: value for name, value in corpus.hashes().items() if name in IDS} == before
-    assert "t.tar/newer" in corpus.hashes()
+    assert {name: value for name, value in corpus.values("source_hash").items() if name in IDS} == before
+    assert "t.tar/newer" in corpus.values("source_hash")
     redone = corpus.prune("--on-changed", "redo")
     assert redone.returncode == 0, redone.stdout
-    after = corpus.hashes()
+    after = corpus.values("source_hash")
     assert {name for name in IDS if after[name] != before[name]} == {*FORMS}
     assert {after[name] for name in FORMS} == {after["t.tar/new"]}
-    assert {name for name, attempts in corpus.attempts().items() if attempts == 2} == {*FORMS}
+    assert {name for name, attempts in corpus.values("attempts").items() if attempts == 2} == {*FORMS}
     assert verify.main([str(corpus.cache), "--live", "14"]) == 0
 
     ids = tmp_path / "ids.txt"
     ids.write_text("t.tar/b.mp4\nfile\n")
     redone = corpus.prune("--redo", str(ids))
-    assert redone.returncode == 0 and corpus.attempts()["t.tar/b"] == 2 and corpus.attempts()["file"] == 3
-    assert sum(corpus.attempts().values()) == 14 + 5 + 2
+    assert (
+        redone.returncode == 0 and corpus.values("attempts")["t.tar/b"] == 2 and corpus.values("attempts")["file"] == 3
+    )
+    assert sum(corpus.values("attempts").values()) == 14 + 5 + 2
     for named, why in (("typo.mp4\n", "1 of its ids have no row"), ("file\nx", "e.g. x")):
         ids.write_text(named)
         refused = corpus.prune("--redo", str(ids))

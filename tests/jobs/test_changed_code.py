@@ -21,7 +21,8 @@ from pipeline.generate.answers import read_answers
 from pipeline.prune.run import PruneRun
 from pipeline.runner.prefork.server import start_server
 from tests.jobs.faults import tiny_videos
-from tests.jobs.jobs import environment, run_here
+from tests.jobs.jobs import environment, forbid_ray, run_here
+from tests.jobs.test_own_method import CODE
 from tests.paths import ROOT
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.rays import growing_ray
@@ -148,6 +149,36 @@ def test_other_code_is_refused_with_its_file_and_redo_makes_the_whole_cache_agai
     assert "nothing to do" in pruned(videos, out)
     checked = run_here(verify, [str(out)])
     assert checked.returncode == 0, checked.stdout
+
+
+def test_a_run_records_a_method_and_who_reads_the_cache_needs_no_such_module(place, videos, tmp_path, monkeypatch):
+    """The method of the page of gstep."""
+    (place / "mine.py").write_text(CODE[0])
+    cache = tmp_path / "c"
+    argv = [str(videos), "--out", str(cache), "--num-frames", "3", "--pruner", "mine:Mine", "--pruner-param", "p=1"]
+    done = run_here(prune, argv)
+    assert done.returncode == 0, done.stdout
+    pruner = read_header(TokenCache(cache).store)["identity"]["pruner"]
+    declares = {"nested": True, "merges": False, "exact": True, "reorders": False}
+    assert pruner.pop("code").startswith("blake2b:")
+    assert pruner == {"method": "mine:Mine", "params": {"p": 1.0}, "declares": declares}
+    norms = TokenCache(cache).get("v000.mp4", order="selection").tokens.double().norm(p=1, dim=1)
+    assert (norms.diff() <= 0).all() and len(norms) == 3 * 196 // 4
+
+    forbid_ray(monkeypatch)
+    assert prune.main(argv) == 0  # nothing is left to do
+    wrong = run_here(prune, [*argv, "--pruner-param", "p=2"])
+    assert wrong.returncode == 2 and "pruner.params.p: the cache has 1.0, this run 2.0" in wrong.stdout
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != str(place)])
+    sys.modules.pop("mine")
+    gone = run_here(prune, argv)
+    assert gone.returncode == 2 and "method 'mine:Mine' cannot be imported: ModuleNotFoundError" in gone.stdout
+    for command, options in ((verify, []), (inspect, ["v000.mp4"]), (inspect, [])):
+        read = run_here(command, [str(cache), *options])
+        assert read.returncode == 0, read.stdout
+    assert "mine:Mine" in read.stdout
+    again = run_here(verify, [str(cache), "--live", "1"])
+    assert again.returncode == 2 and "what a cache says chooses no code" in " ".join(again.stdout.split())
 
 
 @pytest.fixture

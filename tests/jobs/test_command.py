@@ -1,17 +1,15 @@
 """What stands around a command's work: flags over a file in any order, and errors as exit codes with a line each."""
 
-import argparse
 import os
 import re
 import signal
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from jobs import command, prune
-from jobs.command import LogConsole, count, file_in_folder, run_to_exit_code, share
+from jobs.command import LogConsole, run_to_exit_code
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.prune.config import PruneConfig
 from tests.interpreter import run_python
@@ -164,12 +162,9 @@ def test_a_flag_wins_over_the_file_wherever_it_stands(run):
     assert run("retry-failed: true", "--no-retry-failed", "--config", "FILE").retry_failed is False
 
 
-def test_a_repeatable_flag_adds_to_the_file(run):
+def test_a_repeatable_flag_adds_to_the_file_and_a_flag_wins_over_the_other_way_of_sampling(run):
     config = run("pruner-param: [a=1]", "--config", "FILE", "--pruner-param", "b=2")
     assert config.pruner_param == ["a=1", "b=2"]
-
-
-def test_a_flag_wins_over_the_other_way_of_sampling_in_the_file(run):
     config = run("fps: 1\nmax-frames: 4", "--config", "FILE", "--num-frames", "8")
     assert (config.num_frames, config.fps, config.max_frames) == (8, None, None)
     assert run("num-frames: 8", "--config", "FILE", "--fps", "2").num_frames is None
@@ -178,22 +173,3 @@ def test_a_flag_wins_over_the_other_way_of_sampling_in_the_file(run):
 def test_a_file_that_is_refused_ends_with_2(tmp_path, capsys):
     assert prune.main(["--config", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "message"),
-    [
-        (count, "0", "at least 1"),
-        (share, "0", "in \\(0, 1\\]"),
-        (share, "nan", "in \\(0, 1\\]"),
-        (file_in_folder, "/no/such/file", "no folder"),
-        (file_in_folder, "/", "is a folder"),
-    ],
-)
-def test_types_of_flags_refuse_by_reason(kind, text, message):
-    with pytest.raises(argparse.ArgumentTypeError, match=message):
-        kind(text)
-
-
-def test_types_of_flags_convert(tmp_path):
-    assert (count("3"), share("1"), file_in_folder(str(tmp_path / "f"))) == (3, 1.0, Path(tmp_path / "f"))

@@ -67,14 +67,6 @@ def test_removed_and_replaced_videos_are_not_lost(cache, tmp_path):
     assert compact.main([str(cache)]) == inspect.main([str(cache)]) == 0
 
 
-@pytest.mark.parametrize("command", [[compact], [remove, "--ids", "ids", "--reason", "x"]])
-def test_what_is_no_cache_is_refused(command, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "ids").write_text("a\n")
-    assert command[0].main([str(tmp_path / "none"), *command[1:]]) == 2
-    assert "not a pruned-token cache" in capsys.readouterr().err and not (tmp_path / "none").exists()
-
-
 def test_a_video_is_removed_by_name(cache, tmp_path, capsys):
     (tmp_path / "ids").write_text("\ufeffb\r\n\nb\n")  # as editors on Windows write it
     argv = [str(cache), "--ids", str(tmp_path / "ids"), "--reason", "licence ended", "--keep-minutes", "0", "--json"]
@@ -101,15 +93,19 @@ def test_ids_that_are_none_are_refused(cache, tmp_path, capsys, text, told):
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("minutes", ["nan", "-5", "1e12"])
-def test_minutes_that_no_clock_has_are_refused(cache, capsys, minutes):
-    with pytest.raises(SystemExit) as ended:
-        compact.main([str(cache), "--keep-minutes", minutes])
-    assert ended.value.code == 2 and "--keep-minutes: must be from 0 to 100,000,000" in capsys.readouterr().err
+def test_what_is_no_cache_and_minutes_that_no_clock_has_are_refused(cache, tmp_path, capsys):
+    (tmp_path / "ids").write_text("a\n")
+    for command, options in ((compact, []), (remove, ["--ids", str(tmp_path / "ids"), "--reason", "x"])):
+        assert command.main([str(tmp_path / "none"), *options]) == 2
+        assert "not a pruned-token cache" in capsys.readouterr().err and not (tmp_path / "none").exists()
+    for minutes in ("nan", "-5", "1e12"):
+        with pytest.raises(SystemExit, match="2"):
+            compact.main([str(cache), "--keep-minutes", minutes])
+        assert "--keep-minutes: must be from 0 to 100,000,000" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("touches", range(5))
+@pytest.mark.parametrize("touches", [0, 2, 4])
 def test_a_kill_loses_and_doubles_nothing(cache, tmp_path, touches):
     """The first touch puts the merged file, the others delete the three files whose rows it has."""
     before = {name: TokenCache(cache).get(name).tokens for name in "abc"}

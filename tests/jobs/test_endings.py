@@ -4,17 +4,15 @@ import os
 import shutil
 import signal
 import subprocess
-import time
+from pathlib import Path
 
 import pytest
 
 from tests.jobs.jobs import ALONE, assert_complete, clips, start, wait_for_files
-from tests.jobs.processes import assert_all_gone, family, raylets, titled
+from tests.jobs.processes import assert_all_gone, family, titled
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
-
-SHORT = ["--num-frames", "2", "--log-interval", "1"]
 
 
 @pytest.fixture
@@ -22,21 +20,38 @@ def job(tmp_path) -> list[str]:
     """A command on eight videos."""
     for i in range(8):
         shutil.copy(clips()[1], tmp_path / f"v{i}.mp4")
-    return ["jobs.prune", str(tmp_path), "--out", str(tmp_path / "c"), *SHORT]
+    return ["jobs.prune", str(tmp_path), "--out", str(tmp_path / "c"), "--num-frames", "2", "--log-interval", "1"]
 
 
-def until_ray_starts(process: subprocess.Popen[str]) -> None:
-    """Read what the command says until it starts Ray."""
+def until_it_says(process: subprocess.Popen[str], text: str) -> str:
+    """Read what the command says until a line has this text; return the lines."""
     assert process.stdout is not None
-    assert any("starting Ray on this machine" in line for line in process.stdout)
+    output = ""
+    for line in process.stdout:
+        output += line
+        if text in line:
+            return output
+    raise AssertionError(f"it never said {text}: {output}")
 
 
-@pytest.mark.parametrize("moment_s", [0.7, 3.6])
-def test_sigterm_at_any_moment_while_ray_starts_ends_with_130_and_a_word(job, moment_s):
+def wait_for(process: subprocess.Popen[str], name: str) -> int:
+    """Wait until Ray has started this program of its own; return its process id."""
+
+    def programs() -> list[int]:
+        return [pid for pid, title in family(process.pid).items() if Path(title.partition(" ")[0]).name == name]
+
+    def running() -> None:
+        assert process.poll() is None, process.communicate()[0]
+
+    return wait_until(programs, name, meanwhile=running)[0]
+
+
+@pytest.mark.parametrize("moment", ["gcs_server", "raylet"])
+def test_sigterm_at_any_moment_while_ray_starts_ends_with_130_and_a_word(job, moment):
     """Ray Data is imported meanwhile, whose imports no exception may fall into."""
     process = start(*job, **ALONE)
-    until_ray_starts(process)
-    time.sleep(moment_s)
+    until_it_says(process, "starting Ray on this machine")
+    wait_for(process, moment)
     everything = family(process.pid)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
@@ -45,30 +60,24 @@ def test_sigterm_at_any_moment_while_ray_starts_ends_with_130_and_a_word(job, mo
     assert_all_gone(list(everything))
 
 
-def test_a_ray_that_does_not_start_is_tried_once_more(job, tmp_path):
-    """Its node does not answer, as on a machine that is busy."""
-    process = start(*job, **ALONE)
-    until_ray_starts(process)
-    raylet = wait_until(lambda: raylets(process.pid), "the raylet", meanwhile=lambda: running(process))[0]
+def test_a_ray_that_does_not_start_is_tried_once_more_and_an_actor_of_ray_datas_own_may_die(job, tmp_path):
+    """The first node does not answer, as on a machine that is busy.
+
+    Ray Data starts another actor, whose calls fail every few seconds as it does not know the run.
+    """
+    slowly = ["--decoder", "tests.jobs.hostile:SlowDecoder", "--videos-per-shard", "1"]
+    process = start(*job, *slowly, **ALONE)
+    output = until_it_says(process, "starting Ray on this machine")
+    raylet = wait_for(process, "raylet")
     os.kill(raylet, signal.SIGSTOP)
     try:
-        output, _ = process.communicate(timeout=300)
+        output += until_it_says(process, "trying once more")
+        wait_for_files(tmp_path / "c/videos", 1, process)
+        os.kill(titled(process, "ray::_StatsActor"), signal.SIGKILL)
+        output += process.communicate(timeout=300)[0]
     finally:
         os.kill(raylet, signal.SIGKILL)
     assert process.returncode == 0, output
     assert output.count("trying once more") == 1 and "Traceback" not in output
+    assert "_StatsActor" not in output and "(raylet)" not in output, output
     assert_complete(tmp_path / "c", [f"v{i}.mp4" for i in range(8)])
-
-
-def running(process: subprocess.Popen[str]) -> None:
-    assert process.poll() is None, process.communicate()[0]
-
-
-def test_an_actor_of_ray_datas_own_that_dies_is_not_talked_about(job, tmp_path):
-    """Ray Data starts another one, whose calls fail every few seconds as it does not know the run."""
-    process = start(*job, "--decoder", "tests.jobs.hostile:SlowDecoder", "--videos-per-shard", "1", **ALONE)
-    wait_for_files(tmp_path / "c/videos", 1, process)
-    os.kill(titled(process, "ray::_StatsActor"), signal.SIGKILL)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    assert "Traceback" not in output and "_StatsActor" not in output and "(raylet)" not in output, output

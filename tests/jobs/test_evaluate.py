@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import signal
@@ -12,11 +11,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
-import torch
 
-from gstep.backbones import ModelSource, family_of
-from gstep.language import prompt_builder
+from gstep.backbones import ModelSource
+from gstep.language import Decoding, prompt_builder
 from gstep.methods import METHODS
 from jobs import evaluate
 from pipeline import TokenCache, read_answers
@@ -26,28 +23,18 @@ from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.generate.answers import AnswersTable
 from pipeline.generate.engines.vllm import VllmEngine
 from pipeline.storage.stores import LocalStore
-from pipeline.video.decode import DecodeRequest, decode_video
-from pipeline.video.sampling import Sampling
-from tests.gstep.llms import Encoded, stock, stock_inputs
+from tests.gstep.llms import llm
 from tests.jobs.jobs import committed, forbid_models, forbid_ray, run_here, start, stop, wait_for_files
 from tests.pipeline.asking import thinking_model, write_questions
 from tests.pipeline.evaluate.videomme import LEFT_OUT, PER_VIDEO, video_id, write_videomme
-from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import sample
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 
 N_VIDEOS = 4
 GRID = ("--method", "gstep", "vidcom2", "fastv,K=1", "--retention-ratio", "0.25", "0.1")
 ARMS = ["none@1", *(f"{name}@{ratio}" for name in ("gstep", "vidcom2", "fastv,K=1") for ratio in (0.25, 0.1))]
-CHOICES = ["a dog", "a cat", "a kite"]
 LIGHT = ("--num-frames", "4", "--draws", "200")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_ray():
-    with ray_here({"num_cpus": 2}):
-        yield ray.get_runtime_context().gcs_address
 
 
 @pytest.fixture(scope="module")
@@ -98,14 +85,7 @@ def test_every_question_is_answered_under_every_pruning_from_one_encode(results,
         inside = row["method"].startswith("fastv")
         assert (row["kept_per_frame"] is None) == inside and (inside or sum(row["kept_per_frame"]) == row["n_kept"])
         assert row["right"] == (row["parsed"] is not None and row["parsed"] == row["answer"])
-
-
-def test_the_faults_of_the_annotations_are_counted_and_shown(results, data):
-    said = evaluated(data, results, *GRID)
-    assert f"{N_VIDEOS * PER_VIDEO} questions to ask; {N_VIDEOS * PER_VIDEO + LEFT_OUT} annotated of 2,700" in said
-    for line in ("3 missing-video, left out", "1 repeated-candidate, kept", "1 answer-no-candidate, kept", "1 policy"):
-        assert line in said
-    never = [row for row in scores_of(results).to_pylist() if row["answer"] is None]
+    never = [row for row in scores.to_pylist() if row["answer"] is None]
     assert len(never) == len(ARMS) and not any(row["right"] for row in never)
 
 
@@ -130,8 +110,11 @@ def test_the_same_command_again_asks_nothing_and_more_methods_join_those_there(r
     with monkeypatch.context() as patch:
         forbid_ray(patch)
         forbid_models(patch)
-        evaluated(data, out, *GRID)
+        said = evaluated(data, out, *GRID)
     assert scores_of(out).equals(before)
+    assert f"{N_VIDEOS * PER_VIDEO} questions to ask; {N_VIDEOS * PER_VIDEO + LEFT_OUT} annotated of 2,700" in said
+    for line in ("3 missing-video, left out", "1 repeated-candidate, kept", "1 answer-no-candidate, kept", "1 policy"):
+        assert line in said
     asked = everything_asked(out)
     evaluated(data, out, "--method", "gstep", "random", "--retention-ratio", "0.25", "--seed", "1")
     evaluated(data, out, "--method", "gstep", "random,seed=0..1", "--retention-ratio", "0.25")
@@ -164,45 +147,21 @@ def test_a_grid_that_is_killed_goes_on_and_answers_nothing_twice(one_ray, result
     assert scores_of(out).drop_columns(drawn).equals(scores_of(results).drop_columns(drawn))
 
 
-def test_full_retention_replies_as_the_stock_model_does_on_pixels(tmp_path):
-    """Reply by reply, the stock model's own visual features in bfloat16, as the cache stores them.
-
-    All families are in pipeline/generate/test_parity.py.
-    """
-    model, data, out = "tiny", tmp_path / "data", tmp_path / "r"
+def test_full_retention_replies_as_the_model_does_on_all_tokens(tmp_path):
+    """pipeline/generate/test_parity.py holds these against the stock models on pixels."""
+    data, out, source = tmp_path / "data", tmp_path / "r", ModelSource.resolve("tiny")
     write_videomme(data, n_videos=2, faults=False)
     for number, clip in enumerate(("bikes.mp4", "carphone_pristine.mp4")):  # noise alone would make replies alike
         shutil.copy(sample(clip), data / video_id(number))
-    argv = ["--benchmark", "videomme", "--data", str(data), "--model", model, "--out", str(out), "--draws", "200"]
-    done = run_here(evaluate, [*argv, "--num-frames", "4", "--method", "none", "--limit", str(PER_VIDEO + 3)])
-    assert done.returncode == 0, done.stdout
-    source, benchmark = ModelSource.resolve(model), find_benchmark("videomme")
-    protocol, cache = benchmark.protocol(), TokenCache(out / "cache")
-    rules = protocol.rules(source.model_type)
-    family = family_of(source)
-    preprocessor = family.preprocessor()
+    evaluated(data, out, "--method", "none", "--limit", str(PER_VIDEO + 3))
+    benchmark, cache, build = find_benchmark("videomme"), TokenCache(out / "cache"), prompt_builder(source).build
+    protocol, items = benchmark.protocol(), benchmark.load(data).items[: PER_VIDEO + 3]
+    system = protocol.rules(source.model_type).system
+    texts = [protocol.text(item, source.model_type) for item in items]
+    prompts = [build(text, [cache.get(item.video_id).visual], system) for text, item in zip(texts, items, strict=True)]
+    expected = llm("tiny").generate(prompts, [Decoding(max_new_tokens=protocol.max_new_tokens)] * len(prompts))
     replies = {row["question_id"]: row["answer"] for row in read_answers(out / "answers").to_pylist()}
-    whole = stock(model).model
-    features = whole.get_video_features
-    for item in benchmark.load(data).items[: PER_VIDEO + 3]:
-        frames = decode_video(DecodeRequest(data / item.video_id, Sampling(4), preprocessor)).frames
-        visual = cache.get(item.video_id).visual
-        pixels = {"pixel_values_videos": preprocessor.normalise(frames, "cpu", torch.float32)[None]}
-        builder = prompt_builder(source)
-        prompt = builder.build(protocol.text(item, source.model_type), [visual], rules.system)
-
-        @functools.wraps(features)  # generate looks at its signature
-        def rounded(*args, **keywords):
-            seen = features(*args, **keywords)
-            seen.pooler_output = seen.pooler_output.to(torch.bfloat16).to(seen.pooler_output.dtype)
-            return seen
-
-        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-            patch.setattr(whole, "get_video_features", rounded)
-            inputs = stock_inputs(model, prompt, Encoded(visual, pixels))
-            made = stock(model).generate(**inputs, max_new_tokens=protocol.max_new_tokens, do_sample=False)
-        text = builder.tokenizer.decode(made[0, len(prompt) :], skip_special_tokens=True)
-        assert replies[item.question_id] == text
+    assert [replies[item.question_id] for item in items] == [answer.text for answer in expected]
     assert len(set(replies.values())) > 2  # they do depend on what is asked and seen
 
 
@@ -246,17 +205,8 @@ def test_frames_by_time_and_a_closed_thought(tmp_path):
 
 def test_questions_of_ones_own_on_a_cache_that_is_there(results, tmp_path):
     ids = TokenCache(results / "cache").video_ids
-    rows = [
-        {
-            "question_id": i,
-            "video_id": video,
-            "prompt": "What?",
-            "choices": CHOICES,
-            "answer": "a cat",
-            "split": f"s{i % 2}",
-        }
-        for i, video in enumerate(ids)
-    ]
+    row = {"prompt": "What?", "choices": ["a dog", "a cat", "a kite"], "answer": "a cat"}
+    rows = [{"question_id": i, "video_id": video, "split": f"s{i % 2}", **row} for i, video in enumerate(ids)]
     rows.append({"question_id": "free", "video_id": ids[0], "prompt": "Say something.", "answer": "something"})
     file = write_questions(tmp_path / "mine.jsonl", rows)
     argv = ["--benchmark", str(file), "--cache", str(results / "cache"), "--out", str(tmp_path / "r"), "--draws", "200"]
@@ -290,20 +240,21 @@ def refuse(monkeypatch):
 
 
 def test_what_cannot_be_evaluated_is_refused_before_anything_is_encoded(refuse, data, results, tmp_path, monkeypatch):
-    out, asked = tmp_path / "r", ["--benchmark", "videomme", "--data", str(data)]
-    assert "known are videomme, longvideobench, mlvu-dev" in refuse(out, "--benchmark", "magic")
-    assert "no such folder" in refuse(out, "--benchmark", "videomme", "--data", str(tmp_path / "gone"))
-    assert "VideoMME has lmms-eval-0.7.3, lmms-eval-0.5, official" in refuse(out, *asked, "--protocol", "mine")
-    assert "unknown method 'magic'" in refuse(out, *asked, "--method", "magic")
-    assert "unknown parameter alpha" in refuse(out, *asked, "--method", "vidcom2,alpha=1")
-    assert "this model has 2 layers" in refuse(out, *asked, "--method", "fastv,K=7")
-    assert "name it with --siglip" in refuse(out, *asked, "--method", "fastvid")
-    assert "none of the methods takes anything from a SigLIP" in refuse(out, *asked, "--siglip", "tiny")
+    asked, vllm = ("--benchmark", "videomme", "--data", str(data)), ("--engine", "vllm")
+    for why, options in {
+        "no such folder": ("--benchmark", "videomme", "--data", str(tmp_path / "gone")),
+        "VideoMME has lmms-eval-0.7.3, lmms-eval-0.5, official": (*asked, "--protocol", "mine"),
+        "unknown method 'magic'": (*asked, "--method", "magic"),
+        "unknown parameter alpha": (*asked, "--method", "vidcom2,alpha=1"),
+        "this model has 2 layers": (*asked, "--method", "fastv,K=7"),
+        "name it with --siglip": (*asked, "--method", "fastvid"),
+        "none of the methods takes anything from a SigLIP": (*asked, "--siglip", "tiny"),
+        "yours to delete": (*asked, "--cache", str(tmp_path / "c"), "--drop-tokens"),
+        "prunes inside the language model": (*asked, "--method", "fastv,K=1", *vllm),
+    }.items():
+        assert why in refuse(tmp_path / "r", *options)
     assert "results of other settings" in refuse(results, *asked, "--protocol", "official", *LIGHT)
     assert "holds no results" in refuse(data, *asked)
-    assert "yours to delete" in refuse(out, *asked, "--cache", str(tmp_path / "c"), "--drop-tokens")
-    vllm = ["--engine", "vllm"]
-    assert "prunes inside the language model" in refuse(out, *asked, "--method", "fastv,K=1", *vllm)
     monkeypatch.setattr(VllmEngine, "check", lambda *_: None)  # as where it is installed
     assert "engine: the answers have None, this run {'name': 'vllm'}" in refuse(results, *asked, *LIGHT, *vllm)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import ray
 
 from jobs import evaluate
 from pipeline import TokenCache
@@ -15,17 +14,10 @@ from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.video.frame_folders import JPEGS
 from tests.jobs.jobs import committed, run_here
 from tests.pipeline.evaluate.mvbench import FRAMES, write_main
-from tests.pipeline.rays import ray_here
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 
 N_QUESTIONS = 14
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_ray():
-    with ray_here({"num_cpus": 2}):
-        yield ray.get_runtime_context().gcs_address
 
 
 def evaluated(data: Path, out: Path, *methods: str) -> str:

@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import ray
 from ray.data._internal.logical.optimizers import get_execution_plan
 
 from gstep.backbones import ModelSource
@@ -23,10 +22,9 @@ from tests.jobs.hostile import HangingAnswerer
 from tests.jobs.jobs import clips, forbid_ray, start, stop, wait_for_files
 from tests.jobs.processes import assert_all_gone, family, titled
 from tests.pipeline.asking import setup_of, write_questions
-from tests.pipeline.rays import ray_here
 from tests.pipeline.s3 import SECRET, S3Server
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 
 FRAMES = 4
 TOKENS = FRAMES * 196 // 10 + 1  # a video at ratio 0.10, and its newline
@@ -46,13 +44,6 @@ def asked() -> list[dict]:
 
 
 FAILURES = {"q14": "failed-video", "q15": "unknown-video", "q16": "bad-prompt"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_ray():
-    """One Ray for all commands that run in this process."""
-    with ray_here({"num_cpus": 2}):
-        yield ray.get_runtime_context().gcs_address
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +76,7 @@ def first(cache, tmp_path_factory) -> tuple[Path, Path]:
     return questions, folder / "answers"
 
 
-def test_every_question_has_its_answer_or_the_reason(first):
+def test_every_question_has_its_answer_or_the_reason_and_the_run_its_record(first):
     rows = rows_of(first[1])
     assert sorted(rows) == [row["question_id"] for row in asked()]
     assert {name: row["error_class"] for name, row in rows.items() if row["status"] != "ok"} == FAILURES
@@ -99,9 +90,6 @@ def test_every_question_has_its_answer_or_the_reason(first):
     assert (rows["q13"]["topic"], rows["q00"]["topic"]) == ("both", None)
     assert "text.mp4" in rows["q14"]["error_message"] and "unsupported" in rows["q14"]["error_message"]
     assert max(row["batch_size"] or 0 for row in rows.values()) > 3
-
-
-def test_the_run_says_what_computed_the_answers_without_the_vision_tower(first):
     (record,) = [json.loads(path.read_text()) for path in (first[1] / "runs").iterdir()]
     assert record["status"] == "finished" and record["summary"]["n_ok"] == 14
     assert record["summary"]["failures"] == {"failed-video": 1, "unknown-video": 1, "bad-prompt": 1}
@@ -180,15 +168,14 @@ def drawn_and_scored() -> list[dict]:
 
 
 def test_a_killed_worker_and_a_killed_driver_lose_and_double_nothing(one_ray, cache, tmp_path):
-    rows = [{"question_id": i, "video_id": VIDEOS[i % 2], "prompt": f"Question {i}?"} for i in range(300)]
+    rows = [{"question_id": i, "video_id": VIDEOS[i % 2], "prompt": f"Question {i}?"} for i in range(160)]
     questions = write_questions(tmp_path / "q.jsonl", rows)
     batches = ("--questions-per-shard", "4", "--batch-size", "2")
     argv = [str(cache), "--questions", str(questions), "--out", str(tmp_path / "o"), *batches, "--max-new-tokens", "24"]
     process = start("jobs.generate", *argv, RAY_ADDRESS=one_ray)
     wait_for_files(tmp_path / "o/answers", 2, process)
-    os.kill(
-        titled(process, "ray::MapWorker(MapBatches(Answerer))", below=os.getpid()), signal.SIGKILL
-    )  # Ray starts another one
+    worker = titled(process, "ray::MapWorker(MapBatches(Answerer))", below=os.getpid())
+    os.kill(worker, signal.SIGKILL)  # Ray starts another one
     wait_for_files(tmp_path / "o/answers", 20, process)
     stop(process, signal.SIGKILL)
     half = rows_of(tmp_path / "o")
@@ -197,7 +184,7 @@ def test_a_killed_worker_and_a_killed_driver_lose_and_double_nothing(one_ray, ca
     assert generate.main([*argv, *larger]) == 0
     table = AnswersTable(LocalStore(tmp_path / "o")).rows()
     each = {tuple(row.values()) for row in table.select(["question_id", "run_id", "attempts"]).to_pylist()}
-    assert Counter(question for question, *_ in each) == Counter(str(i) for i in range(300))  # also of merged files
+    assert Counter(question for question, *_ in each) == Counter(str(i) for i in range(160))  # also of merged files
     again = rows_of(tmp_path / "o")
     assert all(again[name] == row for name, row in half.items())
     assert len({row["run_id"] for row in again.values()}) == 2

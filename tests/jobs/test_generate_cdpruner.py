@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast, SiglipModel
 
@@ -20,16 +19,13 @@ from pipeline import TokenCache
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.generate.answerer import Answerer
 from pipeline.generate.answers import read_answers
-from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import AnswerMode, read_questions
-from pipeline.generate.run import AnswerRun
 from pipeline.rows import QuestionRecord, without_nulls
 from pipeline.runner import heartbeat
 from tests.gstep.llms import llm
-from tests.pipeline.asking import setup_of, tiny_cache, write_questions
+from tests.pipeline.asking import request_about, setup_of, tiny_cache, write_questions
 from tests.pipeline.evidence import tiny_cache_with_embeddings
-from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import sample
 
 pytestmark = pytest.mark.slow
@@ -74,15 +70,14 @@ def by_hand(video: CachedVideo, text: str) -> torch.Tensor:
     ).index
 
 
-def test_two_questions_on_one_video_are_answered_from_tokens_of_their_own(source, tmp_path):
+def test_two_questions_on_one_video_are_answered_from_tokens_of_their_own(one_ray, source, tmp_path):
     (tmp_path / "videos").mkdir()
     shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
     cache, questions = tmp_path / "c", write_questions(tmp_path / "q.jsonl", QUESTIONS)
-    with ray_here({"num_cpus": 2}):
-        stored = ["--pruner", "none", "--evidence", "image_embedding", "--siglip", "tiny"]
-        assert prune.main([str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "3", *stored]) == 0
-        asked = ["--questions", str(questions), "--out", str(tmp_path / "a"), "--choices", "loglikelihood"]
-        assert generate.main([str(cache), *asked, *LATE, "--siglip", "tiny"]) == 0
+    stored = ["--pruner", "none", "--evidence", "image_embedding", "--siglip", "tiny"]
+    assert prune.main([str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "3", *stored]) == 0
+    asked = ["--questions", str(questions), "--out", str(tmp_path / "a"), "--choices", "loglikelihood"]
+    assert generate.main([str(cache), *asked, *LATE, "--siglip", "tiny"]) == 0
     rows = {row["question_id"]: row for row in read_answers(tmp_path / "a").to_pylist()}
     opened = TokenCache(cache)
     video = opened.get("bikes.mp4", evidence=["image_embedding"])
@@ -140,23 +135,11 @@ def test_a_gpu_that_is_poisoned_while_choosing_ends_the_actor(answer, monkeypatc
         answer("What?", pruner=Poisoned)
 
 
-def test_who_holds_no_such_method_reads_no_evidence(tmp_path, tower):
-    store = tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
-    for late, evidence in (
-        (None, {}),
-        (LatePruning(CDPruner(), 0.1, tower, EMBEDDED), {"image_embedding"}),
-    ):
-        videos = Answerer(setup_of(store, prunings={"": late}))._prompts.videos
-        assert set(videos.get("a", None).visual.evidence) == set(evidence)
-
-
 def test_what_lacks_is_named_with_its_remedy(refuse, tmp_path, tower):
     tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
     said = refuse(*LATE, "--siglip", "tiny")
     assert "python -m jobs.prune --pruner none --evidence cdpruner --siglip MODEL" in said
     assert "--siglip goes with --pruner" in refuse("--siglip", "tiny")
-    fastv = ["--pruner", "fastv", "--pruner-param", "K=1", "--retention-ratio", "0.5", "--siglip", "tiny"]
-    assert "no method that is asked takes anything from a SigLIP checkpoint" in refuse(*fastv)
     shutil.rmtree(tmp_path / "c")
     tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
     assert "name it with --siglip, for the published models google/siglip" in refuse(*LATE)
@@ -167,27 +150,15 @@ def test_words_of_another_checkpoint_than_the_patches_are_refused(refuse, tmp_pa
     tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
     folder = Path(shutil.copytree(tiny.build("tiny-siglip"), tmp_path / "siglip"))
     tensors = load_file(folder / "model.safetensors")
-    save_file(
-        {**tensors, "vision_model.head.probe": tensors["vision_model.head.probe"] + 1}, folder / "model.safetensors"
-    )
+    tensors["vision_model.head.probe"] += 1
+    save_file(tensors, folder / "model.safetensors")
     said = refuse(*LATE, "--siglip", str(folder), read=True)
     assert tower.head.identity in said and "compared where both are from one checkpoint" in said
 
 
-def test_qwen_needs_no_text_tower(refuse, tmp_path):
-    tiny_cache(
-        tmp_path / "c", ("a",), ratio=1.0, method="none", source=ModelSource.resolve("tiny-qwen2-5-vl"), newline=None
-    )
-    assert "no method that is asked takes anything from a SigLIP checkpoint" in refuse(*LATE, "--siglip", "tiny")
-
-
 def test_the_tower_is_part_of_what_answers_were_made_with(tmp_path, tower):
     tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
-    questions = write_questions(tmp_path / "q.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
-    options = {"pruner": "cdpruner", "retention_ratio": 0.1, "siglip": "tiny"}
-    config = GenerateConfig(cache=str(tmp_path / "c"), questions=str(questions), out=str(tmp_path / "o"), **options)
-    job = AnswerRun(config, Console())
-    job.prepare()
-    assert job.identity["pruner"] == {
-        "method": "cdpruner", "params": {"mode": "global"}, "text_tower": tower.identity
-    }  # fmt: skip
+    rows = [{"question_id": 1, "video_id": "a", "prompt": "What?"}]
+    job = request_about(tmp_path / "c", rows, pruner="cdpruner", retention_ratio=0.1, siglip="tiny")
+    said = {"method": "cdpruner", "params": {"mode": "global"}, "text_tower": tower.identity}
+    assert job.identity["pruner"] == said

@@ -1,11 +1,9 @@
 """Methods that look at the question, from a cache of all tokens of a real clip."""
 
 import json
-import shutil
 
 import pytest
 import torch
-from rich.console import Console
 
 import gstep
 from gstep.backbones import ModelSource, family_of
@@ -15,17 +13,14 @@ from jobs import generate
 from pipeline import TokenCache
 from pipeline.cache.writer import VideoItem
 from pipeline.generate.answers import read_answers
-from pipeline.generate.config import GenerateConfig
 from pipeline.generate.model import make_prompt_builder
 from pipeline.generate.prompts import VideoMemory
-from pipeline.generate.run import AnswerRun
 from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
 from tests.gstep.llms import llm
 from tests.jobs.jobs import clips
-from tests.pipeline.asking import tiny_cache, write_questions
+from tests.pipeline.asking import request_about, tiny_cache, write_questions
 from tests.pipeline.caches import random_tokens, source_record, write_shard
 from tests.pipeline.encoding import encode_clip
-from tests.pipeline.rays import ray_here
 
 pytestmark = pytest.mark.slow
 
@@ -37,14 +32,8 @@ QUESTIONS = [
 LAYER = {"tiny": 1, "tiny-qwen3-vl": 3}
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_here({"num_cpus": 2}):
-        yield
-
-
 @pytest.mark.parametrize("model", LAYER)
-def test_answers_are_from_what_the_method_keeps(cluster, model, tmp_path):
+def test_answers_are_from_what_the_method_keeps(one_ray, model, tmp_path):
     cache, questions = tmp_path / "c", write_questions(tmp_path / "q.jsonl", QUESTIONS)
     source = ModelSource.resolve(model)
     static = {"deepstack_levels": family_of(source).static().deepstack_levels}
@@ -97,17 +86,8 @@ def test_a_method_with_an_order_of_its_own_is_prompted_in_it(tmp_path):
     write_shard(
         store, "run", VideoItem({**record, **make_pruning_columns(pruned, visual)}, collect_kept_tokens(pruned, visual))
     )
-    questions = write_questions(tmp_path / "q.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
-
-    def job(order):
-        config = GenerateConfig(
-            cache=str(tmp_path / "c"), questions=str(questions), out=str(tmp_path / "o"), order=order
-        )
-        run = AnswerRun(config, Console())
-        run.prepare()
-        return run
-
-    own, plain = job("auto"), job("index")
+    rows = [{"question_id": 1, "video_id": "a", "prompt": "What?"}]
+    own, plain = (request_about(tmp_path / "c", rows, order=order) for order in ("auto", "index"))
     assert (own.setup.order, plain.setup.order) == ("selection", "index") and own.identity != plain.identity
     opened = TokenCache(tmp_path / "c")
     prompted = VideoMemory(opened, order=own.setup.order).get("a").visual
@@ -122,25 +102,27 @@ def test_a_method_with_an_order_of_its_own_is_prompted_in_it(tmp_path):
     assert torch.equal(VideoMemory(opened, order=plain.setup.order).get("a")[0].tokens, pruned.tokens)
 
 
-def test_what_cannot_be_pruned_late_is_refused(refuse, tmp_path):
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--pruner fastv --pruner-param K=1", "needs --retention-ratio"),
+        ("--pruner fastv --retention-ratio 0.25", "this model has 2 layers"),
+        ("--pruner cdpruner --retention-ratio 0.25", "--pruner none --evidence cdpruner --siglip"),
+        ("--pruner visionzip --retention-ratio 0.25", "--pruner none --evidence visionzip"),
+        ("--pruner magic --retention-ratio 0.25", "unknown method 'magic'"),
+        ("--pruner fastv --pruner-param alpha=1 --retention-ratio 0.25", "unknown parameter alpha"),
+        ("--pruner-param K=1", "--pruner-param goes with --pruner"),
+        ("--order own", "has no order of its own"),
+    ],
+)
+def test_what_cannot_be_pruned_late_is_refused(refuse, tmp_path, options, why):
     tiny_cache(tmp_path / "c", ratio=1.0, method="none")
-    ratio = ["--retention-ratio", "0.25"]
-    assert "needs --retention-ratio" in refuse("--pruner", "fastv", "--pruner-param", "K=1")
-    assert "this model has 2 layers" in refuse("--pruner", "fastv", *ratio)
-    assert "--pruner none --evidence cdpruner --siglip" in refuse("--pruner", "cdpruner", *ratio)
-    assert "--pruner none --evidence visionzip" in refuse("--pruner", "visionzip", *ratio)
-    assert "unknown method 'magic'" in refuse("--pruner", "magic", *ratio)
-    assert "unknown parameter alpha" in refuse("--pruner", "fastv", "--pruner-param", "alpha=1", *ratio)
-    assert "--pruner-param goes with --pruner" in refuse("--pruner-param", "K=1")
-    assert "has no order of its own" in refuse("--order", "own")
-    shutil.rmtree(tmp_path / "c")
-    tiny_cache(tmp_path / "c")
-    assert "jobs.prune --pruner none" in refuse("--pruner", "fastv", "--pruner-param", "K=1", *ratio)
+    assert why in refuse(*options.split())
 
 
-@pytest.mark.parametrize("method", ["vidcom2", "fastvid", "visionzip"])
-def test_a_cache_that_a_method_made_at_ratio_1_does_not_hold_every_token(refuse, tmp_path, method):
+@pytest.mark.parametrize(("method", "ratio"), [("gstep", 0.25), ("vidcom2", 1.0), ("fastvid", 1.0), ("visionzip", 1.0)])
+def test_a_cache_that_does_not_hold_every_token_is_refused(refuse, tmp_path, method, ratio):
     """VidCom2 drops tokens at 1 too, and what others merged is no longer the encoder's."""
-    tiny_cache(tmp_path / "c", ratio=1.0, method=method)
+    tiny_cache(tmp_path / "c", ratio=ratio, method=method)
     said = refuse("--pruner", "fastv", "--pruner-param", "K=1", "--retention-ratio", "0.25")
-    assert f"what {method} kept" in said and "jobs.prune --pruner none" in said
+    assert "jobs.prune --pruner none" in said and (ratio < 1 or f"what {method} kept" in said)

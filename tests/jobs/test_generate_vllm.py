@@ -17,16 +17,9 @@ from tests.gstep.quantized import quantize
 from tests.jobs.jobs import run_here
 from tests.jobs.processes import family
 from tests.pipeline.asking import tiny_cache, write_questions
-from tests.pipeline.rays import ray_here
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_here({"num_cpus": 2}):
-        yield
 
 
 @pytest.fixture
@@ -54,7 +47,7 @@ def answers(folder):
 
 
 @pytest.mark.parametrize(("choices", "codec"), [("letter", None), ("loglikelihood", "int4")])
-def test_both_engines_give_the_same_rows(cluster, asked, tmp_path, choices, codec):
+def test_both_engines_give_the_same_rows(one_ray, asked, tmp_path, choices, codec):
     if codec is not None:
         assert recode.main([asked[0], "--token-codec", codec, "--out", str(tmp_path / "coded")]) == 0
         asked = [str(tmp_path / "coded"), *asked[1:]]
@@ -84,7 +77,7 @@ def test_both_engines_give_the_same_rows(cluster, asked, tmp_path, choices, code
     assert header == {"name": "vllm"}
 
 
-def test_an_engine_that_dies_is_restarted_and_no_question_is_lost_or_doubled(cluster, asked, tmp_path):
+def test_an_engine_that_dies_is_restarted_and_no_question_is_lost_or_doubled(one_ray, asked, tmp_path):
     out, killed = tmp_path / "o", []
 
     def shards() -> int:
@@ -108,13 +101,13 @@ def test_an_engine_that_dies_is_restarted_and_no_question_is_lost_or_doubled(clu
     assert {name for name, row in rows.items() if row["status"] != "ok"} == {"away"} and len(rows) == 37
 
 
-def test_an_argument_that_vllm_does_not_know_is_refused(cluster, asked, tmp_path):
+def test_an_argument_that_vllm_does_not_know_is_refused(one_ray, asked, tmp_path):
     argv = [*asked, "--out", str(tmp_path / "o"), "--engine", "vllm", "--engine-param"]
     assert "has no such engine argument" in run_here(generate, [*argv, "no_such_thing=1"]).stdout
     assert "it follows from the cache" in run_here(generate, [*argv, "dtype=float16"]).stdout
 
 
-def test_an_argument_that_leaves_no_room_for_the_largest_video_is_refused(cluster, asked, tmp_path):
+def test_an_argument_that_leaves_no_room_for_the_largest_video_is_refused(one_ray, asked, tmp_path):
     tiny_cache(tmp_path / "large", ("a", "b", "c"), shape=(280, 49, 64))  # of which a quarter is cached
     argv = [str(tmp_path / "large"), *asked[1:], "--out", str(tmp_path / "o"), "--engine", "vllm", "--engine-param"]
     refused = run_here(generate, [*argv, "max_num_batched_tokens=640"])
@@ -123,7 +116,7 @@ def test_an_argument_that_leaves_no_room_for_the_largest_video_is_refused(cluste
     )
 
 
-def test_quantized_language_models_answer_and_both_models_are_in_the_identity(cluster, asked, tmp_path):
+def test_quantized_language_models_answer_and_both_models_are_in_the_identity(one_ray, asked, tmp_path):
     common = [*asked, "--retention-ratio", "0.1", "--max-new-tokens", "6"]
     assert run_here(generate, [*common, "--out", str(tmp_path / "plain")]).returncode == 0  # as vLLM answers, see above
     plain = answers(tmp_path / "plain")

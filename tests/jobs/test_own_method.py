@@ -1,7 +1,6 @@
 """A method of one's own, from the page of gstep to a cache: the block there is the file that these tests run."""
 
 import importlib
-import json
 import re
 import shutil
 import sys
@@ -11,14 +10,12 @@ import pytest
 import torch
 
 import gstep
-from jobs import generate, inspect, prune, verify
-from pipeline import TokenCache
+from jobs import prune
 from tests.gstep.synthetic import assert_same, video
 from tests.interpreter import run_python
-from tests.jobs.jobs import ALONE, environment, forbid_ray, run, run_here
+from tests.jobs.jobs import environment, forbid_ray, run_here
 from tests.paths import ROOT
-from tests.pipeline.asking import tiny_cache, write_questions
-from tests.pipeline.rays import ray_here
+from tests.pipeline.asking import tiny_cache
 from tests.pipeline.videos import sample
 
 SECTION = (ROOT / "gstep/README.md").read_text().split("## Add a method\n")[1].split("\n## ")[0]
@@ -72,48 +69,14 @@ def test_a_file_and_a_line_make_it_a_method_of_the_package(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_records_it_and_who_reads_the_cache_needs_no_such_module(mine, tmp_path, monkeypatch):
-    (tmp_path / "videos").mkdir()
-    shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
-    cache = tmp_path / "c"
-    argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "3", "--pruner", "mine:Mine"]
-    argv += ["--pruner-param", "p=1"]
-    done = run("jobs.prune", *argv, PYTHONPATH=f"{ROOT}:{mine}", **ALONE)
-    assert done.returncode == 0, done.stdout
-    held = json.loads((cache / "cache.json").read_text())["identity"]["pruner"]
-    declares = {"nested": True, "merges": False, "exact": True, "reorders": False}
-    assert held.pop("code").startswith("blake2b:")
-    assert held == {"method": "mine:Mine", "params": {"p": 1.0}, "declares": declares}
-    stored = TokenCache(cache).get("bikes.mp4", order="selection")
-    norms = stored.tokens.double().norm(p=1, dim=1)
-    assert (norms.diff() <= 0).all() and len(norms) == 3 * 196 // 4
-
-    forbid_ray(monkeypatch)
-    assert prune.main(argv) == 0  # nothing is left to do
-    wrong = run_here(prune, [*argv, "--pruner-param", "p=2"])
-    assert wrong.returncode == 2 and "pruner.params.p: the cache has 1.0, this run 2.0" in wrong.stdout
-    sys.path.remove(str(mine))
-    sys.modules.pop("mine")
-    gone = run_here(prune, argv)
-    assert gone.returncode == 2 and "method 'mine:Mine' cannot be imported: ModuleNotFoundError" in gone.stdout
-    for command, options in ((verify, []), (inspect, []), (inspect, ["bikes.mp4"])):
-        read = run_here(command, [str(cache), *options])
-        assert read.returncode == 0, read.stdout
-    assert "mine:Mine" in run_here(inspect, [str(cache)]).stdout
-    again = run_here(verify, [str(cache), "--live", "1"])
-    assert again.returncode == 2 and "what a cache says chooses no code" in " ".join(again.stdout.split())
-
-
-@pytest.mark.slow
-def test_workers_that_lack_its_module_fail_the_run_with_its_name(mine, tmp_path):
+def test_workers_that_lack_its_module_fail_the_run_with_its_name(one_ray, mine, tmp_path):
     """The driver has it, the nodes of the cluster do not."""
     (tmp_path / "videos").mkdir()
     shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
     argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--num-frames", "3", "--pruner", "mine:Mine"]
     importlib.import_module("mine")
     sys.path.remove(str(mine))
-    with ray_here({"num_cpus": 2}):
-        done = run_here(prune, argv)
+    done = run_here(prune, argv)
     said = " ".join(done.stdout.split())
     assert done.returncode == 1, said
     (why,) = re.findall(r"failed: (.*)", said)
@@ -121,21 +84,20 @@ def test_workers_that_lack_its_module_fail_the_run_with_its_name(mine, tmp_path)
     assert "importable on every machine that prunes" in why
 
 
-@pytest.mark.parametrize(("method", "param"), [("gstep", "radius=abc"), ("mine:Mine", "p=abc"), ("mine:Mine", "q=1")])
-def test_parameters_of_a_wrong_type_are_refused_before_a_run(mine, tmp_path, monkeypatch, method, param):
-    forbid_ray(monkeypatch)
-    (tmp_path / "videos").mkdir()
-    shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
-    tiny_cache(tmp_path / "whole", ("a",), ratio=1.0, method="none")
-    questions = write_questions(tmp_path / "q.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
-    asked = [str(tmp_path / "whole"), "--questions", str(questions), "--out", str(tmp_path / "a")]
-    name, value = param.split("=")
-    for command, argv in ((prune, [str(tmp_path / "videos"), "--out", str(tmp_path / "c")]), (generate, asked)):
-        done = run_here(command, [*argv, "--retention-ratio", "0.2", "--pruner", method, "--pruner-param", param])
-        said = " ".join(done.stdout.split())
-        assert done.returncode == 2, said
-        if name == "q":
-            assert "unknown parameter q of method 'mine:Mine'; it accepts: p" in said
-        else:
-            assert re.search(rf"'{method}': {name} must be (an integer|a number)( or none)?; got '{value}'", said), said
-    assert not (tmp_path / "c").exists() and not (tmp_path / "a").exists()
+@pytest.mark.parametrize(
+    ("method", "param", "why"),
+    [
+        ("gstep", "radius=abc", "'gstep': radius must be an integer or none; got 'abc'"),
+        ("mine:Mine", "p=abc", "'mine:Mine': p must be a number; got 'abc'"),
+        ("mine:Mine", "q=1", "unknown parameter q of method 'mine:Mine'; it accepts: p"),
+    ],
+)
+def test_parameters_of_a_wrong_type_are_refused_before_a_run(mine, refuse, tmp_path, method, param, why):
+    tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
+    options = ["--retention-ratio", "0.2", "--pruner", method, "--pruner-param", param]
+    assert why in refuse(*options)
+    with pytest.MonkeyPatch.context() as patch:
+        forbid_ray(patch)
+        done = run_here(prune, [str(sample("bikes.mp4")), "--out", str(tmp_path / "new"), *options])
+    assert done.returncode == 2 and why in " ".join(done.stdout.split())
+    assert not (tmp_path / "new").exists()

@@ -5,8 +5,6 @@ import shutil
 import signal
 from pathlib import Path
 
-import duckdb
-import polars as pl
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
@@ -14,25 +12,17 @@ from safetensors.numpy import load_file, save_file
 import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.checkpoints import tiny
-from jobs import inspect, prune
+from jobs import prune
 from pipeline import TokenCache
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import clips, forbid_ray, run
-from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import write_clip
 
 pytestmark = pytest.mark.slow
 
 FRAMES = 4
 GOOD = ["av1.mp4", "bigbuckbunny.mp4", "bikes.mp4", "carphone_distorted.mp4", "carphone_pristine.mp4"]
-
-
-@pytest.fixture(scope="module")
-def one_ray():
-    """One Ray for the commands that run in this process."""
-    with ray_here({"num_cpus": 2}):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +51,7 @@ def first(folder, tmp_path_factory):
 def test_good_videos_are_cached_and_bad_ones_have_a_row(first):
     path, done = first
     assert done.returncode == 0, done.stdout
+    assert list((path.parent / "home").rglob("*")) == []  # above all no token, for which a ``ray start`` would ask
     cache = TokenCache(path)
     assert cache.video_ids == GOOD
     assert cache.failed == {"corrupt.mp4": "corrupt", "text.mp4": "unsupported"}
@@ -71,16 +62,6 @@ def test_good_videos_are_cached_and_bad_ones_have_a_row(first):
         assert sum(row["kept_per_frame"]) == row["n_tokens"]
         assert len(row["timestamps"]) == len(row["temporal_density"]) == FRAMES
         assert all(row[f"{stage}_s"] > 0 for stage in ("decode", "encode", "prune", "write"))
-
-
-def test_nothing_is_left_in_the_home_folder(first):
-    """A token of Ray's above all, with which a later ``ray start`` would ask for it."""
-    path, done = first
-    assert done.returncode == 0 and list((path.parent / "home").rglob("*")) == []
-
-
-def test_the_summary_is_on_screen_and_in_the_cache(first):
-    path, done = first
     assert "5 ok, 2 failed, 0 without a row" in done.stdout
     assert "text.mp4" in done.stdout and "unsupported" in done.stdout
     assert "7/7 videos, 2 failed" in done.stdout  # the log's progress line
@@ -91,82 +72,44 @@ def test_the_summary_is_on_screen_and_in_the_cache(first):
     assert record["versions"]["ray"] and record["config"]["num_frames"] == FRAMES
 
 
-@pytest.mark.parametrize("video_id", ["bikes.mp4", "carphone_pristine.mp4", "av1.mp4"])
-def test_the_stored_selection_is_the_readable_form_on_the_same_encoder_output(first, folder, video_id):
-    source = ModelSource.resolve("tiny")
-    preprocessor = family_of(source).preprocessor()
-    sampling = Sampling(num_frames=FRAMES)
-    frames = decode_video(DecodeRequest(folder / video_id, sampling, preprocessor)).frames
-    backbone = family_of(source).load(choose_runtime("cpu", "float32"))
-    tokens = backbone.encode(frames).tokens.to(torch.bfloat16)
-    cache = TokenCache(first[0])
-    for ratio in (0.10, 0.15, 0.20, 0.25):
-        expected = gstep.prune(tokens, ratio)
-        video = cache.get(video_id, retention_ratio=ratio)
-        assert torch.equal(video.index, expected.index)
-        assert torch.equal(video.rank, expected.rank)
-        assert torch.equal(video.tokens.view(torch.int16), expected.tokens.view(torch.int16))
-    newline = backbone.newline()
-    assert cache.newline is not None and newline is not None
-    assert torch.equal(cache.newline.float(), newline.to(torch.bfloat16).float())
+def test_the_stored_selection_is_the_readable_form_on_the_same_encoder_output(first, folder):
+    family, cache = family_of(ModelSource.resolve("tiny")), TokenCache(first[0])
+    preprocessor, backbone = family.preprocessor(), family.load(choose_runtime("cpu", "float32"))
+    for video_id in ("bikes.mp4", "av1.mp4"):
+        frames = decode_video(DecodeRequest(folder / video_id, Sampling(FRAMES), preprocessor)).frames
+        tokens = backbone.encode(frames).tokens.to(torch.bfloat16)
+        for ratio in (0.10, 0.15, 0.20, 0.25):
+            expected, video = gstep.prune(tokens, ratio), cache.get(video_id, retention_ratio=ratio)
+            assert torch.equal(video.index, expected.index) and torch.equal(video.rank, expected.rank)
+            assert torch.equal(video.tokens.view(torch.int16), expected.tokens.view(torch.int16))
+    assert torch.equal(cache.newline, backbone.newline().to(torch.bfloat16))
 
 
-def test_any_parquet_tool_opens_it(first):
-    path, _ = first
-    live = f"""
-        select v.video_id, count(*) from read_parquet('{path}/tokens/*.parquet', filename = true) t
-        join read_parquet('{path}/videos/*.parquet') v
-          on v.video_id = t.video_id and ends_with(t.filename, v.token_shard)
-        where v.status = 'ok' group by 1 order by 1"""
-    assert duckdb.sql(live).fetchall() == [(video_id, FRAMES * 49) for video_id in GOOD]
-    tokens = pl.read_parquet(f"{path}/tokens/*.parquet")
-    assert tokens.height == len(GOOD) * FRAMES * 49
-    assert set(tokens["token"].bin.size()) == {128}
-
-
-def test_a_second_run_does_nothing_and_starts_nothing(first, folder, monkeypatch, capsys):
-    """With Ray forbidden the rerun succeeds: it neither connects nor loads a model."""
+def test_a_second_run_does_nothing_and_another_identity_is_refused_by_name(first, folder, monkeypatch, capsys):
+    """With Ray forbidden: it neither connects nor loads a model."""
     forbid_ray(monkeypatch)
     before = sorted(first[0].rglob("*"))
-    assert prune.main([str(folder), "--out", str(first[0]), "--num-frames", str(FRAMES)]) == 0
-    assert "7 of 7 videos are in the cache already" in capsys.readouterr().err
+
+    def rerun(*options: str, frames: tuple[str, ...] = ("--num-frames", str(FRAMES))) -> tuple[int, str]:
+        code = prune.main([str(folder), "--out", str(first[0]), *frames, *options])
+        return code, " ".join(capsys.readouterr().err.split())
+
+    code, said = rerun()
+    assert code == 0 and "7 of 7 videos are in the cache already" in said
+    code, said = rerun("--retention-ratio", "0.1")
+    assert code == 0 and "stores retention ratio 0.25, which serves 0.1 too" in said
+    for options, difference in (
+        (("--pruner-param", "alpha=0.3"), "pruner.params.alpha: the cache has 0.5, this run 0.3"),
+        (("--pruner", "topk"), "pruner.method: the cache has 'gstep', this run 'topk'"),
+        (("--retention-ratio", "0.5"), "retention_ratio: the cache has 0.25, this run 0.5"),
+        (("--dtype", "bfloat16"), "dtype.compute: the cache has 'float32', this run 'bfloat16'"),
+        (("--model", "tiny-qwen3-vl"), "model.type: the cache has 'llava_onevision', this run 'qwen3_vl'"),
+    ):
+        code, said = rerun(*options)
+        assert code == 2 and difference in said
+    code, said = rerun(frames=("--fps", "1"))
+    assert code == 2 and "sampling.fps: the cache has None, this run 1.0" in said
     assert sorted(first[0].rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    ("options", "difference"),
-    [
-        (["--pruner-param", "alpha=0.3"], "pruner.params.alpha: the cache has 0.5, this run 0.3"),
-        (["--pruner", "topk"], "pruner.method: the cache has 'gstep', this run 'topk'"),
-        (["--retention-ratio", "0.5"], "retention_ratio: the cache has 0.25, this run 0.5"),
-        (["--dtype", "bfloat16"], "dtype.compute: the cache has 'float32', this run 'bfloat16'"),
-        (["--model", "tiny-qwen3-vl"], "model.type: the cache has 'llava_onevision', this run 'qwen3_vl'"),
-        (["--fps", "1"], "sampling.fps: the cache has None, this run 1.0"),
-    ],
-)
-def test_another_identity_is_refused_by_name(first, folder, monkeypatch, capsys, options, difference):
-    forbid_ray(monkeypatch)
-    frames = [] if "--fps" in options else ["--num-frames", str(FRAMES)]
-    assert prune.main([str(folder), "--out", str(first[0]), *frames, *options]) == 2
-    assert difference in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_smaller_ratio_is_served_already(first, folder, monkeypatch, capsys):
-    forbid_ray(monkeypatch)
-    argv = [str(folder), "--out", str(first[0]), "--num-frames", str(FRAMES), "--retention-ratio", "0.1"]
-    assert prune.main(argv) == 0
-    assert "stores retention ratio 0.25, which serves 0.1 too" in " ".join(capsys.readouterr().err.split())
-
-
-def test_inspect_shows_the_cache_and_a_video(first, capsys):
-    assert inspect.main([str(first[0])]) == 0
-    text = capsys.readouterr().out
-    assert "5 ok, 2 failed" in text and "bikes.mp4" in text
-    assert inspect.main([str(first[0]), "bikes.mp4", "--retention-ratio", "0.1"]) == 0
-    text = capsys.readouterr().out
-    assert f"{FRAMES * 196 // 10} of {FRAMES * 196} tokens kept" in text
-    assert inspect.main([str(first[0]), "text.mp4"]) == 0
-    assert "unsupported" in capsys.readouterr().out
 
 
 def test_whatever_a_decoder_does_costs_its_own_video_only(one_ray, tmp_path):
@@ -226,11 +169,7 @@ def test_a_manifest_with_clips_by_time_and_a_model_folder(one_ray, tmp_path, cap
     assert prune.main([*argv, "--retry-failed"]) == 0
     again = TokenCache(tmp_path / "c[/b]")
     assert again.video_ids == ["clip/é[red]x", "gone"]
-    assert {v: again.metadata(v)["attempts"] for v in ("beyond", "gone", "clip/é[red]x")} == {
-        "beyond": 2,
-        "gone": 2,
-        "clip/é[red]x": 1,
-    }
+    assert [again.metadata(name)["attempts"] for name in ("beyond", "gone", "clip/é[red]x")] == [2, 2, 1]
     (tmp_path / "bikes.mp4").write_bytes(b"broken since")
     capsys.readouterr()
     assert prune.main([*argv, "--on-changed", "redo", "--max-failed", "3"]) == 0

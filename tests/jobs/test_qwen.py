@@ -16,19 +16,12 @@ from pipeline.video.sampling import Sampling
 from tests.gstep.llms import llm
 from tests.jobs.jobs import forbid_ray, run_here
 from tests.pipeline.asking import write_questions
-from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import sample
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 
 FRAMES = 5
 CLIPS = ["bikes.mp4", "carphone_pristine.mp4"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_ray():
-    with ray_here({"num_cpus": 2}):
-        yield
 
 
 @pytest.fixture(scope="module", params=["tiny-qwen2-5-vl", "tiny-qwen3-vl"])

@@ -1,24 +1,17 @@
-"""jobs.reprune and jobs.recode beside real runs of jobs.prune."""
+"""jobs.reprune beside real runs of jobs.prune; tests/pipeline/rewrite has jobs.recode and other methods."""
 
 import shutil
 
 import pytest
 import torch
 
-from jobs import prune, recode, reprune, verify
+from jobs import prune, reprune, verify
 from pipeline import TokenCache
-from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import sample
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 CLIPS = ["bikes.mp4", "carphone_pristine.mp4"]
 EVIDENCE = ["--evidence", "fastvid", "--siglip", "tiny"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_ray():
-    with ray_here({"num_cpus": 2}):
-        yield
 
 
 def same(one, other):
@@ -37,17 +30,12 @@ def test_a_cache_of_all_tokens_becomes_what_runs_make(tmp_path):
     for clip in CLIPS:
         shutil.copy(sample(clip), tmp_path / "v")
     argv = [str(tmp_path / "v"), "--num-frames", "4"]
-    whole = str(tmp_path / "whole")
+    whole, made, again = (str(tmp_path / name) for name in ("whole", "made", "again"))
     assert prune.main([*argv, "--pruner", "none", "--retention-ratio", "1", "--out", whole, *EVIDENCE]) == 0
-    for method, siglip in (("gstep", []), ("fastvid", ["--siglip", "tiny"])):
-        made, again = str(tmp_path / method), str(tmp_path / f"{method}-again")
-        assert prune.main([*argv, "--pruner", method, "--out", made, *siglip]) == 0
-        assert reprune.main([whole, "--pruner", method, "--out", again]) == 0
-        same(made, again)
-        assert prune.main([*argv, "--pruner", method, "--out", again, *siglip]) == 0  # it finds nothing to do there
-    coded = str(tmp_path / "coded")
-    assert prune.main([*argv, "--token-codec", "int4", "--out", coded]) == 0
-    assert recode.main([str(tmp_path / "gstep"), "--token-codec", "int4", "--out", str(tmp_path / "recoded")]) == 0
-    same(coded, str(tmp_path / "recoded"))
-    for place in ("recoded", "coded"):
-        assert verify.main([str(tmp_path / place), "--live", "2"]) == 0
+    method = ["--pruner", "fastvid", "--token-codec", "int4"]
+    assert prune.main([*argv, *method, "--siglip", "tiny", "--out", made]) == 0
+    assert reprune.main([whole, *method, "--out", again]) == 0
+    same(made, again)
+    assert prune.main([*argv, *method, "--siglip", "tiny", "--out", again]) == 0  # it finds nothing to do there
+    for place in (made, again):
+        assert verify.main([place, "--live", "2"]) == 0

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import ray
 
 from jobs import inspect, prune
 from pipeline import TokenCache
@@ -19,7 +18,6 @@ from pipeline.runner.claim import MAX_MISSED_BEATS, Claim
 from pipeline.storage.stores import ObjectStore
 from tests.jobs.faults import FAST_BEAT, STOPS, Driver, stop_before_the_third_commit, tiny_videos
 from tests.jobs.jobs import assert_complete, forbid_ray, run_here
-from tests.pipeline.rays import ray_here
 from tests.pipeline.s3 import KEY, SECRET, S3Server
 from tests.pipeline.verifying import kinds, verified
 from tests.waiting import wait_until
@@ -37,7 +35,7 @@ def server():
 
 
 @pytest.fixture(scope="module")
-def pruned_here(server):
+def pruned_here(one_ray, server):
     """Run jobs.prune in this process, on a Ray that started without the credentials."""
 
     def pruned_here(argv: list[str]) -> subprocess.CompletedProcess[str]:
@@ -45,8 +43,7 @@ def pruned_here(server):
             server.reach(patch)
             return run_here(prune, argv)
 
-    with ray_here({"num_cpus": 2}):
-        yield pruned_here
+    return pruned_here
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +63,11 @@ def shards(store: ObjectStore) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def killed(server, manifest, pruned_here, tmp_path_factory):
+def killed(one_ray, server, manifest, pruned_here, tmp_path_factory):
     """A run that was killed half-way and run again: (its store, the second run, videos before it, its requests)."""
     store = ObjectStore(server.uri("killed/cache"), server.objects())
-    address = ray.get_runtime_context().gcs_address
     log = tmp_path_factory.mktemp("log") / "log"
-    driver = Driver([*argv(manifest, store.root), *SLOWLY], log, RAY_ADDRESS=address, **server.environment())
+    driver = Driver([*argv(manifest, store.root), *SLOWLY], log, RAY_ADDRESS=one_ray, **server.environment())
     driver.until(lambda: len(shards(store)) >= 3, "three shards")
     driver.kill()
     half = len(TokenCache(store.root, store=store))
@@ -81,11 +77,14 @@ def killed(server, manifest, pruned_here, tmp_path_factory):
     return store, done, half, list(server.requests)
 
 
-def test_a_killed_run_is_continued(server, killed):
+def test_a_killed_run_is_continued_and_shows_endpoint_and_credentials_nowhere(server, killed):
     store, done, half, _ = killed
     assert done.returncode == 0, done.stdout
     assert f"{half} of {len(IDS)} videos are in the cache already" in done.stdout
     assert_complete(store, IDS)
+    stored = b"".join(store.objects.read(info.uri) for info in store.objects.list(f"{store.root}/", deep=True))
+    for secret in (KEY, SECRET, server.url, server.url.partition("://")[2]):
+        assert secret not in done.stdout and secret.encode() not in stored
 
 
 def test_requests_are_counted(server, killed):
@@ -104,27 +103,14 @@ def test_requests_are_counted(server, killed):
     assert sum(rest.values()) - beats - len(committed) < 36, rest  # each commit looks at the header
 
 
-def test_endpoint_and_credentials_show_nowhere(server, killed):
-    store, done, *_ = killed
-    held = b"".join(store.objects.read(info.uri) for info in store.objects.list(f"{store.root}/", deep=True))
-    for secret in (KEY, SECRET, server.url, server.url.partition("://")[2]):
-        assert secret not in done.stdout
-        assert secret.encode() not in held
-
-
 def test_a_driver_that_was_stopped_commits_nothing_whose_tokens_were_removed(
-    server, manifest, pruned_here, tmp_path, monkeypatch
+    one_ray, server, manifest, pruned_here, tmp_path, monkeypatch
 ):
     """Meanwhile the token shards that it was about to commit were removed, as nothing named them."""
     store = ObjectStore(server.uri("stopped/cache"), server.objects())
-    address = ray.get_runtime_context().gcs_address
-    driver = Driver(
-        [*argv(manifest, store.root), *SLOWLY, "--videos-per-shard", "2"],
-        tmp_path / "log",
-        stop_before_the_third_commit,
-        RAY_ADDRESS=address,
-        **server.environment(),
-    )
+    slowly = [*argv(manifest, store.root), *SLOWLY, "--videos-per-shard", "2"]
+    place = {"RAY_ADDRESS": one_ray, **server.environment()}
+    driver = Driver(slowly, tmp_path / "log", stop_before_the_third_commit, **place)
     driver.until(lambda: (tmp_path / "log").exists() and STOPS in driver.output, "the third commit")
     monkeypatch.setattr("pipeline.verify.verify.Claim", partial(Claim, heartbeat_s=FAST_BEAT))
     (note,) = store.names("runs", ".running")
@@ -151,15 +137,6 @@ def test_nothing_left_to_do_starts_nothing(server, killed, manifest, monkeypatch
     assert {r.path.rpartition(".")[2] for r in server.requests if r.kind in ("PUT", "DELETE")} == {"running"}
     assert inspect.main([store.root]) == 0
     assert "finished after" in capsys.readouterr().out
-
-
-def test_two_runs_at_once_are_refused(server, manifest, monkeypatch, capsys):
-    store = ObjectStore(server.uri("two"), server.objects())
-    forbid_ray(monkeypatch)
-    server.reach(monkeypatch)
-    with Claim(store, "first", print, heartbeat_s=1):  # a quicker sign of life
-        assert prune.main(argv(manifest, store.root)) == 2
-    assert '"run_id": "first"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,42 +2,60 @@
 
 import json
 import os
-import shutil
 import signal
+import time
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from tests.jobs.jobs import ALONE, clips, start, wait_for_files
-from tests.jobs.processes import assert_all_gone, family, titled
+from pipeline.runner import driver
+from pipeline.runner.prefork.server import SOCKET
+from tests.jobs.faults import Driver, files, tiny_videos
+from tests.jobs.jobs import ALONE, environment, shut_ray_down_in_the_end
+from tests.jobs.processes import assert_all_gone, family
 
 pytestmark = pytest.mark.slow
 
-ENCODER = "ray::MapWorker(MapBatches(Encoder))"
+
+class LateClock:
+    """Seconds since a file is there; 0 until then, so that nothing passes for a stall while workers start slowly."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._since: float | None = None
+
+    def __call__(self) -> float:
+        if self._since is None and self._file.exists():
+            self._since = time.monotonic()
+        return 0.0 if self._since is None else time.monotonic() - self._since
 
 
-@pytest.fixture
-def job(tmp_path) -> list[str]:
-    """A command on 64 videos."""
-    for i in range(64):
-        shutil.copy(clips()[i % 4], tmp_path / f"v{i:02}.mp4")
-    return [str(tmp_path), "--out", str(tmp_path / "c"), "--num-frames", "4", "--videos-per-shard", "2"]
+def count_from_the_freeze() -> None:
+    """Let the watchdog of this driver wait for the file, and its workers be its own."""
+    os.environ.pop(SOCKET, None)
+    shut_ray_down_in_the_end()
+    clock = LateClock(Path(os.environ["FROZEN"]))
+    driver.Watchdog = partial(driver.Watchdog, clock=clock)  # type: ignore[assignment,misc]
 
 
-def test_a_frozen_worker_ends_the_run_and_its_stage_is_named(job, tmp_path):
-    frozen = tmp_path / "frozen"
-    process = start(
-        "tests.jobs.stalling", str(frozen), *job, "--stall-timeout", "15", "--decode-timeout", "10", **ALONE
-    )
-    wait_for_files(tmp_path / "c/videos", 1, process)
-    worker = titled(process, ENCODER)
+def test_a_frozen_worker_ends_the_run_and_its_stage_is_named(tmp_path):
+    frozen, cache = tmp_path / "frozen", tmp_path / "c"
+    tiny_videos(tmp_path / "videos", 32)
+    argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2", "--videos-per-shard", "2"]
+    argv += ["--decode-workers", "1", "--decoder", "tests.jobs.hostile:SlowDecoder"]
+    argv += ["--stall-timeout", "15", "--decode-timeout", "10"]
+    place = environment(FROZEN=str(frozen), **ALONE)  # with a Ray of its own
+    run = Driver(argv, tmp_path / "log", count_from_the_freeze, **place)
+    run.until(lambda: files(cache, "videos"), "the first commit")
+    everything = family(run.pid)
+    (worker,) = [pid for pid, title in everything.items() if title.startswith("ray::MapWorker(MapBatches(Encoder))")]
     os.kill(worker, signal.SIGSTOP)
     frozen.touch()
-    everything = family(process.pid)
-    output, _ = process.communicate(timeout=300)
-    last = output.splitlines()[-1]
-    assert process.returncode == 1, output
-    assert " failed: " in last and "no video moved for 15 s: " in last and ": encode " in last, output
-    assert "Traceback" not in output
+    assert run.wait(300) == 1, run.output
+    last = run.output.splitlines()[-1]
+    assert " failed: " in last and "no video moved for 15 s: " in last and ": encode " in last, run.output
+    assert "Traceback" not in run.output
     assert_all_gone(list(everything))
-    (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").iterdir()]
+    (record,) = [json.loads(file.read_text()) for file in (cache / "runs").iterdir()]
     assert record["status"] == "failed" and "no video moved" in record["error"]

@@ -2,9 +2,11 @@
 
 import json
 import secrets
+import shlex
 import shutil
 import subprocess
 import time
+import urllib.error
 from collections import Counter
 from pathlib import Path
 
@@ -42,18 +44,25 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster():
-    with Cluster(cpus=2, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as cluster:
-        cluster.add_node(cpus=2)
+    with Cluster(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as cluster:
+        cluster.add_node()
         yield cluster
 
 
-@pytest.fixture
-def submit(cluster, checkout):
-    """``ray job submit --working-dir . -- python -m jobs.prune <argv>`` in the checkout, as job ``name``."""
+@pytest.fixture(scope="module")
+def refused(cluster, checkout) -> Ended:
+    """A job as a user submits it, who named no --out: that is ./cache, and no place in a job."""
+    options = ("--address", cluster.address, "--working-dir", ".", "--submission-id", "refused")
+    return cluster.ray("job", "submit", *options, "--", *PRUNE, *SHORT, cwd=checkout)
 
-    def submit(name: str, *argv: str, wait: bool = True) -> Ended:
-        options = ("--working-dir", ".", "--submission-id", name, *(() if wait else ("--no-wait",)))
-        return cluster.submit(*PRUNE, *argv, *SHORT, options=options, cwd=checkout)
+
+@pytest.fixture
+def submit(cluster, refused):
+    """Begin ``python -m jobs.prune <argv>`` in the same checkout, as job ``name``."""
+
+    def submit(name: str, *argv: str) -> None:
+        job = {"entrypoint": shlex.join([*PRUNE, *argv, *SHORT]), "submission_id": name}
+        cluster.get("/api/jobs/", {**job, "runtime_env": cluster.info("refused")["runtime_env"]})
 
     return submit
 
@@ -62,11 +71,9 @@ def run_records(cache: Path) -> list[dict[str, object]]:
     return [json.loads(file.read_text()) for file in sorted((cache / "runs").iterdir())]
 
 
-def test_a_refusal_is_a_failed_job_with_exit_code_2(cluster, submit):
-    done = submit("refused")  # --out is ./cache where it is not given, and that is no place in a job
-    assert done.returncode == 1
-    assert cluster.info("refused")["driver_exit_code"] == 2
-    assert "error: --out cache: in this Ray job a relative path" in done.stdout
+def test_a_refusal_is_a_failed_job_with_exit_code_2(cluster, refused):
+    assert refused.returncode == 1 and cluster.info("refused")["driver_exit_code"] == 2, refused.stdout
+    assert "error: --out cache: in this Ray job a relative path" in refused.stdout
 
 
 def test_stopped_half_way_and_submitted_again_both_nodes_give_every_id_once(cluster, submit, tmp_path):
@@ -77,7 +84,7 @@ def test_stopped_half_way_and_submitted_again_both_nodes_give_every_id_once(clus
     cache = tmp_path / "c"
     argv = [str(tmp_path), "--out", str(cache)]
     hangs = ("--decode-workers", "1", "--decoder", "tests.jobs.hostile:HostileReader", "--decode-timeout", "600")
-    submit("first", *argv, *hangs, wait=False)
+    submit("first", *argv, *hangs)
 
     def running() -> None:
         assert cluster.info("first")["status"] in {"PENDING", "RUNNING"}, cluster.logs("first")
@@ -86,7 +93,7 @@ def test_stopped_half_way_and_submitted_again_both_nodes_give_every_id_once(clus
     two = "two shards of the first job: "
     wait_until(lambda: len(files(cache, "videos")) >= 2, lambda: two + cluster.logs("first"), meanwhile=running)
 
-    assert cluster.stop("first").returncode == 0
+    cluster.get("/api/jobs/first/stop", {})
     assert cluster.wait_for("first")["status"] == "STOPPED"
     assert "Rerun the same command to resume" in cluster.logs("first")
     assert [record["status"] for record in run_records(cache)] == ["cancelled"]
@@ -95,9 +102,9 @@ def test_stopped_half_way_and_submitted_again_both_nodes_give_every_id_once(clus
     assert all(len(half.get(v).tokens) for v in half.video_ids)
 
     (tmp_path / "text.mp4").write_text("no video" * 2**20)  # 8 MiB: a decoder for each 4 MiB, so one on each node
-    second = submit("second", *argv)
-    assert second.returncode == 0, second.stdout
-    said, n_left = cluster.logs("second"), 7 - len(half)  # what ray job submit prints of it may lack lines
+    submit("second", *argv)
+    assert cluster.wait_for("second")["status"] == "SUCCEEDED", cluster.logs("second")
+    said, n_left = cluster.logs("second"), 7 - len(half)
     assert f"{len(half)} of 7 videos are in the cache already" in said, said
     assert f"0/{n_left} videos" in said and f"{n_left}/{n_left} videos, 1 failed" in said, said
     assert "6 ok, 1 failed, 0 without a row" in said, said
@@ -110,17 +117,10 @@ def test_stopped_half_way_and_submitted_again_both_nodes_give_every_id_once(clus
     assert len({actor["node_id"] for actor in ours if actor["class_name"].startswith("MapWorker")}) == 2
 
 
-def test_only_who_has_the_token_gets_a_job_run(cluster, checkout, tmp_path):
+def test_who_lacks_the_token_gets_no_job_run_and_a_driver_is_told_so_in_a_line(cluster, tmp_path):
     """All other tests here have it."""
-    options, argv = ("--working-dir", "."), (*PRUNE, str(clips()[1]), "--out", str(tmp_path / "c"), *SHORT)
-    before = cluster.get("/api/jobs/")
-    stranger = cluster.submit(*argv, options=options, cwd=checkout, RAY_AUTH_TOKEN="", RAY_AUTH_MODE="disabled")
-    assert stranger.returncode == 1
-    assert "Unauthorized: Missing authentication token" in stranger.stdout
-    assert cluster.get("/api/jobs/") == before
-
-
-def test_a_driver_without_the_token_is_told_so_in_a_line(cluster, tmp_path):
+    with pytest.raises(urllib.error.HTTPError, match="Unauthorized"):
+        cluster.get("/api/jobs/", {"entrypoint": "true"}, token="")
     given = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN[::-1]}
     done = run("jobs.prune", str(clips()[1]), "--out", str(tmp_path / "c"), RAY_ADDRESS=cluster.gcs_address, **given)
     *_, joining, said = done.stdout.splitlines()  # behind the configuration

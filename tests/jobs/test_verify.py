@@ -15,7 +15,6 @@ from pipeline.storage.stores import LocalStore, ObjectStore
 from tests.jobs.jobs import document_of, forbid_ray, run_here, start, stop
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.damage import flip, other_tokens, rewrite_tokens, shards
-from tests.pipeline.rays import ray_here
 from tests.pipeline.s3 import S3Server
 from tests.pipeline.videos import sample
 
@@ -59,27 +58,20 @@ def test_what_cannot_be_done_is_refused(cache, tmp_path, capsys):
     assert "no cache.json" in capsys.readouterr().err
     assert verify.main([str(cache), "--live", "1"]) == 2  # its runs left no record
     assert "which model" in capsys.readouterr().err
-    for flags in (
-        ["--jobs", "0"],
-        ["--model", "tiny"],
-        ["--repair", "--live", "1"],
-        ["--sample", "1", "--seed", "-1"],
-        ["--log-interval", "nan"],
-    ):
-        with pytest.raises(SystemExit) as ended:
-            verify.main([str(cache), *flags])
-        assert ended.value.code == 2
+    wrong = ("--jobs 0", "--model tiny", "--repair --live 1", "--sample 1 --seed -1", "--log-interval nan")
+    for flags in wrong:
+        with pytest.raises(SystemExit, match="2"):
+            verify.main([str(cache), *flags.split()])
 
 
 @pytest.fixture(scope="module")
-def pruned(tmp_path_factory) -> Path:
+def pruned(one_ray, tmp_path_factory) -> Path:
     """A cache that the real job made of two real clips."""
     folder = tmp_path_factory.mktemp("videos")
     for name in CLIPS:
         shutil.copy(sample(name), folder)
     out = folder / "cache"
-    with ray_here({"num_cpus": 2}):
-        done = run_here(prune, [str(folder / "*.mp4"), "--out", str(out), "--num-frames", "4"])
+    done = run_here(prune, [str(folder / "*.mp4"), "--out", str(out), "--num-frames", "4"])
     assert done.returncode == 0, done.stdout
     return out
 
@@ -147,9 +139,8 @@ def test_a_repaired_cache_is_whole_again_after_another_attempt(pruned, tmp_path,
     repaired = json.loads(capsys.readouterr().out)["repaired"]
     assert [video["video_id"] for video in repaired["marked"]] == [CLIPS[0]]
     assert TokenCache(out).failed == {CLIPS[0]: "io"}
-    with ray_here({"num_cpus": 2}):
-        argv = [str(pruned.parent / "*.mp4"), "--out", str(out), "--num-frames", "4", "--retry-failed"]
-        assert prune.main([*argv, "--max-attempts", "2", "--json"]) == 0
+    argv = [str(pruned.parent / "*.mp4"), "--out", str(out), "--num-frames", "4", "--retry-failed"]
+    assert prune.main([*argv, "--max-attempts", "2", "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert (summary["n_ok"], summary["n_new"], summary["n_failed"], summary["out"]) == (2, 1, 0, str(out))
     now = TokenCache(out)

@@ -84,7 +84,8 @@ def forking_workers() -> Iterator[None]:
     """Let a Ray that starts in this context fork its workers from a server; start a server unless SOCKET names one.
 
     Raylets run ``worker.py`` in place of Ray's setup program, which would import Ray in vain. If no server can be
-    started, for lack of a folder for its socket say, Ray starts workers as usual.
+    started, for lack of a folder for its socket say, Ray starts workers as usual. A started server serves later
+    contexts of this process too.
     """
     from ray._private import ray_constants  # noqa: PLC0415 - the server itself runs without Ray
 
@@ -105,9 +106,10 @@ def forking_workers() -> Iterator[None]:
 
 @cache
 def start_server() -> str:
-    """Start a server as a child of this process; return its socket. Raises OSError.
+    """Start a server as a child of this process, or return the socket of the server that it has; return its socket.
 
-    The server ends with this process, also if this process is killed. Workers end with their raylet, as usual.
+    The server ends with this process, also if this process is killed. Workers end with their raylet, as usual. Raises
+    OSError.
     """
     folder = tempfile.mkdtemp(prefix="workers-", dir="/tmp")  # a socket's path has at most 107 bytes
     listening = socket.socket(socket.AF_UNIX)
@@ -125,6 +127,7 @@ def start_server() -> str:
     listening.close()
 
     def end() -> None:
+        """Kill the server and delete the folder of its socket."""
         process.kill()
         process.wait()
         shutil.rmtree(folder, ignore_errors=True)
@@ -134,7 +137,10 @@ def start_server() -> str:
 
 
 def serve(listening: socket.socket, path: list[str]) -> None:
-    """Pass each request to the forker of its job and raylet. Returns at the server's end, and in each forked worker.
+    """Pass each request to the forker of its job and raylet, until stdin closes; also returns in each forked worker.
+
+    A request that does not fit this server gets no answer: ``worker.py`` then starts Ray's own worker. Ended workers
+    are not waited for: this process ignores SIGCHLD.
 
     Args:
         path: the driver's ``sys.path``, so that the same packages are imported.
@@ -172,7 +178,10 @@ def serve(listening: socket.socket, path: list[str]) -> None:
 
 
 def _fork_workers(requests: socket.socket, environment: dict[str, str], path: list[str]) -> None:
-    """Import Ray in an environment that names a job and a raylet, then fork a worker for each request."""
+    """Import Ray in an environment that names a job and a raylet, then fork a worker for each request.
+
+    Ends the process once ``requests`` closes; returns only in a forked worker, after its program.
+    """
     _set_environment(environment)
     server_path, sys.path[:] = sys.path[:], path
     import_ray()
@@ -190,7 +199,12 @@ def _fork_workers(requests: socket.socket, environment: dict[str, str], path: li
 
 
 def _become_worker(answer: int, output: list[int], request: WorkerRequest) -> None:
-    """Answer the request, then run the worker's program as if this process had been started for it."""
+    """Answer the request, then run the worker's program as if this process had been started for it.
+
+    Args:
+        answer: the descriptor on which the request waits.
+        output: the descriptors for stdout and stderr.
+    """
     atexit.register(os._exit, 0)  # last, before Python tears down all modules, which would copy shared memory
     os.setpgid(0, 0)  # as Ray's own workers: a raylet kills the group of a worker that has ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -233,7 +247,7 @@ def import_ray() -> None:
 
 
 def _import(modules: Iterable[str]) -> None:
-    """Import the modules. Exit if that started threads or CUDA: a fork can use neither."""
+    """Import the modules. Exit if this process then has threads or CUDA: a fork can use neither."""
     from gstep.lazy import pause_garbage_collector  # noqa: PLC0415 - found by the driver's path only
 
     with pause_garbage_collector():

@@ -17,7 +17,7 @@ _SOCKET = "GSTEP_FORK_SERVER"  # as in server.py, which imports more
 def request_worker(socket_path: str, program: list[str]) -> bool:
     """Request a fork that runs ``program`` in this environment and folder; return True if the server forked it.
 
-    The program is a Python file and its arguments. Its output goes to this process's output.
+    The program is a Python file and its arguments. Its output goes to this process's output. False without a server.
     """
     try:
         request = {
@@ -37,7 +37,10 @@ def request_worker(socket_path: str, program: list[str]) -> bool:
 
 
 def main(arguments: list[str]) -> None:
-    """Request a forked worker with the arguments of Ray's own program; become Ray's own worker if there is none."""
+    """Request a forked worker with the arguments of Ray's own program; become Ray's own worker if there is none.
+
+    A worker with a runtime environment of its own is never forked.
+    """
     worker = next(at for at, argument in enumerate(arguments) if argument.endswith(".py"))  # behind Python's flags
     context, program = "{}", list[str]()
     for argument in arguments[worker:]:

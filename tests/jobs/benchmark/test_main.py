@@ -18,9 +18,11 @@ def test_help_loads_no_torch():
     [
         (["selection", "--frames", "0"], "at least 1"),
         (["selection", "--retention-ratios", "2"], "in (0, 1], got 2.0; did you mean 2%?"),
+        (["selection", "--retention-ratios", "nan"], "in (0, 1]"),
         (["selection", "--inputs", "noise"], "noise"),
         (["read", "--folder", "no-such-folder"], "there is no folder no-such-folder"),
         (["serving", "--plot", "no-such-folder/ways.png"], "there is no folder"),
+        (["serving", "--plot", "/"], "is a folder"),
         (["decode", "--fps", "0"], "no positive number"),
     ],
 )

@@ -25,7 +25,7 @@ from jobs.benchmark.pipeline_work import (
     LOOP,
     SIDE,
     Work,
-    run_loop,
+    encode_share,
 )
 from jobs.benchmark.shared import MAIN, OTHER, ProcessTree, kind_of
 from pipeline import TokenCache
@@ -33,7 +33,6 @@ from pipeline.errors import RunFailed
 from pipeline.prune import graph
 from pipeline.prune.batches import pack, unpack
 from pipeline.prune.recipe import Recipe
-from tests.pipeline.rays import PLAIN, ray_here
 from tests.waiting import wait_until
 
 RAY = "/venv/lib/python3.11/site-packages/ray"
@@ -100,16 +99,20 @@ def test_times_that_cannot_be_told_are_no_figure(capsys, monkeypatch):
 def test_loops_of_several_encoders_share_the_videos(tmp_path):
     work = Work(LOOP, 2, 0.01, 2, encoders=2, folder=str(tmp_path), videos=20)
     make_videos(work)
-    assert run_loop(work)["seconds"] > 10 * 0.01
+    work.out.mkdir()
+    for encoder in range(2):
+        encode_share(work, encoder)
     written = [pq.read_table(file)["video_id"].to_pylist() for file in sorted(work.out.iterdir())]
     assert [len(ids) for ids in written] == [10, 10] and len({*written[0], *written[1]}) == 20
 
 
-def test_a_child_process_is_measured_and_says_why_it_fails(tmp_path):
-    done = run_child(Work(LOOP, 2, 0.01, 1, folder=str(tmp_path), videos=20))
-    assert done["seconds"] > 20 * 0.01 and done["CPU main process"] > 0 and done["peak MB"] > 10
-    with pytest.raises(RunFailed, match="the plain loop over 2 videos failed: ValueError: sleep length"):
-        run_child(Work(LOOP, 2, -1.0, 1, folder=str(tmp_path), videos=2))
+def test_a_child_process_is_measured_and_says_why_it_fails(tmp_path, monkeypatch):
+    work = Work(LOOP, 2, 0.01, 2, encoders=2, folder=str(tmp_path), videos=20)
+    done = run_child(work)
+    assert done["seconds"] > 10 * 0.01 and done["CPU main process"] > 0 and done["peak MB"] > 10
+    monkeypatch.setattr(pipeline, "_CHILD", "raise ValueError('no sleep')")
+    with pytest.raises(RunFailed, match="the plain loop over 20 videos failed: ValueError: no sleep"):
+        run_child(work)
     assert not list(tmp_path.iterdir())
 
 
@@ -123,18 +126,17 @@ def test_the_job_runs_with_an_encoder_that_sleeps(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_job_runs_by_stages_that_do_nothing_with_several_encoders(tmp_path, monkeypatch):
+def test_the_job_runs_by_stages_that_do_nothing_with_several_encoders(one_ray, tmp_path, monkeypatch):
     for place, name in ((Recipe, "encode_setup"), (graph, "Decoder")):  # which the job replaces in its own process
         monkeypatch.setattr(place, name, getattr(place, name))
     monkeypatch.setattr(ray, "shutdown", lambda: None)  # other tests share this Ray
-    work = Work(DRIVER, 2, 0.0, 1, encoders=2, folder=str(tmp_path), videos=64)
+    work = Work(DRIVER, 2, 0.0, 1, encoders=2, folder=str(tmp_path), videos=16)
     make_videos(work)
-    with ray_here(*PLAIN):
-        done = run_job(work)
+    done = run_job(work)
     assert done["seconds"] > 0 and done["store objects"] >= 2
     cache = TokenCache(work.out)
     rows = [cache.metadata(video_id) for video_id in cache.video_ids]
-    assert len(rows) == 64 and {(row["backend"], row["encode_s"]) for row in rows} == {("none", 0.0)}
+    assert len(rows) == 16 and {(row["backend"], row["encode_s"]) for row in rows} == {("none", 0.0)}
 
 
 def test_the_tokens_of_a_sleeping_encoder_travel_and_have_the_size_of_a_quarter():

@@ -10,14 +10,14 @@ from collections import Counter
 from contextlib import suppress
 
 import pytest
+import ray
 
 from pipeline import TokenCache
 from tests.interpreter import run_python
 from tests.jobs.faults import Driver, files, tiny_videos
-from tests.jobs.jobs import committed, environment
+from tests.jobs.jobs import committed, environment, shut_ray_down_in_the_end
 from tests.jobs.processes import assert_all_gone, family
-from tests.jobs.ray_cluster import ENDED, Cluster
-from tests.paths import ROOT
+from tests.pipeline.rays import growing_ray
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
     """The machine of the first head is lost in the middle: its head, its driver, its workers."""
-    ids = tiny_videos(tmp_path / "videos", 16)
+    ids = tiny_videos(tmp_path / "videos", 8)
     cache = tmp_path / "c"
     argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2", "--decode-workers", "1"]
     argv += ["--decoder", "tests.jobs.hostile:PatientDecoder", "--flush-seconds", "1", "--log-interval", "1"]
@@ -43,23 +43,22 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
     for name in bad:
         (tmp_path / "videos" / name).write_text("no video")
     started = time.time()
-    with Cluster(cpus=2, PYTHONPATH=str(ROOT), RAY_metrics_report_interval_ms="1000") as second:
-        command = ("python", "-m", "jobs.prune", *argv)
-        second.submit(*command, options=("--no-wait", "--submission-id", "two"))
-        both = ("decode", "encode")  # a port names a metric for a while before it has values
-        meanwhile = wait_until(lambda: scrape(second, both), lambda: second.logs("two"), 240, meanwhile=pause)
+    both = ("decode", "encode")  # a port names a metric for a while before it has values
+    with growing_ray({"num_cpus": 2, "_system_config": {"metrics_report_interval_ms": 1000}}):
+        address = ray.get_runtime_context().gcs_address
+        second = Driver(argv, tmp_path / "second", shut_ray_down_in_the_end, RAY_ADDRESS=address)
+        meanwhile = wait_until(lambda: scrape(both), lambda: second.output, 240, meanwhile=pause)
         (tmp_path / "videos" / "quick").touch()
-        wait_until(lambda: second.info("two")["status"] in ENDED, lambda: second.logs("two"), 240, meanwhile=pause)
-        assert second.info("two")["status"] == "SUCCEEDED", second.logs("two")
-        said, n_left = second.logs("two"), len(ids) - len(kept)
+        assert second.wait(240) == 0, second.output
+        said, n_left = second.output, len(ids) - len(kept)
         counted = {"ok": [n_left], "failed": [2]}  # by the last report of the driver
 
         def whole() -> str:
-            text = scrape(second)
+            text = scrape()
             rows = {status: values(text, "ray_gstep_rows_total", status=status, item="video") for status in counted}
             return text if rows == counted and values(text, "ray_gstep_failures_total", stage="decode") else ""
 
-        after = wait_until(whole, lambda: scrape(second), 60, meanwhile=pause)
+        after = wait_until(whole, scrape, 60, meanwhile=pause)
     assert f"{len(kept)} of {len(ids) + 2} videos are in the cache already" in said
     assert re.search(rf"{n_left + 2}/{n_left + 2} videos, .*busy: decode \d+% encode \d+%.* \(bottleneck: ", said), said
     opened = TokenCache(cache)
@@ -83,20 +82,19 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
     assert values(meanwhile, "ray_gstep_last_row_time")[0] > started
 
 
-def scrape(cluster, busy=()):
-    """What the ports say that Ray lists and that answer; "" while a stage of ``busy`` has no share yet."""
-    listing, text = cluster.folder / "prom_metrics_service_discovery.json", ""
-    if not listing.exists():
-        return ""
-    for at in [port for entry in json.loads(listing.read_text()) for port in entry["targets"]]:
-        with suppress(OSError):  # Ray lists ports of its own, at which nothing may listen
-            text += urllib.request.urlopen(f"http://{at}/metrics", timeout=10).read().decode()
+def scrape(busy=()):
+    """What the port of the node says; "" while it is not open, or a stage of ``busy`` has no share yet."""
+    (node,) = ray.nodes()
+    text = ""
+    with suppress(OSError):
+        address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        text = urllib.request.urlopen(address, timeout=10).read().decode()
     told = all(values(text, "ray_gstep_busy_share", stage=stage) for stage in busy)
     return text if told and (not busy or values(text, "ray_gstep_last_row_time")) else ""
 
 
 def pause():
-    time.sleep(0.2)
+    time.sleep(1)  # a report comes every second
 
 
 def values(text, name, **labels):
@@ -111,7 +109,7 @@ def test_what_a_dying_worker_said_is_in_a_file_that_the_document_names(tmp_path)
 
     Ray prints on stdout that it tries the task again, at any time; the document is alone there.
     """
-    ids = tiny_videos(tmp_path / "videos", 10)  # the fourth has five frames, the fifth six
+    ids = tiny_videos(tmp_path / "videos", 6)  # the fourth has five frames, the fifth six
     argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--pruner", "tests.jobs.poison:Poison", "--json"]
     done = run_python("-m", "jobs.prune", *argv, "--fps", "25", "--encode-workers", "1", env=environment())
     document = json.loads(done.stdout)

@@ -53,26 +53,33 @@ def test_what_is_printed_meanwhile_goes_to_stderr(capfd):
 
 # A command beside a thread that prints all the time, as Ray's does, and at exit something prints once more.
 PRINTING = """
-import atexit, os, sys, threading, time
+import atexit, os, sys, threading
 from rich.console import Console
 from jobs.command import run_to_exit_code
 from jobs.frame.json_document import CommandResult
+
+printed = threading.Event()
 
 def prints():
     while True:
         print("(raylet) a worker died", flush=True)
         os.write(1, b"of a library\\n")
+        printed.set()
+
+def wait_for_more():
+    printed.clear()
+    assert printed.wait(60)
 
 def work():
     threading.Thread(target=prints, daemon=True).start()
-    time.sleep(0.2)
+    wait_for_more()
     if "fails" in sys.argv:
         raise ValueError("a bug")
     return CommandResult(3, {"n": "\\u00fc"})
 
 atexit.register(print, "goodbye", flush=True)
 code = run_to_exit_code(work, Console(stderr=True), document=True)
-time.sleep(0.2)
+wait_for_more()
 sys.exit(code)
 """
 
@@ -125,41 +132,34 @@ def test_a_document_is_strict_json_in_ascii(capsys):
     assert json.loads(out, parse_constant=pytest.fail) == {"x": None, "y": [1, None], "z": {"ü": "a"}, "s": "\udcff"}
 
 
-COMMANDS = {
-    "prune": prune, "generate": generate, "evaluate": evaluate, "inspect": inspect, "verify": verify,
-    "compact": compact, "serve": serve, "benchmark": benchmark, "doctor": doctor,
-}  # fmt: skip
+REFUSED = {
+    prune: (["/no/such/folder"], "ManifestError"),
+    generate: (["/no/cache"], "UsageError"),
+    evaluate: ([], "UsageError"),
+    inspect: (["/no/cache"], "NotACache"),
+    verify: (["/no/cache"], "NotACache"),
+    compact: (["/no/cache"], "NotACache"),
+    doctor: (["--num-frames", "0"], "UsageError"),
+}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_mistyped_flag_is_a_document_on_every_command(name, capsys):
-    words = ["read"] if name == "benchmark" else []
-    with pytest.raises(SystemExit) as caught:
-        COMMANDS[name].main([*words, "--json", "--no-such-flag"])
-    said = capsys.readouterr()
-    assert caught.value.code == 2 and "usage: " in said.err
-    error = json.loads(said.out)["error"]
-    assert error["class"] == "UsageError" and error["message"]
-
-
-@pytest.mark.parametrize(
-    ("name", "argv", "named"),
-    [
-        ("prune", ["/no/such/folder"], "ManifestError"),
-        ("generate", ["/no/cache"], "UsageError"),
-        ("evaluate", [], "UsageError"),
-        ("inspect", ["/no/cache"], "NotACache"),
-        ("verify", ["/no/cache"], "NotACache"),
-        ("compact", ["/no/cache"], "NotACache"),
-        ("doctor", ["--num-frames", "0"], "UsageError"),
-    ],
-)
-def test_a_refusal_is_a_document_on_every_command(name, argv, named, capsys):
-    assert COMMANDS[name].main([*argv, "--json"]) == 2
+@pytest.mark.parametrize("command", [*REFUSED, serve, benchmark])
+def test_a_mistyped_flag_is_a_document_on_every_command(command, capsys):
+    words = ["read"] if command is benchmark else []
+    with pytest.raises(SystemExit, match="2"):
+        command.main([*words, "--json", "--no-such-flag"])
     said = capsys.readouterr()
     error = json.loads(said.out)["error"]
-    assert error["class"] == named
-    assert error["message"] in said.err.removeprefix("error: ")
+    assert "usage: " in said.err and error["class"] == "UsageError" and error["message"]
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_a_refusal_is_a_document_on_every_command(command, capsys):
+    argv, kind = REFUSED[command]
+    assert command.main([*argv, "--json"]) == 2
+    said = capsys.readouterr()
+    error = json.loads(said.out)["error"]
+    assert error["class"] == kind and error["message"] in said.err.removeprefix("error: ")
 
 
 OF_RUNS = {

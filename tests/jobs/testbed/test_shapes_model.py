@@ -1,4 +1,4 @@
-"""The trained model `shapes` on 24 videos: it answers rightly, methods part, and faults in between cost answers.
+"""The trained model `shapes` on 12 videos: it answers rightly, methods part, and faults in between cost answers.
 
 Counts are those of one machine; others round differently, and a question or two may change sides.
 """
@@ -24,24 +24,22 @@ from pipeline.rows import QuestionRecord, without_nulls
 from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import run_here
 from tests.pipeline.asking import setup_of
-from tests.pipeline.rays import ray_here
 
 pytestmark = pytest.mark.slow
 
-VIDEOS = 24
+VIDEOS = 12
 CELLS = 36  # tokens of a frame
-RIGHT = {"none": 186, "gstep": 173, "random": 104}
-MUTATED = 3  # videos
+RIGHT = {"none": 93, "gstep": 88, "random": 44}
+MUTATED = 2  # videos
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(one_ray, tmp_path_factory):
     """All tokens, and a tenth of them by two methods, at the positions that are the product's default."""
     folder = tmp_path_factory.mktemp("shapes")
     assert main(["make", str(folder / "data"), "--videos", str(VIDEOS), "--seed", "20"]) == 0
     argv = ["--benchmark", "shapes", "--data", str(folder / "data"), "--model", "shapes", "--out", str(folder / "r")]
-    with ray_here({"num_cpus": 2}):
-        done = run_here(evaluate, [*argv, "--method", "gstep", "random", "--retention-ratio", "0.1", "--draws", "200"])
+    done = run_here(evaluate, [*argv, "--method", "gstep", "random", "--retention-ratio", "0.1", "--draws", "200"])
     assert done.returncode == 0, done.stdout
     return folder / "r"
 
@@ -53,12 +51,8 @@ def test_it_answers_and_gstep_keeps_what_matters(results):
     assert len(set(asked.values())) == 1 and share["none"] >= 0.95
     assert share["gstep"] >= share["random"] + 0.25
     assert {method: pytest.approx(count, abs=2) for method, count in RIGHT.items()} == dict(right)
-
-
-def test_every_type_of_question_is_asked(results):
-    rows = [row for row in pq.read_table(results / "scores.parquet").to_pylist() if row["method"] == "none"]
-    types = Counter(dict(row["splits"])["task_type"] for row in rows)
-    assert types.keys() == set(TYPES) and min(types.values()) >= 5
+    types = Counter(dict(row["splits"])["task_type"] for row in rows if row["method"] == "none")
+    assert types.keys() == set(TYPES) and min(types.values()) >= 2
 
 
 @pytest.fixture(scope="module")
@@ -112,21 +106,15 @@ def by_frame(tokens):
     return tokens.unflatten(0, (-1, CELLS))
 
 
-FAULTS = (
-    another_video,
-    frames_reversed,
-    rows_in_another_order,
-    every_second_token_zero,
-    places_within_frames_for_times,
-)
-
-
 @pytest.fixture(scope="module")
 def unharmed(accuracy):
     return accuracy()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [another_video, frames_reversed, rows_in_another_order, every_second_token_zero, places_within_frames_for_times],
+)
 def test_a_fault_between_cache_and_model_costs_answers(fault, accuracy, unharmed, questions, monkeypatch):
     assert unharmed >= 0.93
     get, ids = VideoMemory.read, sorted({row["video_ids"][0] for row in questions})
