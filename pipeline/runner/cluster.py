@@ -140,21 +140,23 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
         else:
             import_result.set_result(None)
 
-    with _muted_stderr(), workers_import_this() as job:
-        threading.Thread(target=initialise, name="ray-init", daemon=True).start()
-        # Importing takes a core a second, while Ray's processes start.
-        threading.Thread(target=import_ray_data, name="import-ray-data", daemon=True).start()
-        try:
+    starter = threading.Thread(target=initialise, name="ray-init", daemon=True)
+    try:
+        with _muted_stderr(), workers_import_this() as job:
+            starter.start()
+            # Importing takes a core a second, while Ray's processes start.
+            threading.Thread(target=import_ray_data, name="import-ray-data", daemon=True).start()
             with repeat_line(say, "Ray's processes are still starting"):
                 start_result.result()
                 import_result.result()
-            return
-        except KeyboardInterrupt:
-            pass
+        return
+    except KeyboardInterrupt:
+        pass
     say("interrupted while Ray starts. Ray is shut down first. Rerun the same command to resume")
-    with _muted_stderr():
-        wait([start_result])
-        ray.shutdown()
+    if starter.ident is not None:
+        with _muted_stderr():
+            wait([start_result])
+            ray.shutdown()
     raise KeyboardInterrupt
 
 

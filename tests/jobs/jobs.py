@@ -65,6 +65,7 @@ def environment(**more: str | None) -> dict[str, str]:
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",  # a process less in every head
         "RAY_worker_niceness": "0",  # else (15) workers starve beside whatever else keeps the cores busy
+        "RAY_health_check_period_ms": "1000",  # else a node counts as alive for a quarter of a minute after its end
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # else ``ray start`` lingers for half a minute at its end
     }
     wanted = {**kept, **paths, **ray, "PYTHONUNBUFFERED": "1", SOCKET: fork_server(), **more}

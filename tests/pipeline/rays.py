@@ -107,6 +107,21 @@ def _connected(*nodes: dict[str, Any]) -> Iterator[tuple[Callable[..., Any], lis
         cluster.shutdown()
 
 
+@contextmanager
+def hold_cpu(**options: Any) -> Iterator[None]:
+    """Hold a CPU of the cluster, by an actor with these options."""
+    holder = ray.remote(num_cpus=1)(_Holder).options(**options).remote()
+    ray.get(holder.__ray_ready__.remote())
+    try:
+        yield
+    finally:
+        ray.kill(holder)
+
+
+class _Holder:
+    pass
+
+
 def rows_of(
     flow: RunGraph,
     look: Callable[[], object] = lambda: None,
@@ -139,7 +154,7 @@ def graph_of(
     path: str = "/v.mp4",
     frames: int = 2,
     decoder: str = "auto",
-    encode_setup: type[EncodeSetup] = EncodeSetup,
+    encode_setup: Callable[..., EncodeSetup] = EncodeSetup,
     **more: Any,
 ) -> RunGraph:
     """Build the real graph over one file under ``n_videos`` names, with the tiny model on the CPU."""

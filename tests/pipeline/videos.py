@@ -252,6 +252,8 @@ class Exiting(BadReader):
 
 class Hanging(BadReader):
     def read(self, indices: Any) -> Any:
+        if sign := os.environ.get("HANGING_SIGN"):
+            Path(sign).touch()
         ctypes.PyDLL(None).sleep(600)  # a PyDLL call keeps the interpreter's lock: no Python thread can run meanwhile
 
 

@@ -52,9 +52,10 @@ def test_two_files_and_a_line_make_a_family(tmp_path):
     (model / "config.json").write_text(json.dumps(config))
     pixels = {"size": {"height": SIDE, "width": SIDE}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     (model / "preprocessor_config.json").write_text(json.dumps(pixels))
-    done = run_python(
-        "-c", USE, model, sample("bikes.mp4"), tmp_path / "made.pt", cwd=copy, env=environment(PYTHONPATH=str(copy))
-    )
+    script = tmp_path / "use.py"
+    script.write_text(USE)  # a plain script: encode_video needs no main guard
+    given = model, sample("bikes.mp4"), tmp_path / "made.pt"
+    done = run_python(script, *given, cwd=copy, env=environment(PYTHONPATH=str(copy)))
     assert done.returncode == 0, done.stderr
     made = torch.load(tmp_path / "made.pt", weights_only=True)
     assert (tuple(made["kept"]), made["n"]) == ((4, 4, 4), 16)

@@ -73,25 +73,19 @@ def test_two_calls_at_a_time_share_one_child(clip):
     decoder.close()
 
 
-class StartsForAnHour(DecodeSandbox):
-    """A sandbox that says of its child that it took an hour to start."""
-
-    def decode(self, request, descriptor=None):
-        try:
-            return super().decode(request, descriptor)
-        finally:
-            self.starting_s += 3600
-
-
 def test_the_start_of_the_child_is_no_time_of_a_video_that_fails(tmp_path):
+    class StartsForAnHour(DecodeSandbox):
+        def decode(self, request, descriptor=None):
+            self.starting_s += 3600
+            return super().decode(request, descriptor)
+
     (row,) = todo(str(tmp_path / "a.mp4")).to_pylist()
     (tmp_path / "a.mp4").write_text("no video")
     with StartsForAnHour() as sandbox:
         decoder = VideoDecoder(DecodeSetup(Sampling(num_frames=2), KeepSize()), sandbox)
         with decoder.open(row) as source:
             record, _ = decoder.decode_one(row, source)
-        assert sandbox.starting_s > 3600 and record["error_class"] == "unsupported"
-    assert -3600 <= record["decode_s"] < 0  # the hour did not pass
+    assert record["error_class"] == "unsupported" and -3600 <= record["decode_s"] < 0  # the hour did not pass
 
 
 def test_a_decoder_of_gpus_is_refused_where_a_run_has_none():
@@ -111,11 +105,8 @@ EVEN = list(range(0, 30_000, 40))
         ("tiny-qwen2-5-vl", FALLING, {"num_frames": 16}, (True, False)),
         ("tiny-qwen2-5-vl", FALLING, {"fps": 2.0}, (False, False)),
         ("tiny-qwen2-5-vl", FALLING, {"fps": 8.0}, (False, True)),
-        ("tiny-qwen2-5-vl", EVEN, {"fps": 0.5}, (False, False)),
-        ("tiny-qwen2-5-vl", EVEN, {"num_frames": 16}, (False, False)),
         ("tiny-qwen2-5-vl", EVEN, {"fps": 0.5, "snap_to_keyframes": 1.0}, (True, False)),
-        ("tiny-qwen3-vl", FALLING, {"num_frames": 16}, None),
-        ("tiny", FALLING, {"num_frames": 8}, None),
+        ("tiny-qwen3-vl", FALLING, {"num_frames": 8}, (False, False)),  # which counts none
     ],
 )
 def test_positions_that_do_not_tell_the_times_of_frames_are_counted(model, times, options, expected, tmp_path):
@@ -129,8 +120,5 @@ def test_positions_that_do_not_tell_the_times_of_frames_are_counted(model, times
     decoder.close()
     done = encoder.encode_one(record, frames).record
     uneven, shared = done.get("uneven_positions"), done.get("shared_positions")
-    if expected is None:
-        assert (uneven, shared) == (None, None)
-    else:
-        assert (uneven > 0, shared > 0) == expected
-        assert not shared or abs(shared - done["n_frames"] / 2) < 1  # at 8 frames a second and 2 positions
+    assert (bool(uneven), bool(shared)) == expected and (uneven is None) == (model == "tiny-qwen3-vl")
+    assert not shared or abs(shared - done["n_frames"] / 2) < 1  # at 8 frames a second and 2 positions

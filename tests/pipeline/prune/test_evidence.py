@@ -1,6 +1,7 @@
 """Evidence of each token in a cache: bit for bit, read only where it is asked for, and part of what the cache is."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -9,7 +10,7 @@ import torch
 
 import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
-from gstep.evidence import LAST_LAYER, MERGED_QUERIES, POOLING_HEAD, SINGLE_PATCHES
+from gstep.evidence import LAST_LAYER, SINGLE_PATCHES
 from pipeline import CorruptShard, EvidenceNotCached, TokenCache
 from pipeline.cache.header import HEADER, read_header
 from pipeline.cache.schema import SCHEMA_VERSION
@@ -102,12 +103,6 @@ def test_an_object_store_is_asked_for_nothing_else_either():
             assert torch.equal(video.tokens, gstep.prune(videos["v0"], 0.25).tokens)
         assert sizes["with"] == (sizes["without"][0], 4)  # a request for each row group, evidence lying between them
         assert sizes["without"][1] == 1
-        cache = TokenCache(
-            stores["with"].root, store=ObjectStore(store.root.replace("without", "with"), server.objects())
-        )
-        expected = random_evidence((8, 49, 1024))["image_embedding"].bfloat16().flatten(0, 1)
-        video = cache.get("v0", evidence=["image_embedding"])
-        assert torch.equal(video.evidence["image_embedding"], expected[video.index])
 
 
 def test_what_is_not_there_is_said(tmp_path):
@@ -135,17 +130,31 @@ def source():
     return family_of(ModelSource.resolve("tiny")).with_pooling_head("tiny")
 
 
+def store_encoded(folder, setup: EncodeSetup) -> tuple[LocalStore, str]:
+    """Encode the frames into a cache; returns it with the name of its videos shard."""
+    store = LocalStore(folder)
+    identity = {
+        "pruner": {"method": setup.pruner},
+        "retention_ratio": setup.retention_ratio,
+        "evidence": setup.evidence,
+    }
+    store.put(HEADER, json.dumps({"schema_version": SCHEMA_VERSION, "identity": identity}).encode())
+    videos = unpack(pack([VideoEncoder(setup).encode_one(*decoded())]))  # as they cross the object store
+    return store, write_shard(store, "run", *videos)
+
+
+def evidence_bytes(setup: EncodeSetup) -> int:
+    """What a video's evidence takes more."""
+    plain = replace(setup, evidence={})
+    return setup.bytes_per_video(2, 384, 384) - plain.bytes_per_video(2, 384, 384)
+
+
 @pytest.mark.parametrize(("method", "ratio"), [("none", 1.0), ("gstep", 0.25)])
 def test_what_the_encoder_gives_is_stored_at_the_kept_places(source, tmp_path, method, ratio):
     asked = {"image_embedding": SINGLE_PATCHES, "token_key": LAST_LAYER, "token_attention": LAST_LAYER}
     setup = EncodeSetup(source, method, ratio, device="cpu", evidence=asked)
-    plain = EncodeSetup(source, method, ratio, device="cpu")
-    more = setup.bytes_per_video(2, 384, 384) - plain.bytes_per_video(2, 384, 384)
-    assert more == 2 * round(ratio * 2 * 196) * (64 + 32 + 1)  # numbers of a token's evidence
-    store = LocalStore(tmp_path)
-    identity = {"retention_ratio": ratio, "evidence": asked}
-    store.put(HEADER, json.dumps({"schema_version": SCHEMA_VERSION, "identity": identity}).encode())
-    write_shard(store, "run", VideoEncoder(setup).encode_one(*decoded()))
+    assert evidence_bytes(setup) == 2 * round(ratio * 2 * 196) * (64 + 32 + 1)  # numbers of a token's evidence
+    store_encoded(tmp_path, setup)
     visual = family_of(source).load(choose_runtime("cpu", "float32")).encode(FRAMES, asked)
     video = TokenCache(tmp_path).get("v", evidence=tuple(asked))
     assert len(video.index) == round(ratio * 392)
@@ -163,6 +172,7 @@ def test_evidence_that_is_not_finite_is_a_fault(source):
 
 
 GSTEP, FASTVID, NONE = (gstep.make_pruner(name) for name in ("gstep", "fastvid", "none"))
+LLAVA = "llava_onevision"
 
 
 @pytest.mark.parametrize(
@@ -170,27 +180,18 @@ GSTEP, FASTVID, NONE = (gstep.make_pruner(name) for name in ("gstep", "fastvid",
     [
         (
             ["magic"],
-            "llava_onevision",
+            LLAVA,
             GSTEP,
-            "'magic' is no evidence and no method; known: frame_feature, token_attention, token_ke",
+            "'magic' is no evidence and no method; known: frame_feature, token_attention, token_",
         ),
-        (
-            ["vidcom"],
-            "llava_onevision",
-            GSTEP,
-            r"no method \(did you mean vidcom2\?\); known: frame",
-        ),
-        (["llm_attention"], "llava_onevision", GSTEP, "'llm_attention' comes from no vision encoder"),
-        (
-            ["frame_feature"],
-            "llava_onevision",
-            GSTEP,
-            "is of frames and stored with all tokens alone, since --pruner gs",
-        ),
-        (["image_embedding,"], "llava_onevision", GSTEP, "'' is no evidence and no method"),
-        (["token_attention"], "llava_onevision", GSTEP, r"last_layer \(.*\) or pooling_head \(.*\): name one"),
-        (["token_attention=x"], "llava_onevision", GSTEP, "gives it from last_layer or pooling_head"),
-        (["image_embedding"], "llava_onevision", FASTVID, "--pruner fastvid merges tokens"),
+        (["vidcom"], LLAVA, GSTEP, r"no method \(did you mean vidcom2\?\); known: frame"),
+        (["llm_attention"], LLAVA, GSTEP, "'llm_attention' comes from no vision encoder"),
+        (["frame_feature"], LLAVA, GSTEP, "is of frames and stored with all tokens alone, since --pruner gs"),
+        (["fastvid"], LLAVA, GSTEP, "frame_feature is of frames"),
+        (["image_embedding,"], LLAVA, GSTEP, "'' is no evidence and no method"),
+        (["token_attention"], LLAVA, GSTEP, r"last_layer \(.*\) or pooling_head \(.*\): name one"),
+        (["token_attention=x"], LLAVA, GSTEP, "gives it from last_layer or pooling_head"),
+        (["image_embedding"], LLAVA, FASTVID, "--pruner fastvid merges tokens"),
         (["image_embedding"], "qwen3_vl", GSTEP, "qwen3_vl does not give it; this model needs none: methods compare"),
         (["token_key"], "qwen2_5_vl", GSTEP, "qwen2_5_vl does not give it; models of type llava_onevision do"),
     ],
@@ -200,46 +201,38 @@ def test_what_cannot_be_stored_is_refused(asked, model, pruner, why):
         parse_evidence(asked, model, pruner)
 
 
-def test_what_can_be_stored_is_found_where_it_lies():
-    asked = ["image_embedding", "token_attention=last_layer, token_key", "token_attention=pooling_head"]
-    assert parse_evidence(asked, "llava_onevision", GSTEP) == {
-        "image_embedding_single_patches": SINGLE_PATCHES,
-        "token_attention_last_layer": LAST_LAYER,
-        "token_attention_pooling_head": POOLING_HEAD,
-        "token_key_last_layer": LAST_LAYER,
-    }
-    assert parse_evidence(["token_attention"], "qwen3_vl", GSTEP) == {"token_attention_merged_queries": MERGED_QUERIES}
-    assert parse_evidence([], "qwen3_vl", FASTVID) == {}
+BOTH_ATTENTIONS = {"token_attention_last_layer", "token_attention_pooling_head"}
+OF_PATCHES = {"image_embedding_single_patches", "token_key_last_layer", *BOTH_ATTENTIONS}
 
 
-def test_methods_name_what_they_look_at():
-    llava = parse_evidence(["gstep,fastvid", "visionzip", "cdpruner,fastv"], "llava_onevision", NONE)
-    assert llava == {
-        "frame_feature_pooling_head": POOLING_HEAD,
-        "image_embedding_single_patches": SINGLE_PATCHES,
-        "token_attention_last_layer": LAST_LAYER,
-        "token_attention_pooling_head": POOLING_HEAD,
-        "token_key_last_layer": LAST_LAYER,
-    }
-    qwen = parse_evidence(["gstep,fastvid,cdpruner,fastv,visionzip"], "qwen2_5_vl", NONE)
-    assert qwen == {"token_attention_merged_queries": MERGED_QUERIES}
-    with pytest.raises(UsageError, match="frame_feature is of frames"):
-        parse_evidence(["fastvid"], "llava_onevision", GSTEP)
+@pytest.mark.parametrize(
+    ("asked", "model", "pruner", "labels"),
+    [
+        (
+            ["image_embedding", "token_attention=last_layer, token_key", "token_attention=pooling_head"],
+            LLAVA,
+            GSTEP,
+            OF_PATCHES,
+        ),
+        (["token_attention"], "qwen3_vl", GSTEP, {"token_attention_merged_queries"}),
+        ([], "qwen3_vl", FASTVID, set()),
+        (["gstep,fastvid", "visionzip", "cdpruner,fastv"], LLAVA, NONE, {"frame_feature_pooling_head", *OF_PATCHES}),
+        (["gstep,fastvid,cdpruner,fastv,visionzip"], "qwen2_5_vl", NONE, {"token_attention_merged_queries"}),
+    ],
+)
+def test_evidence_and_what_methods_look_at_is_found_where_it_lies(asked, model, pruner, labels):
+    sources = parse_evidence(asked, model, pruner)
+    assert set(sources) == labels and all(label.endswith(f"_{source}") for label, source in sources.items())
 
 
 def test_one_name_of_two_sources_and_evidence_of_frames_come_back_bit_for_bit(source, tmp_path):
     """Every method's evidence of LLaVA-OneVision beside all tokens; a name that has two sources must be told apart."""
     asked = parse_evidence(["fastvid,visionzip"], "llava_onevision", NONE)
     setup = EncodeSetup(source, "none", 1.0, device="cpu", evidence=asked)
-    plain = EncodeSetup(source, "none", 1.0, device="cpu")
-    more = setup.bytes_per_video(2, 384, 384) - plain.bytes_per_video(2, 384, 384)
-    assert more == 2 * 2 * (196 * (1 + 1 + 32) + 64)  # two attentions and a key a token, a feature a frame
-    store = LocalStore(tmp_path)
-    identity = {"pruner": {"method": "none"}, "retention_ratio": 1.0, "evidence": asked}
-    store.put(HEADER, json.dumps({"schema_version": SCHEMA_VERSION, "identity": identity}).encode())
-    video = VideoEncoder(setup).encode_one(*decoded())
-    assert video.kept is not None
-    commit = write_shard(store, "run", *unpack(pack([video])))  # as it crosses the object store
+    assert evidence_bytes(setup) == 2 * 2 * (
+        196 * (1 + 1 + 32) + 64
+    )  # two attentions and a key a token, a feature a frame
+    store, commit = store_encoded(tmp_path, setup)
     stored = TokenCache(tmp_path).get("v", evidence=(*asked, "frame_feature"))
     seen = family_of(source).load(choose_runtime("cpu", "float32")).encode(FRAMES, asked).evidence
     assert stored.evidence["frame_feature"].shape == (2, 64)
@@ -247,9 +240,7 @@ def test_one_name_of_two_sources_and_evidence_of_frames_come_back_bit_for_bit(so
         expected = values.bfloat16() if name.startswith("frame_feature") else values.bfloat16().flatten(0, 1)
         assert torch.equal(bits(stored.evidence[name]), bits(expected)), name
     assert not torch.equal(seen["token_attention_last_layer"], seen["token_attention_pooling_head"])
-    with pytest.raises(
-        EvidenceNotCached, match="token_attention as token_attention_last_layer and as token_attention_p"
-    ):
+    with pytest.raises(EvidenceNotCached, match="token_attention as token_attention_last_layer and as token_atten"):
         TokenCache(tmp_path).get("v", evidence=["token_attention"])
     row = VideosTable(store).read_row(commit, 0)
     assert not check_token_shard(store, row["token_shard"], [(commit, row)], read_header(store)).problems

@@ -6,22 +6,11 @@ from itertools import product
 
 import pyarrow as pa
 import pytest
-import ray
-import ray.data
 from ray.data._internal.logical.optimizers import get_execution_plan
 
-from gstep.backbones import ModelSource, family_of
-from pipeline.inputs.discovery import Discovery
-from pipeline.inputs.named_videos import TODO_SCHEMA
-from pipeline.prune.decode_stage import DecodeSetup
-from pipeline.prune.encode_stage import EncodeSetup
-from pipeline.prune.graph import build_graph
 from pipeline.prune.resources import MAX_BUNDLE_BYTES, PRUNING, Resources, plan_resources
-from pipeline.runner.shards import RunGraph
 from pipeline.runner.stages import MAX_BLOCKS, RESTARTS, TASK_RETRIES
-from pipeline.storage.stores import LocalStore
-from pipeline.video.sampling import Sampling
-from tests.pipeline.rays import ray_here, rows_of
+from tests.pipeline.rays import PLAIN, graph_of, ray_here
 
 
 @pytest.mark.parametrize("asked", [{}, {"encode_workers": 4}, {"decode_workers": 99}])
@@ -79,10 +68,8 @@ def test_videos_share_a_bundle_and_a_very_large_one_is_alone():
     assert sizes == {1: 16, 8: 16, 16: 8, 32: 4, 64: 2, 768: 1}  # 16 make a shard, and shards hold whole bundles
     assert all(size * frames * FRAME <= MAX_BUNDLE_BYTES for frames, size in sizes.items() if size > 1)
     assert fitted(100, 1).videos_per_bundle == 1  # all workers have some
-    assert (
-        replace(plan_resources(64, 8, 10**5), videos_per_shard=3).fit_to_stores(1e12, FRAME, 1, 10**5).videos_per_bundle
-        == 3
-    )
+    of_three = replace(plan_resources(64, 8, 10**5), videos_per_shard=3)
+    assert of_three.fit_to_stores(1e12, FRAME, 1, 10**5).videos_per_bundle == 3
 
 
 def files(n_videos: int) -> pa.Table:
@@ -103,69 +90,29 @@ def test_blocks_of_the_manifest_are_whole_bundles_and_the_last_ones_a_bundle_eac
     assert len(blocks) <= MAX_BLOCKS + waiting * plan.videos_per_block
 
 
-@pytest.fixture(scope="module")
-def local_ray():
-    """One logical CPU."""
-    with ray_here({"num_cpus": 1}):
-        yield
-
-
-def operators(dataset: ray.data.Dataset) -> list[str]:
-    """The names of the operators that Ray would run, first to last; a fused one has an arrow in its name."""
-    names, operator = [], get_execution_plan(dataset._logical_plan)[0].dag
-    while True:
-        names.append(operator.name)
-        if not operator.input_dependencies:
-            return names[::-1]
-        (operator,) = operator.input_dependencies
-
-
-def lazy_graph(plan: Resources, out: str) -> RunGraph:
-    source = ModelSource.resolve("tiny")
-    row = {"video_id": "v", "uri": "/v.mp4", "attempts": 1}
-    todo = pa.Table.from_pylist([row] * 8, schema=TODO_SCHEMA)
-    decode = DecodeSetup(Sampling(num_frames=2), family_of(source).preprocessor())
-    encode = EncodeSetup(source, "gstep", 0.25, device="cpu")
-    return build_graph(Discovery.of(todo), decode, encode, plan, store=LocalStore(out), run_id="r")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("cpus", "gpus"), [(1, 0), (64, 8)])
-def test_ray_does_not_fuse_the_stages(local_ray, tmp_path, cpus, gpus):
-    names = operators(lazy_graph(plan_resources(cpus, gpus, 8), str(tmp_path)).dataset)
-    assert names == ["Input", "MapBatches(Decoder)", "MapBatches(Encoder)"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gpus", [0, 8])
-def test_every_task_is_tried_again_finitely(local_ray, tmp_path, gpus):
-    dataset = lazy_graph(plan_resources(64, gpus, 8), str(tmp_path)).dataset
-    operator = get_execution_plan(dataset._logical_plan)[0].dag
-    limits = []
+def test_ray_does_not_fuse_the_stages_and_tries_every_task_again_finitely(tmp_path, cpus, gpus):
+    plan = plan_resources(cpus, gpus, 8)
+    with ray_here(*PLAIN):
+        dataset = graph_of(8, plan, tmp_path).dataset
+        operator = get_execution_plan(dataset._logical_plan)[0].dag
+    least, limit = plan.store_bytes(2 * FRAME, 0), dataset.context.execution_options.resource_limits
+    assert least <= limit.object_store_memory < 2 * least
+    names, retries = [operator.name], []
     while operator.input_dependencies:
-        options = operator._ray_remote_args
-        limits.append(
-            {name: options[name] for name in ("max_retries", "max_restarts", "max_task_retries") if name in options}
-        )
+        retries.append({name: operator._ray_remote_args.get(name) for name in ("max_restarts", "max_task_retries")})
+        assert "max_retries" not in operator._ray_remote_args
         (operator,) = operator.input_dependencies
-    actors = {"max_restarts": RESTARTS, "max_task_retries": TASK_RETRIES}
-    assert limits == [actors] * 2
-
-
-@pytest.mark.slow
-def test_it_runs_on_a_single_cpu(local_ray, tmp_path):
-    """Every stage finds room beside the others: a missing file goes all the way and comes out as an error row."""
-    rows = rows_of(lazy_graph(plan_resources(1, 0, 8), str(tmp_path)))
-    assert [row["error_class"] for row in rows] == ["io"] * 8
+        names.insert(0, operator.name)
+    assert names == ["Input", "MapBatches(Decoder)", "MapBatches(Encoder)"]  # a fused one would have an arrow
+    assert retries == [{"max_restarts": RESTARTS, "max_task_retries": TASK_RETRIES}] * 2
 
 
 def test_what_a_worker_has_not_handed_over_is_not_waiting():
     """An encoder that stops before it hands over what it made holds that back: the writers are not to blame."""
     plan = plan_resources(2, 0, 64, videos_per_shard=2)
     assert (plan.decode.workers, plan.encode.workers, plan.videos_per_block, plan.videos_per_shard) == (2, 1, 4, 2)
-    assert [plan.min_items_to_start(stage, more_expected=True) for stage in PRUNING.stages] == [
-        1,
-        5,
-        4,
-    ]  # of two calls at a time
+    expected = [plan.min_items_to_start(stage, more_expected=True) for stage in PRUNING.stages]
+    assert expected == [1, 5, 4]  # of two calls at a time
     assert [plan.min_items_to_start(stage, more_expected=False) for stage in PRUNING.stages] == [1, 1, 1]

@@ -1,6 +1,5 @@
 """What a list of videos already says: who may not be read, which file is no video, and what a run could do about it."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,10 @@ def server():
         yield server
 
 
+def write_list(folder: Path, uris: dict[str, str]) -> Path:
+    return write_jsonl(folder / "m.jsonl", [{"video_id": name, "uri": uri} for name, uri in uris.items()])
+
+
 def refused(manifest: Path, *roots: str) -> str:
     """What is said of a list that is refused."""
     with pytest.raises(ManifestError) as caught:
@@ -35,13 +38,8 @@ def test_videos_outside_are_refused_with_a_root_that_allows_them(tmp_path):
     folder = tmp_path / "lists"
     folder.mkdir()
     (folder / "link.mp4").symlink_to(tmp_path / "data/a b/one.mp4")
-    rows = [
-        ("one", f"{tmp_path}/data/a b/one.mp4"),
-        ("two", "../data/a b/c/two.mp4"),
-        ("link", "link.mp4"),
-        ("own", "x.mp4"),
-    ]
-    manifest = write_jsonl(folder / "m.jsonl", [{"video_id": name, "uri": uri} for name, uri in rows])
+    uris = {"one": f"{tmp_path}/data/a b/one.mp4", "two": "../data/a b/c/two.mp4", "link": "link.mp4", "own": "x.mp4"}
+    manifest = write_list(folder, uris)
     said = refused(manifest)
     assert f"{manifest}: 3 of 4 videos may not be read, so nothing was started" in said
     assert "3: the path resolves outside the folder that was named" in said and f"e.g. one: {tmp_path}/data" in said
@@ -50,34 +48,29 @@ def test_videos_outside_are_refused_with_a_root_that_allows_them(tmp_path):
 
 
 def test_no_root_is_suggested_that_allows_everything_or_nothing(tmp_path):
-    rows = [
-        ("a", "/etc/hostname"),
-        ("b", "/usr/bin/env"),
-        ("c", "http://u:pw@host/c.mp4"),
-        ("d", "s3://k:s@bucket/d.mp4"),
-    ]
-    rows += [(f"scheme {i}", f"x{i}://host/v.mp4") for i in range(4)]
-    said = refused(write_jsonl(tmp_path / "m.jsonl", [{"video_id": name, "uri": uri} for name, uri in rows]))
+    uris = {"a": "/etc/hostname", "b": "/usr/bin/env", "c": "http://u:pw@host/c.mp4", "d": "s3://k:s@bucket/d.mp4"}
+    said = refused(write_list(tmp_path, uris | {f"scheme {i}": f"x{i}://host/v.mp4" for i in range(4)}))
     assert "8 of 8" in said and "http:// is not read from a manifest" in said and "and 2 other reasons" in said
     assert "Correct the list; or record them as failed and prune the others with --on-forbidden record." in said
     assert "--video-root " not in said.partition("Correct")[2] and "pw" not in said
 
 
-def other_file(path: Path) -> Path:
-    """A file of the kind that its name says."""
-    path.write_text(
-        {".json": json.dumps([{"video_id": "a", "uri": "a.mp4"}]), ".tsv": "a\ta.mp4\n"}.get(path.suffix, "a")
-    )
-    return path
+OTHER_FILES = {
+    ".txt": "a",
+    ".tsv": "a\ta.mp4\n",
+    ".json": '[{"video_id": "a", "uri": "a.mp4"}]',
+    ".7z": "a",
+    ".mp4": "a",
+}
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".tsv", ".json", ".7z", ".mp4"])
+@pytest.mark.parametrize("suffix", OTHER_FILES)
 def test_a_single_file_is_judged_by_its_content(tmp_path, suffix):
-    file = other_file(tmp_path / f"list{suffix}")
+    file = tmp_path / f"list{suffix}"
+    file.write_text(OTHER_FILES[suffix])
+    said = rf"{suffix} is not a video.*; name a video, .*manifest .*unpack an archive"
     for named in (str(file), f"{tmp_path}/../{tmp_path.name}/{file.name}", f"file://{file}"):
-        with pytest.raises(
-            ManifestError, match=rf"{suffix} is not a video.*; name a video, .*manifest .*unpack an archive"
-        ):
+        with pytest.raises(ManifestError, match=said):
             refuse_other_files(read_manifest(named), named, NOWHERE)
     file.write_bytes(sample("bikes.mp4").read_bytes())
     refuse_other_files(read_manifest(str(file)), str(file), NOWHERE)

@@ -1,7 +1,5 @@
 """One video in this process: the tokens of a run, and a picture of what was kept."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -9,9 +7,7 @@ import torch
 import pipeline
 from gstep.backbones import ModelSource
 from pipeline.errors import UsageError, VideoFault
-from tests.interpreter import run_python
 from tests.jobs.jobs import forbid_ray
-from tests.paths import ROOT
 from tests.pipeline.encoding import encode_clip
 from tests.pipeline.videos import sample
 
@@ -84,15 +80,3 @@ def test_a_video_that_cannot_be_read_says_why(tmp_path, monkeypatch, path, fault
 def test_options_that_make_no_sense_are_refused(options, said):
     with pytest.raises(UsageError, match=said):
         pipeline.encode_video(CLIP, **options)
-
-
-def test_a_plain_script_without_a_main_guard_may_call_it(tmp_path):
-    script = tmp_path / "mine.py"
-    script.write_text(
-        "import pipeline\n"
-        f"video = pipeline.encode_video({str(CLIP)!r}, model='tiny', num_frames=2, device='cpu')\n"
-        "print('kept', video.pruned.n_kept)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = run_python(script, cwd=tmp_path, env=environment)
-    assert done.stdout == "kept 98\n", done.stderr

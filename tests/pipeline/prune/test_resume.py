@@ -51,36 +51,32 @@ def left(folder, live, **options) -> dict[str, int]:
     return dict(zip(todo["video_id"].to_pylist(), todo["attempts"].to_pylist(), strict=True))
 
 
-def test_done_and_failed_videos_are_left_alone(folder, live):
+def test_done_and_failed_videos_are_left_alone_and_failed_ones_are_tried_again_on_demand(folder, live):
     assert left(folder, live) == {"c.mp4": 1}
-
-
-def test_failed_videos_are_tried_again_on_demand(folder, live):
     assert left(folder, live, retry_failed=True) == {"b.mp4": 2, "c.mp4": 1}
     assert left(folder, live, retry_failed=True, max_attempts=1) == {"c.mp4": 1}
 
 
-def test_a_second_pass_has_what_failed_and_may_be_tried_again(folder, live):
-    todo, _ = select_remaining(read_manifest(str(folder)), live, PruneConfig(retry_failed=True))
+@pytest.fixture
+def todo(folder, live):
+    """The second attempt of b, and the first of c."""
+    return select_remaining(read_manifest(str(folder)), live, PruneConfig(retry_failed=True)).todo
+
+
+def test_a_second_pass_has_what_failed_and_may_be_tried_again(todo):
     again = select_retries(todo, {"b.mp4": 2, "c.mp4": 1}, 2)
     assert again.schema == TODO_SCHEMA
     assert (again["video_id"].to_pylist(), again["attempts"].to_pylist()) == (["c.mp4"], [2])
     assert len(select_retries(todo, {}, 2)) == 0
 
 
-def test_what_is_left_of_a_pass_is_what_has_no_row_of_its_attempt(folder, live):
-    todo, _ = select_remaining(read_manifest(str(folder)), live, PruneConfig(retry_failed=True))
-    assert dict(zip(*(todo[name].to_pylist() for name in ("video_id", "attempts")), strict=True)) == {
-        "b.mp4": 2,
-        "c.mp4": 1,
-    }
+def test_what_is_left_of_a_pass_is_what_has_no_row_of_its_attempt(folder, live, todo):
     assert select_unfinished(todo, live, {}).equals(todo)
     store = LocalStore(folder / "cache")
     write_shard(store, "later", encoded_failure("b.mp4", VideoFault("crash", "x"), attempts=2))
     assert select_unfinished(todo, live.refresh(), {})["video_id"].to_pylist() == ["c.mp4"]
-    assert (
-        len(select_unfinished(todo, live, {"c.mp4": 1})) == 0
-    )  # a redo that failed: its row does not count, but is there
+    redone_in_vain = {"c.mp4": 1}  # its row does not count, but is there
+    assert len(select_unfinished(todo, live, redone_in_vain)) == 0
     write_shard(store, "latest", encoded("c.mp4", TOKENS, 0.25, "gstep"))
     assert len(select_unfinished(todo, live.refresh(), {})) == 0
 
@@ -100,19 +96,24 @@ def server():
 
 
 @pytest.fixture
-def s3_live(server, tmp_path):
-    """On S3: a, b and c are ok with 5 bytes, d failed, e is not there."""
+def s3_left(server, tmp_path):
+    """The ids that are left of a place on S3: a, b and c are ok with 5 bytes, d failed, e is not there."""
     for name in "abcde":
         server.upload(f"v/{name}.mp4", b"12345")
-    rows = [encoded(f"{name}.mp4", TOKENS, 0.25, "gstep", **source(server, name)) for name in "abc"]
-    bad = encoded_failure("d.mp4", VideoFault("io", "x"), **source(server, "d"))
+    source = {f"{name}.mp4": {"uri": server.uri(f"v/{name}.mp4"), "source_size": 5} for name in "abcd"}
+    *good, bad = source
     store = write_header(tmp_path / "cache")
-    write_shard(store, "run", *rows, bad)
-    return Ledger(store).refresh()
+    rows = [encoded(name, TOKENS, 0.25, "gstep", start_s=None, end_s=None, **source[name]) for name in good]
+    failure = encoded_failure(bad, VideoFault("io", "x"), start_s=None, end_s=None, **source[bad])
+    write_shard(store, "run", *rows, failure)
+    live, objects = Ledger(store).refresh(), server.objects()
 
+    def select(videos, **options):
+        manifest = read_manifest(videos, (), objects)
+        server.requests.clear()
+        return select_remaining(manifest, live, PruneConfig(**options), objects).todo["video_id"].to_pylist()
 
-def source(server, name):
-    return {"uri": server.uri(f"v/{name}.mp4"), "source_size": 5, "start_s": None, "end_s": None}
+    return select
 
 
 def s3_manifest(server, **columns):
@@ -120,62 +121,47 @@ def s3_manifest(server, **columns):
     return server.upload("v/m.jsonl", "\n".join(lines).encode())
 
 
-def s3_left(server, live, videos, **options):
-    manifest = read_manifest(videos, (), server.objects())
-    server.requests.clear()
-    return select_remaining(manifest, live, PruneConfig(**options), server.objects()).todo["video_id"].to_pylist()
-
-
-def test_a_listing_tells_sizes_for_nothing(server, s3_live):
-    assert s3_left(server, s3_live, server.uri("v/")) == ["e.mp4"]
+def test_a_listing_or_a_manifest_that_brings_sizes_costs_no_request(server, s3_left):
+    folder = server.uri("v/")
+    assert s3_left(folder) == ["e.mp4"]
+    assert s3_left(s3_manifest(server, size_bytes=5), retry_failed=True) == ["d.mp4", "e.mp4"]
+    with pytest.raises(SourceChanged, match=r"a\.mp4: the file had 5 bytes, has 7"):
+        s3_left(s3_manifest(server, size_bytes=7))
+    assert server.requests == []
     server.upload("v/a.mp4", b"1234567")
     with pytest.raises(SourceChanged, match=r"a\.mp4: the file had 5 bytes, has 7"):
-        s3_left(server, s3_live, server.uri("v/"))
-    assert s3_left(server, s3_live, server.uri("v/"), on_changed="redo") == ["a.mp4", "e.mp4"]
-    assert s3_left(server, s3_live, server.uri("v/"), on_changed="skip") == ["e.mp4"]
+        s3_left(folder)
+    assert s3_left(folder, on_changed="redo") == ["a.mp4", "e.mp4"]
+    assert s3_left(folder, on_changed="skip") == ["e.mp4"]
     assert server.requests == []
 
 
-def test_of_a_manifest_s_rows_only_those_that_are_done_are_asked_about(server, s3_live):
-    assert s3_left(server, s3_live, s3_manifest(server)) == ["e.mp4"]
+def test_of_a_manifest_s_rows_only_those_that_are_done_are_asked_about(server, s3_left):
+    videos = s3_manifest(server)
+    assert s3_left(videos) == ["e.mp4"]
     assert server.counts() == {"HEAD": 3}
     server.upload("v/a.mp4", b"1234567")
     server.client.delete_object(Bucket=server.bucket, Key="v/b.mp4")  # gone: no difference
     server.fail("HEAD", "v/c.mp4", 403)  # nor one that cannot be asked about, as long as others can
     with pytest.raises(SourceChanged, match=r"1 videos of .*\n  a\.mp4: the file had 5 bytes, has 7"):
-        s3_left(server, s3_live, s3_manifest(server))
-    assert s3_left(server, s3_live, s3_manifest(server), on_changed="redo", retry_failed=True) == [
-        "a.mp4", "d.mp4", "e.mp4",
-    ]  # fmt: skip
-    assert s3_left(server, s3_live, s3_manifest(server), on_changed="skip") == ["e.mp4"]
+        s3_left(videos)
+    assert s3_left(videos, on_changed="redo", retry_failed=True) == ["a.mp4", "d.mp4", "e.mp4"]
+    assert s3_left(videos, on_changed="skip") == ["e.mp4"]
     assert server.requests == []
-
-
-def test_a_manifest_that_brings_sizes_costs_no_request(server, s3_live):
-    assert s3_left(server, s3_live, s3_manifest(server, size_bytes=5), retry_failed=True) == ["d.mp4", "e.mp4"]
-    with pytest.raises(SourceChanged, match=r"a\.mp4: the file had 5 bytes, has 7"):
-        s3_left(server, s3_live, s3_manifest(server, size_bytes=7))
-    assert server.requests == []
-
-
-def test_a_store_that_never_answers_is_no_proof_that_nothing_changed(server, s3_live):
-    for name in "abc":
-        server.fail("HEAD", f"v/{name}.mp4", 403)
+    for name in "ab":
+        server.fail("HEAD", f"v/{name}.mp4", 403)  # a store that never answers is no proof that nothing changed
     with pytest.raises(UsageError, match=r"s3://.*v/.\.mp4: .*cannot be asked: 403: Forbidden.*--on-changed skip"):
-        s3_left(server, s3_live, s3_manifest(server))
-    assert s3_left(server, s3_live, s3_manifest(server), on_changed="skip") == ["e.mp4"]
+        s3_left(videos)
+    assert s3_left(videos, on_changed="skip") == ["e.mp4"]
 
 
-def fail(folder, name, attempts, **more):
-    """One more failed row of ``name``, with the size that its file has."""
-    path = folder / name
-    size = path.stat().st_size if path.is_file() else None
-    row = encoded_failure(name, VideoFault("io", "x"), attempts=attempts, **source_here(path), source_size=size)
+def fail(folder, attempts, **more):
+    """One more failed row of b, with the size that its file has."""
+    path = folder / "b.mp4"
+    source = {"uri": str(path), "start_s": None, "end_s": None}
+    source["source_size"] = path.stat().st_size if path.is_file() else None
+    row = encoded_failure("b.mp4", VideoFault("io", "x"), attempts=attempts, **source, **more)
     write_shard(LocalStore(folder / "cache"), f"run{attempts}", row)
-
-
-def source_here(path):
-    return {"uri": str(path), "start_s": None, "end_s": None}
 
 
 def retried(folder, **options):
@@ -184,22 +170,20 @@ def retried(folder, **options):
 
 
 def test_a_mended_file_gets_its_attempts_anew(folder, live):
-    fail(folder, "b.mp4", 2)
+    fail(folder, 2)
     assert retried(folder) is None
     (folder / "b.mp4").write_bytes(b"mended")
     assert retried(folder) == 3
-    fail(folder, "b.mp4", 3)
+    fail(folder, 3)
     assert retried(folder) == 4 and retried(folder, max_attempts=1) is None
-    fail(folder, "b.mp4", 4)
+    fail(folder, 4)
     assert retried(folder) is None and retried(folder, max_attempts=3) == 5
 
 
 def test_a_file_that_was_mended_at_its_old_size_gets_another_attempt(folder, live):
     path = folder / "b.mp4"
-    row = {"source_size": 5, "source_mark": source_state(str(path)).mark, **source_here(path)}
     for attempts in (2, 3):
-        failure = encoded_failure("b.mp4", VideoFault("io", "x"), attempts=attempts, **row)
-        write_shard(LocalStore(folder / "cache"), f"run{attempts}", failure)
+        fail(folder, attempts, source_mark=source_state(str(path)).mark)
         assert retried(folder) is None
     path.write_bytes(b"abcde")
     os.utime(path, (1e9, 1e9))
@@ -211,7 +195,7 @@ def test_a_file_that_was_missing_is_mended_by_being_there(folder):
     (folder / "m.csv").write_text("video_id,uri\nb.mp4,b.mp4\n")
     (folder / "b.mp4").unlink()
     for attempts in (1, 2):
-        fail(folder, "b.mp4", attempts)
+        fail(folder, attempts)
     manifest, config = read_manifest(str(folder / "m.csv")), PruneConfig(retry_failed=True, max_attempts=2)
     assert len(select_remaining(manifest, Ledger(store).refresh(), config).todo) == 0
     (folder / "b.mp4").write_bytes(b"there")
@@ -245,14 +229,14 @@ def test_what_can_be_tried_again_is_there_now(server, folder):
     assert again["video_id"].to_pylist() == ["a", "c", "e", "f"] and server.counts() == {"HEAD": 3}
 
 
-def test_only_failed_objects_without_attempts_left_cost_a_request_more(server, s3_live):
-    assert s3_left(server, s3_live, s3_manifest(server), retry_failed=True) == ["d.mp4", "e.mp4"]
+def test_only_failed_objects_without_attempts_left_cost_a_request_more(server, s3_left):
+    videos, options = s3_manifest(server), {"retry_failed": True, "max_attempts": 1}
+    assert s3_left(videos, retry_failed=True) == ["d.mp4", "e.mp4"]
     assert server.counts() == {"HEAD": 3}
-    options = {"retry_failed": True, "max_attempts": 1}
-    assert s3_left(server, s3_live, s3_manifest(server), **options) == ["e.mp4"]
+    assert s3_left(videos, **options) == ["e.mp4"]
     assert server.counts() == {"HEAD": 4}
     server.upload("v/d.mp4", b"mended")
-    assert s3_left(server, s3_live, s3_manifest(server), **options) == ["d.mp4", "e.mp4"]
+    assert s3_left(videos, **options) == ["d.mp4", "e.mp4"]
 
 
 @pytest.mark.parametrize("in_the_first_part", [1, 2, 3])

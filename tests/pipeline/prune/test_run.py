@@ -2,7 +2,7 @@
 
 import json
 import math
-from unittest.mock import create_autospec
+from unittest.mock import Mock, create_autospec
 
 import pyarrow as pa
 import pytest
@@ -114,30 +114,31 @@ def test_a_run_ends_where_its_cache_was_moved_away_and_another_one_begun(run, tm
     assert not (tmp_path / "c" / "videos").exists() and TokenCache(tmp_path / "old").video_ids == ["a"]
 
 
-def test_many_commits_are_merged_while_the_run_goes_on(run):
+def test_many_commits_are_merged_while_the_run_goes_on_and_its_record_says_what_it_committed(run):
     names = [f"v{number:02}" for number in range(MAX_WAITING_FILES + 2)]
     for number, name in enumerate(names):
         run.commit(number, written(run.store, name))
+    run.run_file.save()
+    shards = json.loads(run.store.read("runs/run.json"))["token_shards"]
+    assert sorted(shards) == sorted(map(parse_shard_id, run.store.names("tokens", ".parquet")))
     levels = [file.level for file in list_table_files(run.store)]
     assert max(levels) > 0 and TokenCache(run.store.root).video_ids == names
 
 
-def test_the_record_of_a_run_says_what_it_committed(run):
-    run.commit(0, written(run.store, "a", "b"))
-    run.commit(1, written(run.store, "c"))
-    run.run_file.save()
-    said = json.loads(run.store.read("runs/run.json"))["token_shards"]
-    assert sorted(said) == sorted(map(parse_shard_id, run.store.names("tokens", ".parquet")))
+@pytest.fixture
+def tar(tmp_path) -> Indexing:
+    """An archive of two videos that are still to be found."""
+    members = {"a.mp4": b"a", "b.mp4": b"b"}
+    return Indexing(unindexed=[NamedContainer(str(write_tar(tmp_path / "a.tar", members)), "a.tar")])
 
 
-def test_the_record_gets_the_number_of_videos_once_it_is_known(run, tmp_path):
-    place = NamedContainer(str(write_tar(tmp_path / "a.tar", {"a.mp4": b"a", "b.mp4": b"b"})), "a.tar")
+def test_the_record_gets_the_number_of_videos_once_it_is_known(run, tar):
     todo, attempts = TODO_SCHEMA.empty_table(), TODO_SCHEMA.field("attempts")
 
     def take(videos):
         return videos, videos.append_column(attempts, pa.array([1] * len(videos), attempts.type))
 
-    run._todo, run._is_estimated = Discovery(Indexing(unindexed=[place]), Objects(), take, todo), True
+    run._todo, run._is_estimated = Discovery(tar, Objects(), take, todo), True
     run.run_file.save(videos=65, estimated=True)
     with run._todo:
         list(run._todo.parts())
@@ -154,14 +155,10 @@ def test_a_video_that_failed_and_is_ok_later_counts_once(run):
     assert run.failed == {"b": 1}
 
 
-def test_videos_that_can_no_longer_be_found_end_the_run(run, tmp_path):
+def test_videos_that_can_no_longer_be_found_end_the_run(tar):
     """Also where none of those that were found is left to do, so that no graph is built."""
-
-    def refuse(videos):
-        raise ValueError("they have changed")
-
-    place = NamedContainer(str(write_tar(tmp_path / "a.tar", {"a.mp4": b"a"})), "a.tar")
-    with Discovery(Indexing(unindexed=[place]), Objects(), refuse, TODO_SCHEMA.empty_table()) as discovery:
+    refuse = Mock(side_effect=ValueError("they have changed"))
+    with Discovery(tar, Objects(), refuse, TODO_SCHEMA.empty_table()) as discovery:
         list(discovery.parts())
         with pytest.raises(RunFailed, match="they have changed"):
             discovery.estimate_count()

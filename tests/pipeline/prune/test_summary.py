@@ -41,7 +41,7 @@ def ledger(tmp_path) -> Ledger:
     return Ledger(store).refresh()
 
 
-def test_a_whole_cache(ledger):
+def test_a_whole_cache_is_shown_with_the_remedies(ledger):
     summary = summarise(ledger)
     assert (summary.n_videos, summary.n_ok, summary.n_missing, summary.n_warned) == (5, 2, 0, 1)
     assert list(summary.failures.items()) == [("corrupt", 2), ("timeout", 1)]  # c's older row counts no more
@@ -49,31 +49,33 @@ def test_a_whole_cache(ledger):
     assert summary.examples["timeout"] == ("d", "slow")
     assert (summary.tokens_in, summary.tokens_kept, summary.token_bytes) == (200, 50, 50 * 16 * 2)
     assert (summary.seconds["decode"], summary.seconds["encode"]) == (4.5, 2.0)
+    assert "this run" not in shown(summary)
+    held = summarise(ledger, manifest(*"abcde", "f"), n_waiting=1)
+    said = shown(replace(held, n_new=4, n_new_failed=1, wall_s=2.0))
+    assert "2 ok, 3 failed, 0 without a row, 1 wait for another run (--limit)" in said
+    assert "50 kept of 200 (25.0%)" in said and "1,600 of tokens" in said
+    assert "1 videos decoded with warnings" in said and "4 videos (1 failed) in 2.0 s" in said
+    assert FAULTS["timeout"].remedy in said and "d: slow" in said
 
 
 def test_the_videos_of_a_manifest_alone(ledger):
-    held = summarise(ledger, manifest("a", "d", "new", "later"), n_waiting=1)
-    summary = replace(held, n_new=2, n_new_failed=1, wall_s=3.0)
+    summary = summarise(ledger, manifest("a", "d", "new", "later"), n_waiting=1)
     assert (summary.n_videos, summary.n_ok, summary.n_failed, summary.n_missing, summary.n_waiting) == (3, 1, 1, 1, 1)
     assert (summary.tokens_kept, summary.n_warned, summary.failures) == (25, 0, {"timeout": 1})
-    assert (summary.n_new, summary.n_new_failed, summary.wall_s) == (2, 1, 3.0)
     assert summary.exit_code(9) == 1 and summarise(ledger, manifest("a", "d")).exit_code(1) == 0
 
 
 def test_what_came_from_outside_the_videos_is_counted(tmp_path):
     faults = [
-        VideoFault("io", "gone"),
+        *(VideoFault("io", "gone"), VideoFault("corrupt", "torn"), VideoFault("crash", "died", stage="encode")),
         VideoFault("internal", "a bug", stage="prune"),
         VideoFault("out-of-memory", "CUDA out of memory", stage="encode"),
         VideoFault("out-of-memory", "beyond --decode-memory"),
-        VideoFault("corrupt", "torn"),
-        VideoFault("crash", "died", stage="encode"),
     ]
     store = write_header(tmp_path)
     write_shard(store, "r1", *(encoded_failure(f"v{number}", fault) for number, fault in enumerate(faults)))
-    write_shard(store, "r2", encoded("w", random_tokens(0, SHAPE), 0.25, "gstep", decode_warnings=1))
     summary = summarise(Ledger(store).refresh())
-    assert (summary.n_outside, summary.n_failed, summary.n_ok, summary.n_warned) == (3, 6, 1, 1)
+    assert (summary.n_outside, summary.n_failed, summary.n_ok) == (3, 6, 0)
     assert summary.failures == {"out-of-memory": 2, "io": 1, "internal": 1, "corrupt": 1, "crash": 1}
 
 
@@ -83,30 +85,6 @@ def shown(summary) -> str:
     return " ".join(text.getvalue().split())
 
 
-def test_it_is_shown_with_the_remedies(ledger):
-    held = summarise(ledger, manifest(*"abcde", "f"), n_waiting=1)
-    said = shown(replace(held, n_new=4, n_new_failed=1, wall_s=2.0))
-    assert "2 ok, 3 failed, 0 without a row, 1 wait for another run (--limit)" in said
-    assert "50 kept of 200 (25.0%)" in said and "1,600 of tokens" in said
-    assert "1 videos decoded with warnings" in said and "4 videos (1 failed) in 2.0 s" in said
-    assert FAULTS["timeout"].remedy in said and "d: slow" in said
-    assert "this run" not in shown(summarise(ledger))
-
-
-def test_the_first_videos_with_warnings_are_named_in_the_order_of_the_list(tmp_path):
-    store = write_header(tmp_path)
-    videos = [encoded(f"v{i}", random_tokens(i, SHAPE), 0.25, "gstep", decode_warnings=i % 2) for i in range(12)]
-    write_shard(store, "r1", *videos[:6], encoded_failure("bad", VideoFault("corrupt", "x"), decode_warnings=1))
-    write_shard(store, "r2", *videos[6:])
-    for ledger in (Ledger(store).refresh(), merged(store)):
-        summary = summarise(ledger, manifest("bad", *(f"v{i}" for i in reversed(range(12)))))
-        assert (summary.n_warned, summary.warned) == (6, ["v11", "v9", "v7"])
-        assert "6 videos decoded with warnings (v11, v9, v7 and 3 more): their frames" in shown(summary)
-
-
-PAGE = (ROOT / "pipeline/prune/README.md").read_text()
-
-
 def test_the_page_explains_every_line_of_the_summary():
     most = Summary(
         n_videos=1, n_ok=1, failures={}, examples={}, n_missing=0, n_new=1, n_new_failed=0, wall_s=1.0, n_waiting=1,
@@ -114,39 +92,42 @@ def test_the_page_explains_every_line_of_the_summary():
         other_decoder={"why": 1}, remarks=dict.fromkeys(("hdr", "stretched", "uneven", "shared"), 1), n_removed=1,
         fetched_bytes=1, n_lost=1, lost=["v"], left_out={"txt": 1}, facts={"encoder_busy": 0.5, "decode_core_s": 1.0},
     )  # fmt: skip
+    page = (ROOT / "pipeline/prune/README.md").read_text()
     names = [line[: len("from stores")].strip() for line in str(most).splitlines()]
     assert {"videos", "from stores", "lost", "its pace", "positions"} <= {*names}
-    assert [name for name in names if name and f"| {name} |" not in PAGE] == []
+    assert [name for name in names if name and f"| {name} |" not in page] == []
 
 
 def test_what_rows_remark_on_their_videos_is_a_line_each(tmp_path):
+    """Also once the rows lie in a sorted file. The first with warnings are named in the order of the list."""
     missing, other = "decord: ModuleNotFoundError: No module named 'decord'", "decord: IndexMismatch: it is rotated"
     counted = "decord: IndexMismatch: of H.264 the decoder counts {} frames, the file lists 250"
-    by_decoding = "index made by decoding: the frame at 78848 does not come out of the decoder"
     remarks = [
         {"backend_note": missing, "color_transfer": "smpte2084"},
         {"backend_note": missing, "color_transfer": "arib-std-b67", "sample_aspect_ratio": "16:15"},
         {"backend_note": other, "color_transfer": "bt709", "sample_aspect_ratio": "1:1"},
         {"backend_note": counted.format(249), "uneven_positions": 3, "shared_positions": 0},
         {"backend_note": counted.format(12), "uneven_positions": 0, "shared_positions": 8},
-        {"backend_note": by_decoding, "decode_warnings": 7, "uneven_positions": 1},
-        {"backend_note": ""},
+        {"backend_note": "index made by decoding: the frame at 78848 does not come out", "uneven_positions": 1},
+        *({"backend_note": "", "decode_warnings": 7} for _ in range(5)),
         {},
     ]
+    failed = {"color_transfer": "smpte2084", "decode_warnings": 1}
     store = write_header(tmp_path)
     videos = [encoded(f"v{i}", random_tokens(i, SHAPE), 0.25, "gstep", **more) for i, more in enumerate(remarks)]
-    write_shard(store, "r1", *videos[:4])
-    write_shard(
-        store, "r2", *videos[4:], encoded_failure("bad", VideoFault("corrupt", "x"), color_transfer="smpte2084")
-    )
+    write_shard(store, "r1", *videos[:8])
+    write_shard(store, "r2", *videos[8:], encoded_failure("bad", VideoFault("corrupt", "x"), **failed))
+    backwards = [*(f"v{i}" for i in reversed(range(len(videos)))), "bad"]
+    in_parts = pa.chunked_array([backwards[:5], backwards[5:]])
     for ledger in (Ledger(store).refresh(), merged(store)):
-        summary = summarise(ledger)
+        summary = summarise(ledger, pa.table({"video_id": in_parts}))
         assert summary.other_decoder == {missing: 2, counted.format("N").replace("250", "N"): 2, other: 1}
-        assert summary.remarks == {"hdr": 2, "stretched": 1, "uneven": 2, "shared": 1} and summary.n_warned == 1
+        assert summary.remarks == {"hdr": 2, "stretched": 1, "uneven": 2, "shared": 1}
+        assert (summary.n_warned, summary.warned) == (5, ["v10", "v9", "v8"])
         lines = shown(summary)
         for said in (
             f"5 videos by another decoder than requested, because {missing} (2); ",
-            "warnings 1 videos decoded with warnings (v5): their frames may be damaged",
+            "warnings 5 videos decoded with warnings (v10, v9, v8 and 2 more): their frames may be damaged",
             "2 videos in HDR (PQ or HLG), 1 videos of pixels that are not square: taken as they are stored",
             "2 videos of unevenly spaced frames, 1 videos whose patches share positions",
         ):

@@ -78,12 +78,9 @@ def test_a_mode_without_a_token_is_told_before_ray_ends_the_process(monkeypatch)
 
 
 def test_why_there_is_no_cluster_is_one_line_with_the_remedy():
+    asks = "at h:1 asks for a token that was not given: set RAY_AUTH_MODE=token"
     for error, address, said in (
-        (
-            ray.exceptions.AuthenticationError("Missing token"),
-            "h:1",
-            "at h:1 asks for a token that was not given: set RAY_AUTH_MODE=token",
-        ),
+        (ray.exceptions.AuthenticationError("Missing token"), "h:1", asks),
         (ConnectionError("a\nb"), "h:1", "cannot be joined at h:1: ConnectionError: a b; check the address"),
         (RuntimeError("The current node timed out during startup."), None, "if the machine is busy, try again"),
     ):

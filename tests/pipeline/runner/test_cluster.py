@@ -1,108 +1,92 @@
-"""Clusters of two nodes: the GPU on one of them and most CPUs on the other, or one CPU each."""
+"""A cluster of two nodes: the GPUs on one of them, which joins later, and most CPUs on the other."""
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 from unittest.mock import create_autospec
 
-import pyarrow as pa
 import pytest
 import ray
 from ray._private import state
 from ray._private.node import Node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gstep.backbones import ModelSource, family_of
 from jobs.benchmark.pipeline_job import SleepingSetup
 from pipeline.errors import UsageError
-from pipeline.inputs.discovery import Discovery
-from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.decode_stage import DecodeSetup
-from pipeline.prune.graph import build_graph
 from pipeline.prune.resources import plan_resources
 from pipeline.runner.cluster import cap_gpus, choose_device, is_worth_showing, sum_resources
-from pipeline.storage.stores import LocalStore
-from pipeline.video.sampling import Sampling
-from tests.jobs.faults import tiny_videos
-from tests.pipeline.rays import graph_of, growing_ray, ray_here, rows_of
+from tests.pipeline.rays import graph_of, growing_ray, hold_cpu, rows_of
+from tests.pipeline.videos import write_clip
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def two_nodes():
-    """(GPU node, CPU node), by their ids."""
-    with ray_here({"num_cpus": 1, "num_gpus": 1}, {"num_cpus": 4, "num_gpus": 0}) as nodes:
-        yield nodes
+class GpuCluster(NamedTuple):
+    """A cluster of a node with CPUs, which a node with GPUs has joined; what ``choose_device`` gave, and its notes."""
+
+    cpu_node: str
+    gpu_node: str
+    without_gpus: list[tuple[str, str]]
+    waited: tuple[str, str]
+    notes: list[str]
 
 
-@ray.remote(num_cpus=1)
-class Squatter:
-    def ready(self) -> None:
-        pass
-
-
-def nodes_of(title: str) -> set[str]:
-    """The nodes on which actors of this class ran."""
-    return {actor["Address"]["NodeID"] for actor in state.actors().values() if title in actor["ActorClassName"]}
-
-
-def test_an_encoder_starts_where_decoders_hold_every_cpu_of_the_gpu_node(two_nodes, tmp_path):
-    gpu_node, cpu_node = two_nodes
-    squatter = Squatter.options(scheduling_strategy=NodeAffinitySchedulingStrategy(gpu_node, soft=False)).remote()
-    ray.get(squatter.ready.remote())
-    plan = plan_resources(4, 1, 40)
-    assert (plan.decode.workers, plan.encode.workers, plan.encode.num_gpus) == (4, 1, 1)
-    rows = rows_of(graph_of(40, plan, tmp_path))
-    assert len(rows) == 40
-    assert nodes_of("Encoder") == {gpu_node}
-    assert nodes_of("Decoder") == {cpu_node}
-
-
-def test_gpus_that_join_late_are_waited_for_and_at_most_so_many_are_counted():
-    """--min-gpus; without it auto would take the CPUs, and says so."""
-    said: list[str] = []
-    with growing_ray({"num_cpus": 1, "num_gpus": 0}) as (add_node, _):
-        settled = choose_device(PruneConfig(), "auto", said.append)
-        assert settled == ("cpu", "float32") and "no GPU now" in said[0] and "--min-gpus" in said[0]
-        assert choose_device(PruneConfig(), "bfloat16", said.append) == (
-            "cpu",
-            "bfloat16",
-        )  # as the cache has it already
-        assert "on CPUs in float32, " in said[0] and "on CPUs in bfloat16, " in said[1]
-        choose_device(PruneConfig(device="cpu"), "auto", said.append)
-        assert len(said) == 2
-        with pytest.raises(UsageError, match="--min-gpus 2: the cluster has 0 GPUs after 1 s"):
-            choose_device(PruneConfig(min_gpus=2, stall_timeout=1, decode_timeout=0.5), "auto", said.append)
+@pytest.fixture(scope="module")
+def gpu_cluster():
+    notes: list[str] = []
+    with growing_ray({"num_cpus": 2, "num_gpus": 0}) as (add_node, nodes):
+        requests = (PruneConfig(), "auto"), (PruneConfig(), "bfloat16"), (PruneConfig(device="cpu"), "auto")
+        without_gpus = [choose_device(*options, notes.append) for options in requests]
+        with pytest.raises(UsageError, match=r"--min-gpus 2: the cluster has 0 GPUs after 0\.2 s"):
+            choose_device(PruneConfig(min_gpus=2, stall_timeout=0.2, decode_timeout=0.1), "auto", notes.append)
         with ThreadPoolExecutor(1) as pool:  # nodes are added by the main thread alone
-            settling = pool.submit(choose_device, PruneConfig(min_gpus=2, stall_timeout=300), "auto", said.append)
-            wait_until(lambda: said[-1].endswith("waiting 300 s for 2"), "that it waits")
-            add_node(num_cpus=1, num_gpus=2)
-            assert settling.result() == ("cuda", "bfloat16")
-        assert [sum_resources((), most)["GPU"] for most in (None, 1, 8)] == [2, 1, 2]
+            waits = pool.submit(choose_device, PruneConfig(min_gpus=2, stall_timeout=300), "auto", notes.append)
+            wait_until(lambda: notes[-1].endswith("waiting 300 s for 2"), "that it waits")
+            gpu_node = add_node(num_cpus=1, num_gpus=2).node_id
+            waited = waits.result()
+        yield GpuCluster(nodes[0], gpu_node, without_gpus, waited, notes)
+
+
+def test_gpus_that_join_late_are_waited_for_and_at_most_so_many_are_counted(gpu_cluster):
+    """--min-gpus; without it auto takes the CPUs, and says so."""
+    assert gpu_cluster.without_gpus == [("cpu", "float32"), ("cpu", "bfloat16"), ("cpu", "float32")]
+    # --dtype bfloat16 is as the cache has it already. --device cpu asks for CPUs, which needs no note.
+    in_float32, in_bfloat16, *others = gpu_cluster.notes
+    assert "no GPU now" in in_float32 and "--min-gpus" in in_float32 and "on CPUs in float32, " in in_float32
+    assert "on CPUs in bfloat16, " in in_bfloat16 and not any("on CPUs" in note for note in others)
+    assert gpu_cluster.waited == ("cuda", "bfloat16")
+    assert [sum_resources((), most)["GPU"] for most in (None, 1, 8)] == [2, 1, 2]
     assert "GPU" not in cap_gpus({"CPU": 4.0}, 2)
     for wrong in ({"max_gpus": 0}, {"min_gpus": 4, "max_gpus": 3}):
         with pytest.raises(UsageError, match="--max-gpus must be at least"):
             PruneConfig(**wrong)
 
 
-def test_decoders_that_are_through_give_their_gpu_back_while_the_encoder_works(tmp_path):
-    tiny_videos(tmp_path, 1)
-    (path,) = tmp_path.glob("*.mp4")
-    rows = [{"video_id": f"v{number}", "uri": str(path), "attempts": 1} for number in range(16)]
-    source, free = ModelSource.resolve("tiny"), []
-    decode = DecodeSetup(Sampling(num_frames=2), family_of(source).preprocessor())
-    encode = SleepingSetup(source, "gstep", 0.25, device="cpu", work_s=0.5)
-    plan = plan_resources(1, 1, len(rows), decode_on_gpus=True)
+def test_an_encoder_starts_where_no_cpu_of_the_gpu_node_is_free(gpu_cluster, tmp_path):
+    before = state.actors().keys()
+    plan = plan_resources(2, 1, 8)
+    assert (plan.decode.workers, plan.encode.workers, plan.encode.num_gpus) == (2, 1, 1)
+    with hold_cpu(scheduling_strategy=NodeAffinitySchedulingStrategy(gpu_cluster.gpu_node, soft=False)):
+        rows = rows_of(graph_of(8, plan, tmp_path))
+    assert len(rows) == 8
+    actors = [actor for name, actor in state.actors().items() if name not in before]
+    places = {(actor["ActorClassName"], actor["Address"]["NodeID"]) for actor in actors}
+    assert {node for title, node in places if "Encoder" in title} == {gpu_cluster.gpu_node}
+    assert {node for title, node in places if "Decoder" in title} == {gpu_cluster.cpu_node}
+
+
+def test_decoders_that_are_through_give_their_gpu_back_while_the_encoder_works(gpu_cluster, tmp_path):
+    free, clip = [], str(write_clip(tmp_path / "v.mp4", count=2))
+    plan = plan_resources(1, 1, 16, decode_on_gpus=True)
     plan = replace(plan, encode=replace(plan.encode, num_gpus=0.0))  # nvdec's decoders, and an encoder on the CPU
-    with ray_here({"num_cpus": 1, "num_gpus": 1}):
-        todo = pa.Table.from_pylist(rows, TODO_SCHEMA)
-        graph = build_graph(Discovery.of(todo), decode, encode, plan, store=LocalStore(tmp_path), run_id="r")
-        made = rows_of(graph, lambda: free.append(ray.available_resources().get("GPU", 0.0)), 0.2)
-    assert len(made) == len(rows)
-    assert min(free) < 1 == free[-1], free
+    graph = graph_of(16, plan, tmp_path, clip, encode_setup=partial(SleepingSetup, work_s=0.3))
+    rows = rows_of(graph, lambda: free.append(ray.available_resources().get("GPU", 0.0)), 0.2)
+    assert len(rows) == 16
+    assert min(free) < 2 == free[-1], free
 
 
 def test_known_lines_of_rays_own_are_kept_in_its_folder_and_others_are_shown(tmp_path, monkeypatch, caplog):

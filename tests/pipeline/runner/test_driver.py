@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
@@ -56,7 +57,6 @@ class WordRun(Driver[RunOptions, list[str], Outcome]):
         self.place, self.words = store or LocalStore(root), words
         self.steps: list[tuple[str, str | None]] = []
         self.n_failed = 0
-        self.reason: str | None = None  # for which a worker gave up
 
     def step(self, name: str) -> None:
         found = find_holder(self.place) if self.place.root.is_dir() else None
@@ -107,15 +107,8 @@ class WordRun(Driver[RunOptions, list[str], Outcome]):
     def summarise(self, todo: list[str], wall_s: float) -> Outcome:
         self.step("summarise")
         n_ok = len(self.store.names("words", "")) - self.n_failed
-        return Outcome(
-            n_ok=n_ok,
-            failures={},
-            examples={},
-            n_missing=len(self.words) - n_ok - self.n_failed,
-            n_new=len(todo),
-            n_new_failed=self.n_failed,
-            wall_s=wall_s,
-        )
+        new = {"n_new": len(todo), "n_new_failed": self.n_failed, "wall_s": wall_s}
+        return Outcome(n_ok=n_ok, failures={}, examples={}, n_missing=len(self.words) - n_ok - self.n_failed, **new)
 
     def tidy(self) -> None:
         self.step("tidy")
@@ -137,36 +130,23 @@ def record_of(root: Path) -> dict[str, object]:
 
 
 def test_the_steps_come_in_order_and_all_but_the_first_under_the_claim(tmp_path):
-    run = WordRun(tmp_path / "out", "A", "b", "bad")
+    run = WordRun(tmp_path, "A", "b", "bad")
     outcome = run.run()
     steps = ("match", "remaining", "process", "summarise", "tidy")
     assert run.steps == [("prepare", None), *((name, "r1") for name in steps)]
     assert (outcome.n_ok, outcome.n_new, outcome.n_new_failed, outcome.n_missing) == (2, 3, 1, 0)
     assert run.on_disk() == {"a": "0 ok", "b": "0 ok", "bad": "1 failed"}  # what match gave
     assert find_holder(run.store) is None and "3/3 words, 1 failed" in run.said
-
-
-def test_the_record_has_the_summary_once_it_is_known(tmp_path):
-    WordRun(tmp_path, "a").run()
-    record = record_of(tmp_path)
-    assert (record["status"], record["error"]) == ("finished", None)
-    assert record["summary"]["n_ok"] == 1 and record["summary"]["n_failed"] == 0
-
-
-def test_where_nothing_is_left_nothing_is_streamed_or_recorded(tmp_path):
-    WordRun(tmp_path, "a").run()
-    (tmp_path / "runs" / "r1.json").unlink()
-    again = WordRun(tmp_path, "a")
-    outcome = again.run()
-    assert [name for name, _ in again.steps] == ["prepare", "match", "remaining", "summarise"]
-    assert (outcome.n_ok, outcome.n_new) == (1, 0) and not (tmp_path / "runs" / "r1.json").exists()
-
-
-def test_the_configuration_is_shown_without_its_secrets_and_defaults_of_nothing(tmp_path):
-    run = WordRun(tmp_path, "a")
-    run.run()
+    # The configuration is shown without its secrets and defaults of nothing.
     assert run.said.startswith("configuration: ") and "device=cpu" in run.said and "s3_endpoint=(set)" in run.said
     assert "secret.example" not in run.said and "revision=" not in run.said and "max_attempts=" not in run.said
+    record = record_of(tmp_path)
+    assert (record["status"], record["error"], record["summary"]["n_ok"]) == ("finished", None, 2)
+    # Where nothing is left nothing is streamed or recorded.
+    (tmp_path / "runs" / "r1.json").unlink()
+    again = WordRun(tmp_path, "A", "b", "bad")
+    assert again.run().n_new == 0 and not (tmp_path / "runs" / "r1.json").exists()
+    assert [name for name, _ in again.steps] == ["prepare", "match", "remaining", "summarise"]
 
 
 @pytest.mark.parametrize("step", ["prepare", "match", "remaining", "process", "summarise"])
@@ -186,12 +166,10 @@ def test_a_store_that_fails_ends_the_run_and_frees_the_place(tmp_path, step):
 
 @pytest.mark.parametrize("refusal", [UsageError("no"), IdentityMismatch("other settings")])
 def test_a_refusal_stays_one(tmp_path, refusal):
-    class Refusing(WordRun):
-        def match(self) -> None:
-            raise refusal
-
+    run = WordRun(tmp_path, "a")
+    run.match = Mock(side_effect=refusal)
     with pytest.raises(type(refusal), match=str(refusal)):
-        Refusing(tmp_path, "a").run()
+        run.run()
     assert not (tmp_path / "words").exists()
 
 
@@ -210,11 +188,8 @@ def test_a_shard_is_on_disk_before_the_graph_has_ended(tmp_path):
                 assert number < 7 or (tmp_path / "words" / "w0").exists()
                 yield batch
 
-    class Run(WordRun):
-        def build(self, items: list[str], plan: Plan, heartbeats: object) -> RunGraph:
-            return Watched(items, 2)
-
-    run = Run(tmp_path, *(f"w{number}" for number in range(9)))
+    run = WordRun(tmp_path, *(f"w{number}" for number in range(9)))
+    run.build = lambda items, plan, heartbeats: Watched(items, 2)
     run.run()
     assert run.on_disk()["w8"] == "4 ok" and len(run.on_disk()) == 9
 
@@ -238,12 +213,10 @@ def test_what_was_committed_before_the_store_failed_stays_and_the_record_says_wh
 
 
 def test_rows_that_are_missing_fail_the_run(tmp_path):
-    class Losing(WordRun):
-        def build(self, items: list[str], plan: Plan, heartbeats: object) -> RunGraph:
-            return Words(items[:3], 2)
-
+    run = WordRun(tmp_path, *"abcde")
+    run.build = lambda items, plan, heartbeats: Words(items[:3], 2)
     with pytest.raises(RunFailed, match=r"2 of 5 words have no row\. Rerun the command"):
-        Losing(tmp_path, *"abcde").run()
+        run.run()
 
 
 @pytest.mark.parametrize(
@@ -252,30 +225,14 @@ def test_rows_that_are_missing_fail_the_run(tmp_path):
 def test_what_ray_raises_is_told_in_the_words_of_the_worker_and_what_came_out_is_written_first(
     tmp_path, monkeypatch, told, said
 ):
-    heartbeats = handle_of(lambda: WorkerReport(failure=told))
-    heartbeats.read = heartbeats.__dict__.pop("<lambda>")
-    monkeypatch.setattr(driver, "heartbeats_of", lambda stages: nullcontext(heartbeats))
+    def read() -> WorkerReport:
+        return WorkerReport(failure=told)
+
+    monkeypatch.setattr(driver, "heartbeats_of", lambda stages: nullcontext(handle_of(read)))
     run = WordRun(tmp_path, *"abc", "?", "d")
     with pytest.raises(RunFailed, match=rf"stopped after [02] of 5 words: .*{said}"):
         run.run()
     assert "stopping: flushing finished work" in run.said and sorted(run.on_disk()) == list("abc")
-
-
-class Waiting(WordRun):
-    """A run whose first graph gives three words and then nothing; ``look`` is called at every look at its workers."""
-
-    graphs = 0
-
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)
-        self.options = RunOptions(device="cpu", stall_timeout=60, log_interval=60)
-
-    def build(self, items: list[str], plan: Plan, heartbeats: object) -> RunGraph:
-        self.graphs += 1
-        return Endless(items[:3], 2) if self.graphs == 1 else Words(items, 2)
-
-    def find_stop_reason(self, report: WorkerReport) -> str | None:
-        return self.look() if self.graphs == 1 and len(self.on_disk()) == 2 else None
 
 
 class Endless(Words):
@@ -287,29 +244,36 @@ class Endless(Words):
             time.sleep(0.01)
 
 
-@pytest.fixture
-def looks_often(monkeypatch):
+class Waiting(WordRun):
+    """A run whose first graph gives three words and then nothing, until a look at its workers ends it."""
+
+    graphs = 0
+
+    def __init__(self, root: Path, *words: str, ending: Mock) -> None:
+        super().__init__(root, *words)
+        self.options = RunOptions(device="cpu", stall_timeout=60, log_interval=60)
+        self.ending = ending
+
+    def build(self, items: list[str], plan: Plan, heartbeats: object) -> RunGraph:
+        self.graphs += 1
+        return Endless(items[:3], 2) if self.graphs == 1 else Words(items, 2)
+
+    def find_stop_reason(self, report: WorkerReport) -> str | None:
+        return self.ending() if self.graphs == 1 and len(self.on_disk()) == 2 else None
+
+
+def test_what_is_left_is_planned_anew_where_the_cluster_changed_and_a_reason_to_give_up_ends_the_run(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(watchdog, "_MAX_LOOK_S", 0.05)
-
-
-def test_what_is_left_is_planned_anew_where_the_cluster_changed(tmp_path, looks_often):
-    class Changing(Waiting):
-        def look(self) -> None:
-            raise ClusterChanged("nodes were lost and nothing moves")
-
-    run = Changing(tmp_path, *"abcde")
+    run = Waiting(
+        tmp_path / "1", *"abcde", ending=Mock(side_effect=ClusterChanged("nodes were lost and nothing moves"))
+    )
     assert run.run().n_missing == 0 and run.graphs == 2
     assert "note: nodes were lost and nothing moves. Rescheduling 2 words on the current nodes" in run.said
     # What had come out of the first graph was written first; no number of a shard is used again.
     assert run.on_disk() == {"a": "0 ok", "b": "0 ok", "c": "1 ok", "d": "2 ok", "e": "2 ok"}
-
-
-def test_a_reason_to_give_up_ends_the_run(tmp_path, looks_often):
-    class Giving(Waiting):
-        def look(self) -> str:
-            return "all words are bad"
-
-    run = Giving(tmp_path, *"abcde")
+    run = Waiting(tmp_path / "2", *"abcde", ending=Mock(return_value="all words are bad"))
     with pytest.raises(RunFailed, match="all words are bad"):
         run.run()
     assert sorted(run.on_disk()) == list("abc")

@@ -14,7 +14,6 @@ import atexit
 from pipeline.runner.heartbeat import exit_after_gpu_fault
 atexit.register(print, "said goodbye")
 exit_after_gpu_fault("a.mp4", RuntimeError("CUDA error: an illegal memory access was encountered"))
-print("went on")
 """
 
 ON_A_GPU = """

@@ -4,7 +4,6 @@ import atexit
 import os
 import signal
 import socket
-import time
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ import ray
 
 from pipeline.prune.resources import PRUNING
 from pipeline.runner import heartbeat
-from pipeline.runner.heartbeat import Heartbeat, WorkerGivenUp
+from pipeline.runner.heartbeat import Heartbeat
 from pipeline.runner.heartbeats import (
     DEATHS,
     DEATHS_S,
@@ -30,11 +29,18 @@ from tests.jobs.processes import assert_all_gone
 from tests.pipeline.rays import PLAIN, handle_of, heartbeats_here, ray_here
 from tests.waiting import wait_until
 
-STAGES = tuple(PRUNING.stages)
+STAGES, HERE = tuple(PRUNING.stages), socket.gethostname()
 
 
 def worker(name: str, host: str = "h1", node: str = "n1") -> Worker:
     return Worker(name, host, node)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def test_a_statement_replaces_the_one_before():
@@ -48,26 +54,13 @@ def test_a_statement_replaces_the_one_before():
     assert (reading.n_passed_on["decode"], reading.n_moves) == (1, 4)
 
 
-def test_what_a_worker_held_when_its_process_died_is_known_to_the_next_one():
-    heartbeats = Heartbeats(STAGES)
-    for died, host in enumerate(("h1", "h2")):
-        assert heartbeats.start("encode", worker("a")) == died
-        heartbeats.state("encode", worker("a", host), ["poison"], ProgressDelta(0, 1))
-    heartbeats.start("encode", worker("a"))
-    heartbeats.state("encode", worker("b", "h1"), ["good"], ProgressDelta(0, 1))
-    assert heartbeats.deaths("encode", "poison") == ["h1", "h2"]
-    assert heartbeats.deaths("encode", "good") == heartbeats.deaths("decode", "poison") == []
-    assert heartbeats.read().inside["encode"] == ["good on h1"]
-
-
 def test_deaths_count_by_the_hour_and_not_over_the_run():
-    now = 0.0
-    heartbeats = Heartbeats(STAGES, clock=lambda: now)
+    heartbeats = Heartbeats(STAGES, clock := Clock())
     for _ in range(5 * DEATHS):
         assert heartbeats.start("encode", worker("a")) is not None
-        now += 1.01 * DEATHS_S / DEATHS
+        clock.now += 1.01 * DEATHS_S / DEATHS
     for _ in range(DEATHS):
-        now += 1.0
+        clock.now += 1.0
         heartbeats.state("encode", worker("a", "h1"), ["v9"], ProgressDelta(0, 1))
         given_up = heartbeats.start("encode", worker("a")) is None
     assert given_up
@@ -81,21 +74,11 @@ def test_deaths_count_by_the_hour_and_not_over_the_run():
 @pytest.fixture
 def actor(monkeypatch) -> Heartbeats:
     """The actor's own class."""
-    return heartbeats_here(monkeypatch, STAGES, worker("w1", socket.gethostname()))[0]
+    return heartbeats_here(monkeypatch, STAGES, worker("w1", HERE))[0]
 
 
 def handle(actor: Heartbeats) -> SimpleNamespace:
     return handle_of(actor.state, actor.fail, actor.start, actor.deaths)
-
-
-def test_a_worker_asks_how_often_others_died_and_is_given_up_in_the_end(actor):
-    for _ in range(DEATHS + 1):
-        mine = Heartbeat("encode", handle(actor))
-        mine.start()
-        actor.state("encode", worker("w1", "h1"), ["v1"], ProgressDelta(0, 1))
-    assert mine.deaths("v1") == ["h1"] * DEATHS
-    with pytest.raises(WorkerGivenUp, match="encode"):
-        mine.start()
 
 
 def test_work_waits_for_its_report_once_a_process_of_the_worker_crashed(actor):
@@ -114,58 +97,49 @@ def test_work_waits_for_its_report_once_a_process_of_the_worker_crashed(actor):
         mine = Heartbeat("encode", handle)
         mine.start()
         with mine.holding("q1"):
-            assert actor.read().inside["encode"] == [f"q1 on {socket.gethostname()}"] * crashes
+            assert actor.read().inside["encode"] == [f"q1 on {HERE}"] * crashes
 
 
-def test_a_worker_says_what_it_holds_and_lets_go_of_it(actor):
-    mine = Heartbeat("decode", handle(actor))
-    with mine.holding("v1", "v2") as held:
-        inside = actor.read()
-        assert inside.inside["decode"] == [f"{name} on {socket.gethostname()}" for name in ("v1", "v2")]
-        assert (inside.n_passed_on["decode"], inside.n_moves) == (0, 2)
-        held.release(n=2)
-    after = actor.read()
-    assert (after.inside["decode"], after.n_passed_on["decode"], after.n_moves) == ([], 2, 4)
-
-
-def test_how_it_went_is_known_by_node(actor):
+def test_how_it_went_is_known_by_node_and_failures_by_host_and_class(actor):
     mine = Heartbeat("encode", handle(actor))
-    for failed in (False, True, None, True):  # None: it came as a failure of another stage
+    for failed, fault in ((False, "corrupt"), (True, "io"), (None, None), (True, "io")):  # None: it came as a failure
         with mine.holding("v") as held:
-            held.release(failed)
-    actor.state("encode", worker("w2", "h2", "n2"), [], ProgressDelta(n_ok=5))
+            held.release(failed, is_result=fault is None, fault=fault)
+    actor.state("encode", worker("w2", "h2", "n2"), [], ProgressDelta(n_ok=5, faults=("io",)))
     with pytest.raises(OSError, match="away"), mine.holding("v"):
         raise OSError("away")  # it is tried again here
-    tallies = actor.read().tallies
-    assert tallies["encode"] == {"n1": NodeTally(socket.gethostname(), 1, 2), "n2": NodeTally("h2", 5, 0)}
-    assert tallies["decode"] == {}
+    report = actor.read()
+    assert report.tallies["encode"] == {"n1": NodeTally(HERE, 1, 2), "n2": NodeTally("h2", 5, 0)}
+    assert report.tallies["decode"] == {}
+    assert report.faults == {("encode", HERE, "io"): 2, ("encode", HERE, "corrupt"): 1, ("encode", "h2", "io"): 1}
 
 
 def test_what_was_held_before_is_held_meanwhile_and_after(actor):
     """Reading the tokens of a video is a part of what a question needs. A process that dies then or later had the
     question: its very last statement may be lost with it."""
-    mine, here = Heartbeat("encode", handle(actor)), socket.gethostname()
+    mine = Heartbeat("encode", handle(actor))
     with mine.busy("q1"):
         with mine.busy("the tokens of v1, being read"):
-            assert actor.read().inside["encode"] == [f"the tokens of v1, being read on {here}", f"q1 on {here}"]
-        assert actor.read().inside["encode"] == [f"q1 on {here}"]
+            assert actor.read().inside["encode"] == [f"the tokens of v1, being read on {HERE}", f"q1 on {HERE}"]
+        assert actor.read().inside["encode"] == [f"q1 on {HERE}"]
     assert actor.read().inside["encode"] == []
 
 
 def test_of_several_items_those_that_are_done_are_let_go_and_told_with_the_last(actor):
     """Except where something went wrong, which may put this worker out of service."""
-    mine, here = Heartbeat("decode", handle(actor)), socket.gethostname()
+    mine = Heartbeat("decode", handle(actor))
     with mine.holding("v1", "v2", "v3", "v4") as held:
         held.release(is_failure=False)
         assert (actor.read().n_passed_on["decode"], len(actor.read().inside["decode"])) == (0, 4)
         held.release(is_failure=True, is_result=False)
         reading = actor.read()
-        assert reading.inside["decode"] == [f"v3 on {here}", f"v4 on {here}"]
+        assert reading.inside["decode"] == [f"v3 on {HERE}", f"v4 on {HERE}"]
         assert (reading.n_passed_on["decode"], reading.n_results["decode"], reading.n_moves) == (2, 1, 6)
-        assert reading.tallies["decode"]["n1"] == NodeTally(here, 1, 1)
-        held.release(is_failure=False)
+        assert reading.tallies["decode"]["n1"] == NodeTally(HERE, 1, 1)
+        held.release(is_failure=False, n=2)
     reading = actor.read()
-    assert (reading.inside["decode"], reading.n_passed_on["decode"], reading.n_moves) == ([], 3, 7)
+    assert (reading.inside["decode"], reading.n_passed_on["decode"], reading.n_moves) == ([], 4, 8)
+    assert reading.tallies["decode"]["n1"] == NodeTally(HERE, 3, 1)
 
 
 def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed(actor):
@@ -181,13 +155,6 @@ def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed(actor):
             with mine.holding("v1") as held:
                 held.release(is_failure=True)
             mine.wait_while_excluded()
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_worker_that_fails_at_what_others_do_rests_longer_and_longer():
@@ -236,30 +203,26 @@ def test_a_store_that_does_not_answer_workers_is_reported_since_the_first_notice
     assert heartbeats.read().outages == []
 
 
-def test_files_that_nobody_has_put_nobody_out_of_service():
-    heartbeats, workers = Heartbeats(STAGES, Clock()), [worker(name) for name in "abcd"]
+def test_files_that_nobody_has_put_nobody_out_of_service_nor_does_what_a_lost_node_held():
+    clock, living = Clock(), {"n1", "n2"}
+    heartbeats, workers = Heartbeats(STAGES, clock, living=lambda: set(living)), [worker(name) for name in "abcd"]
     for who in workers:
         heartbeats.state("decode", who, [], ProgressDelta(n_ok=3, n_failed=RECENT))
     assert not any(heartbeats.is_excluded("decode", who) for who in workers)
     assert (heartbeats.read().excluded_workers, heartbeats.read().failing) == ([], ["decode"])
-    heartbeats.state("decode", worker("e"), ["its first"], ProgressDelta(n_moves=1))
+    heartbeats.state("decode", worker("e", "h2", "n2"), ["its first"], ProgressDelta(n_moves=1))
     assert heartbeats.read().failing == []
-
-
-def test_what_a_lost_node_held_is_nobodys_work():
-    clock, living = Clock(), {"n1", "n2"}
-    heartbeats = Heartbeats(STAGES, clock, living=lambda: set(living))
-    heartbeats.state("decode", worker("gone", "h2", "n2"), ["v"], ProgressDelta(n_moves=1))
-    heartbeats.state("decode", worker("a"), [], ProgressDelta(n_failed=RECENT))
-    assert heartbeats.is_excluded("decode", worker("a")) and heartbeats.read().failing == []
+    clock.now += 11  # the others have nothing left to do
+    assert heartbeats.is_excluded("decode", worker("a"))
     living.remove("n2")
     clock.now += 11
     heartbeats.state("decode", worker("a"), [], ProgressDelta(n_failed=1))
     assert not heartbeats.is_excluded("decode", worker("a")) and heartbeats.read().failing == ["decode"]
 
 
-def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(actor):
-    answers, asked = iter([True, False]), []
+def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(actor, monkeypatch):
+    answers, asked, slept = iter([True, False]), [], []
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=Clock(), sleep=slept.append))
 
     def is_excluded(stage: str, me: Worker) -> bool:
         asked.append((stage, me.name))
@@ -267,28 +230,20 @@ def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(ac
 
     mine = Heartbeat("decode", handle_of(actor.state, is_excluded))
     mine.wait_while_excluded()
-    with mine.holding("v1") as held:
-        held.release(is_failure=True)
-    with mine.holding("v2") as held:
-        held.release()  # not tried here
-    assert asked == []
+    for is_failure in (True, None):  # None: not tried here
+        with mine.holding("v") as held:
+            held.release(is_failure)
+        assert asked == []
     mine.wait_while_excluded()
-    assert asked == [("decode", "w1")] * 2
-    with mine.holding("v3") as held:
+    assert asked == [("decode", "w1")] * 2 and len(slept) == 1
+    with mine.holding("v") as held:
         held.release(is_failure=False)
     mine.wait_while_excluded()
     assert len(asked) == 2
 
 
-@pytest.fixture
-def clock(monkeypatch) -> Clock:
-    """The time of the workers of a test."""
-    clock = Clock()
-    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
-    return clock
-
-
-def test_time_with_something_in_hand_is_busy_and_loading_is_neither_busy_nor_idle(actor, clock):
+def test_time_with_something_in_hand_is_busy_and_loading_is_neither_busy_nor_idle(actor, monkeypatch):
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=(clock := Clock())))
     mine = Heartbeat("encode", handle(actor))
     mine.start()
     clock.now += 1
@@ -304,16 +259,6 @@ def test_time_with_something_in_hand_is_busy_and_loading_is_neither_busy_nor_idl
     reading = actor.read()
     assert (reading.up_s["encode"], reading.busy_s["encode"]) == (9, 7)
     assert (reading.up_s["decode"], reading.busy_s["decode"]) == (0, 0)
-
-
-def test_failures_are_known_by_stage_host_and_class(actor):
-    mine, here = Heartbeat("decode", handle(actor)), socket.gethostname()
-    with mine.holding("v1", "v2", "v3") as held:
-        held.release(is_failure=True, is_result=False, fault="io")
-        held.release(is_failure=False, is_result=False, fault="corrupt")
-        held.release(is_failure=False)
-    actor.state("decode", worker("w2", "h2"), [], ProgressDelta(faults=("io", "io")))
-    assert actor.read().faults == {("decode", here, "io"): 1, ("decode", here, "corrupt"): 1, ("decode", "h2", "io"): 2}
 
 
 def test_processes_that_died_are_named_once_with_what_they_held():
@@ -339,16 +284,19 @@ def test_processes_that_died_are_named_once_with_what_they_held():
     assert len(heartbeats.read().deaths) == 3
 
 
-def test_what_was_in_hand_on_lost_nodes_is_not_blamed_for_them():
-    living = {"n1", "n2", "n3"}
+def test_what_a_dead_process_held_is_known_to_the_next_one_and_lost_nodes_are_not_blamed_on_it():
+    living = {"n1", "n2", "n3", "n4"}
     heartbeats = Heartbeats(STAGES, Clock(), living=lambda: set(living))
-    for node in ("n1", "n2", "n3"):
+    for node in sorted(living):
         heartbeats.start("encode", worker("a", node, node))
         heartbeats.state("encode", worker("a", node, node), ["v"], ProgressDelta(n_moves=1))
-        living.discard(node if node != "n3" else "")
-    assert heartbeats.deaths("encode", "v") == []
-    heartbeats.start("encode", worker("a", "n4", "n4"))  # a process that died on a node that lives
-    assert heartbeats.deaths("encode", "v") == ["n3"]
+        if node in ("n1", "n2"):
+            living.discard(node)
+    assert heartbeats.deaths("encode", "v") == ["n3"]  # where a process died on a node that lives
+    heartbeats.start("encode", worker("a", "n4", "n4"))
+    heartbeats.state("encode", worker("b", "n4", "n4"), ["good"], ProgressDelta(0, 1))
+    assert heartbeats.deaths("encode", "v") == ["n3", "n4"] and heartbeats.read().inside["encode"] == ["good on n4"]
+    assert heartbeats.deaths("encode", "good") == heartbeats.deaths("decode", "v") == []
 
 
 @pytest.fixture(scope="module")
@@ -368,18 +316,12 @@ class Slow:
     def take(self):
         self.held.enter_context(self.heartbeat.holding("first", "second")).release(is_failure=False)
 
-    def end(self):
-        """Ray Data ends a worker that has nothing left to do."""
-        self.held.close()
-        time.sleep(0.2)  # Ray sends from a thread of its own
-        os.kill(os.getpid(), signal.SIGKILL)
-
 
 @pytest.mark.slow
 def test_what_a_slow_worker_is_at_is_known_a_second_later(heartbeats):
     worker = ray.remote(Slow).options(num_cpus=0).remote(heartbeats)
     ray.get(worker.take.remote())
-    at_the_second = [f"second on {socket.gethostname()}"]
+    at_the_second = [f"second on {HERE}"]
     wait_until(lambda: ray.get(heartbeats.read.remote()).inside["decode"] == at_the_second, "the next statement")
     assert ray.get(heartbeats.read.remote()).n_passed_on["decode"] == 1
 
@@ -396,20 +338,22 @@ class Dying:
 
 @pytest.mark.slow
 def test_a_worker_whose_processes_die_again_and_again_is_given_up(heartbeats):
-    """Ray starts it again and again; the one after the last death that is allowed does not begin."""
-    worker = ray.remote(Dying).options(max_restarts=40, num_cpus=0).remote(heartbeats)
-    for _ in range(DEATHS):
-        with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(worker.die.remote())
-        wait_until(lambda: _begins(worker), "the next process")
+    """Ray starts it again; the process after the last death that is allowed does not begin."""
+    dying = ray.remote(Dying).options(max_restarts=40, num_cpus=0).remote(heartbeats)
+    ray.get(dying.__ray_ready__.remote())
+    for died in range(1, DEATHS):  # as if it had died so often
+        assert ray.get(heartbeats.start.remote("write", worker(dying._actor_id.hex()))) == died
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(worker.die.remote())
+        ray.get(dying.die.remote())
+    wait_until(lambda: _begins(dying), "the next process")
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(dying.die.remote())
     with pytest.raises(ray.exceptions.RayActorError, match="the processes of this write worker crash again and again"):
-        wait_until(lambda: _begins(worker), "the end")
+        wait_until(lambda: _begins(dying), "the end")
 
 
 def _begins(worker):
-    """Whether it answers; raises what ended it for good."""
+    """Return whether it answers; raise what ended it for good."""
     try:
         return ray.get(worker.__ray_ready__.remote())
     except ray.exceptions.ActorUnavailableError:

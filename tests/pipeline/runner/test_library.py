@@ -3,7 +3,7 @@
 import logging
 import os
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import ray
@@ -26,21 +26,18 @@ def state() -> dict[str, object]:
     }
 
 
-def test_all_is_as_it_was_after_a_run_that_fails_too(monkeypatch):
+@pytest.mark.parametrize("error", [None, RuntimeError()])
+def test_all_is_as_it_was_after_a_run_that_fails_too(monkeypatch, error):
     monkeypatch.setenv("RAY_HELD", "1")
     before = state()
-    for error in (None, RuntimeError()):
-        try:
-            with run_here():
-                configure_ray_data()
-                logging.getLogger("ray").setLevel(logging.CRITICAL)
-                os.environ.update(RAY_HELD="2", RAY_NEW="3")
-                assert state() != before
-                if error:
-                    raise error
-        except RuntimeError:
-            pass
-        assert state() == before
+    with pytest.raises(RuntimeError) if error else nullcontext(), run_here():
+        configure_ray_data()
+        logging.getLogger("ray").setLevel(logging.CRITICAL)
+        os.environ.update(RAY_HELD="2", RAY_NEW="3")
+        assert state() != before
+        if error:
+            raise error
+    assert state() == before
 
 
 def test_runs_beside_each_other_restore_the_process_when_the_last_one_ends(monkeypatch):

@@ -1,10 +1,11 @@
-"""What a run says of its nodes, and which of their disks it takes for full."""
+"""What a run says of its nodes, which of their disks it takes for full, and which nodes a second pass leaves out."""
 
 import pytest
 import ray
 
 from pipeline.prune.resources import plan_resources
-from pipeline.runner.heartbeats import WorkerReport
+from pipeline.runner.cluster import find_failing_nodes
+from pipeline.runner.heartbeats import NodeTally, WorkerReport
 from pipeline.runner.nodes import NodeLog, RayDisk, find_full_disks
 from tests.pipeline.rays import PLAIN, ray_here
 
@@ -48,17 +49,33 @@ def test_a_disk_takes_no_more_than_up_to_rays_limit():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("spilling_failed", [False, True])
+def test_a_disk_that_takes_what_the_object_store_holds_is_not_full(spilling_failed):
+    """Full ones end or shrink a run in the tests of jobs."""
+    with ray_here(*PLAIN):
+        assert find_full_disks(spilling_failed=spilling_failed) == {}
+
+
 @pytest.mark.parametrize(
-    ("limit", "failed", "says"),
+    ("decoded", "left_out"),
     [
-        ("0.0001", False, "% full)"),
-        ("", False, None),
-        ("", True, None),  # Ray's disk here takes more than the object store holds
+        ({}, set()),
+        ({"a": (0, 30), "b": (45, 0), "c": (45, 0)}, {"a"}),
+        ({"a": (0, 30), "b": (44, 1), "c": (45, 0)}, {"a"}),  # b met a file that nobody has
+        ({"a": (0, 8), "b": (40, 4), "c": (0, 8)}, {"a", "c"}),
+        ({"a": (10, 2), "b": (20, 4)}, set()),  # alike: none does better
+        ({"a": (0, 9)}, set()),
+        ({"a": (0, 9), "b": (0, 3)}, set()),
     ],
 )
-def test_a_node_is_full_by_the_limit_that_its_own_ray_has(limit, failed, says):
-    env = {"env_vars": {"RAY_local_fs_capacity_threshold": limit}} if limit else {}
-    with ray_here({"num_cpus": 1, **env}) if env else ray_here(*PLAIN) as nodes:
-        full = find_full_disks(spilling_failed=failed)
-        assert find_full_disks(without=nodes) == {}
-    assert (list(full) == nodes and says in full[nodes[0]]) if says else full == {}
+def test_nodes_that_fail_more_often_than_all_together_are_left_out(decoded, left_out):
+    tallies = {"decode": {node: NodeTally(f"host-{node}", *counts) for node, counts in decoded.items()}, "encode": {}}
+    assert find_failing_nodes(tallies) == {node: f"host-{node}" for node in left_out}
+
+
+def test_a_stage_that_does_well_hides_no_other():
+    tallies = {
+        "decode": {"a": NodeTally("h1", 50, 0), "b": NodeTally("h2", 50, 0)},
+        "encode": {"a": NodeTally("h1", 60, 0), "b": NodeTally("h2", 10, 30)},
+    }
+    assert find_failing_nodes(tallies) == {"b": "h2"}

@@ -41,14 +41,11 @@ def test_a_line_stays_one_line_and_never_says_that_less_was_decoded_than_is_done
         progress.advance(6, 1)
     line = r"7/10000 videos, 1 failed, 6 decoded, 6 encoded, \d+\.\d\d videos/s, \d+ s left\n"
     assert re.fullmatch(line, text.getvalue())
-
-
-def test_files_that_cannot_be_read_were_neither_decoded_nor_encoded():
-    text = io.StringIO()
-    with LineReporter(Console(file=text, width=40), 6, 60, PRUNING) as progress:
+    unread = io.StringIO()
+    with LineReporter(Console(file=unread, width=40), 6, 60, PRUNING) as progress:
         progress.stages(WorkerReport(n_results={"decode": 0, "encode": 0, "write": 6}))
         progress.advance(0, 6)
-    assert text.getvalue() == "6/6 videos, 6 failed, 0 decoded, 0 encoded\n"
+    assert unread.getvalue() == "6/6 videos, 6 failed, 0 decoded, 0 encoded\n"  # files that cannot be read
 
 
 def test_rate_and_time_left_are_of_what_came_through_since_the_first_though_nothing_is_written():
@@ -64,13 +61,9 @@ def test_rate_and_time_left_are_of_what_came_through_since_the_first_though_noth
     assert str(pace) == "2.00 videos/s, 40 s left"
     pace.count_computed(79)
     assert str(pace) == ""
-
-
-def test_where_nobody_says_what_came_through_what_is_done_counts():
-    now = 0.0
-    pace = Pace(11, "file", lambda: now)
+    pace = Pace(11, "file", lambda: now)  # where nobody says what came through, what is done counts
     pace.count_written(1)
-    now = 10.0
+    now = 50.0
     pace.count_written(5)
     assert str(pace) == "0.50 files/s, 10 s left"
 
@@ -95,19 +88,17 @@ def test_a_function_is_told_numbers_and_notes():
     assert str(numbers[-1]) == "3/3 videos, 1 failed, 2 decoded, 2 encoded"
 
 
-def test_of_a_run_of_one_stage_its_own_is_told():
+def test_of_a_run_of_one_stage_its_own_is_told_and_what_the_function_raises_leaves_the_reporter():
     told: list[Progress] = []
-    with reporter(Listening(told.append), 2, 30.0, ANSWERING) as progress:
-        progress.stages(WorkerReport(n_results={"answer": 1}))
-    assert (told[-1].item, dict(told[-1].ahead)) == ("question", {"asked": 1})
 
-
-def test_what_the_function_raises_leaves_the_reporter():
     def stop(progress: Progress) -> None:
+        told.append(progress)
         if progress.done:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), reporter(Listening(stop), 2, 30.0, PRUNING) as progress:
+    with pytest.raises(KeyboardInterrupt), reporter(Listening(stop), 2, 30.0, ANSWERING) as progress:
+        progress.stages(WorkerReport(n_results={"answer": 1}))
+        assert (told[-1].item, dict(told[-1].ahead)) == ("question", {"asked": 1})
         progress.advance(1, 0)
 
 

@@ -1,12 +1,14 @@
-"""The record of a run: its name, a place that lasts, written at the start and at the end, however the run ends."""
+"""The record of a run: its name, a place that lasts, written at the start and at the end; and how the run ended."""
 
+import io
 import json
 import re
 
 import pytest
+from rich.console import Console
 
-from pipeline.errors import UsageError
-from pipeline.runner.run_record import RunFile, check_out, new_run_id
+from pipeline.errors import FAULTS, UsageError
+from pipeline.runner.run_record import Outcome, RunFile, check_out, count_failures, new_run_id
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
 
@@ -70,24 +72,59 @@ def test_names_of_runs_differ_and_sort_by_their_time():
     assert times == sorted(times)
 
 
+UPLOADED = {"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip"}}
+
+
 @pytest.mark.parametrize(
-    ("out", "job", "refused"),
-    [
-        ("cache", {"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip"}}, True),
-        ("cache", {"runtime_env": {}}, False),
-        ("cache", {}, False),
-        ("cache", None, False),
-        ("/mnt/cache", {"runtime_env": {"working_dir": "gcs://_ray_pkg_1.zip"}}, False),
-    ],
+    ("out", "job"), [("cache", {"runtime_env": {}}), ("cache", {}), ("cache", None), ("/mnt/cache", UPLOADED)]
 )
-def test_a_relative_place_in_an_uploaded_folder_would_be_lost(monkeypatch, out, job, refused):
+def test_a_relative_place_in_an_uploaded_folder_would_be_lost(monkeypatch, out, job):
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(UPLOADED))
+    with pytest.raises(UsageError, match=r"--out cache: .*name an absolute path"):
+        check_out(LocalStore("cache"))
+    check_out(ObjectStore("s3://bucket/cache", Objects()))
     if job is None:
-        monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+        monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR")
     else:
         monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
-    check_out(ObjectStore("s3://bucket/cache", Objects()))
-    if refused:
-        with pytest.raises(UsageError, match=r"--out cache: .*name an absolute path"):
-            check_out(LocalStore(out))
-    else:
-        check_out(LocalStore(out))
+    check_out(LocalStore(out))
+
+
+@pytest.mark.parametrize(
+    ("counts", "limit", "code"),
+    [
+        ({}, 0, 0),
+        ({"n_missing": 1}, 5, 1),
+        ({"n_ok": 0}, 5, 1),
+        ({"n_waiting": 3}, 0, 0),
+        ({"failures": {"corrupt": 2}}, 2, 0),
+        ({"failures": {"corrupt": 2, "io": 1}}, 2, 1),
+        ({"failures": {"internal": 1}}, 5, 1),
+        ({"n_new": 4, "n_new_failed": 3}, 2, 1),  # redone in vain: earlier results are in place
+        ({"n_new": 4, "n_new_failed": 2}, 2, 0),
+    ],
+)
+def test_the_exit_code_follows_from_the_counts_of_a_run(counts, limit, code):
+    none = {"n_ok": 10, "failures": {}, "examples": {}, "n_missing": 0}
+    assert Outcome(**{**none, **counts}).exit_code(limit) == code
+
+
+def test_failures_are_counted_with_their_first_example():
+    kinds = {"a": "io", "b": "corrupt", "c": "corrupt"}
+    rows = [
+        {"video_id": name, "error_class": kind, "error_message": f"{name} is {kind}"} for name, kind in kinds.items()
+    ]
+    failures, examples = count_failures(rows, "video_id")
+    assert list(failures.items()) == [("corrupt", 2), ("io", 1)]
+    assert examples == {"corrupt": ("b", "b is corrupt"), "io": ("a", "a is io")}
+    assert count_failures([], "video_id") == ({}, {})
+
+
+def test_the_table_names_the_remedy_and_takes_no_id_for_markup():
+    examples = {"io": ("[red]a[/red].mp4", "gone"), "strange": ("b.mp4", "?")}
+    ended = Outcome(n_ok=1, failures={"io": 2, "strange": 1}, n_missing=0, examples=examples)
+    text = io.StringIO()
+    Console(file=text, width=300).print(ended.failures_table("video", FAULTS))
+    said = text.getvalue()
+    assert "failed videos" in said and "[red]a[/red].mp4: gone" in said and FAULTS["io"].remedy in said
+    assert "b.mp4: ?" in said

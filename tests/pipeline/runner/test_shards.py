@@ -16,8 +16,7 @@ from tests.waiting import wait_until
 class Clock:
     """Seconds that pass when a test says so."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -36,19 +35,12 @@ def given(shards: Shards) -> list[list[str]]:
     return [shard.rows["id"].to_pylist() for shard in shards.iter_written()]
 
 
-def test_a_shard_is_full_by_its_number_of_items():
+def test_a_shard_is_full_by_its_number_of_items_and_a_part_that_is_too_large_begins_the_next():
     shards = of_three(Clock())
-    for name in "abcd":
-        shards.take(batch(name))
-    assert given(shards) == [["a", "b", "c"]]
-    assert shards.finish() and given(shards) == [["d"]]
-
-
-def test_a_part_that_would_make_a_shard_too_large_begins_the_next():
-    shards = of_three(Clock())
-    for name in ("ab", "cd", "efgh"):
+    for name in ("a", "b", "c", "de", "fg", "hijk", "l"):
         shards.take(batch(*name))
-    assert given(shards) == [["a", "b"], ["c", "d"], ["e", "f", "g", "h"]]  # a part is never cut
+    assert given(shards) == [["a", "b", "c"], ["d", "e"], ["f", "g"], ["h", "i", "j", "k"]]  # a part is never cut
+    assert shards.finish() and given(shards) == [["l"]]
 
 
 def test_what_has_waited_long_enough_is_a_shard_although_nothing_follows():

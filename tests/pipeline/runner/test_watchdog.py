@@ -3,124 +3,89 @@
 import re
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import ray
 
 from pipeline.errors import RunFailed
 from pipeline.prune.resources import PRUNING, plan_resources
-from pipeline.runner.heartbeats import WorkerReport, heartbeats_of
+from pipeline.runner.heartbeats import Heartbeats, ProgressDelta, Worker, heartbeats_of
 from pipeline.runner.progress import Progress, Speed
 from pipeline.runner.watchdog import SHRUNK_S, ClusterChanged, Fetcher, Growth, Watchdog
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.rays import graph_of, ray_here, rows_of
+from tests.pipeline.rays import PLAIN, graph_of, handle_of, hold_cpu, ray_here, rows_of
 from tests.pipeline.videos import write_clip
 from tests.waiting import wait_until
 
 STAGES = tuple(PRUNING.stages)
 
 
-def endless(items=()):
-    """The items, then a wait without end that an exception can end, as Ray's own."""
-    yield from items
-    while True:
-        time.sleep(0.01)
+def test_every_item_comes_in_order_and_an_error_of_the_iterator_arrives():
+    with Fetcher(12 // n for n in (1, 2, 3, 0)) as fetcher:
+        assert [fetcher.next(10) for _ in range(3)] == [12, 6, 4] and not fetcher.is_at_end
+        with pytest.raises(ZeroDivisionError):
+            fetcher.next(10)
+    with Fetcher(iter("a")) as fetcher:
+        assert (fetcher.next(10), fetcher.next(10), fetcher.is_at_end) == ("a", None, True)
 
 
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("graph of ")]
+def test_a_wait_ends_while_nothing_comes_and_leaving_ends_the_iterator():
+    def endless():
+        yield "a"
+        while True:
+            time.sleep(0.01)  # as Ray's own wait, which an exception can end
 
-
-def taken(items, timeout_s: float = 10) -> list:
-    """What a fetcher hands over until its iterator ends."""
-    with Fetcher(iter(items)) as fetcher:
-        found = []
-        while not fetcher.is_at_end:
-            found.append(fetcher.next(timeout_s))
-    assert found.pop() is None
-    return found
-
-
-def test_every_item_comes_in_order():
-    assert taken(range(100)) == list(range(100))
-
-
-def test_a_wait_ends_while_nothing_comes():
-    with Fetcher(endless("a")) as fetcher:
+    with Fetcher(endless()) as fetcher:
         assert fetcher.next(10) == "a"
         assert [fetcher.next(0.01) for _ in range(3)] == [None] * 3 and not fetcher.is_at_end
-    assert not threads()
+    assert not fetcher._thread.is_alive()
 
 
-def test_an_error_of_the_iterator_arrives():
-    with pytest.raises(ZeroDivisionError):
-        taken(1 // n for n in (1, 0))
-
-
-def test_at_most_one_item_is_fetched_ahead_and_leaving_ends_the_iterator():
+def test_at_most_one_item_is_fetched_ahead():
     fetched = []
-
-    def count():
-        for number in range(100):
-            fetched.append(number)
-            yield number
-
-    with Fetcher(count()) as fetcher:
+    with Fetcher(fetched.append(number) or number for number in range(100)) as fetcher:
         assert fetcher.next(10) == 0
         wait_until(lambda: len(fetched) >= 3, "one in the queue and one that waits for its place", 20)
-    assert not threads() and len(fetched) == 3
+    assert not fetcher._thread.is_alive() and len(fetched) == 3
 
 
-@pytest.fixture(scope="module")
-def one_cpu():
-    with ray_here({"num_cpus": 1}) as nodes:
-        yield nodes
+@pytest.mark.parametrize(
+    ("passed_on", "holder", "why"),
+    [
+        ({}, None, "decode takes none of 1 waiting videos; scheduling: the cluster offers 2 CPUs and 0 GPUs, the plan"),
+        ({"decode": 1}, None, "encode takes none of 1 waiting videos; scheduling: the cluster offers 2 CPUs and 0"),
+        (
+            {"decode": 1},
+            "encode",
+            "encode holds 1 (v0 on h) and does not move; look at that host and its GPU; or raise",
+        ),
+        (
+            {"decode": 1, "encode": 1},
+            "write",
+            "write holds 1 (v0 on h) and does not move; look at the storage behind --",
+        ),
+        (dict.fromkeys(STAGES, 1), None, "scheduling: no worker holds a video; the cluster offers 2 CPUs and 0"),
+    ],
+)
+def test_the_stage_that_does_not_move_is_named_with_the_remedy(monkeypatch, passed_on, holder, why):
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: offer)
+    actor, now, offer = Heartbeats(STAGES), 0.0, {"CPU": 2.0}
+    dog = Watchdog(handle_of(actor.read), 60, plan_resources(1, 1, 1), 1, lambda: offer, lambda: now)
+    for stage, count in passed_on.items():
+        actor.state(stage, Worker("w", "h", "n"), [], ProgressDelta(count, 2 * count))
+    if holder:
+        actor.state(holder, Worker("w", "h", "n"), ["v0"], ProgressDelta(0, 1))
+    now = 50.0
+    if dog.read().n_moves:
+        now = 110.0
+        dog.check()
+    now += 11.0
+    with pytest.raises(RunFailed, match="no video moved for 60 s: " + re.escape(why)):
+        dog.check()
 
 
-@pytest.fixture
-def heartbeats(one_cpu):
-    with heartbeats_of(STAGES) as heartbeats:
-        yield heartbeats
-
-
-def stalled(dataset, plan, n_videos, heartbeats, reached: Callable[[WorkerReport], object]) -> str:
-    """Run a graph until its watchdog gives up; returns why. Its patience starts once the heartbeats say what
-    ``reached`` waits for, however long the workers take to start on this machine."""
-    watchdog, deadline = Watchdog(heartbeats, 3, plan, n_videos), time.monotonic() + 120
-
-    def look() -> None:
-        if not reached(ray.get(heartbeats.read.remote())):
-            assert time.monotonic() < deadline, "the graph never came so far"
-            watchdog.record_movement()
-        watchdog.read()
-        watchdog.check()
-
-    with pytest.raises(RunFailed) as failed:
-        rows_of(dataset, look, watchdog.every_s, watchdog.record_movement)
-    return str(failed.value)
-
-
-@pytest.mark.slow
-def test_a_cluster_without_room_is_named(heartbeats, tmp_path):
-    plan = plan_resources(1, 1, 8)
-    plan = replace(plan, decode=replace(plan.decode, num_cpus=3))
-    why = stalled(graph_of(8, plan, tmp_path, heartbeats=heartbeats), plan, 8, heartbeats, lambda reading: True)
-    assert "decode takes none of 8 waiting videos; scheduling: the cluster offers 1 CPUs and 0 GPUs" in why
-
-
-@pytest.mark.slow
-def test_a_missing_gpu_is_named(heartbeats, tmp_path):
-    plan = plan_resources(1, 1, 8)
-    dataset = graph_of(8, plan, tmp_path, heartbeats=heartbeats)
-    why = stalled(dataset, plan, 8, heartbeats, lambda reading: reading.n_passed_on["decode"] == 8)
-    assert "encode takes none of 8 waiting videos; scheduling: the cluster offers 1 CPUs and 0 GPUs" in why
-    assert f"the plan needs {plan.cpus:g} and 1" in why
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "now", "anew"),
     [
@@ -132,10 +97,9 @@ def test_a_missing_gpu_is_named(heartbeats, tmp_path):
         (plan_resources(8, 0, 64), {"CPU": 3}, False),  # it never had room, so nothing was lost
     ],
 )
-def test_what_is_left_is_planned_anew_where_nodes_were_lost(heartbeats, plan, now, anew):
+def test_what_is_left_is_planned_anew_where_nodes_were_lost(plan, now, anew):
     offer, at = {"CPU": 4.0, "GPU": 2.0}, 0.0
-    told = {"available_resources": lambda: offer, "clock": lambda: at}
-    dog = Watchdog(heartbeats, 60, plan, 64, **told)
+    dog = Watchdog(None, 60, plan, 64, available_resources=lambda: offer, clock=lambda: at)
     dog.check()
     offer, at = now, SHRUNK_S + 1
     with pytest.raises(ClusterChanged) if anew else nullcontext():
@@ -185,8 +149,57 @@ def test_nodes_that_come_one_after_another_are_waited_for():
         growth.look(at, speed, plan_resources(8, 0, 1000))
 
 
+@pytest.fixture
+def heartbeats():
+    with ray_here(*PLAIN), heartbeats_of(STAGES) as heartbeats:
+        yield heartbeats
+
+
+def run_until_stalled(graph, plan, heartbeats, reached) -> str:
+    """Run a graph of eight videos until its watchdog gives up; returns why.
+
+    Its patience starts once the heartbeats say what ``reached`` waits for, however long the workers take to start.
+    """
+    watchdog, deadline = Watchdog(heartbeats, 3, plan, 8), time.monotonic() + 120
+
+    def look() -> None:
+        if not reached(ray.get(heartbeats.read.remote())):
+            assert time.monotonic() < deadline, "the graph never came so far"
+            watchdog.record_movement()
+        watchdog.read()
+        watchdog.check()
+
+    with pytest.raises(RunFailed) as failed:
+        rows_of(graph, look, watchdog.every_s, watchdog.record_movement)
+    return str(failed.value)
+
+
 @pytest.mark.slow
-def test_dead_heartbeats_harm_no_video(heartbeats, tmp_path):
+def test_a_graph_whose_workers_find_no_gpu_ends(heartbeats, tmp_path):
+    plan = plan_resources(1, 1, 8)
+    graph = graph_of(8, plan, tmp_path, heartbeats=heartbeats)
+    why = run_until_stalled(graph, plan, heartbeats, lambda report: report.n_passed_on["decode"] == 8)
+    assert "encode takes none of 8 waiting videos; scheduling: the cluster offers 2 CPUs and 0 GPUs" in why
+    assert f"the plan needs {plan.cpus:g} and 1" in why
+
+
+class HangingStore(LocalStore):
+    def put(self, name, data):
+        threading.Event().wait()
+
+
+@pytest.mark.slow
+def test_a_graph_whose_writer_hangs_ends(heartbeats, tmp_path):
+    plan = plan_resources(1, 0, 8)
+    path = str(write_clip(tmp_path / "v.mp4", count=2))  # of what failed no shard is written
+    graph = graph_of(8, plan, HangingStore(tmp_path), path, heartbeats=heartbeats)
+    why = run_until_stalled(graph, plan, heartbeats, lambda report: report.inside["write"])
+    assert re.match(r"no video moved for 3 s: write holds \d \(v\d on .*\) and does not move; .*--out", why)
+
+
+@pytest.mark.slow
+def test_one_cpu_is_enough_and_dead_heartbeats_harm_no_video(heartbeats, tmp_path):
+    """Every stage finds room beside the others: a missing file goes all the way and comes out as an error row."""
     plan = plan_resources(1, 0, 8)
     ray.kill(heartbeats)
     watchdog = Watchdog(heartbeats, 60, plan, 8)
@@ -195,20 +208,8 @@ def test_dead_heartbeats_harm_no_video(heartbeats, tmp_path):
         watchdog.read()
         watchdog.check()
 
-    look()
-    rows = rows_of(graph_of(8, plan, tmp_path, heartbeats=heartbeats), look, 0.2)
+    with hold_cpu():  # the other one
+        look()
+        rows = rows_of(graph_of(8, plan, tmp_path, heartbeats=heartbeats), look, 0.2)
     assert sorted(row["video_id"] for row in rows) == [f"v{i}" for i in range(8)]
-
-
-class HangingStore(LocalStore):
-    def put(self, name, data):
-        time.sleep(3600)
-
-
-@pytest.mark.slow
-def test_a_writer_that_hangs_is_named(heartbeats, tmp_path):
-    plan = plan_resources(1, 0, 8)
-    path = str(write_clip(tmp_path / "v.mp4", count=2))  # of what failed no shard is written
-    dataset = graph_of(8, plan, HangingStore(tmp_path), path, heartbeats=heartbeats)
-    why = stalled(dataset, plan, 8, heartbeats, lambda reading: reading.inside["write"])
-    assert re.match(r"no video moved for 3 s: write holds \d \(v\d on .*\) and does not move; .*--out", why)
+    assert [row["error_class"] for row in rows] == ["io"] * 8

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -197,18 +196,18 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("decoder", ["idle", "tests.pipeline.videos:Hanging"])
 def test_nothing_outlives_a_killed_parent(clip, tmp_path, decoder):
-    script = tmp_path / "parent.py"
+    script, sign = tmp_path / "parent.py", tmp_path / "hanging"
     script.write_text(PARENT, encoding="utf-8")
     parent = subprocess.Popen(
         [sys.executable, str(script), str(clip), decoder],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HANGING_SIGN": str(sign)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
         assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
-        time.sleep(0.5)  # the second request reaches its decoder
+        wait_until(lambda: decoder == "idle" or sign.exists(), "that the second request reaches its decoder")
         family = descendants(parent.pid)
         assert len(family) >= 2  # fork server and child (and multiprocessing's resource tracker)
     finally:

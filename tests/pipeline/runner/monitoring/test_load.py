@@ -13,13 +13,6 @@ def report(n_passed_on=(0, 0, 0), up_s=(0.0, 0.0, 0.0), busy_s=(0.0, 0.0, 0.0)) 
     return WorkerReport(n_passed_on=by_stage(n_passed_on), up_s=by_stage(up_s), busy_s=by_stage(busy_s))
 
 
-def test_shares_are_of_the_time_in_which_workers_could_work():
-    load = Load()
-    assert load.busy() == {}
-    load.add(report(up_s=(20, 0, 0), busy_s=(19, 0, 0)))  # two decoders for ten seconds; the encoders load their models
-    assert load.busy() == {"decode": pytest.approx(0.95)}
-
-
 def test_shares_are_those_of_the_last_looks_alone():
     load = Load()
     for look in range(1, 6):
@@ -28,8 +21,9 @@ def test_shares_are_those_of_the_last_looks_alone():
     assert load.busy() == {"decode": 0.0, "encode": 0.0, "write": pytest.approx(0.5)}
 
 
-def test_a_stage_whose_workers_are_dead_is_not_busy():
+def test_shares_are_of_the_time_in_which_workers_could_work_and_a_stage_of_dead_workers_is_not_busy():
     load = Load()
+    assert load.busy() == {}
     for look in range(1, 5):
         load.add(report(up_s=(10 * look, 10 * min(look, 3), 0), busy_s=(5 * look, 10 * min(look, 3), 0)))
         assert load.busy() == {"decode": 0.5, "encode": 1.0 if look < 4 else 0.0}

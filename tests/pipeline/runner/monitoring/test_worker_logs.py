@@ -3,14 +3,13 @@
 import os
 import signal
 import sys
-import time
 
 import pytest
 import ray
 
 from pipeline.runner.heartbeats import Death, Worker
 from pipeline.runner.monitor import WorkerLogs
-from tests.jobs.processes import raylets
+from tests.jobs.processes import family
 from tests.pipeline.rays import ray_here
 from tests.waiting import wait_until
 
@@ -36,9 +35,9 @@ def test_the_last_lines_of_the_dead_and_of_nobody_else():
         talkers = [Talker.remote(), Talker.remote()]
         (lost, kept) = sorted(ray.get([one.talk.remote() for one in talkers]), key=lambda one: one[0] != second)
         wait_until(lambda: len(logs._lines) == 2, lambda: f"lines of both: {logs._lines}")
-        os.kill(raylets(os.getpid())[1], signal.SIGKILL)
-        is_lost = lambda: not all(node["Alive"] for node in ray.nodes())  # noqa: E731
-        wait_until(is_lost, "Ray notices the loss", 60, meanwhile=lambda: time.sleep(0.1))
+        (raylet,) = [pid for pid, title in family(os.getpid()).items() if f"--node_id={second}" in title]
+        os.kill(raylet, signal.SIGKILL)
+        wait_until(lambda: not all(node["Alive"] for node in ray.nodes()), "Ray notices the loss", 60)
         deaths = [Death("encode", Worker("w", "h", *lost), ("v1", "v2"))]
         logs.add(deaths)
         logs.add(deaths)  # every report names them

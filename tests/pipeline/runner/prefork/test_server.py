@@ -2,164 +2,147 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
-import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from pipeline.runner.prefork import worker
 from pipeline.runner.prefork.server import SOCKET
-from pipeline.runner.prefork.worker import request_worker
 from tests.interpreter import run_python
 from tests.jobs.jobs import environment, fork_server
 from tests.jobs.processes import assert_all_gone, family
 from tests.paths import ROOT
 from tests.waiting import wait_until
 
-# A driver that starts Ray as commands do; a worker says what it is.
+# A driver that starts Ray as commands do, on a node with a GPU. Two workers say what they are: one of the server, and
+# one that has an environment of its own.
 DRIVER = """
-import json, os, signal, subprocess, sys
+import json, os, signal, sys
 from pathlib import Path
-import ray
+import ray, torch
 from pipeline.runner.cluster import connect
 
-def child(program):
-    for task in Path("/proc").glob("[0-9]*/cmdline"):
-        parts = task.read_text().split(chr(0))
-        if any(part.endswith(program) for part in parts) and mine(task.parent):
-            return int(task.parent.name)
-
-def mine(process):
-    return int((process / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid()
-
 @ray.remote(num_cpus=0)
-def say():
-    import os, sys
-    print("a line of its log", flush=True)
-    parent = Path(f"/proc/{os.getppid()}/cmdline").read_text()
-    found = dict(forked="prefork/server.py" in parent, loaded="transformers" in sys.modules)
-    found |= dict(group=os.getpgid(0) == os.getpid(), word=os.environ.get("A_WORD"), pid=os.getpid())
-    return found | dict(threads=os.environ.get("OMP_NUM_THREADS"),
-        oom=Path("/proc/self/oom_score_adj").read_text().strip(), folder=os.getcwd())
+class Worker:
+    def describe(self):
+        print("a line of its log", flush=True)
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_text()
+        return dict(forked="prefork/server.py" in parent, loaded="transformers" in sys.modules, pid=os.getpid(),
+            leads=os.getpgid(0) == os.getpid(), word=os.environ.get("A_WORD"), folder=os.getcwd(),
+            oom=int(Path("/proc/self/oom_score_adj").read_text()))
 
-if "gpu" in sys.argv:
-    import torch
-    torch.cuda.device_count = lambda: 1
+torch.cuda.device_count = lambda: 1
 connect()
-own = ray.get(say.options(runtime_env={"env_vars": {"A_WORD": "of its own"}}).remote()) if "own" in sys.argv else None
-if "kill" in sys.argv:
-    os.kill(child("prefork/server.py"), signal.SIGKILL)
-found = ray.get(say.remote())
 logs = Path(ray._private.worker._global_node.get_logs_dir_path())
-logged = sum("a line of its log" in path.read_text() for path in logs.glob("worker*.out"))
-programs = dict(server=child("prefork/server.py"), monitor=child("/monitor.py"), raylet=child("/raylet"))
-print(json.dumps(dict(found=found, own=own, logged=logged, **programs)), flush=True)
+workers = [Worker.remote(), Worker.options(runtime_env={"env_vars": {"A_WORD": "of its own"}}).remote()]
+forked, own = ray.get([worker.describe.remote() for worker in workers])
+logged = sum("a line of its log" in path.read_text() for path in logs.glob(f"worker*-{forked['pid']}.out"))
+print(json.dumps(dict(forked=forked, own=own, logged=logged)), flush=True)
 signal.pause()
 """
 
-# Two forks of a process that has imported what workers use, each with ids that it draws in its two threads.
-FORKS = """
-import json, os, threading
-from pipeline.runner.prefork.server import import_ray
 
-def ids():
-    from ray import ObjectRef
-    drawn = [ObjectRef.from_random().hex()]
-    thread = threading.Thread(target=lambda: drawn.append(ObjectRef.from_random().hex()))
-    thread.start()
-    thread.join()
-    return drawn
-
-import_ray()
-read, write = os.pipe()
-for _ in range(2):
-    if os.fork() == 0:
-        os.write(write, json.dumps(ids()).encode() + b"\\n")
-        os._exit(0)
-os.close(write)
-print(open(read).read(), flush=True)
-"""
-
-
-@contextmanager
-def drive(tmp_path: Path, *words: str, **more: str | None) -> Iterator[dict]:
-    """Yield what the driver says, and kill it afterwards."""
-    script = tmp_path / "driver.py"
-    script.write_text(textwrap.dedent(DRIVER))
-    command = [sys.executable, str(script), *words]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment(**more), stdout=subprocess.PIPE, text=True) as process:
+@pytest.mark.slow
+def test_a_worker_is_forked_as_ray_would_start_it_or_started_by_ray_and_ends_with_its_driver(tmp_path):
+    (tmp_path / "driver.py").write_text(DRIVER)
+    command, more = [sys.executable, "driver.py"], {SOCKET: None, "A_WORD": "of the driver"}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(**more), stdout=subprocess.PIPE, text=True) as driver:
         try:
-            assert process.stdout is not None
-            yield json.loads(process.stdout.readline())
+            assert driver.stdout is not None
+            document = json.loads(driver.stdout.readline())
+            programs = family(driver.pid)
         finally:
-            process.kill()
-
-
-@pytest.mark.slow
-def test_a_worker_is_forked_with_the_environment_that_ray_gives_it_and_ends_with_its_driver(tmp_path):
-    """Also on a node that has a GPU."""
-    with drive(tmp_path, "gpu", **{SOCKET: None}, A_WORD="here") as document:
-        found = document["found"]
-        assert found["forked"] and found["loaded"] and found["group"], found
-        assert found["word"] == "here" and found["folder"] == str(tmp_path)
-        assert int(found["oom"]) > 0  # the kernel ends workers first, as Ray asks it to
-        assert document["logged"] == 1
-        assert document["raylet"] and document["server"] and not document["monitor"]
-    assert_all_gone([document["server"], found["pid"]])
-
-
-@pytest.mark.slow
-def test_ray_sets_workers_up_that_have_an_environment_of_their_own_or_no_server(tmp_path):
-    with drive(tmp_path, "own", "kill", **{SOCKET: None}) as document:
-        assert not document["own"]["forked"] and document["own"]["word"] == "of its own"
-        assert not document["found"]["forked"] and not document["found"]["loaded"]
-
-
-@pytest.mark.slow
-def test_forked_workers_draw_ids_of_their_own():
-    command = [sys.executable, "-c", FORKS]
-    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, timeout=120, check=True)
-    drawn = [drawn for line in done.stdout.splitlines() if line for drawn in json.loads(line)]
-    assert len(drawn) == len(set(drawn)) == 4
-
-
-@pytest.mark.parametrize(("file", "code"), [("nvidia-uvm", 1), ("nvidiactl", 0)])
-def test_a_process_that_started_cuda_forks_nothing(tmp_path, file, code):
-    """CUDA opens a device that NVML leaves alone; here a file has its name."""
-    (tmp_path / file).touch()
-    script = f"import pipeline.runner.prefork.server as s; opened = open({str(tmp_path / file)!r}); s._import(())"
-    done = run_python("-c", script, env=environment())
-    assert (done.returncode, "has started CUDA" in done.stderr) == (code, bool(code)), done.stderr
+            driver.kill()
+    forked, own = document["forked"], document["own"]
+    assert forked["forked"] and forked["loaded"] and forked["leads"], forked
+    assert (forked["word"], forked["folder"], document["logged"]) == ("of the driver", str(tmp_path), 1)
+    assert forked["oom"] > 0  # the kernel ends workers first, as Ray asks it to
+    assert not own["forked"] and not own["loaded"] and own["word"] == "of its own"
+    servers = [pid for pid, title in programs.items() if "prefork/server.py" in title]
+    assert servers and any("/raylet" in title for title in programs.values())
+    assert not any("/monitor.py" in title for title in programs.values())
+    assert_all_gone([*servers, forked["pid"]])
 
 
 @pytest.fixture
-def program(tmp_path, monkeypatch) -> list[str]:
-    """A program that makes a file ``ran`` in its folder, for a server that this process asks."""
-    (tmp_path / "program.py").write_text("open('ran', 'w')")
+def request_program(tmp_path, monkeypatch):
+    """Let the server that this process shares fork a program, which runs in the test's folder; returns whether."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # as the server has it
-    return [str(tmp_path / "program.py")]
+
+    def request(program: str) -> bool:
+        (tmp_path / "program.py").write_text(program)
+        return worker.request_worker(fork_server(), [str(tmp_path / "program.py")])
+
+    return request
+
+
+# Ids that a worker draws in its two threads.
+IDS = """
+import os, threading
+from pathlib import Path
+from ray import ObjectRef
+drawn = [ObjectRef.from_random().hex()]
+thread = threading.Thread(target=lambda: drawn.append(ObjectRef.from_random().hex()))
+thread.start()
+thread.join()
+Path(f"{os.getpid()}.new").write_text(" ".join(drawn))
+Path(f"{os.getpid()}.new").rename(f"{os.getpid()}.ids")
+"""
+
+
+def test_forked_workers_draw_ids_of_their_own(request_program, tmp_path):
+    assert request_program(IDS) and request_program(IDS)
+    files = wait_until(lambda: len(files := [*tmp_path.glob("*.ids")]) == 2 and files, "the ids of two workers")
+    assert len({drawn for file in files for drawn in file.read_text().split()}) == 4
+
+
+def test_a_process_that_started_cuda_forks_nothing(tmp_path):
+    """CUDA opens a device that NVML leaves alone; here a file has its name."""
+    script = (
+        "import pipeline.runner.prefork.server as server\n"
+        "opened = [open('nvidiactl', 'w')]\n"
+        "server._import(())\n"
+        "print('forks', flush=True)\n"
+        "opened.append(open('nvidia-uvm', 'w'))\n"
+        "server._import(())"
+    )
+    done = run_python("-c", script, env=environment(), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "forks\n") and "has started CUDA" in done.stderr, done.stderr
+
+
+RUNS = "open('ran', 'w')"
 
 
 @pytest.mark.parametrize("variable", ["ATEN_CPU_CAPABILITY", "PYTHONPATH"])
-def test_a_server_of_other_variables_that_imports_read_forks_nothing(program, monkeypatch, variable):
-    assert request_worker(fork_server(), program)
+def test_a_server_of_other_variables_that_imports_read_forks_nothing(request_program, monkeypatch, variable):
+    assert request_program(RUNS)
     wait_until(Path("ran").exists, "the program runs")
     monkeypatch.setenv(variable, "default")
-    assert not request_worker(fork_server(), program)
+    assert not request_program(RUNS)
 
 
-def test_of_raylets_that_have_ended_the_server_keeps_no_process(program, monkeypatch):
-    place, before = fork_server(), family(os.getpid())
+def test_where_the_server_has_ended_ray_sets_its_worker_up(tmp_path, monkeypatch):
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+    commands: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, command: commands.append(command))
+    monkeypatch.setenv(SOCKET, str(tmp_path / "socket"))
+    worker.main(["-u", "workers/default_worker.py", "--language=PYTHON"])
+    assert [command[1] for command in commands] == ["workers/setup_worker.py"]
+
+
+def test_of_raylets_that_have_ended_the_server_keeps_no_process(request_program, monkeypatch):
+    before = family(os.getpid())
     with subprocess.Popen(["sleep", "600"]) as raylet:
         monkeypatch.setenv("RAY_RAYLET_PID", str(raylet.pid))
-        assert request_worker(place, program)
+        assert request_program(RUNS)
         raylet.kill()
     of_it = [pid for pid, title in family(os.getpid()).items() - before.items() if "server.py" in title]
     assert of_it
     monkeypatch.setenv("RAY_RAYLET_PID", str(os.getpid()))
-    assert request_worker(place, program)
+    assert request_program(RUNS)
     assert_all_gone(of_it)
