@@ -29,7 +29,7 @@ from pipeline.generate.late_pruning import LatePruning, PruningSpec
 from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.generate.run import AnswerRun
 from pipeline.storage.stores import LocalStore, Store
-from tests.pipeline.caches import encoded, encoded_failure, random_tokens, read_live, write_shard
+from tests.pipeline.caches import encoded, encoded_failure, make_identity, random_tokens, read_live, write_shard
 
 SHAPE = (4, 49, 64)  # [T,N,D]: what the tiny model takes
 
@@ -77,15 +77,9 @@ def tiny_cache(
     source = source or ModelSource.resolve("tiny")
     store = LocalStore(out)
     store.make()
-    identity = {
-        "model": {"type": source.model_type, "weights": source.identity},
-        "pruner": {"method": method, "params": {}},
-        "retention_ratio": ratio,
-        "dtype": {"stored": "bfloat16"},
-    }
     if "newline" not in header:
         header["newline"] = decode_newline(source)
-    full = {"schema_version": SCHEMA_VERSION, "identity": identity, **header}
+    full = {"schema_version": SCHEMA_VERSION, "identity": make_identity(ratio, method, source=source), **header}
     store.put(HEADER, json.dumps(full).encode())
     extra = {"tower_hash": tower_hash(source)}
     extra |= {} if model_extra is None else {"model_extra": json.dumps(model_extra)}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gstep import VisualTokens
+from gstep.backbones import ModelSource
 from pipeline.cache.header import HEADER, find_codec, fingerprint, read_header, serialise_header
 from pipeline.cache.live import INDEX_COLUMNS, LiveVideos
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
@@ -59,25 +60,27 @@ def encoded_failure(video_id: str, fault: VideoFault, **more: Any) -> VideoItem:
     return VideoItem(failed_video(source_record(video_id, (1, 1, 1), **more), fault))
 
 
+def make_identity(
+    ratio: float = 0.25, method: str = "gstep", codec: str = "bfloat16", source: ModelSource | None = None, **more: Any
+) -> dict[str, Any]:
+    """Return the identity of a cache, of no model where there is no ``source``."""
+    model = ("llava_onevision", "none") if source is None else (source.model_type, source.identity)
+    return {
+        "model": dict(zip(("type", "weights"), model, strict=True)),
+        "pruner": {"method": method, "params": {}},
+        "retention_ratio": ratio,
+        "dtype": {"stored": codec},
+        **more,
+    }
+
+
 def write_header(
     out: Path | Store, ratio: float = 0.25, method: str = "gstep", *, codec: str = "bfloat16", **more: Any
 ) -> Store:
     store = LocalStore(out) if isinstance(out, Path) else out
     store.make()
-    identity = {
-        "model": {"type": "llava_onevision", "weights": "none"},
-        "sampling": {},
-        "pruner": {"method": method, "params": {}},
-        "retention_ratio": ratio,
-        "dtype": {"stored": codec},
-    }
-    header = {
-        "schema_version": CODED_VERSIONS.get(codec, SCHEMA_VERSION),
-        "identity": identity,
-        "newline": None,
-        **more,
-    }
-    store.put(HEADER, serialise_header(header))
+    version, identity = CODED_VERSIONS.get(codec, SCHEMA_VERSION), make_identity(ratio, method, codec, sampling={})
+    store.put(HEADER, serialise_header({"schema_version": version, "identity": identity, "newline": None, **more}))
     return store
 
 

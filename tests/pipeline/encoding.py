@@ -16,7 +16,7 @@ from pipeline.rows import VideoRecord
 from pipeline.storage.stores import Store
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.pipeline.caches import write_header, write_shard
+from tests.pipeline.caches import make_identity, write_header, write_shard
 
 
 def encode_clip(
@@ -38,14 +38,12 @@ def encode_clip(
     return decoded.frames, encoder.encode_one({**begun, **make_decoding_columns(decoded, 1)}, decoded.frames)
 
 
-def cache_of(out: Path, source: ModelSource, *videos: VideoItem) -> Store:
-    """Write a cache of all tokens of Qwen videos, which says that it is of ``source``."""
-    identity = {
-        "model": {"type": source.model_type, "weights": source.identity},
-        "pruner": {"method": "none", "params": {}},
-        "retention_ratio": 1.0,
-        "dtype": {"stored": "bfloat16"},
-    }
-    store = write_header(out, identity=identity, deepstack_levels=family_of(source).static().deepstack_levels)
+def cache_of(
+    out: Path, source: ModelSource, *videos: VideoItem, method: str = "none", ratio: float = 1.0, **header: Any
+) -> Store:
+    """Write a cache of videos, by default of all their tokens, which says that it is of ``source``."""
+    identity = make_identity(ratio, method, source=source)
+    levels = family_of(source).static().deepstack_levels
+    store = write_header(out, identity=identity, deepstack_levels=levels, **header)
     write_shard(store, "run", *videos)
     return store

@@ -9,13 +9,12 @@ import torch
 
 from gstep import VisualTokens
 from gstep.backbones import ModelSource
-from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.cache.writer import VideoItem
 from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
 from pipeline.storage.stores import Store
 from tests.gstep import synthetic
 from tests.pipeline.asking import tiny_cache
-from tests.pipeline.caches import random_tokens, source_record, write_header, write_shard
+from tests.pipeline.caches import make_identity, random_tokens, source_record, write_header, write_shard
 
 WIDTH = 6  # of an image_embedding, unlike that of a token
 
@@ -43,11 +42,9 @@ def evidence_cache(
     out: Path | Store, videos: Mapping[str, torch.Tensor], ratio: float = 0.25, method: str = "gstep"
 ) -> Store:
     """Write a cache of ``videos`` with random evidence of each."""
-    store = write_header(out, ratio)
     rows = [encoded_with(name, v, ratio, method, random_evidence(tuple(v.shape))) for name, v in videos.items()]
-    identity = {"model": {"weights": "none"}, "pruner": {"method": method}, "retention_ratio": ratio}
-    identity["evidence"] = {"image_embedding": "single_patches", "token_attention": "last_layer"}
-    write_header(store, ratio, schema_version=SCHEMA_VERSION, identity=identity)
+    evidence = {"image_embedding": "single_patches", "token_attention": "last_layer"}
+    store = write_header(out, identity=make_identity(ratio, method, evidence=evidence))
     write_shard(store, "run", *rows)
     return store
 
@@ -56,13 +53,7 @@ def tiny_cache_with_embeddings(out: Path, shape: tuple[int, int, int] = (4, 49, 
     """Write a cache of all tokens of the video "a", made, it says, with the tiny model and the tiny SigLIP's head."""
     source = ModelSource.resolve("tiny")
     model = {"type": source.model_type, "weights": source.identity, "pooling_head": head}
-    identity = {
-        "model": model,
-        "pruner": {"method": "none", "params": {}},
-        "retention_ratio": 1.0,
-        "dtype": {"stored": "bfloat16"},
-        "evidence": {"image_embedding": "single_patches"},
-    }
+    identity = make_identity(1.0, "none", model=model, evidence={"image_embedding": "single_patches"})
     store = tiny_cache(out, (), ratio=1.0, method="none", failed=("bad",), identity=identity)
     evidence = {"image_embedding": random_evidence(shape, 64)["image_embedding"]}
     write_shard(store, "run", encoded_with("a", random_tokens(0, shape), 1.0, "none", evidence))

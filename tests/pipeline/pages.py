@@ -12,6 +12,7 @@ from typing import Any
 
 import av
 import numpy as np
+from rich.console import Console, RenderableType
 
 from gstep.backbones.preprocess import FixedSizePreprocessor
 from pipeline import TokenCache
@@ -63,6 +64,14 @@ def data_of(html: str) -> dict[str, Any]:
 
 def pictures_of(html: str) -> list[np.ndarray]:
     return [image(base64.b64decode(data)) for data in re.findall(r"data:image/jpeg;base64,([^\"]+)", html)]
+
+
+def shown(report: RenderableType) -> str:
+    """Return what a terminal shows of a report."""
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(report)
+    return captured.get()
 
 
 def image(data: bytes) -> np.ndarray:

@@ -90,12 +90,11 @@ class S3Server:
         return self.uri(key)
 
     def fail(self, method: str, key: str, status: int, code: str = "AccessDenied") -> None:
-        """Answer ``method`` (of this bucket's ``key``; "" for the bucket itself) with an error from now on."""
-        self._failures[method, f"/{self.bucket}/{key}" if key else f"/{self.bucket}"] = (status, code)
+        """Answer ``method`` (of this bucket's ``key``; "" for the bucket itself) with an error from now on.
 
-    def fail_below(self, method: str, prefix: str, status: int, code: str = "AccessDenied") -> None:
-        """Answer so for every key of this bucket that begins with ``prefix``."""
-        self._failures[method, f"/{self.bucket}/{prefix}*"] = (status, code)
+        A key that ends with * stands for all keys that begin so.
+        """
+        self._failures[method, f"/{self.bucket}/{key}" if key else f"/{self.bucket}"] = (status, code)
 
     def counts(self) -> dict[str, int]:
         """Count requests by kind: GET, HEAD, PUT, LIST and so on."""

@@ -1,6 +1,8 @@
 """The records that travel between stages are the rows of the Parquet files, name by name and type by type."""
 
 import datetime
+import pickle
+import re
 import types
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -8,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.cache.schema import VIDEO_SCHEMA
-from pipeline.errors import FaultClass, QuestionFault, QuestionFaultClass, VideoFault
+from pipeline.errors import FAULTS, QUESTION_FAULTS, FaultClass, QuestionFault, QuestionFaultClass, VideoFault
 from pipeline.generate.answerer import REMAINING_SCHEMA
 from pipeline.generate.answers import ANSWER_SCHEMA
 from pipeline.inputs.named_videos import TODO_SCHEMA
@@ -21,6 +23,7 @@ from pipeline.rows import (
     failed_answer,
     failed_video,
 )
+from tests.paths import ROOT
 
 ARROW = {
     str: {pa.string()},
@@ -74,6 +77,20 @@ def test_what_fails_keeps_what_was_known():
     assert len(answer["error_message"]) == 1024 and answer["retryable"] is False and answer["question_id"] == "q"
 
 
-def test_the_schemas_say_every_class_of_fault():
-    for schema, classes in ((VIDEO_SCHEMA, FaultClass), (ANSWER_SCHEMA, QuestionFaultClass)):
-        assert schema.field("error_class").metadata[b"meaning"].decode().split() == list(get_args(classes))
+def test_every_class_of_fault_has_an_entry_in_the_table_the_schema_and_the_page():
+    for faults, classes, schema in (
+        (FAULTS, FaultClass, VIDEO_SCHEMA),
+        (QUESTION_FAULTS, QuestionFaultClass, ANSWER_SCHEMA),
+    ):
+        assert list(faults) == list(get_args(classes)) and all(x.meaning and x.remedy for x in faults.values())
+        assert schema.field("error_class").metadata[b"meaning"].decode().split() == list(faults)
+    text = (ROOT / "pipeline/prune/README.md").read_text()
+    rows = re.findall(r"^\| ([a-z-]+) \| (.+) \| (.+) \|$", text, re.MULTILINE)
+    listed = {name: (meaning, remedy) for name, meaning, remedy in rows if name in FAULTS}
+    assert listed == {name: (fault.meaning, fault.remedy) for name, fault in FAULTS.items()}
+
+
+def test_a_fault_survives_the_way_between_processes():
+    fault = VideoFault("timeout", "too\x00slow", stage="decode", backend="pyav", exit_signal=9, attempts=2)
+    again = pickle.loads(pickle.dumps(fault))  # noqa: S301 - what multiprocessing does
+    assert vars(again) == vars(fault) and str(again) == "timeout: too slow"

@@ -6,13 +6,16 @@ import io
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
+from pipeline import TokenCache
+from pipeline.cache.writer import VideoItem
 from pipeline.errors import VideoFault
 from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.report import Report
 from pipeline.verify.verify import Verification, verify
-from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.pipeline.caches import encoded, encoded_failure, make_identity, random_tokens, write_header, write_shard
 
 SHAPE = (4, 9, 8)
 
@@ -25,19 +28,47 @@ def kinds(report: Report) -> list[str]:
     return [problem.kind for problem in report.problems]
 
 
+def tokens_of(root: Path) -> dict[str, torch.Tensor]:
+    """Read the tokens of all videos, each compared with its checksum."""
+    cache = TokenCache(root)
+    return {name: cache.get(name, verify=True, order="selection").tokens for name in cache.video_ids}
+
+
+def assert_tokens(root: Path, expected: dict[str, torch.Tensor]) -> None:
+    """Check that a cache has these videos, bit for bit, and that nothing is wrong with it."""
+    tokens = tokens_of(root)
+    assert tokens.keys() == expected.keys()
+    assert all(torch.equal(tokens[name], expected[name]) for name in tokens)
+    assert kinds(verified(LocalStore(root))) == []
+
+
+def video_of(video_id: str, seed: int, **more: object) -> VideoItem:
+    return encoded(video_id, random_tokens(seed, SHAPE), 0.25, "gstep", **more)
+
+
+def six_videos(out: Path) -> LocalStore:
+    """Write a, b and c in a shard, d with one that failed, e with f, and f once more in another run."""
+    store = write_header(out, hidden_size=8)
+    write_shard(store, "run", *(video_of(name, seed) for seed, name in enumerate("abc")))
+    write_shard(store, "run", video_of("d", 3), encoded_failure("bad", VideoFault("corrupt", "x")))
+    write_shard(store, "run", video_of("e", 4), video_of("f", 20))
+    write_shard(store, "run2", video_of("f", 5, attempts=2))
+    assert isinstance(store, LocalStore)
+    return store
+
+
 def two_shards(out: Path) -> LocalStore:
     """Write the videos a and b in a shard each, of one run, and one that failed."""
     store = write_header(out, hidden_size=8)
-    write_shard(store, "run", encoded("a", random_tokens(0, SHAPE), 0.25, "gstep"))
-    fault = VideoFault("corrupt", "moov atom not found")
-    write_shard(store, "run", encoded("b", random_tokens(1, SHAPE), 0.25, "gstep"), encoded_failure("bad", fault))
+    write_shard(store, "run", video_of("a", 0))
+    write_shard(store, "run", video_of("b", 1), encoded_failure("bad", VideoFault("corrupt", "moov atom not found")))
     assert isinstance(store, LocalStore)
     return store
 
 
 def by_an_own_method(out: Path, **pruner: object) -> LocalStore:
     """Write a cache of random tokens that names a method whose module is not importable here."""
-    identity = {"model": {"weights": "none"}, "pruner": {"method": "not_here:Mine", **pruner}, "retention_ratio": 0.25}
+    identity = make_identity(pruner={"method": "not_here:Mine", **pruner})
     store = write_header(out, hidden_size=8, identity=identity)
     write_shard(store, "run", encoded("a", random_tokens(0, SHAPE), 0.25, "random"))
     assert isinstance(store, LocalStore)

@@ -38,12 +38,9 @@ def store(tmp_path) -> LocalStore:
     return store
 
 
-def test_differences_name_the_leaf():
+def test_differences_name_the_leaf_also_where_only_one_has_it():
     lines = list_differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}})
     assert lines == ["a.c: the cache has 2, this run 3"]
-
-
-def test_what_only_one_of_two_has_is_a_difference_too():
     old, new = {"x": 1, "p": {"alpha": 0.5}}, {"p": {"alpha": 0.5, "seed": 0}, "e": {"k": "l"}}
     assert list_differences(old, new, old_subject="the answers have") == [
         "e: the answers have None, this run {'k': 'l'}",
@@ -53,20 +50,17 @@ def test_what_only_one_of_two_has_is_a_difference_too():
     assert list_differences(old, old) == []
 
 
-def test_a_header_comes_back_as_it_was_with_its_checksum(store):
-    found = read(store)
-    assert found.pop(CHECKSUM) == fingerprint(HEADER) and found == HEADER
+def test_a_header_comes_back_as_it_was_with_its_checksum_or_without(store):
+    header = read(store)
+    assert header.pop(CHECKSUM) == fingerprint(HEADER) and header == HEADER
     assert serialise_header(read(store)) == serialise_header(HEADER)  # the old checksum is no part of the new one
+    store.put("h.json", json.dumps(HEADER).encode())
+    assert read(store) == HEADER
 
 
 def test_a_fingerprint_is_of_what_is_said_and_not_how():
     assert fingerprint({"a": 1, "b": [1.0]}) == fingerprint({"b": [1.0], "a": 1})
     assert len({fingerprint(x) for x in ({"a": 1}, {"a": "1"}, {"a": 1.5}, {"b": 1}, {"a": None}, {})}) == 6
-
-
-def test_a_header_without_a_checksum_is_taken_as_it_is(store):
-    store.put("h.json", json.dumps(HEADER).encode())
-    assert read(store) == HEADER
 
 
 @pytest.mark.parametrize(

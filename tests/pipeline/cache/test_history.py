@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -18,89 +18,71 @@ from pathlib import Path
 import pytest
 
 from pipeline import TokenCache
-from pipeline.cache.merging import merge
+from pipeline.cache.merging import KEEP, merge
 from pipeline.cache.schema import VIDEOS
 from pipeline.cache.table import list_table_files
-from pipeline.errors import CorruptShard
 from pipeline.storage.stores import LocalStore, ObjectStore
-from tests.pipeline.cache.test_merging import Model, Row, commit_rows, draw_rows, live_in
+from tests.pipeline.cache.table_rows import (
+    Model,
+    Row,
+    assert_all_agree,
+    commit_rows,
+    draw_rows,
+    live_in,
+    serialise_rows,
+)
 from tests.pipeline.caches import limit_merges, write_header
 from tests.pipeline.flaky import FlakyProxy
 from tests.pipeline.s3 import S3Server
 
-COMMITS = 12  # of each writer
+COMMITS = 8  # of each writer
 NOW = timedelta(0)
 
 
-@pytest.fixture(scope="module")
-def proxy():
-    with S3Server("history") as server, FlakyProxy(server) as proxy:
-        yield proxy
-
-
-class History:
-    """What writers have committed to a place, and the threads that write and merge there through a proxy."""
-
-    def __init__(self, proxy: FlakyProxy, place: str) -> None:
-        self.model, self.faults = Model(), list[BaseException]()
-        self._proxy, self._place = proxy, place
-        self._ended, self._lock = threading.Event(), threading.Lock()
-
-    def run(self, writers: int, mergers: int) -> None:
-        writing = [threading.Thread(target=self._write, args=(number,)) for number in range(writers)]
-        merging = [threading.Thread(target=self._merge, args=(number,)) for number in range(mergers)]
-        for thread in (*writing, *merging):
-            thread.start()
-        for thread in writing:
-            thread.join()
-        self._ended.set()
-        for thread in merging:
-            thread.join()
-
-    def _write(self, number: int) -> None:
-        draw, store = random.Random(number), ObjectStore(self._place, self._proxy.objects())
-        for step in range(COMMITS):
-            run = f"w{number}.{step}"
-            rows: list[Row] = draw_rows(draw, run)
-            commit_rows(store, run, rows)
-            with self._lock:
-                self.model.rows += rows
-            if draw.random() < 0.3:  # the same once more, perhaps after it was merged away
-                time.sleep(draw.random() * 0.2)
-                commit_rows(store, run, rows)
-
-    def _merge(self, number: int) -> None:
-        draw, store = random.Random(number), ObjectStore(self._place, self._proxy.objects())
-        while not self._ended.is_set():
-            try:
-                merge(store, None, everything=draw.random() < 0.5, keep=NOW)
-            except FileNotFoundError:  # the other merger deleted it
-                continue
-            except (OSError, CorruptShard) as error:
-                self.faults.append(error)
-                return
-
-
 @pytest.mark.slow
-def test_the_live_rows_are_the_model_s_whatever_the_store_does_to_requests(proxy):
-    place = proxy.server.uri("history")
-    sound = write_header(ObjectStore(place, proxy.server.objects()))
-    hit = [
-        proxy.fail(method, f"/history/{VIDEOS}/", kind)  # one object each
-        for _ in range(4)
-        for method, kind in (("PUT", "lost"), ("DELETE", "lost"), ("PUT", "cut"), ("GET", 503), ("DELETE", 503))
-    ]
-    history = History(proxy, place)
-    history.run(writers=3, mergers=2)
-    model = history.model.live()
-    assert not history.faults, history.faults
-    assert sum(bool(fault.paths) for fault in hit) > 12
-    assert len(history.model.rows) > 3 * COMMITS and live_in(sound) == model
-    for _ in range(3):
-        merge(sound, None, everything=True, keep=NOW)
-    assert live_in(sound) == model and len(list_table_files(sound)) == 1
-    cache = TokenCache(sound.root, store=sound)
-    assert {name: cache.metadata(name)["run_id"] for name in model} == {name: row[2] for name, row in model.items()}
+def test_the_live_rows_are_the_model_s_whatever_the_store_does_to_requests():
+    """Three threads write through a proxy that fails, and two merge."""
+    with S3Server("history") as server, FlakyProxy(server) as proxy:
+        place, model, ended = server.uri("history"), Model(), threading.Event()
+        sound = write_header(ObjectStore(place, server.objects()))
+        faults = [
+            proxy.fail(method, f"/history/{VIDEOS}/", kind)  # one object each
+            for _ in range(3)
+            for method, kind in (("PUT", "lost"), ("DELETE", "lost"), ("PUT", "cut"), ("GET", 503), ("DELETE", 503))
+        ]
+
+        def write(number: int) -> None:
+            draw, store = random.Random(number), ObjectStore(place, proxy.objects())
+            for step in range(COMMITS):
+                run = f"w{number}.{step}"
+                rows = draw_rows(draw, run)
+                commit_rows(store, run, rows)
+                model.rows.extend(rows)
+                if draw.random() < 0.3:  # the same once more, perhaps after it was merged away
+                    commit_rows(store, run, rows)
+
+        def merge_often(number: int) -> None:
+            draw, store = random.Random(number), ObjectStore(place, proxy.objects())
+            while not ended.is_set():
+                with suppress(FileNotFoundError):  # the other merger deleted it
+                    merge(store, None, everything=draw.random() < 0.5, keep=NOW)
+
+        with ThreadPoolExecutor(5) as pool:
+            mergers = [pool.submit(merge_often, number) for number in range(2)]
+            try:
+                list(pool.map(write, range(3)))
+            finally:
+                ended.set()
+            for merger in mergers:
+                merger.result()
+        live = model.live()
+        assert sum(bool(fault.paths) for fault in faults) > 9
+        assert len(model.rows) > 3 * COMMITS and live_in(sound) == live
+        for _ in range(3):
+            merge(sound, None, everything=True, keep=NOW)
+        assert live_in(sound) == live and len(list_table_files(sound)) == 1
+        cache = TokenCache(sound.root, store=sound)
+        assert {name: cache.metadata(name)["run_id"] for name in live} == {name: row[2] for name, row in live.items()}
 
 
 class Killed(BaseException):
@@ -138,9 +120,6 @@ class Steps:
         elif kind == "late":
             self._late.append(act)
 
-    def put_was_done(self, name: str) -> None:
-        self.model.rows += self.rows.get(name, [])
-
     def run(self, *actors: Callable[[LocalStore], None]) -> None:
         for actor in actors:
             thread = threading.Thread(target=self._act, args=(actor,), daemon=True)
@@ -157,14 +136,14 @@ class Steps:
             self._do(self._late.pop())
             self.check()
 
+    def _do(self, act: Callable[[], None]) -> None:
+        self._changed = True
+        act()
+
     def check(self) -> None:
         if self._changed:
             assert live_in(LocalStore(self.folder)) == self.model.live()
         self._changed = False
-
-    def _do(self, act: Callable[[], None]) -> None:
-        self._changed = True
-        act()
 
     def _act(self, actor: Callable[[LocalStore], None]) -> None:
         with suppress(Killed):
@@ -182,12 +161,11 @@ class Stepped(LocalStore):
         self.steps = steps
 
     def put(self, name, data) -> None:
-        self.steps.wait_for_turn()
-
         def act() -> None:
             LocalStore(self.root).put(name, data)
-            self.steps.put_was_done(name)
+            self.steps.model.rows += self.steps.rows.get(name, [])
 
+        self.steps.wait_for_turn()
         self.steps.change(act)
 
     def delete(self, name) -> None:
@@ -207,51 +185,29 @@ class Stepped(LocalStore):
         return super().read_slice(name, start, end)
 
 
-def step_by_step(folder: Path, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(7, 11))
+def test_every_step_of_an_interleaving_shows_the_model_s_rows(tmp_path, monkeypatch, seed):
     """Three writers and two mergers, the requests of all in an order drawn from the seed."""
-    write_header(folder)
-    steps = Steps(folder, seed)
+    limit_merges(monkeypatch, GROUP_ROWS=2, _PART_GROUPS=2)  # merges write several files of a few rows
+    write_header(tmp_path)
+    steps = Steps(tmp_path, seed)
 
     def write(number: int, store: LocalStore) -> None:
         for step in range(4):
             run = f"w{number}.{step}"
             rows = draw_rows(steps.draw, run)
-            steps.rows[serialise_small(run, rows)] = rows
+            steps.rows[serialise_rows(run, rows)[0]] = rows
             commit_rows(store, run, rows)
 
     def merge_often(store: LocalStore) -> None:
         for _ in range(4):
             with suppress(FileNotFoundError):  # the other merger deleted it
-                merge(store, None, everything=steps.draw.random() < 0.5, keep=NOW)
+                merge(store, None, everything=steps.draw.random() < 0.5, keep=steps.draw.choice([NOW, NOW, KEEP]))
 
     steps.run(*(partial(write, number) for number in range(3)), merge_often, merge_often)
+    store = LocalStore(tmp_path)
+    assert_all_agree(store, steps.model)
     for _ in range(3):
-        merge(LocalStore(folder), None, everything=True, keep=NOW)
-        steps.check()
-
-
-def serialise_small(run: str, rows: list[Row]) -> str:
-    """The name that the commit of the rows gets."""
-    folder = Recorded()
-    return commit_rows(folder, run, rows)
-
-
-class Recorded(LocalStore):
-    """Writes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__("/nowhere")
-
-    def put(self, name, data) -> None:
-        pass
-
-
-@pytest.fixture
-def many_files(monkeypatch):
-    """Merges write several files of a few rows."""
-    limit_merges(monkeypatch, GROUP_ROWS=2, _PART_GROUPS=2)
-
-
-@pytest.mark.parametrize("seed", range(7, 13))
-def test_every_step_of_an_interleaving_shows_the_model_s_rows(tmp_path, many_files, seed):
-    step_by_step(tmp_path, seed)
+        merge(store, None, everything=True, keep=NOW)
+    assert_all_agree(store, steps.model)
+    assert all(file.level for file in list_table_files(store))

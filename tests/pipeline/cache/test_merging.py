@@ -1,209 +1,27 @@
-"""Merging: the live rows stay those of a model in a few lines of Python, whatever happens in which order."""
+"""Merging: fewer files, and the same live rows; test_history.py has merges, commits and kills in any order."""
 
 from __future__ import annotations
 
-import io
 import pickle
-import random
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from rich.console import Console
 
 from pipeline import TokenCache
 from pipeline.cache.header import made_with
 from pipeline.cache.live import Ledger
-from pipeline.cache.merging import KEEP, merge, select_surviving, try_merge
-from pipeline.cache.schema import LATER, MADE_WITH, VIDEOS, write_parquet
-from pipeline.cache.table import build_table, list_table_files, make_small_name, read_file
-from pipeline.errors import VideoFault
+from pipeline.cache.merging import merge, merge_fully, try_merge
+from pipeline.cache.schema import LATER
+from pipeline.cache.table import list_table_files, read_file, serialise_small
 from pipeline.inspect.report import failed_videos
-from pipeline.storage.stores import LocalStore
-from pipeline.verify.verify import Verification, verify
-from tests.pipeline.caches import (
-    encoded,
-    encoded_failure,
-    limit_merges,
-    random_tokens,
-    read_live,
-    write_header,
-    write_shard,
-)
+from tests.pipeline.cache.table_rows import commit_failures, commit_rows, live_in
+from tests.pipeline.caches import encoded, limit_merges, random_tokens, write_header, write_shard
 from tests.pipeline.damage import Dying
+from tests.pipeline.verifying import SHAPE, kinds, verified
 
 NOW = timedelta(0)
-ORDER = ("removed", "ok", "failed")
-Row = dict[str, Any]
-
-
-def commit_rows(store: LocalStore, run: str, rows: list[Row], fingerprint: str | None = None) -> str:
-    """Put rows as a small file, without any tokens."""
-    table = build_table([{"uri": f"/x/{row['video_id']}", "run_id": run, **row} for row in rows])
-    if fingerprint is not None:
-        table = table.replace_schema_metadata({MADE_WITH: fingerprint})
-    data = write_parquet(table)
-    name = make_small_name(VIDEOS, run, 0, data)
-    store.put(name, data)
-    return name
-
-
-class Model:
-    """The rule in plain Python: of each video the best row that was ever committed."""
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-
-    def live(self) -> dict[str, tuple[Any, ...]]:
-        best: dict[str, tuple[Any, ...]] = {}
-        for row in build_table([{"uri": f"/x/{row['video_id']}", **row} for row in self.rows]).to_pylist():
-            rank = (ORDER.index(row["status"]), -row["attempts"], -row["rewritten"], row["tie_break"])
-            if row["video_id"] not in best or rank < best[row["video_id"]][0]:
-                best[row["video_id"]] = rank, row["status"], row["attempts"], row["run_id"]
-        return {name: found[1:] for name, found in best.items()}
-
-
-def live_in(store: LocalStore) -> dict[str, tuple[Any, ...]]:
-    rows = read_live(store, ("video_id", "status", "attempts", "run_id")).to_pylist()
-    return {row["video_id"]: (row["status"], row["attempts"], row["run_id"]) for row in rows}
-
-
-def assert_all_agree(store: LocalStore, model: Model) -> None:
-    """Whoever asks for live rows gets the model's: all at once, one by one, in numbers."""
-    wanted = model.live()
-    assert live_in(store) == wanted
-    cache = TokenCache(store.root)
-    assert {name: cache.metadata(name)["run_id"] for name in wanted} == {name: row[2] for name, row in wanted.items()}
-    assert cache.video_ids == sorted(name for name, row in wanted.items() if row[0] == "ok")
-    assert set(cache.failed) == {name for name, row in wanted.items() if row[0] == "failed"}
-    ledger = Ledger(store).refresh()
-    assert len(ledger) == len(wanted)
-
-
-def draw_rows(draw: random.Random, run: str) -> list[Row]:
-    return [
-        {"video_id": f"v{number}", "run_id": run, "attempts": draw.randint(1, 3),
-         "status": draw.choices(ORDER, (1, 8, 8))[0], "source_size": draw.choice([1, 2])}
-        for number in draw.sample(range(12), draw.randint(1, 5))
-    ]  # fmt: skip
-
-
-@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow])
-@given(seed=st.integers(0, 2**32))
-def test_commits_merges_and_kills_in_any_order_converge(tmp_path_factory, seed):
-    """Three runs that commit late and twice, mergers that are killed anywhere, readers that look meanwhile."""
-    with pytest.MonkeyPatch.context() as patch:  # merges write several files
-        limit_merges(patch, GROUP_ROWS=2, _PART_GROUPS=2)
-        converge(random.Random(seed), tmp_path_factory.mktemp("c"))
-
-
-def converge(draw: random.Random, folder: Path) -> None:
-    """Act at random on a cache in the folder, and hold it against the model."""
-    store, model = write_header(folder), Model()
-    delayed: list[tuple[str, list[Row]]] = []
-    for step in range(draw.randint(4, 14)):
-        act = draw.choice(["commit", "commit", "commit", "late", "again", "merge", "merge", "killed", "look"])
-        run = f"r{draw.randint(1, 3)}"
-        if act == "commit":
-            rows = draw_rows(draw, f"{run}.{step}")
-            commit_rows(store, f"{run}.{step}", rows)
-            model.rows += rows
-        elif act == "late":
-            delayed.append((f"{run}.{step}", draw_rows(draw, f"{run}.{step}")))
-        elif act == "again" and model.rows:  # an answer was lost
-            row = draw.choice(model.rows)
-            commit_rows(store, row["run_id"], [other for other in model.rows if other["run_id"] == row["run_id"]])
-        elif act == "merge":
-            merge(store, None, everything=draw.random() < 0.5, keep=draw.choice([NOW, KEEP]))
-        elif act == "killed":
-            dying = Dying(folder)
-            dying.left = draw.randint(0, 6)
-            with suppress(KeyboardInterrupt):
-                merge(dying, None, everything=True, keep=NOW)
-        else:
-            assert live_in(store) == model.live()
-    for run, rows in delayed:  # of a driver that was stopped
-        commit_rows(store, run, rows)
-        model.rows += rows
-    assert_all_agree(store, model)
-    for _ in range(3):
-        merge(store, None, everything=True, keep=NOW)
-    assert_all_agree(store, model)
-    assert all(file.level for file in list_table_files(store))
-
-
-def drawn_rows(videos: int, seed: int) -> pa.Table:
-    """Up to eight rows of each video, alike in much; columns that the rule does not look at are left out."""
-    draw = np.random.default_rng(seed)
-    owner = np.sort(np.concatenate([np.arange(videos), draw.integers(0, videos, 4 * videos)]))
-    n = len(owner)
-    columns = {
-        "video_id": pa.array(owner).cast(pa.string()),
-        "id_high": owner.astype(np.uint64) // 2,  # two ids share a half
-        "id_low": owner.astype(np.uint64) % 2,
-        "clip_key": draw.integers(0, 2, n).astype(np.uint64),
-        "source_size": draw.integers(1, 3, n),
-        "status": pa.array(np.array(ORDER)[draw.choice(3, n, p=[0.05, 0.45, 0.5])]),
-        "attempts": draw.integers(1, 4, n).astype(np.int32),
-        "rewritten": draw.integers(0, 3, n).astype(np.int32),
-        "earlier_attempts": np.zeros(n, np.int32),
-        "tie_break": draw.integers(0, 2**63, n).astype(np.uint64),
-    }
-    return pa.table(columns)
-
-
-def test_many_sets_converge_in_whatever_order_their_files_are_merged():
-    """Each video is a set of rows. They come in six files, some of them twice, which are merged pair by pair."""
-    videos = 20_000
-    rows, draw = drawn_rows(videos, 0), np.random.default_rng(1)
-    wanted = select_surviving(rows)
-    for _ in range(8):
-        place = draw.integers(0, 6, len(rows))
-        files = [rows.filter(pa.array((place == i) | (draw.random(len(rows)) < 0.1))) for i in range(6)]
-        while len(files) > 1:
-            one, other = (files.pop(draw.integers(len(files))) for _ in range(2))
-            files.append(select_surviving(pa.concat_tables([one, other])))
-            if draw.random() < 0.3:  # a merge that was killed: what it read is merged once more
-                files.append(one)
-        found = select_surviving(files[0])
-        assert found.drop_columns("earlier_attempts").equals(wanted.drop_columns("earlier_attempts"))
-        # Of three files under one id the attempts on one may be forgotten with its row; none are made up.
-        assert pc.all(pc.less_equal(found["earlier_attempts"], wanted["earlier_attempts"])).as_py()
-    assert len(wanted) == videos and len(rows) == 5 * videos
-
-
-class Interrupted(LocalStore):
-    """Before its first write another process merges everything, twice."""
-
-    interrupted = False
-
-    def put(self, name, data) -> None:
-        if not self.interrupted:
-            self.interrupted = True
-            for _ in range(2):
-                merge(LocalStore(self.root), None, everything=True, keep=NOW)
-        super().put(name, data)
-
-
-def test_two_mergers_at_once_change_no_live_row(tmp_path):
-    """Each has listed the files before the other puts or deletes any."""
-    store, model = write_header(tmp_path), Model()
-    draw = random.Random(3)
-    for number in range(9):
-        rows = draw_rows(draw, f"r{number}")
-        commit_rows(store, f"r{number}", rows)
-        model.rows += rows
-    other = Interrupted(tmp_path)
-    merge(other, None, everything=True, keep=NOW)
-    assert other.interrupted
-    assert_all_agree(store, model)
 
 
 def test_a_reader_goes_on_when_its_files_were_merged_and_deleted(tmp_path):
@@ -214,8 +32,7 @@ def test_a_reader_goes_on_when_its_files_were_merged_and_deleted(tmp_path):
     shards = cache.shards()
     before = [[row["video_id"] for row in cache.rows_of(shards, number)] for number in range(len(shards))]
     opened = TokenCache(tmp_path)
-    for _ in range(2):
-        merge(store, made_with(store), everything=True, keep=NOW)
+    merge_fully(store, made_with(store))
     assert [opened.get(f"v{number}").metadata["run_id"] for number in range(4)] == ["r0", "r1", "r2", "r3"]
     late = pickle.loads(pickle.dumps(cache))  # noqa: S301
     assert [[row["video_id"] for row in late.rows_of(shards, number)] for number in range(len(shards))] == before
@@ -227,8 +44,7 @@ def test_a_merge_that_is_killed_between_its_files_loses_no_row(tmp_path, monkeyp
     limit_merges(monkeypatch, GROUP_ROWS=2, _PART_GROUPS=1)
     store, dying = write_header(tmp_path), Dying(tmp_path)
     for number in range(4):
-        rows = [{"video_id": f"v{number}-{i}", "status": "failed", "attempts": 1} for i in range(3)]
-        commit_rows(store, f"r{number}", rows)
+        commit_failures(store, f"r{number}", [f"v{number}-{i}" for i in range(3)])
     before = live_in(store)
     dying.left = puts
     with pytest.raises(KeyboardInterrupt):
@@ -238,15 +54,14 @@ def test_a_merge_that_is_killed_between_its_files_loses_no_row(tmp_path, monkeyp
     with suppress(KeyboardInterrupt):
         merge(dying, None, keep=NOW)
     assert live_in(store) == before
-    for _ in range(2):
-        merge(store, None, everything=True, keep=NOW)
+    merge_fully(store, None)
     assert live_in(store) == before
 
 
 def test_what_is_merged_waits_and_is_deleted_by_a_later_merge(tmp_path):
     store = write_header(tmp_path)
     for number in range(3):
-        commit_rows(store, f"r{number}", [{"video_id": f"v{number}", "status": "failed", "attempts": 1}])
+        commit_failures(store, f"r{number}", [f"v{number}"])
     first = merge(store, None)
     assert (len(first.read), len(first.written), first.waiting, first.deleted) == (3, 1, 3, [])
     again = merge(store, None)
@@ -259,12 +74,12 @@ def test_what_is_merged_waits_and_is_deleted_by_a_later_merge(tmp_path):
 def test_a_run_merges_once_many_small_files_wait(tmp_path):
     store, said = write_header(tmp_path), []
     for number in range(5):
-        commit_rows(store, f"r{number}", [{"video_id": f"v{number}", "status": "failed", "attempts": 1}])
+        commit_failures(store, f"r{number}", [f"v{number}"])
     try_merge(store, None, 5, said.append)
     assert len(list_table_files(store)) == 5
     try_merge(store, None, 4, said.append)
     assert len(list_table_files(store)) == 6 and said == []
-    path = tmp_path / commit_rows(store, "r9", [{"video_id": "v9", "status": "failed", "attempts": 1}])
+    path = tmp_path / commit_failures(store, "r9", ["v9"])
     path.write_bytes(b"PAR1")
     try_merge(store, None, 0, said.append)
     assert len(said) == 1 and "were not merged" in said[0] and "jobs.compact tries again" in said[0]
@@ -274,15 +89,13 @@ def test_few_levels_hold_many_commits(tmp_path, monkeypatch):
     """As 2,880 commits of a day, but smaller: files stay few, and a row is written a few times."""
     limit_merges(monkeypatch, GROUP_ROWS=16, _PART_GROUPS=8)
     store, most, written = write_header(tmp_path), 0, 0
-    for number in range(200):
-        commit_rows(
-            store, f"r{number:04}", [{"video_id": f"v{number}-{i}", "status": "failed", "attempts": 1} for i in (0, 1)]
-        )
+    for number in range(96):
+        commit_failures(store, f"r{number:04}", [f"v{number}-0", f"v{number}-1"])
         if number % 8 == 7:
             written += merge(store, None, keep=NOW).rows
         most = max(most, len(list_table_files(store)))
-    assert len(live_in(store)) == 400
-    assert most <= 8 + 8 + 8 and written < 400 * 8
+    assert len(live_in(store)) == 192
+    assert most <= 8 + 8 + 8 and written < 192 * 8
     assert len({file.level for file in list_table_files(store)}) <= 4
 
 
@@ -291,8 +104,7 @@ def test_many_rows_of_few_videos_are_one_file_however_many_there_were(tmp_path, 
     limit_merges(monkeypatch, GROUP_ROWS=2, _PART_GROUPS=1, _MAX_FILES_PER_STEP=5)  # in three steps
     store = write_header(tmp_path)
     for number in range(12):
-        rows = [{"video_id": f"v{i}", "status": "failed", "attempts": number} for i in range(3)]
-        commit_rows(store, f"r{number:02}", rows)
+        commit_failures(store, f"r{number:02}", ["v0", "v1", "v2"], attempts=number)
     merge(store, None, everything=True, keep=NOW)
     assert merge(store, None, everything=True, keep=NOW).waiting == 0
     assert {row[1] for row in live_in(store).values()} == {11} and len(list_table_files(store)) <= 3
@@ -301,9 +113,9 @@ def test_many_rows_of_few_videos_are_one_file_however_many_there_were(tmp_path, 
 def test_a_run_leaves_large_levels_to_jobs_compact(tmp_path):
     store = write_header(tmp_path)
     for run in ("r0", "r1"):
-        commit_rows(store, run, [{"video_id": f"{run}-{i}", "status": "failed", "attempts": 1} for i in range(20)])
+        commit_failures(store, run, [f"{run}-{i}" for i in range(20)])
     merge(store, None, keep=NOW)
-    commit_rows(store, "r9", [{"video_id": f"v{i}", "status": "failed", "attempts": 1} for i in range(20)])
+    commit_failures(store, "r9", [f"v{i}" for i in range(20)])
     done = merge(store, None, keep=NOW, max_rows=1)
     assert (len(done.read), done.rows) == (1, 20)
     assert len(merge(store, None, everything=True, keep=NOW).read) == 2 and len(live_in(store)) == 60
@@ -313,64 +125,66 @@ def test_sorted_files_that_share_one_video_are_merged_on_demand(tmp_path):
     """The last video of the one is the first of the other."""
     store = write_header(tmp_path)
     for attempts in (1, 2):
-        commit_rows(store, f"r{attempts}", [{"video_id": "v", "status": "failed", "attempts": attempts}])
+        commit_failures(store, f"r{attempts}", ["v"], attempts)
         for _ in range(2):
             merge(store, None, keep=NOW, max_rows=0)
     assert [file.level for file in list_table_files(store)] == [1, 1]
-    for _ in range(2):
-        merge(store, None, everything=True, keep=NOW)
+    merge_fully(store, None)
     assert len(list_table_files(store)) == 1 and live_in(store)["v"][1] == 2
 
 
 def test_rows_of_another_identity_are_left_out_and_counted(tmp_path):
     store = write_header(tmp_path)
-    commit_rows(store, "mine", [{"video_id": "a", "status": "failed", "attempts": 1}], made_with(store))
-    others = [{"video_id": name, "status": "failed", "attempts": 9} for name in "ab"]
-    other = commit_rows(store, "other", others, "blake2b:00")
+    own, foreign = made_with(store), "blake2b:00"
+    commit_failures(store, "mine", ["a"], 1, own)
+    other = commit_failures(store, "other", ["a", "b"], 9, foreign)
     assert set(TokenCache(tmp_path).failed) == {"a"} and TokenCache(tmp_path).foreign_files == [other]
     assert [row["attempts"] for row in failed_videos(TokenCache(tmp_path))] == [1]
-    assert len(Ledger(store, made_with(store)).refresh()) == 1
-    done = merge(store, made_with(store), everything=True, keep=NOW)
+    assert len(Ledger(store, own).refresh()) == 1
+    done = merge(store, own, everything=True, keep=NOW)
     assert done.foreign == [other] and store.exists(other)
-    commit_rows(store, "x", [{"video_id": "c", "status": "failed", "attempts": 1}], "blake2b:00")
-    merge(store, "blake2b:00", everything=True, keep=NOW)
+    commit_failures(store, "x", ["c"], 1, foreign)
+    merge(store, foreign, everything=True, keep=NOW)
     cache = TokenCache(tmp_path)
     assert set(cache.failed) == {"a"} and "c" not in cache and len(cache.foreign_files) == 3
-    assert set(Ledger(store, made_with(store)).refresh().columns["attempts"]) == {1}
+    assert set(Ledger(store, own).refresh().columns["attempts"]) == {1}
 
 
-def test_what_a_superseded_row_says_of_attempts_on_another_file_stays(tmp_path):
+@pytest.mark.parametrize("merged", [False, True])
+def test_attempts_on_another_file_are_told_apart(tmp_path, merged):
+    """Also where merges have dropped the rows of those attempts."""
     store = write_header(tmp_path)
+    commit_rows(store, "r0", [{"video_id": "b", "status": "failed", "attempts": 4, "source_size": 5}])
     for attempts, size in ((1, 5), (2, 5), (3, 7), (4, 7)):
-        fault = encoded_failure("a", VideoFault("corrupt", "x"), attempts=attempts, source_size=size)
-        write_shard(store, f"r{attempts}", fault)
-        merge(store, made_with(store), everything=True, keep=NOW)
-        merge(store, made_with(store), everything=True, keep=NOW)
-    (row,) = read_file(store, list_table_files(store)[0]).to_pylist()
-    assert (row["attempts"], row["earlier_attempts"]) == (4, 2)
+        row = {"video_id": "a", "status": "failed", "attempts": attempts, "source_size": size}
+        commit_rows(store, f"r{attempts}", [row])
+        if merged:
+            merge_fully(store, None)
+    assert len(list_table_files(store)) == (1 if merged else 5)
     ledger = Ledger(store).refresh()
-    assert ledger.columns["earlier"].tolist() == [2]
+    rows = ledger.find(pa.array(["a", "b"]))
+    assert ledger.columns["attempts"][rows].tolist() == [4, 4]
+    assert ledger.columns["earlier"][rows].tolist() == [2, 0]
 
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_cache_without_the_columns_that_came_later_is_whole(wrong, tmp_path):
     """It is read, verified, and merged with rows that have them; the columns are not there, or of the right type."""
     store = write_header(tmp_path, hidden_size=8)
-    write_shard(store, "r", encoded("v", random_tokens(0, (4, 9, 8)), 0.25, "gstep"))
+    write_shard(store, "r", encoded("v", random_tokens(0, SHAPE), 0.25, "gstep"))
     (file,) = list_table_files(store)
     table = read_file(store, file).drop_columns([*LATER])
     if wrong:
         table = table.append_column(LATER[0], pa.array([1], pa.int32()))
     store.delete(file.name)
-    data = write_parquet(table.replace_schema_metadata({MADE_WITH: made_with(store)}))
-    store.put(make_small_name(VIDEOS, "r", 0, data), data)
-    problems = verify(store, Verification(), Console(file=io.StringIO())).problems
+    store.put(*serialise_small("r", 0, table, made_with(store)))
+    problems = verified(store).problems
     assert any(LATER[0] in problem.what for problem in problems) == bool(problems) == wrong
     if wrong:
         return
     assert [TokenCache(tmp_path).metadata("v")[name] for name in LATER] == [None] * len(LATER)
-    write_shard(store, "s", encoded("w", random_tokens(1, (4, 9, 8)), 0.25, "gstep", color_transfer="smpte2084"))
+    write_shard(store, "s", encoded("w", random_tokens(1, SHAPE), 0.25, "gstep", color_transfer="smpte2084"))
     merge(store, made_with(store), everything=True, keep=NOW)
     cache = TokenCache(tmp_path)
     assert [cache.metadata(name)["color_transfer"] for name in ("v", "w")] == [None, "smpte2084"]
-    assert not verify(store, Verification(), Console(file=io.StringIO())).problems
+    assert kinds(verified(store)) == []

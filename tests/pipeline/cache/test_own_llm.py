@@ -8,31 +8,16 @@ from pipeline import TokenCache
 from tests.examples import run_example
 from tests.gstep.llms import FAMILIES
 from tests.pipeline.asking import decode_newline
-from tests.pipeline.caches import write_header, write_shard
-from tests.pipeline.encoding import encode_clip
+from tests.pipeline.encoding import cache_of, encode_clip
 from tests.pipeline.videos import sample
-
-
-def real_cache(out, name):
-    """A cache of one real clip, at 0.25 of its tokens."""
-    source = ModelSource.resolve(name)
-    _, video = encode_clip(source, sample("bikes.mp4"), 4, "gstep", 0.25, video_id="bikes.mp4")
-    identity = {
-        "model": {"type": source.model_type, "weights": source.identity},
-        "pruner": {"method": "gstep", "params": {}},
-        "retention_ratio": 0.25,
-        "dtype": {"stored": "bfloat16"},
-    }
-    static = family_of(source).static()
-    newline = None if static.newline is None else decode_newline(source)
-    store = write_header(out, identity=identity, newline=newline, deepstack_levels=static.deepstack_levels)
-    write_shard(store, "run", video)
-    return source
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_example_answers_as_jobs_generate_does(name, tmp_path, capsys):
-    source = real_cache(tmp_path / "cache", name)
+    source = ModelSource.resolve(name)
+    _, video = encode_clip(source, sample("bikes.mp4"), 4, "gstep", 0.25, video_id="bikes.mp4")
+    newline = None if family_of(source).static().newline is None else decode_newline(source)
+    cache_of(tmp_path / "cache", source, video, method="gstep", ratio=0.25, newline=newline)
     names = run_example("pipeline/examples/own_llm.py", tmp_path / "cache", "bikes.mp4")
     said = capsys.readouterr().out.strip()
     visual = TokenCache(tmp_path / "cache").get("bikes.mp4", 0.10).visual

@@ -3,8 +3,6 @@
 import gc
 import io
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from datetime import timedelta
 
@@ -17,16 +15,18 @@ import pytest
 import torch
 
 import gstep
-from pipeline import CorruptShard, FailedVideo, NotACache, RatioNotCached, TokenCache, TokenDataset, UnknownVideo
-from pipeline.errors import RemovedVideo, VideoFault
+from pipeline import FailedVideo, NotACache, RatioNotCached, TokenCache, TokenDataset, UnknownVideo
+from pipeline.cache.header import made_with
+from pipeline.cache.merging import merge_fully
+from pipeline.errors import CorruptShard, RemovedVideo, VideoFault
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.moves import remove_videos
 from tests.gstep import synthetic
 from tests.interpreter import run_python
-from tests.paths import ROOT
 from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
 from tests.pipeline.damage import rewrite_row
+from tests.pipeline.verifying import kinds, verified
 
 RATIOS = (0.10, 0.15, 0.17, 0.20, 0.25)
 
@@ -40,21 +40,30 @@ def videos():
     return {f"v{i}.mp4": random_tokens(i, (4, 25 + i, 16)) for i in range(3)}
 
 
+def make_deep_cache(out, videos, method="gstep"):
+    """Write a cache of videos with two deepstack levels; return the vectors of each video before pruning."""
+    levels = {name: [tokens, -tokens, tokens / 2] for name, tokens in videos.items()}
+    store = write_header(out, method=method, hidden_size=16, deepstack_levels=2)
+    rows = (encoded(name, tokens, 0.25, method, deep) for name, (tokens, *deep) in levels.items())
+    write_shard(store, "run", *rows)
+    return levels
+
+
 @pytest.mark.parametrize("method", ["gstep", "random", "topk", "fps"])
 def test_every_nested_ratio_comes_back_bit_for_bit(tmp_path, videos, method):
-    make_cache(tmp_path, videos, 0.25, method)
-    cache = TokenCache(tmp_path)
-    assert cache.video_ids == sorted(videos)
+    levels, cache = make_deep_cache(tmp_path, videos, method), TokenCache(tmp_path)
+    assert cache.video_ids == sorted(videos) and cache.deepstack_levels == 2
     for video_id, tokens in videos.items():
-        for ratio in RATIOS:
-            expected = gstep.prune(tokens, ratio, method)
-            video = cache.get(video_id, retention_ratio=ratio)
-            assert torch.equal(bits(video.tokens), bits(expected.tokens))
-            assert torch.equal(video.index, expected.index)
-            assert torch.equal(video.rank, expected.rank)
-            assert torch.equal(video.frame, expected.index // tokens.shape[1])
-        everything = cache.get(video_id)
-        assert len(everything.index) == len(gstep.prune(tokens, 0.25, method).index)
+        for ratio in (*RATIOS, None):
+            expected = gstep.prune(tokens, ratio or 0.25, method)
+            by_index, selected = cache.get(video_id, ratio), cache.get(video_id, ratio, order="selection")
+            assert torch.equal(by_index.index, expected.index) and torch.equal(by_index.rank, expected.rank)
+            assert selected.rank.tolist() == list(range(len(expected.index)))
+            for video in (by_index, selected):
+                assert torch.equal(video.index.sort().values, expected.index)
+                assert torch.equal(video.frame, video.index // tokens.shape[1])
+                for vectors, level in zip((video.tokens, *video.deepstack), levels[video_id], strict=True):
+                    assert torch.equal(bits(vectors), bits(level.flatten(0, 1)[video.index]))
 
 
 def test_a_cache_that_is_open_reads_on_where_a_removal_has_moved_a_video(tmp_path):
@@ -92,7 +101,7 @@ def test_nan_payloads_survive(tmp_path):
 
 
 def assert_views(cache: TokenCache, video_id: str) -> None:
-    """Check that the tokens' memory is Arrow's own: of copies it has none; others may free one video's worth."""
+    """Check that the vectors' memory is Arrow's own: of copies it has none; others may free one video's worth."""
     gc.collect()  # what earlier tests left is not freed meanwhile
     before = pa.total_allocated_bytes()
     held = [cache.get(video_id, order="selection") for _ in range(50)]
@@ -102,14 +111,8 @@ def assert_views(cache: TokenCache, video_id: str) -> None:
 
 
 def test_order_of_selection_is_a_view_without_a_copy(tmp_path, videos):
-    make_cache(tmp_path, videos)
-    cache = TokenCache(tmp_path)
-    assert_views(cache, "v1.mp4")
-    video = cache.get("v1.mp4", order="selection")
-    assert video.rank.tolist() == list(range(len(video.rank)))
-    with_index = cache.get("v1.mp4")
-    assert torch.equal(bits(video.tokens[torch.argsort(video.index)]), bits(with_index.tokens))
-    assert with_index.index.tolist() == sorted(with_index.index.tolist())
+    make_deep_cache(tmp_path, videos)
+    assert_views(TokenCache(tmp_path), "v1.mp4")
 
 
 @pytest.mark.parametrize("order", ["index", "selection"])
@@ -134,9 +137,11 @@ print(cache.get("v1.mp4").tokens.dtype)
 
 
 def test_a_cache_is_opened_and_looked_through_without_torch_or_ray(tmp_path, videos):
+    """And the process ends well: Arrow's threads and torch once aborted one in seven at exit, after all its work."""
     make_cache(tmp_path, videos)
-    done = run_python("-c", LIGHT, tmp_path, check=True)
-    assert done.stdout.splitlines() == ["[]", "torch.bfloat16"]
+    for _ in range(2):
+        done = run_python("-c", LIGHT, tmp_path, check=True)
+        assert done.stdout.splitlines() == ["[]", "torch.bfloat16"]
 
 
 class CountingStore(LocalStore):
@@ -175,22 +180,13 @@ def test_a_smaller_tier_reads_fewer_bytes(tmp_path):
     assert sizes[0.10] <= 39 * 1024 + overhead, sizes  # 39 of 98 rows of 1 KiB, and the footer
 
 
-def test_unordered_methods_serve_their_own_ratio_only(tmp_path):
-    make_cache(tmp_path, {"v": random_tokens(0)}, 0.25, "uniform")
-    cache = TokenCache(tmp_path)
-    assert cache.get("v", retention_ratio=0.25).rank is None
-    assert cache.get("v", order="selection").index.tolist() == cache.get("v").index.tolist()
-    with pytest.raises(RatioNotCached, match="without an order"):
-        cache.get("v", retention_ratio=0.10)
-
-
 @pytest.mark.parametrize("method", [m for m in gstep.PRUNERS if gstep.PRUNERS[m].cacheable])
 def test_every_method_that_can_be_cached_comes_back_bit_for_bit(tmp_path, method):
-    """Also where tokens are merged, or more or fewer than the budget: the row has both numbers."""
+    """Also where tokens are merged, out of order, or more or fewer than the budget; and its rows keep their rules."""
     tokens, level = random_tokens(0, (9, 25, 16)), random_tokens(1, (9, 25, 16))
     ratio = 1.0 if method == "none" else 0.25
-    store = write_header(tmp_path, ratio, hidden_size=16, deepstack_levels=1)
-    write_shard(store, "run", encoded("v", tokens, ratio, method, [level]))
+    store = write_header(tmp_path, ratio, method, hidden_size=16, deepstack_levels=1)
+    write_shard(store, "run", *(encoded(name, tokens, ratio, method, [level]) for name in ("v", "w")))
     video, pruned = TokenCache(tmp_path).get("v", ratio), synthetic.prune(tokens, ratio, method)
     assert torch.equal(bits(video.tokens), bits(pruned.tokens))
     assert torch.equal(bits(video.deepstack[0]), bits(level.flatten(0, 1)[pruned.index]))
@@ -199,6 +195,10 @@ def test_every_method_that_can_be_cached_comes_back_bit_for_bit(tmp_path, method
         assert ours is None or torch.equal(ours, expected)
     row = video.metadata
     assert (row["n_tokens"], row["n_total"], row["retention_ratio"]) == (pruned.n_kept, 225, ratio)
+    assert kinds(verified(store)) == []
+    if not gstep.PRUNERS[method].nested:
+        with pytest.raises(RatioNotCached, match="without an order"):
+            TokenCache(tmp_path).get("v", retention_ratio=0.10)
 
 
 def test_what_cannot_be_served_is_said(tmp_path):
@@ -238,25 +238,6 @@ def test_orphans_are_not_visible(tmp_path):
     assert TokenCache(tmp_path).video_ids == ["v"]
 
 
-def test_damage_raises_instead_of_other_tokens(tmp_path):
-    make_cache(tmp_path, {"v": random_tokens(0, (4, 25, 64))})
-    row = TokenCache(tmp_path).metadata("v")
-    good = TokenCache(tmp_path).get("v")
-    path = tmp_path / row["token_shard"]
-    whole = path.read_bytes()
-    for at in range(0, len(whole), 97):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
-        try:
-            video = TokenCache(tmp_path).get("v")
-        except CorruptShard:
-            continue
-        assert torch.equal(bits(video.tokens), bits(good.tokens)), at
-        assert torch.equal(video.index, good.index), at
-    path.unlink()
-    with pytest.raises(CorruptShard, match=r"missing.*jobs\.verify .*add --repair"):
-        TokenCache(tmp_path).get("v")
-
-
 def test_a_shard_of_other_bits_under_the_same_name_is_found_by_verify(tmp_path):
     """Every page and the footer are sound, so that only the row's checksum tells."""
     store = make_cache(tmp_path, {"v": random_tokens(0)}, 0.25, "uniform")
@@ -273,65 +254,22 @@ def test_a_shard_of_other_bits_under_the_same_name_is_found_by_verify(tmp_path):
 
 
 def test_other_tools_open_it(tmp_path, videos):
-    make_cache(tmp_path, videos)
+    """Token shards, and the table's small files and sorted ones."""
+    store = make_cache(tmp_path, videos)
     counts = "select count(*), min(octet_length(token)), max(octet_length(token)) from read_parquet(?)"
-    n_rows = sum(len(TokenCache(tmp_path).get(v).index) for v in videos)
-    assert duckdb.execute(counts, [f"{tmp_path}/tokens/*.parquet"]).fetchall() == [(n_rows, 32, 32)]
-    table = pl.read_parquet(f"{tmp_path}/videos/*.parquet")
-    assert sorted(table["video_id"]) == sorted(videos)
+    n_tokens = {name: len(TokenCache(tmp_path).get(name).index) for name in videos}
+    assert duckdb.execute(counts, [f"{tmp_path}/tokens/*.parquet"]).fetchall() == [(sum(n_tokens.values()), 32, 32)]
+    for _ in range(2):
+        rows = duckdb.execute("select video_id, n_tokens from read_parquet(?)", [f"{tmp_path}/videos/*.parquet"])
+        table = pl.read_parquet(f"{tmp_path}/videos/*.parquet").select("video_id", "n_tokens")
+        assert dict(rows.fetchall()) == dict(table.rows()) == n_tokens
+        merge_fully(store, made_with(store))
     meanings = pq.read_schema(next((tmp_path / "tokens").iterdir()))
     assert all(field.metadata[b"meaning"] for field in meanings)
 
 
-@pytest.mark.slow
-def test_a_short_reader_ends_cleanly(tmp_path):
-    """Arrow's threads and torch once aborted one short process in seven at exit, after all its work was done."""
-    make_cache(tmp_path, {"v": random_tokens(0)})
-    code = f"from pipeline import TokenCache; TokenCache({str(tmp_path)!r}).get('v', 0.1)"
-    ends = [subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode for _ in range(3)]
-    assert ends == [0] * 3
-
-
-@pytest.fixture
-def deep(tmp_path):
-    """A cache of one video with two deepstack levels; (tokens, levels) as they were before pruning."""
-    tokens, *levels = (random_tokens(i, (4, 15, 16)) for i in range(3))
+def test_a_shard_without_a_level_that_the_cache_has_is_corrupt(tmp_path):
     store = write_header(tmp_path, hidden_size=16, deepstack_levels=2)
-    write_shard(store, "run", encoded("v", tokens, 0.25, "gstep", levels))
-    return tokens, levels
-
-
-@pytest.mark.parametrize("ratio", [0.10, 0.25])
-def test_deepstack_levels_come_back_with_their_tokens(tmp_path, deep, ratio):
-    tokens, levels = deep
-    cache = TokenCache(tmp_path)
-    expected = gstep.prune(tokens, ratio)
-    video = cache.get("v", ratio)
-    assert cache.deepstack_levels == 2 == len(video.deepstack)
-    for ours, level in zip(video.deepstack, levels, strict=True):
-        assert torch.equal(bits(ours), bits(level.flatten(0, 1)[expected.index]))
-    selected = cache.get("v", ratio, order="selection")
-    for ours, level in zip(selected.deepstack, levels, strict=True):
-        assert torch.equal(bits(ours), bits(level.flatten(0, 1)[selected.index]))
-
-
-def test_deepstack_levels_in_order_of_selection_are_views(tmp_path, deep):
-    assert_views(TokenCache(tmp_path), "v")
-
-
-def test_the_checksum_covers_the_levels(tmp_path, deep):
-    tokens, (first, second) = deep
-    sums = {TokenCache(tmp_path).metadata("v")["checksum"]}
-    for name, levels in {"swapped": [second, first], "changed": [first, -second], "fewer": [first]}.items():
-        store = write_header(tmp_path / name, deepstack_levels=len(levels))
-        write_shard(store, "run", encoded("v", tokens, 0.25, "gstep", levels))
-        sums.add(TokenCache(tmp_path / name).metadata("v")["checksum"])
-    assert len(sums) == 4
-
-
-def test_a_shard_without_a_level_that_the_cache_has_is_corrupt(tmp_path, deep):
-    tokens, levels = deep
-    store = write_header(tmp_path / "c", hidden_size=16, deepstack_levels=2)
-    write_shard(store, "run", encoded("v", tokens, 0.25, "gstep", levels[:1]))
+    write_shard(store, "run", encoded("v", random_tokens(0), 0.25, "gstep", [random_tokens(1)]))
     with pytest.raises(CorruptShard, match="has no column deepstack_1"):
-        TokenCache(tmp_path / "c").get("v")
+        TokenCache(tmp_path).get("v")

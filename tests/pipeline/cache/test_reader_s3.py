@@ -1,26 +1,56 @@
-"""A cache below an S3 prefix: the same bytes as in a folder, for few requests."""
+"""Videos of an S3 prefix and of a folder, one or several at once, shared by threads and processes: the same bytes.
+
+Requests to S3 are few, and no more where threads share a cache.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from jobs import inspect
-from pipeline.cache.reader import TokenCache
+from pipeline import CorruptShard, FailedVideo, RatioNotCached, TokenCache, UnknownVideo
+from pipeline.cache.reader import group_runs
+from pipeline.cache.token_shard import TokenRows
+from pipeline.errors import VideoFault
 from pipeline.storage.stores import ObjectStore
-from tests.pipeline.caches import encoded, make_cache, random_tokens, write_header, write_shard
+from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
 
-VIDEOS = {f"v{i}": random_tokens(i, (8, 49, 512)) for i in range(4)}
+SHAPE = (8, 49, 512)  # 98 KB of tokens: more than comes with a shard's footer
+IDS = [f"v{i}" for i in range(7)]
+
+
+def write_cache(place) -> None:
+    store = write_header(place)
+    videos = [encoded(name, random_tokens(i, SHAPE), 0.25, "gstep") for i, name in enumerate(IDS)]
+    write_shard(store, "a", *videos[:4])
+    write_shard(store, "b", *videos[4:], encoded_failure("bad", VideoFault("corrupt", "moov atom not found")))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("cache")
+    write_cache(root)
+    return root
 
 
 @pytest.fixture(scope="module")
 def server():
     with S3Server() as server:
+        write_cache(ObjectStore(server.uri("c"), server.objects()))
         yield server
 
 
 @pytest.fixture
-def store(server, request) -> ObjectStore:
-    return ObjectStore(server.uri(request.node.name), server.objects())
+def remote(server):
+    store = ObjectStore(server.uri("c"), server.objects())
+    return TokenCache(store.root, store=store)
 
 
 def kinds(server, call) -> dict[str, int]:
@@ -30,29 +60,84 @@ def kinds(server, call) -> dict[str, int]:
     return server.counts()
 
 
-def test_it_reads_what_a_folder_reads(store, tmp_path):
-    make_cache(store, VIDEOS)
-    make_cache(tmp_path, VIDEOS)
-    there, here = TokenCache(store.root, store=store), TokenCache(tmp_path)
-    assert there.video_ids == here.video_ids
-    for video_id in VIDEOS:
-        for ratio in (None, 0.1, 0.2):
-            for order in ("index", "selection"):
-                far, near = there.get(video_id, ratio, order), here.get(video_id, ratio, order)
-                assert torch.equal(far.tokens.view(torch.int16), near.tokens.view(torch.int16))
-                assert torch.equal(far.index, near.index) and torch.equal(far.rank, near.rank)
-        assert there.metadata(video_id) == here.metadata(video_id) | {"write_s": there.metadata(video_id)["write_s"]}
+def rows(shard: str, first: int, keep: int = 10, n_tokens: int = 10) -> TokenRows:
+    row = {"token_shard": shard, "first_row_group": first, "row_counts": [6, 4], "n_tokens": n_tokens, "hidden_size": 8}
+    return TokenRows(row, keep, ())
 
 
-def test_a_shard_is_one_put_and_so_is_its_commit(server, store):
-    write_header(store)
-    shard = [encoded(name, tokens, 0.25, "gstep") for name, tokens in VIDEOS.items()]
+def test_neighbours_are_one_run_as_far_as_the_bytes_go():
+    videos = [rows("b", 0), rows("a", 4), rows("a", 0), rows("a", 2), rows("b", 4), rows("a", 4)]
+    assert group_runs(videos) == [[2, 3, 1], [5], [0], [4]]
+    assert group_runs(videos, limit=320) == [[2, 3], [1], [5], [0], [4]]
+    assert group_runs([rows("a", 0, keep=6), rows("a", 2, keep=6)]) == [[0], [1]]  # a gap is between them
+    assert group_runs([]) == []
+
+
+def test_several_videos_of_either_store_are_as_each_alone_in_a_folder(folder, remote):
+    alone, ids = TokenCache(folder), ["v5", "v1", "v0", "v6", "v1", "v3"]
+    assert remote.video_ids == alone.video_ids == IDS
+    for ratio, order in ((None, "index"), (0.1, "selection"), (0.2, "index")):
+        videos = [alone.get(name, ratio, order) for name in ids]
+        for cache in (alone, remote):
+            for verify in (False, True):
+                for video, other in zip(videos, cache.get_many(ids, ratio, order, verify=verify), strict=True):
+                    assert video.video_id == other.video_id
+                    assert torch.equal(video.tokens.view(torch.int16), other.tokens.view(torch.int16))
+                    assert torch.equal(video.index, other.index) and torch.equal(video.rank, other.rank)
+                    assert video.metadata == other.metadata | {"write_s": video.metadata["write_s"]}
+            assert cache.get_many([]) == []
+
+
+def test_neighbours_are_one_request(server, remote):
+    def n_requests(*ids: str, ratio: float | None = None) -> int:
+        server.requests.clear()
+        remote.get_many(ids, ratio)
+        return sum("/tokens/" in request.path for request in server.requests)
+
+    assert n_requests(*IDS) == 2 + 2  # the footer of each shard, all tokens of each
+    assert n_requests(*IDS) == 2
+    assert n_requests("v0", "v2") == 2 and n_requests("v2", "v1") == 1
+    assert n_requests("v0", "v1", ratio=0.1) == 2  # 40 % of each: the rest lies between
+
+
+def test_what_a_row_forbids_is_said_before_anything_is_read(server, remote):
+    server.requests.clear()
+    with pytest.raises(UnknownVideo, match="'nope'"):
+        remote.get_many(["v0", "nope", "bad"])
+    with pytest.raises(FailedVideo, match="'bad' failed"):
+        remote.get_many(["v0", "bad", "nope"])
+    with pytest.raises(RatioNotCached, match="'v4'"):
+        remote.get_many(["v4", "bad"], 0.5)
+    assert not any("/tokens/" in request.path for request in server.requests)
+
+
+def test_damage_names_its_video(tmp_path):
+    write_cache(tmp_path)
+    cache = TokenCache(tmp_path)
+    file = tmp_path / cache.metadata("v5")["token_shard"]
+    data = bytearray(file.read_bytes())
+    data[data.find(cache.get("v5", order="selection").tokens[3].view(torch.uint8).numpy().tobytes())] ^= 1
+    file.write_bytes(data)
+    cache = TokenCache(tmp_path)
+    assert len(cache.get_many(["v0", "v4", "v6"])) == 3
+    for order in ("index", "selection"):
+        with pytest.raises(CorruptShard, match=r"\(reading 'v5'\); python -m jobs\.verify .* add --repair"):
+            cache.get_many(IDS, order=order)
+
+
+def test_a_store_that_fails_fails_all(server, remote):
+    server.fail("GET", "c/tokens/b-*", 403)
+    with pytest.raises(PermissionError):
+        remote.get_many(IDS)
+    server._failures.clear()
+    assert len(remote.get_many(IDS)) == 7
+
+
+def test_a_shard_is_one_put_and_a_video_one_get(server):
+    store = write_header(ObjectStore(server.uri("requests"), server.objects()))
+    shard = [encoded(name, random_tokens(i, SHAPE), 0.25, "gstep") for i, name in enumerate(IDS[:2])]
     of_the_helper = {"LIST": 2, "GET": 1}
     assert kinds(server, lambda: write_shard(store, "run", *shard)) == {"PUT": 2, "HEAD": 2} | of_the_helper
-
-
-def test_a_video_is_one_get(server, store):
-    make_cache(store, VIDEOS)
     opened = []
     assert kinds(server, lambda: opened.append(TokenCache(store.root, store=store))) == {"GET": 2, "LIST": 1}
     (cache,) = opened
@@ -62,21 +147,86 @@ def test_a_video_is_one_get(server, store):
     assert kinds(server, lambda: cache.get("v1", 0.1)) == {"GET": 1}
 
 
-def test_the_environment_leads_to_it(server, store, monkeypatch, capsys):
-    make_cache(store, VIDEOS)
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    assert TokenCache(store.root).video_ids == sorted(VIDEOS)
-    assert inspect.main([store.root, "v1"]) == 0
+def test_the_environment_leads_to_it(server, monkeypatch, capsys):
+    server.reach(monkeypatch)
+    assert TokenCache(server.uri("c")).video_ids == IDS
+    assert inspect.main([server.uri("c"), "v1"]) == 0
     assert "98 of 392 tokens kept" in capsys.readouterr().out
     monkeypatch.delenv("AWS_ENDPOINT_URL")
-    assert inspect.main([store.root, "--s3-endpoint", server.url]) == 0
-    assert "4 ok" in capsys.readouterr().out
+    assert inspect.main([server.uri("c"), "--s3-endpoint", server.url]) == 0
+    assert "7 ok" in capsys.readouterr().out
 
 
-def test_a_store_out_of_reach_is_one_line(monkeypatch, capsys):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEYKEYKEY")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "HUSHHUSH")
-    assert inspect.main(["s3://nowhere/cache", "--s3-endpoint", "http://127.0.0.1:9"]) == 1
-    told = capsys.readouterr().err
-    assert "EndpointConnectionError" in told and "127.0.0.1" not in told and "Traceback" not in told
+def bits(cache: TokenCache, video_id: str) -> bytes:
+    return cache.get(video_id).tokens.contiguous().view(torch.int16).numpy().tobytes()
+
+
+def read_all(caches: list[TokenCache], out) -> None:
+    """In a process of its own."""
+    out.put([[bits(cache, name) for name in IDS] for cache in caches])
+
+
+def test_a_cache_pickles_small_and_reads_the_same(folder, remote):
+    for cache in (TokenCache(folder), remote):
+        expected = [bits(cache, name) for name in IDS]
+        data = pickle.dumps(cache)  # with its shards open
+        other = pickle.loads(data)  # noqa: S301
+        assert len(data) < 8192 and [bits(other, name) for name in IDS] == expected
+
+
+def test_a_fork_reads_the_same_and_waits_for_no_thread_of_its_parent(folder, remote):
+    """It was forked while shards were open and a thread of the parent opened another one, for which others wait."""
+    cache = TokenCache(folder)
+    expected = [bits(remote, name) for name in IDS]
+    load, opening, go_on = cache._open_shard._load, threading.Event(), threading.Event()
+
+    def slow(*key):
+        opening.set()
+        go_on.wait(60)
+        return load(*key)
+
+    cache._open_shard._load = slow
+    context = multiprocessing.get_context("fork")
+    out = context.Queue()
+    with ThreadPoolExecutor(1) as pool:
+        of_parent = pool.submit(bits, cache, "v0")
+        opening.wait(60)
+        cache._open_shard._load = load
+        child = context.Process(target=read_all, args=([cache, remote], out))
+        child.start()
+        of_child = out.get(timeout=60)
+        go_on.set()
+        assert of_child == [expected, expected] and of_parent.result() == expected[0]
+        child.join()
+    assert [bits(remote, name) for name in IDS] == expected
+
+
+def test_threads_read_the_same_for_the_requests_of_one(server, remote):
+    def of_threads(n: int) -> tuple[list[list[bytes]], int]:
+        """Read all videos four times by so many threads; return what they gave, and the number of requests."""
+        cache, start = TokenCache(remote.store.root, store=remote.store), threading.Barrier(n)
+
+        def read(thread: int) -> list[bytes]:
+            start.wait()
+            return [bits(cache, IDS[(i + thread) % len(IDS)]) for i in range(len(IDS))]
+
+        server.requests.clear()
+        with ThreadPoolExecutor(n) as pool:
+            results = list(pool.map(read, range(4)))
+        return results, len(server.requests)
+
+    (of_one, n_of_one), (of_four, n_of_four) = of_threads(1), of_threads(4)
+    assert of_four == of_one and n_of_four == n_of_one <= 4 * len(IDS) + 2 * 2
+
+
+def test_what_cannot_be_opened_is_tried_again(tmp_path):
+    make_cache(tmp_path, {"v3": random_tokens(3)})
+    cache = TokenCache(tmp_path)
+    (file,) = (tmp_path / "tokens").iterdir()
+    data = file.read_bytes()
+    file.unlink()
+    for _ in range(2):
+        with pytest.raises(CorruptShard, match=r"missing \(reading 'v3'\)"):
+            cache.get("v3")
+    file.write_bytes(data)
+    assert bits(cache, "v3")

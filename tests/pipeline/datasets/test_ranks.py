@@ -37,11 +37,6 @@ def test_ranks_of_torch_distributed_share_the_videos(told, how):
     assert told[0][how] and told[1][how] and sorted(told[0][how] + told[1][how]) == ALL
 
 
-def test_ranks_that_wait_for_each_other_s_gradients_end_together(told):
-    assert len(told[0]["ddp"]) == len(told[1]["ddp"]) > 0
-    assert not set(told[0]["ddp"]) & set(told[1]["ddp"])
-
-
 @pytest.mark.parametrize("how", ["dispatched", "dispatched, spawned", "sharded", "sharded, forked"])
 def test_a_loader_that_accelerate_prepared_gives_every_video(told, how):
     """It fills up the last batches with videos of the first ones."""
@@ -50,7 +45,8 @@ def test_a_loader_that_accelerate_prepared_gives_every_video(told, how):
     assert len(first) + len(second) < N_VIDEOS + 2 * 2 * 2  # a batch of each rank more, for each worker
 
 
-def test_what_is_not_known_or_would_lose_videos_is_refused(told):
+def test_ranks_end_together_and_what_would_lose_videos_is_refused(told):
+    assert len(told[0]["ddp"]) == len(told[1]["ddp"]) > 0 == len({*told[0]["ddp"]} & {*told[1]["ddp"]})
     for rank in told:
         assert rank["batches"] == -(-N_VIDEOS // 4)  # of two videos on two ranks
         assert "world_size=accelerator.num_processes, do not prepare its loader" in rank["state"]

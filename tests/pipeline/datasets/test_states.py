@@ -15,22 +15,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from pipeline import IterableTokenDataset, TokenCache
 from pipeline.errors import RemovedVideo
 from pipeline.verify.moves import join_tokens, remove_videos
-from tests.pipeline.datasets.caches import IDS, make_shards
+from tests.pipeline.datasets.caches import IDS, ids_of, make_shards
 
 NOW = timedelta(0)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("cache")).root
-
-
 def dataset(folder, **more) -> IterableTokenDataset:
     return IterableTokenDataset(folder, **{"shuffle": True, "seed": 5, **more})
-
-
-def ids_of(videos) -> list[str]:
-    return [video.video_id for video in videos]
 
 
 def first_of(batch) -> str:
@@ -114,7 +105,7 @@ def test_a_state_of_the_middle_is_not_for_workers_and_one_of_the_end_is(folder):
             other.state_dict()
 
 
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, True), (3, False)])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, True), (3, False)])
 def test_stateful_loaders_go_on_where_they_were_left(folder, workers, persistent):
     def loader_of(data) -> StatefulDataLoader:
         return StatefulDataLoader(data, num_workers=workers, persistent_workers=persistent, collate_fn=first_of)

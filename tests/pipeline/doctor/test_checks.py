@@ -23,40 +23,36 @@ HERE = look_here()
 
 
 def wrong(findings):
-    return {found.name: found for found in findings if found.state == "wrong"}
+    return {finding.name: finding for finding in findings if finding.state == "wrong"}
 
 
-def test_nodes_that_agree_are_ok():
+def test_nodes_that_agree_are_ok_and_others_are_named():
+    """One with another version, a wrong clock, no answer, or little shared memory."""
     assert not wrong(judge_nodes({"a": HERE, "b": HERE}, HERE))
-
-
-def test_a_node_with_another_version_is_named_with_both_versions():
-    other = HERE._replace(versions={**HERE.versions, "av": "99.0"})
-    (found,) = wrong(judge_nodes({"a": HERE, "b": other}, HERE)).values()
-    assert found.name == "versions" and f"av 99.0 on b, {HERE.versions['av']} here" in found.says and found.remedy
-
-
-def test_a_clock_that_is_wrong_and_a_node_that_is_silent_are_named():
-    silent = Finding("node", "wrong", "it does not answer: gone", "look at it")
-    found = wrong(judge_nodes({"a": HERE._replace(skew_s=-3600.0), "b": silent}, HERE))
-    assert "-3600.0 s" in found["clock (a)"].says and "gone" in found["node (b)"].says
+    nodes = {
+        "a": HERE._replace(skew_s=-3600.0, shm_free=2**28),
+        "b": HERE._replace(versions={**HERE.versions, "av": "99.0"}),
+        "c": Finding("node", "wrong", "it does not answer: gone", "look at it"),
+    }
+    findings = {finding.name: finding for finding in judge_nodes(nodes, HERE)}
+    assert wrong(findings.values()).keys() == {"versions", "clock (a)", "node (c)"}
+    assert f"av 99.0 on b, {HERE.versions['av']} here" in findings["versions"].says and findings["versions"].remedy
+    assert "-3600.0 s" in findings["clock (a)"].says and "gone" in findings["node (c)"].says
+    assert findings["memory (a)"].state == "slow" and "free /dev/shm 0.2 GiB" in findings["memory (a)"].says
 
 
 @pytest.mark.slow
 def test_work_that_fails_on_a_node_is_a_finding():
     with ray_here({"num_cpus": 2}):
-        (found,) = on_each_node(lambda: 1 // 0).values()
-    assert found.state == "wrong" and "ZeroDivisionError: integer division" in found.says and found.remedy
+        (finding,) = on_each_node(lambda: 1 // 0).values()
+    assert finding.state == "wrong" and "ZeroDivisionError: integer division" in finding.says and finding.remedy
 
 
-def test_a_node_with_little_shared_memory_is_slow():
-    states = {found.name: found for found in judge_nodes({"a": HERE._replace(shm_free=2**28)}, HERE)}
-    assert states["memory (a)"].state == "slow" and "free /dev/shm 0.2 GiB" in states["memory (a)"].says
-
-
-def test_a_store_that_works_is_left_as_it_was(tmp_path):
-    assert [found.state for found in check_store(reachable(LocalStore(tmp_path / "not" / "yet")))] == ["ok"]
+def test_a_store_that_works_is_left_as_it_was_and_a_failure_is_told_with_its_reason(tmp_path):
+    assert [finding.state for finding in check_store(reachable(LocalStore(tmp_path / "not" / "yet")))] == ["ok"]
     assert not list(tmp_path.iterdir())
+    (finding,) = wrong(check_store(LocalStore(tmp_path / "gone"))).values()
+    assert "No such file or directory" in finding.says and finding.remedy
 
 
 class LateClock(LocalStore):
@@ -101,11 +97,6 @@ def test_a_store_that_lies_is_wrong(kind, says, tmp_path):
     assert says in wrong(check_store(kind(tmp_path)))["store"].says
 
 
-def test_a_store_that_cannot_be_written_to_is_wrong_with_its_reason(tmp_path):
-    found = wrong(check_store(LocalStore(tmp_path / "gone")))["store"]
-    assert "No such file or directory" in found.says and found.remedy
-
-
 def test_decoding_costs_what_the_run_would_record_and_names_what_fails():
     setup = resolve(PruneConfig(num_frames=4)).decode_setup()
     rows = [
@@ -114,9 +105,9 @@ def test_decoding_costs_what_the_run_would_record_and_names_what_fails():
         for name, path in {"good": sample("bikes.mp4"), "bad": sample("bikes.mp4").with_name("none.mp4")}.items()
     ]
     findings, seconds = check_decoding(setup, rows)
-    found = {one.state: one for one in findings}
-    assert seconds > 0 and f"{seconds:.3f} core-seconds" in found["ok"].says
-    assert "1 h264" in found["ok"].says and "1 of 2 videos: io, e.g. bad" in found["wrong"].says
+    says = {finding.state: finding.says for finding in findings}
+    assert seconds > 0 and f"{seconds:.3f} core-seconds" in says["ok"]
+    assert "1 h264" in says["ok"] and "1 of 2 videos: io, e.g. bad" in says["wrong"]
 
 
 def test_the_videos_are_those_of_the_run_and_no_more_containers_are_opened_than_hold_them(tmp_path):

@@ -1,10 +1,9 @@
 """The reports of answers, and the lines and records of those that failed."""
 
-from rich.console import Console
-
 from pipeline.generate.answers import commit_answers, write_answers_header
 from pipeline.inspect.answers import MAX_SHOWN, Answers, answers_report, question_report
 from pipeline.storage.stores import LocalStore
+from tests.pipeline.pages import shown
 
 IDENTITY = {
     "cache": {"pruner": {"method": "gstep"}, "retention_ratio": 0.25},
@@ -13,25 +12,13 @@ IDENTITY = {
 }
 GOOD = {
     "status": "ok", "attempts": 1, "n_visual_tokens": 6, "n_prompt_tokens": 10, "n_new_tokens": 3, "n_total": 60,
-    "n_kept": 6, "load_s": 0.5, "prefill_s": 0.5, "decode_s": 0.5, "batch_size": 1,
+    "n_kept": 6, "load_s": 0.5, "prefill_s": 0.5, "decode_s": 0.5, "batch_size": 1, "answer": "this",
 }  # fmt: skip
+FAILED = {"status": "failed", "attempts": 2, "error_class": "io", "error_message": "it cannot be read"}
 
 
-def row(question_id: str, **more):
-    return {"question_id": question_id, "video_ids": ["v.mp4"], "prompt": "What?", **GOOD, "answer": "this", **more}
-
-
-def failed(question_id: str, **more):
-    fault = {"error_class": "io", "error_message": "it cannot be read"}
-    return {
-        "question_id": question_id,
-        "video_ids": ["v.mp4"],
-        "prompt": "?",
-        "status": "failed",
-        "attempts": 2,
-        **fault,
-        **more,
-    }
+def row(question_id: str, values=GOOD, **more):
+    return {"question_id": question_id, "video_ids": ["v.mp4"], "prompt": "What?", **values, **more}
 
 
 def stored(tmp_path, *rows) -> LocalStore:
@@ -42,16 +29,9 @@ def stored(tmp_path, *rows) -> LocalStore:
     return store
 
 
-def shown(report) -> str:
-    console = Console(width=200)
-    with console.capture() as captured:
-        console.print(report)
-    return captured.get()
-
-
 def test_counts_failures_and_the_first_questions_are_shown(tmp_path):
     rows = [row(f"q{n:02}", target="[/b]") for n in range(MAX_SHOWN + 2)]
-    said = shown(answers_report(Answers.open(stored(tmp_path, *rows, failed("b", target=None)))))
+    said = shown(answers_report(Answers.open(stored(tmp_path, *rows, row("b", FAILED, target=None)))))
     assert f"{MAX_SHOWN + 2} answered, 1 failed" in said and "hub:x@1" in said and "gstep at 0.25" in said
     assert "failed: io" in said and "it cannot be read" in said and "--retry-failed" in said
     assert "q00" in said and f"q{MAX_SHOWN:02}" not in said and "... and 3 more" in said
@@ -60,7 +40,9 @@ def test_counts_failures_and_the_first_questions_are_shown(tmp_path):
 
 def test_a_question_is_shown_whole_under_each_pruning(tmp_path):
     choices = {"choices": ["a dog", "a cat"], "choice": 1, "choice_scores": [-2.0, float("-inf")]}
-    store = stored(tmp_path, row("q", pruning="gstep@0.1", **choices), failed("q", pruning="uniform@0.1"), row("other"))
+    store = stored(
+        tmp_path, row("q", pruning="gstep@0.1", **choices), row("q", FAILED, pruning="uniform@0.1"), row("other")
+    )
     answers = Answers.open(store, "q")
     said = shown(question_report(answers))
     assert "a dog  (log-probability -2.000)" in said and "gstep@0.1" in said and "io: it cannot be read" in said

@@ -57,13 +57,6 @@ def test_the_first_lines_name_the_method_and_the_model_with_a_long_hash_cut(cach
     assert f"<b>llava, {shown}</b>, pruned with <b>gstep</b>" in html and f"llava  {weights}" in html
 
 
-def test_captions_that_a_tar_carried_are_on_the_page_and_break_nothing(decoded, tmp_path):
-    carried = {"txt": "a <b>bike</b> by a lake", "json": {"id": 7}}
-    html = video_page(build(tmp_path / "c", decoded, manifest=json.dumps(carried)), VIDEO).html
-    assert "<dt>txt</dt><dd>a &lt;b&gt;bike&lt;/b&gt; by a lake</dd>" in html
-    assert "<dt>json</dt><dd>{&#34;id&#34;: 7}</dd>" in html
-
-
 def test_the_page_refers_to_nothing_outside(page):
     html = page.read_text()
     references = re.findall(r"(?:src|href|action|poster)\s*=\s*[\"']?([^\"'\s>]+)|url\(([^)]*)\)|@import", html)
@@ -75,40 +68,36 @@ def test_the_page_refers_to_nothing_outside(page):
 HOSTILE = "</script><script>x()</script> \u2028 {{ 7 * 7 }} {% if %} ]]> <!-- &amp; 'a' \"b\""
 
 
-def test_no_text_breaks_out_of_its_place(decoded, tmp_path):
-    """As the video's id, in its path, its codec and the reason without pictures: all that a page takes from outside."""
-    cache = build(tmp_path / "c", decoded, video_id=HOSTILE, uri=f"gone/{HOSTILE}", codec=HOSTILE, run_id=HOSTILE)
-    page = video_page(cache, HOSTILE).html
-    parser = Texts()
-    parser.feed(page)
-    assert parser.scripts == 2 and page.count("<script") == 2
-    assert parser.texts.count(HOSTILE) >= 2  # the heading and a fact
-    assert f"gone/{HOSTILE}" in parser.texts
-    assert len(data_of(page)["order"]) == cache.metadata(HOSTILE)["n_tokens"]
-
-
-def test_data_cannot_end_its_element():
-    template = environment("pipeline").from_string(
-        '<script type="application/json" id="data">{{ data|tojson }}</script>'
-    )
-    html = template.render(data={"text": HOSTILE})
-    assert html.count("<") == 2 and "\u2028" not in html
-    assert data_of(html) == {"text": HOSTILE}
-
-
 class Texts(HTMLParser):
     """The texts of a page as a browser has them, and how many scripts."""
 
-    def __init__(self) -> None:
+    def __init__(self, html: str) -> None:
         super().__init__()
         self.texts: list[str] = []
         self.scripts = 0
+        self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.scripts += tag == "script"
 
     def handle_data(self, data: str) -> None:
         self.texts.append(data)
+
+
+def test_no_text_breaks_out_of_its_place(decoded, tmp_path):
+    """As the video's id, in its path, its codec, a caption of a tar and the reason without pictures."""
+    place = dict.fromkeys(("video_id", "codec", "run_id"), HOSTILE)
+    carried = json.dumps({"txt": HOSTILE, "json": {"id": 7}})
+    cache = build(tmp_path / "c", decoded, uri=f"gone/{HOSTILE}", manifest=carried, **place)
+    html = video_page(cache, HOSTILE).html
+    page = Texts(html)
+    assert page.scripts == 2 and html.count("<script") == 2
+    assert page.texts.count(HOSTILE) >= 3  # the heading, a fact and a caption
+    assert f"gone/{HOSTILE}" in page.texts and '{"id": 7}' in page.texts
+    assert len(data_of(html)["order"]) == cache.metadata(HOSTILE)["n_tokens"]
+    data = environment("pipeline").from_string('<script type="application/json" id="data">{{ data|tojson }}</script>')
+    html = data.render(data={"text": HOSTILE})
+    assert html.count("<") == 2 and "\u2028" not in html and data_of(html) == {"text": HOSTILE}
 
 
 def test_the_page_starts_at_the_ratio_asked_for(cache):
@@ -118,16 +107,11 @@ def test_the_page_starts_at_the_ratio_asked_for(cache):
     assert 'value="1"' in html
 
 
-def test_a_method_without_an_order_has_one_tier_and_no_slider(decoded, tmp_path):
-    html = video_page(build(tmp_path / "c", decoded, 0.2, "uniform", uri="gone"), VIDEO).html
+def test_a_method_without_an_order_has_one_tier_and_no_slider_and_tokens_without_a_grid_are_counted(decoded, tmp_path):
+    html = video_page(build(tmp_path / "c", decoded, 0.2, "uniform", uri="gone", tokens_per_frame=45), VIDEO).html
     assert 'type="range"' not in html and "no temporal density" in html
     assert [tier["ratio"] for tier in data_of(html)["tiers"]] == [0.2]
-
-
-def test_tokens_without_a_square_grid_are_only_counted(decoded, tmp_path):
-    html = video_page(build(tmp_path / "c", decoded, tokens_per_frame=45, uri="gone"), VIDEO).html
-    assert data_of(html)["grid"] is None
-    assert "no square grid" in html
+    assert data_of(html)["grid"] is None and "no square grid" in html
 
 
 def test_temporal_patches_are_drawn_by_their_grid_over_their_first_frames(decoded, tmp_path):

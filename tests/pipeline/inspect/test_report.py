@@ -4,21 +4,13 @@ import json
 from datetime import timedelta
 
 import pytest
-from rich.console import Console
 
 from pipeline import TokenCache
 from pipeline.errors import RatioNotCached, UnknownVideo
 from pipeline.inspect.report import cache_report, count, flat, frames_of, source_facts, source_frames, video_report
 from pipeline.verify.moves import remove_videos
 from tests.pipeline.caches import encoded, random_tokens, write_shard
-from tests.pipeline.pages import FRAMES, VIDEO, build
-
-
-def shown(report) -> str:
-    console = Console(width=300)
-    with console.capture() as captured:
-        console.print(report)
-    return captured.get()
+from tests.pipeline.pages import FRAMES, VIDEO, build, shown
 
 
 def test_a_cache_is_shown_with_its_identity_its_counts_and_its_videos(cache):
@@ -27,13 +19,6 @@ def test_a_cache_is_shown_with_its_identity_its_counts_and_its_videos(cache):
     assert "1 ok, 1 failed" in text
     row = next(line for line in text.splitlines() if line.strip().startswith("bikes"))
     assert VIDEO in row and [cell.strip() for cell in row.split("│")][1:4] == [str(FRAMES), "1568", "392"]
-
-
-def test_a_cache_of_many_videos_names_the_first(decoded, tmp_path):
-    cache = build(tmp_path / "c", decoded)
-    write_shard(cache.store, "more", *(encoded(f"v{i}", random_tokens(i), 0.25, "gstep") for i in range(22)))
-    cache.refresh()
-    assert "... and 3 more" in shown(cache_report(cache, count(cache)))
 
 
 def test_a_video_is_shown_frame_by_frame(cache):
@@ -47,19 +32,21 @@ def test_a_video_is_shown_frame_by_frame(cache):
     assert "156 of 1568 tokens kept (9.9%)" in shown(video_report(cache, VIDEO, 0.10))
 
 
-def test_what_a_list_or_a_tar_carried_is_shown_with_the_video(decoded, tmp_path):
+def test_what_was_carried_stands_with_the_video_and_names_are_no_markup(decoded, tmp_path):
+    """Rich would take [red] for a colour, and refuse [/b]. A cache of many videos names the first."""
     carried = {"txt": "A [bike]\nby a lake", "json": {"id": 7}, "missing": None}
-    cache = build(tmp_path / "c", decoded, manifest=json.dumps(carried))
-    text = " ".join(shown(video_report(cache, VIDEO)).split())
-    assert 'txt A [bike] by a lake json {"id": 7} run' in text and "missing" not in text
+    name = "[red]a[/b].mp4"
+    cache = build(tmp_path / "c", decoded, video_id=name, uri="[red]b[/b].mp4", manifest=json.dumps(carried))
+    write_shard(cache.store, "more", *(encoded(f"v{i}", random_tokens(i), 0.25, "gstep") for i in range(22)))
+    cache.refresh()
+    of_cache, of_video = shown(cache_report(cache, count(cache))), " ".join(shown(video_report(cache, name)).split())
+    assert name in of_cache and "... and 3 more" in of_cache and "[red]b[/b].mp4" in of_video
+    assert 'txt A [bike] by a lake json {"id": 7} run' in of_video and "missing" not in of_video
 
 
-def test_a_failed_video_is_shown_with_its_fault(cache):
-    assert "failed  corrupt in decode: the file is cut off" in shown(video_report(cache, "bad.mp4"))
-
-
-def test_a_removed_video_is_shown_with_the_reason(decoded, tmp_path):
+def test_a_failed_or_removed_video_is_shown_with_the_reason(decoded, tmp_path):
     cache = build(tmp_path / "c", decoded)
+    assert "failed  corrupt in decode: the file is cut off" in shown(video_report(cache, "bad.mp4"))
     remove_videos(cache.store, [VIDEO], "asked for", lambda line: None, timedelta(0))
     assert "\nremoved  asked for" in shown(video_report(TokenCache(tmp_path / "c"), VIDEO))
 
@@ -69,13 +56,6 @@ def test_what_is_not_cached_is_refused(cache):
         video_report(cache, "nope")
     with pytest.raises(RatioNotCached):
         video_report(cache, VIDEO, 0.5)
-
-
-def test_names_are_no_markup(decoded, tmp_path):
-    """Rich would take [red] for a colour, and refuse [/b]."""
-    cache = build(tmp_path / "c", decoded, video_id="[red]a[/b].mp4", uri="[red]b[/b].mp4")
-    assert "[red]a[/b].mp4" in shown(cache_report(cache, count(cache)))
-    assert "[red]b[/b].mp4" in shown(video_report(cache, "[red]a[/b].mp4"))
 
 
 def test_facts_name_the_clip_and_what_was_repeated(cache):

@@ -1,5 +1,7 @@
 """Pictures are those of the very file and frames that were sampled; without them a page says why."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -33,6 +35,7 @@ def test_the_page_shows_the_sampled_frames_of_the_source(cache, decoded):
         ({"source_hash": None}, "does not say which file was read"),
         ({"start_s": 5.0}, "gives other frames than those that were sampled"),
         ({"end_s": -1.0}, "decoding failed: unsupported: the clip"),
+        ({"uri": __file__, "source_size": Path(__file__).stat().st_size}, "decoding failed: unsupported"),
         ({"sampling": {}}, "does not say how frames were sampled"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
@@ -44,13 +47,6 @@ def test_without_pictures_the_page_says_why_and_still_shows_the_tokens(decoded, 
     assert not pictures_of(page.html) and page.html.count('class="blank"') == FRAMES
     assert len(data_of(page.html)["order"]) == cache.metadata(VIDEO)["n_tokens"]
     assert "<b>folder" not in page.html
-
-
-def test_a_file_that_does_not_decode_costs_only_the_pictures(decoded, tmp_path):
-    text = tmp_path / "text.mp4"
-    text.write_text("no video" * 100)
-    cache = build(tmp_path / "c", decoded, uri=str(text), source_size=text.stat().st_size)
-    assert "decoding failed: unsupported" in video_page(cache, VIDEO).missing
 
 
 @pytest.mark.parametrize(

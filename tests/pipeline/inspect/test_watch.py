@@ -1,8 +1,9 @@
 """A run as the cache alone tells of it: how far it has come, what watching shows, and when that ends."""
 
 import io
-import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from pipeline.cache.header import fingerprint
 from pipeline.cache.live import Ledger
 from pipeline.errors import CorruptShard, NotACache, VideoFault
 from pipeline.inspect import watch as watching
-from pipeline.inspect.watch import latest_run, looks, wait_for_cache, watch
+from pipeline.inspect.watch import RunProgress, latest_run, looks, wait_for_cache, watch
 from pipeline.runner.claim import Claim
 from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RunFile
@@ -41,71 +42,65 @@ def store(request, tmp_path):
         yield write_header(store_at(server.uri("c"), server.objects()))
 
 
-def run_file(store) -> RunFile:
-    return RunFile(store, {"run_id": "r1", "host": "h", "pid": 7, "videos": 4})
+def record(run_id="r2", **more) -> dict[str, object]:
+    return {"run_id": run_id, "host": "h", "pid": 7, "videos": 4, **more}
 
 
-def test_it_shows_what_comes_and_ends_with_the_run(store):
-    shown, cache = io.StringIO(), TokenCache(str(store), store=store)
-    console = Console(file=shown, force_terminal=True, width=100)
-    states = []
-    watcher = threading.Thread(target=lambda: states.append(watch(cache, console, 0.05)))
+def watch_in_thread(pool, store, console: Console) -> Future[RunProgress | None]:
+    return pool.submit(watch, TokenCache(str(store), store=store), console, 0.05)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
+def write_video(store, run_id: str, video_id: str) -> None:
+    write_shard(store, run_id, encoded(video_id, random_tokens(0), 0.25, "gstep"))
+
+
+def test_it_shows_what_comes_and_ends_with_the_run(store, pool):
+    shown = io.StringIO()
     with Claim(store, "r1", print, heartbeat_s=0.05) as claim:
-        watcher.start()
+        watcher = watch_in_thread(pool, store, Console(file=shown, force_terminal=True, width=100))
         wait_until(lambda: "r1 on " in shown.getvalue() and "is starting" in shown.getvalue(), shown.getvalue)
-        with run_file(store):
+        with RunFile(store, record("r1")):
             wait_until(lambda: "0 of 4 videos" in shown.getvalue(), shown.getvalue)
             claim.set_progress(NOW)
             wait_until(lambda: "the bottleneck" in shown.getvalue(), shown.getvalue)
-            write_shard(store, "r1", encoded("a", random_tokens(0), 0.25, "gstep"))
+            write_video(store, "r1", "a")
             wait_until(lambda: "1 of 4 videos" in shown.getvalue(), shown.getvalue)
-    watcher.join(timeout=60)
-    (run,) = states
+    run = watcher.result(60)
     assert (run.status, run.n_done, run.n_videos) == ("finished", 1, 4)
     assert "97%" in shown.getvalue() and "r1 on h (pid 7) finished after" in shown.getvalue()
 
 
-def test_a_run_that_is_gone_ends_it(store):
-    run_file(store).save(status="running")
-    cache = TokenCache(str(store), store=store)
-    ((run, _),) = looks(store, fingerprint(cache.identity), 60)
-    assert run.status == "gone"
-
-
-def test_a_log_gets_the_last_state_as_whole_lines(tmp_path):
+def test_a_log_gets_a_whole_line_each_time(tmp_path, pool):
     shown, store = io.StringIO(), write_header(tmp_path)
-    run_file(store).save(status="running")
-    watch(TokenCache(tmp_path), Console(file=shown, width=200))
-    assert "ended without a final record" in shown.getvalue() and shown.getvalue().endswith("\n")
-
-
-def test_a_log_gets_a_line_each_time(store):
-    shown, cache = io.StringIO(), TokenCache(str(store), store=store)
-    watcher = threading.Thread(target=lambda: watch(cache, Console(file=shown, width=60), 0.05))
-    with Claim(store, "r1", print, heartbeat_s=0.05) as claim, run_file(store):
+    with Claim(store, "r1", print, heartbeat_s=0.05) as claim, RunFile(store, record("r1")):
         claim.set_progress(NOW)
-        watcher.start()
-        for n_done in (0, 1):
-            wait_until(lambda: f"{n_done} of 4 videos" in shown.getvalue(), shown.getvalue)  # noqa: B023 - called here
-            write_shard(store, "r1", encoded(f"v{n_done}", random_tokens(0), 0.25, "gstep"))
-    watcher.join(timeout=60)
+        watcher = watch_in_thread(pool, store, Console(file=shown, width=60))
+        wait_until(lambda: "0 of 4 videos" in shown.getvalue(), shown.getvalue)
+        write_video(store, "r1", "v0")
+        wait_until(lambda: "1 of 4 videos" in shown.getvalue(), shown.getvalue)
+    watcher.result(60)
     *lines, last = shown.getvalue().splitlines()
     assert len(lines) > 1 and all(" running for " in line and "videos/s of late" in line for line in lines)
     assert any("busy: decode 97% encode 41% (bottleneck: decode)" in line for line in lines)
-    assert "r1 on h (pid 7) finished after" in last
+    assert "r1 on h (pid 7) finished after" in last and shown.getvalue().endswith("\n")
 
 
-def test_it_waits_for_a_run_that_begins_the_cache(tmp_path):
-    shown, said = threading.Event(), list[str]()
-    store = store_at(str(tmp_path / "c"))
-    waiter = threading.Thread(target=lambda: (wait_for_cache(store, said.append, 0.02), shown.set()))
-    waiter.start()
+def test_it_waits_for_a_run_that_begins_the_cache(tmp_path, pool):
+    store, said = store_at(str(tmp_path / "c")), list[str]()
+    waiter = pool.submit(wait_for_cache, store, said.append, 0.02)
     wait_until(lambda: said, lambda: said)
     store.make()
     with Claim(store, "r1", print):
-        assert not shown.wait(0.2)  # a note is no cache yet
+        with pytest.raises(TimeoutError):
+            waiter.result(0.2)  # a note is no cache yet
         write_header(tmp_path / "c")
-        assert shown.wait(60)
+        waiter.result(60)
     assert len(said) == 1 and "Waiting for a run to begin one" in said[0]
     wait_for_cache(store, said.append)
     (tmp_path / "other").mkdir()
@@ -114,23 +109,14 @@ def test_it_waits_for_a_run_that_begins_the_cache(tmp_path):
     assert len(said) == 1
 
 
-def test_a_run_that_never_begins_its_cache_ends_the_wait(tmp_path):
+def test_a_run_that_never_begins_its_cache_ends_the_wait(tmp_path, pool):
     store, said = store_at(str(tmp_path / "c")), list[str]()
     store.make()
-    failures = list[BaseException]()
-
-    def wait() -> None:
-        try:
-            wait_for_cache(store, said.append, 0.02)
-        except NotACache as error:
-            failures.append(error)
-
-    waiter = threading.Thread(target=wait)
     with Claim(store, "r1", print):
-        waiter.start()
+        waiter = pool.submit(wait_for_cache, store, said.append, 0.02)
         wait_until(lambda: said, lambda: said)
-    waiter.join(timeout=60)
-    assert "ended before it began the cache" in str(failures[0]) and "r1" in str(failures[0])
+    with pytest.raises(NotACache, match=r"r1.* ended before it began the cache"):
+        waiter.result(60)
 
 
 def test_clocks_that_differ_give_no_negative_time(written):
@@ -145,12 +131,6 @@ def test_clocks_that_differ_give_no_negative_time(written):
     assert "finished after 0 s" in progress(written).describe()
 
 
-def test_a_number_that_is_estimated_is_said_to_be(written):
-    RunFile(written, record(estimated=True)).save(status="running")
-    with Claim(written, "r2", print):
-        assert "2 of about 10 videos" in progress(written).describe()
-
-
 def test_a_cache_without_runs_has_nothing_to_watch(tmp_path):
     write_header(tmp_path)
     assert watch(TokenCache(tmp_path), Console(quiet=True)) is None
@@ -163,11 +143,11 @@ def test_the_rate_is_that_of_the_last_minute(tmp_path, monkeypatch):
         clock[0] += seconds
 
     monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
-    with Claim(store, "r1", print), run_file(store):
+    with Claim(store, "r1", print), RunFile(store, record("r1")):
         seen = looks(store, fingerprint(TokenCache(tmp_path).identity), 40.0)
         next(seen)
         for number in range(3):
-            write_shard(store, "r1", encoded(f"v{number}", random_tokens(number), 0.25, "gstep"))
+            write_video(store, "r1", f"v{number}")
             run, rate = next(seen)
             assert (run.n_done, rate) == (number + 1, pytest.approx(1 / 40))
         assert next(seen)[1] == 0  # nothing came since
@@ -177,57 +157,48 @@ def test_the_rate_is_that_of_the_last_minute(tmp_path, monkeypatch):
 def written(tmp_path):
     """Run r2 has written two videos, one of them failed; r1 wrote another one before."""
     store = write_header(tmp_path)
-    write_shard(store, "r1", encoded("a", random_tokens(0), 0.25, "gstep"))
+    write_video(store, "r1", "a")
     good, bad = encoded("b", random_tokens(1), 0.25, "gstep"), encoded_failure("c", VideoFault("crash", "x"))
     write_shard(store, "r2", good, bad)
-    RunFile(store, {"run_id": "r1", "host": "h", "pid": 1, "videos": 1}).save(status="finished", ended="x")
+    RunFile(store, record("r1")).save(status="finished", ended="x")
     return store
 
 
-def record(**more) -> dict[str, object]:
-    return {"run_id": "r2", "host": "h", "pid": 7, "videos": 10, **more}
-
-
 def progress(store):
-    run = latest_run(store, Ledger(store).refresh())
-    assert run is not None and run.run_id == "r2"
-    return run
+    return latest_run(store, Ledger(store).refresh())
 
 
-def test_a_running_run_tells_its_rate_and_what_is_left(written):
+@pytest.mark.parametrize(
+    ("records", "holder", "said"),
+    [
+        ([record()], "r2", "2 of 4 videos, 1 failed, 0.02 videos/s"),
+        ([record(estimated=True)], "r2", "2 of about 4 videos"),
+        ([record("r9"), record()], "r2", "r2 on h (pid 7) running for"),  # clocks of hosts differ: r9 ended before
+        ([record()], "r3", "r3 on"),  # which has no record yet
+        ([record()], None, "ended without a final record: 2 of 4 videos"),
+    ],
+    ids=["running", "estimated", "beside-a-later-name", "starting", "gone"],
+)
+def test_the_run_that_writes_or_is_the_newest_is_told_of(written, records, holder, said):
     started = (datetime.now(UTC) - timedelta(seconds=100)).isoformat()
-    RunFile(written, record()).save(status="running", started=started)
-    with Claim(written, "r2", print):
+    for values in records:
+        RunFile(written, values).save(status="running", started=started)
+    with nullcontext() if holder is None else Claim(written, holder, print):
         run = progress(written)
-    assert (run.status, run.n_done, run.n_failed, run.n_videos) == ("running", 2, 1, 10)
-    assert run.seconds == pytest.approx(100, abs=20)
-    assert "running for" in run.describe() and "2 of 10 videos, 1 failed, 0.02 videos/s" in run.describe()
-
-
-def test_a_run_that_holds_the_cache_no_more_is_gone(written):
-    RunFile(written, record()).save(status="running")
-    assert "ended without a final record: 2 of 10 videos" in progress(written).describe()
-
-
-def test_a_run_that_has_written_no_record_yet_is_starting(written):
-    RunFile(written, record()).save(status="running")
-    with Claim(written, "r3", print):
-        run = latest_run(written, Ledger(written).refresh())
-    assert run is not None and run.describe().startswith("r3 on ") and run.describe().endswith("is starting")
-
-
-def test_the_run_that_writes_is_told_of_whatever_the_names_of_others_are(written):
-    """Clocks of hosts differ: a run that ended before may have a later name."""
-    RunFile(written, record(run_id="r9")).save(status="running")
-    RunFile(written, record()).save(status="running")
-    with Claim(written, "r2", print):
-        assert "2 of 10 videos" in progress(written).describe()
+    status = {"r2": "running", "r3": "starting", None: "gone"}[holder]
+    assert run.status == status and said in run.describe()
+    assert run.describe().endswith("is starting") == (status == "starting")
+    if status == "gone":
+        ((run, _),) = looks(written, fingerprint(TokenCache(str(written)).identity), 60)  # it ends a watch
+        assert run.status == "gone"
+    elif status == "running":
+        assert (run.n_done, run.n_failed, run.n_videos) == (2, 1, 4) and run.seconds == pytest.approx(100, abs=20)
 
 
 def test_a_failed_run_says_why(written):
     with pytest.raises(RuntimeError), RunFile(written, record()):
         raise RuntimeError("the disk is full")
-    assert "failed after 0 s: 2 of 10 videos, 1 failed: the disk is full" in progress(written).describe()
+    assert "failed after 0 s: 2 of 4 videos, 1 failed: the disk is full" in progress(written).describe()
 
 
 def test_what_is_no_record_is_named(written):

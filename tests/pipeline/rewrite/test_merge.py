@@ -13,7 +13,7 @@ from pipeline.errors import CorruptShard, IdentityMismatch, NotACache, RemovedVi
 from pipeline.rewrite import merge as merge_module
 from pipeline.rewrite.merge import merge_caches
 from pipeline.runner.run_record import list_committed_shards
-from pipeline.storage.stores import LocalStore, ObjectStore, store_at
+from pipeline.storage.stores import LocalStore, store_at
 from pipeline.verify.moves import remove_videos
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.damage import Dying, flip, say_what_was_committed, shards
@@ -79,13 +79,9 @@ def test_the_union_is_by_the_rule_and_leaves_its_sources_as_they_are(two, tmp_pa
     again = merge_caches(two, out, quiet)
     assert (again.videos, again.linked) == (4, 0)  # its own rows win, since they are the same
     assert_whole(out, *two)
-    into = LocalStore(f"{two[0].root}/")  # as a shell completes it: the cache that is merged into, by another spelling
-    assert merge_caches(two, into, quiet).equal == 2
-
-
-def test_a_cache_takes_in_another(two):
-    done = merge_caches(two, two[0], quiet)
-    assert done.linked == 2
+    into = LocalStore(f"{two[0].root}/")  # as a shell completes it: the cache that takes in another, by its other name
+    taken = merge_caches(two, into, quiet)
+    assert (taken.equal, taken.linked) == (2, 2)
     assert_whole(two[0], *two)
 
 
@@ -96,23 +92,15 @@ class OtherDisk(LocalStore):
         return False
 
 
-def test_bytes_are_copied_where_no_link_can_be_had(two, tmp_path):
-    done = merge_caches(two, out := OtherDisk(tmp_path / "c"), quiet)
-    assert (done.linked, done.copied) == (0, 4) and done.copied_bytes == sum(f.stat().st_size for f in shards(out))
-    assert_whole(out, *two)
-
-
-def test_a_damaged_token_shard_is_not_copied(two, tmp_path):
+def test_what_is_damaged_is_not_taken_in(two, tmp_path):
+    """A flip in a token shard is found as it is copied, and in the table before anything is written."""
     flip(shards(two[1])[0], 100)
     with pytest.raises(CorruptShard, match=r"/b/tokens/.* hash in its name"):
         merge_caches(two, OtherDisk(tmp_path / "c"), quiet)
-
-
-def test_a_flipped_bit_of_the_table_is_refused_before_anything_is_written(two, tmp_path):
     flip(shards(two[1], "videos")[0], 500)
     with pytest.raises(CorruptShard):
-        merge_caches(two, LocalStore(tmp_path / "c"), quiet)
-    assert not (tmp_path / "c").exists()
+        merge_caches(two, LocalStore(tmp_path / "d"), quiet)
+    assert not (tmp_path / "d").exists()
 
 
 def test_caches_of_other_settings_are_refused_with_what_differs(two, tmp_path):
@@ -189,13 +177,9 @@ def test_a_cache_that_is_written_to_meanwhile_is_taken_as_of_one_moment(two, tmp
 
 def test_folders_go_to_s3_and_back(two, tmp_path):
     with S3Server("merge") as server:
-        to_s3_and_back(two, tmp_path, store_at(server.uri("merged"), server.objects()))
-
-
-def to_s3_and_back(two, tmp_path, far):
-    assert isinstance(far, ObjectStore)
-    done = merge_caches(two, far, quiet)
-    assert (done.linked, done.copied) == (0, 4)
-    back = LocalStore(tmp_path / "back")
-    assert merge_caches([far], back, quiet).copied == 4
+        far, back = store_at(server.uri("merged"), server.objects()), LocalStore(tmp_path / "back")
+        there, here = merge_caches(two, far, quiet), merge_caches([far], back, quiet)
     assert_whole(back, *two)
+    n_bytes = sum(file.stat().st_size for file in shards(back))
+    for done in (there, here):  # bytes are copied where no link can be had
+        assert (done.linked, done.copied, done.copied_bytes) == (0, 4, n_bytes)

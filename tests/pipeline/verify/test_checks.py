@@ -5,13 +5,12 @@ import shutil
 import numpy as np
 import pytest
 
-from gstep import PRUNERS
 from pipeline import TokenCache
 from pipeline.storage.stores import LocalStore, ObjectStore
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.damage import flip, rewrite_row, rewrite_tokens, shards, with_column
 from tests.pipeline.evidence import evidence_cache
-from tests.pipeline.verifying import SHAPE, by_an_own_method, check_damage, kinds, verified
+from tests.pipeline.verifying import SHAPE, by_an_own_method, check_damage, kinds, verified, video_of
 
 
 def swap(store: LocalStore) -> None:
@@ -26,6 +25,10 @@ def add_bytes(store: LocalStore) -> None:
     data = shards(store)[0].read_bytes()
     at = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     shards(store)[0].write_bytes(data[:at] + b"?" + data[at:])
+
+
+def lengthen_footer(store: LocalStore) -> None:
+    shards(store)[0].write_bytes(shards(store)[0].read_bytes()[:-8] + b"\xff\xff\xff\x7fPAR1")
 
 
 def replace_video(store: LocalStore) -> None:
@@ -58,9 +61,13 @@ DAMAGE = {
     "a shard deleted": (lambda s: shards(s)[0].unlink(), {"missing"}),
     "a shard cut off": (lambda s: shards(s)[0].write_bytes(shards(s)[0].read_bytes()[:-100]), {"footer"}),
     "a shard emptied": (lambda s: shards(s)[0].write_bytes(b""), {"footer"}),
+    "a shard of a few bytes": (lambda s: shards(s)[0].write_bytes(b"PAR1"), {"footer"}),
+    "a flipped bit of a footer": (lambda s: flip(shards(s)[0], shards(s)[0].stat().st_size - 30), {"footer"}),
+    "a footer longer than its file": (lengthen_footer, {"footer"}),
     "shards swapped": (swap, {"footer"}),
     "bytes put in": (add_bytes, {"rows"}),
     "a flipped bit": (lambda s: flip(shards(s)[0], 600), {"damaged"}),
+    "a flipped bit of the header": (lambda s: flip(s.root / "cache.json", 100), {"header"}),
     "another checksum": (lambda s: rewrite_row(s, "a", lambda r: r.update(checksum="blake2b:00")), {"checksum"}),
     "tokens of another video": (replace_video, {"rows"}),
     "a row group too far": (lambda s: rewrite_row(s, "a", lambda r: r.update(first_row_group=1)), {"rows"}),
@@ -79,16 +86,6 @@ def test_damage_is_found_and_named(store, damage):
     check_damage(store, *DAMAGE[damage], {None, "a", other})
 
 
-@pytest.mark.parametrize("method", [name for name in PRUNERS if PRUNERS[name].cacheable])
-def test_every_method_keeps_the_rules_of_its_rows(tmp_path, method):
-    """Also where tokens are merged, out of ascending order, or near their budget."""
-    ratio = 1.0 if method == "none" else 0.25
-    tokens, level = random_tokens(0, (9, 25, 16)), random_tokens(1, (9, 25, 16))
-    store = write_header(tmp_path, ratio, method, hidden_size=16, deepstack_levels=1)
-    write_shard(store, "run", *(encoded(name, tokens, ratio, method, [level]) for name in ("v", "w")))
-    assert verified(store).problems == []
-
-
 DECLARED = {"nested": True, "merges": False, "exact": True, "reorders": False}
 
 
@@ -103,7 +100,7 @@ def test_rows_of_a_method_from_outside_are_held_against_what_it_declared(tmp_pat
 def test_evidence_is_checked_too(tmp_path):
     store = evidence_cache(tmp_path, {"v": random_tokens(0, SHAPE), "w": random_tokens(1, SHAPE)})
     assert verified(store).problems == []
-    write_shard(store, "other", encoded("x", random_tokens(2, SHAPE), 0.25, "gstep"))
+    write_shard(store, "other", video_of("x", 2))
     assert kinds(verified(store)) == ["schema"]
 
 
@@ -111,7 +108,7 @@ def test_a_shard_that_may_not_be_read_is_no_end(server):
     store = ObjectStore(server.uri("d"), server.objects())
     write_header(store)
     for i in range(2):
-        write_shard(store, "run", encoded(f"v{i}", random_tokens(i, SHAPE), 0.25, "gstep"))
+        write_shard(store, "run", video_of(f"v{i}", i))
     server.fail("GET", f"d/{store.names('tokens', '.parquet')[0]}", 403)
     report = verified(store)
     assert kinds(report) == ["unreadable"] and "AccessDenied" in report.problems[0].what
@@ -122,12 +119,12 @@ def test_a_sample_reads_some_videos_and_says_what_it_misses(tmp_path):
     """Of twenty videos one is damaged: samples that hold it find it, and each says what it may have missed."""
     store = write_header(tmp_path / "c", hidden_size=8)
     for number in range(20):
-        write_shard(store, f"run{number:02d}", encoded(f"v{number}", random_tokens(number, (4, 9, 8)), 0.25, "gstep"))
+        write_shard(store, f"run{number:02d}", video_of(f"v{number}", number))
     assert kinds(verified(store, sample=5)) == []
     flip(sorted((store.root / "tokens").iterdir())[7], 200)
-    reports = [verified(store, sample=5, seed=seed) for seed in range(12)]
+    reports = [verified(store, sample=5, seed=seed) for seed in range(6)]
     n_found = sum(report.exit_code for report in reports)
-    assert 1 <= n_found <= 8  # 3 expected
+    assert 1 <= n_found <= 4  # 1.5 expected
     assert all(report.counts["token_shards"] == 5 and report.counts["videos"] == 20 for report in reports)
     (note,) = reports[0].notes
     assert note == (

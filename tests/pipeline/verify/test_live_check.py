@@ -1,6 +1,6 @@
 """A video that was encoded again: what is the same, what is rounding, and what is neither."""
 
-import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,44 +28,32 @@ def again(tokens: torch.Tensor = TOKENS, ratio: float = 0.25, method: str = "gst
     return kept
 
 
-def test_the_same_is_the_same_to_the_bit(stored):
-    result = compare(stored, again())
-    assert (result.state, result.same_indices) == ("same", 1.0)
-    assert (result.max_difference, result.relative_difference) == (0.0, 0.0) and suspicion(result) == ""
-
-
-def test_a_single_bit_is_a_difference_that_other_versions_may_explain(stored):
+def test_what_is_the_same_to_the_bit_what_other_versions_explain_and_what_nothing_does(stored):
     kept = again()
+    same = compare(stored, kept)
+    assert (same.state, same.same_indices, same.max_difference, same.relative_difference) == ("same", 1.0, 0.0, 0.0)
     bits = kept.tokens.copy()
     bits[3, 5] ^= 1
-    result = compare(stored, dataclasses.replace(kept, tokens=bits))
-    assert (result.state, result.same_indices) == ("different", 1.0) and 0 < result.relative_difference < 0.01
-    assert "by the same versions, it is not the same" in suspicion(result)
-    assert suspicion(dataclasses.replace(result, versions={"torch": ("1", "2")})) == ""
-
-
-def test_other_tokens_are_beyond_rounding_whatever_the_versions(stored):
-    kept = again()
-    result = compare(stored, dataclasses.replace(kept, tokens=kept.tokens ^ -(2**15)))  # every sign
-    assert result.relative_difference == pytest.approx(2.0)
-    assert "beyond rounding" in suspicion(dataclasses.replace(result, versions={"torch": ("1", "2")}))
+    rounded = compare(stored, replace(kept, tokens=bits))
+    assert (rounded.state, rounded.same_indices) == ("different", 1.0) and 0 < rounded.relative_difference < 0.01
+    opposite = compare(stored, replace(kept, tokens=kept.tokens ^ -(2**15)))
+    assert opposite.relative_difference == pytest.approx(2.0)
+    other_versions = {"versions": {"torch": ("1", "2")}}
+    assert suspicion(same) == suspicion(replace(rounded, **other_versions)) == ""
+    assert "by the same versions, it is not the same" in suspicion(rounded)
+    assert "beyond rounding" in suspicion(replace(opposite, **other_versions))
 
 
 def test_positions_are_compared_by_what_both_have(stored):
     fewer = compare(stored, again(ratio=0.10))
     assert (fewer.state, fewer.max_difference) == ("different", 0.0)  # a prefix: the tokens that both have agree
-    assert fewer.same_indices == 10 / 25 and "beyond rounding" in suspicion(fewer)
-
-
-def test_nothing_in_common_and_another_size_are_told(stored):
-    kept = again()
-    others = sorted(set(range(100)) - set(stored.index.tolist()))
-    moved = dataclasses.replace(kept, index=np.array(others[: len(kept.index)], np.int32))
-    result = compare(stored, moved)
-    assert (result.same_indices, result.max_difference) == (0.0, None) and "beyond rounding" in suspicion(result)
+    assert fewer.same_indices == 10 / 25
+    kept, others = again(), sorted(set(range(100)) - set(stored.index.tolist()))
+    moved = compare(stored, replace(kept, index=np.array(others[: len(kept.index)], np.int32)))
+    assert (moved.same_indices, moved.max_difference) == (0.0, None)
     wide = compare(stored, again(random_tokens(0, (4, 25, 32))))
     assert (wide.state, wide.note, wide.same_indices) == ("different", "tokens of another size", 0.0)
-    assert "beyond rounding" in suspicion(wide)
+    assert all("beyond rounding" in suspicion(result) for result in (fewer, moved, wide))
 
 
 def test_options_of_a_run_that_are_none_here_are_left_out(tmp_path, stored):
