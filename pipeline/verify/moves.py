@@ -127,6 +127,7 @@ class _Removal:
         self._store, self._identity, self._result, self._ids = store, identity, result, ids
         self._rows = self._read()
         self._shards_by_video = self._find_shards()
+        self._is_repeated = False  # whether one of the videos was removed before
 
     def _read(self) -> pa.Table:
         """Read _COLUMNS of all rows, superseded ones too, with each row's file and place."""
@@ -155,6 +156,7 @@ class _Removal:
         ``unknown`` of the result gets the unknown ids, and ``likely`` similar ids for the first of them.
         """
         live = {row["video_id"]: row for row in select_live_rows(self._rows).to_pylist()}
+        self._is_repeated = any(live[video_id]["status"] == "removed" for video_id in self._ids & live.keys())
         self._result.unknown = sorted(self._ids - live.keys())
         for video_id in self._result.unknown[:_MAX_EXAMPLES]:
             if likely := [name for name in near_ids(video_id, list_nameable_ids(self._rows)) if name not in self._ids]:
@@ -178,11 +180,12 @@ class _Removal:
     def find_earlier(self) -> None:
         """Add the token shards that hold a removed video though no row names them.
 
-        These are shards of earlier attempts, whose rows merges drop, and of killed runs, which have no rows.
+        These are shards of earlier attempts and of runs that committed after a removal, whose rows merges drop, and of
+        killed runs, which have no rows.
         """
         names = self._store.names(TOKENS, ".parquet")
-        # After one attempt, rows name all shards but those of killed runs.
-        if (pc.max(self._read_removed()["attempts"]).as_py() or 0) <= 1:
+        # After one attempt and no removal, rows name all shards but those of killed runs.
+        if not self._is_repeated and (pc.max(self._read_removed()["attempts"]).as_py() or 0) <= 1:
             names = sorted(set(names).difference(self._rows["token_shard"].to_pylist()))
         for name, ids in zip(names, map_in_order(partial(read_footer_ids, self._store), names, 8, 16), strict=True):
             for video_id in self._ids.intersection(ids):

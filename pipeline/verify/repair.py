@@ -63,6 +63,18 @@ _COPIED_COLUMNS = (
 _CONTRADICTS = "its row contradicts itself"
 
 
+def list_shard_ids(store: Store, name: str, report: Report) -> list[str]:
+    """Return the ids of the videos in a token shard.
+
+    If it cannot be read, the list is empty, and the report gets a note.
+    """
+    try:
+        return list_videos(store, name)
+    except (OSError, pa.ArrowException) as error:
+        report.notes.append(f"{name} cannot be read, so its videos are unknown: {error}")
+        return []
+
+
 def repairable(report: Report) -> bool:
     """Return True if a repair can mend any of the report's problems."""
     return any(problem.kind in _KINDS for problem in report.problems)
@@ -158,7 +170,9 @@ class Repair:
         by_run: dict[str, set[str]] = defaultdict(set)
         for file in self._report.orphans if is_lost else ():
             by_run[parse_run_id(file.name)] |= {
-                video_id for video_id in self._ids_of(file.name) if video_id not in known_ids
+                video_id
+                for video_id in list_shard_ids(self._store, file.name, self._report)
+                if video_id not in known_ids
             }
         why = f"its row in {VIDEOS}/ was damaged or lost"
         for run, ids in sorted(by_run.items()):
@@ -168,17 +182,6 @@ class Repair:
                 self._result.marked += [Marked(video_id, "", 1, why) for video_id in sorted(ids)]
         for name in sorted({p.shard for p in problems if p.kind in _OF_TABLE and p.shard is not None}):
             self._retire(name)
-
-    def _ids_of(self, name: str) -> list[str]:
-        """Return the ids of the videos in a token shard.
-
-        If it cannot be read, the list is empty, and the report gets a note.
-        """
-        try:
-            return list_videos(self._store, name)
-        except (OSError, pa.ArrowException) as error:
-            self._report.notes.append(f"{name} cannot be read, so its videos are unknown: {error}")
-            return []
 
     def _change(self, changes: dict[str, VideoRow]) -> None:
         """Merge the table until each video has one row, and replace the rows of these videos: video_id -> new row.

@@ -24,7 +24,7 @@ from pipeline.cache.merging import KEEP
 from pipeline.cache.reader import TokenCache, map_in_order
 from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.cache.table import VideosTable, empty_rows
-from pipeline.cache.token_shard import list_videos, parse_run_id, parse_shard_id
+from pipeline.cache.token_shard import parse_run_id, parse_shard_id
 from pipeline.errors import NotACache
 from pipeline.runner.claim import Claim, describe_holder, find_holder
 from pipeline.runner.progress import reporter
@@ -41,7 +41,7 @@ from pipeline.verify.checks import (
     check_token_shard,
     method_of,
 )
-from pipeline.verify.repair import Repair, clean, repairable
+from pipeline.verify.repair import Repair, clean, list_shard_ids, repairable
 from pipeline.verify.report import Kind, Problem, Repaired, Report
 
 if TYPE_CHECKING:
@@ -282,7 +282,9 @@ class _Verification:
         if any(problem.kind in {Kind.COMMIT, Kind.FINGERPRINT} for problem in report.problems):
             return  # the rows of such orphans were in those files
         committed_names = _committed_orphans(store, report.orphans, without_record=not known_ids)
-        lost_shards = [name for name in committed_names if not known_ids.issuperset(list_videos(store, name))]
+        lost_shards = [
+            name for name in committed_names if not known_ids.issuperset(list_shard_ids(store, name, report))
+        ]
         if lost_shards:
             message = f"{store}/{VIDEOS} has no row of videos in {len(lost_shards)} token shards that were committed"
             report.problems.append(

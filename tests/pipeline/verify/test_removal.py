@@ -69,6 +69,9 @@ def test_videos_are_gone_once_and_for_all_and_their_neighbours_stay_bit_for_bit(
     assert remove(store, "b").moved == 1 and mentions(store.root, "b") == []
     merge_fully(store, made_with(store))
     assert TokenCache(store.root).video_ids == ["a", "c", "d", "e", "g"] and kinds(verified(store)) == []
+    write_shard(store, "later", video_of("b", 9, attempts=9), video_of("h", 3))
+    merge_fully(store, made_with(store))  # which drops the late row of b
+    assert remove(store, "b").moved == 1 and mentions(store.root, "b") == []
 
 
 def test_an_earlier_attempt_whose_row_was_merged_away_is_gone_too(store, sound):

@@ -94,8 +94,7 @@ HARM = {  # and the videos that it costs
 def test_what_is_harmed_is_marked_and_its_neighbours_stay_bit_for_bit(store, tokens, harm):
     """An earlier attempt at a harmed video does not come back: its tokens may be of another file."""
     act, lost = HARM[harm]
-    if "commit" in harm:
-        say_what_was_committed(store)
+    say_what_was_committed(store)
     act(store)
     report = verified(store, repair=True, keep=NOW)
     assert (kinds(report), report.exit_code) == ([], 0)
