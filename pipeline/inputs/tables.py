@@ -196,14 +196,17 @@ class _ArrowRows:
         return column
 
     def numbers(self, name: str) -> pa.Array | None:
-        """Return a column as float64, all null if it is missing; None for text and for infinite numbers."""
+        """Return a column as float64, all null if it is missing.
+
+        None if its type is not a type of numbers, and if a value is NaN or infinite.
+        """
         if name not in self._batch.schema.names:
             return pa.nulls(len(self._batch), pa.float64())
         column = self._column(name)
         if column is None or not any(check(column.type) for check in _NUMBERS):
             return None
         column = column.cast(pa.float64(), safe=False)
-        return column if pc.all(pc.is_finite(column)).as_py() else None
+        return column if pc.all(pc.is_finite(column), min_count=0).as_py() else None
 
     def carried(self, own_columns: Collection[str]) -> pa.Array:
         carried_places = [i for i, name in enumerate(self._batch.schema.names) if name not in own_columns]

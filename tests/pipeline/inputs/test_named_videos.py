@@ -43,3 +43,11 @@ def test_rows_that_are_checked_together_are_what_each_is_alone(base, rows):
         if plain is not None:
             plain.validate(full=True)
             assert plain.to_pylist() == named._one_by_one(part).to_pylist()
+
+
+def test_an_empty_column_of_numbers_needs_no_look_at_each_row():
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"video_id": ["a"], "uri": ["/m/a.mp4"], "start_s": pa.nulls(1, pa.float64())}), sink)
+    [part] = read_parts("m.parquet", pa.BufferReader(sink.getvalue()), "")
+    plain = NamedVideos("m", Path("/m"), Roots([], []))._convert_at_once(part)
+    assert plain is not None and plain["start_s"].to_pylist() == [None]
