@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Show a cache or answers, one item or the failed items, or write a video's page; return the exit code."""
+    """Show a cache or answers, one item, the failed items or the run under way, or write a video's page.
+
+    Returns the exit code.
+    """
     parser = Parser("python -m jobs.inspect", description=__doc__)
     parser.add_argument(
         "place",

@@ -28,7 +28,11 @@ class InternVLPrompts(PromptBuilder):
         self._video_token = str(getattr(tokenizer, "video_token", "<video>"))
 
     def _add_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
-        """Add a line with its number and its markers around each frame; see :meth:`PromptBuilder._add_markers`."""
+        """Split a prompt at its frames, each with "FrameN:" and image markers around it; N counts from 1.
+
+        Returns (text before the placeholders, video, frame) a frame; both numbers count from 0. The last entry is
+        (text after the last video, ``len(visuals)``, None).
+        """
         parts_of_frames: list[tuple[str, int, int | None]] = []
         before = parts[0]
         for video, (visual, after) in enumerate(zip(visuals, parts[1:], strict=True)):

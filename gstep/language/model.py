@@ -307,7 +307,11 @@ class LanguageModel:
     def _make_inputs(
         self, batch: Batch, prompts: Sequence[Prompt], past: DynamicCache | None, start: int = 0
     ) -> dict[str, Any]:
-        """Make the keyword arguments of forward: ``batch`` from token ``start`` on, and the videos of ``prompts``."""
+        """Make the keyword arguments of forward for the tokens of ``batch`` from ``start`` on.
+
+        The attention mask also covers the tokens before ``start``. All videos of ``prompts`` are passed: give only
+        prompts whose videos are among the new tokens.
+        """
         inputs = {
             "input_ids": batch.input_ids[:, start:].to(self.device),
             "attention_mask": batch.mask.to(self.device),

@@ -70,8 +70,8 @@ class PromptBuilder(ABC):
     def of(cls, source: ModelSource, positions: str | None, rule: str, frame_times: str, thought: str = "open") -> Self:
         """Make the builder from a checkpoint's config, tokenizer and chat template.
 
-        If ``frame_times`` or ``thought`` changes no prompt of this model, the policy records its default instead.
-        ``positions`` None takes the family's default.
+        The other arguments are the fields of PromptPolicy. ``positions`` None takes the family's default. If
+        ``frame_times`` or ``thought`` changes no prompt of this model, the policy records its default instead.
 
         Raises ModelError if a file is missing or does not fit, ValueError for an unknown policy.
         """
@@ -161,10 +161,11 @@ class PromptBuilder(ABC):
         """Make the segment of a whole video (``frame`` is None), or of a frame if each frame has markers."""
 
     def _add_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
-        """Add the text around each frame to ``parts``, the texts between videos.
+        """Split a prompt at its placeholders; ``parts`` are the texts around its videos.
 
-        Returns (text before the placeholders, number of the video, frame or None for the whole video). The last entry
-        is the text after the last video.
+        Returns (text before the placeholders, number of the video, frame or None for the whole video). Both numbers
+        count from 0. The last entry is (text after the last video, ``len(visuals)``, None). A family with markers
+        around each frame has an entry a frame, with the markers in the texts.
         """
         return [(part, video, None) for video, part in enumerate(parts)]
 

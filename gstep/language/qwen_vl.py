@@ -139,7 +139,10 @@ class Qwen3Prompts(QwenPrompts):
         self._start, self._end = (str(tokenizer.convert_ids_to_tokens(i)) for i in (start, end))
 
     def _add_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
-        """Add the time and the vision markers around each temporal patch; see :meth:`PromptBuilder._add_markers`.
+        """Split a prompt at its temporal patches, each with its time and the vision markers around it.
+
+        Returns (text before the placeholders, video, patch) a temporal patch; both numbers count from 0. The last entry
+        is (text after the last video, ``len(visuals)``, None).
 
         The template's markers around a whole video stay or go by the rule. Raises ValueError if the cache lacks times.
         """

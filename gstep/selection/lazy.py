@@ -185,7 +185,10 @@ class _Search:
         self._bounds = np.empty(0, np.float32)
 
     def begin(self, first: Indices) -> None:
-        """Select the first token, and score every token by its distance to it. ``first`` holds one index."""
+        """Select the first token, and score all other tokens by their distance to it and their density.
+
+        ``first`` holds one index. The first token itself scores -inf.
+        """
         self.picks.add(first)
         for part, rows in self.survey.rows.chunks():
             products = self._multiply_all(rows, self.picks.rows[:1])[:, 0]

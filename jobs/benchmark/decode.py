@@ -399,9 +399,10 @@ def _run_job(path: Path, n_frames: int, count: int) -> float:
 
 
 def as_table(clip_times: Sequence[ClipTimes], title: str) -> Table:
-    """Make a table with a column for each clip.
+    """Make a table with a column for each clip, at least one.
 
-    Its rows: CPU seconds of each way, ratios to the least that decoding needs, videos a second if measured, and MB.
+    Its rows: CPU seconds of each way, ratios to the least that decoding needs, videos a second if measured, and MB
+    through the object store.
     """
 
     def cells(values: Sequence[float | None]) -> list[str]:

@@ -185,7 +185,11 @@ def make_cache(store: Store, job: argparse.Namespace) -> None:
 
 
 def _read_in_turn(ways: Sequence[TimedReader], repeats: int, objects: _CountedObjects | None = None) -> None:
-    """Read in every way once to warm up, then ``repeats`` times in turn, recording seconds and requests in ``ways``."""
+    """Read in every way once to warm up, then ``repeats`` times in turn; record the costs in ``ways``.
+
+    Each read after the first adds its wall and CPU seconds. With ``objects``, a counted way keeps the number of
+    requests of its last read.
+    """
     for way in ways:
         way.read()  # shards are open from here on, and files in memory
     for way in [*ways] * repeats:

@@ -100,7 +100,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
-    """Measure every way in a separate process; return the table. Raises RunFailed, UsageError."""
+    """Measure every mode in a process of its own; return the table of results.
+
+    Makes a temporary cache of the sample clips without ``--cache``, and writes the picture of ``--plot``. Raises
+    RunFailed, UsageError.
+    """
     if arguments.plot is not None and find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
     if any(VLLM in mode for mode in arguments.modes):

@@ -60,11 +60,14 @@ def select_live_rows(rows: pa.Table) -> pa.Table:
 
 
 def find_live(columns: Mapping[str, np.ndarray]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find each id's live row: (the indices of the live rows, each id's most attempts on another file), sorted by id.
+    """Find each id's live row, and the most attempts on another file under the id: two arrays, sorted by id.
+
+    The first array holds the indices of the live rows. The second is a maximum over the rows of the id: ``attempts`` of
+    a row of another file than the live row's, ``earlier`` of a row of the same file.
 
     Args:
-        columns: [n] each of high, low, state, attempts, rewritten and tie, by which rows are compared; clip, size and
-            earlier distinguish other files of an id. ``make_rule_columns`` gives them.
+        columns: [n] each, as ``make_rule_columns`` gives them. high and low are the id. state, attempts, rewritten and
+            tie compare its rows. clip and size distinguish its files. earlier is ``earlier_attempts``.
     """
     order = np.lexsort((columns["low"], columns["high"]))
     repeats = np.ones(max(len(order) - 1, 0), bool)

@@ -226,7 +226,11 @@ def _encode_vectors(tokens: KeptTokens, codec: TokenCodec) -> dict[str, Bits]:
 
 
 def _build_rows(record: VideoRecord, tokens: KeptTokens, vectors: Mapping[str, Bits], schema: pa.Schema) -> pa.Table:
-    """Build the token rows of one video; the vectors are wrapped, not copied."""
+    """Build the token rows of one video; contiguous vectors of tokens are wrapped, not copied.
+
+    A column of ``vectors`` has a value a token, in the order of ``tokens``. If ``is_per_frame`` it has a value a frame,
+    which is copied into the row of the frame's first token. Raises ValueError if such a frame has no token.
+    """
     n = len(tokens.index)
     columns: dict[str, pa.Array] = {
         "video_id": pa.repeat(record["video_id"], n).cast(pa.string()),

@@ -314,8 +314,8 @@ def _arms(config: EvaluateConfig, source: ModelSource, builder: PromptBuilder, a
 def _answers_label(spec: PruningSpec, prunings: Mapping[str, LateIdentity | None]) -> str:
     """Return the label under which the answers of an arm are stored.
 
-    Older answers have a label without a seed. An arm with the seed of these answers keeps that label. An arm with
-    another seed then gets a label that names its seed, even seed 0.
+    It is ``spec.label`` unless stored answers have the label without a seed. Such answers may be of any seed. An arm of
+    their seed shares their label. An arm of another seed gets a label that names its seed, even seed 0.
 
     Args:
         prunings: the stored answers' labels -> the description of their pruning.

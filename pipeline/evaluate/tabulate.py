@@ -218,7 +218,7 @@ def _group_arms(
     """Return all arms and their rows: full retention, then by falling ratio, positions and order of methods.
 
     The seeds of a method share a row, and their arms are neighbours. A name in ``methods`` without a seed takes all
-    seeds.
+    seeds; a name that no arm has is ignored. ``methods`` None takes all arms.
     """
     seeds: dict[tuple[float, str, str], dict[int, MethodAtRatio]] = {}
     for arm in (arm for benchmark in benchmarks for arm in arms_of(benchmark.scores) if arm != ORIGINAL):

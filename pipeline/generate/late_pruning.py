@@ -85,10 +85,15 @@ class PruningSpec:
 def parse_pruning_grid(
     methods: Iterable[str], ratios: Iterable[float], siglip: str | None = None, seed: int = 0
 ) -> list[PruningSpec]:
-    """Make a spec of each METHOD[,NAME=VALUE...] with each ratio, the largest ratio first.
+    """Make the specs of each METHOD[,NAME=VALUE...] with each ratio.
 
+    They come method by method, in the given order, each with its ratios from the largest. Equal ratios count once.
     ``seed=0..4`` in a method stands for five methods. ``positions=...`` chooses the positions of the kept tokens. The
-    argument ``seed`` serves methods that name none. The names of methods and parameters are not checked.
+    names of methods and parameters are not checked.
+
+    Args:
+        siglip: the SigLIP checkpoint of methods that compare patches with the question.
+        seed: the seed of methods that name none.
 
     Raises UsageError for a malformed method.
     """

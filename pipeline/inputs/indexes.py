@@ -176,7 +176,9 @@ class Indexing:
         return _table(place, index.members, self.options, index.mark)
 
     def _index(self, place: NamedContainer, file: RandomFile, kept_index: _Index | None) -> _Index | None:
-        """Return the kept index of an open archive if it fits, else a new index, which is kept; None if it is skipped.
+        """Return the index of an open archive: the kept index if it fits, else a new index.
+
+        None if ``only_known`` is set and the kept index does not fit. A new index is kept only if it is complete.
 
         Raises as ``_rows``, and OSError.
         """
@@ -243,7 +245,8 @@ class Indexing:
     def _kept_index(self, place: NamedContainer) -> _Index | None:
         """Return the kept index of an archive; None if none is kept.
 
-        A damaged index, or an index of another version, is returned as an empty index, so that a new index replaces it.
+        An index that is damaged, has another version, or cannot be read from the store is returned as an empty index. A
+        new index then replaces it.
         """
         if self.store is None or not self._is_kept(place):
             return None

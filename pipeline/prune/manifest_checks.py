@@ -135,9 +135,11 @@ def find_sure_failures(todo: pa.Table) -> dict[str, Example]:
 
 
 def _find_sure_failure(row: TodoRow) -> tuple[str, str] | None:
-    """Return the reason that a video is sure to fail: (the problem with its fault class, the details), or None.
+    """Return the reason that a video is sure to fail: (the problem, the details), or None.
 
-    A local file must exist on this machine, so each row costs a look at the disk.
+    The problem completes "3 videos ...", such as "do not exist on this machine (io)". It names the fault class, except
+    for archives, whose details are the fault. A local file must exist on this machine, so each row costs a look at the
+    disk.
     """
     if row["policy"] is not None:
         return "may not be read (policy)", row["policy"]

@@ -125,7 +125,10 @@ class Recipe:
         return PruneStages(self.decode_setup(), self.encode_setup(device, dtype))
 
     def identity(self, dtype: str) -> CacheIdentity:
-        """Return the identity that all rows of the cache share; rows of another identity are refused."""
+        """Return the identity that all rows of the cache share; rows of another identity are refused.
+
+        ``dtype`` is the dtype that the model computes in; the codec of the stored tokens is the configuration's.
+        """
         model: ModelIdentity = {"type": self.source.model_type, "weights": self.source.identity}
         if self.source.pooling_head is not None:
             model["pooling_head"] = self.source.pooling_head.identity

@@ -278,10 +278,11 @@ class Heartbeats:
         return all(name in recently and recently[name].is_failing for name in workers)
 
     def start(self, stage: str, worker: Worker) -> int | None:
-        """Record that a process of this worker starts, and the items that its last process had in hand as killers.
+        """Record the start of a worker's process, and blame the items that its last process had in hand.
 
-        Items are not blamed if the last process ended with its node. Returns the number of the worker's crashed
-        processes; None if there are too many in DEATHS_S, which also fails the run.
+        Items are not blamed if the last process ended with its node. Returns 0 at the first start, later the number of
+        processes that the worker has lost, at most DEATHS + 1. Returns None, and fails the run, if more than DEATHS
+        were lost within DEATHS_S. Processes that ended with their node count, too.
         """
         last, self._processes[stage][worker.name] = self._processes[stage].get(worker.name, worker), worker
         if worker.name not in self._death_times:

@@ -288,7 +288,7 @@ class Objects:
         request_dict: Mapping[str, Any],
         **_: object,
     ) -> float | None:
-        """Return the seconds until botocore sends a request again; None where its answer stands.
+        """Return the seconds until botocore sends a request again; None to stop: the answer stands, or patience ends.
 
         Notes the store's answer or its failure for ``OUTAGES``. botocore's own policy ends after seconds, and sooner
         where many requests of a process fail.

@@ -182,7 +182,12 @@ def scan(index: VideoIndex) -> VideoIndex:
 def _add_times(index: VideoIndex, packets: VideoPackets, pts: NDArray[np.int64], last_duration: int) -> VideoIndex:
     """Return the index with timestamps, duration, rate and tick, from presentation times in the stream's ticks.
 
-    ``last_duration`` is the last frame's, in ticks; 0 takes the mean.
+    Timestamps are seconds since the container's start, so the first need not be 0. The duration is the end of the last
+    frame on the same clock. The rate is a stated rate if it agrees with the times, else their mean.
+
+    Args:
+        pts: the presentation times, in ascending order.
+        last_duration: the last frame's duration in ticks; 0 takes 1 / rate.
     """
     tick: Fraction = packets.stream.time_base
     start_time = packets.start_time

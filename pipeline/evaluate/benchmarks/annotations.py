@@ -82,7 +82,12 @@ def read_tables(folder: Path, names: Sequence[str]) -> Tables:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, int, str, UserRow]]:
-    """Yield (part, number, place in words, row) for each row of a JSON annotation file. Raises BadRow."""
+    """Yield (part, number, place in words, row) for each row of a JSON annotation file. Raises BadRow.
+
+    A file with an object ``meta`` has a list of rows for each part in it. A part's entry in ``root``, if any, becomes
+    the column ``prefix`` of its rows. Any other file is a list of rows; its part is the file's name without the suffix.
+    The rows of a part are numbered from 0.
+    """
     content = _load_json(path)
     if isinstance(content, dict) and isinstance(content.get("meta"), dict):
         root = content.get("root")

@@ -146,7 +146,10 @@ class CachedReplies:
         return video_ids
 
     def _refuse_or_warn(self, failures: Sequence[str]) -> None:
-        """Raise RunFailed for questions that failed; print a warning instead with ``missing=empty``."""
+        """Raise RunFailed with examples of the questions that failed; with ``missing=empty`` print them as a warning.
+
+        ``failures`` has a line for each failed question, at least one.
+        """
         message = f"{len(failures)} questions have no answer:\n  " + "\n  ".join(failures[:_MAX_EXAMPLES])
         if self._arguments.missing != EMPTY:
             raise RunFailed(

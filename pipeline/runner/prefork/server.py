@@ -199,13 +199,18 @@ def _fork_workers(requests: socket.socket, environment: dict[str, str], path: li
 
 
 def _become_worker(answer: int, output: list[int], request: WorkerRequest) -> None:
-    """Answer the request, then run the worker's program as if this process had been started for it.
+    """Turn this forked process into the requested worker; return if the worker's program ends without an exit.
+
+    Takes over the request's environment, folder and output. Writes b"1" to ``answer`` before the program runs as
+    ``__main__``. The exit code is 0 even if the program fails. Exit handlers of imported modules do not run.
 
     Args:
-        answer: the descriptor on which the request waits.
-        output: the descriptors for stdout and stderr.
+        answer: the descriptor on which the request waits; it is closed.
+        output: the descriptors for stdout and stderr; they are closed after their copy.
     """
-    atexit.register(os._exit, 0)  # last, before Python tears down all modules, which would copy shared memory
+    # Runs after the program's own exit handlers. Python would then tear down all modules, which copies shared memory.
+    # Nobody reads the exit code: the parent ignores SIGCHLD. Python has flushed stdout before exit handlers run.
+    atexit.register(os._exit, 0)
     os.setpgid(0, 0)  # as Ray's own workers: a raylet kills the group of a worker that has ended
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for target, descriptor in zip((0, 1, 2), (os.open(os.devnull, os.O_RDONLY), *output), strict=True):

@@ -37,9 +37,13 @@ def request_worker(socket_path: str, program: list[str]) -> bool:
 
 
 def main(arguments: list[str]) -> None:
-    """Request a forked worker with the arguments of Ray's own program; become Ray's own worker if there is none.
+    """Start a Ray worker: by a fork of the prefork server, else by Ray's own program.
 
-    A worker with a runtime environment of its own is never forked.
+    Returns once the server has forked a worker, without waiting for its end. Without a fork, Ray's program replaces
+    this process. A worker with a runtime environment of its own is never forked.
+
+    Args:
+        arguments: the arguments of Ray's setup program: Python's flags, then Ray's worker program and its options.
     """
     worker = next(at for at, argument in enumerate(arguments) if argument.endswith(".py"))  # behind Python's flags
     context, program = "{}", list[str]()
