@@ -1,7 +1,7 @@
 """The tables of pruning methods: the name and the import path of the class.
 
 Classes are import paths, so that ``--help`` lists the methods without importing torch. A method whose class is
-``cacheable`` belongs in OF_A_VIDEO, any other method in OF_A_QUESTION.
+``cacheable`` belongs in VIDEO_METHODS, any other method in QUESTION_METHODS.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 #: Methods that look at the video alone: their selection can be cached.
-OF_A_VIDEO: Mapping[str, str] = {
+VIDEO_METHODS: Mapping[str, str] = {
     "none": "gstep.pruners.none:KeepAll",
     "random": "gstep.pruners.random:Random",
     "uniform": "gstep.pruners.uniform:Uniform",
@@ -28,10 +28,10 @@ OF_A_VIDEO: Mapping[str, str] = {
 }
 
 #: Methods that look at the question too: they select again for each question.
-OF_A_QUESTION: Mapping[str, str] = {
+QUESTION_METHODS: Mapping[str, str] = {
     "cdpruner": "gstep.pruners.cdpruner:CDPruner",
     "fastv": "gstep.pruners.fastv:FastV",
 }
 
 #: All methods.
-METHODS: Mapping[str, str] = {**OF_A_VIDEO, **OF_A_QUESTION}
+METHODS: Mapping[str, str] = {**VIDEO_METHODS, **QUESTION_METHODS}

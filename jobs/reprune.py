@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from gstep.methods import OF_A_VIDEO
+from gstep.methods import VIDEO_METHODS
 from jobs.command import Parser, run_command
 from jobs.frame.json_document import CommandResult
 from jobs.frame.rewriting import RewriteOptions, rewrite_cache
@@ -39,7 +39,7 @@ class RepruneConfig(RewriteOptions):
     out: str | None = option(None, "the cache to create or to continue", metavar="CACHE")
     pruner: str = option(
         "gstep",
-        f"pruning method: {', '.join(OF_A_VIDEO)}, or module:Class of your own",
+        f"pruning method: {', '.join(VIDEO_METHODS)}, or module:Class of your own",
         metavar="METHOD",
         group="pruning",
     )

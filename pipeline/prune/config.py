@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gstep.methods import OF_A_VIDEO
+from gstep.methods import VIDEO_METHODS
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.errors import UsageError
 from pipeline.options import DTYPES, PrunerOptions, check, check_ratio, option, positive
@@ -126,7 +126,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
     seed: int = option(0, "seed of the methods that draw random numbers", metavar="N")
     pruner: str = option(
         "gstep",
-        f"pruning method: {', '.join(OF_A_VIDEO)}, or module:Class of your own",
+        f"pruning method: {', '.join(VIDEO_METHODS)}, or module:Class of your own",
         metavar="METHOD",
     )
     num_frames: int | None = option(

@@ -14,11 +14,11 @@ from gstep.evidence import SOURCES
 from gstep.families import FAMILIES
 from gstep.language import BUILDERS, PromptBuilder, prompt_builder
 from gstep.lazy import load_object
-from gstep.methods import METHODS, OF_A_QUESTION, OF_A_VIDEO
+from gstep.methods import METHODS, QUESTION_METHODS, VIDEO_METHODS
 
 
 def test_every_line_names_a_class_by_its_own_name():
-    assert not OF_A_VIDEO.keys() & OF_A_QUESTION.keys()
+    assert not VIDEO_METHODS.keys() & QUESTION_METHODS.keys()
     for name, target in METHODS.items():
         assert load_object(target).name == name
 

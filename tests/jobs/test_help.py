@@ -2,7 +2,7 @@
 
 import pytest
 
-from gstep.methods import METHODS, OF_A_VIDEO
+from gstep.methods import METHODS, VIDEO_METHODS
 from jobs import evaluate, generate, prune, serve
 
 
@@ -14,7 +14,7 @@ def help_of(command, flag, capsys):
     return " ".join(options.split(f"\n  {flag} ")[1].split("\n  --")[0].split())
 
 
-@pytest.mark.parametrize(("command", "methods"), [(prune, OF_A_VIDEO), (generate, METHODS)])
+@pytest.mark.parametrize(("command", "methods"), [(prune, VIDEO_METHODS), (generate, METHODS)])
 def test_every_method_of_the_table_is_listed_where_it_runs(command, methods, capsys):
     said = help_of(command, "--pruner", capsys)
     assert ", ".join(methods) in said

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gstep
-from gstep.methods import OF_A_QUESTION, OF_A_VIDEO
+from gstep.methods import QUESTION_METHODS, VIDEO_METHODS
 from tests.gstep.synthetic import FLOATS, assert_same, edge_videos, evidence_for, needs_cuda, prune, video
 
 METHODS = list(gstep.PRUNERS)
@@ -233,7 +233,7 @@ def test_a_pruner_describes_itself_and_stands_in_the_table_of_what_it_looks_at(
 ) -> None:
     pruner = gstep.make_pruner(method, **params)
     assert pruner.name == method
-    assert pruner.cacheable == (method in OF_A_VIDEO) != (method in OF_A_QUESTION)
+    assert pruner.cacheable == (method in VIDEO_METHODS) != (method in QUESTION_METHODS)
     assert json.loads(json.dumps(pruner.params())) == pruner.params()
     again = gstep.make_pruner(method, **pruner.params())
     assert (again, again.needs) == (pruner, pruner.needs)

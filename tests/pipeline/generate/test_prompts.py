@@ -12,7 +12,7 @@ from rich.console import Console
 import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.language import Decoding, prompt_builder
-from gstep.methods import OF_A_VIDEO
+from gstep.methods import VIDEO_METHODS
 from pipeline import TokenCache
 from pipeline.cache.header import describe_method
 from pipeline.errors import UsageError
@@ -51,7 +51,7 @@ class Made:
             DecodeRequest(sample("carphone_pristine.mp4"), Sampling(4), family_of(self.source).preprocessor())
         )
         self.frames = decoded.frames
-        self.methods = OF_A_VIDEO.keys() - (set() if model == "tiny" else LLAVA_ALONE)
+        self.methods = VIDEO_METHODS.keys() - (set() if model == "tiny" else LLAVA_ALONE)
         self.record = {"video_id": "v", "uri": "v.mp4", "status": "ok", **make_decoding_columns(decoded, 1)}
         static = family_of(self.source).static()
         self.header = {"deepstack_levels": static.deepstack_levels}
@@ -93,7 +93,7 @@ def whole(made):
     return made.cache("whole", "none", 1.0)
 
 
-@pytest.mark.parametrize("method", sorted(OF_A_VIDEO.keys() - {"none"}))
+@pytest.mark.parametrize("method", sorted(VIDEO_METHODS.keys() - {"none"}))
 def test_late_and_early_pruning_give_the_same_tokens_bit_for_bit(made, whole, method):
     if method not in made.methods:
         with pytest.raises(UsageError, match=rf"--pruner {method} needs token_attention .*: .* does not give it"):
