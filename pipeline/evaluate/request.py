@@ -314,8 +314,8 @@ def _arms(config: EvaluateConfig, source: ModelSource, builder: PromptBuilder, a
 def _answers_label(spec: PruningSpec, prunings: Mapping[str, LateIdentity | None]) -> str:
     """Return the label under which the answers of an arm are stored.
 
-    It is ``spec.label`` unless stored answers have the label without a seed. Such answers may be of any seed. An arm of
-    their seed shares their label. An arm of another seed gets a label that names its seed, even seed 0.
+    Older answers are stored under the label without a seed. Without such answers it is ``spec.label``. If their pruning
+    has the seed of ``spec``, it is the label without a seed; else a label that names the seed of ``spec``, even seed 0.
 
     Args:
         prunings: the stored answers' labels -> the description of their pruning.

@@ -256,7 +256,7 @@ def estimates(
         cluster_Q: the video of each question, 0 to G-1.
         parts: for each column the part of each question, 0 to P-1, or OUTSIDE where the column leaves it out.
         draws: R, the number of draws; with 0 the estimates have values and no draws.
-        generator: the same one gives the same draws.
+        generator: advanced by the call; generators in equal states give equal draws for as many videos.
     """
     G, columns = int(cluster_Q.max(initial=-1)) + 1, [_sums(scores_AQ, cluster_Q, part_Q) for part_Q in parts]
     drawn = [np.empty((draws, len(scores_AQ))) for _ in parts]

@@ -123,7 +123,11 @@ class Containers(AbstractContextManager["Containers"]):
             if form is None:
                 raise VideoFault("unsupported", f"{shard}: its name ends like no archive or table ({' '.join(FORMS)})")
             file = open_container(shard, self._objects)
-            container = form(file)
-            file.plan(merge_spans(container.span(spot.member) for spot in self._spots if spot.shard == shard))
+            try:
+                container = form(file)
+                file.plan(merge_spans(container.span(spot.member) for spot in self._spots if spot.shard == shard))
+            except BaseException:
+                file.close()
+                raise
             self._open = shard, file, container
         return self._open[2]

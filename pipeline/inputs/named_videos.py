@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -200,10 +200,10 @@ class NamedVideos:
             shown = without_secrets(uri)
             return shown, f"{shown.split('://')[0]}:// is not read from a manifest; only files and s3:// objects are"
         if uri.startswith("file://"):
-            parts = urlsplit(uri)
-            if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+            host, slash, path = uri.removeprefix("file://").partition("/")
+            if host not in ("", "localhost") or "?" in path or "#" in path:
                 return without_secrets(uri), "a file:// URI may hold a path only: no host, user, query or fragment"
-            uri = unquote(parts.path)
+            uri = unquote(slash + path)
         folder = base if isinstance(base, Path) else Path("/")  # a manifest on S3 names files by absolute paths only
         absolute = os.path.abspath(folder / uri)  # noqa: PTH100 - links are judged below
         return absolute, self._judge(absolute)

@@ -34,6 +34,17 @@ def test_paths_are_called_by_their_names_and_may_be_anywhere_but_behind_a_link(t
     assert given_manifest(["a.mp4"], [str(tmp_path)])["policy"][0].as_py() is None
 
 
+def test_a_file_uri_holds_a_path_alone(here):
+    (here / "a b.mp4").write_text("x")
+    refused = ["file://[x/a.mp4", "file://key@host/a.mp4", f"file://{here}/a.mp4?key=1", f"file://{here}/a.mp4#1"]
+    uris = [f"file://{here}/a%20b.mp4", f"file://localhost{here}/a%20b.mp4", *refused]
+    rows = given_manifest(
+        [{"video_id": str(number), "uri": uri} for number, uri in enumerate(uris)], [str(here)]
+    ).to_pylist()
+    assert [row["policy"] for row in rows[:2]] == [None, None] and rows[0]["uri"] == rows[1]["uri"] == f"{here}/a b.mp4"
+    assert all("may hold a path only" in row["policy"] and "key" not in row["uri"] for row in rows[2:])
+
+
 ROWS = [{"video_id": "a", "uri": "x.mp4", "start_s": 1.0, "topic": "cats"}, {"video_id": "b", "uri": "y.mp4"}]
 
 
