@@ -42,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _remove(arguments: argparse.Namespace, objects: Objects, console: Console) -> CommandResult:
-    """Remove the videos listed in a file, print the result, and return its record."""
+    """Remove the videos listed in ``--ids`` for ``--reason``, print the result, and return its record.
+
+    Waits ``--keep-minutes`` for readers before it deletes files. Raises as ``remove_videos``, and UsageError.
+    """
     from pipeline.storage.stores import store_at  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.verify.moves import remove_videos  # noqa: PLC0415
 

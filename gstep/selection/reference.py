@@ -124,7 +124,8 @@ def density_guided_fps(
     """Select ``budget`` tokens by Eqs. (9)-(12): [B] int64 in order of selection; ties go to the lowest index.
 
     ``tokens_MD`` is finite and of any float dtype, ``density_M`` is rho >= 0, 1 <= budget <= M. alpha weighs distance
-    against density, beta > 0 keeps the logarithms finite. The first B of a longer selection are the selection of B.
+    against density, beta > 0 keeps the logarithms finite. These ranges are not checked. ``start`` names the rule of the
+    first token (see ``starting_token``). The first B of a longer selection are the selection of B.
     alpha = 0 with the density start gives the top-B by rho, without logarithms, which could merge values. Logarithms
     are used only if keys are out of range (see ``density_weight``): alpha below about 0.02, or an extreme beta.
     """

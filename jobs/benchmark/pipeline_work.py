@@ -117,7 +117,10 @@ def encode_share(work: Work, encoder: int) -> None:
 
 
 def main() -> None:
-    """Run the work of the command line in this child process; print its figures as JSON on the last line."""
+    """Measure a loop or the job in this child process; print the figures as JSON on the last line.
+
+    The first argument is the fields of a ``Work``, as JSON.
+    """
     work = Work(**json.loads(sys.argv[1]))
     if work.kind == LOOP:
         figures = run_loop(work)

@@ -46,7 +46,10 @@ def make_carried_columns(
 
 
 def _as_column(values: Sequence[UserValue], declared_type: pa.DataType | None) -> pa.Array:
-    """Return values as a column: of the declared type if they fit, else of the type that all have, else as text."""
+    """Return values as a column: of the declared type if they fit, else of the type that all have, else as text.
+
+    A declared dictionary counts as the type of its values.
+    """
     if declared_type is not None and pa.types.is_dictionary(declared_type):
         declared_type = declared_type.value_type
     for kind in () if declared_type is None else (declared_type,), ():

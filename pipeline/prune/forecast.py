@@ -151,9 +151,10 @@ def _measure_minute(recipe: Recipe) -> tuple[int, int, int]:
 
 
 def _describe_model(recipe: Recipe, tensors_checked: bool) -> str:
-    """Describe the model: whether its vision part is complete, and which engines answer from its tokens.
+    """Describe the model in a line: its vision part, and which engines answer from its tokens.
 
-    ``tensors_checked`` is False if its tensors' names could not be checked on this machine.
+    Nothing is checked here. ``tensors_checked`` says that the caller found all tensors of the vision part; it is False
+    if their names are not on this machine.
     """
     kind = recipe.source.model_type
     tensors = "its vision part is complete" if tensors_checked else "its tensors' names are known once it is downloaded"
@@ -357,10 +358,10 @@ def _read_shape(record: VideoRecord) -> Shape:
 
 
 def _probe(recipe: Recipe, rows: Sequence[TodoRow], cluster: Cluster) -> tuple[list[VideoRecord], list[float]]:
-    """Decode videos in a child process and encode them here; return their records, and the seconds of each encoding.
+    """Decode videos in a child process and encode them here; return their records and seconds of encoding.
 
-    Seconds are GPU seconds, or core seconds without a GPU. The list is empty if ``_probe_encoder`` returns None. A
-    video that decodes but cannot be encoded has an error record.
+    A record tells of the decoding alone, unless the encoding fails: then it is an error record. Each encoding that
+    succeeds has its GPU seconds, or core seconds without a GPU; there are none if ``_probe_encoder`` returns None.
     """
     records, encode_s = list[VideoRecord](), list[float]()
     encoder, first = None, True

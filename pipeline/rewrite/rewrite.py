@@ -183,7 +183,8 @@ def _stream(
 ) -> None:
     """Write and commit the videos of ``todo``, a shard at a time; ``result`` gets the counts, ``say`` a line each time.
 
-    The small files of the table are merged in between. Raises RunFailed if another cache was begun at ``out``.
+    ``out`` has its header. ``result.failed`` counts the videos that are not written yet, so it is right at the end. The
+    small files of the table are merged in between. Raises RunFailed if another cache was begun at ``out``.
     """
     header, codec, shards = out.read(HEADER), find_codec(job.header["identity"]), list[str]()
     made_with = fingerprint(read_header(out)["identity"])

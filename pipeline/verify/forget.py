@@ -64,7 +64,7 @@ def _stems(texts: Iterable[str]) -> list[str]:
 def _rewrite(store: Store, name: str, texts: Iterable[str]) -> None:
     """Replace the texts by "(removed)" in a record or log of a run; a file without them stays as it is.
 
-    The suffixes behind a text are replaced with it.
+    A text is replaced where it stands as a whole word, with the file suffixes behind it (.mp4). Raises OSError.
     """
     content = store.read(name).decode("utf-8", "replace")
     try:

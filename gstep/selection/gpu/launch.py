@@ -42,6 +42,8 @@ def select_on_gpu(
 ) -> Tensor:
     """Select as ``density_guided_fps`` does, on a GPU: the same arguments, the same picks up to near-ties, [B] int64.
 
+    The arguments are not checked, as there.
+
     Pass 16-bit tokens unconverted: tensor cores multiply them and accumulate in float32. Tokens of float32 are
     multiplied in float32, never TF32. Tokens of float64, alpha below 0.05 and extreme beta go to the plain form.
 

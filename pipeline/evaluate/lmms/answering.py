@@ -116,9 +116,10 @@ class CachedReplies:
         return rows
 
     def _find_videos(self, questions: Sequence[LmmsQuestion]) -> list[str]:
-        """Return the video of each question. Raise UnknownVideo if it is missing or failed, unless ``missing=empty``.
+        """Return the id of each question's video. Raise UnknownVideo if it is missing or failed.
 
-        ``missing=empty`` returns the question's key for a missing video. The cache's ids are read once.
+        ``missing=empty`` raises nothing for such videos: it returns the key of a missing video, and the id of a failed
+        video. Raises UsageError if a key fits several videos. The cache's ids are read once.
         """
         if self._ids is None:
             with store_usage_errors():
