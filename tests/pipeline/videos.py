@@ -22,7 +22,6 @@ from pipeline.errors import VideoFault
 
 Frames = NDArray[np.uint8]
 SAMPLES = ("bigbuckbunny.mp4", "bikes.mp4", "carphone_distorted.mp4", "carphone_pristine.mp4")
-SAMPLE_LENGTHS = (132, 250, 120, 120)
 
 
 def sample(name: str) -> Path:
