@@ -146,7 +146,7 @@ def test_a_folder_tells_videos_of_one_name_apart(model, tmp_path):
 
 def test_a_video_that_is_not_there_is_no_silent_skip(model, tmp_path):
     docs = {"videoID": "a"}, {"videoID": "gone"}
-    with pytest.raises(UnknownVideo, match=r"task t, document 1: no id is 'gone', ends with '/gone'"):
+    with pytest.raises(UnknownVideo, match=r"task t, document 1: no id is 'gone' or ends with '/gone'"):
         model().ask(*docs)
     assert not list((tmp_path / "a").glob("answers/*"))
     answered, empty = model(missing="empty").ask(*docs)
