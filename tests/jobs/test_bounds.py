@@ -167,14 +167,18 @@ def test_the_next_run_goes_on_from_a_share(half):
 def test_a_run_ends_at_its_limit_goes_on_and_records_what_it_took(one_ray, folder):
     cache = folder / "cache"
     argv = [str(folder / "videos"), "--out", str(cache), *SMALL, "--device", "cpu"]
+    argv += ["--decoder", "tests.jobs.hostile:StuckDecoder"]
+    stuck = folder / "videos" / "stuck"
 
     def last_record() -> dict:
         return json.loads(max((cache / "runs").iterdir()).read_text())
 
-    quick = ["--decode-timeout", "1", "--stall-timeout", "2"]  # looked at each fifth of a second
-    code, stopped, _ = document_of(prune, [*argv, *quick, "--max-hours", "1e-6"])  # no video is done
+    stuck.write_text("0")  # no video is done
+    quick = ["--decode-timeout", "5", "--stall-timeout", "10"]  # looked at each second
+    code, stopped, _ = document_of(prune, [*argv, *quick, "--max-hours", "1e-6"])
     assert code == 1 and (stopped["n_ok"], stopped["n_missing"], stopped["n_waiting"]) == (0, 0, 2)
     assert last_record()["ended_by"] == "--max-hours 1e-06 is reached"
+    stuck.write_text("2")
     code, done, _ = document_of(prune, argv)
     assert code == 0 and done["n_ok"] == done["n_new"] == len(TokenCache(cache).video_ids) == 2
     for key in ("wall_s", "decode_core_s", "output_bytes", "encoder_busy"):

@@ -75,7 +75,7 @@ def place(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         patch.setenv("PYTHONPATH", f"{ROOT}:{folder}")  # of the workers
-        server, path = start_server(), os.environ["PYTHONPATH"]
+        server, path = start_server.__wrapped__(), os.environ["PYTHONPATH"]
         patch.setattr("tests.pipeline.rays.fork_server", lambda: server)
         patch.setattr("tests.pipeline.rays.environment", partial(environment, PYTHONPATH=path))
         with growing_ray({"num_cpus": 2}):

@@ -27,7 +27,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypedDict
+from typing import NamedTuple
 
 #: The variable that names the socket of a running server, so that several commands can share a server.
 SOCKET = "GSTEP_FORK_SERVER"
@@ -35,7 +35,10 @@ _WITHOUT_RAY = (
     "av",
     "pandas",
     "pyarrow.dataset",
+    "pyarrow.json",
     "pyarrow.parquet",
+    "gstep.backbones.llava_onevision",
+    "gstep.language.llava_onevision",
     "gstep.language.model",
     "gstep.pruners.gstep",
     "pipeline.cache.writer",
@@ -51,7 +54,21 @@ _WITH_RAY = (
     "pipeline.generate.answerer",
     "pipeline.prune.decode_stage",
     "pipeline.prune.encode_stage",
+    "pipeline.generate.engines.transformers",
     "pipeline.prune.write_stage",
+)
+# Each worker would import these by itself, which takes as long as all the rest of its start. Other versions of Ray may
+# lack some of them.
+_OF_RAY = (
+    "pydantic.v1",
+    "ray._common.pydantic_compat",
+    "ray._private.arrow_serialization",
+    "ray.data._internal.issue_detection",
+    "ray.data._internal.execution.node_trackers.actor_location",
+    "ray.data._internal.execution.operators.actor_pool_map_operator",
+    "ray.data._internal.execution.operators.hash_shuffle",
+    "ray.data._internal.planner.plan_udf_map_op",
+    "ray.util.state",
 )
 # Libraries choose their number of threads when they load. Ray sets one thread for its workers, but later.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -66,17 +83,25 @@ _HARMLESS_THREADS = {"jemalloc_bg_thd"}  # the thread of Arrow's allocator survi
 _REQUEST_BYTES = 2**20
 
 
-class WorkerRequest(TypedDict):
+class WorkerRequest(NamedTuple):
     """The program, environment and folder of a worker to fork.
 
     The request's message carries the descriptors of its output.
     """
 
     python: str
-    program: list[str]
-    environment: dict[str, str]
     folder: str
     oom_score: str
+    program: list[str]
+    environment: dict[str, str]
+
+    @classmethod
+    def parse(cls, message: bytes) -> WorkerRequest:
+        """Parse the message of ``worker.request_worker``. Raises ValueError."""
+        python, folder, oom_score, n_arguments, *rest = os.fsdecode(message).split("\0")
+        variables = (variable.partition("=") for variable in rest[int(n_arguments) :])
+        environment = {name: value for name, _, value in variables}
+        return cls(python, folder, oom_score, rest[: int(n_arguments)], environment)
 
 
 @contextmanager
@@ -156,12 +181,12 @@ def serve(listening: socket.socket, path: list[str]) -> None:
         connection, _ = listening.accept()
         with connection, suppress(OSError, ValueError):  # without an answer worker.py starts Ray's own worker
             _, descriptors, *_ = socket.recv_fds(connection, 1, 2)
-            with connection.makefile() as lines:
-                line = lines.readline()
-            request: WorkerRequest = json.loads(line)
-            environment = request["environment"]
+            with connection.makefile("rb") as stream:
+                message = stream.read()
+            request = WorkerRequest.parse(message)
+            environment = request.environment
             numbers = tuple(environment.get(name, "") for name in ("RAY_JOB_ID", "RAY_RAYLET_PID"))
-            fits = request["python"] == sys.executable and _read_by_imports(environment) == server_variables
+            fits = request.python == sys.executable and _read_by_imports(environment) == server_variables
             for ended_numbers in [of for of in forkers if not Path("/proc", of[1]).exists()]:
                 forkers.pop(ended_numbers).close()  # which ends it
             if fits and numbers not in forkers:
@@ -172,7 +197,7 @@ def serve(listening: socket.socket, path: list[str]) -> None:
                     return _fork_workers(forker_socket, environment, path)
                 forker_socket.close()
             if fits:
-                socket.send_fds(forkers[numbers], [line.encode()], [connection.fileno(), *descriptors])
+                socket.send_fds(forkers[numbers], [message], [connection.fileno(), *descriptors])
             for descriptor in descriptors:
                 os.close(descriptor)
 
@@ -187,13 +212,13 @@ def _fork_workers(requests: socket.socket, environment: dict[str, str], path: li
     import_ray()
     sys.path[:] = server_path
     while True:
-        line, descriptors, *_ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
-        if not line:
+        message, descriptors, *_ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
+        if not message:
             os._exit(0)
         answer, *output = descriptors
         if os.fork() == 0:
             requests.close()
-            return _become_worker(answer, output, json.loads(line))
+            return _become_worker(answer, output, WorkerRequest.parse(message))
         for descriptor in (answer, *output):
             os.close(descriptor)
 
@@ -216,13 +241,13 @@ def _become_worker(answer: int, output: list[int], request: WorkerRequest) -> No
     for target, descriptor in zip((0, 1, 2), (os.open(os.devnull, os.O_RDONLY), *output), strict=True):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    _set_environment(request["environment"])
-    os.chdir(request["folder"])
-    Path("/proc/self/oom_score_adj").write_text(request["oom_score"], encoding="ascii")
+    _set_environment(request.environment)
+    os.chdir(request.folder)
+    Path("/proc/self/oom_score_adj").write_text(request.oom_score, encoding="ascii")
     os.write(answer, b"1")
     os.close(answer)
     import_module("pipeline.video.fork_server").stand_by()  # if this becomes a decoder
-    program, *arguments = request["program"]
+    program, *arguments = request.program
     sys.argv = [program, *arguments]
     sys.path.insert(0, str(Path(program).parent))
     runpy.run_path(program, run_name="__main__")
@@ -248,6 +273,9 @@ def no_random_ids() -> Iterator[None]:
 def import_ray() -> None:
     """Import the workers' modules of Ray, so that forks start fast and still draw different random ids."""
     with no_random_ids():
+        for module in _OF_RAY:
+            with suppress(ImportError):
+                import_module(module)
         _import(_WITH_RAY)
 
 

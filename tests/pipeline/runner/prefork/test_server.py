@@ -18,10 +18,11 @@ from tests.paths import ROOT
 from tests.waiting import wait_until
 
 # A driver that starts Ray as commands do, on a node with a GPU. Two workers say what they are: one of the server, and
-# one that has an environment of its own.
+# one that has an environment of its own. A third is a stage of Ray Data, and lists its modules.
 DRIVER = """
 import json, os, signal, sys
 from pathlib import Path
+import numpy as np
 import ray, torch
 from pipeline.runner.cluster import connect
 
@@ -34,37 +35,20 @@ class Worker:
             leads=os.getpgid(0) == os.getpid(), word=os.environ.get("A_WORD"), folder=os.getcwd(),
             oom=int(Path("/proc/self/oom_score_adj").read_text()))
 
+class Stage:
+    def __call__(self, batch):
+        return {"module": np.array(list(sys.modules))}
+
 torch.cuda.device_count = lambda: 1
 connect()
 logs = Path(ray._private.worker._global_node.get_logs_dir_path())
 workers = [Worker.remote(), Worker.options(runtime_env={"env_vars": {"A_WORD": "of its own"}}).remote()]
 forked, own = ray.get([worker.describe.remote() for worker in workers])
 logged = sum("a line of its log" in path.read_text() for path in logs.glob(f"worker*-{forked['pid']}.out"))
-print(json.dumps(dict(forked=forked, own=own, logged=logged)), flush=True)
+modules = [row["module"] for row in ray.data.range(1).map_batches(Stage, concurrency=1).take_all()]
+print(json.dumps(dict(forked=forked, own=own, logged=logged, modules=modules)), flush=True)
 signal.pause()
 """
-
-
-@pytest.mark.slow
-def test_a_worker_is_forked_as_ray_would_start_it_or_started_by_ray_and_ends_with_its_driver(tmp_path):
-    (tmp_path / "driver.py").write_text(DRIVER)
-    command, more = [sys.executable, "driver.py"], {SOCKET: None, "A_WORD": "of the driver"}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment(**more), stdout=subprocess.PIPE, text=True) as driver:
-        try:
-            assert driver.stdout is not None
-            document = json.loads(driver.stdout.readline())
-            programs = family(driver.pid)
-        finally:
-            driver.kill()
-    forked, own = document["forked"], document["own"]
-    assert forked["forked"] and forked["loaded"] and forked["leads"], forked
-    assert (forked["word"], forked["folder"], document["logged"]) == ("of the driver", str(tmp_path), 1)
-    assert forked["oom"] > 0  # the kernel ends workers first, as Ray asks it to
-    assert not own["forked"] and not own["loaded"] and own["word"] == "of its own"
-    servers = [pid for pid, title in programs.items() if "prefork/server.py" in title]
-    assert servers and any("/raylet" in title for title in programs.values())
-    assert not any("/monitor.py" in title for title in programs.values())
-    assert_all_gone([*servers, forked["pid"]])
 
 
 @pytest.fixture
@@ -78,6 +62,42 @@ def request_program(tmp_path, monkeypatch):
         return worker.request_worker(fork_server(), [str(tmp_path / "program.py")])
 
     return request
+
+
+# The modules that a worker finds.
+MODULES = """
+import sys
+from pathlib import Path
+Path("modules.new").write_text(" ".join(sys.modules))
+Path("modules.new").rename("modules")
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_is_forked_as_ray_would_start_it_or_started_by_ray_and_ends_with_its_driver(tmp_path, request_program):
+    (tmp_path / "driver.py").write_text(DRIVER)
+    command, more = [sys.executable, "driver.py"], {SOCKET: None, "A_WORD": "of the driver"}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(**more), stdout=subprocess.PIPE, text=True) as driver:
+        try:
+            assert driver.stdout is not None
+            document = json.loads(driver.stdout.readline())
+            programs = family(driver.pid)
+        finally:
+            driver.kill()
+    forked, own = document["forked"], document["own"]
+    assert forked["forked"] and forked["loaded"] and forked["leads"], forked
+    assert request_program(MODULES)
+    before = wait_until((tmp_path / "modules").exists, "modules") and (tmp_path / "modules").read_text().split()
+    own_imports = set(document["modules"]) - set(before)
+    dear = ("pyarrow", "pydantic", "ray._", "ray.data._internal.execution", "ray.data._internal.planner", "ray.util")
+    assert not [name for name in own_imports if name.startswith(dear)]
+    assert (forked["word"], forked["folder"], document["logged"]) == ("of the driver", str(tmp_path), 1)
+    assert forked["oom"] > 0  # the kernel ends workers first, as Ray asks it to
+    assert not own["forked"] and not own["loaded"] and own["word"] == "of its own"
+    servers = [pid for pid, title in programs.items() if "prefork/server.py" in title]
+    assert servers and any("/raylet" in title for title in programs.values())
+    assert not any("/monitor.py" in title for title in programs.values())
+    assert_all_gone([*servers, forked["pid"]])
 
 
 # Ids that a worker draws in its two threads.
