@@ -59,8 +59,8 @@ class Watchdog:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        """Start the stall timer."""
-        self._did_fit: bool | None = None  # at the first look
+        """Start the stall timer, and note whether the cluster has room for all workers now."""
+        self._did_fit, _ = self._check_fit()
         self._report = WorkerReport()
         self._pending_answer: ray.ObjectRef | None = None
         self._movement_at = self.clock()
@@ -91,10 +91,8 @@ class Watchdog:
         """Raise RunFailed if nothing has moved for ``timeout_s``, by the last report that was read.
 
         Raise ClusterChanged after SHRUNK_S already, if nodes were lost and the remaining nodes can run all stages.
-        Nodes are lost if all workers fitted at the first call and do not fit now.
+        Nodes are lost if all workers fitted when the graph started and do not fit now.
         """
-        if self._did_fit is None:
-            self._did_fit, _ = self._check_fit()
         still_s = self.clock() - self._movement_at
         if SHRUNK_S < still_s <= self.timeout_s and self._did_fit and self._has_shrunk():
             raise ClusterChanged("nodes were lost and nothing moves")
