@@ -122,7 +122,7 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
     def initialise() -> None:
         """Call ``ray.init()``, pass its result or error on, and stay: Ray's processes end with this thread."""
         try:
-            with _without_monitor(), forking_workers() if forks else nullcontext():
+            with few_processes(), forking_workers() if forks else nullcontext():
                 ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False, job_config=job)
         except BaseException as error:  # noqa: BLE001 - it is the main thread's
             start_result.set_exception(error)
@@ -184,17 +184,28 @@ def _shut_down() -> None:
 
 
 @contextmanager
-def _without_monitor() -> Iterator[None]:
-    """Start Ray without its autoscaling monitor in this context: a single machine does not grow.
+def few_processes() -> Iterator[None]:
+    """Start Ray in this context without the processes and imports that a single machine does not need.
 
-    Ray's shutdown would wait for the monitor.
+    These are the monitor, which adds nodes, and the server of the dashboard, which Ray starts even where no dashboard
+    is included. Ray's start or shutdown would wait for them. The agent of the node then serves no dashboard either.
     """
-    parameters = ray._private.parameter.RayParams
-    vars(ray._private.parameter)["RayParams"] = partial(parameters, no_monitor=True)
+    from ray._private import node, parameter, utils  # noqa: PLC0415 - loaded by now
+
+    not_needed = ImportError("no dashboard is needed")
+    changes: list[tuple[object, str, object]] = [
+        (parameter, "RayParams", partial(parameter.RayParams, no_monitor=True)),
+        (node.Node, "start_api_server", lambda *_, **__: None),
+        (utils, "get_dashboard_dependency_error", lambda: not_needed),
+    ]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in changes if hasattr(owner, name)]
     try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
         yield
     finally:
-        vars(ray._private.parameter)["RayParams"] = parameters
+        for owner, name, value in originals:
+            setattr(owner, name, value)
 
 
 def wait_for_gpus(n_gpus: int, wait_s: float, say: Callable[[str], object]) -> dict[str, float]:

@@ -14,7 +14,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import ray
-from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
 from gstep.backbones import ModelSource, family_of
@@ -24,6 +23,7 @@ from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import build_graph
 from pipeline.prune.resources import Resources
+from pipeline.runner.cluster import few_processes
 from pipeline.runner.heartbeat import Heartbeat
 from pipeline.runner.heartbeats import Heartbeats, Worker
 from pipeline.runner.prefork.server import SOCKET, forking_workers
@@ -89,15 +89,11 @@ def _environment_of_nodes() -> Iterator[None]:
 
 @contextmanager
 def _connected(*nodes: dict[str, Any]) -> Iterator[tuple[Callable[..., Any], list[str]]]:
-    """Start and join a cluster; yield a function that adds a node, and the nodes' ids.
-
-    Its head has no autoscaler, and no dashboard, which Ray starts even where none is included.
-    """
+    """Start and join a cluster; yield a function that adds a node, and the nodes' ids."""
     cluster = Cluster()
     try:
         add = partial(cluster.add_node, include_dashboard=False, include_log_monitor=False, no_monitor=True)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Node, "start_api_server", lambda *args, **options: None)
+        with few_processes():
             ids = [add(**node).node_id for node in nodes]
         ray.init(cluster.address, logging_level="error", log_to_driver=False)
         configure_ray_data()

@@ -37,7 +37,7 @@ class Worker:
 
 class Stage:
     def __call__(self, batch):
-        return {"module": np.array(list(sys.modules))}
+        return {"modules": np.array([" ".join(sys.modules)])}
 
 torch.cuda.device_count = lambda: 1
 connect()
@@ -45,8 +45,8 @@ logs = Path(ray._private.worker._global_node.get_logs_dir_path())
 workers = [Worker.remote(), Worker.options(runtime_env={"env_vars": {"A_WORD": "of its own"}}).remote()]
 forked, own = ray.get([worker.describe.remote() for worker in workers])
 logged = sum("a line of its log" in path.read_text() for path in logs.glob(f"worker*-{forked['pid']}.out"))
-modules = [row["module"] for row in ray.data.range(1).map_batches(Stage, concurrency=1).take_all()]
-print(json.dumps(dict(forked=forked, own=own, logged=logged, modules=modules)), flush=True)
+(row,) = ray.data.range(1).map_batches(Stage, concurrency=1).take_all()
+print(json.dumps(dict(forked=forked, own=own, logged=logged, modules=row["modules"].split())), flush=True)
 signal.pause()
 """
 
