@@ -29,7 +29,8 @@ from pipeline.prune.library import prune_videos
 from pipeline.prune.recipe import Recipe
 from pipeline.rows import TodoRow, VideoRecord
 from pipeline.runner.access import workers_import_this
-from pipeline.runner.cluster import connect
+from pipeline.runner.cluster import connect, few_processes
+from pipeline.runner.prefork.server import forking_workers
 from pipeline.video.source import Source
 
 _NODE = {"object_store_memory": 512 * 2**20, "include_dashboard": False, "include_log_monitor": False}
@@ -151,6 +152,8 @@ def run_job(work: Work) -> dict[str, float]:
     workers = {"decode_workers": work.workers, "encode_workers": work.encoders}
     with ExitStack() as stack:
         if work.nodes:
+            stack.enter_context(forking_workers())  # as a job's own Ray
+            stack.enter_context(few_processes())
             cluster = Cluster()
             stack.callback(cluster.shutdown)
             cpus = max(2, 2 * math.ceil((work.encoders + work.workers) / work.nodes))
