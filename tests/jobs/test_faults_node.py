@@ -22,6 +22,7 @@ from pipeline.inputs.container import ContainerOptions, Member
 from pipeline.inputs.discovery import Discovery, Part
 from pipeline.inputs.forms import FORMS
 from pipeline.prune.summary import Summary
+from pipeline.runner import watchdog
 from tests.jobs.faults import files, tiny_videos
 from tests.jobs.jobs import assert_complete, run_here
 from tests.jobs.processes import raylets
@@ -36,7 +37,10 @@ FREE_BYTES = 2**18  # of a box of the file format that holds nothing
 
 
 def _run_that_loses_a_node(cache: Path, argv: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run jobs.prune here, to its end, on two nodes of which the second is killed after the first commit."""
+    """Run jobs.prune here, to its end, on two nodes of which the second is killed after the first commit.
+
+    What is left is planned anew a few seconds later, where that is needed.
+    """
 
     def kill() -> None:
         wait_until(lambda: files(cache, "videos"), "the first commit")
@@ -44,7 +48,9 @@ def _run_that_loses_a_node(cache: Path, argv: list[str]) -> subprocess.Completed
 
     killer = threading.Thread(target=kill)
     killer.start()
-    done = run_here(prune, argv)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog, "SHRUNK_S", 5.0)
+        done = run_here(prune, argv)
     killer.join()
     return done
 
