@@ -198,13 +198,13 @@ def few_processes() -> Iterator[None]:
         (node.Node, "start_api_server", lambda *_, **__: None),
         (utils, "get_dashboard_dependency_error", lambda: not_needed),
     ]
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in changes if hasattr(owner, name)]
+    originals = [getattr(owner, name) for owner, name, _ in changes]
     try:
         for owner, name, value in changes:
             setattr(owner, name, value)
         yield
     finally:
-        for owner, name, value in originals:
+        for (owner, name, _), value in zip(changes, originals, strict=True):
             setattr(owner, name, value)
 
 

@@ -83,12 +83,16 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
 
 
 def scrape(busy=()):
-    """What the port of the node says; "" while it is not open, or a stage of ``busy`` has no share yet."""
-    (node,) = ray.nodes()
+    """What the port of the node says; "" while it is not open, or a stage of ``busy`` has no share yet.
+
+    What this process had counted in earlier clusters is left out.
+    """
+    (node,), session = ray.nodes(), f'SessionName="{ray._private.worker._global_node.session_name}"'
     text = ""
     with suppress(OSError):
         address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-        text = urllib.request.urlopen(address, timeout=10).read().decode()
+        lines = urllib.request.urlopen(address, timeout=10).read().decode().splitlines()
+        text = "\n".join(line for line in lines if session in line)
     told = all(values(text, "ray_gstep_busy_share", stage=stage) for stage in busy)
     return text if told and (not busy or values(text, "ray_gstep_last_row_time")) else ""
 

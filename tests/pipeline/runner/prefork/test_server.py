@@ -96,7 +96,7 @@ def test_a_worker_is_forked_as_ray_would_start_it_or_started_by_ray_and_ends_wit
     assert not own["forked"] and not own["loaded"] and own["word"] == "of its own"
     servers = [pid for pid, title in programs.items() if "prefork/server.py" in title]
     assert servers and any("/raylet" in title for title in programs.values())
-    assert not any("/monitor.py" in title for title in programs.values())
+    assert not [title for title in programs.values() if "/monitor.py" in title or "/dashboard.py" in title]
     assert_all_gone([*servers, forked["pid"]])
 
 
