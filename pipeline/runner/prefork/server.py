@@ -57,8 +57,8 @@ _WITH_RAY = (
     "pipeline.generate.engines.transformers",
     "pipeline.prune.write_stage",
 )
-# Each worker would import these by itself, which takes as long as all the rest of its start. Other versions of Ray may
-# lack some of them.
+# Each worker would import these by itself, which takes as long as the rest of its start. Other versions of Ray may lack
+# some of them.
 _OF_RAY = (
     "pydantic.v1",
     "ray._common.pydantic_compat",

@@ -19,21 +19,22 @@ def request_worker(socket_path: str, program: list[str]) -> bool:
     The program is a Python file and its arguments. Its output goes to this process's output. False without a server.
     """
     output = b"".join(descriptor.to_bytes(4, sys.byteorder) for descriptor in (1, 2))
-    server = _socket.socket(_socket.AF_UNIX)
     try:
         with open("/proc/self/oom_score_adj", encoding="ascii") as file:  # noqa: PTH123 - as the module says
             oom_score = file.read()
         variables = [f"{name}={value}" for name, value in os.environ.items()]
         fields = [sys.executable, os.getcwd(), oom_score, str(len(program)), *program, *variables]  # noqa: PTH109
-        server.connect(socket_path)
-        server.sendmsg([b"."], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, output)])
-        server.sendall(os.fsencode("\0".join(fields)))  # none has a NUL
-        server.shutdown(_socket.SHUT_WR)
-        return server.recv(1) == b"1"  # nothing where the server has ended, or cannot fork
+        server = _socket.socket(_socket.AF_UNIX)
+        try:
+            server.connect(socket_path)
+            server.sendmsg([b"."], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, output)])
+            server.sendall(os.fsencode("\0".join(fields)))  # none has a NUL
+            server.shutdown(_socket.SHUT_WR)
+            return server.recv(1) == b"1"  # nothing where the server has ended, or cannot fork
+        finally:
+            server.close()
     except OSError:
         return False
-    finally:
-        server.close()
 
 
 def main(arguments: list[str]) -> None:
