@@ -152,13 +152,12 @@ def run_job(work: Work) -> dict[str, float]:
     workers = {"decode_workers": work.workers, "encode_workers": work.encoders}
     with ExitStack() as stack:
         if work.nodes:
-            stack.enter_context(forking_workers())  # as a job's own Ray
-            stack.enter_context(few_processes())
-            cluster = Cluster()
-            stack.callback(cluster.shutdown)
             cpus = max(2, 2 * math.ceil((work.encoders + work.workers) / work.nodes))
-            for _ in range(work.nodes):
-                cluster.add_node(**_NODE, num_cpus=cpus, memory=cpus * 2**32)
+            with forking_workers(), few_processes():  # as a job's own Ray
+                cluster = Cluster()
+                stack.callback(cluster.shutdown)
+                for _ in range(work.nodes):
+                    cluster.add_node(**_NODE, num_cpus=cpus, memory=cpus * 2**32)
             stack.enter_context(workers_import_this())
             ray.init(cluster.address, logging_level="error", log_to_driver=False)
         stack.callback(ray.shutdown)

@@ -75,6 +75,8 @@ def place(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         patch.setenv("PYTHONPATH", f"{ROOT}:{folder}")  # of the workers
+        # A server of this file's own: the server that this process has was started with another PYTHONPATH, and would
+        # fork none of these workers.
         server, path = start_server.__wrapped__(), os.environ["PYTHONPATH"]
         patch.setattr("tests.pipeline.rays.fork_server", lambda: server)
         patch.setattr("tests.pipeline.rays.environment", partial(environment, PYTHONPATH=path))

@@ -273,19 +273,22 @@ def no_random_ids() -> Iterator[None]:
 def import_ray() -> None:
     """Import the workers' modules of Ray, so that forks start fast and still draw different random ids."""
     with no_random_ids():
-        for module in _OF_RAY:
-            with suppress(ImportError):
-                import_module(module)
-        _import(_WITH_RAY)
+        _import(_WITH_RAY, optional=_OF_RAY)
 
 
-def _import(modules: Iterable[str]) -> None:
-    """Import the modules. Exit if this process then has threads or CUDA: a fork can use neither."""
+def _import(modules: Iterable[str], optional: Iterable[str] = ()) -> None:
+    """Import the modules, and the optional modules that exist.
+
+    Exit if this process then has threads or CUDA: a fork can use neither.
+    """
     from gstep.lazy import pause_garbage_collector  # noqa: PLC0415 - found by the driver's path only
 
     with pause_garbage_collector():
         for module in modules:
             import_module(module)
+        for module in optional:
+            with suppress(ImportError):
+                import_module(module)
     tasks = Path("/proc/self/task")
     names = {(task / "comm").read_text().strip() for task in tasks.iterdir() if task.name != str(os.getpid())}
     if not names <= _HARMLESS_THREADS:
