@@ -41,6 +41,8 @@ TABLE = (
             "every command starts a server without a page, and waits a second for it"),
     Private("get_dashboard_dependency_error", "ray", "2.60", "ray._private.utils", "pipeline/runner/cluster.py",
             "the agent of a command's own Ray imports what serves a dashboard, and measures each process all the time"),
+    Private("set_kill_on_parent_death_linux", "ray", "2.60", "ray._private.utils", "pipeline/runner/cluster.py",
+            "`timeout` and `kill 0` end a command's own Ray before the command, which then loses what it has finished"),
     Private("iter_internal_ref_bundles", "ray", "2.60", "ray.data:Dataset", "pipeline/runner/shards.py",
             "encoded videos would pass through the driver on their way to a writer"),
     Private("ActorClassID", "ray", "2.60", "ray.actor", "pipeline/runner/prefork/server.py",

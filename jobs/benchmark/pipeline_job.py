@@ -29,7 +29,7 @@ from pipeline.prune.library import prune_videos
 from pipeline.prune.recipe import Recipe
 from pipeline.rows import TodoRow, VideoRecord
 from pipeline.runner.access import workers_import_this
-from pipeline.runner.cluster import connect, few_processes
+from pipeline.runner.cluster import connect, private_ray
 from pipeline.runner.prefork.server import forking_workers
 from pipeline.video.source import Source
 
@@ -153,7 +153,7 @@ def run_job(work: Work) -> dict[str, float]:
     with ExitStack() as stack:
         if work.nodes:
             cpus = max(2, 2 * math.ceil((work.encoders + work.workers) / work.nodes))
-            with forking_workers(), few_processes():  # as a job's own Ray
+            with forking_workers(), private_ray():  # as a job's own Ray
                 cluster = Cluster()
                 stack.callback(cluster.shutdown)
                 for _ in range(work.nodes):

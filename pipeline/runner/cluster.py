@@ -122,7 +122,7 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
     def initialise() -> None:
         """Call ``ray.init()``, pass its result or error on, and stay: Ray's processes end with this thread."""
         try:
-            with few_processes(), forking_workers() if forks else nullcontext():
+            with private_ray(), forking_workers() if forks else nullcontext():
                 ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False, job_config=job)
         except BaseException as error:  # noqa: BLE001 - it is the main thread's
             start_result.set_exception(error)
@@ -184,19 +184,31 @@ def _shut_down() -> None:
 
 
 @contextmanager
-def few_processes() -> Iterator[None]:
-    """Start Ray in this context without the processes and imports that a single machine does not need.
+def private_ray() -> Iterator[None]:
+    """Start Ray in this context for this process alone: with few processes, in sessions of their own.
 
-    These are the monitor, which adds nodes, and the server of the dashboard, which Ray starts even where no dashboard
-    is included. Ray's start or shutdown would wait for them. The agent of the node then serves no dashboard either.
+    A single machine does not need the monitor, which adds nodes, nor the server of the dashboard, which Ray starts even
+    where no dashboard is included. Ray's start or shutdown would wait for them. The agent of the node then serves no
+    dashboard either.
+
+    SIGTERM to the group of this process, as ``timeout`` and ``kill 0`` send it, does not reach Ray. Else the finished
+    work could not be written any more. Ray's processes still end with the thread that starts them.
     """
     from ray._private import node, parameter, utils  # noqa: PLC0415 - loaded by now
+
+    end_with_parent = utils.set_kill_on_parent_death_linux
+
+    def start_session() -> None:
+        """Ask the kernel to end this process with its parent, as Ray does, and start a session. Runs in the child."""
+        end_with_parent()
+        os.setsid()
 
     not_needed = ImportError("no dashboard is needed")
     changes: list[tuple[object, str, object]] = [
         (parameter, "RayParams", partial(parameter.RayParams, no_monitor=True)),
         (node.Node, "start_api_server", lambda *_, **__: None),
         (utils, "get_dashboard_dependency_error", lambda: not_needed),
+        (utils, "set_kill_on_parent_death_linux", start_session),
     ]
     originals = [getattr(owner, name) for owner, name, _ in changes]
     try:

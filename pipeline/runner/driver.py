@@ -43,6 +43,8 @@ O = TypeVar("O", bound=RunOptions)  # noqa: E741 - beside T and S
 T = TypeVar("T", bound=Sized)
 S = TypeVar("S", bound=Outcome)
 FREE_SPACE = "Free space on them, or start these nodes with --temp-dir or --object-spilling-directory on another disk"
+# Workers that start, or a cluster that ends with the run, do not answer. A stop does not wait for them.
+_STOP_LOOK_S = 5.0
 _RECORD_S = 3.0  # the part of the time for last writes that is kept for the record and the note
 
 
@@ -234,21 +236,29 @@ class GraphRun(Generic[T]):
                 driver.available_resources,
             )
             self._looked_at = time.monotonic()
+            is_stop = False
             try:
                 self._drain(graph, shards)
             except (RunFailed, ClusterChanged, KeyboardInterrupt) as ending:
+                is_stop = isinstance(ending, KeyboardInterrupt)
                 is_store_away = isinstance(ending.__cause__, OSError)  # a failed store would fail again
                 if shards.has_unwritten and not is_store_away:
                     self._flush(shards, ending)
                 raise
             finally:
-                report = self._watchdog.read_latest()
-                OUTAGES.take_reports(report.outages)
-                driver.monitor.look(report, self._reporter.progress)
-                self._look_at_nodes(report)
-                driver.take_last_report(report)
-                for worker in report.excluded_workers:
-                    driver.say(f"note: excluded worker: {worker}")
+                self._take_last_report(is_stop)
+
+    def _take_last_report(self, is_stop: bool) -> None:
+        """Read the workers' report once more, and record and show it; ``is_stop``: an interrupt ends the run."""
+        driver = self._driver
+        report = self._watchdog.read_latest(_STOP_LOOK_S if is_stop else self._watchdog.every_s)
+        OUTAGES.take_reports(report.outages)
+        driver.monitor.look(report, self._reporter.progress)
+        if not is_stop:
+            self._look_at_nodes(report)
+        driver.take_last_report(report)
+        for worker in report.excluded_workers:
+            driver.say(f"note: excluded worker: {worker}")
 
     def _flush(self, shards: Shards, ending: BaseException) -> None:
         """Write and commit finished items within the time for the last writes.

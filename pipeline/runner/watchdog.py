@@ -81,7 +81,7 @@ class Watchdog:
 
         If the workers' actor does not answer in ``every_s`` seconds, the last report is returned.
         """
-        before, report = self._report.n_moves, self._read()
+        before, report = self._report.n_moves, self._read(self.every_s)
         if report.n_moves != before:
             self.record_movement()
         self._report = report
@@ -121,21 +121,24 @@ class Watchdog:
 
     def failure(self) -> str | None:
         """Return the reason that a worker reported for ending the run, or None."""
-        return self.read_latest().failure
+        return self.read_latest(self.every_s).failure
 
-    def read_latest(self) -> WorkerReport:
-        """Ask the heartbeats once more, and return their latest answer; ``check`` does not go by it."""
+    def read_latest(self, within_s: float) -> WorkerReport:
+        """Ask the heartbeats once more, and return their latest answer; ``check`` does not go by it.
+
+        If they do not answer within ``within_s`` seconds, the last report is returned.
+        """
         self._pending_answer = None  # so that the answer is not an older one that is under way
-        return self._read()
+        return self._read(within_s)
 
-    def _read(self) -> WorkerReport:
-        """Return the latest answer of the heartbeats, or the last report without an answer in ``every_s``.
+    def _read(self, within_s: float) -> WorkerReport:
+        """Return the latest answer of the heartbeats, or the last report without an answer within ``within_s`` seconds.
 
         At most one request is pending: a late answer is returned by a later call.
         """
         try:
             self._pending_answer = self._pending_answer or self.heartbeats.read.remote()
-            report: WorkerReport = ray.get(self._pending_answer, timeout=self.every_s)
+            report: WorkerReport = ray.get(self._pending_answer, timeout=within_s)
         except ray.exceptions.GetTimeoutError:
             return self._report
         except ray.exceptions.RayError:

@@ -48,10 +48,13 @@ def wait_for(process: subprocess.Popen[str], name: str) -> int:
 
 @pytest.mark.parametrize("moment", ["gcs_server", "raylet"])
 def test_sigterm_at_any_moment_while_ray_starts_ends_with_130_and_a_word(job, moment):
-    """Ray Data is imported meanwhile, whose imports no exception may fall into."""
+    """Ray Data is imported meanwhile, whose imports no exception may fall into.
+
+    A signal to the command's group, as ``timeout`` sends it, is not for Ray: it has to write what is finished.
+    """
     process = start(*job, **ALONE)
     until_it_says(process, "starting Ray on this machine")
-    wait_for(process, moment)
+    assert os.getpgid(wait_for(process, moment)) != os.getpgid(process.pid)
     everything = family(process.pid)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)

@@ -23,7 +23,7 @@ from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import build_graph
 from pipeline.prune.resources import Resources
-from pipeline.runner.cluster import few_processes
+from pipeline.runner.cluster import private_ray
 from pipeline.runner.heartbeat import Heartbeat
 from pipeline.runner.heartbeats import Heartbeats, Worker
 from pipeline.runner.prefork.server import SOCKET, forking_workers
@@ -96,7 +96,7 @@ def _connected(*nodes: dict[str, Any]) -> Iterator[tuple[Callable[..., Any], lis
     cluster = Cluster()
     try:
         add = partial(cluster.add_node, include_dashboard=False, include_log_monitor=False, no_monitor=True)
-        with nullcontext() if "_system_config" in nodes[0] else few_processes():
+        with nullcontext() if "_system_config" in nodes[0] else private_ray():
             ids = [add(**node).node_id for node in nodes]
         ray.init(cluster.address, logging_level="error", log_to_driver=False)
         configure_ray_data()
