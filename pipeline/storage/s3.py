@@ -1,15 +1,15 @@
 """S3 and stores that speak its protocol: how a run reaches them, the few requests it makes, errors that keep secrets.
 
-boto3 rather than a file-system layer, because every request counts over millions of videos: a video is one GET, a shard
-one PUT, a listing one LIST a thousand keys. Endpoint and credentials come from flags and the environment alone. They
-travel to the workers in an ``Objects`` and show up nowhere: not in rows, records of runs, logs or errors.
+botocore rather than a file-system layer, because every request counts over millions of videos: a video is one GET, a
+shard one PUT, a listing one LIST a thousand keys. Endpoint and credentials come from flags and the environment alone.
+They travel to the workers in an ``Objects`` and show up nowhere: not in rows, records of runs, logs or errors.
 
 obstore (0.12.1, on object_store 0.14.2) was tried for every request of this class but those for pending uploads.
 It has the same counts of requests, conditional PUTs and retries, a tenth of the processor time for a small GET and of
 the time to import, and GCS and Azure. But it reads paths where S3 has names: a key like ``a//b.mp4`` or ``a/./b.mp4``
 cannot be read, and a single one fails the listing of all around it; the marker ``a/`` is listed as an object ``a``; a
 prefix ends at a "/", so that ``a/b*`` lists all of ``a/``. A forked child waits for ever once its parent has used it,
-with a store of its own too. Profiles, SSO and pending uploads need boto3 beside it. Azure has no ranges from the end
+with a store of its own too. Profiles, SSO and pending uploads need botocore beside it. Azure has no ranges from the end
 there, and plain HTTP no exclusive PUT.
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from pipeline.errors import UsageError
@@ -109,7 +109,7 @@ class Objects:
     """
 
     def __init__(self, *, patience: float = 1.0, answered: bool = False, **settings: str | None) -> None:
-        """Take ``settings``, keywords of boto3 (see ``_ENVIRONMENT``); boto3 searches for other settings itself.
+        """Take ``settings``, keywords of a client (see ``_ENVIRONMENT``); botocore searches for other settings itself.
 
         No request is sent. ``patience`` scales the time that a store may take; below 1 a request is sent twice at most.
         ``answered`` is True if the store has ever answered these settings.
@@ -124,7 +124,7 @@ class Objects:
         """Make the client from the AWS_* variables of this process; ``endpoint`` (a flag) overrides its variable.
 
         The workers get these settings from here, so the variables need to be set for the driver alone. Temporary
-        credentials among them may expire: from then on each process takes what it finds itself, as boto3 does.
+        credentials among them may expire: from then on each process takes what it finds itself, as botocore does.
         """
         settings: dict[str, Any] = {
             name: next((os.environ[variable] for variable in variables if os.environ.get(variable)), None)
@@ -262,13 +262,13 @@ class Objects:
         return _ADDRESS.sub("***", text)
 
     def _request(self, operation: str, uri: str, **more: object) -> Any:
-        """Return the answer to one request of boto3's about an object. Raises OSError that names the URI."""
+        """Return the answer to one request about an object. Raises OSError that names the URI."""
         bucket, key = _split(uri)
         with self._errors(uri):
             return getattr(self._client(), operation)(Bucket=bucket, Key=key, **more)
 
     def _client(self) -> Any:
-        """Return this process's boto3 client, made at the first call.
+        """Return this process's client, made at the first call.
 
         A forked process makes its own: an inherited client would share connections with the parent.
         """
@@ -370,11 +370,10 @@ def _slice(answer: Any, start: int, end: int | None) -> Slice:
 
 
 def _connect(settings: dict[str, str], patience: float) -> Any:
-    """Make a boto3 client with these settings; "profile_name" is taken out of the mapping."""
-    import boto3  # noqa: PLC0415 - only where a store is used
-    from botocore.config import Config  # noqa: PLC0415
+    """Make a client of botocore with these settings; "profile_name" is taken out of the mapping."""
+    from botocore.config import Config  # noqa: PLC0415 - only where a store is used
 
-    session = boto3.session.Session(profile_name=settings.pop("profile_name", None))
+    session = _start_session(settings.pop("profile_name", None))
     # Stores that are not Amazon's: all take addresses by path, but not all take the checksums that boto3 adds.
     options: dict[str, str | dict[str, str]] = {
         "s3": {"addressing_style": "path"},
@@ -388,7 +387,27 @@ def _connect(settings: dict[str, str], patience: float) -> Any:
         max_pool_connections=64,  # more than any pool of threads here: beyond it urllib3 logs the endpoint
         **(options if "endpoint_url" in settings else {}),
     )
-    return session.client("s3", config=config, **settings)
+    return session.create_client("s3", config=config, **settings)
+
+
+def _start_session(profile: str | None) -> Any:
+    """Start a session of botocore, which finds settings and credentials as boto3 does.
+
+    Sessions share the description of S3's interface. It takes longer to read than all the rest of a client.
+    """
+    from botocore.session import Session  # noqa: PLC0415 - only where a store is used
+
+    session = Session(profile=profile)
+    session.register_component("data_loader", _interfaces(session.get_config_variable("data_path")))
+    return session
+
+
+@cache
+def _interfaces(folders: str | None) -> Any:
+    """Return the loader of botocore's descriptions of interfaces, which keeps them; ``folders`` may have more."""
+    from botocore.loaders import create_loader  # noqa: PLC0415 - only where a store is used
+
+    return create_loader(folders)
 
 
 class _Failure(NamedTuple):
@@ -436,9 +455,7 @@ def _renew(
     code = response[1].get("Error", {}).get("Code")
     if code not in _EXPIRED_CODES and (code, response[1]["ResponseMetadata"]["HTTPStatusCode"]) != ("400", 400):
         return None
-    import boto3  # noqa: PLC0415
-
-    credentials = boto3.session.Session(profile_name=settings.get("profile_name")).get_credentials()
+    credentials = _start_session(settings.get("profile_name")).get_credentials()
     if credentials is None:
         return None
     signer._credentials = credentials  # another thread may have set the same after this request was signed
