@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, ClassVar, Self
 
@@ -253,8 +253,13 @@ def chat_template(source: ModelSource) -> str:
     raise ModelError(f"{source.name!r} has no chat template: copy chat_template.jinja from the original checkpoint")
 
 
+@lru_cache(maxsize=2)
 def tokenizer_of(source: ModelSource) -> Any:
-    """Load the checkpoint's tokenizer. Raises ModelError if it cannot be loaded."""
+    """Load the checkpoint's tokenizer, or return the tokenizer that this process has loaded. Do not change it.
+
+    A large vocabulary takes a second. A language model and its prompt builders share it. Raises ModelError if it cannot
+    be loaded.
+    """
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds; needed only to build prompts or models
 
     name, revision = source.pretrained()
