@@ -169,7 +169,7 @@ def node_of_a_small_disk(tmp_path) -> Iterator[dict[str, Any]]:
 
 def _prune_large_frames(folder: Path) -> tuple[list[str], subprocess.CompletedProcess[str]]:
     """Run jobs.prune on videos of 29 MB of frames each, which are decoded faster than they are pruned."""
-    ids = tiny_videos(folder / "videos", 12)
+    ids = tiny_videos(folder / "videos", 8)
     argv = [str(folder / "videos"), "--out", str(folder / "c"), "--model", "tiny-internvl", "--num-frames", "192"]
     argv += ["--pruner", "tests.jobs.poison:Slow", "--decode-workers", "4"]  # most on the node with four CPUs
     return ids, run_here(prune, argv)

@@ -34,6 +34,7 @@ SOCKET = "GSTEP_FORK_SERVER"
 _WITHOUT_RAY = (
     "av",
     "pandas",
+    "rich.console",
     "pyarrow.dataset",
     "pyarrow.json",
     "pyarrow.parquet",
@@ -46,6 +47,18 @@ _WITHOUT_RAY = (
     "transformers.models.llava_onevision.modeling_llava_onevision",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.siglip.modeling_siglip",
+)
+# What Ray and Ray Data import besides: each job's process would import these modules again.
+_BEFORE_RAY = (
+    "click",
+    "google.protobuf.descriptor_pb2",
+    "google.protobuf.internal.builder",
+    "google.protobuf.json_format",
+    "jsonschema",
+    "prometheus_client",
+    "pydantic",
+    "pydantic.v1",
+    "requests",
 )
 _WITH_RAY = (
     "ray",
@@ -60,7 +73,6 @@ _WITH_RAY = (
 # Each worker would import these by itself, which takes as long as the rest of its start. Other versions of Ray may lack
 # some of them.
 _OF_RAY = (
-    "pydantic.v1",
     "ray._common.pydantic_compat",
     "ray._private.arrow_serialization",
     "ray.data._internal.issue_detection",
@@ -173,7 +185,7 @@ def serve(listening: socket.socket, path: list[str]) -> None:
     server_path, server_variables = sys.path[1:], _read_by_imports(os.environ)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that imports that look for a GPU do not start CUDA
     sys.path[:] = path
-    _import(_WITHOUT_RAY)
+    _import(_WITHOUT_RAY, optional=_BEFORE_RAY)
     sys.path[:] = server_path
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
     forkers: dict[tuple[str, ...], socket.socket] = {}
