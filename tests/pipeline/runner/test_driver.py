@@ -277,3 +277,25 @@ def test_what_is_left_is_planned_anew_where_the_cluster_changed_and_a_reason_to_
     with pytest.raises(RunFailed, match="all words are bad"):
         run.run()
     assert sorted(run.on_disk()) == list("abc")
+
+
+@pytest.mark.parametrize(("ending", "last"), [(KeyboardInterrupt(), [5.0]), (RunFailed("bad"), [0.05, "nodes"])])
+def test_a_stop_waits_little_for_workers_and_not_for_nodes(tmp_path, monkeypatch, ending, last):
+    """A cluster that ends at the same time answers neither."""
+    looks: list[object] = []
+
+    def get(answer: WorkerReport, timeout: float) -> WorkerReport:
+        looks.append(timeout)
+        return answer
+
+    def nodes() -> list[object]:
+        looks.append("nodes")
+        return []
+
+    monkeypatch.setattr(watchdog, "_MAX_LOOK_S", 0.05)
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "nodes", nodes)
+    run = Waiting(tmp_path, *"abcde", ending=Mock(side_effect=ending))
+    with pytest.raises(type(ending)):
+        run.run()
+    assert looks[-len(last) :] == last and sorted(run.on_disk()) == list("abc")
