@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import getpass
 import os
 import sys
@@ -22,6 +23,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["RAY_AUTH_MODE"] = "disabled"
 # PyTorch sets it as soon as it compiles anything. Workers are forked from a server where both have the same variables.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+# Decoders, DuckDB and Ray abort or hang in a forked child that collects what they left in the parent, with its threads.
+os.register_at_fork(after_in_child=gc.freeze)
 # Nothing that a finished run left behind may start a cluster.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 # Files that start clusters of their own. They take long, and most of them end the cluster that other files share. So
