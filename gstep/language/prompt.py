@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -253,22 +254,29 @@ def chat_template(source: ModelSource) -> str:
     raise ModelError(f"{source.name!r} has no chat template: copy chat_template.jinja from the original checkpoint")
 
 
-@lru_cache(maxsize=2)
 def tokenizer_of(source: ModelSource) -> Any:
     """Load the checkpoint's tokenizer, or return the tokenizer that this process has loaded. Do not change it.
 
-    A large vocabulary takes a second. A language model and its prompt builders share it. Raises ModelError if it cannot
-    be loaded.
+    A large vocabulary takes a second. A language model and its prompt builders share it. A folder whose files have
+    changed is read again. Raises ModelError if the tokenizer cannot be loaded.
     """
-    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds; needed only to build prompts or models
-
     name, revision = source.pretrained()
+    files = [] if revision is not None else [(file.name, file.stat()) for file in sorted(Path(name).iterdir())]
+    state = tuple((filename, stat.st_size, stat.st_mtime_ns) for filename, stat in files)
     try:
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+        return _load_tokenizer(name, revision, state)
     except Exception as error:  # the tokenizers library raises bare Exceptions, and a damaged file a KeyError
         raise ModelError(
             f"{source.name!r} has no tokenizer that can be loaded ({type(error).__name__}: {error}): download it again"
         ) from error
+
+
+@lru_cache(maxsize=2)
+def _load_tokenizer(name: str, revision: str | None, state: tuple[tuple[str, int, int], ...]) -> Any:
+    """Load the tokenizer of a Hugging Face id's commit, or of a folder; ``state``: names, sizes, times of its files."""
+    from transformers import AutoTokenizer  # noqa: PLC0415 - seconds; needed only to build prompts or models
+
+    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:

@@ -160,7 +160,9 @@ def test_a_template_without_a_place_for_videos_is_refused(folder):
         prompt_builder(ModelSource.resolve(folder)).build("Why?", [video("tiny"), video("tiny")])
 
 
-def test_a_damaged_tokenizer_is_refused_and_so_is_none(folder):
+def test_a_tokenizer_is_loaded_once_and_a_damaged_one_is_refused_and_so_is_none(folder):
+    first, second = (prompt_builder(ModelSource.resolve(folder)) for _ in range(2))
+    assert first.tokenizer is second.tokenizer
     for content in ("{", "{}", '{"added_tokens": [], "model": {}}'):
         (folder / "tokenizer.json").write_text(content)
         with pytest.raises(ModelError, match=r"no tokenizer that can be loaded.*download it again"):
