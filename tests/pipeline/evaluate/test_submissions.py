@@ -86,9 +86,10 @@ def test_what_was_typed_in_stays_when_more_is_asked(data, tmp_path):
     form.write_text(json.dumps({"gstep@0.25": 59.2, "other@0.1": 7}))
     evaluated(data, tmp_path / "r")
     assert json.loads(form.read_text()) == {"none@1": None, "gstep@0.25": 59.2, "other@0.1": 7}
-    form.write_text("59.2")
-    with pytest.raises(UsageError, match="must be an object such as"):
-        evaluated(data, tmp_path / "r")
+    for typed, why in (("59.2", "must be an object such as"), ("{", "server.json is no JSON")):
+        form.write_text(typed)
+        with pytest.raises(UsageError, match=why):
+            evaluated(data, tmp_path / "r")
 
 
 def test_subset_and_full_set_never_share_a_place(data, tmp_path):
