@@ -105,7 +105,9 @@ def test_nothing_is_asked_twice_and_a_changed_question_is_refused(first, cache, 
     forbid_ray(monkeypatch)
     before = sorted(first[1].rglob("*"))
     assert ask(cache, *first) == 0
-    assert "17 of 17 questions have their answers already" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "17 of 17 questions have their answers already" in said.err
+    assert "14 answered, 3 failed, 0 without a row" in said.out
     assert ask(cache, *first, "--json") == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["n_questions"], record["n_ok"], record["n_new"], record["out"]) == (17, 14, 0, str(first[1]))
