@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from tests.pipeline.s3 import S3Server
 from tests.waiting import wait_until
 
 BEAT = 0.1
+#: S3 tells times in whole seconds, so that a note of this moment may seem a second old. Six of these beats are longer.
+WHOLE = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +74,11 @@ def test_a_note_without_signs_of_life_is_forgotten(store):
     """Also one that is no note."""
     note_of(store)
     said: list[str] = []
-    with Claim(store, "r2", said.append, heartbeat_s=BEAT):
+    with Claim(store, "r2", said.append, heartbeat_s=WHOLE):
         assert store.names("runs", ".running") == ["runs/r2.running"]
-    assert len(said) == 1 and "waiting 1 s for a sign of life" in said[0] and '"host": "elsewhere"' in said[0]
+    assert (
+        len(said) == 1 and re.search("waiting [23] s for a sign of life", said[0]) and '"host": "elsewhere"' in said[0]
+    )
     store.put("runs/r1.running", b"[")
     with Claim(store, "r2", print, heartbeat_s=BEAT):
         assert store.names("runs", ".running") == ["runs/r2.running"]
@@ -86,7 +91,7 @@ def test_a_sign_of_life_refuses(store):
         note_of(store, beat=4)
 
     with pytest.raises(CacheLocked, match="elsewhere"):
-        Claim(store, "r2", lives, heartbeat_s=BEAT).__enter__()
+        Claim(store, "r2", lives, heartbeat_s=WHOLE).__enter__()
     assert store.names("runs", ".running") == ["runs/r1.running"]
 
 
