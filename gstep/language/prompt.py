@@ -261,9 +261,9 @@ def tokenizer_of(source: ModelSource) -> Any:
     changed is read again. Raises ModelError if the tokenizer cannot be loaded.
     """
     name, revision = source.pretrained()
-    files = [] if revision is not None else [(file.name, file.stat()) for file in sorted(Path(name).iterdir())]
-    state = tuple((filename, stat.st_size, stat.st_mtime_ns) for filename, stat in files)
     try:
+        files = [] if revision is not None else [(file.name, file.stat()) for file in sorted(Path(name).iterdir())]
+        state = tuple((filename, stat.st_size, stat.st_mtime_ns) for filename, stat in files)
         return _load_tokenizer(name, revision, state)
     except Exception as error:  # the tokenizers library raises bare Exceptions, and a damaged file a KeyError
         raise ModelError(
