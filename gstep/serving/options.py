@@ -59,14 +59,7 @@ def engine_options(
 
     Args:
         largest_video: the maximum number of visual tokens of a video in a prompt.
-
-    Raises ModelError if vLLM has no kernels for the model in this runtime.
     """
-    if source.model_type in _LINEAR_ATTENTION and runtime.device == "cpu" and runtime.dtype != torch.bfloat16:
-        raise ModelError(
-            f"{source.name!r}: vLLM runs {source.model_type} on a CPU only in bfloat16, not in {runtime.dtype_name}: "
-            "pass --dtype bfloat16, or use --engine transformers"
-        )
     name, revision = source.pretrained()
     architecture = ARCHITECTURES.get(source.model_type)
     return {
@@ -91,6 +84,35 @@ def engine_options(
         # The kept tokens of a video must fit into a step, because the encoder cache has the size of a step.
         **({"max_num_batched_tokens": max(_BATCHED_TOKENS, largest_video)} if largest_video > _SMALL_VIDEO else {}),
     }
+
+
+def check_arithmetic(source: ModelSource, runtime: Runtime) -> None:
+    """Raise ModelError if vLLM cannot run the model on this node's CPU, or would compute it wrongly there.
+
+    Call it where the engine starts: another node has another CPU. It raises nothing for a GPU.
+    """
+    if runtime.device != "cpu":
+        return
+    if source.model_type in _LINEAR_ATTENTION and runtime.dtype != torch.bfloat16:
+        raise ModelError(
+            f"{source.name!r}: vLLM runs {source.model_type} on a CPU only in bfloat16, not in {runtime.dtype_name}: "
+            "pass --dtype bfloat16, or use --engine transformers"
+        )
+    cpu = torch.cpu.get_capabilities()
+    if cpu["architecture"] == "x86_64" and not (cpu["avx512_vnni"] or cpu["avx_vnni"]) and _has_int8_products(source):
+        raise ModelError(
+            f"{source.name!r} multiplies INT8 by INT8. This node's CPU has no VNNI, and there vLLM 0.32 adds up such "
+            "products in 16 bits, which overflow: the answers would be wrong. Use a CPU with VNNI, a GPU, the "
+            "unquantized checkpoint, or a checkpoint of quantized weights only (AWQ, GPTQ)"
+        )
+
+
+def _has_int8_products(source: ModelSource) -> bool:
+    """Return whether a checkpoint quantizes weights and activations to INT8 (compressed-tensors)."""
+    quantization = source.config.get("quantization_config") or {}
+    groups = quantization.get("config_groups") or {}
+    inputs = [group.get("input_activations") or {} for group in groups.values()]
+    return any(of_group.get("type") == "int" and of_group.get("num_bits") == 8 for of_group in inputs)
 
 
 #: Engine arguments that this project sets and users may not.

@@ -8,7 +8,7 @@ from typing import Any
 
 from gstep.backbones import choose_runtime
 from gstep.language import PromptBuilder, prompt_builder
-from gstep.serving.options import check_connectors, engine_options, prepare_process
+from gstep.serving.options import check_arithmetic, check_connectors, engine_options, prepare_process
 from gstep.serving.prompts import engine_input
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache
@@ -26,12 +26,13 @@ def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "a
         more: arguments of EngineArgs; they win over the arguments that are made here.
 
     Raises UsageError if the cache was made with another model. Raises ModelError if the model is not there, and for a
-    connector of keys and values (``kv_transfer_config``) that cannot tell videos apart.
+    connector of keys and values (``kv_transfer_config``) that cannot tell videos apart, and as check_arithmetic.
     """
     check_connectors(more)
     runtime = choose_runtime("auto", dtype)
     tower = partial(read_tower_hash, cache.store, cache.header)
     source = find_model("the cache", cache.identity["model"], model, read_tower=tower)
+    check_arithmetic(source, runtime)
     parallel = int(more.get("tensor_parallel_size", 1))
     prepare_process(runtime.device, parallel)
     return {**engine_options(source, runtime, cache.max_tokens + 1, parallel), **more}

@@ -17,6 +17,7 @@ from gstep.language.weights import generation_config
 from gstep.serving.options import (
     ENVIRONMENT,
     RESERVED_OPTIONS,
+    check_arithmetic,
     check_connectors,
     check_generation_settings,
     check_video_fits,
@@ -97,6 +98,7 @@ def server_arguments(config: ServeConfig) -> list[str]:
     with usage_errors():
         check_connectors(params)
         runtime = choose_runtime("auto", config.dtype)
+        check_arithmetic(prompts.source, runtime)
         prepare_process(runtime.device, config.tensor_parallel, multiprocessing=True)
         largest = _largest_video(config, prompts)
         options = engine_options(prompts.source, runtime, largest, config.tensor_parallel)

@@ -22,6 +22,7 @@ from gstep.language.weights import InputEmbeddings, generation_config
 from gstep.pruners.base import Pruner
 from gstep.serving.options import (
     RESERVED_OPTIONS,
+    check_arithmetic,
     check_connectors,
     check_generation_settings,
     check_video_fits,
@@ -72,8 +73,9 @@ class VllmEngine:
         """Start vLLM's engine with its model, which takes minutes for a large model.
 
         Sets vLLM's environment variables in this process. ``engine_params`` of the options replace the usual arguments.
-        Raises ModelError if the largest video does not fit.
+        Raises ModelError if the largest video does not fit, and as check_arithmetic.
         """
+        check_arithmetic(source, runtime)
         prepare_process(runtime.device, options.tensor_parallel)
         from vllm import EngineArgs  # noqa: PLC0415 - tens of seconds to import
         from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415

@@ -2,18 +2,27 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import GenerationConfig
 
-from gstep.backbones import ModelSource, choose_runtime
+from gstep.backbones import ModelSource, Runtime, choose_runtime
 from gstep.errors import ModelError
 from gstep.language import Decoding
 from gstep.serving import ARCHITECTURES
 from gstep.serving import options as serving
-from gstep.serving.options import RESERVED_OPTIONS, check_connectors, check_generation_settings, sampling_params
+from gstep.serving.options import (
+    RESERVED_OPTIONS,
+    check_arithmetic,
+    check_connectors,
+    check_generation_settings,
+    sampling_params,
+)
 from tests.gstep.llms import FAMILIES
+from tests.gstep.quantized import CONFIGS, quantize
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -34,6 +43,22 @@ def test_a_step_takes_the_largest_video():
     )  # vLLM's own limits are for the device
     assert serving.engine_options(source, runtime, 2049)["max_num_batched_tokens"] == 8192
     assert serving.engine_options(source, runtime, 75_000)["max_num_batched_tokens"] == 75_000
+
+
+@pytest.mark.parametrize("method", CONFIGS)
+def test_products_of_int8_are_refused_on_a_cpu_that_overflows(monkeypatch, tmp_path, method):
+    source = ModelSource.resolve(quantize("tiny", method, tmp_path / "q"), quantized=True)
+    cpu = {"architecture": "x86_64", "avx512_vnni": False, "avx_vnni": False}
+    for exact in ({**cpu, "avx512_vnni": True}, {**cpu, "avx_vnni": True}, {"architecture": "aarch64"}):
+        monkeypatch.setattr("torch.cpu.get_capabilities", lambda exact=exact: exact)
+        check_arithmetic(source, choose_runtime("cpu", "bfloat16"))
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: cpu)
+    check_arithmetic(source, Runtime("cuda", torch.bfloat16, "sdpa"))
+    refused = nullcontext()
+    if method == "compressed-tensors":
+        refused = pytest.raises(ModelError, match="CPU has no VNNI")
+    with refused:
+        check_arithmetic(source, choose_runtime("cpu", "bfloat16"))
 
 
 @pytest.fixture
