@@ -98,21 +98,32 @@ def check_arithmetic(source: ModelSource, runtime: Runtime) -> None:
             f"{source.name!r}: vLLM runs {source.model_type} on a CPU only in bfloat16, not in {runtime.dtype_name}: "
             "pass --dtype bfloat16, or use --engine transformers"
         )
-    cpu = torch.cpu.get_capabilities()
-    if cpu["architecture"] == "x86_64" and not (cpu["avx512_vnni"] or cpu["avx_vnni"]) and _has_int8_products(source):
-        raise ModelError(
-            f"{source.name!r} multiplies INT8 by INT8. This node's CPU has no VNNI, and there vLLM 0.32 adds up such "
-            "products in 16 bits, which overflow: the answers would be wrong. Use a CPU with VNNI, a GPU, the "
-            "unquantized checkpoint, or a checkpoint of quantized weights only (AWQ, GPTQ)"
-        )
+    _check_quantized_products(source)
 
 
-def _has_int8_products(source: ModelSource) -> bool:
-    """Return whether a checkpoint quantizes weights and activations to INT8 (compressed-tensors)."""
-    quantization = source.config.get("quantization_config") or {}
-    groups = quantization.get("config_groups") or {}
-    inputs = [group.get("input_activations") or {} for group in groups.values()]
-    return any(of_group.get("type") == "int" and of_group.get("num_bits") == 8 for of_group in inputs)
+def _check_quantized_products(source: ModelSource) -> None:
+    """Raise ModelError if this CPU lacks instructions that vLLM's products of quantized weights need.
+
+    Without VNNI the products of INT8 by INT8 are added up in 16 bits and overflow: the scores are wrong. The kernels
+    of 4-bit weights exist for AVX-512 only. Both were measured with vLLM 0.32.
+    """
+    quantization, cpu = source.config.get("quantization_config") or {}, torch.cpu.get_capabilities()
+    if cpu["architecture"] != "x86_64":
+        return
+    groups = (quantization.get("config_groups") or {}).values()
+    inputs = [group.get("input_activations") or {} for group in groups]
+    has_int8_inputs = any(of_group.get("type") == "int" and of_group.get("num_bits") == 8 for of_group in inputs)
+    has_4_bits = any((group.get("weights") or {}).get("num_bits") == 4 for group in groups)
+    if has_int8_inputs and not (cpu["avx512_vnni"] or cpu["avx_vnni"]):
+        lacks, why = "VNNI", "vLLM multiplies INT8 by INT8 there with sums of 16 bits, which overflow: wrong answers"
+    elif (has_4_bits or quantization.get("quant_method") in ("awq", "gptq")) and not cpu["avx512_bw"]:
+        lacks, why = "AVX-512", "vLLM has no kernels of 4-bit weights for it"
+    else:
+        return
+    raise ModelError(
+        f"{source.name!r} is quantized, and this node's CPU has no {lacks}: {why}. Use a GPU, a CPU with {lacks}, or "
+        "the unquantized checkpoint"
+    )
 
 
 #: Engine arguments that this project sets and users may not.

@@ -3,6 +3,7 @@
 import os
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,7 @@ from gstep.serving.options import (
     sampling_params,
 )
 from tests.gstep.llms import FAMILIES
-from tests.gstep.quantized import CONFIGS, quantize
+from tests.gstep.quantized import quantize
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -45,20 +46,42 @@ def test_a_step_takes_the_largest_video():
     assert serving.engine_options(source, runtime, 75_000)["max_num_batched_tokens"] == 75_000
 
 
-@pytest.mark.parametrize("method", CONFIGS)
-def test_products_of_int8_are_refused_on_a_cpu_that_overflows(monkeypatch, tmp_path, method):
+OLD_CPU = {"architecture": "x86_64", "avx512_bw": False, "avx512_vnni": False, "avx_vnni": False}
+
+
+@pytest.mark.parametrize(
+    ("method", "cpu", "lacks"),
+    [
+        ("compressed-tensors", {}, "VNNI"),
+        ("compressed-tensors", {"avx512_bw": True}, "VNNI"),
+        ("compressed-tensors", {"avx512_bw": True, "avx512_vnni": True}, None),
+        ("compressed-tensors", {"avx_vnni": True}, None),
+        ("awq", {"avx_vnni": True}, "AVX-512"),
+        ("gptq", {}, "AVX-512"),
+        ("awq", {"avx512_bw": True}, None),
+        ("awq", {"architecture": "aarch64"}, None),
+        ("fp8", {}, None),
+    ],
+)
+def test_quantized_weights_are_refused_on_a_cpu_that_vllm_has_no_right_products_for(
+    monkeypatch, tmp_path, method, cpu, lacks
+):
     source = ModelSource.resolve(quantize("tiny", method, tmp_path / "q"), quantized=True)
-    cpu = {"architecture": "x86_64", "avx512_vnni": False, "avx_vnni": False}
-    for exact in ({**cpu, "avx512_vnni": True}, {**cpu, "avx_vnni": True}, {"architecture": "aarch64"}):
-        monkeypatch.setattr("torch.cpu.get_capabilities", lambda exact=exact: exact)
-        check_arithmetic(source, choose_runtime("cpu", "bfloat16"))
-    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: cpu)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: OLD_CPU | cpu)
     check_arithmetic(source, Runtime("cuda", torch.bfloat16, "sdpa"))
-    refused = nullcontext()
-    if method == "compressed-tensors":
-        refused = pytest.raises(ModelError, match="CPU has no VNNI")
-    with refused:
+    with pytest.raises(ModelError, match=f"CPU has no {lacks}:") if lacks else nullcontext():
         check_arithmetic(source, choose_runtime("cpu", "bfloat16"))
+
+
+def test_four_bits_of_compressed_tensors_are_four_bits(monkeypatch):
+    source = ModelSource.resolve("tiny")
+    group = {"weights": {"num_bits": 4, "type": "int"}, "input_activations": None}
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: OLD_CPU)
+    check_arithmetic(source, choose_runtime("cpu", "bfloat16"))
+    four = replace(source, config=source.config | {"quantization_config": quantization})
+    with pytest.raises(ModelError, match="CPU has no AVX-512"):
+        check_arithmetic(four, choose_runtime("cpu", "bfloat16"))
 
 
 @pytest.fixture
