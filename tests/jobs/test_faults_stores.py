@@ -15,7 +15,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 
 from jobs import prune
 from pipeline import TokenCache
@@ -24,19 +23,12 @@ from tests.jobs.faults import OPTIONS, Driver, Visible, files, tiny_videos
 from tests.jobs.jobs import run_here
 from tests.jobs.processes import family
 from tests.pipeline.flaky import ALWAYS, FlakyProxy
-from tests.pipeline.rays import ray_here
 from tests.pipeline.s3 import KEY, S3Server
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 
 PATIENCE_S = 30
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_here({"num_cpus": 2}):
-        yield ray.get_runtime_context().gcs_address
 
 
 @pytest.fixture(scope="module")
@@ -202,11 +194,11 @@ class Stopped:
 
 
 @pytest.fixture(scope="module")
-def stopped(proxy, videos, cluster, tmp_path_factory) -> Stopped:
-    return Stopped(proxy, videos, cluster, tmp_path_factory.mktemp("stopped"))
+def stopped(proxy, videos, one_ray, tmp_path_factory) -> Stopped:
+    return Stopped(proxy, videos, one_ray, tmp_path_factory.mktemp("stopped"))
 
 
-def test_an_outage_of_the_corpus_alone_costs_no_video_and_is_said_once(proxy, videos, cluster, tmp_path):
+def test_an_outage_of_the_corpus_alone_costs_no_video_and_is_said_once(proxy, videos, one_ray, tmp_path):
     """One node, whose workers alone read the corpus."""
     for path in sorted(videos.glob("*.mp4"))[:6]:
         proxy.server.upload(f"corpus/{path.name}", path.read_bytes())
@@ -223,7 +215,7 @@ def test_an_outage_of_the_corpus_alone_costs_no_video_and_is_said_once(proxy, vi
     proxy.away["/corpus/v"] = 503
     try:
         (tmp_path / "log").touch()
-        driver = Driver(argv, tmp_path / "log", **{**proxy.environment(), "RAY_ADDRESS": cluster})
+        driver = Driver(argv, tmp_path / "log", **{**proxy.environment(), "RAY_ADDRESS": one_ray})
         driver.until(lambda: "fails since" in driver.output, "a line about the outage")
     finally:
         proxy.away.clear()

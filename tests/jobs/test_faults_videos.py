@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-import ray
 
 from jobs import generate, prune
 from pipeline import TokenCache
@@ -19,16 +18,9 @@ from tests.jobs.jobs import run_here
 from tests.jobs.poison import BREAKS_THE_GPU
 from tests.pipeline.asking import SHAPE, tiny_cache, write_questions
 from tests.pipeline.caches import encoded, random_tokens, write_shard
-from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import write_clip
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with ray_here({"num_cpus": 2}):
-        yield ray.get_runtime_context().gcs_address
 
 
 @pytest.fixture
@@ -50,7 +42,7 @@ def listener() -> Iterator[tuple[str, list[str]]]:
     server.server_close()
 
 
-def test_what_a_manifest_may_not_name_is_neither_read_nor_asked_for(cluster, listener, tmp_path, monkeypatch):
+def test_what_a_manifest_may_not_name_is_neither_read_nor_asked_for(one_ray, listener, tmp_path, monkeypatch):
     host, asked = listener
     for name, value in {"ENDPOINT_URL": f"http://{host}", "ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
@@ -93,7 +85,7 @@ def test_what_a_manifest_may_not_name_is_neither_read_nor_asked_for(cluster, lis
     assert "hush-hush" not in done.stdout
 
 
-def test_a_bug_in_a_method_of_ones_own_is_one_error_row(cluster, tmp_path):
+def test_a_bug_in_a_method_of_ones_own_is_one_error_row(one_ray, tmp_path):
     ids = tiny_videos(tmp_path / "videos", 14)  # 2 to 8 frames, two videos of each length
     (tmp_path / "videos" / ids[10]).unlink()
     argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--pruner", "tests.jobs.poison:Buggy"]
@@ -108,7 +100,7 @@ def test_a_bug_in_a_method_of_ones_own_is_one_error_row(cluster, tmp_path):
     assert "RuntimeError: no idea what to do with five frames" in row["error_message"]
 
 
-def test_a_video_that_kills_its_encoder_twice_is_an_error_row_and_the_run_goes_on(cluster, tmp_path):
+def test_a_video_that_kills_its_encoder_twice_is_an_error_row_and_the_run_goes_on(one_ray, tmp_path):
     """One by a signal, its neighbour by an error after which the GPU is of no use to the process."""
     ids = tiny_videos(tmp_path / "videos", 10)  # the fourth has five frames, the fifth six
     argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--pruner", "tests.jobs.poison:Poison"]
@@ -123,7 +115,7 @@ def test_a_video_that_kills_its_encoder_twice_is_an_error_row_and_the_run_goes_o
         assert f"crashed 2 times with this video in hand, on {socket.gethostname()}" in row["error_message"]
 
 
-def test_a_video_that_kills_its_encoder_costs_none_of_those_that_share_its_bundle_and_pass(cluster, tmp_path):
+def test_a_video_that_kills_its_encoder_costs_none_of_those_that_share_its_bundle_and_pass(one_ray, tmp_path):
     folder, cache = tmp_path / "videos", tmp_path / "c"
     ids = tiny_videos(folder, 70)
     poison = ids[31]  # of five frames, as every seventh: the others become harmless
@@ -139,7 +131,7 @@ def test_a_video_that_kills_its_encoder_costs_none_of_those_that_share_its_bundl
     assert "crashed 2 times with this video in hand" in found.metadata(poison)["error_message"]
 
 
-def test_a_question_that_kills_its_model_twice_is_an_error_row_and_the_others_are_answered(cluster, tmp_path):
+def test_a_question_that_kills_its_model_twice_is_an_error_row_and_the_others_are_answered(one_ray, tmp_path):
     """In the model, with seven others beside it."""
     store = tiny_cache(tmp_path / "c", ("good",), ratio=1.0, method="none")
     _, per_frame, hidden = SHAPE
@@ -161,7 +153,7 @@ def test_a_question_that_kills_its_model_twice_is_an_error_row_and_the_others_ar
     assert f"crashed 2 times with this question in hand, on {socket.gethostname()}" in answers["q4"]["error_message"]
 
 
-def test_files_that_many_videos_miss_are_a_failed_run(cluster, tmp_path):
+def test_files_that_many_videos_miss_are_a_failed_run(one_ray, tmp_path):
     """A mount that is away on some nodes looks like this; files that are broken themselves may be many."""
     (tmp_path / "in").mkdir()
     write_clip(tmp_path / "in" / "good.mp4", count=2)

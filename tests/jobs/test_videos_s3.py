@@ -11,7 +11,6 @@ from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.video.decode import fingerprint
 from tests.jobs.jobs import clips, forbid_ray, run
-from tests.pipeline.rays import PLAIN, ray_here
 from tests.pipeline.s3 import KEY, SECRET, TOKEN, S3Server
 
 pytestmark = pytest.mark.slow
@@ -24,14 +23,6 @@ OPTIONS = ["--num-frames", "4", "--max-failed", "2"]
 def server():
     with S3Server() as opened:
         yield opened
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    """A Ray that was started without any credentials: (its address, the folder of its sessions)."""
-    with ray_here(*PLAIN):
-        session = Path(ray._private.worker._global_node.get_session_dir_path())
-        yield ray.get_runtime_context().gcs_address, session.parent
 
 
 @contextmanager
@@ -64,9 +55,9 @@ def kinds(server):
 
 
 def test_a_folder_on_s3_by_workers_that_have_no_credentials_of_their_own(
-    server, cluster, tmp_path, monkeypatch, capsys
+    server, one_ray, tmp_path, monkeypatch, capsys
 ):
-    address, ray_folder = cluster
+    ray_folder = Path(ray._private.worker._global_node.get_session_dir_path()).parent
     names = [f"sub dir/ü {clip.name}" for clip in clips()]
     for name, clip in zip(names, clips(), strict=True):
         server.upload(f"all/{name}", clip.read_bytes())
@@ -78,7 +69,7 @@ def test_a_folder_on_s3_by_workers_that_have_no_credentials_of_their_own(
     temporary.mkdir()
     argv = [server.uri("all"), "--out", str(cache), *OPTIONS]
     with watched(temporary) as peak:
-        done = run("jobs.prune", *argv, **server.environment(), TMPDIR=str(temporary), RAY_ADDRESS=address)
+        done = run("jobs.prune", *argv, **server.environment(), TMPDIR=str(temporary), RAY_ADDRESS=one_ray)
     assert done.returncode == 0, done.stdout
     opened = TokenCache(cache)
     assert opened.video_ids == ["big.mp4", *names] and opened.failed == {"empty.mp4": "unsupported"}

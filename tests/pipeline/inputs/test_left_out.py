@@ -198,7 +198,6 @@ def test_another_encoding_makes_the_kept_index_of_a_zip_anew(tmp_path):
 def test_a_damaged_table_of_paths_is_named_and_costs_no_other(tmp_path):
     for number in range(4):
         pq.write_table(pa.table({"path": [f"{number}.mp4"]}), tmp_path / f"{number}.parquet")
-    damaged = tmp_path / "0.parquet"
     for damaged in (tmp_path / "0.parquet", tmp_path / "2.parquet"):
         whole = damaged.read_bytes()
         damaged.write_bytes(whole[:-10])

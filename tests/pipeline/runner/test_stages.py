@@ -26,6 +26,7 @@ def test_actors_are_options_of_map_batches():
     assert options.keys() - of_the_actors <= accepted
     assert (options["num_cpus"], options["num_gpus"], options["batch_size"]) == (0.5, 1, 1)
     assert (options["max_restarts"], options["max_task_retries"]) == (RESTARTS, TASK_RETRIES)
+    assert RESTARTS > 0 < TASK_RETRIES  # for Ray -1 is without end
     assert (options["max_concurrency"], options["compute"].max_tasks_in_flight_per_actor) == (2, 16)
     assert (options["compute"].min_size, options["compute"].max_size) == (3, 3)
     made = [options["ray_remote_args_fn"]()["name"] for _ in range(3)]
