@@ -1,9 +1,7 @@
 """Cached videos whose files were replaced, copied or packed anew: the same bytes are kept, others are noticed."""
 
-import io
 import json
 import os
-import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from jobs import prune, verify
 from pipeline import TokenCache
 from tests.jobs.jobs import document_of, run_here
 from tests.pipeline.s3 import S3Server
+from tests.pipeline.tars import ended, member
 from tests.pipeline.videos import write_clip
 
 pytestmark = pytest.mark.slow
@@ -30,16 +29,6 @@ def contents(tmp_path_factory) -> list[bytes]:
     clips = [write_clip(folder / f"{count}.mp4", count=count).read_bytes() for count in (40, 20, 30)]
     size = max(map(len, clips)) + 8
     return [clip + (size - len(clip)).to_bytes(4, "big") + b"free" + bytes(size - len(clip) - 8) for clip in clips]
-
-
-def tar_of(files: dict[str, bytes], mtime: float = 0) -> bytes:
-    data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w") as tar:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size, info.mtime = len(content), mtime
-            tar.addfile(info, io.BytesIO(content))
-    return data.getvalue()
 
 
 class Corpus:
@@ -59,8 +48,9 @@ class Corpus:
         self.server.upload("o.mp4", a)
         members = {**(first or {}), "a": a, "b": b}
         files = {f"{name}.mp4": content for name, content in members.items()}
-        (self.folder / "t.tar").write_bytes(tar_of(files, mtime))
-        self.server.upload("s.tar", tar_of(files, mtime))
+        tar = ended(*(member(name, content, mtime=int(mtime)) for name, content in files.items()))
+        (self.folder / "t.tar").write_bytes(tar)
+        self.server.upload("s.tar", tar)
         with zipfile.ZipFile(self.folder / "z.zip", "w") as archive:
             for name, content in files.items():
                 archive.writestr(name, content)

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,14 @@ def browser(tmp_path_factory) -> Iterator[Any]:
     running = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
     yield running
     running.quit()
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory) -> Path:
+    """A video file."""
+    from tests.pipeline.videos import write_clip  # noqa: PLC0415 - loads PyAV
+
+    return write_clip(tmp_path_factory.mktemp("clips") / "a.mp4")
 
 
 @pytest.fixture(scope="module")

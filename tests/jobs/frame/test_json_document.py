@@ -17,6 +17,7 @@ from pipeline.errors import RunFailed, UsageError
 from pipeline.generate.summary import AnswerSummary
 from pipeline.prune.summary import Summary
 from tests.interpreter import run_python
+from tests.jobs.test_command import raising
 from tests.paths import ROOT
 
 
@@ -25,13 +26,6 @@ def ended(work, capsys, **more) -> tuple[int, dict, str]:
     code = run_to_exit_code(work, Console(stderr=True), document=True, **more)
     said = capsys.readouterr()
     return code, json.loads(said.out, parse_constant=pytest.fail), said.err
-
-
-def raising(error: BaseException):
-    def work() -> int:
-        raise error
-
-    return work
 
 
 def test_what_is_printed_meanwhile_goes_to_stderr(capfd):

@@ -165,21 +165,6 @@ class CountingStore(LocalStore):
         return LocalFile(pa.PythonFile(File(self.root / name)))
 
 
-def test_a_smaller_tier_reads_fewer_bytes(tmp_path):
-    make_cache(tmp_path, {f"v{i}": random_tokens(i, (8, 49, 512)) for i in range(4)})
-    sizes = {}
-    for ratio in (0.10, 0.15, 0.20, 0.25):
-        store = CountingStore(tmp_path)
-        cache = TokenCache(tmp_path, store=store)
-        cache.metadata("v2")
-        store.read_bytes = 0
-        cache.get("v2", retention_ratio=ratio)
-        sizes[ratio] = store.read_bytes
-    overhead = sizes[0.25] - 98 * 1024
-    assert sizes[0.10] < sizes[0.15] < sizes[0.20] < sizes[0.25]
-    assert sizes[0.10] <= 39 * 1024 + overhead, sizes  # 39 of 98 rows of 1 KiB, and the footer
-
-
 @pytest.mark.parametrize("method", [m for m in gstep.PRUNERS if gstep.PRUNERS[m].cacheable])
 def test_every_method_that_can_be_cached_comes_back_bit_for_bit(tmp_path, method):
     """Also where tokens are merged, out of order, or more or fewer than the budget; and its rows keep their rules."""

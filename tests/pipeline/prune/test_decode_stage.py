@@ -14,19 +14,8 @@ from pipeline.prune.recipe import resolve
 from pipeline.rows import todo_row
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from tests.pipeline.s3 import KEY, SECRET, S3Server
+from tests.pipeline.s3 import KEY, SECRET
 from tests.pipeline.videos import KeepSize, write_clip
-
-
-@pytest.fixture(scope="module")
-def server():
-    with S3Server() as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory):
-    return write_clip(tmp_path_factory.mktemp("clips") / "a.mp4")
 
 
 def todo(*uris, policy=None, size=None):

@@ -22,17 +22,13 @@ from pipeline.prune.recipe import parse_evidence
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.checks import check_token_shard
-from tests.pipeline.cache.test_reader import CountingStore
+from tests.pipeline.cache.test_reader import CountingStore, bits
 from tests.pipeline.caches import encoded, make_cache, random_tokens, source_record, write_shard
 from tests.pipeline.evidence import WIDTH, evidence_cache, random_evidence
 from tests.pipeline.s3 import S3Server
 
 SHAPE = (8, 49, 256)
 BOTH = ("image_embedding", "token_attention")
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.int16)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +70,7 @@ def test_who_does_not_ask_reads_no_byte_of_it(tmp_path):
         return store.read_bytes
 
     plain = ("rank", "index", "frame", "token", "merged", "density")
-    for ratio, n_groups in ((0.10, 1), (0.25, 4)):
+    for ratio, n_groups in ((0.10, 1), (0.15, 2), (0.25, 4)):
         assert read(ratio) == stored(n_groups, *plain)
         assert read(ratio, ("image_embedding",)) == stored(n_groups, *plain, "image_embedding")
 

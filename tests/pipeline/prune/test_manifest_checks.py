@@ -9,16 +9,9 @@ from pipeline.inputs.manifest import read_manifest
 from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
 from pipeline.storage.s3 import Objects
 from tests.pipeline.inputs.test_manifest import touch, write_jsonl
-from tests.pipeline.s3 import S3Server
 from tests.pipeline.videos import sample
 
 NOWHERE = Objects(endpoint_url="http://127.0.0.1:1")
-
-
-@pytest.fixture(scope="module")
-def server():
-    with S3Server() as server:
-        yield server
 
 
 def write_list(folder: Path, uris: dict[str, str]) -> Path:

@@ -23,7 +23,6 @@ from pipeline.prune.resume import (
 from pipeline.storage.stores import LocalStore
 from pipeline.video.frame_folders import source_state
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
-from tests.pipeline.s3 import S3Server
 
 TOKENS = random_tokens(0)
 
@@ -87,12 +86,6 @@ def test_a_changed_file_is_refused_skipped_or_redone(folder, live):
         left(folder, live)
     assert left(folder, live, on_changed="skip") == {"c.mp4": 1}
     assert left(folder, live, on_changed="redo") == {"a.mp4": 2, "c.mp4": 1}
-
-
-@pytest.fixture
-def server():
-    with S3Server() as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -15,18 +15,11 @@ import pytest
 from pipeline.errors import CacheLocked, UsageError
 from pipeline.runner.claim import Claim, find_holder
 from pipeline.storage.stores import LocalStore, ObjectStore, Store
-from tests.pipeline.s3 import S3Server
 from tests.waiting import wait_until
 
 BEAT = 0.1
 #: S3 tells times in whole seconds, so that a note of this moment may seem a second old. Six of these beats are longer.
 WHOLE = 0.5
-
-
-@pytest.fixture(scope="module")
-def server():
-    with S3Server("claims") as server:
-        yield server
 
 
 @pytest.fixture(params=["folder", "s3"])

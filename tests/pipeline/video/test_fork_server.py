@@ -9,7 +9,6 @@ import pytest
 from tests.interpreter import run_python
 from tests.jobs.processes import assert_all_gone
 from tests.paths import ROOT
-from tests.pipeline.videos import write_clip
 
 # As a worker that is forked from prefork/server.py does: its variables are set anew, and it has no threads yet.
 WORKER = """
@@ -47,11 +46,6 @@ if "waits" in sys.argv:
     print(waits, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory):
-    return write_clip(tmp_path_factory.mktemp("clips") / "a.mp4")
 
 
 def worker(tmp_path: Path, clip: Path, *words: str) -> list[str]:

@@ -8,24 +8,12 @@ import av
 import numpy as np
 import pytest
 
-from pipeline.errors import VideoFault
-from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.decode import decode_video
 from pipeline.video.frame_folders import JPEGS, frame_rate, is_frame_folder, source_bytes
-from pipeline.video.sampling import Sampling
-from tests.pipeline.videos import KeepSize, numbers, write_jpegs
+from tests.pipeline.video.test_decode import convert_error, request
+from tests.pipeline.videos import numbers, write_jpegs
 
 N_FRAMES = 30
-
-
-def request(path, num_frames=8, **options):
-    return DecodeRequest(path, Sampling(num_frames=num_frames), KeepSize(), **options)
-
-
-def convert_error(path, **options):
-    with pytest.raises(VideoFault) as caught:
-        decode_video(request(path, **options))
-    assert caught.value.message.isprintable()
-    return caught.value
 
 
 @pytest.fixture(scope="module")

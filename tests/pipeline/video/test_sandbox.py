@@ -22,11 +22,6 @@ from tests.waiting import wait_until
 TOO_MANY = "a table of samples states more entries than it holds"
 
 
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory):
-    return write_clip(tmp_path_factory.mktemp("clips") / "a.mp4")
-
-
 @pytest.fixture
 def sandbox():
     with DecodeSandbox(timeout_s=30, memory_mb=1024) as opened:

@@ -19,7 +19,7 @@ from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from pipeline.video.source import open_source
 from tests.pipeline.s3 import KEY, SECRET
-from tests.pipeline.videos import KeepSize, decord_killer, memory_files, sample, write_clip
+from tests.pipeline.videos import KeepSize, decord_killer, memory_files, sample
 
 LIMIT = 64 * 2**20
 MEMFD = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this platform has no files in memory")
@@ -29,11 +29,6 @@ MEMFD = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this platfor
 def server(module_server, monkeypatch):
     monkeypatch.delattr(module_server, "objects")  # a client for each video, which leaves no connection open
     return module_server.renew()
-
-
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory):
-    return write_clip(tmp_path_factory.mktemp("clips") / "a.mp4")
 
 
 @pytest.fixture(params=[pytest.param("memory", marks=MEMFD), "disk"])
