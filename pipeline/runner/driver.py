@@ -45,6 +45,7 @@ S = TypeVar("S", bound=Outcome)
 FREE_SPACE = "Free space on them, or start these nodes with --temp-dir or --object-spilling-directory on another disk"
 # Workers that start, or a cluster that ends with the run, do not answer. A stop does not wait for them.
 _STOP_LOOK_S = 5.0
+_END_S = 60.0  # for the thread of an interrupted graph, where this process or Ray stood still
 _RECORD_S = 3.0  # the part of the time for last writes that is kept for the record and the note
 
 
@@ -191,7 +192,7 @@ class Driver(ABC, Generic[O, T, S]):
                     return GraphRun(self, items, plan, heartbeats).run()
             except ClusterChanged as why:
                 items = self.select_unfinished(items)
-                if is_still_running():
+                if is_still_running(_END_S):
                     raise RunFailed(f"{why}, but the previous workers do not end. Rerun the command") from None
                 end_workers()
                 reschedule = f"Rescheduling {len(items)} {plan.wording.item}s on the"

@@ -7,7 +7,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -23,6 +22,7 @@ from pipeline.runner.stages import Plan
 T = TypeVar("T")
 
 _MAX_LOOK_S = 10.0
+_END_S = 10.0  # for an interrupted graph
 # After so long without movement on a smaller cluster, waiting does not help. Ray restarts the workers of a lost node
 # only on free resources, the remaining workers hold all of them, and the lost workers' items wait.
 SHRUNK_S = 30.0
@@ -251,6 +251,8 @@ class Fetcher(Generic[T]):
         self._items = items
         self._ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(1)
         self._close_event = threading.Event()
+        self._may_interrupt = True  # guarded by the lock; False once the thread ends by itself
+        self._interrupt_lock = threading.Lock()
         self._thread = threading.Thread(target=self._fetch, name=_thread_of_graph(), daemon=True)
         self._thread.start()
 
@@ -258,8 +260,21 @@ class Fetcher(Generic[T]):
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Raise _Abandoned in the thread unless it ends by itself, and wait up to _END_S seconds for its end.
+
+        Nothing simpler stops a waiting iteration: Ray Data has no public way to shut its executor down, and a thread
+        cannot be cancelled. Shutting Ray down could end a head of another owner. Ray waits in Python code, in short
+        sleeps. It shuts the execution down at an exception of any kind, as for Ctrl-C.
+        """
+        with self._interrupt_lock:
+            if self._may_interrupt and self._thread.ident is not None:
+                self._may_interrupt = False
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread.ident), ctypes.py_object(_Abandoned)
+                )
+        # Not earlier: the thread would raise _Abandoned by itself, and the other one would find it behind its handler.
         self._close_event.set()
-        _interrupt(self._thread)
+        self._thread.join(_END_S)
 
     def next(self, timeout_s: float) -> T | None:
         """Return the next item; None after ``timeout_s`` seconds without one, or at the end (``is_at_end``).
@@ -279,17 +294,24 @@ class Fetcher(Generic[T]):
         """Hand items over until the end, an error or an interruption; runs in the thread."""
         try:
             try:
-                for item in self._items:
-                    self._hand_over((item,))
-            finally:
-                if isinstance(self._items, Generator):
-                    self._items.close()
-            self._hand_over(None)
+                self._hand_items_over()
+            except _Abandoned:
+                raise
+            except BaseException as error:  # noqa: BLE001 - it is the main thread's
+                self._hand_over(error)
+            with self._interrupt_lock:  # an exception that came behind the handler below would reach the user
+                self._may_interrupt = False
         except _Abandoned:
             pass
-        except BaseException as error:  # noqa: BLE001 - it is the main thread's
-            with suppress(_Abandoned):  # the main thread has stopped waiting
-                self._hand_over(error)
+
+    def _hand_items_over(self) -> None:
+        try:
+            for item in self._items:
+                self._hand_over((item,))
+        finally:
+            if isinstance(self._items, Generator):
+                self._items.close()
+        self._hand_over(None)
 
     def _hand_over(self, item: tuple[T] | BaseException | None) -> None:
         """Put an item, an error or the end where ``next`` finds it; wait until there is room.
@@ -309,18 +331,9 @@ def _thread_of_graph() -> str:
     return f"graph of {threading.get_ident()}"
 
 
-def is_still_running() -> bool:
-    """Return True if an iterator of this thread still runs: it blocks outside Python code."""
-    return any(thread.name == _thread_of_graph() and thread.is_alive() for thread in threading.enumerate())
-
-
-def _interrupt(thread: threading.Thread) -> None:
-    """Raise _Abandoned in another thread, and wait up to 10 s for its end; do nothing if it has ended.
-
-    Nothing simpler stops a waiting iteration: Ray Data has no public way to shut its executor down, and a thread cannot
-    be cancelled. Shutting Ray down could end a head of another owner. Ray waits in Python code, in short sleeps. It
-    shuts the execution down at an exception of any kind, as for Ctrl-C.
-    """
-    if thread.is_alive() and thread.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Abandoned))
-        thread.join(_MAX_LOOK_S)
+def is_still_running(within_s: float = 0.0) -> bool:
+    """Return True if an iterator of this thread does not end ``within_s`` seconds: it blocks outside Python code."""
+    threads = [thread for thread in threading.enumerate() if thread.name == _thread_of_graph()]
+    for thread in threads:
+        thread.join(within_s)
+    return any(thread.is_alive() for thread in threads)

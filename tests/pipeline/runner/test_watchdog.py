@@ -42,6 +42,23 @@ def test_a_wait_ends_while_nothing_comes_and_leaving_ends_the_iterator():
     assert not fetcher._thread.is_alive()
 
 
+def test_a_thread_that_ends_by_itself_is_not_interrupted():
+    """An exception behind the thread's own handler would reach the user."""
+    over = threading.Event()
+
+    class Slow(Fetcher):
+        def _fetch(self):
+            super()._fetch()
+            over.set()
+            self._close_event.wait(60)  # until it would be interrupted
+            self.left = [number for number in range(1000) if self.is_at_end]
+
+    with Slow(iter("a")) as fetcher:
+        assert (fetcher.next(60), fetcher.next(60), fetcher.is_at_end) == ("a", None, True)
+        assert over.wait(60)
+    assert len(fetcher.left) == 1000
+
+
 def test_at_most_one_item_is_fetched_ahead():
     fetched = []
     with Fetcher(fetched.append(number) or number for number in range(100)) as fetcher:
