@@ -211,7 +211,9 @@ class WorkerLogs:
             with suppress(Exception):
                 if self._subscriber is not None:
                     self._subscriber.close()
-            self._listener.join(0.2)
+            self._listener.join(_WAIT_S)
+        if self._unwritten and not self._listener.is_alive():  # it ended before its turn: this process stood still
+            self._write(len(self._unwritten))
 
     def _listen(self) -> None:
         """Keep workers' last lines, and write crashes to the log, until ``close``; runs in a thread."""
@@ -220,9 +222,7 @@ class WorkerLogs:
             n_deaths = len(self._unwritten)  # crashes noticed during the wait come next time
             self._keep(job, _WAIT_S if n_deaths else _POLL_S)
             if n_deaths:
-                self._write([self._unwritten[i] for i in range(n_deaths)])
-                for _ in range(n_deaths):
-                    self._unwritten.popleft()
+                self._write(n_deaths)
 
     def _keep(self, job: str, for_s: float) -> None:
         """Wait ``for_s`` seconds, and keep the last lines of this job's workers that come meanwhile.
@@ -244,18 +244,20 @@ class WorkerLogs:
                 if len(self._lines) > _MAX_PROCESSES:
                     self._lines.popitem(last=False)
 
-    def _write(self, deaths: Collection[Death]) -> None:
-        """Add the crashes to the log's text, and save the whole text; a log of _MAX_LOG_CHARS takes no more.
+    def _write(self, n_deaths: int) -> None:
+        """Add the first unwritten crashes to the log's text, and save the whole text.
 
-        An OSError of the store is ignored.
+        A log of _MAX_LOG_CHARS takes no more. An OSError of the store is ignored.
         """
         nodes = _list_nodes()
-        for death in deaths:
+        for death in [self._unwritten[i] for i in range(n_deaths)]:  # the driver may add to them meanwhile
             if len(self._text) < _MAX_LOG_CHARS:
                 node = nodes.get(death.worker.node, _Node("", ""))
                 self._text += "\n".join(self._describe_death(death, node)) + "\n\n"
         with suppress(OSError):  # a store that fails ends the run at the next commit
             self._save(self._text.encode())
+        for _ in range(n_deaths):
+            self._unwritten.popleft()
 
     def _describe_death(self, death: Death, node: _Node) -> list[str]:
         """Return log lines: the crashed process, its items in hand, why its node was lost, and its last output."""

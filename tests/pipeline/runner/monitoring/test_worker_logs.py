@@ -43,6 +43,10 @@ def test_the_last_lines_of_the_dead_and_of_nobody_else():
         logs.add(deaths)  # every report names them
         logs.close()
         assert logs.n_deaths == 1 and len(saved) == 1
+        late = Death("encode", Worker("w", "h", *kept), ())
+        logs.add([late])  # as where the driver stood still until the listener had ended
+        logs.close()
+        assert len(saved) == 2 and f"(process {kept[1]}, node" in saved.pop().decode()
     text = saved[0].decode()
     assert f"a worker of encode on h (process {lost[1]}, node {second}) crashed with v1, v2 in hand" in text
     assert "its node was lost: " in text
