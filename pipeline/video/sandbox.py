@@ -200,11 +200,11 @@ class _Child:
         self.received.close()
 
     def end_code(self) -> int | None:
-        """Wait up to 5 s, end the process, and return its exit code (negative: the signal that ended it).
+        """Wait up to 30 s, end the process, and return its exit code (negative: the signal that ended it).
 
         None if it still ran.
         """
-        self.process.join(5)
+        self.process.join(30)  # the code comes through the fork server
         code: int | None = self.process.exitcode
         self.end()
         return code
