@@ -49,7 +49,8 @@ def test_work_that_fails_on_a_node_is_a_finding():
 
 
 def test_a_store_that_works_is_left_as_it_was_and_a_failure_is_told_with_its_reason(tmp_path):
-    assert [finding.state for finding in check_store(reachable(LocalStore(tmp_path / "not" / "yet")))] == ["ok"]
+    (finding,) = check_store(reachable(LocalStore(tmp_path / "not" / "yet")))
+    assert finding.state in {"ok", "slow"} and "listed, ranged, deleted" in finding.says  # slow: a busy disk
     assert not list(tmp_path.iterdir())
     (finding,) = wrong(check_store(LocalStore(tmp_path / "gone"))).values()
     assert "No such file or directory" in finding.says and finding.remedy
@@ -87,7 +88,7 @@ class Undeleted(LocalStore):
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        (LateClock, "a file just put is 3600 s old"),
+        (LateClock, "its clock is wrong: a file just put is 36"),
         (Forgetful, "is not in the listing"),
         (Flipped, "what is read is not what was put"),
         (Undeleted, "a file that was deleted is still there"),
