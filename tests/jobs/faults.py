@@ -24,7 +24,7 @@ import gstep
 from gstep import PrunedTokens
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from pipeline import TokenCache
-from pipeline.storage.stores import LocalStore, Store
+from pipeline.storage.stores import LocalStore
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import committed
@@ -101,13 +101,20 @@ def _die_at_call(number: int, methods: tuple[str, ...], command: list[str], log:
 
 
 class Driver:
-    """``python -m jobs.prune`` as a process of its own, without the seconds that its imports take.
+    """``python -m <command>`` as a process of its own, without the seconds that its imports take.
 
     It is forked from a server that has them loaded. ``before`` runs in it first: a function of a module.
     """
 
-    def __init__(self, argv: list[str], log: Path, before: Callable[[], None] | None = None, **environ: str) -> None:
-        self._process = fork(_drive, argv, str(log), before, environ)
+    def __init__(
+        self,
+        argv: list[str],
+        log: Path,
+        before: Callable[[], None] | None = None,
+        command: str = "jobs.prune",
+        **environ: str,
+    ) -> None:
+        self._process = fork(_drive, command, argv, str(log), before, environ)
         self._log = log
 
     @property
@@ -141,13 +148,11 @@ class Driver:
         return code
 
 
-def _drive(argv: list[str], log: str, before: Callable[[], None] | None, environ: dict[str, str]) -> None:
-    from jobs import prune  # noqa: PLC0415 - not when Ray's workers or decode processes import this module
-
+def _drive(command: str, argv: list[str], log: str, before: Callable[[], None] | None, environ: dict[str, str]) -> None:
     begin_forked(log, environ)
     if before is not None:
         before()
-    code = prune.main(argv)
+    code = import_module(command).main(argv)
     sys.stdout.flush()
     os._exit(code)
 
@@ -166,6 +171,11 @@ def die_before_the_third_commit() -> None:
     _signal_before_the_third_commit(signal.SIGKILL)
 
 
+def die_before_the_third_commit_of_answers() -> None:
+    """Make this driver kill itself before its third shard of answers is committed."""
+    _signal_before_the_third_commit(signal.SIGKILL, "pipeline.generate.run", "commit_answers")
+
+
 def stop_before_the_third_commit() -> None:
     """Make this driver stop itself there, after it said so; its note has a sign of life every two seconds."""
     from pipeline.runner import driver  # noqa: PLC0415
@@ -174,18 +184,19 @@ def stop_before_the_third_commit() -> None:
     _signal_before_the_third_commit(signal.SIGSTOP)
 
 
-def _signal_before_the_third_commit(number_of_signal: signal.Signals) -> None:
-    from pipeline.prune import run  # noqa: PLC0415
+def _signal_before_the_third_commit(
+    number_of_signal: signal.Signals, module: str = "pipeline.prune.run", name: str = "commit"
+) -> None:
+    run, commits = import_module(module), count(1)
+    commit = getattr(run, name)
 
-    commit, commits = run.commit, count(1)  # the number of a shard may skip some: several are committed together
-
-    def commit_or_not(store: Store, run_id: str, number: int, rows: Any, **more: Any) -> Any:
-        if next(commits) == 3:
+    def commit_or_not(*args: Any, **more: Any) -> Any:
+        if next(commits) == 3:  # the number of a shard may skip some: several are committed together
             print(STOPS, flush=True)
             os.kill(os.getpid(), number_of_signal)
-        return commit(store, run_id, number, rows, **more)
+        return commit(*args, **more)
 
-    run.commit = commit_or_not  # type: ignore[attr-defined]
+    setattr(run, name, commit_or_not)
 
 
 def die_in_a_merge() -> None:

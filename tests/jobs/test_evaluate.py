@@ -24,7 +24,8 @@ from pipeline.generate.answers import AnswersTable
 from pipeline.generate.engines.vllm import VllmEngine
 from pipeline.storage.stores import LocalStore
 from tests.gstep.llms import llm
-from tests.jobs.jobs import committed, forbid_models, forbid_ray, run_here, start, stop, wait_for_files
+from tests.jobs.faults import Driver, die_before_the_third_commit_of_answers
+from tests.jobs.jobs import committed, forbid_models, forbid_ray, run_here
 from tests.pipeline.asking import thinking_model, write_questions
 from tests.pipeline.evaluate.videomme import LEFT_OUT, PER_VIDEO, video_id, write_videomme
 from tests.pipeline.videos import sample
@@ -133,9 +134,9 @@ def test_a_grid_that_is_killed_goes_on_and_answers_nothing_twice(one_ray, result
     out = tmp_path / "r"
     argv = ["--benchmark", "videomme", "--data", str(data), "--out", str(out), *LIGHT, *GRID]
     argv += ["--questions-per-shard", "8"]
-    process = start("jobs.evaluate", *argv, RAY_ADDRESS=one_ray)
-    wait_for_files(out / "answers" / "answers", 2, process)
-    stop(process, signal.SIGKILL)
+    log = tmp_path / "log"
+    driver = Driver(argv, log, die_before_the_third_commit_of_answers, command="jobs.evaluate", RAY_ADDRESS=one_ray)
+    assert driver.wait() == -signal.SIGKILL, driver.output
     held = everything_asked(out)
     assert 0 < len(held) < N_VIDEOS * PER_VIDEO * len(ARMS)
     said = evaluated(data, out, *GRID, "--questions-per-shard", "8")

@@ -16,7 +16,14 @@ from pipeline import TokenCache
 from pipeline.cache.table import parse_file_name
 from pipeline.runner.claim import MAX_MISSED_BEATS, Claim
 from pipeline.storage.stores import ObjectStore
-from tests.jobs.faults import FAST_BEAT, STOPS, Driver, stop_before_the_third_commit, tiny_videos
+from tests.jobs.faults import (
+    FAST_BEAT,
+    STOPS,
+    Driver,
+    die_before_the_third_commit,
+    stop_before_the_third_commit,
+    tiny_videos,
+)
 from tests.jobs.jobs import assert_complete, forbid_ray, run_here
 from tests.pipeline.s3 import KEY, SECRET, S3Server
 from tests.pipeline.verifying import kinds, verified
@@ -67,9 +74,9 @@ def killed(one_ray, server, manifest, pruned_here, tmp_path_factory):
     """A run that was killed half-way and run again: (its store, the second run, videos before it, its requests)."""
     store = ObjectStore(server.uri("killed/cache"), server.objects())
     log = tmp_path_factory.mktemp("log") / "log"
-    driver = Driver([*argv(manifest, store.root), *SLOWLY], log, RAY_ADDRESS=one_ray, **server.environment())
-    driver.until(lambda: len(shards(store)) >= 3, "three shards")
-    driver.kill()
+    place = {"RAY_ADDRESS": one_ray, **server.environment()}
+    driver = Driver([*argv(manifest, store.root), *SLOWLY], log, die_before_the_third_commit, **place)
+    assert driver.wait() == -signal.SIGKILL, driver.output  # by itself: no request of it is under way any more
     half = len(TokenCache(store.root, store=store))
     assert 0 < half < len(IDS)
     server.requests.clear()
@@ -114,7 +121,7 @@ def test_a_driver_that_was_stopped_commits_nothing_whose_tokens_were_removed(
     driver.until(lambda: (tmp_path / "log").exists() and STOPS in driver.output, "the third commit")
     monkeypatch.setattr("pipeline.verify.verify.Claim", partial(Claim, heartbeat_s=FAST_BEAT))
     (note,) = store.names("runs", ".running")
-    silent = timedelta(seconds=MAX_MISSED_BEATS * FAST_BEAT + 1)
+    silent = timedelta(seconds=MAX_MISSED_BEATS * FAST_BEAT + 5)  # a claim reads two times, one after the other
     wait_until(lambda: store.age(note) > silent, "a note without signs of life")
     try:
         assert verified(store, clean=True, keep=timedelta(0)).removed
