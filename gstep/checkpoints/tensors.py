@@ -200,12 +200,17 @@ def refuse_quantized(name: str, config: Mapping[str, Any], served_methods: Colle
 
     ``name`` is the model's, for the message. Quantization by a method of ``served_methods`` is allowed.
     """
-    for part, settings in {"": config, **config}.items():
-        quantization = settings.get("quantization_config") if isinstance(settings, dict) else None
+    for key, quantization in iter_quantizations(config):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        if quantization and method not in served_methods:
-            key = f"{part}.quantization_config" if part else "quantization_config"
+        if method not in served_methods:
             raise ModelError(f"{name!r} is quantized ({key} in config.json: {method or 'an unnamed method'}): {_USE}")
+
+
+def iter_quantizations(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each ``quantization_config`` of config.json that is not empty, of a part too: (its key, its value)."""
+    for part, settings in {"": config, **config}.items():
+        if isinstance(settings, dict) and (quantization := settings.get("quantization_config")):
+            yield (f"{part}.quantization_config" if part else "quantization_config"), quantization
 
 
 def refuse_quantized_tensor(name: str, tensor: str, dtype: str) -> None:

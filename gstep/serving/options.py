@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gstep.backbones import ModelSource, Runtime
+from gstep.checkpoints.tensors import iter_quantizations
 from gstep.errors import ModelError
 from gstep.language.types import Decoding
 from gstep.language.weights import end_ids
@@ -107,23 +108,24 @@ def _check_quantized_products(source: ModelSource) -> None:
     Without VNNI the products of INT8 by INT8 are added up in 16 bits and overflow: the scores are wrong. The kernels
     of 4-bit weights exist for AVX-512 only. Both were measured with vLLM 0.32.
     """
-    quantization, cpu = source.config.get("quantization_config") or {}, torch.cpu.get_capabilities()
+    cpu = torch.cpu.get_capabilities()
     if cpu["architecture"] != "x86_64":
         return
-    groups = (quantization.get("config_groups") or {}).values()
-    inputs = [group.get("input_activations") or {} for group in groups]
-    has_int8_inputs = any(of_group.get("type") == "int" and of_group.get("num_bits") == 8 for of_group in inputs)
-    has_4_bits = any((group.get("weights") or {}).get("num_bits") == 4 for group in groups)
-    if has_int8_inputs and not (cpu["avx512_vnni"] or cpu["avx_vnni"]):
-        lacks, why = "VNNI", "vLLM multiplies INT8 by INT8 there with sums of 16 bits, which overflow: wrong answers"
-    elif (has_4_bits or quantization.get("quant_method") in ("awq", "gptq")) and not cpu["avx512_bw"]:
-        lacks, why = "AVX-512", "vLLM has no kernels of 4-bit weights for it"
-    else:
-        return
-    raise ModelError(
-        f"{source.name!r} is quantized, and this node's CPU has no {lacks}: {why}. Use a GPU, a CPU with {lacks}, or "
-        "the unquantized checkpoint"
-    )
+    for _, quantization in iter_quantizations(source.config):
+        groups = (quantization.get("config_groups") or {}).values()
+        inputs = [group.get("input_activations") or {} for group in groups]
+        has_int8_inputs = any(of_group.get("type") == "int" and of_group.get("num_bits") == 8 for of_group in inputs)
+        has_4_bits = any((group.get("weights") or {}).get("num_bits") == 4 for group in groups)
+        if has_int8_inputs and not (cpu["avx512_vnni"] or cpu["avx_vnni"]):
+            lacks, why = "VNNI", "vLLM adds up products of INT8 by INT8 in 16 bits there, which overflow: wrong answers"
+        elif (has_4_bits or quantization.get("quant_method") in ("awq", "gptq")) and not cpu["avx512_bw"]:
+            lacks, why = "AVX-512", "vLLM has no kernels of 4-bit weights for it"
+        else:
+            continue
+        raise ModelError(
+            f"{source.name!r} is quantized, and this node's CPU has no {lacks}: {why}. Use a GPU, a CPU with {lacks}, "
+            "or the unquantized checkpoint"
+        )
 
 
 #: Engine arguments that this project sets and users may not.

@@ -79,9 +79,11 @@ def test_four_bits_of_compressed_tensors_are_four_bits(monkeypatch):
     quantization = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: OLD_CPU)
     check_arithmetic(source, choose_runtime("cpu", "bfloat16"))
-    four = replace(source, config=source.config | {"quantization_config": quantization})
-    with pytest.raises(ModelError, match="CPU has no AVX-512"):
-        check_arithmetic(four, choose_runtime("cpu", "bfloat16"))
+    quantized = {"quantization_config": quantization}
+    for more in (quantized, {"text_config": source.config["text_config"] | quantized}):
+        four = replace(source, config=source.config | more)
+        with pytest.raises(ModelError, match="CPU has no AVX-512"):
+            check_arithmetic(four, choose_runtime("cpu", "bfloat16"))
 
 
 @pytest.fixture
