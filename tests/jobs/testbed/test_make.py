@@ -1,9 +1,7 @@
 """jobs.testbed: what make writes and says, what it refuses, and how it ends."""
 
-import os
 import signal
 import stat
-import threading
 
 import av
 import numpy as np
@@ -11,8 +9,8 @@ import pytest
 
 from jobs.testbed.__main__ import main
 from pipeline.evaluate.benchmarks import find_benchmark
+from pipeline.evaluate.shapes import layout
 from tests.jobs.jobs import run
-from tests.waiting import wait_until
 
 
 def make(folder, *options):
@@ -105,15 +103,18 @@ def test_a_file_in_the_way_of_the_folder_is_refused(tmp_path, capsys):
     assert stat.S_ISREG((tmp_path / "d").stat().st_mode)
 
 
-def test_an_interrupted_one_ends_with_130_and_goes_on(tmp_path):
-    def interrupt() -> None:
-        wait_until(lambda: len([*tmp_path.glob("d/data/*.mp4")]) == 2, "the second video")
-        os.kill(os.getpid(), signal.SIGTERM)
+def test_an_interrupted_one_ends_with_130_and_goes_on(tmp_path, monkeypatch):
+    write_mp4 = layout.write_mp4
 
-    killer = threading.Thread(target=interrupt)
-    killer.start()
-    assert make(tmp_path / "d") == 130
-    killer.join()
+    def write_and_interrupt(path, *video):
+        write_mp4(path, *video)
+        if len([*path.parent.iterdir()]) == 2:
+            path.write_bytes(path.read_bytes()[:-99])  # as in the middle of the second video
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layout, "write_mp4", write_and_interrupt)
+        assert make(tmp_path / "d") == 130
     assert len([*tmp_path.glob("d/data/*.mp4")]) == 2
     assert make(tmp_path / "d") == 0 and make(tmp_path / "whole") == 0
     assert bytes_of(tmp_path / "d") == bytes_of(tmp_path / "whole")

@@ -34,6 +34,7 @@ from tests.pipeline.cache.table_rows import (
 from tests.pipeline.caches import limit_merges, write_header
 from tests.pipeline.flaky import FlakyProxy
 from tests.pipeline.s3 import S3Server
+from tests.waiting import wait_until
 
 COMMITS = 8  # of each writer
 NOW = timedelta(0)
@@ -71,12 +72,17 @@ def test_the_live_rows_are_the_model_s_whatever_the_store_does_to_requests():
             mergers = [pool.submit(merge_often, number) for number in range(2)]
             try:
                 list(pool.map(write, range(3)))
+                # The mergers go on until they have met some too: what they have merged is to be deleted.
+                wait_until(
+                    lambda: sum(bool(fault.paths) for fault in faults) > 9,
+                    "faults of every kind",
+                    meanwhile=lambda: [merger.result() for merger in mergers if merger.done()],
+                )
             finally:
                 ended.set()
             for merger in mergers:
                 merger.result()
         live = model.live()
-        assert sum(bool(fault.paths) for fault in faults) > 9
         assert len(model.rows) > 3 * COMMITS and live_in(sound) == live
         for _ in range(3):
             merge(sound, None, everything=True, keep=NOW)

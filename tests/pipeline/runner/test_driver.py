@@ -2,6 +2,7 @@
 
 import io
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -235,37 +236,40 @@ def test_what_ray_raises_is_told_in_the_words_of_the_worker_and_what_came_out_is
     assert "stopping: flushing finished work" in run.said and sorted(run.on_disk()) == list("abc")
 
 
-class Endless(Words):
-    """Words, and then a wait without end that an exception can end, as Ray's own."""
-
-    def batches(self) -> Iterator[GraphOutput]:
-        yield from super().batches()
-        while True:
-            time.sleep(0.01)
-
-
 class Waiting(WordRun):
     """A run whose first graph gives three words and then nothing, until a look at its workers ends it."""
 
-    graphs = 0
+    graphs = n_looks = 0
 
     def __init__(self, root: Path, *words: str, ending: Mock) -> None:
         super().__init__(root, *words)
         self.options = RunOptions(device="cpu", stall_timeout=60, log_interval=60)
-        self.ending = ending
+        self.ending, self.at_end = ending, threading.Event()
 
     def build(self, items: list[str], plan: Plan, heartbeats: object) -> RunGraph:
         self.graphs += 1
-        return Endless(items[:3], 2) if self.graphs == 1 else Words(items, 2)
+        return Words(self.endless(items[:3]) if self.graphs == 1 else items, 2)
+
+    def endless(self, words: list[str]) -> Iterator[str]:
+        """Words, and then a wait without end that an exception can end, as Ray's own."""
+        yield from words
+        self.at_end.set()  # the last word has left the graph
+        while True:
+            time.sleep(0.01)
 
     def find_stop_reason(self, report: WorkerReport) -> str | None:
-        return self.ending() if self.graphs == 1 and len(self.on_disk()) == 2 else None
+        if self.graphs > 1 or not self.at_end.is_set():
+            return None
+        # The two words before the last are on disk by now. Before the second look the last one is taken too.
+        self.n_looks += 1
+        return self.ending() if self.n_looks == 2 else None
 
 
 def test_what_is_left_is_planned_anew_where_the_cluster_changed_and_a_reason_to_give_up_ends_the_run(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(watchdog, "_MAX_LOOK_S", 0.05)
+    monkeypatch.setattr(driver, "TICK_S", 0.05)
     run = Waiting(
         tmp_path / "1", *"abcde", ending=Mock(side_effect=ClusterChanged("nodes were lost and nothing moves"))
     )
@@ -293,6 +297,7 @@ def test_a_stop_waits_little_for_workers_and_not_for_nodes(tmp_path, monkeypatch
         return []
 
     monkeypatch.setattr(watchdog, "_MAX_LOOK_S", 0.05)
+    monkeypatch.setattr(driver, "TICK_S", 0.05)
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "nodes", nodes)
     run = Waiting(tmp_path, *"abcde", ending=Mock(side_effect=ending))

@@ -2,6 +2,7 @@
 
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 from pipeline.runner import last_writes
 from pipeline.runner.last_writes import NO_ANSWER, seconds_left, write_last
@@ -20,12 +21,24 @@ def test_a_write_is_done_or_says_why_not():
 
 
 def test_writes_that_hang_share_one_bound_and_leave_a_part_to_others(monkeypatch):
-    monkeypatch.setattr(last_writes, "LAST_WRITES_S", 0.5)
+    now = 0.0
+
+    class Thread(threading.Thread):
+        """Real, but a wait for its end takes time by the clock of this test alone."""
+
+        def join(self, timeout: float | None = None) -> None:
+            nonlocal now
+            assert timeout is not None
+            now += timeout
+
+    monkeypatch.setattr(last_writes, "threading", SimpleNamespace(Thread=Thread))
+    monkeypatch.setattr(last_writes, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(last_writes, "LAST_WRITES_S", 8.0)
     ending, forever = KeyboardInterrupt(), threading.Event()
     try:
-        assert write_last(ending, forever.wait, spare_s=0.3) == NO_ANSWER
-        assert seconds_left(ending) > 0
+        assert write_last(ending, forever.wait, spare_s=3.0) == NO_ANSWER
+        assert (now, seconds_left(ending)) == (5.0, 3.0)
         assert [write_last(ending, forever.wait) for _ in range(5)] == [NO_ANSWER] * 5
-        assert seconds_left(ending) == 0 < seconds_left(KeyboardInterrupt()) <= 0.5
+        assert (now, seconds_left(ending), seconds_left(KeyboardInterrupt())) == (8.0, 0.0, 8.0)
     finally:
         forever.set()

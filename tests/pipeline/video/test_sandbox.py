@@ -76,9 +76,11 @@ def test_beside_a_gpu_memory_that_is_written_is_limited_and_addresses_are_not(cl
 
 
 def test_a_hang_ends_at_the_limit_and_is_not_tried_again(clip):
-    with DecodeSandbox(timeout_s=1.0) as sandbox:
+    with DecodeSandbox() as sandbox:
         sandbox.decode(request(clip))  # the child is up: only the limit counts below
+        sandbox._timeout_s, usual = 1.0, sandbox._timeout_s
         fault = convert_error(sandbox, request(clip, "Hanging"))
+        sandbox._timeout_s = usual  # a busy machine may need longer for a good video
         assert (fault.fault_class, fault.attempts) == ("timeout", 1) and "1 s" in fault.message
         assert sandbox.decode(request(clip)).source_frames == 30
 

@@ -34,7 +34,9 @@ def test_the_last_lines_of_the_dead_and_of_nobody_else():
         logs.start()
         talkers = [Talker.remote(), Talker.remote()]
         (lost, kept) = sorted(ray.get([one.talk.remote() for one in talkers]), key=lambda one: one[0] != second)
-        wait_until(lambda: len(logs._lines) == 2, lambda: f"lines of both: {logs._lines}")
+        all_said = {f"{pid} {does}" for _, pid in (lost, kept) for does in ("is here", "leaves")}
+        # What goes to stderr and to stdout is in two files, and comes one after the other.
+        wait_until(lambda: all_said <= set().union(*logs._lines.values()), lambda: f"lines of both: {logs._lines}")
         (raylet,) = [pid for pid, title in family(os.getpid()).items() if f"--node_id={second}" in title]
         os.kill(raylet, signal.SIGKILL)
         wait_until(lambda: not all(node["Alive"] for node in ray.nodes()), "Ray notices the loss", 60)
