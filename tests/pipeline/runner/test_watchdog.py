@@ -10,6 +10,7 @@ import ray
 
 from pipeline.errors import RunFailed
 from pipeline.prune.resources import PRUNING, plan_resources
+from pipeline.runner import watchdog as watchdog_module
 from pipeline.runner.heartbeats import Heartbeats, ProgressDelta, Worker, heartbeats_of
 from pipeline.runner.progress import Progress, Speed
 from pipeline.runner.watchdog import SHRUNK_S, ClusterChanged, Fetcher, Growth, Watchdog
@@ -31,7 +32,9 @@ def test_every_item_comes_in_order_and_an_error_of_the_iterator_arrives():
         assert (fetcher.next(LONG_S), fetcher.next(LONG_S), fetcher.is_at_end) == ("a", None, True)
 
 
-def test_a_wait_ends_while_nothing_comes_and_leaving_ends_the_iterator():
+def test_a_wait_ends_while_nothing_comes_and_leaving_ends_the_iterator(monkeypatch):
+    monkeypatch.setattr(watchdog_module, "_END_S", LONG_S)
+
     def endless():
         yield "a"
         while True:
@@ -60,7 +63,8 @@ def test_a_thread_that_ends_by_itself_is_not_interrupted():
     assert len(fetcher.left) == 1000
 
 
-def test_at_most_one_item_is_fetched_ahead():
+def test_at_most_one_item_is_fetched_ahead(monkeypatch):
+    monkeypatch.setattr(watchdog_module, "_END_S", LONG_S)
     fetched = []
     with Fetcher(fetched.append(number) or number for number in range(100)) as fetcher:
         assert fetcher.next(LONG_S) == 0
