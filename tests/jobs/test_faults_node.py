@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 import pipeline
 from jobs import prune
@@ -36,15 +37,20 @@ SLOW = "tests.jobs.hostile:SlowDecoder"
 FREE_BYTES = 2**18  # of a box of the file format that holds nothing
 
 
-def _run_that_loses_a_node(cache: Path, argv: list[str]) -> subprocess.CompletedProcess[str]:
+def _run_that_loses_a_node(
+    cache: Path, argv: list[str], once_lost: Callable[[], object] = lambda: None
+) -> subprocess.CompletedProcess[str]:
     """Run jobs.prune here, to its end, on two nodes of which the second is killed after the first commit.
 
-    What is left is planned anew a few seconds later, where that is needed.
+    What is left is planned anew a few seconds later, where that is needed. ``once_lost`` is called as soon as Ray
+    counts the node as lost.
     """
 
     def kill() -> None:
         wait_until(lambda: files(cache, "videos"), "the first commit")
         os.kill(raylets(os.getpid())[1], signal.SIGKILL)
+        wait_until(lambda: [node["Alive"] for node in ray.nodes()].count(True) == 1, "the loss of the node")
+        once_lost()
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -60,13 +66,22 @@ def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
 
     Which workers were there is Ray's choice. Where those that are left have no more to come, it ends them and starts
     the lost ones in their room; else what is left is planned anew, and the lost ones must not take the room then.
+    Half of the videos wait until the node counts as lost, which takes Ray seconds: the run could end before that.
     """
     stays, goes = 1, 2
     ids = tiny_videos(tmp_path / "videos", 44)
+    stuck = tmp_path / "videos" / "stuck"
+    stuck.write_text("22")
+
+    def go_on() -> None:
+        (tmp_path / "all").write_text("44")
+        (tmp_path / "all").replace(stuck)  # never empty
+
     cache = tmp_path / "c"
-    argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2", "--decoder", SLOW]
+    argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2"]
+    argv += ["--decoder", "tests.jobs.hostile:StuckDecoder"]
     with ray_here({"num_cpus": stays}, {"num_cpus": goes}):
-        done = _run_that_loses_a_node(cache, argv)
+        done = _run_that_loses_a_node(cache, argv, go_on)
     assert done.returncode == 0, done.stdout
     assert_complete(cache, ids)
     (lost,) = [line for line in done.stdout.splitlines() if " was lost" in line]
