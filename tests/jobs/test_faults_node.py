@@ -141,10 +141,13 @@ def test_a_run_takes_in_nodes_that_join_and_goes_on_without_those_that_leave(tmp
     with growing_ray({"num_cpus": 1}, {"num_cpus": 1}) as (add_node, _), ThreadPoolExecutor(1) as pool:
         running = pool.submit(run)  # nodes are added by the main thread alone
         wait_until(lambda: files(cache, "videos"), "the first commit")
+        wait_until(lambda: 2 in decoding_nodes(notes), "a line about workers on two nodes")
         add_node(num_cpus=4)
         wait_until(lambda: planned_cpus(cache) == 6, "a plan for six cores")
         before = len(files(cache, "videos"))
         wait_until(lambda: len(files(cache, "videos")) > before, "a commit by the new workers")
+        # It needs a look at which all of them have started, and a worker that is late may miss some.
+        wait_until(lambda: 3 in decoding_nodes(notes), "a line about workers on three nodes")
         os.kill(raylets(os.getpid())[1], signal.SIGKILL)
         (tmp_path / "videos" / "quick").touch()
         assert running.result().n_ok == len(ids)
@@ -152,9 +155,13 @@ def test_a_run_takes_in_nodes_that_join_and_goes_on_without_those_that_leave(tmp
     assert any(
         re.match(r"note: node \S+ \w{6} joined \(4 CPUs, 0 GPUs\) and has no workers yet", note) for note in notes
     )
-    places = [note for note in notes if note.startswith("workers of each node: ")]
-    assert [note.count(" to decode") for note in places][:2] == [2, 3], notes  # one decoder a CPU, before and after
+    assert decoding_nodes(notes)[:2] == [2, 3], notes  # one decoder a CPU, before and after
     assert_complete(cache, ids)
+
+
+def decoding_nodes(notes: list[str]) -> list[int]:
+    """Return how many nodes have decoders by each line about the workers of the nodes; more may come meanwhile."""
+    return [note.count(" to decode") for note in [*notes] if note.startswith("workers of each node: ")]
 
 
 def planned_cpus(cache: Path) -> float:
