@@ -10,11 +10,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import pipeline
 from jobs import prune
@@ -23,11 +25,12 @@ from pipeline.inputs.container import ContainerOptions, Member
 from pipeline.inputs.discovery import Discovery, Part
 from pipeline.inputs.forms import FORMS
 from pipeline.prune.summary import Summary
-from pipeline.runner import watchdog
+from pipeline.runner import driver, watchdog
+from pipeline.runner.stages import end_workers
 from tests.jobs.faults import files, tiny_videos
 from tests.jobs.jobs import assert_complete, run_here
 from tests.jobs.processes import raylets
-from tests.pipeline.rays import growing_ray, ray_here
+from tests.pipeline.rays import growing_ray, hold_cpu, ray_here
 from tests.pipeline.tars import write_tar
 from tests.waiting import wait_until
 
@@ -193,12 +196,16 @@ def _prune_large_frames(folder: Path) -> tuple[list[str], subprocess.CompletedPr
     """Run jobs.prune on videos of 29 MB of frames each, which are decoded faster than they are pruned."""
     ids = tiny_videos(folder / "videos", 8)
     argv = [str(folder / "videos"), "--out", str(folder / "c"), "--model", "tiny-internvl", "--num-frames", "192"]
-    argv += ["--pruner", "tests.jobs.poison:Slow", "--decode-workers", "4"]  # most on the node with four CPUs
+    argv += ["--pruner", "tests.jobs.poison:Slow", "--decode-workers", "4"]
     return ids, run_here(prune, argv)
 
 
-def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path, node_of_a_small_disk):
-    with ray_here({"num_cpus": 1, "object_store_memory": 2**29}, node_of_a_small_disk) as (_, full):
+def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path, node_of_a_small_disk, monkeypatch):
+    """No decoder finds room on the other node before the first workers have ended: else it might do too many videos."""
+    nodes = {"num_cpus": 1, "object_store_memory": 2**29}, node_of_a_small_disk
+    with ray_here(*nodes) as (other, full), ExitStack() as held:
+        monkeypatch.setattr(driver, "end_workers", lambda: (end_workers(), held.close()))
+        held.enter_context(hold_cpu(scheduling_strategy=NodeAffinitySchedulingStrategy(other, soft=False)))
         ids, done = _prune_large_frames(tmp_path)
     assert done.returncode == 0, done.stdout
     assert_complete(tmp_path / "c", ids)
