@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pipeline.runner.heartbeat import Heartbeat
 from pipeline.video.decoders import PyavDecoder
 from pipeline.video.probe import VideoIndex
+from tests.waiting import wait_until
 
 
 class CountedDecoder(PyavDecoder):
@@ -46,28 +47,34 @@ class HostileReader(CountedDecoder):
 
 
 class MountedElsewhere(CountedDecoder):
-    """Finds no file, at once: on nodes with BAD_NODE in their environment, in one worker if there is a folder bad."""
+    """Finds no file: on nodes with BAD_NODE in their environment, in one worker if there is a folder roles.
+
+    Each side waits for the other, by files beside the videos, whichever starts first: it fails once there is a file
+    named held, and the other workers keep the videos in hand that they have read until there is one named failed.
+    """
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
         path = Path(self._index.path)
-        bad = path.parent / "bad"
-        if "BAD_NODE" in os.environ or (bad.exists() and self._is_mine(bad)):
+        roles = path.with_name("roles")
+        if "BAD_NODE" in os.environ or (roles.exists() and self._is_bad(roles)):
+            wait_until(path.with_name("held").exists, "a video in the hand of a worker that reads")
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
         yield from super().read(indices)
+        wait_until(path.with_name("failed").exists, "failures of the others")
 
     @staticmethod
-    def _is_mine(bad: Path) -> bool:
-        """Return whether this is the bad worker: the first to ask once another has read a video.
+    def _is_bad(roles: Path) -> bool:
+        """Return whether this is the bad worker: the second to ask, so that there is one which does better.
 
-        Earlier there would be nobody who does better, however many of its videos failed. A worker is known by its fork
-        server, the parent of this process.
+        A worker is known by its fork server, the parent of this process. A link has its content from the start.
         """
-        me, calls = f"{os.getppid()}", bad.parent / "calls"
-        if not calls.exists() or {line.split()[-1] for line in calls.read_text().splitlines()} <= {me}:
-            return False
-        with suppress(FileExistsError), (bad / "worker").open("x") as file:
-            file.write(me)
-        return (bad / "worker").read_text() in ("", me)
+        me = f"{os.getppid()}"
+        for role in ("good", "bad"):
+            with suppress(FileExistsError):
+                (roles / role).symlink_to(me)
+            if (roles / role).readlink() == Path(me):
+                return role == "bad"
+        return False
 
 
 class SlowDecoder(PyavDecoder):

@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import pipeline
 from jobs import prune
@@ -22,11 +25,12 @@ from pipeline.inputs.container import ContainerOptions, Member
 from pipeline.inputs.discovery import Discovery, Part
 from pipeline.inputs.forms import FORMS
 from pipeline.prune.summary import Summary
-from pipeline.runner import watchdog
+from pipeline.runner import driver, watchdog
+from pipeline.runner.stages import end_workers
 from tests.jobs.faults import files, tiny_videos
 from tests.jobs.jobs import assert_complete, run_here
 from tests.jobs.processes import raylets
-from tests.pipeline.rays import growing_ray, ray_here
+from tests.pipeline.rays import growing_ray, hold_cpu, ray_here
 from tests.pipeline.tars import write_tar
 from tests.waiting import wait_until
 
@@ -36,15 +40,20 @@ SLOW = "tests.jobs.hostile:SlowDecoder"
 FREE_BYTES = 2**18  # of a box of the file format that holds nothing
 
 
-def _run_that_loses_a_node(cache: Path, argv: list[str]) -> subprocess.CompletedProcess[str]:
+def _run_that_loses_a_node(
+    cache: Path, argv: list[str], once_lost: Callable[[], object] = lambda: None
+) -> subprocess.CompletedProcess[str]:
     """Run jobs.prune here, to its end, on two nodes of which the second is killed after the first commit.
 
-    What is left is planned anew a few seconds later, where that is needed.
+    What is left is planned anew a few seconds later, where that is needed. ``once_lost`` is called as soon as Ray
+    counts the node as lost.
     """
 
     def kill() -> None:
         wait_until(lambda: files(cache, "videos"), "the first commit")
         os.kill(raylets(os.getpid())[1], signal.SIGKILL)
+        wait_until(lambda: [node["Alive"] for node in ray.nodes()].count(True) == 1, "the loss of the node")
+        once_lost()
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -60,13 +69,22 @@ def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
 
     Which workers were there is Ray's choice. Where those that are left have no more to come, it ends them and starts
     the lost ones in their room; else what is left is planned anew, and the lost ones must not take the room then.
+    Half of the videos wait until the node counts as lost, which takes Ray seconds: the run could end before that.
     """
     stays, goes = 1, 2
     ids = tiny_videos(tmp_path / "videos", 44)
+    stuck = tmp_path / "videos" / "stuck"
+    stuck.write_text("22")
+
+    def go_on() -> None:
+        (tmp_path / "all").write_text("44")
+        (tmp_path / "all").replace(stuck)  # never empty
+
     cache = tmp_path / "c"
-    argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2", "--decoder", SLOW]
+    argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2"]
+    argv += ["--decoder", "tests.jobs.hostile:StuckDecoder"]
     with ray_here({"num_cpus": stays}, {"num_cpus": goes}):
-        done = _run_that_loses_a_node(cache, argv)
+        done = _run_that_loses_a_node(cache, argv, go_on)
     assert done.returncode == 0, done.stdout
     assert_complete(cache, ids)
     (lost,) = [line for line in done.stdout.splitlines() if " was lost" in line]
@@ -126,10 +144,13 @@ def test_a_run_takes_in_nodes_that_join_and_goes_on_without_those_that_leave(tmp
     with growing_ray({"num_cpus": 1}, {"num_cpus": 1}) as (add_node, _), ThreadPoolExecutor(1) as pool:
         running = pool.submit(run)  # nodes are added by the main thread alone
         wait_until(lambda: files(cache, "videos"), "the first commit")
+        wait_until(lambda: 2 in decoding_nodes(notes), "a line about workers on two nodes")
         add_node(num_cpus=4)
         wait_until(lambda: planned_cpus(cache) == 6, "a plan for six cores")
         before = len(files(cache, "videos"))
         wait_until(lambda: len(files(cache, "videos")) > before, "a commit by the new workers")
+        # It needs a look at which all of them have started, and a worker that is late may miss some.
+        wait_until(lambda: 3 in decoding_nodes(notes), "a line about workers on three nodes")
         os.kill(raylets(os.getpid())[1], signal.SIGKILL)
         (tmp_path / "videos" / "quick").touch()
         assert running.result().n_ok == len(ids)
@@ -137,9 +158,13 @@ def test_a_run_takes_in_nodes_that_join_and_goes_on_without_those_that_leave(tmp
     assert any(
         re.match(r"note: node \S+ \w{6} joined \(4 CPUs, 0 GPUs\) and has no workers yet", note) for note in notes
     )
-    places = [note for note in notes if note.startswith("workers of each node: ")]
-    assert [note.count(" to decode") for note in places][:2] == [2, 3], notes  # one decoder a CPU, before and after
+    assert decoding_nodes(notes)[:2] == [2, 3], notes  # one decoder a CPU, before and after
     assert_complete(cache, ids)
+
+
+def decoding_nodes(notes: list[str]) -> list[int]:
+    """Return how many nodes have decoders by each line about the workers of the nodes; more may come meanwhile."""
+    return [note.count(" to decode") for note in [*notes] if note.startswith("workers of each node: ")]
 
 
 def planned_cpus(cache: Path) -> float:
@@ -171,12 +196,16 @@ def _prune_large_frames(folder: Path) -> tuple[list[str], subprocess.CompletedPr
     """Run jobs.prune on videos of 29 MB of frames each, which are decoded faster than they are pruned."""
     ids = tiny_videos(folder / "videos", 8)
     argv = [str(folder / "videos"), "--out", str(folder / "c"), "--model", "tiny-internvl", "--num-frames", "192"]
-    argv += ["--pruner", "tests.jobs.poison:Slow", "--decode-workers", "4"]  # most on the node with four CPUs
+    argv += ["--pruner", "tests.jobs.poison:Slow", "--decode-workers", "4"]
     return ids, run_here(prune, argv)
 
 
-def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path, node_of_a_small_disk):
-    with ray_here({"num_cpus": 1, "object_store_memory": 2**29}, node_of_a_small_disk) as (_, full):
+def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path, node_of_a_small_disk, monkeypatch):
+    """No decoder finds room on the other node before the first workers have ended: else it might do too many videos."""
+    nodes = {"num_cpus": 1, "object_store_memory": 2**29}, node_of_a_small_disk
+    with ray_here(*nodes) as (other, full), ExitStack() as held:
+        monkeypatch.setattr(driver, "end_workers", lambda: (end_workers(), held.close()))
+        held.enter_context(hold_cpu(scheduling_strategy=NodeAffinitySchedulingStrategy(other, soft=False)))
         ids, done = _prune_large_frames(tmp_path)
     assert done.returncode == 0, done.stdout
     assert_complete(tmp_path / "c", ids)
