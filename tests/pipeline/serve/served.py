@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from gstep.language import Decoding, load_language_model, prompt_builder
 from pipeline import TokenCache
 from tests.jobs.jobs import environment
 from tests.paths import ROOT
+from tests.ports import free_ports
 
 vllm = pytest.importorskip("vllm")
 
@@ -32,9 +32,7 @@ N_TOKENS = 8
 @contextmanager
 def serving(cache, *flags, stock=False):
     """A server of this cache, and its address: jobs.serve, or vLLM's own by the command that jobs.serve prints."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     log = (cache.parent / f"log-{port}").open("w")
     command = [sys.executable, "-m", "jobs.serve", str(cache), "--port", str(port), "--api-key", KEY, *flags]
     environ = environment(HF_HUB_OFFLINE="1", PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
