@@ -96,7 +96,7 @@ class Cluster:
         body = None if document is None else json.dumps(document).encode()
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         request = urllib.request.Request(self.address + path, body, headers if token else {})
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return json.load(answer)
 
     def close(self) -> None:
