@@ -184,6 +184,7 @@ def test_a_redone_video_is_answered_afresh_and_no_answer_fails(client, more):
         answers.extend(named(client, "Who?", link) for link in links)
 
     with asked_meanwhile(ask_once):
+        wait_until(lambda: answers, "an answer from the old rows")
         redone = encoded("redone", random_tokens(9, SHAPE), 0.25, "gstep", attempts=2)
         write_shard(TokenCache(more).store, "redo", redone)
         row = TokenCache(more).metadata("redone")
