@@ -95,7 +95,7 @@ def fetched(url, body=None, method="GET", key=None):
     headers = {"Content-Type": "application/json", **({} if key is None else {"Authorization": f"Bearer {key}"})}
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=60) as reply:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=300) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
