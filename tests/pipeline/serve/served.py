@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager, suppress
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 import pytest
@@ -62,7 +62,7 @@ def serving(cache, *flags, stock=False):
         yield server, f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
-        server.wait(60)
+        server.wait(180)  # a test that failed may leave requests, which have two minutes to end
         log.close()
 
 
@@ -99,6 +99,38 @@ def fetched(url, body=None, method="GET", key=None):
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def count_of(address, name):
+    """The sum of a metric."""
+    lines = fetched(f"{address}/metrics", key=KEY)[1].splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
+
+
+class Admitted:
+    """A chat that the server has let in: it has asked for the body, and waits until that is sent."""
+
+    def __init__(self, address, body):
+        self._body = json.dumps(body).encode()
+        self._connection = HTTPConnection(address.removeprefix("http://"), timeout=300)
+        self._connection.putrequest("POST", "/v1/chat/completions")
+        for header in (
+            *(("Content-Type", "application/json"), ("Authorization", f"Bearer {KEY}"), ("Connection", "close")),
+            *(("Content-Length", len(self._body)), ("Expect", "100-continue")),
+        ):
+            self._connection.putheader(*header)
+        self._connection.endheaders()
+        said = self._connection.sock.recv(1000)
+        assert said.startswith(b"HTTP/1.1 100 "), said
+
+    def send_body(self):
+        self._connection.send(self._body)
+
+    def status(self):
+        """The status of the answer, once all of it is here."""
+        reply = self._connection.getresponse()
+        reply.read()
+        return reply.status
 
 
 def ended(url, body):
