@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.jobs.jobs import environment
+from tests.ports import free_ports
 from tests.waiting import wait_until
 
 RAY = Path(sys.executable).with_name("ray")
@@ -39,7 +39,7 @@ class Cluster:
         self.environment["PATH"] = f"{RAY.parent}{os.pathsep}{self.environment['PATH']}"
         self.folder = Path(self.environment.pop("RAY_TMPDIR"))
         self._nodes: list[subprocess.Popen[bytes]] = []
-        self._gcs, dashboard, agent, client = _free_ports(4)
+        self._gcs, dashboard, agent, client = free_ports(4)
         self.address = f"http://127.0.0.1:{dashboard}"
         self.gcs_address = f"127.0.0.1:{self._gcs}"
         self._start(
@@ -61,7 +61,7 @@ class Cluster:
 
     def add_node(self) -> None:
         """Join one more node and wait until the cluster counts it."""
-        (agent,) = _free_ports(1)
+        (agent,) = free_ports(1)
         self._start(f"--address=127.0.0.1:{self._gcs}", agent=agent)
         self._wait_until(lambda: len(self._alive_nodes()) == len(self._nodes), "the node joins")
 
@@ -96,7 +96,7 @@ class Cluster:
         body = None if document is None else json.dumps(document).encode()
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         request = urllib.request.Request(self.address + path, body, headers if token else {})
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return json.load(answer)
 
     def close(self) -> None:
@@ -153,12 +153,3 @@ class Cluster:
 
 
 Ended = subprocess.CompletedProcess[str]
-
-
-def _free_ports(count: int) -> list[int]:
-    """Find distinct ports that nothing listens on now."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]

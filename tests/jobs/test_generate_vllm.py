@@ -85,9 +85,15 @@ def test_an_engine_that_dies_is_restarted_and_no_question_is_lost_or_doubled(one
 
     argv = [*asked, "--out", str(out), "--engine", "vllm", "--batch-size", "4", "--questions-per-shard", "4"]
 
+    def workers() -> set[int]:
+        return {pid for pid, title in family(os.getpid()).items() if "MapWorker(MapBatches(Answerer" in title}
+
+    left = workers()  # of the test before
+
     def kill() -> None:
         wait_until(lambda: shards() > 1, "an answer of the engine's", 300)  # the first is the refusal of "away"
-        (pid,) = [pid for pid, title in family(os.getpid()).items() if "MapWorker(MapBatches(Answerer" in title]
+        # A child that the worker starts has its title too, for a moment.
+        (pid,) = wait_until(lambda: len(found := workers() - left) == 1 and found, "the worker alone")
         os.kill(pid, signal.SIGKILL)
         killed.append(shards())
 

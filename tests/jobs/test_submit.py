@@ -44,7 +44,9 @@ def checkout(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster():
-    with Cluster(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN) as cluster:
+    # Ray kills a job that has not ended so long after its stop; by default that is 3 s, too few where cores are busy.
+    waits = {"RAY_JOB_STOP_WAIT_TIME_S": "120"}
+    with Cluster(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=TOKEN, **waits) as cluster:
         cluster.add_node()
         yield cluster
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager, suppress
-from http.client import HTTPException
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from gstep.language import Decoding, load_language_model, prompt_builder
 from pipeline import TokenCache
 from tests.jobs.jobs import environment
 from tests.paths import ROOT
+from tests.ports import free_ports
 
 vllm = pytest.importorskip("vllm")
 
@@ -32,9 +32,7 @@ N_TOKENS = 8
 @contextmanager
 def serving(cache, *flags, stock=False):
     """A server of this cache, and its address: jobs.serve, or vLLM's own by the command that jobs.serve prints."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     log = (cache.parent / f"log-{port}").open("w")
     command = [sys.executable, "-m", "jobs.serve", str(cache), "--port", str(port), "--api-key", KEY, *flags]
     environ = environment(HF_HUB_OFFLINE="1", PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -64,7 +62,7 @@ def serving(cache, *flags, stock=False):
         yield server, f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
-        server.wait(60)
+        server.wait(180)  # a test that failed may leave requests, which have two minutes to end
         log.close()
 
 
@@ -97,10 +95,42 @@ def fetched(url, body=None, method="GET", key=None):
     headers = {"Content-Type": "application/json", **({} if key is None else {"Authorization": f"Bearer {key}"})}
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=60) as reply:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers, method=method), timeout=300) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def count_of(address, name):
+    """The sum of a metric."""
+    lines = fetched(f"{address}/metrics", key=KEY)[1].splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
+
+
+class Admitted:
+    """A chat that the server has let in: it has asked for the body, and waits until that is sent."""
+
+    def __init__(self, address, body):
+        self._body = json.dumps(body).encode()
+        self._connection = HTTPConnection(address.removeprefix("http://"), timeout=300)
+        self._connection.putrequest("POST", "/v1/chat/completions")
+        for header in (
+            *(("Content-Type", "application/json"), ("Authorization", f"Bearer {KEY}"), ("Connection", "close")),
+            *(("Content-Length", len(self._body)), ("Expect", "100-continue")),
+        ):
+            self._connection.putheader(*header)
+        self._connection.endheaders()
+        said = self._connection.sock.recv(1000)
+        assert said.startswith(b"HTTP/1.1 100 "), said
+
+    def send_body(self):
+        self._connection.send(self._body)
+
+    def status(self):
+        """The status of the answer, once all of it is here."""
+        reply = self._connection.getresponse()
+        reply.read()
+        return reply.status
 
 
 def ended(url, body):

@@ -156,6 +156,7 @@ def test_where_the_server_has_ended_ray_sets_its_worker_up(tmp_path, monkeypatch
 
 
 def test_of_raylets_that_have_ended_the_server_keeps_no_process(request_program, monkeypatch):
+    fork_server()  # which stays, so that what is new below is of the raylet
     before = family(os.getpid())
     with subprocess.Popen(["sleep", "600"]) as raylet:
         monkeypatch.setenv("RAY_RAYLET_PID", str(raylet.pid))
