@@ -82,7 +82,7 @@ def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
 
     cache = tmp_path / "c"
     argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2"]
-    argv += ["--decoder", "tests.jobs.hostile:StuckDecoder"]
+    argv += ["--decoder", "tests.jobs.hostile:StuckDecoder", "--decode-workers", "3"]
     with ray_here({"num_cpus": stays}, {"num_cpus": goes}):
         done = _run_that_loses_a_node(cache, argv, go_on)
     assert done.returncode == 0, done.stdout
