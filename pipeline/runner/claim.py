@@ -188,13 +188,13 @@ class Claim:
         while (silent := _find_age(self._store, name, self._name)) is not None and (runs_here or silent < limit):
             if runs_here and silent < limit:
                 return True
-            if time.monotonic() > until:
-                return False
             if not is_told and (is_told := True):
                 wait = (limit if runs_here else min(limit, limit - silent)).total_seconds()
                 self._notify(
                     f"{self._store} has a note of {describe_holder(holder)}; waiting {wait:.0f} s for a sign of life"
                 )
+            if time.monotonic() > until:
+                return False
             time.sleep(min(1.0, self._heartbeat_s / 4))
             with suppress(OSError):
                 self._beat(self._beating)

@@ -114,6 +114,10 @@ class StuckDecoder(PyavDecoder):
         yield from super().read(indices)
 
 
+class CountedStuckDecoder(CountedDecoder, StuckDecoder):
+    """Notes every call, and lets no more videos through than the file says."""
+
+
 class AwayDecoder(PyavDecoder):
     """Finds no file, after a while."""
 

@@ -66,14 +66,11 @@ def assert_all_gone(pids: list[int], timeout: float = 90) -> None:
     wait_until(lambda: not left(), lambda: f"the end of {left()}", timeout)
 
 
-def titled(process: subprocess.Popen[str], title: str, below: int | None = None) -> int:
-    """Wait for a worker of a run whose process title begins so, while the run goes on.
-
-    ``below`` is the process that Ray is of, where it is not of the run's own.
-    """
+def titled(process: subprocess.Popen[str], title: str) -> int:
+    """Wait for a worker of a run with a Ray of its own whose process title begins so, while the run goes on."""
 
     def look() -> int | None:
-        return next((pid for pid, name in family(below or process.pid).items() if name.startswith(title)), None)
+        return next((pid for pid, name in family(process.pid).items() if name.startswith(title)), None)
 
     def running() -> None:
         assert process.poll() is None, process.communicate()[0]

@@ -15,6 +15,7 @@ import pipeline
 from jobs import prune
 from pipeline import Summary, TokenCache
 from pipeline.cache.table import parse_file_name, read_file
+from pipeline.runner import watchdog
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import document_of, forbid_models, forbid_ray, run_here
@@ -164,7 +165,7 @@ def test_the_next_run_goes_on_from_a_share(half):
     assert [row["video_id"] for row in rows_of(folder)] == [f"{name}.mp4" for name in "abcdef"]
 
 
-def test_a_run_ends_at_its_limit_goes_on_and_records_what_it_took(one_ray, folder):
+def test_a_run_ends_at_its_limit_goes_on_and_records_what_it_took(one_ray, folder, monkeypatch):
     cache = folder / "cache"
     argv = [str(folder / "videos"), "--out", str(cache), *SMALL, "--device", "cpu"]
     argv += ["--decoder", "tests.jobs.hostile:StuckDecoder"]
@@ -174,8 +175,8 @@ def test_a_run_ends_at_its_limit_goes_on_and_records_what_it_took(one_ray, folde
         return json.loads(max((cache / "runs").iterdir()).read_text())
 
     stuck.write_text("0")  # no video is done
-    quick = ["--decode-timeout", "5", "--stall-timeout", "10"]  # looked at each second
-    code, stopped, _ = document_of(prune, [*argv, *quick, "--max-hours", "1e-6"])
+    monkeypatch.setattr(watchdog, "_MAX_LOOK_S", 1.0)
+    code, stopped, _ = document_of(prune, [*argv, "--max-hours", "1e-6"])
     assert code == 1 and (stopped["n_ok"], stopped["n_missing"], stopped["n_waiting"]) == (0, 0, 2)
     assert last_record()["ended_by"] == "--max-hours 1e-06 is reached"
     stuck.write_text("2")

@@ -17,10 +17,12 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def job(tmp_path) -> list[str]:
-    """A command on eight videos."""
+    """A command on eight videos, of which two get through before the file stuck says something else."""
     for i in range(8):
         shutil.copy(clips()[1], tmp_path / f"v{i}.mp4")
-    return ["jobs.prune", str(tmp_path), "--out", str(tmp_path / "c"), "--num-frames", "2", "--log-interval", "1"]
+    (tmp_path / "stuck").write_text("2")
+    argv = ["jobs.prune", str(tmp_path), "--out", str(tmp_path / "c"), "--num-frames", "2", "--log-interval", "1"]
+    return [*argv, "--decoder", "tests.jobs.hostile:StuckDecoder", "--videos-per-shard", "1"]
 
 
 def until_it_says(process: subprocess.Popen[str], text: str) -> str:
@@ -63,24 +65,41 @@ def test_sigterm_at_any_moment_while_ray_starts_ends_with_130_and_a_word(job, mo
     assert_all_gone(list(everything))
 
 
+def stop_the_first_raylet(folder: Path) -> dict[str, str]:
+    """Make the environment in which Ray starts its raylets by a program that stops itself the first time.
+
+    It writes its process id to the file first. Ray has it in the place of Valgrind, with options before the command.
+    """
+    program = folder / "bin" / "valgrind"
+    program.parent.mkdir()
+    program.write_text(
+        f"""#!/bin/sh
+set -C  # a file that is there is not written again
+if echo $$ 2>/dev/null > "{folder}/first"; then kill -STOP $$; fi
+while [ "${{1#--}}" != "$1" ]; do shift; done
+exec "$@"
+"""
+    )
+    program.chmod(0o755)
+    return {"RAY_RAYLET_VALGRIND": "1", "PATH": f"{program.parent}:{os.environ['PATH']}"}
+
+
 def test_a_ray_that_does_not_start_is_tried_once_more_and_an_actor_of_ray_datas_own_may_die(job, tmp_path):
     """The first node does not answer, as on a machine that is busy.
 
     Ray Data starts another actor, whose calls fail every few seconds as it does not know the run.
     """
-    slowly = ["--decoder", "tests.jobs.hostile:SlowDecoder", "--videos-per-shard", "1"]
-    process = start(*job, *slowly, **ALONE)
-    output = until_it_says(process, "starting Ray on this machine")
-    raylet = wait_for(process, "raylet")
-    os.kill(raylet, signal.SIGSTOP)
-    try:
-        output += until_it_says(process, "trying once more")
-        wait_for_files(tmp_path / "c/videos", 1, process)
-        os.kill(titled(process, "ray::_StatsActor"), signal.SIGKILL)
-        output += process.communicate(timeout=300)[0]
-    finally:
-        os.kill(raylet, signal.SIGKILL)
+    process = start(*job, **ALONE, **stop_the_first_raylet(tmp_path))
+    output = until_it_says(process, "trying once more")
+    wait_for_files(tmp_path / "c/videos", 1, process)
+    killed = titled(process, "ray::_StatsActor")
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: titled(process, "ray::_StatsActor") != killed, "another actor")
+    (tmp_path / "all").write_text("8")
+    (tmp_path / "all").replace(tmp_path / "stuck")  # nobody reads half of it
+    output += process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
+    assert_all_gone([int((tmp_path / "first").read_text())])
     assert output.count("trying once more") == 1 and "Traceback" not in output
     assert "_StatsActor" not in output and "(raylet)" not in output, output
     assert_complete(tmp_path / "c", [f"v{i}.mp4" for i in range(8)])

@@ -5,12 +5,13 @@ import os
 import random
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pyarrow.parquet as pq
@@ -20,8 +21,10 @@ import torch
 
 from jobs import inspect, prune
 from pipeline import TokenCache
+from pipeline.prune import run
 from tests.jobs.faults import (
     COUNTED,
+    N_VIDEOS,
     OPTIONS,
     STOPS,
     Driver,
@@ -68,24 +71,32 @@ def visible(videos) -> Visible:
     return Visible(videos)
 
 
-def test_killed_workers_cost_no_row_and_no_more_calls_than_they_had_in_hand(cluster, videos, visible, tmp_path):
-    """First a decoder is killed, then an encoder, whose videos need not be decoded again."""
-    cache, shards = tmp_path / "c", []
+def test_killed_workers_cost_no_row_and_no_more_calls_than_they_had_in_hand(
+    cluster, videos, visible, tmp_path, monkeypatch
+):
+    """First a decoder is killed, then an encoder, whose videos need not be decoded again.
 
-    def kill() -> None:
-        for commits, stage in ((1, "Decoder"), (4, "Encoder")):
-            wait_until(lambda: len(files(cache, "videos")) >= commits, f"{commits} commits")  # noqa: B023
+    The driver, which is this process, does it between two commits. Until then half of the videos wait to be decoded.
+    """
+    cache, stuck, killed = tmp_path / "c", videos / "stuck", []
+    commit, commits = run.commit, count(1)
+
+    def kill_and_commit(*args: Any, **more: Any) -> Any:
+        if stage := {2: "Decoder", 5: "Encoder"}.get(next(commits)):
             os.kill(min(titled_so(f"ray::MapWorker(MapBatches({stage}))")), signal.SIGKILL)
-            shards.append(len(files(cache, "videos")))
+            killed.append(n_rows(cache))
+        if stage == "Encoder":
+            (videos / "all").write_text(str(N_VIDEOS))
+            (videos / "all").replace(stuck)  # nobody reads half of it
+        return commit(*args, **more)
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    options = [*OPTIONS, "--videos-per-shard", "4", "--decoder", COUNTED]
+    monkeypatch.setattr(run, "commit", kill_and_commit)
+    stuck.write_text("64")
+    options = [*OPTIONS, "--videos-per-shard", "4", "--decoder", "tests.jobs.hostile:CountedStuckDecoder"]
     done = run_here(prune, [str(videos), "--out", str(cache), *options])
-    killer.join()
     assert done.returncode == 0, done.stdout
     visible.assert_complete(cache)
-    assert shards[1] < len(files(cache, "videos")) / 2, "it was not in the middle"
+    assert 0 < killed[0] < killed[1] < N_VIDEOS / 2, "it was not in the middle"
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
     again = sum(calls(videos).values()) - len(calls(videos))
     plan = record["resources"]["plan"]

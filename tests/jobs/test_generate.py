@@ -5,7 +5,10 @@ import os
 import shutil
 import signal
 from collections import Counter
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.data._internal.logical.optimizers import get_execution_plan
@@ -13,20 +16,25 @@ from ray.data._internal.logical.optimizers import get_execution_plan
 from gstep.backbones import ModelSource
 from jobs import generate, prune
 from pipeline import answer_questions
+from pipeline.generate import run
 from pipeline.generate.answers import AnswersTable, read_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.run import build_graph, plan_answers
+from pipeline.runner.heartbeats import WorkerReport
 from pipeline.runner.stages import RESTARTS, TASK_RETRIES
+from pipeline.runner.watchdog import Watchdog
 from pipeline.storage.stores import LocalStore, store_at
+from tests.jobs.faults import begin_forked, fork
 from tests.jobs.hostile import HangingAnswerer
-from tests.jobs.jobs import clips, forbid_ray, start, stop, wait_for_files
-from tests.jobs.processes import assert_all_gone, family, titled
+from tests.jobs.jobs import clips, forbid_ray
+from tests.jobs.processes import assert_all_gone, family
 from tests.pipeline.asking import setup_of, write_questions
 from tests.pipeline.s3 import SECRET, S3Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_ray")]
 
 FRAMES = 4
+WORKER = "ray::MapWorker(MapBatches(Answerer))"
 TOKENS = FRAMES * 196 // 10 + 1  # a video at ratio 0.10, and its newline
 VIDEOS = ("bikes.mp4", "bigbuckbunny.mp4")
 OPTIONS = ("--retention-ratio", "0.10", "--max-new-tokens", "6")
@@ -169,17 +177,34 @@ def drawn_and_scored() -> list[dict]:
     return [{"temperature": None, **row, "video_id": [row["video_id"]]} for row in rows]
 
 
+def answer_until_killed(argv: list[str], log: str, address: str, owner: int) -> None:
+    """Run jobs.generate on the Ray of process ``owner``; kill its worker after two commits, itself after twenty."""
+    begin_forked(log, {"RAY_ADDRESS": address})
+    commit, commits = run.commit_answers, count()
+
+    def kill_and_commit(*args: Any) -> None:
+        if (n_done := next(commits)) == 2:
+            workers = [pid for pid, title in family(owner).items() if title.startswith(WORKER)]
+            assert workers, "it has answered everything"
+            for worker in workers:  # one of an earlier run may still end
+                with suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGKILL)  # Ray starts another one
+        if n_done == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        commit(*args)
+
+    run.commit_answers = kill_and_commit  # type: ignore[attr-defined]
+    generate.main(argv)
+
+
 def test_a_killed_worker_and_a_killed_driver_lose_and_double_nothing(one_ray, cache, tmp_path):
     rows = [{"question_id": i, "video_id": VIDEOS[i % 2], "prompt": f"Question {i}?"} for i in range(160)]
     questions = write_questions(tmp_path / "q.jsonl", rows)
     batches = ("--questions-per-shard", "4", "--batch-size", "2")
     argv = [str(cache), "--questions", str(questions), "--out", str(tmp_path / "o"), *batches, "--max-new-tokens", "24"]
-    process = start("jobs.generate", *argv, RAY_ADDRESS=one_ray)
-    wait_for_files(tmp_path / "o/answers", 2, process)
-    worker = titled(process, "ray::MapWorker(MapBatches(Answerer))", below=os.getpid())
-    os.kill(worker, signal.SIGKILL)  # Ray starts another one
-    wait_for_files(tmp_path / "o/answers", 20, process)
-    stop(process, signal.SIGKILL)
+    driver = fork(answer_until_killed, argv, str(tmp_path / "log"), one_ray, os.getpid())
+    driver.join(300)
+    assert driver.exitcode == -signal.SIGKILL, (tmp_path / "log").read_text()
     half = rows_of(tmp_path / "o")
     assert 0 < len(half) < len(rows) and all(row["status"] == "ok" for row in half.values())
     larger = ("--questions-per-shard", "64", "--batch-size", "8")  # what is no setting of the answers may change
@@ -198,8 +223,24 @@ def test_a_device_that_the_cluster_lacks_is_refused_before_any_row(cache, first,
     assert [path.name for path in (tmp_path / "o").rglob("*")] == ["runs"]
 
 
+class HastyWatchdog(Watchdog):
+    """Takes each look at a worker that holds something for ten seconds, and other time for none."""
+
+    def __post_init__(self) -> None:
+        self.seconds = 0.0
+        self.clock = lambda: self.seconds
+        super().__post_init__()
+        self.every_s = 0.2
+
+    def read(self) -> WorkerReport:
+        report = super().read()
+        self.seconds += 10.0 if report.inside.get("answer") else 0.0
+        return report
+
+
 def test_a_worker_that_hangs_ends_the_run_and_is_named(first, cache, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("pipeline.generate.run.Answerer", HangingAnswerer)
+    monkeypatch.setattr("pipeline.runner.driver.Watchdog", HastyWatchdog)
     assert ask(cache, first[0], tmp_path / "o", "--stall-timeout", "30") == 1
     text = " ".join(capsys.readouterr().err.split())
     assert "failed: no question moved for 30 s: answer holds 1 (q00 on " in text and "the storage of the cache" in text
@@ -207,7 +248,7 @@ def test_a_worker_that_hangs_ends_the_run_and_is_named(first, cache, tmp_path, m
     (record,) = [json.loads(path.read_text()) for path in (tmp_path / "o" / "runs").iterdir()]
     assert record["status"] == "failed"
     hangs = [pid for pid, title in family(os.getpid()).items() if "HangingAnswerer" in title]
-    assert_all_gone(hangs, timeout=20)  # the next run in this process has its CPU
+    assert_all_gone(hangs)  # the next run in this process has its CPU
 
 
 def test_every_retry_is_finite(cache):
