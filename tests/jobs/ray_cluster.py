@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.jobs.jobs import environment
+from tests.pipeline.rays import STARTS_SLOWLY
 from tests.ports import free_ports
 from tests.waiting import wait_until
 
@@ -39,6 +40,7 @@ class Cluster:
         self.environment["PATH"] = f"{RAY.parent}{os.pathsep}{self.environment['PATH']}"
         self.folder = Path(self.environment.pop("RAY_TMPDIR"))
         self._nodes: list[subprocess.Popen[bytes]] = []
+        self._commands: list[list[str]] = []  # those of the nodes that were started once
         self._gcs, dashboard, agent, client = free_ports(4)
         self.address = f"http://127.0.0.1:{dashboard}"
         self.gcs_address = f"127.0.0.1:{self._gcs}"
@@ -112,19 +114,22 @@ class Cluster:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self, *argv: str, agent: int) -> None:
-        with (self.folder / f"node-{len(self._nodes)}.log").open("wb") as log:
-            node = subprocess.Popen(
-                [
-                    RAY, "start", "--block", "--disable-usage-stats", *argv,
-                    # The defaults are fixed numbers that another cluster on this machine may hold.
-                    f"--dashboard-agent-listen-port={agent}", "--min-worker-port=0", "--max-worker-port=0",
-                    "--num-cpus=2",
-                    f"--object-store-memory={256 * 2**20}",
-                ],
-                env=self.environment, cwd=self.folder, start_new_session=True,
+        command = [
+            str(RAY), "start", "--block", "--disable-usage-stats", *argv,
+            # The defaults are fixed numbers that another cluster on this machine may hold.
+            f"--dashboard-agent-listen-port={agent}", "--min-worker-port=0", "--max-worker-port=0",
+            "--num-cpus=2",
+            f"--object-store-memory={256 * 2**20}",
+        ]  # fmt: skip
+        self._commands.append(command)
+        self._nodes.append(self._run(len(self._nodes), command))
+
+    def _run(self, number: int, command: list[str]) -> subprocess.Popen[bytes]:
+        with (self.folder / f"node-{number}.log").open("wb") as log:
+            return subprocess.Popen(
+                command, env=self.environment, cwd=self.folder, start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
-        self._nodes.append(node)
 
     def _wait_for_server(self) -> None:
         """Wait until the server takes jobs: it answers earlier, as the head's agent that starts jobs comes last."""
@@ -145,8 +150,14 @@ class Cluster:
     def _wait_until(self, condition: Any, what: str) -> None:
         def running() -> None:
             for number, node in enumerate(self._nodes):
-                log = self.folder / f"node-{number}.log"
-                assert node.poll() is None, f"node {number} ended: {log.read_text(errors='replace')}"
+                if node.poll() is None:
+                    continue
+                said = (self.folder / f"node-{number}.log").read_text(errors="replace")
+                command, self._commands[number] = self._commands[number], []
+                assert command and STARTS_SLOWLY in said, f"node {number} ended: {said}"
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(node.pid, signal.SIGKILL)  # what it left might still join
+                self._nodes[number] = self._run(number, command)
             time.sleep(0.1)  # a look is a request
 
         wait_until(condition, what, 240, meanwhile=running)
