@@ -331,7 +331,7 @@ def _thread_of_graph() -> str:
     return f"graph of {threading.get_ident()}"
 
 
-def is_still_running(within_s: float = 0.0) -> bool:
+def is_still_running(within_s: float) -> bool:
     """Return True if an iterator of this thread does not end in ``within_s`` seconds: it blocks outside Python code."""
     threads = [thread for thread in threading.enumerate() if thread.name == _thread_of_graph()]
     for thread in threads:

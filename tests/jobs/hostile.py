@@ -114,6 +114,12 @@ class StuckDecoder(PyavDecoder):
         yield from super().read(indices)
 
 
+def let_through(videos: Path, number: int) -> None:
+    """Tell the StuckDecoders of a folder of videos how many they may let through; no worker reads half of it."""
+    (videos / "stuck.next").write_text(str(number))
+    (videos / "stuck.next").replace(videos / "stuck")
+
+
 class CountedStuckDecoder(CountedDecoder, StuckDecoder):
     """Notes every call, and lets no more videos through than the file says."""
 

@@ -18,6 +18,7 @@ from pipeline.cache.table import parse_file_name, read_file
 from pipeline.runner import watchdog
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
+from tests.jobs.hostile import let_through
 from tests.jobs.jobs import document_of, forbid_models, forbid_ray, run_here
 from tests.jobs.processes import family
 from tests.pipeline.videos import write_clip
@@ -169,17 +170,16 @@ def test_a_run_ends_at_its_limit_goes_on_and_records_what_it_took(one_ray, folde
     cache = folder / "cache"
     argv = [str(folder / "videos"), "--out", str(cache), *SMALL, "--device", "cpu"]
     argv += ["--decoder", "tests.jobs.hostile:StuckDecoder"]
-    stuck = folder / "videos" / "stuck"
 
     def last_record() -> dict:
         return json.loads(max((cache / "runs").iterdir()).read_text())
 
-    stuck.write_text("0")  # no video is done
+    let_through(folder / "videos", 0)  # no video is done
     monkeypatch.setattr(watchdog, "_MAX_LOOK_S", 1.0)
     code, stopped, _ = document_of(prune, [*argv, "--max-hours", "1e-6"])
     assert code == 1 and (stopped["n_ok"], stopped["n_missing"], stopped["n_waiting"]) == (0, 0, 2)
     assert last_record()["ended_by"] == "--max-hours 1e-06 is reached"
-    stuck.write_text("2")
+    let_through(folder / "videos", 2)
     code, done, _ = document_of(prune, argv)
     assert code == 0 and done["n_ok"] == done["n_new"] == len(TokenCache(cache).video_ids) == 2
     for key in ("wall_s", "decode_core_s", "output_bytes", "encoder_busy"):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.jobs.hostile import let_through
 from tests.jobs.jobs import ALONE, assert_complete, clips, start, wait_for_files
 from tests.jobs.processes import assert_all_gone, family, titled
 from tests.waiting import wait_until
@@ -20,7 +21,7 @@ def job(tmp_path) -> list[str]:
     """A command on eight videos, of which two get through before the file stuck says something else."""
     for i in range(8):
         shutil.copy(clips()[1], tmp_path / f"v{i}.mp4")
-    (tmp_path / "stuck").write_text("2")
+    let_through(tmp_path, 2)
     argv = ["jobs.prune", str(tmp_path), "--out", str(tmp_path / "c"), "--num-frames", "2", "--log-interval", "1"]
     return [*argv, "--decoder", "tests.jobs.hostile:StuckDecoder", "--videos-per-shard", "1"]
 
@@ -95,8 +96,7 @@ def test_a_ray_that_does_not_start_is_tried_once_more_and_an_actor_of_ray_datas_
     killed = titled(process, "ray::_StatsActor")
     os.kill(killed, signal.SIGKILL)
     wait_until(lambda: titled(process, "ray::_StatsActor") != killed, "another actor")
-    (tmp_path / "all").write_text("8")
-    (tmp_path / "all").replace(tmp_path / "stuck")  # nobody reads half of it
+    let_through(tmp_path, 8)
     output += process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
     assert_all_gone([int((tmp_path / "first").read_text())])

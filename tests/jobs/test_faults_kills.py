@@ -38,6 +38,7 @@ from tests.jobs.faults import (
     tiny_videos,
     write_random_id,
 )
+from tests.jobs.hostile import let_through
 from tests.jobs.jobs import run_here
 from tests.jobs.processes import family
 from tests.paths import ROOT
@@ -78,7 +79,7 @@ def test_killed_workers_cost_no_row_and_no_more_calls_than_they_had_in_hand(
 
     The driver, which is this process, does it between two commits. Until then half of the videos wait to be decoded.
     """
-    cache, stuck, killed = tmp_path / "c", videos / "stuck", []
+    cache, killed = tmp_path / "c", []
     commit, commits = run.commit, count(1)
 
     def kill_and_commit(*args: Any, **more: Any) -> Any:
@@ -86,12 +87,11 @@ def test_killed_workers_cost_no_row_and_no_more_calls_than_they_had_in_hand(
             os.kill(min(titled_so(f"ray::MapWorker(MapBatches({stage}))")), signal.SIGKILL)
             killed.append(n_rows(cache))
         if stage == "Encoder":
-            (videos / "all").write_text(str(N_VIDEOS))
-            (videos / "all").replace(stuck)  # nobody reads half of it
+            let_through(videos, N_VIDEOS)
         return commit(*args, **more)
 
     monkeypatch.setattr(run, "commit", kill_and_commit)
-    stuck.write_text("64")
+    let_through(videos, 64)
     options = [*OPTIONS, "--videos-per-shard", "4", "--decoder", "tests.jobs.hostile:CountedStuckDecoder"]
     done = run_here(prune, [str(videos), "--out", str(cache), *options])
     assert done.returncode == 0, done.stdout
@@ -255,17 +255,17 @@ def test_a_driver_that_stands_still_refuses_others_and_one_that_joins_does_its_w
 
 def test_what_was_encoded_survives_a_kill_by_its_age_and_a_request_to_end_at_once(cluster, videos, visible, tmp_path):
     """The next video never comes, and what is encoded makes no shard. First the driver is killed, then terminated."""
-    cache, stuck = tmp_path / "c", videos / "stuck"
+    cache = tmp_path / "c"
     one_each = ["--encode-workers", "1", "--decode-workers", "1", "--decoder", "tests.jobs.hostile:StuckDecoder"]
     argv = [str(videos), "--out", str(cache), "--num-frames", "2", "--log-interval", "0.2", *one_each]
-    stuck.write_text("18")  # of these up to four in each of two bundles wait for their neighbours
+    let_through(videos, 18)  # of these up to four in each of two bundles wait for their neighbours
     driver = Driver([*argv, "--flush-seconds", "1"], tmp_path / "log", RAY_ADDRESS=cluster)
     driver.until(lambda: n_rows(cache) >= 10, "what is older than a second")
     driver.kill()
     before = len(visible.check(cache))
     assert before >= 10
 
-    stuck.write_text("5")  # fewer than make a shard
+    let_through(videos, 5)  # fewer than make a shard
     log = tmp_path / "log of the second"  # whose output is looked at before it says anything
     log.touch()
     driver = Driver([*argv, "--flush-seconds", "3600"], log, RAY_ADDRESS=cluster)

@@ -28,6 +28,7 @@ from pipeline.prune.summary import Summary
 from pipeline.runner import driver, watchdog
 from pipeline.runner.stages import end_workers
 from tests.jobs.faults import files, tiny_videos
+from tests.jobs.hostile import let_through
 from tests.jobs.jobs import assert_complete, run_here
 from tests.jobs.processes import raylets
 from tests.pipeline.rays import growing_ray, hold_cpu, ray_here
@@ -73,18 +74,12 @@ def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
     """
     stays, goes = 1, 2
     ids = tiny_videos(tmp_path / "videos", 44)
-    stuck = tmp_path / "videos" / "stuck"
-    stuck.write_text("22")
-
-    def go_on() -> None:
-        (tmp_path / "all").write_text("44")
-        (tmp_path / "all").replace(stuck)  # never empty
-
+    let_through(tmp_path / "videos", 22)
     cache = tmp_path / "c"
     argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2"]
     argv += ["--decoder", "tests.jobs.hostile:StuckDecoder", "--decode-workers", "3"]
     with ray_here({"num_cpus": stays}, {"num_cpus": goes}):
-        done = _run_that_loses_a_node(cache, argv, go_on)
+        done = _run_that_loses_a_node(cache, argv, lambda: let_through(tmp_path / "videos", 44))
     assert done.returncode == 0, done.stdout
     assert_complete(cache, ids)
     (lost,) = [line for line in done.stdout.splitlines() if " was lost" in line]

@@ -12,6 +12,7 @@ import pytest
 from pipeline.runner import driver
 from pipeline.runner.prefork.server import SOCKET
 from tests.jobs.faults import Driver, files, tiny_videos
+from tests.jobs.hostile import let_through
 from tests.jobs.jobs import ALONE, environment, shut_ray_down_in_the_end
 from tests.jobs.processes import assert_all_gone, family
 
@@ -42,8 +43,7 @@ def count_from_the_freeze() -> None:
 def test_a_frozen_worker_ends_the_run_and_its_stage_is_named(tmp_path):
     frozen, cache = tmp_path / "frozen", tmp_path / "c"
     tiny_videos(tmp_path / "videos", 32)
-    stuck = tmp_path / "videos" / "stuck"
-    stuck.write_text("8")  # the run cannot end before the freeze
+    let_through(tmp_path / "videos", 8)  # the run cannot end before the freeze
     argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2", "--videos-per-shard", "2"]
     argv += ["--decode-workers", "1", "--decoder", "tests.jobs.hostile:StuckDecoder"]
     argv += ["--stall-timeout", "15", "--decode-timeout", "10"]
@@ -53,8 +53,7 @@ def test_a_frozen_worker_ends_the_run_and_its_stage_is_named(tmp_path):
     everything = family(run.pid)
     (worker,) = [pid for pid, title in everything.items() if title.startswith("ray::MapWorker(MapBatches(Encoder))")]
     os.kill(worker, signal.SIGSTOP)
-    (tmp_path / "all").write_text("32")
-    (tmp_path / "all").replace(stuck)  # nobody reads half of it
+    let_through(tmp_path / "videos", 32)
     frozen.touch()
     assert run.wait(300) == 1, run.output
     last = run.output.splitlines()[-1]
