@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar, cast
@@ -30,6 +30,7 @@ from pipeline.generate.questions import AnswerMode, add_choices, list_letters
 from pipeline.own_code import locate_own_error
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer
 from pipeline.runner.heartbeat import POISON, Heartbeat, exit_after_gpu_fault
+from pipeline.runner.heartbeats import describe_crashes
 
 _MAX_VIDEO_BYTES = 2**30  # of videos that a worker keeps in memory for later questions
 _MAX_SELECTED_BYTES = 2**29  # of selections, and again of selected tokens, kept beside them
@@ -279,8 +280,8 @@ class PromptMaker:
         name = make_heartbeat_name(question)
         try:
             with self._heartbeat.busy(name):
-                if len(hosts := self._heartbeat.deaths(name)) >= POISON:
-                    raise _crash_fault(hosts)
+                if len(crashes := self._heartbeat.deaths(name)) >= POISON:
+                    raise QuestionFault("crash", describe_crashes("model's process", "question", crashes))
                 return self._build(question, mode)
         except QuestionFault as error:
             fault = error
@@ -344,15 +345,6 @@ class PromptMaker:
                 f"{context_length}: use --positions contiguous (with another --out), or ask about fewer videos",
             )
         return None
-
-
-def _crash_fault(hosts: Sequence[str]) -> QuestionFault:
-    """Return the fault of a question that was in hand at every crash of the model's process."""
-    where = ", ".join(dict.fromkeys(hosts))
-    message = (
-        f"the model's process crashed {len(hosts)} times with this question in hand, on {where}; Ray's logs say how"
-    )
-    return QuestionFault("crash", message)
 
 
 def _kept_per_frame(visual: Visual) -> list[int]:

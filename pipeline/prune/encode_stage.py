@@ -36,6 +36,7 @@ from pipeline.prune.batches import pack, unpack
 from pipeline.prune.warm_up import compiled_beside
 from pipeline.rows import Json, VideoRecord, failed_video, may_succeed_elsewhere
 from pipeline.runner.heartbeat import POISON, Heartbeat, ItemsInHand, exit_after_gpu_fault
+from pipeline.runner.heartbeats import describe_crashes
 
 T = TypeVar("T")
 CAREFUL = 100  # videos encoded one by one after a crash: more than a process has in hand or queued
@@ -418,11 +419,12 @@ class Encoder:
         A video with POISON crashes is not tried: it gets an error row of class crash.
         """
         with self._heartbeat.holding(video.record["video_id"]) as items:
-            hosts = self._heartbeat.deaths(video.record["video_id"])
-            if len(hosts) < POISON:
+            crashes = self._heartbeat.deaths(video.record["video_id"])
+            if len(crashes) < POISON:
                 return self._encode_reported(video, items)
             items.release(is_result=False, fault="crash")
-        return VideoItem(failed_video(video.record, _make_crash_fault(hosts)))
+        fault = VideoFault("crash", describe_crashes("encode process", "video", crashes), stage="encode")
+        return VideoItem(failed_video(video.record, fault))
 
     def _encode_reported(self, video: VideoItem, items: ItemsInHand) -> VideoItem:
         """Encode one video, and report its outcome to the heartbeat. Waits while this worker is excluded.
@@ -446,13 +448,6 @@ class Encoder:
         except VideoFault as error:
             fault = error.with_traceback(None)  # the traceback would keep the frames of the video
         return VideoItem({**failed_video(record, fault), "encode_s": time.perf_counter() - start})
-
-
-def _make_crash_fault(hosts: list[str]) -> VideoFault:
-    """Return the fault of a video that crashed the encode process several times."""
-    where = ", ".join(dict.fromkeys(hosts))
-    message = f"the encode process crashed {len(hosts)} times with this video in hand, on {where}; Ray's logs say how"
-    return VideoFault("crash", message, stage="encode")
 
 
 def make_pruning_columns(pruned: PrunedTokens, visual: VisualTokens) -> VideoRecord:

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import ray
 from ray.actor import ActorHandle
 
 from gstep.errors import is_gpu_broken, is_out_of_memory
-from pipeline.runner.heartbeats import REPORT_S, SELDOM_S, ProgressDelta, Worker
+from pipeline.errors import printable
+from pipeline.runner.heartbeats import REPORT_S, SELDOM_S, Crash, ProgressDelta, Worker
 from pipeline.storage.outages import OUTAGES, Outage
 
 _ANSWER_S = 10.0
@@ -70,6 +71,8 @@ class Heartbeat:
             only once a second.
     """
 
+    of_process: ClassVar[Heartbeat | None] = None  # in the process of a run's worker, once it has started
+
     def __init__(self, stage: str, heartbeats: ActorHandle | None = None, *, suspects: bool = True) -> None:
         """Set the counts to zero; nothing is reported before ``start``."""
         self._stage = stage
@@ -95,7 +98,7 @@ class Heartbeat:
             # If the cluster is gone, Ray's C++ core may wait for itself for ever once Python has ended
             # (CoreWorkerProcess::HandleAtExit), and nobody would end such a process.
             atexit.register(os._exit, 0)
-            self._reports_by_itself = True
+            self._reports_by_itself, Heartbeat.of_process = True, self
             threading.Thread(target=self._report_regularly, name="heartbeat", daemon=True).start()
         n_died = self._ask_about_worker("start", otherwise=0)
         if n_died is None:
@@ -113,8 +116,8 @@ class Heartbeat:
         while self._last_failed and self._ask_about_worker("is_excluded"):
             time.sleep(_LOOK_S)
 
-    def deaths(self, item: str) -> list[str]:
-        """Return the host of each crash of this stage's processes with ``item`` in hand.
+    def deaths(self, item: str) -> list[Crash]:
+        """Return each crash of this stage's processes with ``item`` in hand.
 
         Call it with the item in hand: the actor has that report by then, so a crash of this process would count. A
         worker without crashes does not ask, since Ray retries an item on the worker that it killed.
@@ -207,6 +210,10 @@ class Heartbeat:
         """Report the reason why this worker ends the run. Call it before raising: Ray buries errors in its own text."""
         self._ask("fail", why)  # if this is lost, the run ends with Ray's own error
 
+    def end(self, reason: str) -> None:
+        """Report why this process ends itself: the reason of a crash. Waits until the actor has it, 10 s at most."""
+        self._ask("end", self._me, printable(reason))
+
     def _ask_about_worker(self, method: str, otherwise: object = None) -> Any:
         """Call a method of the actor about this worker, as ``_ask``."""
         if self._heartbeats is None:  # asking Ray for the name of this worker would start Ray
@@ -264,7 +271,9 @@ def _is_broken(error: Exception) -> bool:
 def give_up_process(item: str, error: Exception) -> NoReturn:
     """End this process at once with exit code 70; ``item`` (a video, a question) is in hand.
 
-    Ray starts another process, which asks the heartbeats how often ``item`` was in hand at a crash.
+    The heartbeats keep the error. Ray starts another process, which asks them for the crashes with ``item`` in hand.
     """
     print(f"{item}: {error}", file=sys.stderr, flush=True)
+    if Heartbeat.of_process is not None:
+        Heartbeat.of_process.end(str(error))
     os._exit(70)

@@ -81,6 +81,20 @@ class Death(NamedTuple):
     items: tuple[str, ...]
 
 
+class Crash(NamedTuple):
+    """A crash with an item in hand: the host, and the error that the process said was its end, "" if it said none."""
+
+    host: str
+    reason: str = ""
+
+
+def describe_crashes(process: str, item: str, crashes: Sequence[Crash]) -> str:
+    """Return the message of an item that was in hand at these crashes of a ``process``."""
+    where = ", ".join(dict.fromkeys(crash.host for crash in crashes))
+    why = "; ".join(dict.fromkeys(crash.reason for crash in crashes if crash.reason)) or "Ray's logs say how"
+    return f"the {process} crashed {len(crashes)} times with this {item} in hand, on {where}; {why}"
+
+
 @dataclass(frozen=True)
 class WorkerReport:
     """The state of all stages, as the actor knows it.
@@ -179,7 +193,8 @@ class Heartbeats:
         self._dead: deque[Death] = deque(maxlen=_MAX_DEATHS)
         self._nodes_seen: set[str] = set()
         self._lost_processes: set[Worker] = set()  # processes on nodes that were lost
-        self._deaths: dict[tuple[str, str], list[str]] = defaultdict(list)  # (stage, item) -> hosts
+        self._deaths: dict[tuple[str, str], list[Crash]] = defaultdict(list)  # (stage, item) -> crashes
+        self._reasons: dict[Worker, str] = {}  # of processes that said why they end
         self._death_times: dict[str, deque[float]] = {}  # worker -> times of its last crashes
         self._tallies: dict[str, dict[str, NodeTally]] = {stage: {} for stage in stages}
         self._recent_items: dict[str, dict[str, _RecentItems]] = {stage: defaultdict(_RecentItems) for stage in stages}
@@ -290,17 +305,22 @@ class Heartbeats:
             return 0
         now, crash_times = self._clock(), self._death_times[worker.name]
         crash_times.append(now)
-        items = tuple(self._in_hand[stage].pop(worker.name, ()))
+        items, reason = tuple(self._in_hand[stage].pop(worker.name, ())), self._reasons.pop(last, "")
         if last not in self._lost_processes:
             self._dead.append(Death(stage, last, items))
         if last.node == worker.node or self._node_lives(last.node, max_age_s=0.0):  # no item is to blame
             for item in items:
-                self._deaths[stage, item].append(last.host)
+                self._deaths[stage, item].append(Crash(last.host, reason))
         if len(crash_times) <= DEATHS or now - crash_times[0] > DEATHS_S:
             return len(crash_times)
         having = f", the last process on {last.host} with {', '.join(items)} in hand" if items else ""
+        having += f": {reason}" if reason else ""
         self.fail(f"{len(crash_times)} processes of one {stage} worker crashed in {now - crash_times[0]:.0f} s{having}")
         return None
+
+    def end(self, worker: Worker, reason: str) -> None:
+        """Record why a worker's process ends itself; the next process's ``start`` makes it the reason of a crash."""
+        self._reasons[worker] = reason
 
     def _note_lost_nodes(self) -> None:
         """Count the processes of lost nodes as crashed, before Ray starts new processes elsewhere."""
@@ -312,8 +332,8 @@ class Heartbeats:
                     self._lost_processes.add(worker)
                     self._dead.append(Death(stage, worker, tuple(self._in_hand[stage].get(name, ()))))
 
-    def deaths(self, stage: str, item: str) -> list[str]:
-        """Return the host of each crash of this stage's processes with this item in hand, without losses of nodes."""
+    def deaths(self, stage: str, item: str) -> list[Crash]:
+        """Return each crash of this stage's processes with this item in hand, without losses of nodes."""
         return self._deaths.get((stage, item), [])
 
     def every_s(self) -> float:

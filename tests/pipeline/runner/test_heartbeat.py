@@ -18,6 +18,7 @@ from pipeline.runner.heartbeats import (
     DEATHS_S,
     RECENT,
     REST_S,
+    Crash,
     Heartbeats,
     NodeTally,
     ProgressDelta,
@@ -62,13 +63,15 @@ def test_deaths_count_by_the_hour_and_not_over_the_run():
     for _ in range(DEATHS):
         clock.now += 1.0
         heartbeats.state("encode", worker("a", "h1"), ["v9"], ProgressDelta(0, 1))
+        heartbeats.end(worker("a", "h1"), "the GPU is broken")
         given_up = heartbeats.start("encode", worker("a")) is None
     assert given_up
     assert heartbeats.start("encode", worker("b")) == 0  # another worker
     said = heartbeats.read().failure
     assert said is not None
     assert said.startswith(f"{DEATHS + 1} processes of one encode worker crashed in ")
-    assert said.endswith(" s, the last process on h1 with v9 in hand")
+    assert said.endswith(" s, the last process on h1 with v9 in hand: the GPU is broken")
+    assert set(heartbeats.deaths("encode", "v9")) == {Crash("h1", "the GPU is broken")}
 
 
 @pytest.fixture
@@ -292,10 +295,12 @@ def test_what_a_dead_process_held_is_known_to_the_next_one_and_lost_nodes_are_no
         heartbeats.state("encode", worker("a", node, node), ["v"], ProgressDelta(n_moves=1))
         if node in ("n1", "n2"):
             living.discard(node)
-    assert heartbeats.deaths("encode", "v") == ["n3"]  # where a process died on a node that lives
+    assert heartbeats.deaths("encode", "v") == [Crash("n3")]  # where a process died on a node that lives
     heartbeats.start("encode", worker("a", "n4", "n4"))
     heartbeats.state("encode", worker("b", "n4", "n4"), ["good"], ProgressDelta(0, 1))
-    assert heartbeats.deaths("encode", "v") == ["n3", "n4"] and heartbeats.read().inside["encode"] == ["good on n4"]
+    assert heartbeats.deaths("encode", "v") == [Crash("n3"), Crash("n4")] and heartbeats.read().inside["encode"] == [
+        "good on n4"
+    ]
     assert heartbeats.deaths("encode", "good") == heartbeats.deaths("decode", "v") == []
 
 
