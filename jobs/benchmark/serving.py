@@ -25,10 +25,20 @@ import torch
 from rich.table import Table
 
 from gstep.serving.options import prepare_process
-from jobs.benchmark.serving_ways import MODES, ONLINE, CachedWay, OnlineWay, Pass, ServingWay, ServingWork
+from jobs.benchmark.serving_ways import (
+    MODES,
+    ONLINE,
+    CachedWay,
+    OnlineWay,
+    Pass,
+    ServingWay,
+    ServingWork,
+    list_whole_files,
+)
 from jobs.benchmark.shared import ProcessTree, figure_table, machine, machine_line, say
 from jobs.command import count, file_in_folder, share
 from jobs.frame.json_document import CommandResult
+from pipeline import TokenCache
 from pipeline.errors import RunFailed, UsageError
 from pipeline.generate.engines import VLLM
 from pipeline.generate.engines.vllm import check_installed
@@ -80,7 +90,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache",
         metavar="CACHE",
-        help="a cache of the model whose uris are files [made of the sample clips, all tokens]",
+        help="a cache of the model; online-vllm wants whole local files [made of the sample clips, all tokens]",
     )
     parser.add_argument("--num-frames", type=count, default=16, metavar="T", help="frames a video [16]")
     parser.add_argument(
@@ -115,6 +125,8 @@ def run(arguments: argparse.Namespace) -> CommandResult:
         if cache is None:
             say("making a cache of the sample clips")
             cache = make_cache(Path(folder) / "cache", arguments.model, arguments.num_frames)
+        if ONLINE in arguments.modes:
+            list_whole_files(TokenCache(cache))
         job = ServingWork(
             model=arguments.model,
             cache=cache,

@@ -23,6 +23,7 @@ from gstep.language import Decoding, Prompt, Visual, prompt_builder
 from gstep.language.prompt import tokenizer_of
 from gstep.language.types import placeholder_of
 from pipeline import TokenCache
+from pipeline.errors import UsageError
 from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, VLLM, load_engine
 from pipeline.generate.engines.vllm import VllmEngine
 from pipeline.options import EngineOptions
@@ -180,14 +181,13 @@ class OnlineWay:
     def __init__(self, job: ServingWork) -> None:
         """Load vLLM with its model, to answer from the video files that ``job.cache`` was made of.
 
-        Their uris must be paths of whole local files; nothing checks it. vLLM may read all files below their common
-        folder. It takes ``job.num_frames`` frames of a video.
+        vLLM may read all files below their common folder. It takes ``job.num_frames`` frames of a video. Raises
+        UsageError as ``list_whole_files``.
         """
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - tens of seconds to import
 
         runtime, (name, revision) = choose_runtime(), ModelSource.resolve(job.model).pretrained()
-        cache = TokenCache(job.cache)
-        self._files = [Path(cache.metadata(video_id)["uri"]).resolve() for video_id in cache]
+        self._files = list_whole_files(TokenCache(job.cache))
         self._llm = LLM(
             model=name,
             revision=revision,
@@ -229,6 +229,24 @@ class OnlineWay:
             visual_tokens=sum(output.prompt_token_ids.count(self._video_token) for output in outputs) / len(outputs),
             sent_bytes=self._sent.total - sent_before,
         )
+
+
+def list_whole_files(cache: TokenCache) -> list[Path]:
+    """Return the local files of which the videos of a cache are made.
+
+    Raises UsageError for a video that is no local file, or a clip of it.
+    """
+    files = []
+    for video_id in cache:
+        row = cache.metadata(video_id)
+        file = Path(row["uri"]).resolve()
+        if not file.is_file() or row["start_s"] is not None or row["end_s"] is not None:
+            raise UsageError(
+                f"{ONLINE} reads whole local files, and video {video_id} ({row['uri']}) is none: give a --cache of "
+                f"such files, or leave the way out: --modes {' '.join(CACHED)}"
+            )
+        files.append(file)
+    return files
 
 
 def _make_message(file: Path, text: str) -> JsonObject:

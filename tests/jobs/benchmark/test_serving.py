@@ -7,9 +7,11 @@ import pytest
 
 from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark.serving import measure
-from jobs.benchmark.serving_ways import ServingWork
-from pipeline.errors import RunFailed
-from tests.pipeline.asking import tiny_cache
+from jobs.benchmark.serving_ways import ServingWork, list_whole_files
+from pipeline import TokenCache
+from pipeline.errors import RunFailed, UsageError
+from tests.pipeline.asking import SHAPE, tiny_cache
+from tests.pipeline.caches import encoded, random_tokens, write_shard
 
 
 @pytest.mark.slow
@@ -34,3 +36,14 @@ def test_a_way_that_fails_says_why(tmp_path):
     job = ServingWork("tiny", str(tmp_path), 2, (0.25,), (1,), 2, 1)
     with pytest.raises(RunFailed, match=r"cached-transformers: NotACache: .*not a pruned-token cache"):
         measure("cached-transformers", job)
+
+
+@pytest.mark.parametrize("more", [{"uri": "s3://bucket/c.mp4"}, {"uri": "gone.mp4"}, {"start_s": 1.0}, {"end_s": 2.0}])
+def test_the_way_from_the_videos_refuses_what_is_no_whole_local_file(tmp_path, more):
+    store, file = tiny_cache(tmp_path / "cache", ()), tmp_path / "c.mp4"
+    file.touch()
+    for number, (name, source) in enumerate({"whole": {"uri": str(file)}, "c": {"uri": str(file), **more}}.items()):
+        assert list_whole_files(TokenCache(tmp_path / "cache")) == [file] * number
+        write_shard(store, name, encoded(name, random_tokens(number, SHAPE), 0.25, "gstep", **source))
+    with pytest.raises(UsageError, match=r"online-vllm reads whole local files, and video c .* --modes cached-vllm"):
+        list_whole_files(TokenCache(tmp_path / "cache"))
