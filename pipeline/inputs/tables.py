@@ -32,7 +32,7 @@ _SHOWN = 200  # bytes of a header that a message shows
 _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
 _TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_integer)
 # Errors of reading a table; the file is at fault.
-UNREADABLE = (OSError, UnicodeDecodeError, pa.ArrowException)
+UNREADABLE = (OSError, UnicodeDecodeError, OverflowError, pa.ArrowException)
 
 
 class BadRow(ValueError):  # noqa: N818
@@ -49,7 +49,7 @@ def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> 
     suffix = find_suffix(name)
     if suffix == ".parquet":
         with pq.ParquetFile(file) as shard:
-            batches = (batch.to_pylist() for batch in shard.iter_batches(use_threads=False))
+            batches = map(batch_rows, shard.iter_batches(use_threads=False))
             yield from ((f"row {i}", row) for i, row in enumerate(row for batch in batches for row in batch))
     elif suffix == ".csv":
         yield from _csv_rows(name, file, needs, key)
@@ -69,6 +69,19 @@ def parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
     schema = pq.read_schema(file)
     file.seek(0)
     return dict(zip(schema.names, schema.types, strict=True))
+
+
+def batch_rows(batch: pa.RecordBatch) -> list[UserRow]:
+    """Return the rows of a batch; all times of a batch with a time that Python has no date for come as text.
+
+    Databases write infinity as such a time. Raises OverflowError where a nested column has one.
+    """
+    try:
+        rows: list[UserRow] = batch.to_pylist()
+    except OverflowError:
+        columns = [column.cast(pa.string()) if pa.types.is_temporal(column.type) else column for column in batch]
+        rows = pa.RecordBatch.from_arrays(columns, batch.schema.names).to_pylist()
+    return rows
 
 
 class TableRows(Protocol):
@@ -144,7 +157,7 @@ def given_rows(name: str, source: object, needs: str) -> Iterator[tuple[str, Use
     ``name`` and ``needs`` are for errors: the rows' name, and the columns that a row must have. Raises BadRow.
     """
     if hasattr(source, "__arrow_c_stream__"):
-        source = given_table(name, source, needs).to_pylist()
+        source = [row for batch in given_table(name, source, needs).to_batches() for row in batch_rows(batch)]
     if isinstance(source, Mapping) or not isinstance(source, Iterable):
         raise _no_rows(name, source, needs)
     for number, row in enumerate(source):
@@ -173,7 +186,7 @@ class _ArrowRows:
         self._batch, self._start = batch, start
 
     def __iter__(self) -> Iterator[tuple[str, UserRow]]:
-        return ((f"row {i}", row) for i, row in enumerate(self._batch.to_pylist(), self._start))
+        return ((f"row {i}", row) for i, row in enumerate(batch_rows(self._batch), self._start))
 
     def _column(self, name: str) -> pa.Array | None:
         """Return a column, or None where there is none of this name."""
@@ -212,7 +225,7 @@ class _ArrowRows:
         carried_places = [i for i, name in enumerate(self._batch.schema.names) if name not in own_columns]
         if not carried_places:
             return pa.nulls(len(self._batch), pa.string())
-        return _as_json(self._batch.select(carried_places).to_pylist())
+        return _as_json(batch_rows(self._batch.select(carried_places)))
 
 
 class _DictRows:

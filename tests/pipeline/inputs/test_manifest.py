@@ -148,6 +148,22 @@ def test_ids_and_uris_of_bytes_are_text(tmp_path, kind):
         assert [json.loads(text) for text in rows["manifest"].to_pylist()] == [{"note": "a"}, {"note": "b"}]
 
 
+@pytest.mark.parametrize("kind", [pa.timestamp("us"), pa.timestamp("us", "UTC"), pa.date64(), pa.duration("s")])
+def test_a_time_that_python_has_no_date_for_is_carried_as_text(tmp_path, kind):
+    """Databases export infinity as such a time."""
+    times = pa.array([864 * 10**15, 0, None], pa.int64()).cast(kind)
+    table = pa.table({"video_id": ["a", "b", "c"], "uri": ["a", "b", "c"], "at": times})
+    pq.write_table(table, tmp_path / "m.parquet")
+    for rows in (read_manifest(str(tmp_path / "m.parquet")), given_manifest(table)):
+        assert rows["video_id"].to_pylist() == ["a", "b", "c"]
+        infinite, zero, none = (text and json.loads(text) for text in rows["manifest"].to_pylist())
+        assert isinstance(infinite["at"], str) and isinstance(zero["at"], str) and none is None
+    nested = table.set_column(2, "at", pa.array([[at] for at in times], pa.list_(kind)))
+    pq.write_table(nested, tmp_path / "m.parquet")
+    with pytest.raises(ManifestError, match="cannot be read as a manifest"):
+        read_manifest(str(tmp_path / "m.parquet"))
+
+
 @pytest.mark.parametrize("column", ["video_id", "uri"])
 @pytest.mark.parametrize(
     ("values", "row", "why"),
