@@ -1,5 +1,6 @@
 """What to process: folders, globs, files and manifests become rows, or one clear refusal."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -94,6 +95,22 @@ def test_what_cannot_be_listed_is_refused(tmp_path):
     ]:
         with pytest.raises(ManifestError, match=message):
             read_manifest(str(videos))
+
+
+def test_a_name_that_is_too_long_and_a_folder_that_is_closed_are_refused_with_the_reason(tmp_path, monkeypatch):
+    def no_entry(path, **more):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with pytest.raises(ManifestError, match="xxx: cannot be read: File name too long"):
+        read_manifest("x" * 300)
+    with pytest.raises(ManifestError, match=r"--video-root x+: no such folder"):
+        read_manifest(str(tmp_path), ["x" * 300])
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ManifestError, match="neither a folder nor a file"):
+        read_manifest(str(tmp_path / "fifo"))
+    monkeypatch.setattr(os, "stat", no_entry)
+    with pytest.raises(ManifestError, match="closed: cannot be read: Permission denied"):
+        read_manifest(str(tmp_path / "closed"))
 
 
 def test_paths_that_escape_become_policy_rows(tmp_path):
