@@ -24,7 +24,7 @@ from pipeline.inputs.columns import holds_paths
 from pipeline.inputs.container import open_container
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.indexes import OWN_IDS, Ids, Indexing, NamedContainer
-from pipeline.inputs.left_out import ARCHIVES, LeftOut, format_counts
+from pipeline.inputs.left_out import ARCHIVES, CLOSED, LeftOut, format_counts
 from pipeline.inputs.listings import (
     VIDEO_SUFFIXES,
     check_listed,
@@ -282,7 +282,7 @@ def _sample_folder() -> Path:
 def _from_files(folder: Path, name: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> Listed:
     """List the videos of a folder, or else its containers. Raises ManifestError where it has neither."""
     judge = Judge([folder, *roots])
-    if (listing := _videos_or_containers(_walk(folder), folder, judge, forms, left_out)) is not None:
+    if (listing := _videos_or_containers(_walk(folder, left_out), folder, judge, forms, left_out)) is not None:
         return listing
     suffixes = " ".join(sorted(VIDEO_SUFFIXES | forms))
     raise ManifestError(f"{name}: no video in this folder (looked for {suffixes}){_and_left(left_out)}")
@@ -341,13 +341,30 @@ def _make_listed(places: Iterable[NamedContainer], *, videos: bool) -> Listed:
     return Listed(require_unique_ids(pa.Table.from_batches(parts, MANIFEST_SCHEMA)))
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """Yield every file below a folder. Linked folders are entered once each; each file's target is judged later."""
+def _walk(folder: Path, left_out: LeftOut) -> Iterator[Path]:
+    """Yield every file below a folder; each file's target is judged later.
+
+    Every folder is entered once, by its own path rather than by a link. ``left_out`` counts the closed folders.
+    Raises ManifestError where a folder cannot be read for another reason.
+    """
+
+    def note(error: OSError) -> None:
+        if isinstance(error, PermissionError):
+            left_out.add(CLOSED, str(error.filename))
+            left_out.remedies[CLOSED] = "Their videos are missing: let this user read and enter them"
+        elif not isinstance(error, FileNotFoundError):  # it was deleted in the meantime
+            raise ManifestError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
     seen_folders: set[str] = set()
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        seen_folders.add(os.path.realpath(parent))
-        folders[:] = [name for name in folders if os.path.realpath(Path(parent, name)) not in seen_folders]
-        yield from (Path(parent, name) for name in names)
+    tops = [str(folder)]
+    for top in tops:  # more are added for the links
+        for parent, folders, names in os.walk(top, onerror=note):
+            real = os.path.realpath(parent)
+            folders[:] = [] if real in seen_folders else sorted(folders)
+            if real not in seen_folders:
+                seen_folders.add(real)
+                tops += [path for name in folders if os.path.islink(path := f"{parent}/{name}")]  # noqa: PTH114
+                yield from (Path(parent, name) for name in names)
 
 
 def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> Listed:

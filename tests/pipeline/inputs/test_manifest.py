@@ -44,6 +44,23 @@ def test_a_link_that_leads_out_of_a_folder_and_a_name_that_is_no_text_cost_thems
     assert {name: policy is None for name, policy in rows.items()} == {"fine ü.mp4": True, "link.mp4": False}
 
 
+def test_a_linked_folder_is_entered_once_and_by_its_own_path_whatever_the_order(tmp_path, monkeypatch):
+    touch(tmp_path / "in/m/real/x.mp4")
+    touch(tmp_path / "out/y.mp4")
+    for link, target in {"a": "m/real", "m/loop": "..", "z": "m", "b": "../out", "y": "../out"}.items():
+        (tmp_path / "in" / link).symlink_to(target)
+    walk = os.walk
+
+    def backwards(top, **more):
+        for parent, folders, names in walk(top, **more):
+            folders.sort(reverse=True)
+            yield parent, folders, names
+
+    for way in (walk, backwards):
+        monkeypatch.setattr(os, "walk", way)
+        assert read_manifest(str(tmp_path / "in"))["video_id"].to_pylist() == ["b/y.mp4", "m/real/x.mp4"]
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_manifest_kinds_agree(tmp_path, kind):
     path = tmp_path / f"m.{kind}"
