@@ -105,8 +105,10 @@ class Table(Container):
     def _names(self, schema: pa.Schema, options: ContainerOptions) -> list[str]:
         """Return the columns that the index needs: small columns, and ``video_id``.
 
-        Raises ManifestError if the column of videos is missing or not of bytes.
+        Raises ManifestError if the column of videos is missing, there twice or not of bytes.
         """
+        if schema.names.count(options.column) > 1:
+            raise ManifestError(f"{self._file.uri}: two columns have the name {options.column}; rename one of them")
         if options.column is None or options.column not in schema.names:
             able = [field.name for field in schema if _holds_bytes(field.type)]
             raise ManifestError(
@@ -220,7 +222,7 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 def holds_paths(file: RandomFile, column: str) -> bool:
     """Return True if a Parquet file has a column of text, as paths are. Raises OSError or ArrowException."""
     schema = pq.read_schema(SeekableFile(file))
-    if column not in schema.names:
+    if schema.names.count(column) != 1:
         return False
     kind = schema.field(column).type
     return _is_text(kind.value_type if _is_dictionary(kind) else kind)

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -49,6 +50,7 @@ def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> 
     suffix = find_suffix(name)
     if suffix == ".parquet":
         with pq.ParquetFile(file) as shard:
+            _refuse_doubles(name, shard.schema_arrow.names)
             batches = map(batch_rows, shard.iter_batches(use_threads=False))
             yield from ((f"row {i}", row) for i, row in enumerate(row for batch in batches for row in batch))
     elif suffix == ".csv":
@@ -112,6 +114,7 @@ def read_parts(
     """
     if find_suffix(name) == ".parquet":
         with pq.ParquetFile(file) as shard:
+            _refuse_doubles(name, shard.schema_arrow.names)
             batches = shard.iter_batches(batch_size=_PART_ROWS, use_threads=False)
             yield from _arrow_parts(batches if paths is None else (_with_paths(batch, paths) for batch in batches))
     else:
@@ -167,11 +170,20 @@ def given_rows(name: str, source: object, needs: str) -> Iterator[tuple[str, Use
 
 
 def given_table(name: str, source: object, needs: str) -> pa.Table:
-    """Convert what a caller has at hand to an Arrow table. Raises BadRow where Arrow takes no table of it."""
+    """Convert what a caller has at hand to an Arrow table. Raises BadRow if Arrow takes no table of it."""
     try:
-        return pa.table(source)
+        table = pa.table(source)
     except (TypeError, pa.ArrowException) as error:  # pa.table refuses a single column, for example
         raise _no_rows(name, source, needs) from error
+    _refuse_doubles(name, table.column_names)
+    return table
+
+
+def _refuse_doubles(name: str, columns: Sequence[str]) -> None:
+    """Raise BadRow if two columns of a table have one name: a row would have the value of the last one."""
+    doubles = [column for column, count in Counter(columns).items() if column and count > 1]
+    if doubles:
+        raise BadRow(f"{name}: two columns have the name {printable(doubles[0], _SHOWN)}; rename one of them")
 
 
 def _no_rows(name: str, source: object, needs: str) -> BadRow:
@@ -205,6 +217,8 @@ class _ArrowRows:
         if not any(check(kind) for check in _TEXTS):
             return None
         column = column.cast(kind).cast(pa.string())
+        if column.null_count:  # a dictionary may hold a null
+            return None
         column.validate(full=True)  # Parquet readers take any bytes for text
         return column
 
@@ -265,7 +279,8 @@ def _as_json(rows: list[UserRow]) -> pa.Array:
 def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterator[tuple[str, UserRow]]:
     """Yield ("line n", row) of a .csv, without its empty cells; ``needs`` names the columns in a message.
 
-    Raises BadRow where the header lacks ``key``, a row has more cells than the header, or the .csv is malformed.
+    Raises BadRow where the header lacks ``key`` or repeats a name, a row has more cells than the header, or the .csv is
+    malformed.
     """
     reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
     try:
@@ -274,6 +289,7 @@ def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterato
             raise BadRow(
                 f"{name}, line 1: a .csv begins with the names of its columns, {needs} among them, not {column_names}"
             )
+        _refuse_doubles(f"{name}, line 1", reader.fieldnames or ())
         for row in reader:
             where = f"line {reader.line_num}"
             if None in row:  # dropping what is too much would cut a text at its first comma
@@ -320,9 +336,11 @@ def text_in(row: UserRow, name: str, where: str) -> str:
 
 
 def number_of(value: UserValue) -> float:
-    """Return a cell as a number, nan where it is none."""
+    """Return a cell as a number, nan where it is none, as True and False are."""
+    if isinstance(value, bool) or not isinstance(value, str | bytes | SupportsFloat):
+        return math.nan
     try:
-        return float(value) if isinstance(value, str | bytes | SupportsFloat) else math.nan
+        return float(value)
     except (ValueError, OverflowError):
         return math.nan
 

@@ -37,6 +37,7 @@ def test_paths_are_called_by_their_names_and_may_be_anywhere_but_behind_a_link(t
 def test_a_file_uri_holds_a_path_alone(here):
     (here / "a b.mp4").write_text("x")
     refused = ["file://[x/a.mp4", "file://key@host/a.mp4", f"file://{here}/a.mp4?key=1", f"file://{here}/a.mp4#1"]
+    refused.append("file:///x%00/a.mp4")
     uris = [f"file://{here}/a%20b.mp4", f"file://localhost{here}/a%20b.mp4", *refused]
     rows = given_manifest(
         [{"video_id": str(number), "uri": uri} for number, uri in enumerate(uris)], [str(here)]
@@ -62,6 +63,10 @@ def test_rows_are_those_of_a_manifest_in_the_current_folder(here, kind):
         ([], "there is none"),
         (["x/a.mp4", "y/a.mp4"], "2 paths end in 'a.mp4': give dicts with a video_id and a uri each"),
         ([{"video_id": "a"}], "videos, row 0: no uri"),
+        (
+            pa.table({"video_id": pa.DictionaryArray.from_arrays([1, 0], ["a", None]), "uri": ["a.mp4", "b.mp4"]}),
+            "videos, row 0: no video_id",
+        ),
         ([ROWS[0], "b.mp4"], "videos, row 1: expected a dict with video_id and uri, got str"),
         ([ROWS[0], ROWS[0]], "1 rows repeat a video_id"),
         (ROWS[0], "expected a list of dicts or a table with video_id and uri, got dict"),

@@ -10,6 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import ManifestError
+from pipeline.inputs.container import ContainerOptions
+from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import given_manifest, read_manifest
 
 
@@ -85,12 +87,32 @@ def test_manifest_kinds_agree(tmp_path, kind):
         ([{"video_id": "a"}], "no uri"),
         ([{"video_id": "a", "uri": "a.mp4"}, {"video_id": "a", "uri": "b.mp4"}], "repeat a video_id, e.g. 'a'"),
         ([{"video_id": "a", "uri": "a.mp4", "start_s": "soon"}], "start_s is 'soon'"),
+        ([{"video_id": "a", "uri": "a.mp4", "end_s": True}], "end_s is True, not a number of seconds"),
+        ([{"video_id": "a", "uri": "a.mp4", "size_bytes": False}], "size_bytes is False, not a whole number"),
         ([{"video_id": "a", "uri": "a.mp4", "size_bytes": 1.5}], "size_bytes is 1.5, not a whole number of bytes"),
     ],
 )
 def test_bad_rows_are_refused_by_name(tmp_path, rows, message):
     with pytest.raises(ManifestError, match=message):
         read_manifest(str(write_jsonl(tmp_path / "m.jsonl", rows)))
+
+
+@pytest.mark.parametrize("double", ["video_id", "uri", "note"])
+def test_a_column_that_is_there_twice_is_refused(tmp_path, double):
+    """Which of the two is meant is not known."""
+    names, cells = ["video_id", "uri", "note", double], ["a", "a.mp4", "1", "2"]
+    (tmp_path / "m.csv").write_text(f"{','.join(names)}\n{','.join(cells)}\n")
+    table = pa.Table.from_arrays([pa.array([cell]) for cell in cells], names)
+    pq.write_table(table, tmp_path / "m.parquet")
+    for path in (tmp_path / "m.csv", tmp_path / "m.parquet"):
+        with pytest.raises(ManifestError, match=f"two columns have the name {double}"):
+            read_manifest(str(path))
+    with pytest.raises(ManifestError, match=f"two columns have the name {double}"):
+        given_manifest(table)
+    with pytest.raises(ManifestError, match=f"two columns have the name {double}"):
+        read_manifest(str(tmp_path / "m.parquet"), indexing=Indexing(ContainerOptions(double)))
+    (tmp_path / "m.csv").write_text("video_id,uri,,\na,a.mp4,,\n")  # spreadsheets write such
+    assert read_manifest(str(tmp_path / "m.csv"))["manifest"].to_pylist() == [None]
 
 
 def test_what_cannot_be_listed_is_refused(tmp_path):
