@@ -8,7 +8,6 @@ without compression is read likewise.
 
 from __future__ import annotations
 
-import json
 import struct
 import tarfile
 import zipfile
@@ -20,7 +19,7 @@ from pipeline.errors import VideoFault
 from pipeline.inputs.container import Container, ContainerOptions, Member, RandomFile, SeekableFile, fault
 from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER_FILES, LeftOut, is_apple_double
 from pipeline.inputs.listings import VIDEO_SUFFIXES, find_suffix, is_taken
-from pipeline.inputs.tables import UserValue, carried_json
+from pipeline.inputs.tables import UserValue, carried_json, parse_json
 from pipeline.keys import sample_key, sample_spans
 
 _BLOCK: Final = tarfile.BLOCKSIZE
@@ -106,7 +105,7 @@ class Tar(Container):
     def _read_carried(self, entry: _MemberEntry, suffix: str) -> UserValue:
         """Return the content of a .json, .txt or .cls member; None if it is too large to be carried.
 
-        Content that is not JSON is returned as text.
+        Content that ``parse_json`` refuses is returned as text.
         """
         if entry.size > _MAX_CARRIED_BYTES:
             return None
@@ -114,9 +113,8 @@ class Tar(Container):
         if suffix == ".txt":
             return text
         try:
-            value: UserValue = json.loads(text)
-            return value
-        except (ValueError, RecursionError):
+            return parse_json(text)
+        except ValueError:
             return text.strip()
 
     def _entries(self) -> Iterator[_MemberEntry]:

@@ -30,6 +30,8 @@ UserRow = Mapping[str, UserValue]
 TABLE_SUFFIXES = frozenset({".parquet", ".jsonl", ".csv"})
 _PART_ROWS = 2**16  # rows of a part of a file
 _SHOWN = 200  # bytes of a header that a message shows
+_MAX_DEPTH = 100  # of lists and objects in each other; Python fails at some hundred, sooner where its stack is full
+_TOO_DEEP = f"it has lists or objects that are nested more than {_MAX_DEPTH} deep"
 _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
 _TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_integer)
 # Errors of reading a table; the file is at fault.
@@ -302,12 +304,31 @@ def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterato
 def _json_object(line: str, where: str, needs: str) -> UserRow:
     """Parse a line of a .jsonl. Raises BadRow where it is no JSON object."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also a number of too many digits, and lists in lists without end
+        row = parse_json(line)
+    except ValueError as error:
         raise BadRow(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict):
         raise BadRow(f"{where}: expected an object with {needs}, got {type(row).__name__}")
     return row
+
+
+def parse_json(text: str) -> UserValue:
+    """Parse JSON that a user wrote.
+
+    Raises ValueError, also for a number of too many digits, and for lists and objects that are nested so deeply that
+    Python may fail to write them again.
+    """
+    try:
+        value: UserValue = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
+    layer = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = [part.values() if isinstance(part, dict) else part for part in layer if isinstance(part, dict | list)]
+        layer = [part for parts in inner for part in parts]
+        if not layer:
+            return value
+    raise ValueError(_TOO_DEEP)
 
 
 def text_in(row: UserRow, name: str, where: str) -> str:

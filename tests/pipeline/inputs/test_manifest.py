@@ -120,6 +120,7 @@ def test_what_cannot_be_listed_is_refused(tmp_path):
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 torn")
     (tmp_path / "bad.jsonl").write_text('{"video_id": \n')
     (tmp_path / "list.jsonl").write_text("[1]\n")
+    (tmp_path / "deep.jsonl").write_text(f'{{"video_id": "a", "uri": "a.mp4", "x": {"[" * 200}{"]" * 200}}}\n')
     (tmp_path / "empty.csv").write_text("")
     (tmp_path / "headerless.csv").write_text("a,a.mp4\n")
     for videos, message in [
@@ -129,6 +130,7 @@ def test_what_cannot_be_listed_is_refused(tmp_path):
         (tmp_path / "torn.parquet", "cannot be read as a manifest"),
         (tmp_path / "bad.jsonl", "line 1: not JSON"),
         (tmp_path / "list.jsonl", "expected an object"),
+        (tmp_path / "deep.jsonl", "line 1: not JSON: it has lists or objects that are nested more than 100 deep"),
         (tmp_path / "empty.csv", "no rows"),
         (tmp_path / "headerless.csv", "line 1: .* names of its columns, video_id and uri among them, not a, a.mp4"),
     ]:

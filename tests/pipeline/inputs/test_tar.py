@@ -77,6 +77,16 @@ def test_what_stands_beside_a_video_is_carried(tmp_path):
     }  # fmt: skip
 
 
+def test_json_that_is_nested_without_end_is_carried_as_text_and_costs_no_other(tmp_path):
+    """Between the depths that Python can write and that it can read there are some that it can only read."""
+    depths = [90, 300, *range(900, 1000), 9999]
+    deep = {depth: b"[" * depth + b"]" * depth for depth in depths}
+    files = {f"{depth}.{kind}": deep[depth] if kind == "json" else b"x" for depth in depths for kind in ("mp4", "json")}
+    found = rows(write_tar(tmp_path / "s.tar", files))
+    carried = [json.loads(row["manifest"])["json"] for row in found]
+    assert carried == [json.loads(deep[90]), *(deep[depth].decode() for depth in depths[1:])]
+
+
 def test_clips_come_from_the_json_where_that_is_asked_for(tmp_path):
     files = {
         "a.mp4": b"1", "a.json": b'{"start": 1, "end": 2.5}', "b.mp4": b"1", "b.json": b'{"start": "1", "end": 2}',
