@@ -235,15 +235,16 @@ def _unique_videos(name: str, named_videos: NamedVideos, parts: Iterable[TableRo
 
 def _refuse_compressed(videos: str) -> None:
     """Raise ManifestError for forms that WebDataset and others read and this package does not, with the remedy."""
-    if videos.startswith("pipe:"):
-        raise ManifestError(f"{videos}: no command is run; name the tars themselves, as paths, s3:// or hf://")
+    if videos.startswith("pipe:"):  # its command may hold a token
+        raise ManifestError("pipe: no command is run; name the tars themselves, as paths, s3:// or hf://")
+    shown = without_secrets(videos) if "://" in videos else videos
     if _COMPRESSED_SUFFIX.search(videos):
         raise ManifestError(
-            f"{videos}: a compressed tar can only be read from its beginning, and videos do not shrink; make it plain: "
+            f"{shown}: a compressed tar can only be read from its beginning, and videos do not shrink; make it plain: "
             "gunzip a.tar.gz (zstd -d, xz -d, bunzip2 likewise)"
         )
     if videos.rstrip("/").endswith(".lance"):
-        raise ManifestError(f"{videos}: Lance is not read here; write the table as Parquet, and name its --column")
+        raise ManifestError(f"{shown}: Lance is not read here; write the table as Parquet, and name its --column")
 
 
 _COMPRESSED_SUFFIX = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4|Z)|tgz|tbz2?|txz|tzst)$")
@@ -436,7 +437,9 @@ def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, 
 
     Raises ManifestError if two paths have the same name.
     """
-    rows = [{"video_id": path.rstrip("/").rpartition("/")[2], "uri": path} for path in paths]
+    shown = [without_secrets(path) if "://" in path and "?" in path else path for path in paths]
+    names = [path.rstrip("/").rpartition("/")[2] for path in shown]
+    rows = [{"video_id": name, "uri": path} for name, path in zip(names, paths, strict=True)]
     (name, count), *_ = Counter(row["video_id"] for row in rows).most_common(1)
     if count > 1:
         raise ManifestError(f"videos: {count} paths end in {name!r}: give dicts with a video_id and a uri each")

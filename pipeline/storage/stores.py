@@ -70,7 +70,7 @@ def store_at(place: str | Path, objects: Objects | None = None) -> Store:
         return ObjectStore(text, ArrowObjects.at(text))
     if "://" in text and not text.startswith("file:///"):
         forms = " or ".join(f"{scheme}BUCKET/PREFIX" for scheme in ("s3://", *SCHEMES))
-        raise UsageError(f"{text}: a cache is a folder, {forms}")
+        raise UsageError(f"{text.partition('://')[0]}://...: a cache is a folder, {forms}")  # the rest may hold a key
     return LocalStore(text.removeprefix("file://"))
 
 

@@ -34,6 +34,13 @@ def test_paths_are_called_by_their_names_and_may_be_anywhere_but_behind_a_link(t
     assert given_manifest(["a.mp4"], [str(tmp_path)])["policy"][0].as_py() is None
 
 
+def test_the_name_of_a_signed_address_is_without_its_secret():
+    rows = given_manifest(["https://host/a.mp4?sig=SEC", "s3://bucket/b.mp4?sig=SEC", "s3://bucket/c#1.mp4", "d?.mp4"])
+    assert rows["video_id"].to_pylist() == ["a.mp4", "b.mp4", "c#1.mp4", "d?.mp4"]
+    assert [bool(policy) for policy in rows["policy"].to_pylist()] == [True, True, False, False]
+    assert "SEC" not in str(rows)
+
+
 def test_a_file_uri_holds_a_path_alone(here):
     (here / "a b.mp4").write_text("x")
     refused = ["file://[x/a.mp4", "file://key@host/a.mp4", f"file://{here}/a.mp4?key=1", f"file://{here}/a.mp4#1"]
