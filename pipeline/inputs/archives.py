@@ -26,6 +26,7 @@ _BLOCK: Final = tarfile.BLOCKSIZE
 _MAX_HEADER_BYTES = 2**20  # bytes of an extended header; a real one has some hundred
 _MAX_CARRIED_BYTES = 2**16  # bytes of a carried member
 _MAX_RESYNC_BYTES = 2**28  # bytes in which the next header is looked for behind a broken one
+_MAX_RECORD_BYTES = 2**14  # bytes that a tar is filled up to a multiple of; 20 blocks as a rule
 _PIECE_BYTES = 2**20  # bytes of a video that are read at once
 _MIN_PAX_SIZE = 2**33  # bytes from which on a size stands in an extended header
 _LONG_NAME, _PAX = b"L", (b"x", b"X")
@@ -121,14 +122,17 @@ class Tar(Container):
         """Yield the members by their headers.
 
         A part without a valid header becomes an entry named by its offset, "@512", and so does a missing end of the
-        tar.
+        tar, and an end that another tar was appended to.
         """
         place, size, cut = 0, self._file.size, False
         extended_header = _Extended()
         while place < size:
             block = self._file.read(place, place + _BLOCK)
-            if len(block) == _BLOCK and not any(block):
-                return  # the mark of the end
+            if len(block) == _BLOCK and not any(block):  # the mark of the end
+                if self._goes_on(place):
+                    problem = "another tar lies behind the end of this one: unpack it with tar -i, and pack it again"
+                    yield _MemberEntry(f"@{place}", place, 0, _UNKNOWN, fault("corrupt", problem))
+                return
             header = _parse_header(block)
             if header is None:
                 problem = "the tar is cut off in a header" if len(block) < _BLOCK else "no header where one belongs"
@@ -167,6 +171,12 @@ class Tar(Container):
         if (n_missing := data + size - self._file.size) > 0:
             wrong = fault("corrupt", f"the tar is cut off: {n_missing:,} bytes of this member are missing")
         return _MemberEntry(records.get("path") or extended_header.name or header.name, data, size, header.type, wrong)
+
+    def _goes_on(self, end: int) -> bool:
+        """Return True if there is a header behind the mark of the end, and the zeros that fill up a record."""
+        padding = self._file.read(end, end + _MAX_RECORD_BYTES)
+        blocks = (padding[start : start + _BLOCK] for start in range(0, len(padding), _BLOCK))
+        return any(block[257:262] == b"ustar" and _parse_header(block) is not None for block in blocks)
 
     def _next_header(self, place: int) -> int:
         """Return the offset of the next header behind a broken header.

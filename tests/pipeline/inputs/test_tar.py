@@ -125,6 +125,7 @@ HOSTILE = {
     ),
     "two sizes": (ended(pax(size="3"), member("a.mp4", b"123456"), NEXT), ["corrupt", None]),
     "no end": (member("a.mp4", b"a" * 3000), [None, "corrupt"]),
+    "another tar behind the end": (ended(NEXT) + bytes(9 * BLOCK) + ended(member("b.mp4", b"b")), [None, "corrupt"]),
     "cut in a member": (member("a.mp4", b"a") + member("b.mp4", b"b" * 9000)[:5000], [None, "corrupt"]),
     "cut in a header": (member("a.mp4", b"a" * 5000) + NEXT[:100], [None, "corrupt"]),
     "no header": (member("a.mp4", b"a") + bytes(100) + b"x" * 9000 + bytes(116) + ended(NEXT), [None, "corrupt", None]),
