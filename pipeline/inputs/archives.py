@@ -303,11 +303,14 @@ def _stem(name: str) -> str:
     return name[: -len(suffix)] if (suffix := find_suffix(name)) else name
 
 
-_HEADER: Final = struct.Struct("<4s5H3L2H")  # of a member: signature, version, flags, method, ..., two lengths
+_HEADER: Final = struct.Struct(
+    "<4s5H3L2H"
+)  # of a member: signature, version, flags, method, ..., CRC, two sizes, two lengths
 _SIGNATURE = b"PK\x03\x04"  # the beginning of a member's header
 _MIN_READ_BYTES = 2**12  # bytes that are read at once behind the expected end of a member
 _FIELD: Final = struct.Struct("<HH")  # of the extra fields of a member: kind, length
-_UTF8_FLAG, _UNICODE_PATH = 0x800, 0x7075
+_UTF8_FLAG, _DESCRIPTOR_FLAG, _UNICODE_PATH = 0x800, 8, 0x7075
+_ZIP64 = 0xFFFFFFFF  # a size that stands elsewhere
 _ENCODING = "name their encoding, e.g. --zip-encoding gbk"
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # compression that is understood
 
@@ -351,12 +354,13 @@ class Zip(Container):
 
     def read(self, member: Member) -> Iterator[bytes]:
         """Yield a member's bytes, decompressed. Raises VideoFault if the zip has changed, or the data is damaged."""
-        header = self._file.read(member.offset, member.offset + _HEADER.size)
-        if len(header) < _HEADER.size or header[:4] != _SIGNATURE:
-            raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; rerun the command")
-        _, _, _, method, *_, name_length, extra_length = _HEADER.unpack(header)
-        place = member.offset + _HEADER.size + name_length + extra_length
         size = member.size or 0
+        header = self._file.read(member.offset, member.offset + _HEADER.size).ljust(_HEADER.size)
+        signature, _, flags, method, _, _, crc, _, stated, name_length, extra_length = _HEADER.unpack(header)
+        tells = stated > 0 and not flags & _DESCRIPTOR_FLAG  # else its size and CRC-32 stand behind the data
+        if signature != _SIGNATURE or (tells and stated not in (size, _ZIP64)):
+            raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; rerun the command")
+        place, crc_read = member.offset + _HEADER.size + name_length + extra_length, 0
         inflater = zlib.decompressobj(-15) if method == zipfile.ZIP_DEFLATED else None
         expected_end = self.span(member)[1]
         while size > 0:
@@ -377,6 +381,9 @@ class Zip(Container):
             size -= len(piece)
             if size < 0:
                 raise VideoFault("corrupt", "the zip's member has more bytes than the zip states")
+            crc_read = zlib.crc32(piece, crc_read)
+            if not size and tells and crc_read != crc:
+                raise VideoFault("corrupt", "the zip's member is damaged: it has another CRC-32 than the zip states")
             yield piece
 
 

@@ -1,5 +1,6 @@
 """Containers of every form, here and on S3: the same rows, the right bytes, few requests; a form is added in a file."""
 
+import io
 import json
 import math
 import random
@@ -79,15 +80,38 @@ def test_a_zip_with_damage_costs_what_is_damaged(tmp_path):
     faults = {name.partition("@")[0]: row["fault"].partition(":")[0] for name, row in found.items() if row["fault"]}
     assert faults == {"a.zip/../c.mp4": "policy"}
     data = bytearray(path.read_bytes())
-    row = found["a.zip/b.mp4"]
-    data[row["source_offset"] + 40] ^= 255
+    row, stored = found["a.zip/b.mp4"], found["a.zip/a.mp4"]
+    for broken in (row, stored):
+        data[broken["source_offset"] + 40] ^= 255
     path.write_bytes(data)
     with pytest.raises(VideoFault, match=r"damaged|too early|more bytes"):
         contents([row])
+    with pytest.raises(VideoFault, match="corrupt: the zip's member is damaged: it has another CRC-32"):
+        contents([stored])
     assert contents([found["a.zip/d.mp4"]]) == [b"d"]
     path.write_bytes(data[:-30])
     with pytest.raises(ManifestError, match="corrupt: the directory of the zip cannot be read"):
         rows(str(path))
+
+
+def test_a_zip_that_was_replaced_after_its_indexing_is_not_read(tmp_path):
+    path = write_zip(tmp_path / "a.zip", {"a.mp4": b"a" * 9000, "b.mp4": b"b" * 9000})
+    found = rows(str(path))
+    write_zip(path, {"c.mp4": b"c" * 30_000})  # whose first member is where the first one was
+    for row in found:
+        with pytest.raises(VideoFault, match=r"io: .*has changed since it was indexed"):
+            contents([row])
+
+
+def test_a_zip_that_was_written_to_a_pipe_is_read(tmp_path):
+    """Its members have their sizes behind the data."""
+    sink = io.BytesIO()
+    sink.seekable = lambda: False
+    with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, data in FILES.items():
+            file.writestr(name, data)
+    (tmp_path / "a.zip").write_bytes(sink.getvalue())
+    assert contents(rows(str(tmp_path / "a.zip"))) == list(FILES.values())
 
 
 @pytest.mark.parametrize("struct_of", [False, True])
