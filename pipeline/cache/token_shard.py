@@ -319,5 +319,5 @@ def parse_run_id(token_shard: str) -> str:
 
 
 def parse_shard_id(name: str) -> str:
-    """Return the id in a token shard's name, which differs between the shards of a run."""
-    return name.rsplit("-", 2)[-2]
+    """Return the id in a token shard's name, which differs between the shards of a run; "" in a name of no shard."""
+    return ("", *name.rsplit("-", 2))[-2]

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -36,7 +37,7 @@ from pipeline.errors import CorruptShard, printable
 from pipeline.rows import JsonObject, VideoRecord, VideoRow
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import provenance
-from pipeline.runner.run_record import COMMITTED_KEY, RUNS, RunFile, new_run_id
+from pipeline.runner.run_record import COMMITTED_KEY, RUNS, RunFile, new_run_id, read_record
 from pipeline.storage.stores import Store
 from pipeline.verify.forget import forget_videos
 
@@ -336,7 +337,7 @@ def _delete_emptied(store: Store, live: pa.Table, keep: timedelta, result: JoinR
     """
     live_shards = set(live["token_shard"].to_pylist())
     for record in store.names(RUNS, ".json"):
-        shards = json.loads(store.read(record)).get(_EMPTIED_KEY, [])
+        shards = cast(list[str], read_record(store, record).get(_EMPTIED_KEY, []))
         if shards and store.age(record) >= keep:
             for name in shards:
                 if name not in live_shards and store.exists(name):
