@@ -344,7 +344,8 @@ class ObjectStore:
         return RangedObject(self.objects, self._uri(name))
 
     def names(self, folder: str, suffix: str) -> list[str]:
-        return [file.name for file in self.list_files(folder) if file.name.endswith(suffix)]
+        names = [file.name for file in self.list_files(folder) if file.name.endswith(suffix)]
+        return [name for name in names if not PurePosixPath(name).name.startswith(".")]  # as "._x", copied from a Mac
 
     def list_files(self, folder: str) -> list[FileInfo]:
         infos = self.objects.list(f"{self.root}/{folder}/" if folder else f"{self.root}/")
