@@ -25,6 +25,7 @@ MPEG2 = ("-c:v", "mpeg2video", "-q:v", 2, "-bf", 2)
 HD_COLOURS = ("-vf", "scale=out_color_matrix=bt709", "-colorspace", "bt709")
 UNEVEN = ("-vf", "settb=1/1000,setpts=N*N*7", "-fps_mode", "passthrough", "-enc_time_base", "1:1000")
 TWICE = ("-vf", "settb=1/1000,setpts=floor(N/2)*80", "-fps_mode", "passthrough", "-enc_time_base", "1:1000")
+PIPE = ("-seekable", 0)
 NEAR = 2  # mean difference of pixels: two neighbouring frames differ by 15 at least
 
 
@@ -48,6 +49,11 @@ CLIPS = {
     "b-frames.avi": Clip((*X264, "-bf", 2), exact_start=False),
     "wmv2.wmv": Clip(("-c:v", "wmv2", "-q:v", 2)),
     "animated.gif": Clip(("-vf", "split[a][b];[a]palettegen[p];[b][p]paletteuse")),
+    # written to a pipe, where no length can be filled in afterwards
+    "piped.avi": Clip(("-c:v", "mpeg4", "-q:v", 2, *PIPE)),
+    "piped-b-frames.avi": Clip(("-c:v", "mpeg4", "-q:v", 2, "-bf", 2, *PIPE), exact_start=False),
+    "piped.mkv": Clip((*X264, *PIPE)),
+    "piped.flv": Clip((*X264, *PIPE)),
     # transport and program streams
     "mpeg2.ts": Clip(MPEG2),
     "h264.ts": Clip((*X264, "-bf", 2)),
