@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pipeline.errors import VideoFault
 from pipeline.video.damage import Hole, find_lost_stretches, find_skipped_holes, find_unlisted_hole
-from pipeline.video.packets import MAX_KEPT_BYTES, PacketInfo, VideoPackets
+from pipeline.video.packets import MAX_KEPT_BYTES, PacketInfo, VideoPackets, read_packets
 from pipeline.video.sampling import find_true_times
 
 
@@ -100,7 +100,7 @@ def probe(path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES) -> Vide
 
     Raises VideoFault ("unsupported", "corrupt") or an error of PyAV's; then nothing stays open.
     """
-    packets = VideoPackets(path, demuxer, max_kept_bytes)
+    packets = read_packets(path, demuxer, max_kept_bytes)
     try:
         return _index_of(path, packets)
     except BaseException:
