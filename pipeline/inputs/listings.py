@@ -7,11 +7,12 @@ one within another.
 from __future__ import annotations
 
 import glob as globbing
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from pipeline.errors import ManifestError
@@ -165,7 +166,8 @@ def expand_braces(names: Sequence[str]) -> list[str]:
     """
     names_out: list[str] = []
     for name in names:
-        if "{" not in name or ("://" not in name and Path(name).exists()):
+        exists = "://" not in name and os.path.exists(name)  # noqa: PTH110 - Path.exists raises for a long pattern
+        if "{" not in name or exists:
             names_out.append(name)
             continue
         names_out += islice(_names(name), _MAX_NAMES)

@@ -147,16 +147,27 @@ def _read(videos: str, roots: Roots, objects: Objects, indexing: Indexing) -> Li
             f"{shown_name}: only local paths and s3:// are read, not {shown_name.split('://', maxsplit=1)[0]}://"
         )
     path = Path(videos.removeprefix("file://"))
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises for a name that is too long
         return _from_files(path, videos, roots.folders, forms, left_out)
-    if path.is_file():
+    if os.path.isfile(path):  # noqa: PTH113
         if (suffix := find_suffix(path.name)) in TABLE_SUFFIXES - forms:
             return Listed(_manifest_at(str(path), roots, objects))
         place = _place(path, path.parent, Judge([path.parent, *roots.folders]))
         return _make_listed([place], videos=suffix not in forms)
     if globbing.has_magic(str(path)):
         return _from_glob(str(path), roots.folders, forms, left_out)
-    raise ManifestError(f"{videos}: no such folder, file or manifest{near_file(path)}")
+    raise ManifestError(f"{videos}: {_why_absent(path)}")
+
+
+def _why_absent(path: Path) -> str:
+    """Say why there is nothing to list at a path."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return f"no such folder, file or manifest{near_file(path)}"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return "neither a folder nor a file"
 
 
 def _parts(listing: Listed, column: str | None, roots: Roots, objects: Objects) -> list[Listed]:
@@ -251,7 +262,7 @@ def _roots(video_roots: Sequence[str]) -> Roots:
         [root_prefix(root) for root in video_roots if is_s3(root)],
     )
     for root in roots.folders:
-        if not root.is_dir():
+        if not os.path.isdir(root):  # noqa: PTH112 - as above
             raise ManifestError(f"--video-root {root}: no such folder")
     return roots
 

@@ -6,7 +6,6 @@ import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -88,8 +87,9 @@ def refuse_other_file(name: str) -> None:
     Anything else passes: a folder, a glob, an object, a missing file. Reads the first bytes of the file. Needs neither
     torch nor Ray, which the command loads later.
     """
-    path = Path(name.removeprefix("file://"))
-    if path.is_file() and find_suffix(name) not in TABLE_SUFFIXES | FORMS.keys():
+    path = name.removeprefix("file://")
+    is_file = os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises for a name that is too long
+    if is_file and find_suffix(name) not in TABLE_SUFFIXES | FORMS.keys():
         with _convert_faults():
             sniff(path)
 
