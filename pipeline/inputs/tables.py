@@ -252,7 +252,8 @@ def _as_json(rows: list[UserRow]) -> pa.Array:
 def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterator[tuple[str, UserRow]]:
     """Yield ("line n", row) of a .csv, without its empty cells; ``needs`` names the columns in a message.
 
-    Raises BadRow where the header lacks ``key``, a row has more cells than the header, or the .csv is malformed.
+    Raises BadRow where the header lacks ``key`` or names a column twice, a row has more cells than the header, or the
+    .csv is malformed.
     """
     reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
     try:
@@ -260,6 +261,11 @@ def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterato
             column_names = printable(", ".join(reader.fieldnames), _SHOWN)
             raise BadRow(
                 f"{name}, line 1: a .csv begins with the names of its columns, {needs} among them, not {column_names}"
+            )
+        names = [column for column in reader.fieldnames or () if column]
+        if repeated := next((column for column in names if names.count(column) > 1), None):
+            raise BadRow(
+                f"{name}, line 1: the column {printable(repeated, _SHOWN)} is there twice: rename or remove one"
             )
         for row in reader:
             where = f"line {reader.line_num}"
