@@ -17,6 +17,8 @@ from gstep.language.types import Decoding
 
 # Outside these limits the likeliest token always wins or all tokens are equally likely, and float32 would overflow.
 _TEMPERATURES = (1e-30, 1e30)
+#: Of an error: no token is likelier than another.
+NO_NUMBERS = "the scores of tokens are no numbers (NaN): float16 overflows where bfloat16 and float32 do not (--dtype)"
 
 
 class SeededSampling(LogitsProcessor):  # type: ignore[misc]
@@ -66,7 +68,10 @@ class RowLimits(StoppingCriteria):  # type: ignore[misc]
 
 
 class FirstToken(LogitsProcessor):  # type: ignore[misc]
-    """A logits processor that records in ``at`` the time of the first token, when the prefill ends."""
+    """A logits processor that records in ``at`` the time of the first token, when the prefill ends.
+
+    Raises FloatingPointError where the scores of that token are no numbers, since any token would be chosen then.
+    """
 
     def __init__(self) -> None:
         self.at: float | None = None
@@ -76,4 +81,6 @@ class FirstToken(LogitsProcessor):  # type: ignore[misc]
             if scores.is_cuda:
                 torch.cuda.synchronize(scores.device)
             self.at = time.perf_counter()
+            if scores.isnan().any():
+                raise FloatingPointError(NO_NUMBERS)
         return scores

@@ -24,7 +24,7 @@ from pipeline.datasets.processes import (
     ranks_of_process,
     worker_of_loader,
 )
-from pipeline.datasets.state import STATEFUL_LOADER, DatasetState, EpochPass, ShardShare
+from pipeline.datasets.state import STATEFUL_LOADER, DatasetState, EpochPass, ShardShare, divide_evenly
 from pipeline.errors import RemovedVideo
 from pipeline.rows import VideoRow
 
@@ -80,7 +80,8 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     among each other. That order is the same on every rank, and for a number of ranks and workers the same each time.
 
     Ranks get unlike numbers of videos, as shards hold unlike numbers; ``even`` gives each as many as the one that has
-    least, and leaves out the rest for this epoch. Distributed training that synchronises each step wants that.
+    least, and leaves out the rest for this epoch. Batches are as many on each rank then, with workers too. Distributed
+    training that synchronises each step wants that.
 
     Ranks are those of torch.distributed when the dataset is read. A loader that Accelerate or the HF Trainer prepared
     divides batches among processes by itself: the dataset then gives each process all videos.
@@ -188,7 +189,8 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             epoch += 1  # each worker loaded the end of the epoch, so StatefulDataLoader now iterates once more
         self._shared[_EPOCH], self._shared[_BY_WORKERS] = epoch, worker is not None
         number, n_workers = worker or (0, 1)
-        shares = self._shares(ranks, epoch)[number::n_workers]
+        shares = self._shares(ranks, epoch)
+        shares = divide_evenly(shares, number, n_workers) if self._even else shares[number::n_workers]
         n_videos = sum(share.n_videos for share in shares)
         loader = loader_ahead() if worker is None else None
         self._pass = EpochPass(ranks, epoch, shares, n_videos, n_done, n_removed, loader)
@@ -277,7 +279,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
 
     def _rows(self, share: ShardShare) -> list[VideoRow]:
         """Return the rows of the videos of a shard that are read; raise where they never had tokens."""
-        rows = self.cache.rows_of(self._shards, share.number)[: share.n_videos]
+        rows = self.cache.rows_of(self._shards, share.number)[share.first : share.first + share.n_videos]
         if not self._shards.name(share.number):
             self.cache.get_rows(rows, *self._options)
         return rows

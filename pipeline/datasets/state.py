@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
@@ -34,10 +35,24 @@ class DatasetState(TypedDict):
 
 
 class ShardShare(NamedTuple):
-    """A shard's number, and how many of its first videos a rank reads."""
+    """The videos of a shard that a rank or a worker reads: the shard's number, how many, and the first one's place."""
 
     number: int
     n_videos: int
+    first: int = 0
+
+
+def divide_evenly(shares: Sequence[ShardShare], part: int, n_parts: int) -> list[ShardShare]:
+    """Return one of ``n_parts`` parts of the shares' videos in their order; equal totals give parts of equal sizes."""
+    total = sum(share.n_videos for share in shares)
+    begin, end = total * part // n_parts, total * (part + 1) // n_parts
+    of_part, start = list[ShardShare](), 0
+    for number, n_videos, first in shares:
+        low, high = max(begin, start), min(end, start + n_videos)
+        if low < high:
+            of_part.append(ShardShare(number, high - low, first + low - start))
+        start += n_videos
+    return of_part
 
 
 @dataclass

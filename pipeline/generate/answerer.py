@@ -7,6 +7,7 @@ the model once. Ray can neither split such a row nor join it with another.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ import pyarrow as pa
 import torch
 
 from gstep.backbones import choose_runtime
+from gstep.language.decoding import NO_NUMBERS
 from pipeline.generate.answer_setup import AnswerSetup
 from pipeline.generate.answers import ANSWER_SCHEMA, answer_key
 from pipeline.generate.engines import Engine, EngineCrashed, load_engine
@@ -205,7 +207,8 @@ class Answerer:
     def _score(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
         """Score the choices of each question, and return the rows; the likeliest choice is the answer.
 
-        The rows have no status yet. The seconds of every row are the whole batch's.
+        The rows have no status yet. The seconds of every row are the whole batch's. Raises FloatingPointError for
+        scores that are no numbers.
         """
         start = time.perf_counter()
         texts = [question.continuations() for question in batch]
@@ -214,6 +217,8 @@ class Answerer:
         rows = []
         for question, names, scores in zip(batch, texts, all_scores, strict=True):
             sums = [score.logprob for score in scores]
+            if any(map(math.isnan, sums)):
+                raise FloatingPointError(NO_NUMBERS)
             row: AnswerRecord = {
                 **question.row,
                 "answer": names[_argmax(sums)],

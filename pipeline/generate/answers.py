@@ -537,3 +537,28 @@ def format_answered(
         return [f"{text}, {n_failed} of them as errors (--retry-failed asks them again)"]
     attempts = f"note: the failed questions have used their {config.max_attempts} attempts; --max-attempts allows more"
     return [f"{text}, {n_failed} of them as errors", attempts]
+
+
+def format_new_targets(store: Store, live: pa.Table, questions: pa.Table) -> list[str]:
+    """Return a line for the user about good answers whose question now has another right answer; [] if none has.
+
+    They are not asked again, and ``store`` keeps the right answers of the time when they were asked.
+
+    Args:
+        live: the live rows of ``questions``.
+    """
+    good = live.filter(pc.equal(live["status"], "ok"))
+    places = pc.index_in(good["question_id"], value_set=questions["question_id"].combine_chunks())
+    targets = zip(*(rows["target"].to_pylist() for rows in (good, questions.take(places))), strict=True)
+    ids = good["question_id"].to_pylist()
+    changes = [
+        f"{name}: was {_shorten(before)}, is {_shorten(now)}"
+        for name, (before, now) in zip(ids, targets, strict=True)
+        if before != now
+    ]
+    if not changes:
+        return []
+    return [
+        f"note: {len(changes)} answered questions have another right answer now, e.g. {changes[0]}. {store} keeps the "
+        "earlier one, and jobs.evaluate --score compares with it: ask with another --out to score by the new one"
+    ]

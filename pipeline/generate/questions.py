@@ -66,9 +66,16 @@ _ANSWER_COLUMNS = frozenset((*ANSWER_SCHEMA.names, QUESTION_EXTRA))
 MAX_LETTERS = len(ascii_uppercase)
 # The words that lmms-eval's multiple-choice tasks (MMMU, VideoMME, MLVU) end their prompts with.
 INSTRUCTION = "Answer with the option's letter from the given choices directly."
+# Behind a letter: no second one, as in "A, B" and "(A) or (B)", but "A, B is wrong" names A.
+_ALONE = r"(?!\)?\s*(?:[,/&]|\b(?:and|or)\b)\s*\(?[A-Z]\b(?!\)?\s+\w))"
+_FIRST = re.compile(rf"\(?([A-Z]){_ALONE}(?:\)|[.:,]|\*|\s*$|\n)")
 # A small letter counts where nothing follows: "the answer is a cat" names no letter.
-_SENTENCE = re.compile(r"\b(?i:answer|option|choice)\b(?:\s+(?i:is))?\s*:?\s*\(?\*{0,2}([A-Z]\b|[a-z](?=[)*.]*\s*$))")
-_ENGLISH = frozenset("AI")  # letters that are words too
+_SENTENCE = re.compile(
+    r"\b(?i:answer|option|choice)\b(?:\s+(?i:is))?[\s:*([\"'`\u201c]*"
+    rf"([A-Z]\b{_ALONE}|[a-z](?=[)*.\]\"'`\u201d]*\s*$))"
+)
+# "A" and "I" are words where one follows: "A dog", "I think", but not "A and B".
+_LETTER = re.compile(r"\b(?:[AI]\b(?!\s+(?!(?:and|or|nor)\b)\w)|[B-HJ-Z]\b)")
 
 
 @dataclass(frozen=True)
@@ -382,22 +389,22 @@ def list_letters(count: int) -> list[str]:
 def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
     """Return the index of the choice that a generated answer names; None if it names no choice, or several.
 
-    The first of these rules that finds one choice decides: "B", "(B)" or "B. a dog" at the beginning; a letter called
-    the answer, as in "the answer is B"; the text of a choice; a single capital letter anywhere, but not "A" or "I",
-    which are words.
+    The first of these rules that finds one choice decides: the text of a choice, unless it is a letter; "B", "(B)" or
+    "B. a dog" at the beginning; a letter called the answer, as in "the answer is B"; a single capital letter anywhere,
+    but not "A" or "I" where they are words.
     """
     text = answer.strip().strip("*").strip()
     names = list_letters(len(choices))
-    first = re.match(r"\(?([A-Z])(?:\)|[.:,]|\*|\s*$|\n)", text)
+    same_texts = [i for i, choice in enumerate(choices) if _normalise(choice) == _normalise(text)]
+    if len(same_texts) == 1 and text.strip("().") not in names:
+        return same_texts[0]
+    first = _FIRST.match(text)
     if first and first[1] in names:
         return names.index(first[1])
     called_answers = {letter.upper() for letter in _SENTENCE.findall(text)} & set(names)
     if len(called_answers) == 1:
         return names.index(called_answers.pop())
-    same_texts = [i for i, choice in enumerate(choices) if _normalise(choice) == _normalise(text)]
-    if len(same_texts) == 1:
-        return same_texts[0]
-    standing_alone = (set(re.findall(r"\b([A-Z])\b", text)) - _ENGLISH) & set(names)
+    standing_alone = set(_LETTER.findall(text)) & set(names)
     return names.index(standing_alone.pop()) if len(standing_alone) == 1 else None
 
 

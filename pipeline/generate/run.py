@@ -45,6 +45,7 @@ from pipeline.generate.answers import (
     commit_answers,
     find_code,
     format_answered,
+    format_new_targets,
     match_answers,
     read_answers_header,
     select_remaining_questions,
@@ -268,6 +269,9 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         questions = select_remaining_questions(self.store, live, to_ask, codes, self.options, cached_videos)
         for line in format_answered(live, self.n_questions, questions, self.options):
             self.say(line)
+        if self._evaluation is None:  # an evaluation scores by its own annotations
+            for line in format_new_targets(self.store, live, self.questions):
+                self.say(line)
         return questions
 
     @property

@@ -303,9 +303,8 @@ def _stem(name: str) -> str:
     return name[: -len(suffix)] if (suffix := find_suffix(name)) else name
 
 
-_HEADER: Final = struct.Struct(
-    "<4s5H3L2H"
-)  # of a member: signature, version, flags, method, ..., CRC, two sizes, two lengths
+# Of a member: signature, version, flags, method, time, date, CRC-32, two sizes, two lengths.
+_HEADER: Final = struct.Struct("<4s5H3L2H")
 _SIGNATURE = b"PK\x03\x04"  # the beginning of a member's header
 _MIN_READ_BYTES = 2**12  # bytes that are read at once behind the expected end of a member
 _FIELD: Final = struct.Struct("<HH")  # of the extra fields of a member: kind, length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,9 @@ from pipeline.evaluate.protocols import LETTER
 from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 
+# A number: its point and its minus sign are no punctuation, unlike the commas of 1,000.
+_NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")
+_IN_NUMBERS = str.maketrans(".-", "\ue000\ue001")  # characters that no text has, and that are no punctuation
 _MODE = AnswerMode(Decoding(max_new_tokens=LETTER.max_new_tokens), LETTER.choices)
 #: How questions with and without choices are answered where no row says otherwise.
 _DECODING = {replace(_MODE, method=method).describe() for method in (_MODE.method, "generate")}
@@ -123,15 +127,25 @@ def clusters_of(items: Sequence[Item]) -> list[Item]:
 
 
 def same_text(reply: str, expected: str) -> bool:
-    """Return True if a free answer equals the expected one apart from case, punctuation and spaces."""
+    """Return True if a free answer equals the expected one apart from case, punctuation and spaces.
+
+    Numbers are compared by their values: 3.0 is 3 and 1,000 is 1000, but 1.5 is not 15, nor -5 5.
+    """
     bare = _bare(expected)
     return _bare(reply) == bare if bare else reply.strip() == expected.strip()
 
 
 def _bare(text: str) -> str:
-    """Return a text in lower case without punctuation and repeated spaces."""
-    letters = "".join(character for character in text if not unicodedata.category(character).startswith("P"))
+    """Return a text in lower case without punctuation and repeated spaces; the point and sign of a number stay."""
+    marked = _NUMBER.sub(_mark_number, text)
+    letters = "".join(character for character in marked if not unicodedata.category(character).startswith("P"))
     return " ".join(letters.casefold().split())
+
+
+def _mark_number(number: re.Match[str]) -> str:
+    """Return a number without commas and closing zeros of a fraction, its point and sign as in ``_IN_NUMBERS``."""
+    digits = number[0].replace(",", "")
+    return (digits.rstrip("0").rstrip(".") if "." in digits else digits).translate(_IN_NUMBERS)
 
 
 def _find_choice(answer: str, options: Sequence[str]) -> int | None:

@@ -221,6 +221,22 @@ def test_the_main_table_of_the_paper(tmp_path, capsys):
     assert "1,000 questions, 32 frames, p" in html and "megabytes" in html
 
 
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("fps,positions=original", [("fps", "original")]),
+        ("fps", [("fps", None), ("fps", "original")]),
+        ("uniform", [("uniform", "original")]),
+    ],
+)
+def test_a_method_is_asked_for_at_positions_of_its_own_or_at_all(tmp_path, capsys, name, rows):
+    arms = [*ARMS, ("fps", 0.25, "57.0"), ("fps,positions=original", 0.25, "58.0")]
+    place = results(tmp_path, "longvideobench", [*arms, ("uniform,positions=original", 0.25, "56.0")])
+    numbers, said = laid([place], tmp_path / "out", capsys, "--method", name)
+    assert [(method, positions) for method, _, positions in numbers] == [("none", None), *rows]
+    assert "has no" not in said
+
+
 def test_the_ablations_of_the_paper(tmp_path, capsys):
     places = []
     for i, name in enumerate(("videomme", "longvideobench", "mlvu-dev")):

@@ -110,6 +110,10 @@ def test_a_seed_is_told_from_the_rest_of_a_label():
     assert is_named("random", "random") and is_named("random", "random,seed=3") and not is_named("random", "fps")
     assert is_named("random,seed=3", "random,seed=3") and not is_named("random,seed=1", "random,seed=3")
     assert is_named("random,seed=0", "random") and not is_named("random,seed=1", "random")
+    placed = "random,seed=3,positions=original"
+    assert all(is_named(name, placed) for name in ("random", "random,seed=3", "random,positions=original", placed))
+    assert not any(is_named(name, placed) for name in ("random,seed=1", "random,positions=contiguous"))
+    assert not is_named("random,positions=original", "random,seed=3")
 
 
 def table():

@@ -214,6 +214,8 @@ def test_rows_are_in_the_order_asked_for_and_positions_are_blocks_of_their_own()
     assert titles == [["FPS", "FastV"], ["FPS, original positions"], ["FastV"]]
     assert table.blocks[1][0] == "Pruning Ratio (↓ 50%), original positions"
     assert (table.rows[3].method, table.rows[3].positions, table.rows[3].cells[0].mark) == ("fps", "original", "best")
+    table = results_table("m", [ScoredBenchmark("B", scores)], methods=["fastv", "fps,positions=original"], draws=10)
+    assert [row.title for row in table.rows[1:]] == ["FastV", "FPS, original positions", "FastV"]
 
 
 def test_rel_is_missing_where_full_retention_scores_nothing_or_was_not_run():

@@ -139,6 +139,21 @@ def test_choices_by_letter_and_by_text(cache, tmp_path):
     assert answers["generate"]["n_new_tokens"] > 0 and answers["generate"].get("choice_scores") is None
 
 
+@pytest.mark.parametrize("method", ["letter", "loglikelihood", "generate"])
+def test_scores_that_are_no_numbers_are_no_answer(tmp_path, method):
+    """The tokens of video a are beyond float16: every choice would be as likely, and the first one the answer."""
+    cache = tiny_cache(
+        tmp_path / "c", draw=lambda number, shape: random_tokens(number, shape) * 10.0 ** (6 - 6 * number)
+    )
+    asked = [
+        {"question_id": i, "video_id": "ab"[i % 2], "prompt": "Which?", "choices": ["yes", "no"]} for i in range(4)
+    ]
+    setup = replace(setup_of(cache), dtype="float16")
+    rows = by_id(Answerer(setup).answer(questions(tmp_path, asked, AnswerMode(Decoding(4), method))))
+    assert {name: row["status"] for name, row in rows.items()} == {"0": "failed", "1": "ok", "2": "failed", "3": "ok"}
+    assert rows["0"]["error_class"] == "internal" and "no numbers (NaN)" in rows["0"]["error_message"]
+
+
 @pytest.fixture
 def failing(cache):
     """Makes an actor whose engine, the real one, fails as told, and the sizes of the batches that it is given."""

@@ -118,6 +118,7 @@ def test_a_file_or_a_line_that_cannot_be_read_is_named(tmp_path):
         ("q.jsonl", b"\n", "there is no question in it"),
         ("q.csv", header + b"1,v,Who, then?", commas),
         ("q.csv", header + b'1,v,"What', "line 2: unexpected end of data"),
+        ("q.csv", b"question_id,video_id,prompt,answer,answer\n1,v,p,A,B", "line 1: two columns have the name answer"),
         ("q.jsonl", good + b"\n" + b"[" * 100_000, "line 2: not JSON"),
         ("q.jsonl", good + b"\n" + b"1" * 5000, "line 2: not JSON"),
     ):
@@ -204,3 +205,26 @@ CHOICES = ["a dog", "a cat", "a cow."]
 def test_the_letter_of_a_generated_answer(choice, answers):
     assert {answer: parse_letter(answer, CHOICES) for answer in answers} == dict.fromkeys(answers, choice)
     assert parse_letter("Well, I do not know", [f"choice {i}" for i in range(9)]) is None
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["**Answer:** {}", "The answer is **({})**", 'The answer is "{}".', "Answer: [{}]", r"\boxed{{{}}}", "{} - a pet"],
+)
+def test_a_letter_that_is_a_word_too_is_read_in_every_form_that_the_others_are(form):
+    assert [parse_letter(form.format(letter), CHOICES) for letter in "ABC"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "form", ["{} and {}", "{} or {}", "{}, {}", "{}/{}", "The answer is ({}) or ({})", "({}), ({})"]
+)
+@pytest.mark.parametrize("letters", ["AB", "BC", "CA"])
+def test_several_letters_name_no_choice(form, letters):
+    assert parse_letter(form.format(*letters), CHOICES) is None
+
+
+def test_a_choice_that_begins_like_another_letter_is_its_text():
+    times = ["11 P.M.", "A.M.", "B, then A", "A, then B"]
+    assert [parse_letter(text, times) for text in times] == [0, 1, 2, 3]
+    assert [parse_letter(text, ["B", "A"]) for text in ("A", "B.", "(B)")] == [0, 1, 1]  # letters are asked for
+    assert [parse_letter(text, ["7", "b"]) for text in ("7", "b")] == [0, 1]

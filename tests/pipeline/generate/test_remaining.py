@@ -110,6 +110,24 @@ def test_an_answered_question_that_changed_is_refused(job_of, answered, change, 
     assert unanswered(job_of([{**ROWS[0], "answer": "no", "topic": "x"}])) == []
 
 
+def test_a_right_answer_that_was_corrected_after_the_question_is_said_not_to_count(job_of, answered):
+    """Of the questions that failed nothing is said: they are wrong by any right answer."""
+
+    def said(rows):
+        job, lines = job_of(rows), []
+        job.say = lines.append
+        assert job.list_remaining() == []
+        return [line for line in lines if "right answer" in line]
+
+    now, failed = {**ROWS[0], "answer": "no"}, {**ROWS[1], "answer": "no"}
+    assert said([ROWS[0], failed]) == []
+    assert said([now, failed]) == [
+        "note: 1 answered questions have another right answer now, e.g. ok: was None, is 'no'. "
+        f"{job_of().store} keeps the earlier one, and jobs.evaluate --score compares with it: ask with another --out "
+        "to score by the new one"
+    ]
+
+
 def test_questions_that_changed_are_named_up_to_five(job_of):
     store = job_of().store
     refuse_changed_questions([], store)

@@ -279,6 +279,13 @@ def test_the_right_choice_is_named_by_text_then_letter_then_index(tmp_path, choi
         ("", "?!", False),
         (" ?! ", "?!", True),
         ("don't know", "dont know", True),
+        ("15", "1.5", False),
+        ("5.", "-5", False),
+        ("It is -5.", "it is: -5", True),
+        ("30 dogs", "3.0 dogs", False),
+        ("3", "3.0", True),  # as pandas writes whole numbers of a column with gaps
+        ("3.", "3", True),
+        ("1000", "1,000", True),
     ],
 )
 def test_a_free_answer_is_right_but_for_case_spaces_and_punctuation(reply, expected, same):
