@@ -8,6 +8,7 @@ without compression is read likewise.
 
 from __future__ import annotations
 
+import stat
 import struct
 import tarfile
 import zipfile
@@ -35,6 +36,7 @@ _UNKNOWN = b"?"  # the kind of a place that is no member
 _FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 _WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
 _CARRIED_SUFFIXES = (".json", ".txt", ".cls")  # suffixes of members that are carried along
+_NO_FILE = "the member is a link, a device or no file; pack the file itself"
 _INFO = ".info"  # stands before .json in the names that yt-dlp gives
 
 
@@ -249,7 +251,7 @@ def _video(entry: _MemberEntry, name: str) -> Member:
     """Return the member of a video, with what is wrong with it."""
     wrong = entry.wrong
     if entry.kind not in _FILES and not wrong:
-        wrong = fault("policy", "the member is a link, a device or no file; pack the file itself")
+        wrong = fault("policy", _NO_FILE)
     return Member(name, entry.offset, entry.size, fault=wrong)
 
 
@@ -309,6 +311,7 @@ _SIGNATURE = b"PK\x03\x04"  # the beginning of a member's header
 _MIN_READ_BYTES = 2**12  # bytes that are read at once behind the expected end of a member
 _FIELD: Final = struct.Struct("<HH")  # of the extra fields of a member: kind, length
 _UTF8_FLAG, _DESCRIPTOR_FLAG, _UNICODE_PATH = 0x800, 8, 0x7075
+_UNIX = 3  # the system whose modes a member's attributes have
 _ZIP64 = 0xFFFFFFFF  # a size that stands elsewhere
 _ENCODING = "name their encoding, e.g. --zip-encoding gbk"
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # compression that is understood
@@ -340,6 +343,9 @@ class Zip(Container):
                 continue
             if info.flag_bits & 1 or info.compress_type not in _METHODS:
                 wrong = fault("unsupported", "the member is encrypted or not deflated; use zip -0")
+            kind = stat.S_IFMT(info.external_attr >> 16) if info.create_system == _UNIX else 0
+            if kind not in (0, stat.S_IFREG):  # 0: of a tool that keeps no modes
+                wrong = fault("policy", _NO_FILE)
             if not exact and wrong is None:
                 self.note = f"names that are not UTF-8 are read as cp437, e.g. {name}; if that is garbled, {_ENCODING}"
             yield Member(name, info.header_offset, info.file_size, fault=wrong, mark=f"crc-{info.CRC:08x}")

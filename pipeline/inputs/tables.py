@@ -372,12 +372,19 @@ def is_text(name: str) -> bool:
 
 
 def carried_json(columns: UserRow, *, ensure_ascii: bool = True) -> str:
-    """Serialise columns that are only carried along as strict JSON: NaN and infinity become null."""
+    """Serialise columns that are only carried along as strict JSON.
+
+    NaN and infinity become null, and half of a surrogate pair, which nothing could print, a question mark.
+    """
     try:
-        return json.dumps(columns, default=shown_as, ensure_ascii=ensure_ascii, allow_nan=False)
+        text = json.dumps(columns, default=shown_as, ensure_ascii=ensure_ascii, allow_nan=False)
     except ValueError:
         strict = json.loads(json.dumps(columns, default=shown_as), parse_constant=lambda name: None)
-        return json.dumps(strict, ensure_ascii=ensure_ascii)
+        text = json.dumps(strict, ensure_ascii=ensure_ascii)
+    if "\\ud" not in text:  # as whole pairs have, too
+        return text
+    plain = json.dumps(json.loads(text), ensure_ascii=False).encode("utf-8", "replace")
+    return json.dumps(json.loads(plain), ensure_ascii=ensure_ascii)
 
 
 def shown_as(value: object) -> str:

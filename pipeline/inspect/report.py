@@ -20,6 +20,7 @@ from pipeline.cache.header import CacheIdentity, fingerprint
 from pipeline.cache.live import Ledger, LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.table import parse_file_name
+from pipeline.inputs.listings import CONTROL
 from pipeline.inspect.watch import latest_run
 from pipeline.prune.summary import Summary, render, summarise
 from pipeline.rows import Json, JsonObject, VideoRow
@@ -222,10 +223,10 @@ def failed_lines(failures: Failures) -> Iterator[str]:
 
 
 def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
-    """Render (name, value) a line. Values come from files, so they are never read as markup."""
+    """Render (name, value) a line. Both come from files, so they are never read as markup or commands of a terminal."""
     table = Table.grid(padding=(0, 2))
     for name, value in facts:
-        table.add_row(name, Text(value))
+        table.add_row(Text(CONTROL.sub(" ", name)), Text(CONTROL.sub(" ", value)))
     return table
 
 

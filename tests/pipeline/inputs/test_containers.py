@@ -4,6 +4,7 @@ import io
 import json
 import math
 import random
+import stat
 import struct
 import zipfile
 from decimal import Decimal
@@ -101,6 +102,18 @@ def test_a_zip_that_was_replaced_after_its_indexing_is_not_read(tmp_path):
     for row in found:
         with pytest.raises(VideoFault, match=r"io: .*has changed since it was indexed"):
             contents([row])
+
+
+def test_a_link_in_a_zip_is_refused_and_a_member_of_any_system_is_read(tmp_path):
+    modes = {"link.mp4": stat.S_IFLNK | 0o777, "pipe.mp4": stat.S_IFIFO, "file.mp4": stat.S_IFREG | 0o644, "dos.mp4": 0}
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+        for name, mode in modes.items():
+            info = zipfile.ZipInfo(name)
+            info.external_attr = mode << 16
+            file.writestr(info, "/etc/passwd")
+    found = rows(str(tmp_path / "a.zip"))
+    assert [row["fault"] and row["fault"].partition(":")[0] for row in found] == ["policy", "policy", None, None]
+    assert contents(found[2:]) == 2 * [b"/etc/passwd"]
 
 
 def test_a_zip_that_was_written_to_a_pipe_is_read(tmp_path):

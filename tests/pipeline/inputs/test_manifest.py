@@ -206,6 +206,14 @@ def test_ids_and_uris_of_bytes_are_text(tmp_path, kind):
         assert [json.loads(text) for text in rows["manifest"].to_pylist()] == [{"note": "a"}, {"note": "b"}]
 
 
+def test_half_of_a_surrogate_pair_is_carried_as_a_question_mark(tmp_path):
+    (tmp_path / "m.jsonl").write_text(
+        r'{"video_id": "a", "uri": "a", "x": ["\ud83d", "\ud83d\ude00", 1e999], "\ude00": 1}'
+    )
+    (text,) = read_manifest(str(tmp_path / "m.jsonl"))["manifest"].to_pylist()
+    assert text.isascii() and json.loads(text) == {"x": ["?", "😀", None], "?": 1}
+
+
 @pytest.mark.parametrize("kind", [pa.timestamp("us"), pa.timestamp("us", "UTC"), pa.date64(), pa.duration("s")])
 def test_a_time_that_python_has_no_date_for_is_carried_as_text(tmp_path, kind):
     """Databases export infinity as such a time."""

@@ -34,14 +34,14 @@ def test_a_video_is_shown_frame_by_frame(cache):
 
 def test_what_was_carried_stands_with_the_video_and_names_are_no_markup(decoded, tmp_path):
     """Rich would take [red] for a colour, and refuse [/b]. A cache of many videos names the first."""
-    carried = {"txt": "A [bike]\nby a lake", "json": {"id": 7}, "missing": None}
+    carried = {"txt": "A [bike]\nby a \x1b[31mlake", "json": {"id": 7}, "missing": None, "[/b]": "x"}
     name = "[red]a[/b].mp4"
     cache = build(tmp_path / "c", decoded, video_id=name, uri="[red]b[/b].mp4", manifest=json.dumps(carried))
     write_shard(cache.store, "more", *(encoded(f"v{i}", random_tokens(i), 0.25, "gstep") for i in range(22)))
     cache.refresh()
     of_cache, of_video = shown(cache_report(cache, count(cache))), " ".join(shown(video_report(cache, name)).split())
     assert name in of_cache and "... and 3 more" in of_cache and "[red]b[/b].mp4" in of_video
-    assert 'txt A [bike] by a lake json {"id": 7} run' in of_video and "missing" not in of_video
+    assert 'txt A [bike] by a [31mlake json {"id": 7} [/b] x run' in of_video and "missing" not in of_video
 
 
 def test_a_failed_or_removed_video_is_shown_with_the_reason(decoded, tmp_path):
