@@ -52,12 +52,14 @@ class CheckedCommit:
         problems: what is wrong.
         n_bytes: of the file.
         bad: rows that contradict themselves, so that their tokens cannot be judged by them.
+        is_gone: whether there is no such file any more.
     """
 
     rows: pa.Table | None
     problems: list[Problem]
     n_bytes: int = 0
     bad: frozenset[int] = field(default_factory=frozenset)
+    is_gone: bool = False
 
 
 def method_of(header: CacheHeader) -> str:
@@ -78,7 +80,8 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
     except pa.ArrowException as error:
         return CheckedCommit(None, [Problem(Kind.COMMIT, f"{store}/{name}: {error}", name)])
     except OSError as error:
-        return CheckedCommit(None, [Problem(Kind.UNREADABLE, f"{store}/{name}: {error}", name)])
+        is_gone = isinstance(error, FileNotFoundError)
+        return CheckedCommit(None, [Problem(Kind.UNREADABLE, f"{store}/{name}: {error}", name)], is_gone=is_gone)
     if wrong := sorted(_wrong_columns(table.schema)):
         message = f"{store}/{name}: columns are missing or of another type: {', '.join(wrong)}"
         return CheckedCommit(None, [Problem(Kind.SCHEMA, message, name)], n_bytes)
@@ -228,12 +231,14 @@ class CheckedShard:
         n_bytes: of the file; 0 where it cannot be opened.
         widths: numbers a token of each evidence that is stored.
         n_tokens: token rows that were read.
+        is_gone: whether the rows that name it were gone, so that nothing was read.
     """
 
     problems: list[Problem]
     n_bytes: int = 0
     widths: dict[str, int] = field(default_factory=dict)
     n_tokens: int = 0
+    is_gone: bool = False
 
 
 def check_token_shard(

@@ -195,7 +195,8 @@ class Repair:
         for name in sorted(shards):
             old_rows: list[VideoRow] = read_file(self._store, parse_file_name(name)).to_pylist()
             rows = in_key_order(build_table([changes.get(row["video_id"], row) for row in old_rows]))
-            self._store.put(*serialise_sorted(parse_file_name(name).level, rows, {}, self._made_with))
+            level = max(1, parse_file_name(name).level)  # a small file came after the merge
+            self._store.put(*serialise_sorted(level, rows, {}, self._made_with))
             self._retire(name)
 
     def _retire(self, name: str) -> None:

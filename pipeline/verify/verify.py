@@ -48,10 +48,12 @@ if TYPE_CHECKING:
     from pipeline.verify.live_check import LiveCheck
 
 R = TypeVar("R", bound="CheckedCommit | CheckedShard")
+Places = dict[str, dict[str, Place]]  # token shard -> the place of the row of each of its videos
 _ORPHANS_STAY = (
     "orphaned token shards were kept: they may belong to damaged or missing videos/ files. Restore those files from a "
     "copy, or pass --clean"
 )
+_TRIES = 5  # readings of a table whose files another run merges
 _SHARES = (0.001, 0.01, 0.05)  # of damaged videos, for which a sample says how likely it misses them all
 
 
@@ -121,6 +123,7 @@ class _Verification:
     ) -> None:
         self.store, self.request, self.console, self.sound, self.claimed = store, request, console, sound, claimed
         self.report = Report(str(store))
+        self._commits: dict[str, CheckedCommit] = {}  # the files of the table that were checked
 
     def carry_out(self) -> Report:
         """Check the cache, and clean or repair it where asked; return the report. Raises as ``verify``.
@@ -142,7 +145,10 @@ class _Verification:
         places = _list_places(rows, live)
         if 0 < request.sample < sum(map(len, places.values())):
             places = self._sample(places)
-        self._check_tokens(header, places, bad)
+        while places := self._check_tokens(header, places, bad):
+            rows, bad = self._check_table(header)
+            live = select_live_rows(rows)
+            places = _find_again(places, _list_places(rows, live))
         self._report_leftovers(files, rows, live)
         report.seconds = time.monotonic() - start
         if encoder is not None:
@@ -192,23 +198,32 @@ class _Verification:
             self.report.notes.append(f"pending uploads cannot be listed: {error.strerror or error}")
 
     def _check_table(self, header: CacheHeader) -> tuple[pa.Table, set[Place]]:
-        """Check every file of the videos table, and add problems and counts to the report.
+        """Check every file of the videos table that was not checked yet, and add problems and counts to the report.
 
+        A file that another run merged away is left out, and the table is listed again: other files have its rows then.
         Return JUDGED_COLUMNS of all rows of this identity with shard and row, and the places of rows that contradict
         themselves.
         """
-        report = self.report
-        names = self.store.names(VIDEOS, ".parquet")
-        tables, bad = [empty_rows(JUDGED_COLUMNS)], set()
-        check = partial(check_commit, self.store, header=header)
-        for name, answer in self._check_all(check, names, "videos shard"):
-            report.problems += answer.problems
-            report.bytes_read += answer.n_bytes
-            if answer.rows is not None:
-                tables.append(answer.rows)
-            bad |= {(name, place) for place in answer.bad}
-        report.counts["videos_shards"] = len(names)
-        return pa.concat_tables(tables), bad
+        report, store = self.report, self.store
+        check = partial(check_commit, store, header=header)
+        for tries_left in reversed(range(_TRIES)):
+            names = store.names(VIDEOS, ".parquet")
+            self._commits = {name: self._commits[name] for name in names if name in self._commits}
+            new = [name for name in names if name not in self._commits]
+            n_gone = 0
+            for name, answer in self._check_all(check, new, "videos shard"):
+                if answer.is_gone and tries_left:
+                    n_gone += 1
+                    continue
+                report.problems += answer.problems
+                report.bytes_read += answer.n_bytes
+                self._commits[name] = answer
+            if not n_gone:
+                break
+        report.counts["videos_shards"] = len(self._commits)
+        tables = [answer.rows for answer in self._commits.values() if answer.rows is not None]
+        bad = {(name, place) for name, answer in self._commits.items() for place in answer.bad}
+        return pa.concat_tables([empty_rows(JUDGED_COLUMNS), *tables]), bad
 
     def _count(self, live: pa.Table) -> None:
         """Add the counts of ok, failed and removed videos to the report."""
@@ -227,37 +242,46 @@ class _Verification:
         cache = TokenCache(str(self.store), store=self.store, live=live)
         return LiveCheck(cache, self.request.model, self.request.objects or Objects.from_environment())
 
-    def _sample(self, places: dict[str, list[Place]]) -> dict[str, list[Place]]:
+    def _sample(self, places: Places) -> Places:
         """Draw the rows whose tokens are read, and note the chance that they miss damage."""
-        every = [(name, place) for name in sorted(places) for place in places[name]]
+        every = [(name, video_id) for name in sorted(places) for video_id in places[name]]
         n = self.request.sample
-        drawn: dict[str, list[Place]] = defaultdict(list)
-        for number in np.random.default_rng(self.request.seed).choice(len(every), n, replace=False).tolist():
-            drawn[every[number][0]].append(every[number][1])
+        drawn: Places = defaultdict(dict)
+        for number in sorted(np.random.default_rng(self.request.seed).choice(len(every), n, replace=False).tolist()):
+            name, video_id = every[number]
+            drawn[name][video_id] = places[name][video_id]
         chances = ", ".join(f"to {share:.1%} of them {(1 - share) ** n:.1%}" for share in _SHARES)
         message = f"tokens of {n:,} of {len(every):,} videos were read"
         self.report.notes.append(f"{message}; the chance that these miss damage: {chances}")
-        return {name: sorted(ids) for name, ids in drawn.items()}
+        return drawn
 
-    def _check_tokens(self, header: CacheHeader, places: dict[str, list[Place]], bad: set[Place]) -> None:
+    def _check_tokens(self, header: CacheHeader, places: Places, bad: set[Place]) -> Places:
         """Check the token shards in ``places``, which has the rows that name each, except shards known to be sound.
 
         Rows of ``bad`` are left out. Adds shards without a problem to ``sound``, and problems and counts to the report.
+        Returns the part of ``places`` that was not checked, since another run merged away files with the rows.
         """
         # Neighbours in the order of commits share a videos shard, which is in memory then.
-        names = sorted(places, key=lambda name: places[name][0])
+        names = sorted(places, key=lambda name: min(places[name].values()))
         table = VideosTable(self.store, keep=8 * self.request.jobs)
 
         def check(name: str) -> CheckedShard:
             """Check one token shard against its rows that are not bad; a sound shard is not read again."""
             if name in self.sound:
                 return replace(self.sound[name], n_bytes=0)
-            rows = [(shard, table.read_row(shard, row)) for shard, row in places[name] if (shard, row) not in bad]
+            try:
+                rows = [(place[0], table.read_row(*place)) for place in places[name].values() if place not in bad]
+            except FileNotFoundError:
+                return CheckedShard([], is_gone=True)
             return check_token_shard(self.store, name, rows, header) if rows else CheckedShard([])
 
         report, n_tokens = self.report, 0
         widths: dict[str, int] = {}
+        left: Places = {}
         for name, answer in self._check_all(check, names, "token shard"):
+            if answer.is_gone:
+                left[name] = places[name]
+                continue
             report.problems += answer.problems
             if not answer.problems:
                 self.sound[name] = answer
@@ -267,7 +291,9 @@ class _Verification:
                 if widths.setdefault(key, width) != width:
                     message = f"{self.store}/{name}: {width} numbers of {key} a token, {widths[key]} in other shards"
                     report.problems.append(Problem(Kind.SCHEMA, message, name))
-        report.counts |= {"token_shards": len(names), "tokens": n_tokens}
+        for key, count in (("token_shards", len(names) - len(left)), ("tokens", n_tokens)):
+            report.counts[key] = report.counts.get(key, 0) + count
+        return left
 
     def _report_leftovers(self, files: dict[str, list[FileInfo]], rows: pa.Table, live: pa.Table) -> None:
         """Report files that were left behind, and rows that are missing from the table."""
@@ -356,17 +382,23 @@ def _token_shards(rows: pa.Table) -> set[str]:
     return set(select_ok(rows)["token_shard"].to_pylist())
 
 
-def _list_places(rows: pa.Table, live: pa.Table) -> dict[str, list[Place]]:
+def _list_places(rows: pa.Table, live: pa.Table) -> Places:
     """Return the places of the rows to check by token shard: a row of each video in each shard that a live row names.
 
     A superseded row stands for a video whose live row names another shard.
     """
-    places: dict[str, dict[str, Place]] = {name: {} for name in sorted(_token_shards(live) - {None})}
+    places: Places = {name: {} for name in sorted(_token_shards(live) - {None})}
     for table in (live, rows):  # a row that stands in several files counts once
         for row in select_ok(table).select(["token_shard", "video_id", "shard", "row"]).to_pylist():
             if row["token_shard"] in places:
                 places[row["token_shard"]].setdefault(row["video_id"], (row["shard"], row["row"]))
-    return {name: list(by_video.values()) for name, by_video in places.items()}
+    return places
+
+
+def _find_again(old: Places, new: Places) -> Places:
+    """Return the new places of the videos of ``old``; a shard without any of them is left out."""
+    found = {name: {key: new[name][key] for key in old[name] if key in new[name]} for name in old if name in new}
+    return {name: by_video for name, by_video in found.items() if by_video}
 
 
 def _without_problems(live: pa.Table, report: Report) -> pa.Table:

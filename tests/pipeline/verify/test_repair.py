@@ -20,7 +20,7 @@ from pipeline.verify.moves import remove_videos
 from pipeline.verify.report import KEPT_IN
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.damage import Dying, flip, rewrite_row, say_what_was_committed, shards
-from tests.pipeline.verifying import SHAPE, assert_tokens, kinds, six_videos, tokens_of, verified
+from tests.pipeline.verifying import SHAPE, assert_tokens, kinds, six_videos, tokens_of, verified, video_of
 
 NOW = timedelta(0)
 
@@ -202,6 +202,35 @@ def test_damage_that_another_look_does_not_find_is_let_be(store, tokens):
     assert [(problem.kind, problem.video_id) for problem in report.found] == [("damaged", "a")]
     assert (report.repaired.marked, report.repaired.moved, report.repaired.replaced) == ([], 0, [])
     assert_tokens(store.root, tokens)
+
+
+class Ahead(LocalStore):
+    """A folder of another machine, whose clock is ahead of this one."""
+
+    def age(self, name):
+        return super().age(name) - timedelta(seconds=5)
+
+
+def test_a_clock_that_is_ahead_keeps_no_replaced_row(store, tokens):
+    """The sources of the merge stayed, and one of them was written as a file that no reader takes."""
+    damage_tokens(store, "b")
+    report = verified(Ahead(store.root), repair=True, keep=NOW)
+    assert kinds(report) == [] and TokenCache(store.root).failed == {"b": "io", "bad": "corrupt"}
+    assert_tokens(store.root, {name: tokens[name] for name in tokens if name != "b"})
+
+
+def test_a_row_that_comes_during_a_repair_leaves_a_table_that_opens(store, monkeypatch):
+    """A driver that was stopped commits the damaged video again, after the merge."""
+
+    def merge_and_be_late(place, made_with):
+        merge_fully(place, made_with)
+        write_shard(place, "late", video_of("b", 9, attempts=2))
+
+    monkeypatch.setattr("pipeline.verify.repair.merge_fully", merge_and_be_late)
+    damage_tokens(store, "b")
+    verified(store, repair=True, keep=NOW)
+    monkeypatch.undo()
+    assert TokenCache(store.root).failed == {"b": "io", "bad": "corrupt"} and kinds(verified(store)) == []
 
 
 def test_a_removed_video_stays_so(store):

@@ -2,10 +2,12 @@
 
 import pytest
 
+from pipeline.cache.header import made_with
+from pipeline.cache.merging import merge_fully
 from pipeline.errors import CacheLocked
 from pipeline.runner.claim import Claim
 from tests.pipeline.caches import write_header, write_shard
-from tests.pipeline.damage import shards
+from tests.pipeline.damage import Merging, shards
 from tests.pipeline.verifying import by_an_own_method, verified, video_of
 
 
@@ -43,6 +45,21 @@ def test_a_run_that_holds_the_cache_keeps_it_from_being_cleaned(store):
             verified(store, clean=True)
         report = verified(store)
     assert report.exit_code == 0 and any("writes here" in note and "run9" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("sample", [0, 3])
+def test_files_that_a_run_merges_away_meanwhile_are_no_damage(store, sample):
+    """They were called unreadable, or ended the command."""
+    merge_fully(store, made_with(store))
+    for reads in range(20):
+        write_shard(store, f"run{reads}", video_of("c", 2, attempts=reads + 1), video_of("d", 3, attempts=reads + 1))
+        merging = Merging(store.root, reads)
+        report = verified(merging, jobs=1, sample=sample)
+        assert report.problems == []
+        assert report.counts["tokens"] == (9 * sample or 36) and report.counts["token_shards"] <= 3
+        if not merging.is_merged:
+            break
+    assert reads > 4
 
 
 def test_an_empty_cache_is_sound(tmp_path):
