@@ -35,6 +35,7 @@ class Orientation(NamedTuple):
 _AS_STORED = Orientation()
 _HALF_MS = Fraction(1, 2000)
 _RAW = ("h264", "hevc", "mpegvideo")  # demuxers of streams without a container
+_MAX_FLV_RATE, _FLV_ROUNDING = 1000, Fraction(1, 10_000)  # the largest numerator, and the error of a rate
 _WRAPPING = ("mpegts", "mpeg")  # demuxers of containers whose times wrap at 33 bits
 _MAX_STEP = 2**32  # ticks between two of their packets; FFmpeg takes a jump back for a wrap, and adds 2**33
 
@@ -210,7 +211,14 @@ def _list_stated_rates(packets: VideoPackets) -> list[Fraction]:
     """
     average, guessed_rate = packets.stream.average_rate, packets.stream.guessed_rate
     rates = (guessed_rate, average) if packets.demuxer in _RAW else (average, guessed_rate)
-    return [rate for rate in rates if rate] or [Fraction(25)]
+    return [_restore_rate(rate) for rate in rates if rate] or [Fraction(25)]
+
+
+def _restore_rate(rate: Fraction) -> Fraction:
+    """Return a rate such as 24000/1001 for what FFmpeg makes of it in FLV: 983/41, a fraction of numbers up to 1000."""
+    original = Fraction(round(rate * 1001 / 1000) * 1000, 1001)
+    is_rounded = rate.denominator > 1 and rate.numerator <= _MAX_FLV_RATE and abs(rate / original - 1) < _FLV_ROUNDING
+    return original if is_rounded else rate
 
 
 def _find_true_rate(stated_rates: Sequence[Fraction], n_frames: int, span: Fraction, tick: Fraction) -> float:
