@@ -33,8 +33,10 @@ class Orientation(NamedTuple):
 
 
 _AS_STORED = Orientation()
+_MAX_SKEW = math.tan(math.radians(0.5))  # of a picture that is shown upright
 _HALF_MS = Fraction(1, 2000)
 _RAW = ("h264", "hevc", "mpegvideo")  # demuxers of streams without a container
+_MAX_FLV_RATE, _FLV_ROUNDING = 1000, Fraction(1, 10_000)  # the largest numerator, and the error of a rate
 _WRAPPING = ("mpegts", "mpeg")  # demuxers of containers whose times wrap at 33 bits
 _MAX_STEP = 2**32  # ticks between two of their packets; FFmpeg takes a jump back for a wrap, and adds 2**33
 
@@ -210,7 +212,14 @@ def _list_stated_rates(packets: VideoPackets) -> list[Fraction]:
     """
     average, guessed_rate = packets.stream.average_rate, packets.stream.guessed_rate
     rates = (guessed_rate, average) if packets.demuxer in _RAW else (average, guessed_rate)
-    return [rate for rate in rates if rate] or [Fraction(25)]
+    return [_restore_rate(rate) for rate in rates if rate] or [Fraction(25)]
+
+
+def _restore_rate(rate: Fraction) -> Fraction:
+    """Return a rate such as 24000/1001 for what FFmpeg makes of it in FLV: 983/41, a fraction of numbers up to 1000."""
+    original = Fraction(round(rate * 1001 / 1000) * 1000, 1001)
+    is_rounded = rate.denominator > 1 and rate.numerator <= _MAX_FLV_RATE and abs(rate / original - 1) < _FLV_ROUNDING
+    return original if is_rounded else rate
 
 
 def _find_true_rate(stated_rates: Sequence[Fraction], n_frames: int, span: Fraction, tick: Fraction) -> float:
@@ -244,18 +253,21 @@ def _goes_on(times: Sequence[int], demuxer: str) -> bool:
 
 
 def _read_orientation(frame: av.VideoFrame) -> Orientation:
-    """Return the turn in the display matrix of a frame; none without a matrix.
+    """Return the turn in the display matrix of a frame; none without a matrix, or with one of zeros.
 
-    Raises VideoFault("unsupported") for angles that are no quarter turns.
+    A turn within half a degree of a quarter turn is one, as for the ffmpeg command line.
+
+    Raises VideoFault("unsupported") for other angles.
     """
     side_data = frame.side_data.get("DISPLAYMATRIX")
     if side_data is None:
         return _AS_STORED
     # x' = a*x + c*y and y' = b*x + d*y, in 16.16 fixed point
     a, b, _, c, d = (int(v) for v in np.frombuffer(bytes(side_data), dtype="<i4", count=5))
-    if a and d and not (b or c):
+    across, along = min(abs(a), abs(d)), min(abs(b), abs(c))
+    if max(abs(b), abs(c)) <= across * _MAX_SKEW:  # all zeros are written by mistake, and turn nothing
         return Orientation(False, flip_rows=d < 0, flip_columns=a < 0)
-    if b and c and not (a or d):
+    if max(abs(a), abs(d)) <= along * _MAX_SKEW:
         return Orientation(True, flip_rows=b < 0, flip_columns=c < 0)
     raise VideoFault("unsupported", "the video is turned by an angle that is no multiple of 90 degrees")
 

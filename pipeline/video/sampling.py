@@ -156,7 +156,7 @@ def find_true_times(
     if not _is_near(timestamps, even, 1 / fps, tick_s):
         return timestamps, duration_s, tick_s
     end = float(even[-1] + 1 / fps)
-    is_rounded = abs(duration_s - end) <= max(_TICKS * tick_s, _MS)
+    is_rounded = abs(duration_s - end) <= max(_TICKS * tick_s, _MS) + _EPSILON
     # A first frame behind the start of the container is rounded itself.
     return even, end if is_rounded else duration_s, tick_s if timestamps[0] else 0.0
 

@@ -4,6 +4,7 @@ Every clip is made by ffmpeg, decoded as the pipeline does it, in the child proc
 what ffmpeg itself shows of the file.
 """
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import av
 import numpy as np
 import pytest
 
+from pipeline.errors import VideoFault
 from pipeline.video.decode import DecodedVideo, DecodeRequest
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
@@ -128,6 +130,43 @@ def test_a_display_matrix(decode, tmp_path, name, turn):
     whole = make_clip(tmp_path / "whole.mp4", *X264)
     ffmpeg(*turn, "-i", whole, "-c", "copy", tmp_path / name)
     assert_as_shown(decode, tmp_path / name)
+
+
+ONE, NOISE = 2**16, 300  # of 16.16 fixed point: a quarter of a degree
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        (0, 0, 0, 0),  # written by mistake: it turns nothing
+        (ONE, NOISE, -NOISE, ONE),
+        (-ONE, NOISE, -NOISE, -ONE),
+        (NOISE, ONE, -ONE, NOISE),
+        (NOISE, -ONE, ONE, NOISE),
+        (-ONE, NOISE, NOISE, ONE),  # mirrored
+        (1, ONE, -ONE, -1),
+    ],
+)
+def test_a_display_matrix_that_is_not_exact(decode, tmp_path, matrix):
+    assert_as_shown(decode, write_matrix(tmp_path, matrix))
+
+
+def test_a_display_matrix_that_turns_by_another_angle_is_refused(decode, tmp_path):
+    with pytest.raises(VideoFault, match="no multiple of 90 degrees") as caught:
+        decode(write_matrix(tmp_path, (ONE, ONE // 40, -ONE // 40, ONE)), 5)
+    assert caught.value.fault_class == "unsupported"
+
+
+def write_matrix(folder: Path, matrix: tuple[int, int, int, int]) -> Path:
+    """Write a clip with these values (a, b, c, d) in the display matrix of its track."""
+    make_clip(folder / "plain.mp4", *X264)
+    ffmpeg("-display_rotation", 90, "-i", folder / "plain.mp4", "-c", "copy", folder / "a.mp4")
+    data = bytearray((folder / "a.mp4").read_bytes())
+    place = data.index(b"tkhd") + 44
+    a, b, c, d = matrix
+    data[place : place + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 2**30)
+    (folder / "a.mp4").write_bytes(data)
+    return folder / "a.mp4"
 
 
 @pytest.mark.parametrize(("name", "larger"), [("a.mp4", True), ("a.mkv", False), ("a.ts", True)])

@@ -17,7 +17,14 @@ from pipeline.prune.encode_stage import to_sampled_video
 from pipeline.video.containers import sniff
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.probe import VideoIndex, probe
-from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, find_tolerances
+from pipeline.video.sampling import (
+    Sampling,
+    choose_frames,
+    clip_range,
+    clip_rate,
+    find_tolerances,
+    find_true_times,
+)
 from tests.gstep.backbones.encoders import FLOAT32
 from tests.pipeline.ffmpeg import ffmpeg, make_clip
 from tests.pipeline.videos import KeepSize, numbers
@@ -102,7 +109,9 @@ def test_a_gif_whose_ticks_are_a_third_of_a_frame(even, rate):
 
 
 @pytest.mark.parametrize("rate", ["24000/1001", "30", "60"])
-@pytest.mark.parametrize(("source", "copy"), [("b.mkv", "c.mp4"), ("b.flv", "c.mp4"), ("b.mkv", "c.ts")])
+@pytest.mark.parametrize(
+    ("source", "copy"), [("b.mkv", "c.mp4"), ("b.flv", "c.mp4"), ("b.mkv", "c.ts"), ("b.flv", "c.mkv")]
+)
 def test_milliseconds_stay_in_a_copy_with_finer_ticks(even, tmp_path, rate, source, copy):
     """As of a recording that was copied to MP4 without encoding: it is no file of variable rate."""
     ffmpeg("-i", even(source, rate).path, "-c", "copy", tmp_path / copy)
@@ -115,10 +124,33 @@ def test_milliseconds_stay_in_a_copy_with_finer_ticks(even, tmp_path, rate, sour
     assert chosen_of(index, Sampling(None, 20.0, 7)) == np.linspace(0, COUNT - 1, 7, dtype=int).tolist()
 
 
+@pytest.mark.parametrize("rate", ["24000/1001", "30000/1001", "60000/1001"])
+@pytest.mark.parametrize("copy", ["c.flv", "c.mkv"])
+def test_a_rate_that_flv_rounds_is_restored(even, tmp_path, rate, copy):
+    """FFmpeg reads 983/41 for 24000/1001, a frame too much in a minute of shots, and copies it to other headers."""
+    ffmpeg("-i", even("b.flv", rate, 1500).path, "-c", "copy", tmp_path / copy)
+    index, exact = index_of(tmp_path / copy), Fraction(rate)
+    assert index.fps == pytest.approx(float(exact), rel=1e-12, abs=0)
+    bounds = [round(float(number / exact), 3) for number in range(0, 1501, 12)]
+    frames = [chosen_of(index, Sampling(None, float(exact), None), *shot) for shot in pairwise(bounds)]
+    assert [*chain(*frames)] == list(range(1500))
+
+
+def test_a_duration_that_is_a_whole_millisecond_too_long_adds_no_frame():
+    """As in a copy from Matroska to MP4: the last frame's time and its duration were both rounded up, to 50.051 s."""
+    times, rate = np.round(np.arange(1500) * 1.001 / 30, 3), 30000 / 1001
+    assert times[-1] + 0.034 == pytest.approx(50.051, abs=1e-9)
+    true_times = find_true_times(times, times[-1] + 0.034, rate, 1 / 16_000)
+    assert true_times[1] == pytest.approx(50.05, abs=1e-9)
+    assert choose_frames(true_times[0], Sampling(None, rate, None), None, None, *true_times[1:]).tolist() == [
+        *range(1500)
+    ]
+
+
 @pytest.mark.parametrize(("name", "rate"), EVEN)
 def test_a_regular_file_has_its_rate_its_shots_and_the_frames_that_mp4_has_on_screen(even, name, rate):
     index, exact = even(name, rate), Fraction(rate)
-    stated = {".flv": 1e-4, ".mkv": 1e-6, ".webm": 1e-6}  # their headers round the rate, or the time of a frame
+    stated = {".mkv": 1e-6, ".webm": 1e-6}  # their headers round the time of a frame
     assert index.fps == pytest.approx(float(exact), rel=stated.get(Path(name).suffix, 1e-15), abs=0)
     exact_times = np.arange(COUNT) / float(exact)
     assert np.abs(index.timestamps - exact_times).max() <= 1.5 * index.tick_s + 1e-6
@@ -129,8 +161,8 @@ def test_a_regular_file_has_its_rate_its_shots_and_the_frames_that_mp4_has_on_sc
         bounds = [round(float(number / exact), digits) for number in range(0, COUNT + 1, SHOT)]
         shots = [range_of(index, *shot) for shot in pairwise(bounds)]
         assert shots == [(number, number + SHOT) for number in range(0, COUNT, SHOT)], digits
-        if digits == 3 and rate == "30":
-            frames = [chosen_of(index, Sampling(None, 30.0, None), *shot) for shot in pairwise(bounds)]
+        if digits == 3:
+            frames = [chosen_of(index, Sampling(None, float(exact), None), *shot) for shot in pairwise(bounds)]
             assert [*chain(*frames)] == list(range(COUNT)), "a frame is of the next shot"
     # At k / fps that is frame k * rate / fps, cut to a whole number, half a millisecond ahead.
     for fps in (exact, exact / 2, Fraction(1), Fraction(3), Fraction(7)):
