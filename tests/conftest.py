@@ -39,11 +39,12 @@ _ALL: Counter[Path] = Counter()
 
 
 def pytest_configure() -> None:
-    """Let Hypothesis, where it is installed, draw the same examples in every run."""
+    """Let Hypothesis, where it is installed, draw the same examples in every run, however long a busy machine takes."""
     with suppress(ImportError):
-        from hypothesis import settings  # noqa: PLC0415
+        from hypothesis import HealthCheck, settings  # noqa: PLC0415
 
-        settings.register_profile("seeded", derandomize=True)
+        slow = [HealthCheck.too_slow]
+        settings.register_profile("seeded", derandomize=True, deadline=None, suppress_health_check=slow)
         settings.load_profile("seeded")
 
 

@@ -215,8 +215,9 @@ class Ledger:
         Args:
             made_with: the fingerprint of the identity whose rows count; None for all rows.
         """
-        self._store = store
+        self._store, self._made_with = store, made_with
         self._table = VideosTable(store, made_with, keep=2)  # all files are read once, and few rows again
+        self._newer: Ledger | None = None  # the table after merges that deleted files of this ledger
         self.names: list[str] = []
         self.starts: list[int] = []
         self.n_rows = 0
@@ -238,8 +239,24 @@ class Ledger:
     def refresh(self) -> Ledger:
         """Read the files committed since the last call, and return this ledger. Raises CorruptShard, OSError.
 
-        Rows stay if their file was deleted meanwhile, as after a merge.
+        Rows stay if their file was deleted meanwhile, as after a merge. If a file is merged away before it is read, the
+        table is listed again, _TRIES times in all.
         """
+        self._newer = None
+        n_files, n_rows = len(self.names), self.n_rows
+        for attempt in range(_TRIES):
+            try:
+                self._read_new_files()
+                break
+            except FileNotFoundError:
+                del self.names[n_files:], self.starts[n_files:]
+                self.n_rows = n_rows
+                if attempt == _TRIES - 1:
+                    raise
+        return self
+
+    def _read_new_files(self) -> None:
+        """Read the files that were never read. Raises CorruptShard, OSError; ``columns`` are as before then."""
         known_names = {*self.names, *self.foreign}
         new = [file for file in list_table_files(self._store) if file.name not in known_names]
         n_known = len(self.names)
@@ -258,7 +275,6 @@ class Ledger:
                 filled_pieces = [piece for piece in pieces if len(piece)]
                 self.columns[name] = filled_pieces[0] if len(filled_pieces) == 1 else np.concatenate(pieces)
             self._keep_live()
-        return self
 
     def _read_sorted(self, files: Sequence[TableFile]) -> Columns:
         """Read sorted files into ledger columns, and note each file; files of another identity are skipped.
@@ -368,10 +384,22 @@ class Ledger:
         return np.not_equal(np.bitwise_and(self.columns["remarks"][rows], np.uint8(remark)), 0)
 
     def read(self, row: int) -> VideoRow:
-        """Read the whole row of a video again from its file. Raises CorruptShard, OSError."""
+        """Read the whole row of a video again. Raises CorruptShard, OSError.
+
+        If its file was merged away, the table is read anew to find the row.
+        """
         place = int(self.columns["place"][row])
         file = int(np.searchsorted(self.starts, place, side="right")) - 1
-        return self._table.read_row(self.names[file], place - self.starts[file])
+        try:
+            return self._table.read_row(self.names[file], place - self.starts[file])
+        except FileNotFoundError:
+            if self._newer is None:
+                self._newer = Ledger(self._store, self._made_with).refresh()
+            key = np.array([[self.columns["high"][row], self.columns["low"][row]]])
+            (new_row,) = find(key, self._newer.columns["high"], self._newer.columns["low"]).tolist()
+            if new_row < 0:
+                raise
+            return self._newer.read(new_row)
 
     def count_run_rows(self, run_id: str) -> tuple[int, int]:
         """Count the live rows that this run has committed: (all, failed ones)."""

@@ -294,12 +294,23 @@ def read_videos(store: Store, rows: Sequence[VideoRow]) -> list[pa.Table]:
 def read_footer_ids(store: Store, token_shard: str) -> list[str]:
     """List the ids of the videos in a token shard by the statistics of its row groups, each of one video.
 
-    Reads the footer alone, without a checksum: for counts and messages. Raises OSError, CorruptShard.
+    Reads the footer alone, without a checksum: for counts and messages. Ids of more than 4 KB have no statistics; such
+    a shard is read whole. Raises OSError, CorruptShard.
     """
-    footer = parse_footer(_footer(store.open(token_shard)))
-    place = footer.schema.to_arrow_schema().get_field_index("video_id")
-    groups = (footer.row_group(number).column(place).statistics for number in range(footer.num_row_groups))
-    return sorted({group.min for group in groups if group is not None and group.has_min_max})
+    source = store.open(token_shard)
+    try:
+        footer = parse_footer(_footer(source))
+        place = footer.schema.to_arrow_schema().get_field_index("video_id")
+        if place < 0:
+            raise ValueError("it has no column video_id")
+        groups = [footer.row_group(number).column(place).statistics for number in range(footer.num_row_groups)]
+        if all(group is not None and group.has_min_max for group in groups):
+            return sorted({group.min for group in groups})
+        return sorted(list_videos(store, token_shard))
+    except (OSError, ValueError, pa.ArrowException) as error:
+        if isinstance(error, OSError) and error.filename:
+            raise  # of the store; an OSError of Arrow names no file
+        raise CorruptShard(f"{store}/{token_shard}: {error}", "footer") from error
 
 
 def parse_run_id(token_shard: str) -> str:
@@ -308,5 +319,5 @@ def parse_run_id(token_shard: str) -> str:
 
 
 def parse_shard_id(name: str) -> str:
-    """Return the id in a token shard's name, which differs between the shards of a run."""
-    return name.rsplit("-", 2)[-2]
+    """Return the id in a token shard's name, which differs between the shards of a run; "" in a name of no shard."""
+    return ("", *name.rsplit("-", 2))[-2]

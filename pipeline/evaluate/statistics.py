@@ -27,6 +27,7 @@ OUTSIDE = -1  # the part of a question that a column leaves out
 _TINY = 1e-9  # smaller differences are rounding errors, since scores differ by 1/n or not at all
 _CHUNK = 512  # draws at a time, because their counts of videos take the memory
 _SEED = re.compile(r",seed=(\d+)(?=,|$)")  # in a method's label; a seed of 0 is left out
+POSITIONS = ",positions="  # the last part of a method's label, where it has positions of its own
 
 
 class MethodAtRatio(NamedTuple):
@@ -47,9 +48,13 @@ def split_seed(label: str) -> tuple[str, int | None]:
 
 
 def is_named(name: str, label: str) -> bool:
-    """Return True if a user's ``name`` of a method means this label; a name without a seed means every seed."""
-    (method, seed), (name_method, label_seed) = split_seed(name), split_seed(label)
-    return method == name_method and seed in (None, label_seed or 0)
+    """Return True if a user's ``name`` of a method means this label.
+
+    A name without a seed means every seed, and one without positions means all positions.
+    """
+    (name, _, positions), (label, _, label_positions) = name.partition(POSITIONS), label.partition(POSITIONS)
+    (method, seed), (label_method, label_seed) = split_seed(name), split_seed(label)
+    return method == label_method and seed in (None, label_seed or 0) and positions in ("", label_positions)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from pipeline.errors import UsageError
 from pipeline.evaluate.statistics import (
     ORIGINAL,
     OUTSIDE,
+    POSITIONS,
     AnswerCounts,
     Estimate,
     Floats,
@@ -32,7 +33,6 @@ from pipeline.evaluate.statistics import (
 from pipeline.evaluate.table import FULL_ROW, PRINTED_0, Cell, Column, Mark, ResultsTable, Row, printed
 
 OVERALL = "overall"  # key of a benchmark's last column
-_POSITIONS = ",positions="
 _TITLES = {
     "fastv": "FastV",
     "fastvid": "FastVID",
@@ -218,20 +218,24 @@ def _group_arms(
 ) -> tuple[list[MethodAtRatio], list[_Group]]:
     """Return all arms and their rows: full retention, then by falling ratio, positions and order of methods.
 
-    The seeds of a method share a row, and their arms are neighbours. A name in ``methods`` without a seed takes all
-    seeds; a name that no arm has is ignored. ``methods`` None takes all arms.
+    The seeds of a method share a row, and their arms are neighbours. ``methods`` are as of ``is_named``; a name that no
+    arm has is ignored. ``methods`` None takes all arms.
     """
     seeds: dict[tuple[float, str, str], dict[int, MethodAtRatio]] = {}
     for arm in (arm for benchmark in benchmarks for arm in arms_of(benchmark.scores) if arm != ORIGINAL):
-        label, _, positions = arm.method.partition(_POSITIONS)
+        label, _, positions = arm.method.partition(POSITIONS)
         method, seed = split_seed(label)
-        if methods is None or any(is_named(name, label) for name in methods):
+        if methods is None or any(is_named(name, arm.method) for name in methods):
             seeds.setdefault((-arm.ratio, positions, method), {})[seed or 0] = arm
-    order = [method for *_, method in seeds] if methods is None else [split_seed(name)[0] for name in methods]
+    order = (
+        [method for *_, method in seeds]
+        if methods is None
+        else [split_seed(name.partition(POSITIONS)[0])[0] for name in methods]
+    )
     arms, groups = [ORIGINAL], [_Group(ORIGINAL.method, "", ORIGINAL.ratio, [0], slice(1))]
     for minus, positions, method in sorted(seeds, key=lambda row: (*row[:2], order.index(row[2]))):
         members = dict(sorted(seeds[minus, positions, method].items()))
-        label = method if len(members) > 1 else next(iter(members.values())).method.partition(_POSITIONS)[0]
+        label = method if len(members) > 1 else next(iter(members.values())).method.partition(POSITIONS)[0]
         groups.append(_Group(label, positions, -minus, [*members], slice(len(arms), len(arms) + len(members))))
         arms += members.values()
     return arms, groups

@@ -8,7 +8,6 @@ without compression is read likewise.
 
 from __future__ import annotations
 
-import json
 import struct
 import tarfile
 import zipfile
@@ -20,13 +19,14 @@ from pipeline.errors import VideoFault
 from pipeline.inputs.container import Container, ContainerOptions, Member, RandomFile, SeekableFile, fault
 from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER_FILES, LeftOut, is_apple_double
 from pipeline.inputs.listings import VIDEO_SUFFIXES, find_suffix, is_taken
-from pipeline.inputs.tables import UserValue, carried_json
+from pipeline.inputs.tables import UserValue, carried_json, parse_json
 from pipeline.keys import sample_key, sample_spans
 
 _BLOCK: Final = tarfile.BLOCKSIZE
 _MAX_HEADER_BYTES = 2**20  # bytes of an extended header; a real one has some hundred
 _MAX_CARRIED_BYTES = 2**16  # bytes of a carried member
 _MAX_RESYNC_BYTES = 2**28  # bytes in which the next header is looked for behind a broken one
+_MAX_RECORD_BYTES = 2**14  # bytes that a tar is filled up to a multiple of; 20 blocks as a rule
 _PIECE_BYTES = 2**20  # bytes of a video that are read at once
 _MIN_PAX_SIZE = 2**33  # bytes from which on a size stands in an extended header
 _LONG_NAME, _PAX = b"L", (b"x", b"X")
@@ -106,7 +106,7 @@ class Tar(Container):
     def _read_carried(self, entry: _MemberEntry, suffix: str) -> UserValue:
         """Return the content of a .json, .txt or .cls member; None if it is too large to be carried.
 
-        Content that is not JSON is returned as text.
+        Content that ``parse_json`` refuses is returned as text.
         """
         if entry.size > _MAX_CARRIED_BYTES:
             return None
@@ -114,23 +114,25 @@ class Tar(Container):
         if suffix == ".txt":
             return text
         try:
-            value: UserValue = json.loads(text)
-            return value
-        except (ValueError, RecursionError):
+            return parse_json(text)
+        except ValueError:
             return text.strip()
 
     def _entries(self) -> Iterator[_MemberEntry]:
         """Yield the members by their headers.
 
         A part without a valid header becomes an entry named by its offset, "@512", and so does a missing end of the
-        tar.
+        tar, and an end that another tar was appended to.
         """
         place, size, cut = 0, self._file.size, False
         extended_header = _Extended()
         while place < size:
             block = self._file.read(place, place + _BLOCK)
-            if len(block) == _BLOCK and not any(block):
-                return  # the mark of the end
+            if len(block) == _BLOCK and not any(block):  # the mark of the end
+                if self._goes_on(place):
+                    problem = "another tar lies behind the end of this one: unpack it with tar -i, and pack it again"
+                    yield _MemberEntry(f"@{place}", place, 0, _UNKNOWN, fault("corrupt", problem))
+                return
             header = _parse_header(block)
             if header is None:
                 problem = "the tar is cut off in a header" if len(block) < _BLOCK else "no header where one belongs"
@@ -169,6 +171,12 @@ class Tar(Container):
         if (n_missing := data + size - self._file.size) > 0:
             wrong = fault("corrupt", f"the tar is cut off: {n_missing:,} bytes of this member are missing")
         return _MemberEntry(records.get("path") or extended_header.name or header.name, data, size, header.type, wrong)
+
+    def _goes_on(self, end: int) -> bool:
+        """Return True if there is a header behind the mark of the end, and the zeros that fill up a record."""
+        padding = self._file.read(end, end + _MAX_RECORD_BYTES)
+        blocks = (padding[start : start + _BLOCK] for start in range(0, len(padding), _BLOCK))
+        return any(block[257:262] == b"ustar" and _parse_header(block) is not None for block in blocks)
 
     def _next_header(self, place: int) -> int:
         """Return the offset of the next header behind a broken header.
@@ -295,11 +303,13 @@ def _stem(name: str) -> str:
     return name[: -len(suffix)] if (suffix := find_suffix(name)) else name
 
 
-_HEADER: Final = struct.Struct("<4s5H3L2H")  # of a member: signature, version, flags, method, ..., two lengths
+# Of a member: signature, version, flags, method, time, date, CRC-32, two sizes, two lengths.
+_HEADER: Final = struct.Struct("<4s5H3L2H")
 _SIGNATURE = b"PK\x03\x04"  # the beginning of a member's header
 _MIN_READ_BYTES = 2**12  # bytes that are read at once behind the expected end of a member
 _FIELD: Final = struct.Struct("<HH")  # of the extra fields of a member: kind, length
-_UTF8_FLAG, _UNICODE_PATH = 0x800, 0x7075
+_UTF8_FLAG, _DESCRIPTOR_FLAG, _UNICODE_PATH = 0x800, 8, 0x7075
+_ZIP64 = 0xFFFFFFFF  # a size that stands elsewhere
 _ENCODING = "name their encoding, e.g. --zip-encoding gbk"
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # compression that is understood
 
@@ -343,12 +353,13 @@ class Zip(Container):
 
     def read(self, member: Member) -> Iterator[bytes]:
         """Yield a member's bytes, decompressed. Raises VideoFault if the zip has changed, or the data is damaged."""
-        header = self._file.read(member.offset, member.offset + _HEADER.size)
-        if len(header) < _HEADER.size or header[:4] != _SIGNATURE:
-            raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; rerun the command")
-        _, _, _, method, *_, name_length, extra_length = _HEADER.unpack(header)
-        place = member.offset + _HEADER.size + name_length + extra_length
         size = member.size or 0
+        header = self._file.read(member.offset, member.offset + _HEADER.size).ljust(_HEADER.size)
+        signature, _, flags, method, _, _, crc, _, stated, name_length, extra_length = _HEADER.unpack(header)
+        tells = stated > 0 and not flags & _DESCRIPTOR_FLAG  # else its size and CRC-32 stand behind the data
+        if signature != _SIGNATURE or (tells and stated not in (size, _ZIP64)):
+            raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; rerun the command")
+        place, crc_read = member.offset + _HEADER.size + name_length + extra_length, 0
         inflater = zlib.decompressobj(-15) if method == zipfile.ZIP_DEFLATED else None
         expected_end = self.span(member)[1]
         while size > 0:
@@ -369,6 +380,9 @@ class Zip(Container):
             size -= len(piece)
             if size < 0:
                 raise VideoFault("corrupt", "the zip's member has more bytes than the zip states")
+            crc_read = zlib.crc32(piece, crc_read)
+            if not size and tells and crc_read != crc:
+                raise VideoFault("corrupt", "the zip's member is damaged: it has another CRC-32 than the zip states")
             yield piece
 
 

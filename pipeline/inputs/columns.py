@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from pipeline.errors import ManifestError, VideoFault
 from pipeline.inputs.container import Container, ContainerOptions, Member, RandomFile, SeekableFile, fault, merge_spans
 from pipeline.inputs.listings import find_suffix
-from pipeline.inputs.tables import UserRow, UserValue, carried_json, shown_as
+from pipeline.inputs.tables import UNREADABLE, UserRow, UserValue, batch_rows, carried_json, shown_as
 
 _ROWS = 2**12  # rows of the small columns that are read at once
 _MAX_GROUP_BYTES = 2**26  # bytes of a row group that memory holds
@@ -42,7 +42,7 @@ class Table(Container):
     def members(self, options: ContainerOptions) -> Iterator[Member]:
         """Yield a member for each row in order, also for a row without bytes.
 
-        Raises ManifestError without a column of bytes. A part that cannot be read ends the list with a fault. Sets
+        Raises ManifestError without a column of bytes, OSError. A damaged part ends the list with a fault. Sets
         ``unit``.
         """
         number = 0
@@ -55,14 +55,16 @@ class Table(Container):
                     for row in _rows(batch):
                         yield _member(f"{self._hash}/{options.column}/{number}", number, row)
                         number += 1
-        except (pa.ArrowException, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
+            if not _is_damage(error):
+                raise
             yield Member("@0", number, fault=fault("corrupt", f"the table cannot be read: {error}"))
 
     def span(self, member: Member) -> tuple[int, int]:
         return 0, 0  # ``read`` plans its requests, by row group
 
     def read(self, member: Member) -> Iterator[bytes]:
-        """Yield the bytes of a row in one piece. Raises VideoFault.
+        """Yield the bytes of a row in one piece. Raises VideoFault, OSError.
 
         Rows that are asked for in order are read once.
         """
@@ -71,7 +73,9 @@ class Table(Container):
             raise VideoFault("io", f"{self._file.uri} has changed since it was listed; rerun the command")
         try:
             value = self._value(column.rpartition("/")[0], member.offset)
-        except (pa.ArrowException, StopIteration, LookupError) as error:
+        except (*UNREADABLE, StopIteration, LookupError) as error:
+            if not _is_damage(error):
+                raise
             raise VideoFault("corrupt", f"row {member.offset} of the table cannot be read: {error}") from error
         if isinstance(value, pa.StructScalar) and value.is_valid:
             value = value[_BYTES]
@@ -101,8 +105,10 @@ class Table(Container):
     def _names(self, schema: pa.Schema, options: ContainerOptions) -> list[str]:
         """Return the columns that the index needs: small columns, and ``video_id``.
 
-        Raises ManifestError if the column of videos is missing or not of bytes.
+        Raises ManifestError if the column of videos is missing, there twice or not of bytes.
         """
+        if schema.names.count(options.column) > 1:
+            raise ManifestError(f"{self._file.uri}: two columns have the name {options.column}; rename one of them")
         if options.column is None or options.column not in schema.names:
             able = [field.name for field in schema if _holds_bytes(field.type)]
             raise ManifestError(
@@ -180,11 +186,11 @@ def _chunks(group: pq.RowGroupMetaData, columns: Sequence[str]) -> Iterator[tupl
 def _rows(batch: pa.RecordBatch) -> list[UserRow]:
     """Return the rows of a batch, with text as bytes where some of it is not UTF-8."""
     try:
-        rows: list[UserRow] = batch.to_pylist()
+        rows = batch_rows(batch)
     except UnicodeDecodeError:  # Parquet readers take any bytes for text
         plain = [column.dictionary_decode() if _is_dictionary(column.type) else column for column in batch.columns]
         raw = [column.cast(pa.large_binary()) if _is_text(column.type) else column for column in plain]
-        rows = pa.RecordBatch.from_arrays(raw, batch.schema.names).to_pylist()
+        rows = batch_rows(pa.RecordBatch.from_arrays(raw, batch.schema.names))
     return rows
 
 
@@ -201,6 +207,11 @@ def _number(value: UserValue) -> UserValue:
     return float(value) if isinstance(value, Decimal) else value
 
 
+def _is_damage(error: Exception) -> bool:
+    """Return True if an error of reading a table is about its bytes, which Arrow's own OSError is: it has no number."""
+    return not isinstance(error, OSError) or error.errno is None
+
+
 def _holds_bytes(kind: pa.DataType) -> bool:
     """Return True if a column's values are bytes, or the datasets library's structs with a field ``bytes``."""
     if pa.types.is_struct(kind) and kind.get_field_index(_BYTES) >= 0:
@@ -211,7 +222,7 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 def holds_paths(file: RandomFile, column: str) -> bool:
     """Return True if a Parquet file has a column of text, as paths are. Raises OSError or ArrowException."""
     schema = pq.read_schema(SeekableFile(file))
-    if column not in schema.names:
+    if schema.names.count(column) != 1:
         return False
     kind = schema.field(column).type
     return _is_text(kind.value_type if _is_dictionary(kind) else kind)

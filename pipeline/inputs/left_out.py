@@ -9,6 +9,7 @@ from typing import TypedDict
 
 APPLE_DOUBLE = "AppleDouble files"
 ARCHIVES = "archives beside videos"
+CLOSED = "folders without permission"
 OTHER_FILES = "other files"
 MAX_NAMES = 1000  # of a kind
 

@@ -44,8 +44,8 @@ def list_videos(videos: str, suffixes: frozenset[str], objects: Files, left_out:
     """List the videos that an address on S3 names, in the order of their keys.
 
     - ``s3://bucket/folder/`` and ``s3://bucket/folder`` name every object below it with one of ``suffixes``.
-    - A glob names the objects with such a suffix that match it. ``*`` and ``[..]`` stay within a segment; a segment
-      ``**`` stands for any number of segments.
+    - A glob names the objects with such a suffix that match it. ``*``, ``[..]`` and, on the hub, ``?`` stay within a
+      segment; a segment ``**`` stands for any number of segments.
     - Any other address names the object with this key.
 
     It sends one LIST for each thousand keys below the folder or the literal beginning of a glob, and one HEAD for an
@@ -81,7 +81,7 @@ def _list(videos: str, suffixes: frozenset[str], objects: Files, left_out: LeftO
         folder = videos if slash else f"{videos}/"
         return Listing(folder, below(folder))
     if globbing.has_magic(key):
-        literal = re.split(r"[*\[]", videos, maxsplit=1)[0]
+        literal = re.split(r"[*?\[]", videos, maxsplit=1)[0]
         listing = below(literal, videos.split("/"))
         return Listing(_parent(literal), [info for info in listing if info.uri == videos] or listing)
     if find_suffix(videos) in suffixes:
@@ -140,7 +140,7 @@ def check_listed(uri: str) -> str | None:
 
 def check_named(uri: str, prefixes: Iterable[str]) -> str | None:
     """Return the reason why an object in a manifest must not be read; None if it lies below one of ``prefixes``."""
-    bucket, _, key = uri.removeprefix(SCHEME).partition("/")
+    bucket, _, key = uri.partition("://")[2].partition("/")  # of the hub: "datasets"
     if "?" in uri or "" in key.split("/") or check_listed(uri) or not _BUCKET.fullmatch(bucket):
         return BAD_ADDRESS
     return None if any(uri.startswith(prefix) for prefix in prefixes) else OUTSIDE

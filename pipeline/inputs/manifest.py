@@ -24,7 +24,7 @@ from pipeline.inputs.columns import holds_paths
 from pipeline.inputs.container import open_container
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.indexes import OWN_IDS, Ids, Indexing, NamedContainer
-from pipeline.inputs.left_out import ARCHIVES, LeftOut, format_counts
+from pipeline.inputs.left_out import ARCHIVES, CLOSED, LeftOut, format_counts
 from pipeline.inputs.listings import (
     VIDEO_SUFFIXES,
     check_listed,
@@ -235,15 +235,16 @@ def _unique_videos(name: str, named_videos: NamedVideos, parts: Iterable[TableRo
 
 def _refuse_compressed(videos: str) -> None:
     """Raise ManifestError for forms that WebDataset and others read and this package does not, with the remedy."""
-    if videos.startswith("pipe:"):
-        raise ManifestError(f"{videos}: no command is run; name the tars themselves, as paths, s3:// or hf://")
+    if videos.startswith("pipe:"):  # its command may hold a token
+        raise ManifestError("pipe: no command is run; name the tars themselves, as paths, s3:// or hf://")
+    shown = without_secrets(videos) if "://" in videos else videos
     if _COMPRESSED_SUFFIX.search(videos):
         raise ManifestError(
-            f"{videos}: a compressed tar can only be read from its beginning, and videos do not shrink; make it plain: "
+            f"{shown}: a compressed tar can only be read from its beginning, and videos do not shrink; make it plain: "
             "gunzip a.tar.gz (zstd -d, xz -d, bunzip2 likewise)"
         )
     if videos.rstrip("/").endswith(".lance"):
-        raise ManifestError(f"{videos}: Lance is not read here; write the table as Parquet, and name its --column")
+        raise ManifestError(f"{shown}: Lance is not read here; write the table as Parquet, and name its --column")
 
 
 _COMPRESSED_SUFFIX = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4|Z)|tgz|tbz2?|txz|tzst)$")
@@ -282,7 +283,7 @@ def _sample_folder() -> Path:
 def _from_files(folder: Path, name: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> Listed:
     """List the videos of a folder, or else its containers. Raises ManifestError where it has neither."""
     judge = Judge([folder, *roots])
-    if (listing := _videos_or_containers(_walk(folder), folder, judge, forms, left_out)) is not None:
+    if (listing := _videos_or_containers(_walk(folder, left_out), folder, judge, forms, left_out)) is not None:
         return listing
     suffixes = " ".join(sorted(VIDEO_SUFFIXES | forms))
     raise ManifestError(f"{name}: no video in this folder (looked for {suffixes}){_and_left(left_out)}")
@@ -341,13 +342,30 @@ def _make_listed(places: Iterable[NamedContainer], *, videos: bool) -> Listed:
     return Listed(require_unique_ids(pa.Table.from_batches(parts, MANIFEST_SCHEMA)))
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    """Yield every file below a folder. Linked folders are entered once each; each file's target is judged later."""
+def _walk(folder: Path, left_out: LeftOut) -> Iterator[Path]:
+    """Yield every file below a folder; each file's target is judged later.
+
+    Every folder is entered once, by its own path rather than by a link. ``left_out`` counts the closed folders.
+    Raises ManifestError where a folder cannot be read for another reason.
+    """
+
+    def note(error: OSError) -> None:
+        if isinstance(error, PermissionError):
+            left_out.add(CLOSED, str(error.filename))
+            left_out.remedies[CLOSED] = "Their videos are missing: let this user read and enter them"
+        elif not isinstance(error, FileNotFoundError):  # it was deleted in the meantime
+            raise ManifestError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
     seen_folders: set[str] = set()
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        seen_folders.add(os.path.realpath(parent))
-        folders[:] = [name for name in folders if os.path.realpath(Path(parent, name)) not in seen_folders]
-        yield from (Path(parent, name) for name in names)
+    tops = [str(folder)]
+    for top in tops:  # more are added for the links
+        for parent, folders, names in os.walk(top, onerror=note):
+            real = os.path.realpath(parent)
+            folders[:] = [] if real in seen_folders else sorted(folders)
+            if real not in seen_folders:
+                seen_folders.add(real)
+                tops += [path for name in folders if os.path.islink(path := f"{parent}/{name}")]  # noqa: PTH114
+                yield from (Path(parent, name) for name in names)
 
 
 def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> Listed:
@@ -419,7 +437,9 @@ def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, 
 
     Raises ManifestError if two paths have the same name.
     """
-    rows = [{"video_id": path.rstrip("/").rpartition("/")[2], "uri": path} for path in paths]
+    shown = [without_secrets(path) if "://" in path and "?" in path else path for path in paths]
+    names = [path.rstrip("/").rpartition("/")[2] for path in shown]
+    rows = [{"video_id": name, "uri": path} for name, path in zip(names, paths, strict=True)]
     (name, count), *_ = Counter(row["video_id"] for row in rows).most_common(1)
     if count > 1:
         raise ManifestError(f"videos: {count} paths end in {name!r}: give dicts with a video_id and a uri each")

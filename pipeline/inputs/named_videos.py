@@ -201,8 +201,8 @@ class NamedVideos:
             return shown, f"{shown.split('://')[0]}:// is not read from a manifest; only files and s3:// objects are"
         if uri.startswith("file://"):
             host, slash, path = uri.removeprefix("file://").partition("/")
-            if host not in ("", "localhost") or "?" in path or "#" in path:
-                return without_secrets(uri), "a file:// URI may hold a path only: no host, user, query or fragment"
+            if host not in ("", "localhost") or "?" in path or "#" in path or "%00" in path:
+                return without_secrets(uri), "a file:// URI may hold a path only: no host, user, query, fragment or NUL"
             uri = unquote(slash + path)
         folder = base if isinstance(base, Path) else Path("/")  # a manifest on S3 names files by absolute paths only
         absolute = os.path.abspath(folder / uri)  # noqa: PTH100 - links are judged below

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -29,10 +30,12 @@ UserRow = Mapping[str, UserValue]
 TABLE_SUFFIXES = frozenset({".parquet", ".jsonl", ".csv"})
 _PART_ROWS = 2**16  # rows of a part of a file
 _SHOWN = 200  # bytes of a header that a message shows
+_MAX_DEPTH = 100  # of lists and objects in each other; Python fails at some hundred, sooner where its stack is full
+_TOO_DEEP = f"it has lists or objects that are nested more than {_MAX_DEPTH} deep"
 _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
 _TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_integer)
 # Errors of reading a table; the file is at fault.
-UNREADABLE = (OSError, UnicodeDecodeError, pa.ArrowException)
+UNREADABLE = (OSError, UnicodeDecodeError, OverflowError, pa.ArrowException)
 
 
 class BadRow(ValueError):  # noqa: N818
@@ -49,7 +52,8 @@ def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> 
     suffix = find_suffix(name)
     if suffix == ".parquet":
         with pq.ParquetFile(file) as shard:
-            batches = (batch.to_pylist() for batch in shard.iter_batches(use_threads=False))
+            _refuse_doubles(name, shard.schema_arrow.names)
+            batches = map(batch_rows, shard.iter_batches(use_threads=False))
             yield from ((f"row {i}", row) for i, row in enumerate(row for batch in batches for row in batch))
     elif suffix == ".csv":
         yield from _csv_rows(name, file, needs, key)
@@ -69,6 +73,19 @@ def parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
     schema = pq.read_schema(file)
     file.seek(0)
     return dict(zip(schema.names, schema.types, strict=True))
+
+
+def batch_rows(batch: pa.RecordBatch) -> list[UserRow]:
+    """Return the rows of a batch; all times of a batch with a time that Python has no date for come as text.
+
+    Databases write infinity as such a time. Raises OverflowError where a nested column has one.
+    """
+    try:
+        rows: list[UserRow] = batch.to_pylist()
+    except OverflowError:
+        columns = [column.cast(pa.string()) if pa.types.is_temporal(column.type) else column for column in batch]
+        rows = pa.RecordBatch.from_arrays(columns, batch.schema.names).to_pylist()
+    return rows
 
 
 class TableRows(Protocol):
@@ -99,6 +116,7 @@ def read_parts(
     """
     if find_suffix(name) == ".parquet":
         with pq.ParquetFile(file) as shard:
+            _refuse_doubles(name, shard.schema_arrow.names)
             batches = shard.iter_batches(batch_size=_PART_ROWS, use_threads=False)
             yield from _arrow_parts(batches if paths is None else (_with_paths(batch, paths) for batch in batches))
     else:
@@ -144,7 +162,7 @@ def given_rows(name: str, source: object, needs: str) -> Iterator[tuple[str, Use
     ``name`` and ``needs`` are for errors: the rows' name, and the columns that a row must have. Raises BadRow.
     """
     if hasattr(source, "__arrow_c_stream__"):
-        source = given_table(name, source, needs).to_pylist()
+        source = [row for batch in given_table(name, source, needs).to_batches() for row in batch_rows(batch)]
     if isinstance(source, Mapping) or not isinstance(source, Iterable):
         raise _no_rows(name, source, needs)
     for number, row in enumerate(source):
@@ -154,11 +172,20 @@ def given_rows(name: str, source: object, needs: str) -> Iterator[tuple[str, Use
 
 
 def given_table(name: str, source: object, needs: str) -> pa.Table:
-    """Convert what a caller has at hand to an Arrow table. Raises BadRow where Arrow takes no table of it."""
+    """Convert what a caller has at hand to an Arrow table. Raises BadRow if Arrow takes no table of it."""
     try:
-        return pa.table(source)
+        table = pa.table(source)
     except (TypeError, pa.ArrowException) as error:  # pa.table refuses a single column, for example
         raise _no_rows(name, source, needs) from error
+    _refuse_doubles(name, table.column_names)
+    return table
+
+
+def _refuse_doubles(name: str, columns: Sequence[str]) -> None:
+    """Raise BadRow if two columns of a table have one name: a row would have the value of the last one."""
+    doubles = [column for column, count in Counter(columns).items() if column and count > 1]
+    if doubles:
+        raise BadRow(f"{name}: two columns have the name {printable(doubles[0], _SHOWN)}; rename one of them")
 
 
 def _no_rows(name: str, source: object, needs: str) -> BadRow:
@@ -173,7 +200,7 @@ class _ArrowRows:
         self._batch, self._start = batch, start
 
     def __iter__(self) -> Iterator[tuple[str, UserRow]]:
-        return ((f"row {i}", row) for i, row in enumerate(self._batch.to_pylist(), self._start))
+        return ((f"row {i}", row) for i, row in enumerate(batch_rows(self._batch), self._start))
 
     def _column(self, name: str) -> pa.Array | None:
         """Return a column, or None where there is none of this name."""
@@ -192,6 +219,8 @@ class _ArrowRows:
         if not any(check(kind) for check in _TEXTS):
             return None
         column = column.cast(kind).cast(pa.string())
+        if column.null_count:  # a dictionary may hold a null
+            return None
         column.validate(full=True)  # Parquet readers take any bytes for text
         return column
 
@@ -212,7 +241,7 @@ class _ArrowRows:
         carried_places = [i for i, name in enumerate(self._batch.schema.names) if name not in own_columns]
         if not carried_places:
             return pa.nulls(len(self._batch), pa.string())
-        return _as_json(self._batch.select(carried_places).to_pylist())
+        return _as_json(batch_rows(self._batch.select(carried_places)))
 
 
 class _DictRows:
@@ -252,8 +281,8 @@ def _as_json(rows: list[UserRow]) -> pa.Array:
 def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterator[tuple[str, UserRow]]:
     """Yield ("line n", row) of a .csv, without its empty cells; ``needs`` names the columns in a message.
 
-    Raises BadRow where the header lacks ``key`` or names a column twice, a row has more cells than the header, or the
-    .csv is malformed.
+    Raises BadRow where the header lacks ``key`` or repeats a name, a row has more cells than the header, or the .csv is
+    malformed.
     """
     reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
     try:
@@ -262,11 +291,7 @@ def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterato
             raise BadRow(
                 f"{name}, line 1: a .csv begins with the names of its columns, {needs} among them, not {column_names}"
             )
-        names = [column for column in reader.fieldnames or () if column]
-        if repeated := next((column for column in names if names.count(column) > 1), None):
-            raise BadRow(
-                f"{name}, line 1: the column {printable(repeated, _SHOWN)} is there twice: rename or remove one"
-            )
+        _refuse_doubles(f"{name}, line 1", reader.fieldnames or ())
         for row in reader:
             where = f"line {reader.line_num}"
             if None in row:  # dropping what is too much would cut a text at its first comma
@@ -279,12 +304,31 @@ def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterato
 def _json_object(line: str, where: str, needs: str) -> UserRow:
     """Parse a line of a .jsonl. Raises BadRow where it is no JSON object."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also a number of too many digits, and lists in lists without end
+        row = parse_json(line)
+    except ValueError as error:
         raise BadRow(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict):
         raise BadRow(f"{where}: expected an object with {needs}, got {type(row).__name__}")
     return row
+
+
+def parse_json(text: str) -> UserValue:
+    """Parse JSON that a user wrote.
+
+    Raises ValueError, also for a number of too many digits, and for lists and objects that are nested so deeply that
+    Python may fail to write them again.
+    """
+    try:
+        value: UserValue = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
+    layer = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = [part.values() if isinstance(part, dict) else part for part in layer if isinstance(part, dict | list)]
+        layer = [part for parts in inner for part in parts]
+        if not layer:
+            return value
+    raise ValueError(_TOO_DEEP)
 
 
 def text_in(row: UserRow, name: str, where: str) -> str:
@@ -313,9 +357,11 @@ def text_in(row: UserRow, name: str, where: str) -> str:
 
 
 def number_of(value: UserValue) -> float:
-    """Return a cell as a number, nan where it is none."""
+    """Return a cell as a number, nan where it is none, as True and False are."""
+    if isinstance(value, bool) or not isinstance(value, str | bytes | SupportsFloat):
+        return math.nan
     try:
-        return float(value) if isinstance(value, str | bytes | SupportsFloat) else math.nan
+        return float(value)
     except (ValueError, OverflowError):
         return math.nan
 

@@ -70,7 +70,7 @@ def store_at(place: str | Path, objects: Objects | None = None) -> Store:
         return ObjectStore(text, ArrowObjects.at(text))
     if "://" in text and not text.startswith("file:///"):
         forms = " or ".join(f"{scheme}BUCKET/PREFIX" for scheme in ("s3://", *SCHEMES))
-        raise UsageError(f"{text}: a cache is a folder, {forms}")
+        raise UsageError(f"{text.partition('://')[0]}://...: a cache is a folder, {forms}")  # the rest may hold a key
     return LocalStore(text.removeprefix("file://"))
 
 
@@ -344,7 +344,8 @@ class ObjectStore:
         return RangedObject(self.objects, self._uri(name))
 
     def names(self, folder: str, suffix: str) -> list[str]:
-        return [file.name for file in self.list_files(folder) if file.name.endswith(suffix)]
+        names = [file.name for file in self.list_files(folder) if file.name.endswith(suffix)]
+        return [name for name in names if not PurePosixPath(name).name.startswith(".")]  # as "._x", copied from a Mac
 
     def list_files(self, folder: str) -> list[FileInfo]:
         infos = self.objects.list(f"{self.root}/{folder}/" if folder else f"{self.root}/")

@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.header import fingerprint, read_header
-from pipeline.cache.live import RULE_COLUMNS, LiveVideos, list_nameable_ids, select_live_rows, select_ok, sort_by_shard
+from pipeline.cache.live import RULE_COLUMNS, LiveVideos, list_nameable_ids, select_ok, sort_by_shard
 from pipeline.cache.merging import merge
 from pipeline.cache.near_ids import near_ids
 from pipeline.cache.reader import map_in_order
@@ -33,11 +33,11 @@ from pipeline.cache.schema import TOKENS
 from pipeline.cache.table import VideosTable, add_places, list_table_files, read_file
 from pipeline.cache.token_shard import parse_shard_id, read_footer_ids, read_videos
 from pipeline.cache.writer import SHARD_BYTES, commit, make_bundles, put_token_shard
-from pipeline.errors import printable
+from pipeline.errors import CorruptShard, printable
 from pipeline.rows import JsonObject, VideoRecord, VideoRow
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import provenance
-from pipeline.runner.run_record import COMMITTED_KEY, RUNS, RunFile, new_run_id
+from pipeline.runner.run_record import COMMITTED_KEY, RUNS, RunFile, new_run_id, read_record
 from pipeline.storage.stores import Store
 from pipeline.verify.forget import forget_videos
 
@@ -105,10 +105,10 @@ def remove_videos(
     with Claim(store, result.run_id, say), RunFile(store, record):
         removal = _Removal(store, identity, result, frozenset(ids))
         removal.mark(reason)
-        removal.find_earlier()
+        removal.find_others()
         result.deleted += removal.forget()
         removal.move_others()
-        merge(store, identity, everything=True, keep=keep)
+        removal.merge(keep)
         if unused := removal.unused():
             if keep:
                 say(f"waiting {keep.total_seconds() / 60:g} minutes for readers of {len(unused)} token shards")
@@ -116,18 +116,28 @@ def remove_videos(
             for name in unused:
                 store.delete(name)
             result.deleted += unused
-        result.deleted += merge(store, identity, everything=True, keep=keep).deleted
+        result.deleted += removal.merge(keep)
     return result
 
 
 class _Removal:
-    """The steps of one removal of videos."""
+    """The steps of one removal of videos.
+
+    Rows of another identity, as of a method's old code, are no rows of the cache, but may hold the videos too. Each
+    identity has live rows of its own, and keeps the videos that move.
+    """
 
     def __init__(self, store: Store, identity: str, result: RemovalResult, ids: frozenset[str]) -> None:
         self._store, self._identity, self._result, self._ids = store, identity, result, ids
+        table = LiveVideos.open(store, identity)
+        table.live(("video_id",))  # which also finds the sorted files of another identity
+        self._identities = [identity, *sorted(filter(None, {*table.table.foreign.values()}))]
         self._rows = self._read()
         self._shards_by_video = self._find_shards()
-        self._is_repeated = False  # whether one of the videos was removed before
+
+    def _live(self, identity: str) -> pa.Table:
+        """Read _COLUMNS of the live rows of one identity, with each row's file and place."""
+        return LiveVideos.open(self._store, identity).live(_COLUMNS)
 
     def _read(self) -> pa.Table:
         """Read _COLUMNS of all rows, superseded ones too, with each row's file and place."""
@@ -155,41 +165,46 @@ class _Removal:
 
         ``unknown`` of the result gets the unknown ids, and ``likely`` similar ids for the first of them.
         """
-        live = {row["video_id"]: row for row in select_live_rows(self._rows).to_pylist()}
-        self._is_repeated = any(live[video_id]["status"] == "removed" for video_id in self._ids & live.keys())
-        self._result.unknown = sorted(self._ids - live.keys())
+        for identity in self._identities:
+            live = {row["video_id"]: row for row in self._live(identity).to_pylist()}
+            ids = self._ids if identity == self._identity else self._ids & live.keys()
+            rows: list[VideoRecord] = [
+                {
+                    "video_id": video_id,
+                    "uri": "",
+                    "status": "removed",
+                    "error_message": printable(reason),
+                    "model_extra": json.dumps({_SHARDS_KEY: sorted(self._shards_by_video[video_id])}),
+                    "attempts": live[video_id]["attempts"] if video_id in live else 0,
+                }
+                for video_id in sorted(ids)
+                if video_id not in live or live[video_id]["status"] != "removed"
+            ]
+            if rows:
+                commit(self._store, self._result.run_id, 0, rows, made_with=identity)
+        self._result.unknown = sorted(self._ids.difference(self._rows["video_id"].to_pylist()))
         for video_id in self._result.unknown[:_MAX_EXAMPLES]:
             if likely := [name for name in near_ids(video_id, list_nameable_ids(self._rows)) if name not in self._ids]:
                 self._result.likely[video_id] = likely
-        rows: list[VideoRecord] = [
-            {
-                "video_id": video_id,
-                "uri": "",
-                "status": "removed",
-                "error_message": printable(reason),
-                "model_extra": json.dumps({_SHARDS_KEY: sorted(self._shards_by_video[video_id])}),
-                "attempts": live[video_id]["attempts"] if video_id in live else 0,
-            }
-            for video_id in sorted(self._ids)
-            if video_id not in live or live[video_id]["status"] != "removed"
-        ]
-        if rows:
-            commit(self._store, self._result.run_id, 0, rows, made_with=self._identity)
-            self._rows = self._read()
+        self._rows = self._read()
 
-    def find_earlier(self) -> None:
-        """Add the token shards that hold a removed video though no row names them.
+    def find_others(self) -> None:
+        """Add the token shards that hold a removed video though no row of it names them.
 
-        These are shards of earlier attempts and of runs that committed after a removal, whose rows merges drop, and of
-        killed runs, which have no rows.
+        These are shards of earlier attempts, of runs beside another one and of merged caches, whose rows merges drop,
+        and of killed runs, which have no rows. A shard that cannot be read counts as one that holds all the videos.
         """
         names = self._store.names(TOKENS, ".parquet")
-        # After one attempt and no removal, rows name all shards but those of killed runs.
-        if not self._is_repeated and (pc.max(self._read_removed()["attempts"]).as_py() or 0) <= 1:
-            names = sorted(set(names).difference(self._rows["token_shard"].to_pylist()))
-        for name, ids in zip(names, map_in_order(partial(read_footer_ids, self._store), names, 8, 16), strict=True):
+        for name, ids in zip(names, map_in_order(self._read_ids, names, 8, 16), strict=True):
             for video_id in self._ids.intersection(ids):
                 self._shards_by_video[video_id].add(name)
+
+    def _read_ids(self, name: str) -> Collection[str]:
+        """Read the ids of the videos in a token shard; the removed ones if it is damaged."""
+        try:
+            return read_footer_ids(self._store, name)
+        except CorruptShard:
+            return self._ids
 
     def forget(self) -> list[str]:
         """Take what is said of the videos out of the files beside the tables; return the names of deleted files."""
@@ -197,25 +212,36 @@ class _Removal:
 
     def move_others(self) -> None:
         """Copy the other videos of token shards that hold a removed video to new shards, and commit their rows."""
-        live = select_live_rows(self._rows)
-        full = VideosTable(self._store)
+        full, number = VideosTable(self._store), 0
         names = pa.array(sorted(set().union(*self._shards_by_video.values())), pa.string())
-        ok = select_ok(live.filter(pc.is_in(live["token_shard"], value_set=names)))
-        for number, name in enumerate(sorted(set(ok["token_shard"].to_pylist())), 1):
-            rows = full.read_rows(ok.filter(pc.equal(ok["token_shard"], name)))
-            records = move_videos(
-                self._store, self._result.run_id, sorted(rows, key=lambda row: row["first_row_group"])
-            )
-            commit(self._store, self._result.run_id, number, records, made_with=self._identity)
-            self._result.moved += len(records)
+        for identity in self._identities:
+            live = self._live(identity)
+            ok = select_ok(live.filter(pc.is_in(live["token_shard"], value_set=names)))
+            for name in sorted(set(ok["token_shard"].to_pylist())):
+                number += 1
+                rows = full.read_rows(ok.filter(pc.equal(ok["token_shard"], name)))
+                records = move_videos(
+                    self._store, self._result.run_id, sorted(rows, key=lambda row: row["first_row_group"])
+                )
+                commit(self._store, self._result.run_id, number, records, made_with=identity)
+                self._result.moved += len(records)
+
+    def merge(self, keep: timedelta) -> list[str]:
+        """Merge the table, which leaves out the rows of removed videos; return the files of earlier merges it deleted.
+
+        These are at least ``keep`` old.
+        """
+        results = [merge(self._store, identity, everything=True, keep=keep) for identity in self._identities]
+        return [name for result in results for name in result.deleted]
 
     def unused(self) -> list[str]:
         """Return the token shards that hold a removed video and that no live row names any more.
 
         Reads the table again.
         """
-        live = select_live_rows(self._read())
-        live_shards = set(live["token_shard"].to_pylist())
+        live_shards = {
+            name for identity in self._identities for name in self._live(identity)["token_shard"].to_pylist()
+        }
         own_shards = set().union(*self._shards_by_video.values())
         return sorted(name for name in own_shards - live_shards if self._store.exists(name))
 
@@ -311,7 +337,7 @@ def _delete_emptied(store: Store, live: pa.Table, keep: timedelta, result: JoinR
     """
     live_shards = set(live["token_shard"].to_pylist())
     for record in store.names(RUNS, ".json"):
-        shards = json.loads(store.read(record)).get(_EMPTIED_KEY, [])
+        shards = cast(list[str], read_record(store, record).get(_EMPTIED_KEY, []))
         if shards and store.age(record) >= keep:
             for name in shards:
                 if name not in live_shards and store.exists(name):

@@ -188,9 +188,10 @@ def _read_ebml_length(data: bytes) -> tuple[int, int]:
 
 
 def _find_avi_end(file: BufferedReader, size: int) -> int:
-    """Return the end of an AVI file by the length in its RIFF header."""
+    """Return the end of an AVI file by the length in its RIFF header; 0 where it is left open, as in a pipe."""
     file.seek(4)
-    return 8 + int.from_bytes(file.read(4), "little")
+    length = int.from_bytes(file.read(4), "little")
+    return 0 if length == 2**32 - 1 else 8 + length
 
 
 def _is_transport_stream(head: bytes) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import dropwhile, islice
 from typing import NamedTuple
 
@@ -74,10 +74,13 @@ class VideoPackets:
     Raises VideoFault (see ``pick_stream``) or an error of PyAV's.
     """
 
-    def __init__(self, path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
+    def __init__(
+        self, path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES, empty: Collection[int] = ()
+    ) -> None:
         """Open the file and read all its packets; up to ``max_kept_bytes`` of packets stay in memory.
 
-        A fault in the middle of the file is kept in ``fault``, not raised.
+        A fault in the middle of the file is kept in ``fault``, not raised. Streams with an index in ``empty`` are not
+        picked where there are others.
         """
         self.demuxer = demuxer
         self._path = path
@@ -88,7 +91,7 @@ class VideoPackets:
         self._kept_packets: list[av.Packet] | None = []
         self._fields = False  # whether the first frame consists of two
         try:
-            self.stream = pick_stream(self._container)
+            self.stream = pick_stream(self._container, empty)
             self.codec = str(self.stream.codec_context.codec.canonical_name)
             self.start_time: int | None = self._container.start_time
             self.n_streams = len(self._container.streams.video)
@@ -289,11 +292,27 @@ def open_container(path: str, demuxer: str) -> InputContainer:
     return container
 
 
-def pick_stream(container: InputContainer) -> av.VideoStream:
+def read_packets(path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES) -> VideoPackets:
+    """Return the packets of the best video stream that has any; without packets if no stream has.
+
+    Arguments and errors as of ``VideoPackets``.
+    """
+    empty: set[int] = set()
+    while True:
+        packets = VideoPackets(path, demuxer, max_kept_bytes, empty)
+        number = packets.stream.index
+        if packets.table or number in empty:
+            return packets
+        packets.close()
+        empty.add(number)
+
+
+def pick_stream(container: InputContainer, empty: Collection[int] = ()) -> av.VideoStream:
     """Pick the video stream that the ffmpeg command line takes: the largest, a default one counting 5 megapixels more.
 
-    Sets its decoder to one thread. Raises VideoFault("unsupported") where there is none (cover art is no video), its
-    codec is unknown or its frames are too large.
+    Streams with an index in ``empty``, which have no packets, come last. Sets its decoder to one thread. Raises
+    VideoFault("unsupported") where there is none (cover art is no video), its codec is unknown or its frames are too
+    large.
     """
     streams = [s for s in container.streams.video if not s.disposition & _STILL_IMAGES]
     if not streams:
@@ -303,6 +322,7 @@ def pick_stream(container: InputContainer) -> av.VideoStream:
     streams = [s for s in streams if s.codec_context is not None]
     if not streams:
         raise VideoFault("unsupported", "no decoder knows the codec of the video stream")
+    streams = [s for s in streams if s.index not in empty] or streams
     stream = max(streams, key=lambda s: s.width * s.height + 5_000_000 * bool(s.disposition & Disposition.default))
     if stream.width * stream.height > MAX_PIXELS:
         raise VideoFault("unsupported", f"frames of {stream.width}x{stream.height} are larger than {MAX_PIXELS} pixels")

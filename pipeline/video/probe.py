@@ -6,6 +6,7 @@ decoder delivers the pixels, because decoders disagree about start offsets and e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from pipeline.errors import VideoFault
 from pipeline.video.damage import Hole, find_lost_stretches, find_skipped_holes, find_unlisted_hole
-from pipeline.video.packets import MAX_KEPT_BYTES, PacketInfo, VideoPackets
+from pipeline.video.packets import MAX_KEPT_BYTES, PacketInfo, VideoPackets, read_packets
 from pipeline.video.sampling import find_true_times
 
 
@@ -34,6 +35,8 @@ class Orientation(NamedTuple):
 _AS_STORED = Orientation()
 _HALF_MS = Fraction(1, 2000)
 _RAW = ("h264", "hevc", "mpegvideo")  # demuxers of streams without a container
+_WRAPPING = ("mpegts", "mpeg")  # demuxers of containers whose times wrap at 33 bits
+_MAX_STEP = 2**32  # ticks between two of their packets; FFmpeg takes a jump back for a wrap, and adds 2**33
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def probe(path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES) -> Vide
 
     Raises VideoFault ("unsupported", "corrupt") or an error of PyAV's; then nothing stays open.
     """
-    packets = VideoPackets(path, demuxer, max_kept_bytes)
+    packets = read_packets(path, demuxer, max_kept_bytes)
     try:
         return _index_of(path, packets)
     except BaseException:
@@ -156,7 +159,7 @@ def scan(index: VideoIndex) -> VideoIndex:
     times = [pts for pts, _ in frames]
     known_pts = np.array([time for time in times if time is not None], np.int64)
     listed_index, index = index, replace(index, pts=None)
-    ascends = len(known_pts) == len(times) and all(a <= b for a, b in pairwise(times))
+    ascends = len(known_pts) == len(times) and _goes_on(known_pts.tolist(), index.demuxer)
     if not ascends and listed_index.pts is not None and len(known_pts):
         # Behind an error H.264 gives some frames late, when later frames have been shown.
         known_pts = pts = known_pts[np.append(True, known_pts[1:] > np.maximum.accumulate(known_pts)[:-1])]
@@ -231,12 +234,13 @@ def _timestamps_usable(shown_packets: Sequence[PacketInfo], packets: VideoPacket
         return False  # AVI stores no presentation times: what the demuxer makes up for reordered frames is off
     pts = [p.pts for p in shown_packets]
     dts = [p.dts for p in shown_packets if p.dts is not None]
-    return (
-        bool(pts)
-        and None not in pts
-        and len(set(pts)) == len(pts)
-        and all(a <= b for a, b in pairwise(dts))  # a jump back: a new time line begins
-    )
+    return bool(pts) and None not in pts and len(set(pts)) == len(pts) and _goes_on(dts, packets.demuxer)
+
+
+def _goes_on(times: Sequence[int], demuxer: str) -> bool:
+    """Return True if times, in ticks, never jump back: there a new time line begins, as in joined recordings."""
+    most = _MAX_STEP if demuxer in _WRAPPING else math.inf
+    return all(0 <= b - a < most for a, b in pairwise(times))
 
 
 def _read_orientation(frame: av.VideoFrame) -> Orientation:

@@ -13,7 +13,7 @@ import gstep
 from tests.gstep.synthetic import prune, video
 
 
-@settings(derandomize=True, deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     ratios=st.tuples(st.floats(0, 1, exclude_min=True), st.floats(0, 1, exclude_min=True)),
     n_total=st.integers(1, 100_000),

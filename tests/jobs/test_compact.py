@@ -34,6 +34,20 @@ def test_files_are_merged_and_then_deleted(cache, capsys):
     assert "nothing to merge" in told.err and TokenCache(cache).video_ids == ["a", "b", "c"]
 
 
+def test_files_of_others_stop_nothing(cache, capsys):
+    """A token shard's name without a run's id, and a record that is none, ended the command in a traceback."""
+    say_what_was_committed(LocalStore(cache))
+    (cache / "tokens" / "all.parquet").write_bytes(b"")
+    for number, text in enumerate(("[]", "", "\0")):
+        (cache / "runs" / f"{number}.json").write_text(text)
+    assert compact.main([str(cache), "--tokens", "--keep-minutes", "0"]) == 0
+    assert "3 videos of 3 token shards are in 1 now" in capsys.readouterr().err
+    assert compact.main([str(cache), "--tokens", "--keep-minutes", "0"]) == 0
+    assert (
+        "3 token shards of earlier joins deleted" in capsys.readouterr().err and (cache / "tokens/all.parquet").exists()
+    )
+
+
 def test_damage_changes_nothing(cache, capsys):
     (file, *_) = (cache / "videos").iterdir()
     file.write_bytes(file.read_bytes()[:-1])

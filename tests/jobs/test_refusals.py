@@ -56,6 +56,7 @@ def refuse(monkeypatch, capsys, tmp_path):
     ("argv", "why"),
     [
         ("nowhere", "nowhere: no such folder"),
+        ("x" * 300, "xxx: cannot be read: File name too long"),
         ("notes.txt --dry-run", "notes.txt is not a video container; it looks like text; name a video"),
         ("outside.jsonl --dry-run", "1 of 2 videos may not be read, so nothing was started: 1: the path resolves"),
         ("outside.jsonl --dry-run", "--video-root /etc, or correct the list"),

@@ -12,10 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.cache.schema import digest, slice_footer, write_parquet
+from pipeline.cache.header import made_with
+from pipeline.cache.merging import merge_fully
+from pipeline.cache.schema import VIDEOS, digest, slice_footer, write_parquet
 from pipeline.cache.table import make_small_name
 from pipeline.cache.token_shard import join_vectors, parse_run_id, parse_shard_id
 from pipeline.runner.run_record import COMMITTED_KEY, now
+from pipeline.storage.s3 import Slice
 from pipeline.storage.stores import LocalStore
 
 Row = dict[str, Any]
@@ -48,6 +51,33 @@ class Dying(LocalStore):
             self.left -= 1
             if self.left < 0:
                 raise self._error
+
+
+class Merging(LocalStore):
+    """A store whose videos table another process merges, and deletes what was merged, before one of the reads of it.
+
+    ``reads`` are done before that.
+    """
+
+    def __init__(self, root: Path, reads: int) -> None:
+        super().__init__(root)
+        self._left, self.is_merged = reads, False
+
+    def read(self, name) -> bytes:
+        self._count(name)
+        return super().read(name)
+
+    def read_slice(self, name, start, end=None) -> Slice:
+        self._count(name)
+        return super().read_slice(name, start, end)
+
+    def _count(self, name: str) -> None:
+        if name.startswith(VIDEOS):
+            self._left -= 1
+            if self._left < 0 and not self.is_merged:
+                self.is_merged = True
+                other = LocalStore(self.root)
+                merge_fully(other, made_with(other))
 
 
 def shards(store: LocalStore, folder: str = "tokens") -> list[Path]:

@@ -5,8 +5,11 @@ import pytest
 
 from pipeline import TokenCache
 from pipeline.cache.live import Ledger, _assign_numbers
-from tests.pipeline.cache.table_rows import commit_rows
+from pipeline.cache.merging import merge_fully
+from pipeline.prune.summary import summarise
+from tests.pipeline.cache.table_rows import commit_failures, commit_rows
 from tests.pipeline.caches import make_cache, random_tokens, read_live, write_header
+from tests.pipeline.damage import Merging
 
 
 @pytest.fixture
@@ -48,6 +51,35 @@ def test_a_ledger_reads_what_was_committed_since_and_nothing_twice(store):
     assert [ledger.classes[fault] for fault in ledger.columns["fault"][rows[:3]]] == ["ok", "ok", "timeout"]
     assert [ledger.count_run_rows(run) for run in ("r1", "r2", "r")] == [(3, 1), (0, 0), (0, 0)]
     assert ledger.read(rows[0].item())["run_id"] == TokenCache(store.root).metadata("a")["run_id"]  # of two alike
+
+
+def test_a_ledger_is_read_whatever_is_merged_away_meanwhile(store):
+    """It raised FileNotFoundError, which ended jobs.inspect, and a run beside another one."""
+    commit_failures(store, "r", "abcd")
+    merge_fully(store, None)
+    for reads in range(20):
+        for name in "efgh":
+            commit_failures(store, f"{reads}{name}", name)
+        merging = Merging(store.root, reads)
+        ledger = Ledger(merging).refresh()
+        assert sorted(ledger.read(place)["video_id"] for place in range(len(ledger))) == [*"abcdefgh"]
+        if not merging.is_merged:
+            break
+    assert reads > 5
+
+
+def test_a_summary_reads_rows_that_the_run_has_merged_since_it_began(store):
+    """A run that merged the row of an earlier failure away failed at its end, with all videos committed."""
+    commit_rows(store, "r1", [row("a"), row("b", "crash")])
+    ledger = Ledger(store).refresh()
+    commit_rows(store, "r2", [row("c")])
+    merge_fully(store, None)
+    summary = summarise(ledger.refresh())
+    assert (summary.n_ok, summary.examples) == (2, {"crash": ("b", "")})
+    for name in store.names("videos", ".parquet"):
+        store.delete(name)
+    with pytest.raises(FileNotFoundError):  # nobody has merged these rows
+        summarise(ledger.refresh())
 
 
 def test_texts_past_the_limit_share_the_last_number():

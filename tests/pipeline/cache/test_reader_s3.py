@@ -230,3 +230,13 @@ def test_what_cannot_be_opened_is_tried_again(tmp_path):
             cache.get("v3")
     file.write_bytes(data)
     assert bits(cache, "v3")
+
+
+def test_hidden_files_that_came_with_a_copied_folder_are_none_of_the_cache(server):
+    """A folder leaves them out as well; a table with one could not be opened."""
+    store = ObjectStore(server.uri("copied"), server.objects())
+    make_cache(store, {"a": random_tokens(0)})
+    for name in ("videos/._a.parquet", "tokens/._a.parquet", "runs/._a.json", "runs/._a.running"):
+        store.put(name, b"\0\5\x16\7")
+    assert TokenCache(store.root, store=store).video_ids == ["a"]
+    assert [len(store.names(*kind)) for kind in (("tokens", ".parquet"), ("runs", ".json"))] == [1, 0]

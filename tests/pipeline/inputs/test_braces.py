@@ -31,6 +31,14 @@ def test_a_pattern_without_end_is_refused(monkeypatch):
         expand_braces(["s3://b/{0..99999999999}.tar"])
 
 
+def test_a_pattern_may_be_longer_than_a_file_s_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = [f"{number:03}.mp4" for number in range(90)]
+    for name in names:
+        (tmp_path / name).touch()
+    assert read_manifest(f"{{{','.join(names)}}}")["video_id"].to_pylist() == names
+
+
 def test_several_names_are_listed_one_after_the_other_and_ids_are_unique_over_them(tmp_path):
     for name in ("a/x.mp4", "a/y.mp4", "b/z.mp4", "c1.mp4", "c2.mp4", "d/x.mp4"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -1,5 +1,6 @@
 """Containers of every form, here and on S3: the same rows, the right bytes, few requests; a form is added in a file."""
 
+import io
 import json
 import math
 import random
@@ -79,15 +80,38 @@ def test_a_zip_with_damage_costs_what_is_damaged(tmp_path):
     faults = {name.partition("@")[0]: row["fault"].partition(":")[0] for name, row in found.items() if row["fault"]}
     assert faults == {"a.zip/../c.mp4": "policy"}
     data = bytearray(path.read_bytes())
-    row = found["a.zip/b.mp4"]
-    data[row["source_offset"] + 40] ^= 255
+    row, stored = found["a.zip/b.mp4"], found["a.zip/a.mp4"]
+    for broken in (row, stored):
+        data[broken["source_offset"] + 40] ^= 255
     path.write_bytes(data)
     with pytest.raises(VideoFault, match=r"damaged|too early|more bytes"):
         contents([row])
+    with pytest.raises(VideoFault, match="corrupt: the zip's member is damaged: it has another CRC-32"):
+        contents([stored])
     assert contents([found["a.zip/d.mp4"]]) == [b"d"]
     path.write_bytes(data[:-30])
     with pytest.raises(ManifestError, match="corrupt: the directory of the zip cannot be read"):
         rows(str(path))
+
+
+def test_a_zip_that_was_replaced_after_its_indexing_is_not_read(tmp_path):
+    path = write_zip(tmp_path / "a.zip", {"a.mp4": b"a" * 9000, "b.mp4": b"b" * 9000})
+    found = rows(str(path))
+    write_zip(path, {"c.mp4": b"c" * 30_000})  # whose first member is where the first one was
+    for row in found:
+        with pytest.raises(VideoFault, match=r"io: .*has changed since it was indexed"):
+            contents([row])
+
+
+def test_a_zip_that_was_written_to_a_pipe_is_read(tmp_path):
+    """Its members have their sizes behind the data."""
+    sink = io.BytesIO()
+    sink.seekable = lambda: False
+    with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, data in FILES.items():
+            file.writestr(name, data)
+    (tmp_path / "a.zip").write_bytes(sink.getvalue())
+    assert contents(rows(str(tmp_path / "a.zip"))) == list(FILES.values())
 
 
 @pytest.mark.parametrize("struct_of", [False, True])
@@ -126,6 +150,16 @@ def test_ids_and_what_is_carried_may_be_of_any_type_of_text_and_numbers(tmp_path
     assert contents(found) == [b"1", b"2"]
 
 
+def test_a_time_beyond_all_dates_costs_no_row(tmp_path):
+    """Databases export infinity as such a time."""
+    times = pa.array([2**62, 0], pa.timestamp("us"))
+    pq.write_table(pa.table({"v": [b"1", b"2"], "at": times, "kind": IDS["category"]}), tmp_path / "a.parquet")
+    found = rows(str(tmp_path / "a.parquet"), "v")
+    assert contents(found) == [b"1", b"2"] and all(row["fault"] is None for row in found)
+    first, second = (json.loads(row["manifest"]) for row in found)
+    assert str(2**62) in first["at"] and second["at"].startswith("1970-01-01") and second["kind"] == "y"
+
+
 @pytest.mark.parametrize(
     ("column", "message"), [("film", "no column film; columns of bytes: video"), ("label", "not bytes")]
 )
@@ -142,6 +176,25 @@ def test_a_table_that_was_changed_has_other_uris_and_its_old_ones_are_not_read(t
     assert all(old["uri"] != new["uri"] for old, new in zip(before, rows(str(path), "video"), strict=True))
     with pytest.raises(VideoFault, match="has changed since it was listed"):
         contents(before[:1])
+
+
+def test_a_damaged_row_group_costs_its_own_rows_alone(tmp_path):
+    """What is known of the rows is damaged in the last group, the videos in the second one."""
+    path, names, draw = tmp_path / "a.parquet", [f"{number:02}.mp4" for number in range(12)], random.Random(2)
+    columns = {"v": [draw.randbytes(3000) for _ in names], "video_id": [f"{draw.random()} {name}" for name in names]}
+    pq.write_table(pa.table(columns), path, row_group_size=4, use_dictionary=False)
+    data, groups = bytearray(path.read_bytes()), pq.read_metadata(path)
+    for group, column in ((1, 0), (2, 1)):
+        chunk = groups.row_group(group).column(column)
+        for place in range(chunk.data_page_offset, chunk.data_page_offset + chunk.total_compressed_size):
+            data[place] ^= 165
+    path.write_bytes(data)
+    found = rows(str(path), "v")
+    assert [row["video_id"] for row in found] == [*columns["video_id"][:8], "a.parquet/8"]
+    assert found[8]["fault"].startswith("corrupt: the table cannot be read")
+    assert contents(found[:4]) == columns["v"][:4]
+    with pytest.raises(VideoFault, match="corrupt: row 5 of the table cannot be read"):
+        contents(found[5:6])
 
 
 def test_a_column_of_paths_makes_a_table_a_manifest(tmp_path):

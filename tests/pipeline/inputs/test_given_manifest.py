@@ -34,9 +34,17 @@ def test_paths_are_called_by_their_names_and_may_be_anywhere_but_behind_a_link(t
     assert given_manifest(["a.mp4"], [str(tmp_path)])["policy"][0].as_py() is None
 
 
+def test_the_name_of_a_signed_address_is_without_its_secret():
+    rows = given_manifest(["https://host/a.mp4?sig=SEC", "s3://bucket/b.mp4?sig=SEC", "s3://bucket/c#1.mp4", "d?.mp4"])
+    assert rows["video_id"].to_pylist() == ["a.mp4", "b.mp4", "c#1.mp4", "d?.mp4"]
+    assert [bool(policy) for policy in rows["policy"].to_pylist()] == [True, True, False, False]
+    assert "SEC" not in str(rows)
+
+
 def test_a_file_uri_holds_a_path_alone(here):
     (here / "a b.mp4").write_text("x")
     refused = ["file://[x/a.mp4", "file://key@host/a.mp4", f"file://{here}/a.mp4?key=1", f"file://{here}/a.mp4#1"]
+    refused.append("file:///x%00/a.mp4")
     uris = [f"file://{here}/a%20b.mp4", f"file://localhost{here}/a%20b.mp4", *refused]
     rows = given_manifest(
         [{"video_id": str(number), "uri": uri} for number, uri in enumerate(uris)], [str(here)]
@@ -62,6 +70,10 @@ def test_rows_are_those_of_a_manifest_in_the_current_folder(here, kind):
         ([], "there is none"),
         (["x/a.mp4", "y/a.mp4"], "2 paths end in 'a.mp4': give dicts with a video_id and a uri each"),
         ([{"video_id": "a"}], "videos, row 0: no uri"),
+        (
+            pa.table({"video_id": pa.DictionaryArray.from_arrays([1, 0], ["a", None]), "uri": ["a.mp4", "b.mp4"]}),
+            "videos, row 0: no video_id",
+        ),
         ([ROWS[0], "b.mp4"], "videos, row 1: expected a dict with video_id and uri, got str"),
         ([ROWS[0], ROWS[0]], "1 rows repeat a video_id"),
         (ROWS[0], "expected a list of dicts or a table with video_id and uri, got dict"),

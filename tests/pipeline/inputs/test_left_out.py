@@ -1,6 +1,8 @@
 """What a list of videos does not take is counted by kind, with names; what belongs to a video goes with it."""
 
+import errno
 import json
+import os
 import struct
 import zipfile
 import zlib
@@ -120,6 +122,29 @@ def test_archives_beside_videos_and_other_files_are_counted_and_a_pattern_takes_
         (folder / "data" / "notes").mkdir()
         (folder / "data" / "notes" / "notes.txt").write_text("x")
         listed(folder / "data" / "notes")
+
+
+def test_a_folder_that_cannot_be_read_is_counted_or_refused_and_never_passed_over(tmp_path, monkeypatch):
+    for name in ("a/a.mp4", "b/b.mp4", "b/c/c.mp4"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    scandir, number = os.scandir, errno.EACCES
+
+    def failing(path):
+        if str(path) == f"{tmp_path}/b":
+            raise OSError(number, os.strerror(number), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    rows, indexing = listed(tmp_path)
+    assert [*rows] == ["a.mp4"] and indexing.left_out.counts() == {"folders without permission": 1}
+    assert indexing.left_out.as_record()["folders without permission"]["names"] == [f"{tmp_path}/b"]
+    assert "let this user read" in indexing.left_out.remedies["folders without permission"]
+    with pytest.raises(ManifestError, match=r"no video in this folder .*left out: 1 folder without permission"):
+        listed(tmp_path / "b")
+    number = errno.EIO  # of a mount
+    with pytest.raises(ManifestError, match="/b: cannot be read: Input/output error"):
+        listed(tmp_path)
 
 
 def test_objects_of_a_store_are_counted_likewise(server, tmp_path):

@@ -1,5 +1,6 @@
 """What to process: folders, globs, files and manifests become rows, or one clear refusal."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -9,6 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import ManifestError
+from pipeline.inputs.container import ContainerOptions
+from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import given_manifest, read_manifest
 
 
@@ -43,6 +46,23 @@ def test_a_link_that_leads_out_of_a_folder_and_a_name_that_is_no_text_cost_thems
     assert {name: policy is None for name, policy in rows.items()} == {"fine ü.mp4": True, "link.mp4": False}
 
 
+def test_a_linked_folder_is_entered_once_and_by_its_own_path_whatever_the_order(tmp_path, monkeypatch):
+    touch(tmp_path / "in/m/real/x.mp4")
+    touch(tmp_path / "out/y.mp4")
+    for link, target in {"a": "m/real", "m/loop": "..", "z": "m", "b": "../out", "y": "../out"}.items():
+        (tmp_path / "in" / link).symlink_to(target)
+    walk = os.walk
+
+    def backwards(top, **more):
+        for parent, folders, names in walk(top, **more):
+            folders.sort(reverse=True)
+            yield parent, folders, names
+
+    for way in (walk, backwards):
+        monkeypatch.setattr(os, "walk", way)
+        assert read_manifest(str(tmp_path / "in"))["video_id"].to_pylist() == ["b/y.mp4", "m/real/x.mp4"]
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_manifest_kinds_agree(tmp_path, kind):
     path = tmp_path / f"m.{kind}"
@@ -67,6 +87,8 @@ def test_manifest_kinds_agree(tmp_path, kind):
         ([{"video_id": "a"}], "no uri"),
         ([{"video_id": "a", "uri": "a.mp4"}, {"video_id": "a", "uri": "b.mp4"}], "repeat a video_id, e.g. 'a'"),
         ([{"video_id": "a", "uri": "a.mp4", "start_s": "soon"}], "start_s is 'soon'"),
+        ([{"video_id": "a", "uri": "a.mp4", "end_s": True}], "end_s is True, not a number of seconds"),
+        ([{"video_id": "a", "uri": "a.mp4", "size_bytes": False}], "size_bytes is False, not a whole number"),
         ([{"video_id": "a", "uri": "a.mp4", "size_bytes": 1.5}], "size_bytes is 1.5, not a whole number of bytes"),
     ],
 )
@@ -75,11 +97,30 @@ def test_bad_rows_are_refused_by_name(tmp_path, rows, message):
         read_manifest(str(write_jsonl(tmp_path / "m.jsonl", rows)))
 
 
+@pytest.mark.parametrize("double", ["video_id", "uri", "note"])
+def test_a_column_that_is_there_twice_is_refused(tmp_path, double):
+    """Which of the two is meant is not known."""
+    names, cells = ["video_id", "uri", "note", double], ["a", "a.mp4", "1", "2"]
+    (tmp_path / "m.csv").write_text(f"{','.join(names)}\n{','.join(cells)}\n")
+    table = pa.Table.from_arrays([pa.array([cell]) for cell in cells], names)
+    pq.write_table(table, tmp_path / "m.parquet")
+    for path in (tmp_path / "m.csv", tmp_path / "m.parquet"):
+        with pytest.raises(ManifestError, match=f"two columns have the name {double}"):
+            read_manifest(str(path))
+    with pytest.raises(ManifestError, match=f"two columns have the name {double}"):
+        given_manifest(table)
+    with pytest.raises(ManifestError, match=f"two columns have the name {double}"):
+        read_manifest(str(tmp_path / "m.parquet"), indexing=Indexing(ContainerOptions(double)))
+    (tmp_path / "m.csv").write_text("video_id,uri,,\na,a.mp4,,\n")  # spreadsheets write such
+    assert read_manifest(str(tmp_path / "m.csv"))["manifest"].to_pylist() == [None]
+
+
 def test_what_cannot_be_listed_is_refused(tmp_path):
     touch(tmp_path / "notes.txt")
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 torn")
     (tmp_path / "bad.jsonl").write_text('{"video_id": \n')
     (tmp_path / "list.jsonl").write_text("[1]\n")
+    (tmp_path / "deep.jsonl").write_text(f'{{"video_id": "a", "uri": "a.mp4", "x": {"[" * 200}{"]" * 200}}}\n')
     (tmp_path / "empty.csv").write_text("")
     (tmp_path / "headerless.csv").write_text("a,a.mp4\n")
     for videos, message in [
@@ -89,11 +130,28 @@ def test_what_cannot_be_listed_is_refused(tmp_path):
         (tmp_path / "torn.parquet", "cannot be read as a manifest"),
         (tmp_path / "bad.jsonl", "line 1: not JSON"),
         (tmp_path / "list.jsonl", "expected an object"),
+        (tmp_path / "deep.jsonl", "line 1: not JSON: it has lists or objects that are nested more than 100 deep"),
         (tmp_path / "empty.csv", "no rows"),
         (tmp_path / "headerless.csv", "line 1: .* names of its columns, video_id and uri among them, not a, a.mp4"),
     ]:
         with pytest.raises(ManifestError, match=message):
             read_manifest(str(videos))
+
+
+def test_a_name_that_is_too_long_and_a_folder_that_is_closed_are_refused_with_the_reason(tmp_path, monkeypatch):
+    def no_entry(path, **more):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with pytest.raises(ManifestError, match="xxx: cannot be read: File name too long"):
+        read_manifest("x" * 300)
+    with pytest.raises(ManifestError, match=r"--video-root x+: no such folder"):
+        read_manifest(str(tmp_path), ["x" * 300])
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ManifestError, match="neither a folder nor a file"):
+        read_manifest(str(tmp_path / "fifo"))
+    monkeypatch.setattr(os, "stat", no_entry)
+    with pytest.raises(ManifestError, match="closed: cannot be read: Permission denied"):
+        read_manifest(str(tmp_path / "closed"))
 
 
 def test_paths_that_escape_become_policy_rows(tmp_path):
@@ -146,6 +204,22 @@ def test_ids_and_uris_of_bytes_are_text(tmp_path, kind):
         assert rows["video_id"].to_pylist() == ["a", "b"]
         assert [uri.rpartition("/")[2] for uri in rows["uri"].to_pylist()] == ["a", "b"]
         assert [json.loads(text) for text in rows["manifest"].to_pylist()] == [{"note": "a"}, {"note": "b"}]
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("us"), pa.timestamp("us", "UTC"), pa.date64(), pa.duration("s")])
+def test_a_time_that_python_has_no_date_for_is_carried_as_text(tmp_path, kind):
+    """Databases export infinity as such a time."""
+    times = pa.array([864 * 10**15, 0, None], pa.int64()).cast(kind)
+    table = pa.table({"video_id": ["a", "b", "c"], "uri": ["a", "b", "c"], "at": times})
+    pq.write_table(table, tmp_path / "m.parquet")
+    for rows in (read_manifest(str(tmp_path / "m.parquet")), given_manifest(table)):
+        assert rows["video_id"].to_pylist() == ["a", "b", "c"]
+        infinite, zero, none = (text and json.loads(text) for text in rows["manifest"].to_pylist())
+        assert isinstance(infinite["at"], str) and isinstance(zero["at"], str) and none is None
+    nested = table.set_column(2, "at", pa.array([[at] for at in times], pa.list_(kind)))
+    pq.write_table(nested, tmp_path / "m.parquet")
+    with pytest.raises(ManifestError, match="cannot be read as a manifest"):
+        read_manifest(str(tmp_path / "m.parquet"))
 
 
 @pytest.mark.parametrize("column", ["video_id", "uri"])

@@ -22,7 +22,7 @@ TIMES = st.sampled_from([None, 0, 1.5, "2.5", "", "soon", float("nan"), 10**400,
 
 
 @pytest.mark.parametrize("base", [Path("/m"), "s3://bucket/p/"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.lists(
         st.fixed_dictionaries(

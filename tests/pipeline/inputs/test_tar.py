@@ -77,6 +77,16 @@ def test_what_stands_beside_a_video_is_carried(tmp_path):
     }  # fmt: skip
 
 
+def test_json_that_is_nested_without_end_is_carried_as_text_and_costs_no_other(tmp_path):
+    """Between the depths that Python can write and that it can read there are some that it can only read."""
+    depths = [90, 300, *range(900, 1000), 9999]
+    deep = {depth: b"[" * depth + b"]" * depth for depth in depths}
+    files = {f"{depth}.{kind}": deep[depth] if kind == "json" else b"x" for depth in depths for kind in ("mp4", "json")}
+    found = rows(write_tar(tmp_path / "s.tar", files))
+    carried = [json.loads(row["manifest"])["json"] for row in found]
+    assert carried == [json.loads(deep[90]), *(deep[depth].decode() for depth in depths[1:])]
+
+
 def test_clips_come_from_the_json_where_that_is_asked_for(tmp_path):
     files = {
         "a.mp4": b"1", "a.json": b'{"start": 1, "end": 2.5}', "b.mp4": b"1", "b.json": b'{"start": "1", "end": 2}',
@@ -115,6 +125,7 @@ HOSTILE = {
     ),
     "two sizes": (ended(pax(size="3"), member("a.mp4", b"123456"), NEXT), ["corrupt", None]),
     "no end": (member("a.mp4", b"a" * 3000), [None, "corrupt"]),
+    "another tar behind the end": (ended(NEXT) + bytes(9 * BLOCK) + ended(member("b.mp4", b"b")), [None, "corrupt"]),
     "cut in a member": (member("a.mp4", b"a") + member("b.mp4", b"b" * 9000)[:5000], [None, "corrupt"]),
     "cut in a header": (member("a.mp4", b"a" * 5000) + NEXT[:100], [None, "corrupt"]),
     "no header": (member("a.mp4", b"a") + bytes(100) + b"x" * 9000 + bytes(116) + ended(NEXT), [None, "corrupt", None]),
@@ -210,13 +221,19 @@ def test_an_index_is_kept_and_made_anew_where_the_tar_changed(tmp_path):
     assert [row["video_id"] for row in read()[0]] == ["a.tar/a.mp4", "a.tar/b.mp4"]
 
 
-@pytest.mark.parametrize(
-    "name", ["a.tar.gz", "a.tgz", "s3://b/a-{00..09}.tar.zst", "pipe:cat a.tar", "*.tar.bz2", "t.lance"]
-)
+UNREADABLE_FORMS = [
+    "a.tar.gz", "a.tgz", "s3://b/a-{00..09}.tar.zst", "*.tar.bz2", "t.lance", "s3://k:SEC@b/a.tgz",
+    "https://k:SEC@h/t.lance", "pipe:curl -H 'Authorization: Bearer SEC' https://h/a.tar",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNREADABLE_FORMS)
 def test_what_cannot_be_read_as_it_is_is_refused_with_the_remedy(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ManifestError, match=r"make it plain: gunzip|no command is run; name the tars|as Parquet"):
+    remedies = r"make it plain: gunzip|no command is run; name the tars|as Parquet"
+    with pytest.raises(ManifestError, match=remedies) as caught:
         read_manifest(name)
+    assert "SEC" not in str(caught.value)
 
 
 def test_a_folder_of_tars_is_a_corpus_and_videos_come_first(tmp_path):

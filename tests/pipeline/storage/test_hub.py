@@ -4,10 +4,13 @@ import json
 import os
 from hashlib import sha256
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import UsageError
 from pipeline.inputs.manifest import read_manifest
+from pipeline.storage.hub import HubFiles
 from tests.interpreter import run_python
 from tests.paths import ROOT
 from tests.pipeline.hub import REPO, HubServer
@@ -57,19 +60,28 @@ def hub(tmp_path_factory):
     write_tar(root / "data" / "a-1.tar", FILES)
     write_parquet(root / "data" / "train.parquet")
     (root / "README.md").write_text("clips")
+    names = sorted(path.relative_to(root).as_posix() for path in (root / "videos").rglob("*.mp4"))
+    lines = ["video_id,uri", *(f"{name.rpartition('/')[2]},{name}" for name in names)]
+    (root / "list.csv").write_text("\n".join(lines))
+    pq.write_table(pa.table({"video": names}), root / "paths.parquet")
     with HubServer(root) as server:
         yield server
 
 
-def test_a_dataset_is_listed_and_read_in_few_requests(hub):
-    """Tars by several patterns and at a revision, a column of a Parquet file, and a folder of videos."""
-    places = ["/data/a-{0,1}.tar", "/data/*.tar", "@main/data/a-1.tar", "/data/train.parquet", "/videos"]
+def read(hub, places):
+    """What _READ says of each place of the dataset."""
     asked = [(f"hf://datasets/{REPO}{place}", "video" * place.endswith("parquet")) for place in places]
     here = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment = {**here, "HF_ENDPOINT": hub.url, "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1"}
     done = run_python("-c", _READ, json.dumps(asked), env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    braces, star, revision, column, folder = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_dataset_is_listed_and_read_in_few_requests(hub):
+    """Tars by several patterns and at a revision, a column of a Parquet file, and a folder of videos."""
+    places = ["/data/a-{0,1}.tar", "/data/*.tar", "@main/data/a-1.tar", "/data/train.parquet", "/videos"]
+    braces, star, revision, column, folder = read(hub, places)
     assert list(braces["digests"]) == [f"a-{number}.tar/{name}" for number in (0, 1) for name in FILES]
     assert list(braces["digests"].values()) == list(star["digests"].values()) == 2 * DIGESTS
     assert braces["uri"] == f"hf://datasets/{REPO}/data/a-0.tar#00.mp4"
@@ -78,6 +90,21 @@ def test_a_dataset_is_listed_and_read_in_few_requests(hub):
     assert sorted(folder["digests"].values()) == sorted(DIGESTS) and "deep/01.mp4" in folder["digests"]
     assert folder["sizes"][-1] == -1 and sorted(folder["sizes"][:-1]) == sorted(map(len, FILES.values()))
     assert hub.count("resolve") <= 40
+
+
+def test_a_manifest_and_a_glob_of_the_hub_name_its_files(hub):
+    listed, paths, glob = read(hub, ["/list.csv", "/paths.parquet", "/data/a-?.tar"])
+    assert listed["digests"] == dict(zip(FILES, DIGESTS, strict=True))
+    assert sorted(paths["digests"].values()) == sorted(DIGESTS) and "videos/deep/01.mp4" in paths["digests"]
+    assert list(glob["digests"]) == [f"a-{number}.tar/{name}" for number in (0, 1) for name in FILES]
+
+
+@pytest.mark.parametrize("uri", ["../b.mp4", "a//b.mp4", "a/./b.mp4", "a\nb.mp4", "hf://datasets/other/clips/b.mp4"])
+def test_a_manifest_on_the_hub_names_what_lies_below_its_folder_alone(uri, monkeypatch):
+    line = json.dumps({"video_id": "x", "uri": uri}).encode()
+    monkeypatch.setattr(HubFiles, "read", lambda files, place: line)
+    (row,) = read_manifest("hf://datasets/someone/clips/lists/m.jsonl").to_pylist()
+    assert row["policy"]
 
 
 def test_other_addresses_of_the_hub_are_refused(hub):

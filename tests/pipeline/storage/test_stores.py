@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import resource
 import signal
 import stat
@@ -10,8 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from pipeline.errors import UsageError
 from pipeline.storage import stores
-from pipeline.storage.stores import FileInfo, LocalStore
+from pipeline.storage.stores import FileInfo, LocalStore, store_at
 from tests.waiting import wait_until
 
 
@@ -26,6 +28,15 @@ def test_a_name_that_leads_out_of_the_root_is_no_file_of_the_store(tmp_path, nam
         with pytest.raises(FileNotFoundError, match="leads out of the cache"):
             attempt(name)
     assert outside.read_bytes() == b"not the cache's"
+
+
+@pytest.mark.parametrize(
+    "place", ["https://k:SEC@host/cache", "s3://k:SEC@bucket/cache", "gs://b?key=SEC", "file://SEC"]
+)
+def test_an_address_that_is_no_place_for_a_cache_is_refused_without_its_secrets(place):
+    with pytest.raises(UsageError, match=re.escape(place.partition("//")[0])) as caught:
+        store_at(place)
+    assert "SEC" not in str(caught.value)
 
 
 def test_names_leave_out_what_is_not_finished(tmp_path):

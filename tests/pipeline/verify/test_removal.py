@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline import TokenCache
-from pipeline.cache.header import made_with
+from pipeline.cache.header import HEADER, made_with, read_header, serialise_header
+from pipeline.cache.live import LiveVideos
 from pipeline.cache.merging import merge_fully
 from pipeline.errors import CacheLocked, NotACache, RemovedVideo
 from pipeline.runner.claim import Claim
@@ -79,6 +80,56 @@ def test_an_earlier_attempt_whose_row_was_merged_away_is_gone_too(store, sound):
     merge_fully(store, made_with(store))
     assert len(store.names("tokens", ".parquet")) == 5
     remove(store, "b")
+    assert_removed(store, sound, "b")
+
+
+@pytest.mark.parametrize("video_id", ["x", "x" * 5000])  # Parquet has no statistics of long texts
+def test_what_a_run_beside_another_stored_of_a_video_is_gone_too(store, sound, video_id):
+    """Its row is dropped by a merge, and its token shard stays for another video; merged caches are alike."""
+    for run, other in (("run3", "g"), ("run4", "h")):
+        write_shard(store, run, video_of(video_id, 6), video_of(other, 7))
+    merge_fully(store, made_with(store))
+    assert len(mentions(store.root, video_id)) == 3
+    remove(store, video_id)
+    assert mentions(store.root, video_id) == [] and kinds(verified(store)) == []
+    assert TokenCache(store.root).video_ids == [*"abcdefgh"]
+
+
+def test_what_old_code_stored_of_a_video_is_gone_too_and_takes_no_other_video_s_place(store):
+    """Rows of old code came back as rows of the new one, before tokens of the new one."""
+    old = made_with(store)
+    header = read_header(store)
+    pruner = {**header["identity"]["pruner"], "code": "2"}
+    store.put(HEADER, serialise_header({**header, "identity": {**header["identity"], "pruner": pruner}}))
+    write_shard(store, "new", video_of("a", 30), video_of("b", 31))
+    new = tokens_of(store.root)
+    for steps in range(40):
+        dying = Dying(store.root, spared="runs/.*")
+        dying.left = steps
+        try:
+            remove(dying, "a")
+        except KeyboardInterrupt:
+            assert_tokens_of_new_code(store, {name: new[name] for name in TokenCache(store.root)})
+        else:
+            break
+    assert steps > 3 and mentions(store.root, "a") == []
+    assert_tokens_of_new_code(store, {"b": new["b"]})
+    of_old = LiveVideos.open(store, old)  # which jobs.verify --repair sets aside
+    rows = [of_old.row(name) for name in ("a", "b", "bad")]
+    assert [row["status"] for row in rows] == ["removed", "ok", "failed"] and store.exists(rows[1]["token_shard"])
+
+
+def assert_tokens_of_new_code(store, expected):
+    tokens = tokens_of(store.root)
+    assert tokens.keys() == expected.keys() and all(tokens[name].equal(expected[name]) for name in tokens)
+
+
+def test_a_token_shard_that_broke_off_is_gone_too(store, sound):
+    """Nobody can say whose tokens it holds, and jobs.remove ended in a ValueError."""
+    whole = store.read(store.names("tokens", ".parquet")[0])
+    for number, data in enumerate((b"", whole[:-50], b"PAR1" + whole[-60:])):
+        store.put(f"tokens/run9-{number:016x}-{number:032x}.parquet", data)
+    assert len(remove(store, "b").deleted) > 3
     assert_removed(store, sound, "b")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import av
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ from pipeline.video.decode import DecodedVideo, DecodeRequest
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
-from tests.pipeline.videos import KeepSize
+from tests.pipeline.videos import KeepSize, add_stream, encode
 
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-crf", 10, "-g", 16, "-pix_fmt", "yuv420p")
 X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-crf", 10, "-x265-params", "pools=none:frame-threads=1:keyint=16")
@@ -25,6 +26,7 @@ MPEG2 = ("-c:v", "mpeg2video", "-q:v", 2, "-bf", 2)
 HD_COLOURS = ("-vf", "scale=out_color_matrix=bt709", "-colorspace", "bt709")
 UNEVEN = ("-vf", "settb=1/1000,setpts=N*N*7", "-fps_mode", "passthrough", "-enc_time_base", "1:1000")
 TWICE = ("-vf", "settb=1/1000,setpts=floor(N/2)*80", "-fps_mode", "passthrough", "-enc_time_base", "1:1000")
+PIPE = ("-seekable", 0)
 NEAR = 2  # mean difference of pixels: two neighbouring frames differ by 15 at least
 
 
@@ -48,6 +50,11 @@ CLIPS = {
     "b-frames.avi": Clip((*X264, "-bf", 2), exact_start=False),
     "wmv2.wmv": Clip(("-c:v", "wmv2", "-q:v", 2)),
     "animated.gif": Clip(("-vf", "split[a][b];[a]palettegen[p];[b][p]paletteuse")),
+    # written to a pipe, where no length can be filled in afterwards
+    "piped.avi": Clip(("-c:v", "mpeg4", "-q:v", 2, *PIPE)),
+    "piped-b-frames.avi": Clip(("-c:v", "mpeg4", "-q:v", 2, "-bf", 2, *PIPE), exact_start=False),
+    "piped.mkv": Clip((*X264, *PIPE)),
+    "piped.flv": Clip((*X264, *PIPE)),
     # transport and program streams
     "mpeg2.ts": Clip(MPEG2),
     "h264.ts": Clip((*X264, "-bf", 2)),
@@ -141,6 +148,18 @@ def test_two_video_streams(decode, tmp_path, name, default):
     both = ("-filter_complex", "[0]split[a][b];[b]scale=192:128,negate[c]", "-map", "[a]", "-map", "[c]")
     marks = (f"-disposition:v:{default}", "default", f"-disposition:v:{1 - default}", 0)
     assert_as_shown(decode, make_clip(tmp_path / name, *both, *X264, *marks))
+
+
+@pytest.mark.parametrize(("name", "codec"), [("a.mkv", "libx264"), ("a.avi", "mpeg4"), ("a.webm", "libvpx")])
+def test_a_larger_stream_without_any_frame(decode, tmp_path, name, codec):
+    """As of a camera with a second channel that was off."""
+    with av.open(str(tmp_path / name), "w") as out:
+        add_stream(out, codec, (240, 320), 25, 10, "yuv420p", None)
+        small = add_stream(out, codec, (64, 96), 25, 10, "yuv420p", None)
+        for number in range(20):
+            encode(out, small, number, (64, 96), None)
+        out.mux(small.encode(None))
+    assert_as_shown(decode, tmp_path / name)
 
 
 def test_a_picture_that_starts_later_than_the_sound(decode, tmp_path):

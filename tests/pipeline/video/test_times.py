@@ -19,7 +19,8 @@ from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.probe import VideoIndex, probe
 from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, find_tolerances
 from tests.gstep.backbones.encoders import FLOAT32
-from tests.pipeline.ffmpeg import ffmpeg
+from tests.pipeline.ffmpeg import ffmpeg, make_clip
+from tests.pipeline.videos import KeepSize, numbers
 
 X264 = ("-c:v", "libx264", "-preset", "ultrafast")
 B_FRAMES = ("-c:v", "libx264", "-preset", "veryfast", "-bf", 2)
@@ -136,6 +137,31 @@ def test_a_regular_file_has_its_rate_its_shots_and_the_frames_that_mp4_has_on_sc
         places = ((k / fps + HALF_MS) * exact for k in range(COUNT) if (k / fps + HALF_MS) * exact < COUNT)
         assert chosen_of(index, Sampling(None, float(fps), None)) == [int(place) for place in places], fps
     assert chosen_of(index, Sampling(None, 20.0, 7)) == np.linspace(0, COUNT - 1, 7, dtype=int).tolist()
+
+
+@pytest.mark.parametrize("starts", [(0, 0), (5, 0), (100, 0), (4000, 100, 0)])
+@pytest.mark.parametrize(("name", "options"), [("a.ts", B_FRAMES), ("m.ts", MPEG2), ("a.mpg", MPEG2)])
+def test_recordings_joined_to_one_file_follow_each_other(tmp_path, name, options, starts):
+    """FFmpeg takes a jump back by a minute for the wrap of a clock of 33 bits, and adds 26 hours."""
+    parts = [
+        make_clip(tmp_path / f"{i}-{name}", *options, "-output_ts_offset", start, first=32 * i)
+        for i, start in enumerate(starts)
+    ]
+    (tmp_path / name).write_bytes(b"".join(part.read_bytes() for part in parts))
+    count = 32 * len(parts)
+    video = decode_video(DecodeRequest(tmp_path / name, Sampling(count), KeepSize()))
+    assert (video.fps, video.clip_fps, video.source_frames) == (25.0, 25.0, count)
+    assert video.timestamps == pytest.approx(np.arange(count) / 25) and video.duration_s == pytest.approx(count / 25)
+    late = np.array(numbers(video.frames)) != np.arange(count)
+    assert late.sum() <= len(parts) - 1  # FFmpeg may make up a frame at a seam
+
+
+@pytest.mark.parametrize("name", ["a.ts", "a.mpg"])
+def test_a_clock_that_wraps_goes_on(tmp_path, name):
+    path = make_clip(tmp_path / name, *MPEG2, "-output_ts_offset", 2**33 / 90_000 - 0.7)
+    video = decode_video(DecodeRequest(path, Sampling(32), KeepSize()))
+    assert numbers(video.frames) == list(range(32)) and video.fps == 25.0
+    assert video.timestamps == pytest.approx(np.arange(32) / 25, abs=1e-4)
 
 
 def write_times(path: Path, times: list[int], rate: int) -> Path:

@@ -48,7 +48,7 @@ def test_patches_are_the_stock_processors_bit_for_bit(case):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("more", ["defaults", "hub", "cap", "tight cap"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 900), st.integers(1, 3000), st.integers(1, 3000))
 def test_sizes_are_those_of_the_stock_resize(family, more, n_frames, height, width):
     changes = {
