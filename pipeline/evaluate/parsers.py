@@ -63,20 +63,6 @@ def parse(rule: str, reply: str, options: Sequence[str]) -> Parsed:
     return RULES[rule](reply.strip(), options)
 
 
-def without_reasoning(reply: str, tags: Sequence[tuple[str, str]]) -> str:
-    """Return a reply without the text between pairs of tags (``strip_reasoning_tags`` of lmms-eval 0.7.3).
-
-    A closing tag without an opening tag before it takes all text before it: the opening tag stood in the prompt. An
-    opening tag that is never closed stays. White space around the rest is removed.
-    """
-    for opening, closing in tags:
-        while (start := reply.find(opening)) >= 0 and (end := reply.find(closing, start)) >= 0:
-            reply = reply[:start] + reply[end + len(closing) :]
-        if opening not in reply:
-            reply = reply.rpartition(closing)[2]
-    return reply.strip()
-
-
 # Words before the letter, in lower case, because the reply is searched in lower case.
 _ANSWERS = ("answer", "correct answer", "best answer", "correct option", "best option", "choice", "correct choice")
 _ENGLISH = [f"{article}{answer} is" for article, answer in product(("", "the "), _ANSWERS)]

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.generate.questions import INSTRUCTION, list_letters
+from pipeline.generate.questions import INSTRUCTION, REASONING, list_letters
 from pipeline.rows import JsonObject
 
 if TYPE_CHECKING:
@@ -186,10 +186,6 @@ class Protocol:
         return self.prompts.get(model_type, self.prompt)
 
 
-#: What ``--reasoning_tags`` of lmms-eval 0.7.3 is by default; its tasks about videos name no others. 0.5 has none.
-_REASONING = (("<think>", "</think>"), ("<analysis>", "</analysis>"))
-
-
 def lmms_eval(
     prompt: PromptTemplate,
     newer: str,
@@ -199,7 +195,8 @@ def lmms_eval(
 ) -> tuple[Protocol, Protocol]:
     """Return the protocols of lmms-eval 0.7.3 and 0.5 for a benchmark, in this order.
 
-    Both have the same prompts, except as ``newer_prompts`` says. Only the first has ``reasoning``.
+    Both have the same prompts, except as ``newer_prompts`` says. Only the first has ``reasoning``: the tasks of 0.7.3
+    about videos name no tags of their own.
 
     Args:
         newer: the rule that reads replies in 0.7.3.
@@ -214,7 +211,7 @@ def lmms_eval(
             prompts=newer_prompts,
             models=LMMS_EVAL_0_7,
             parser=newer,
-            reasoning=_REASONING,
+            reasoning=REASONING,
             **shared,
         ),
         Protocol(name="lmms-eval-0.5", prompt=prompt, models=LMMS_EVAL_0_5, parser=older, **shared),
@@ -227,5 +224,6 @@ LETTER = Protocol(
     prompt=PromptTemplate(f"{{question}}\n{{options}}\n{INSTRUCTION}", "{letter}. {text}"),
     max_new_tokens=64,
     parser="letter",
+    reasoning=REASONING,
     choices="letter",
 )

@@ -13,10 +13,10 @@ from gstep.language import Decoding
 from pipeline.cache.schema import column
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.benchmarks.own import is_unpublished, item_of, same_text
-from pipeline.evaluate.parsers import Parsed, parse, without_reasoning
+from pipeline.evaluate.parsers import Parsed, parse
 from pipeline.evaluate.protocols import Protocol
 from pipeline.evaluate.statistics import MethodAtRatio
-from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode
+from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, without_reasoning
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
 
 SCORES = "scores.parquet"

@@ -129,6 +129,7 @@ def results_table(
     against = [_find_reference_row(groups, row, reference) for row in range(len(groups))]
     matrices = [score_matrix(benchmark.scores, arms) for benchmark in benchmarks]
     columns, cells, overall, seeds = list[Column](), list[list[Cell | None]](), list[Estimate](), list[Estimate]()
+    last = list[int]()  # the place of each benchmark's overall score among the columns
     for benchmark, matrix in zip(benchmarks, matrices, strict=True):
         parts = _list_columns(benchmark, matrix)
         part_Qs = [part_Q for *_, part_Q in parts]
@@ -150,9 +151,9 @@ def results_table(
             )
             shown = _add_spread(groups, [_make_cell(100 * value) for value in numbers.value.tolist()], of_arms.value)
             cells.append(_add_differences(against, numbers, _add_marks(groups, shown)))
+        last.append(len(columns) - 1)
         overall.append(measured[-1])
         seeds.append(of_seeds[-1])
-    last = [c for c, column in enumerate(columns) if column.key.endswith(OVERALL)]
     by_row = list(zip(*cells, strict=True))
     of_overall = [[row[c] for c in last] for row in by_row]
     rels = _add_spread(

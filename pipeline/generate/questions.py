@@ -66,6 +66,8 @@ _ANSWER_COLUMNS = frozenset((*ANSWER_SCHEMA.names, QUESTION_EXTRA))
 MAX_LETTERS = len(ascii_uppercase)
 # The words that lmms-eval's multiple-choice tasks (MMMU, VideoMME, MLVU) end their prompts with.
 INSTRUCTION = "Answer with the option's letter from the given choices directly."
+#: Tags between which a model thinks: what ``--reasoning_tags`` of lmms-eval 0.7.3 is by default.
+REASONING = (("<think>", "</think>"), ("<analysis>", "</analysis>"))
 # Behind a letter: no second one, as in "A, B" and "(A) or (B)", but "A, B is wrong" names A.
 _ALONE = r"(?!\)?\s*(?:[,/&]|\b(?:and|or)\b)\s*\(?[A-Z]\b(?!\)?\s+\w))"
 _FIRST = re.compile(rf"\(?([A-Z]){_ALONE}(?:\)|[.:,]|\*|\s*$|\n)")
@@ -389,11 +391,11 @@ def list_letters(count: int) -> list[str]:
 def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
     """Return the index of the choice that a generated answer names; None if it names no choice, or several.
 
-    The first of these rules that finds one choice decides: the text of a choice, unless it is a letter; "B", "(B)" or
-    "B. a dog" at the beginning; a letter called the answer, as in "the answer is B"; a single capital letter anywhere,
-    but not "A" or "I" where they are words.
+    What it thinks, between the tags of ``REASONING``, is not read. The first of these rules that finds one choice
+    decides: the text of a choice, unless it is a letter; "B", "(B)" or "B. a dog" at the beginning; a letter called the
+    answer, as in "the answer is B"; a single capital letter anywhere, but not "A" or "I" where they are words.
     """
-    text = answer.strip().strip("*").strip()
+    text = without_reasoning(answer, REASONING).strip("*").strip()
     names = list_letters(len(choices))
     same_texts = [i for i, choice in enumerate(choices) if _normalise(choice) == _normalise(text)]
     if len(same_texts) == 1 and text.strip("().") not in names:
@@ -406,6 +408,20 @@ def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
         return names.index(called_answers.pop())
     standing_alone = set(_LETTER.findall(text)) & set(names)
     return names.index(standing_alone.pop()) if len(standing_alone) == 1 else None
+
+
+def without_reasoning(reply: str, tags: Sequence[tuple[str, str]]) -> str:
+    """Return a reply without the text between pairs of tags (``strip_reasoning_tags`` of lmms-eval 0.7.3).
+
+    A closing tag without an opening tag before it takes all text before it: the opening tag stood in the prompt. An
+    opening tag that is never closed stays. White space around the rest is removed.
+    """
+    for opening, closing in tags:
+        while (start := reply.find(opening)) >= 0 and (end := reply.find(closing, start)) >= 0:
+            reply = reply[:start] + reply[end + len(closing) :]
+        if opening not in reply:
+            reply = reply.rpartition(closing)[2]
+    return reply.strip()
 
 
 def _normalise(text: str) -> str:

@@ -11,7 +11,6 @@ from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.benchmarks.own import own_benchmark
 from pipeline.evaluate.page import format_warned_line
-from pipeline.evaluate.parsers import without_reasoning
 from pipeline.evaluate.protocols import LETTER, PromptTemplate, Protocol
 from pipeline.evaluate.scores import (
     SCORE_SCHEMA,
@@ -24,7 +23,7 @@ from pipeline.evaluate.scores import (
 )
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import ANSWER_SCHEMA
-from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, read_questions
+from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, read_questions, without_reasoning
 from pipeline.rows import AnswerRecord, without_nulls
 from tests.pipeline.asking import write_questions
 
@@ -118,6 +117,18 @@ def test_what_a_reply_thinks_is_not_read_by_the_protocol_of_lmms_eval_073(reply,
     if read is not None:
         assert read_reply(item(), row(reply), newer).parsed == read
     assert read_reply(item(), row(reply), older) == read_reply(item(), row(reply), replace(newer, reasoning=()))
+
+
+@pytest.mark.parametrize(
+    ("asked", "reply", "read"),
+    [
+        ({}, "Option A has no cat, so it is B.</think>\n\nC", Reply(2, False, 0.0)),
+        ({}, "<think>The answer is C, or A.</think>\n\nB", Reply(1, True, 1.0)),
+        ({"options": (), "answer": None}, "It is striped, a tiger?\n</think>\n\nA cat.", Reply(None, True, 1.0)),
+    ],
+)
+def test_what_a_reply_thinks_is_not_read_for_questions_of_ones_own(asked, reply, read):
+    assert read_reply(item(**asked), row(reply), LETTER) == read
 
 
 def test_a_scored_choice_counts_as_it_is():

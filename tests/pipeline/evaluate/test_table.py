@@ -206,6 +206,16 @@ def test_columns_are_splits_then_overall():
         results_table("m", [first, first])
 
 
+def test_a_part_of_a_split_that_is_called_overall_is_not_the_overall_score():
+    parts = [{"split": "overall" if i < 10 else "detail"} for i in range(40)]
+    arms = {("none", 1.0): [1.0] * 40, ("gstep", 0.25): [0.0] * 10 + [1.0] * 30}
+    scores = score_table(*(score_rows(*arm, values, splits=parts) for arm, values in arms.items()))
+    columns = [("split=overall", "Overall part"), ("split=detail", "Detail")]
+    row = results_table("m", [ScoredBenchmark("B", scores, columns)], draws=10).rows[1]
+    assert [cell.printed for cell in row.cells] == ["0.0", "100.0", "75.0"]
+    assert (row.mean.printed, row.rel.printed) == ("75.0", "75.0%")
+
+
 def test_rows_are_in_the_order_asked_for_and_positions_are_blocks_of_their_own():
     more = {("fastv", 0.25): PRUNED, ("fps", 0.5): PRUNED, ("fastv", 0.5): FULL, ("fps,positions=original", 0.5): FULL}
     scores = many({("none", 1.0): FULL, ("gstep", 0.25): PRUNED, **more})

@@ -207,6 +207,12 @@ def test_the_letter_of_a_generated_answer(choice, answers):
     assert parse_letter("Well, I do not know", [f"choice {i}" for i in range(9)]) is None
 
 
+def test_what_an_answer_thinks_names_no_choice():
+    thought = "The dog is first. Option A? No, the answer is B."
+    for answer in (f"{thought}\n</think>\n\nC", f"<think>{thought}</think> a cow."):
+        assert parse_letter(answer, CHOICES) == 2
+
+
 @pytest.mark.parametrize(
     "form",
     ["**Answer:** {}", "The answer is **({})**", 'The answer is "{}".', "Answer: [{}]", r"\boxed{{{}}}", "{} - a pet"],
