@@ -24,7 +24,7 @@ TOO_MANY = "a table of samples states more entries than it holds"
 
 @pytest.fixture
 def sandbox():
-    with DecodeSandbox(timeout_s=30, memory_mb=1024) as opened:
+    with DecodeSandbox(memory_mb=1024) as opened:
         yield opened
 
 
@@ -66,12 +66,12 @@ def test_a_bad_decoder_costs_one_video(sandbox, clip, decoder, fault_class, exit
 
 def test_beside_a_gpu_memory_that_is_written_is_limited_and_addresses_are_not(clip):
     """A CUDA context reserves more addresses than any machine has memory."""
-    with DecodeSandbox(timeout_s=30, memory_mb=1024, on_gpu=True) as sandbox:
+    with DecodeSandbox(memory_mb=1024, on_gpu=True) as sandbox:
         assert json.loads(convert_error(sandbox, request(clip, "Revealing")).message)["limits"][0] == -1
         assert convert_error(sandbox, request(clip, "Spacious")).message == "1099511627776 bytes reserved"
         assert convert_error(sandbox, request(clip, "Hungry")).fault_class == "out-of-memory"
         assert sandbox.decode(request(clip)).source_frames == 30
-    with DecodeSandbox(timeout_s=30, memory_mb=1024) as sandbox:
+    with DecodeSandbox(memory_mb=1024) as sandbox:
         assert convert_error(sandbox, request(clip, "Spacious")).fault_class == "out-of-memory"
 
 
@@ -98,7 +98,7 @@ def test_a_table_that_states_more_samples_than_it_holds_is_damage_and_no_lack_of
     table = data.index(b"ctts")
     data[table + 8 : table + 12] = (2**28).to_bytes(4, "big")  # 3 GiB, which FFmpeg reserves
     path.write_bytes(data)
-    with DecodeSandbox(timeout_s=60, memory_mb=1024) as sandbox, pytest.raises(VideoFault) as fault:
+    with DecodeSandbox(memory_mb=1024) as sandbox, pytest.raises(VideoFault) as fault:
         sandbox.decode(request(path))
     assert (fault.value.fault_class, fault.value.message) == ("corrupt", TOO_MANY)
 
