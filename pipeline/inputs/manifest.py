@@ -68,9 +68,11 @@ def read_manifest(
     objects = objects or Objects.from_environment()
     column = indexing.options.column
     names = expand_braces([videos] if isinstance(videos, str) else videos)
-    listings = [
-        part for name in names for part in _parts(_read(name, roots, objects, indexing), column, roots, objects)
-    ]
+    named = [_read(name, roots, objects, indexing) for name in names]
+    has_tables = any(find_suffix(place.uri) in OF_COLUMNS for listing in named for place in listing.containers)
+    if column is not None and not has_tables:
+        raise ManifestError(f"{videos}: {_NO_TABLE}")
+    listings = [part for listing in named for part in _parts(listing, column, roots, objects)]
     if indexing.options.clips_from is not None and any(listing.videos is not None for listing in listings):
         raise ManifestError(f"{videos}: {_NO_CLIPS}")
     if len(listings) == 1 and listings[0].videos is not None:
@@ -249,6 +251,10 @@ def _refuse_compressed(videos: str) -> None:
 
 _COMPRESSED_SUFFIX = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4|Z)|tgz|tbz2?|txz|tzst)$")
 _TABLES = "several VIDEOS (a row's id is its column video_id; without one, its path or its table and number: add one)"
+_NO_TABLE = (
+    "--column names a column of .parquet and .arrow files, and there is none among them (of a folder with videos too "
+    "name the tables by a glob); a .jsonl or .csv has its paths in the column uri"
+)
 _NO_CLIPS = (
     "--clips-from is for tars and tables with a column of bytes; the clips of files stand in a manifest (or table of "
     "paths), in its columns start_s and end_s"

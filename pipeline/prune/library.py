@@ -55,6 +55,10 @@ def prune_videos(
     config = make_config(PruneConfig, "prune_videos", {"videos": names, "out": out, **options})
     if given_rows is not None and config.clips_from is not None:
         raise UsageError("clips_from is for tars and tables with a column of bytes; rows have start_s and end_s")
+    if given_rows is not None and config.column is not None:
+        raise UsageError(
+            "column is for .parquet and .arrow files, named by a text; paths and rows have no other column"
+        )
     with run_here():
         summary = PruneRun(config, make_console(progress), given_rows, list_failed=True).run()
     return check_outcome(summary, config, summary.n_videos, config.outside_limit(summary.n_videos))

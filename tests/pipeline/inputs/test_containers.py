@@ -181,6 +181,18 @@ def test_a_column_that_holds_no_videos_is_refused(tmp_path, column, message):
         rows(str(write_parquet(tmp_path / "a.parquet")), column)
 
 
+def test_a_column_is_refused_where_there_is_no_table(tmp_path):
+    """The videos of another column, or all that are in a folder, would be taken without a word."""
+    (tmp_path / "m.csv").write_text("video_id,uri,clip\na,whole.mp4,clip.mp4\n")
+    write_zip(tmp_path / "a.zip")
+    for named in ("m.csv", "a.zip", "."):
+        with pytest.raises(ManifestError, match=r"--column names a column of .parquet and .arrow files, and there is"):
+            rows(f"{tmp_path}/{named}", "clip")
+    write_parquet(tmp_path / "t.parquet", files={"t.mp4": b"t"})
+    both = read_manifest([f"{tmp_path}/m.csv", f"{tmp_path}/t.parquet"], indexing=Indexing(ContainerOptions("video")))
+    assert both["video_id"].to_pylist() == ["a", "t.mp4"]
+
+
 def test_a_table_that_was_changed_has_other_uris_and_its_old_ones_are_not_read(tmp_path):
     path = write_parquet(tmp_path / "a.parquet")
     before = rows(str(path), "video")
