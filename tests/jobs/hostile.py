@@ -30,7 +30,10 @@ class CountedDecoder(PyavDecoder):
 
 
 class HostileReader(CountedDecoder):
-    """Dies, hangs or eats memory on the files whose name says so."""
+    """Dies, hangs or reserves memory on the files whose name says so.
+
+    The memory is not written to, which takes long on a busy machine: the limit of time is for what hangs.
+    """
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
         yield from super().read(indices)
@@ -43,7 +46,7 @@ class HostileReader(CountedDecoder):
             time.sleep(3600)
         hoard = []
         while name.startswith("bomb"):
-            hoard.append(np.ones(2**26, np.uint8))
+            hoard.append(np.empty(2**26, np.uint8))
 
 
 class MountedElsewhere(CountedDecoder):
