@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.video.containers import sniff
-from pipeline.video.decode import DecodeRequest
+from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.decoders import DECODERS, PyavDecoder, choose_decoders, decoder_version, load_decoder
 from pipeline.video.decord_decoder import DecordDecoder
 from pipeline.video.probe import IndexMismatch, probe, scan
@@ -38,6 +38,8 @@ DEEP = {
     "vp9-10.webm": ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", 8, "-pix_fmt", "yuv420p10le"),
     "av1-10.mkv": ("-c:v", "libsvtav1", "-preset", 12, "-pix_fmt", "yuv420p10le"),
 }
+# Its keyframes are recovery points: a frame is whole only some frames later.
+REFRESH = ("-c:v", "libx264", "-crf", 10, "-pix_fmt", "yuv420p", "-x264-params", "intra-refresh=1:keyint=12:bframes=0")
 SECONDS = [i * i * 7 / 1000 for i in range(30)]  # of a variable rate
 # name: (options of the clip, why decord must not read it or "")
 CLIPS = {
@@ -116,6 +118,29 @@ def test_what_decord_would_read_otherwise_is_read_as_ffmpeg_does(tmp_path, why, 
     turns = 0 if shown is not None else 2 if (index.height, index.width) == (64, 96) else 1
     stored = np.stack([np.rot90(frame, -turns) for frame in frames])  # set_display_rotation: anticlockwise
     assert numbers(stored) == list(range(30) if shown is None else shown)
+
+
+def mark_all_keyframes(path):
+    """Take the table of keyframes from an MP4 file: without it, all frames are keyframes."""
+    data = path.read_bytes()
+    assert data.count(b"stss") == 1
+    path.write_bytes(data.replace(b"stss", b"free"))
+    return path
+
+
+@pytest.mark.parametrize("name", ["refresh.mp4", "refresh.mkv", "all-keyframes.mp4", "all-keyframes-hevc.mp4"])
+def test_decord_reads_no_file_whose_keyframes_are_none(tmp_path, name):
+    if name.startswith("refresh"):
+        path, why = make_clip(tmp_path / name, *REFRESH, count=30), "is no keyframe"
+    else:
+        closed = {"codec": "libx265", "codec_options": {"x265-params": "log-level=none:open-gop=0:bframes=0"}}
+        path, why = mark_all_keyframes(write_clip(tmp_path / name, **(closed if "hevc" in name else {}))), "keyframe"
+    index = index_of(path)
+    with pytest.raises(IndexMismatch, match=why):
+        frames_of(DecordDecoder, index, [13, 29])
+    for start in (13, 29):
+        video = decode_video(DecodeRequest(path, Sampling(1), KeepSize(), start / 25, decoder="decord"))
+        assert (video.backend, numbers(video.frames)) == ("pyav", [start])
 
 
 def test_what_packets_do_not_tell_decoding_does(tmp_path):
