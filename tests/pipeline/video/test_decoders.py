@@ -19,7 +19,7 @@ from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from tests.interpreter import run_python
 from tests.paths import ROOT
-from tests.pipeline.ffmpeg import make_clip
+from tests.pipeline.ffmpeg import ffmpeg, make_clip
 from tests.pipeline.videos import (
     KeepSize,
     numbers,
@@ -173,14 +173,31 @@ def test_torchcodec_gives_the_same_frames_or_leaves_them_to_pyav(tmp_path):
     clips = {name: write_clip(tmp_path / name, **CLIPS[name][0]) for name in ("h264.mp4", "vp9.webm", "mpeg2.ts")}
     clips |= {f"{codec}.mkv": write_clip(tmp_path / f"{codec}.mkv", codec=codec) for codec in ("libx265", "libsvtav1")}
     clips["sizes.mp4"] = two_sizes_clip(tmp_path / "sizes.mp4")
-    clips["turned.mp4"] = write_clip(tmp_path / "turned.mp4", rotation=90)
+    for name, rotation in (("left.mp4", 90), ("right.mkv", -90), ("upside-down.mp4", 180)):
+        clips[name] = write_clip(tmp_path / name, rotation=rotation)
+    for name, turn in (("mirrored.mp4", "-display_hflip"), ("flipped.mkv", "-display_vflip")):
+        ffmpeg(turn, "-i", clips["h264.mp4"], "-c", "copy", tmp_path / name)
+    by_codec = (
+        "-c:v",
+        "libx264",
+        "-pix_fmt",
+        "yuv420p",
+        "-bsf:v",
+        "h264_metadata=display_orientation=insert:rotate=180",
+    )
+    clips["turned-by-codec.mp4"] = make_clip(tmp_path / "turned-by-codec.mp4", *by_codec)
+    clips["refresh.mp4"] = make_clip(tmp_path / "refresh.mp4", *REFRESH, count=48)
+    clips["all-keyframes.mp4"] = mark_all_keyframes(write_clip(tmp_path / "all-keyframes.mp4", codec="mpeg4"))
+    turned = {name: tmp_path / name for name in ("mirrored.mp4", "flipped.mkv")}
+    clips |= turned
     clips |= {name: make_clip(tmp_path / name, *options) for name, options in DEEP.items()}
     program = "import sys; from tests.pipeline.video.test_decoders import compare; compare(*sys.argv[1:])"
     environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
     found = run_python("-c", program, *clips.values(), env=environment)
     assert found.returncode == 0, found.stderr
     served = dict(line.split() for line in found.stdout.splitlines())
-    refused = ("mpeg2.ts", "sizes.mp4", "h264-10.mp4", "hevc-10.mp4")
+    refused = ("mpeg2.ts", "sizes.mp4", "h264-10.mp4", "hevc-10.mp4", *turned, "turned-by-codec.mp4")
+    refused += ("refresh.mp4", "all-keyframes.mp4")
     assert served == {name: "pyav" if name in refused else "torchcodec" for name in clips}
 
 
