@@ -104,6 +104,7 @@ class LibraryDecoder:
         """Open the video with the library. Raises IndexMismatch if the library refuses it or counts other frames."""
         if reason := self.reason_against(index):
             raise IndexMismatch(reason)
+        self._index = index
         self._chunk = chunk_length(index.height, index.width)
         self._video: Any = self.open(index)
         if len(self._video) != len(index.timestamps):
@@ -129,7 +130,11 @@ class LibraryDecoder:
         raise NotImplementedError
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
-        """Yield chunks of frames; see ``FrameDecoder.read``."""
+        """Yield chunks of frames; see ``FrameDecoder.read``. Raises IndexMismatch if a keyframe that they need is none.
+
+        Libraries believe what a file says of its keyframes.
+        """
+        _check_keyframes(self._index, indices)
         for start in range(0, len(indices), self._chunk):
             yield self.frames(indices[start : start + self._chunk].tolist())
 
@@ -204,6 +209,22 @@ class PyavDecoder:
                     break
             if missing_times:
                 raise IndexMismatch(f"the frame at {missing_times[0]} does not come out of the decoder")
+
+
+def _check_keyframes(index: VideoIndex, indices: NDArray[np.int64]) -> None:
+    """Decode the keyframe before each of these frames, and the file's second one, where a file that marks all errs.
+
+    Raises IndexMismatch where decoding cannot begin there.
+    """
+    assert index.packets is not None and index.pts is not None
+    before = np.searchsorted(index.keyframes, index.pts[indices], side="right") - 1
+    times = set(index.keyframes[np.unique(before[before >= 0])].tolist())
+    table = index.packets.table
+    keys = [number for number, packet in enumerate(table) if packet.keyframe]
+    for number in keys[1:2] + [number for number in keys[2:] if table[number].pts in times]:
+        frame = next(index.packets.decode_frames(number, number + 1), None)
+        if frame is None or not _starts_a_group(frame):
+            raise IndexMismatch(f"the frame at {table[number].pts} is no keyframe, as the file says")
 
 
 def _without_fields(frame: av.VideoFrame) -> av.VideoFrame:

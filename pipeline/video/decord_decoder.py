@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.video.decoders import Frames, LibraryDecoder
 from pipeline.video.packets import PacketInfo, VideoPackets
-from pipeline.video.probe import Orientation, VideoIndex
+from pipeline.video.probe import IndexMismatch, Orientation, VideoIndex
 
 # The beginning of a packet with parameters of its own (frame size and more): a length, and a unit of that type.
 _PARAMETERS = {"h264": rb"(?s)\0\0..[\x27\x47\x67]", "hevc": rb"(?s)\0\0..[\x40\x42]\x01"}
@@ -47,10 +47,14 @@ class DecordDecoder(LibraryDecoder):
     def open(self, index: VideoIndex) -> decord.VideoReader:
         """Open the file with decord; the first damaged frame raises, where decord would copy its neighbour.
 
-        Sets decord's log level for the whole process.
+        Sets decord's log level for the whole process. Raises IndexMismatch where decord knows other keyframes.
         """
+        assert index.pts is not None
         decord.logging.set_level(decord.logging.ERROR)
-        return decord.VideoReader(index.path, ctx=decord.cpu(0), num_threads=1, fault_tol=1e-6)
+        video = decord.VideoReader(index.path, ctx=decord.cpu(0), num_threads=1, fault_tol=1e-6)
+        if video.get_key_indices() != np.searchsorted(index.pts, index.keyframes).tolist():
+            raise IndexMismatch("decord would begin at other keyframes")
+        return video
 
     def frames(self, indices: list[int]) -> Frames:
         """Return the frames [k,H,W,3] that ``indices`` name."""

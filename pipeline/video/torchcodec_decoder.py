@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import ClassVar
 
 from pipeline.video.decoders import Frames, LibraryDecoder
-from pipeline.video.probe import VideoIndex
+from pipeline.video.probe import IndexMismatch, Orientation, VideoIndex
 
 try:
     from torchcodec.decoders import VideoDecoder
@@ -18,6 +18,13 @@ except RuntimeError as error:  # its own message is several pages long
 # Codecs of which torchcodec converts more than 8 bits a sample otherwise: by up to 100 levels on test patterns.
 _DEEP_DIFFERS = ("h264", "hevc")
 _DEEP = re.compile(r"\d\d[lb]e$")
+# What torchcodec does for the degrees that it finds in the container.
+_TURNS = {
+    0: Orientation(),
+    90: Orientation(transpose=True, flip_rows=True),
+    180: Orientation(flip_rows=True, flip_columns=True),
+    270: Orientation(transpose=True, flip_columns=True),
+}
 
 
 class TorchcodecDecoder(LibraryDecoder):
@@ -35,9 +42,16 @@ class TorchcodecDecoder(LibraryDecoder):
         return LibraryDecoder.reason_against(index)
 
     def open(self, index: VideoIndex) -> VideoDecoder:
-        """Open the file with torchcodec, which reads it whole to count its frames."""
+        """Open the file with torchcodec, which reads it whole to count its frames.
+
+        Raises IndexMismatch where it would turn them otherwise: it knows no mirrors, and no turns that only the codec
+        states.
+        """
         options = {"dimension_order": "NHWC", "num_ffmpeg_threads": 1, "device": self.device, "seek_mode": "exact"}
-        return VideoDecoder(index.path, stream_index=index.stream, **options)
+        video = VideoDecoder(index.path, stream_index=index.stream, **options)
+        if _TURNS.get(round(video.metadata.rotation or 0) % 360) != index.orientation:
+            raise IndexMismatch("torchcodec turns its frames otherwise")
+        return video
 
     def frames(self, indices: list[int]) -> Frames:
         """Return the frames [k,H,W,3] that ``indices`` name, in the memory of the host."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.video.containers import sniff
-from pipeline.video.decode import DecodeRequest
+from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.decoders import DECODERS, PyavDecoder, choose_decoders, decoder_version, load_decoder
 from pipeline.video.decord_decoder import DecordDecoder
 from pipeline.video.probe import IndexMismatch, probe, scan
@@ -19,7 +19,7 @@ from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from tests.interpreter import run_python
 from tests.paths import ROOT
-from tests.pipeline.ffmpeg import make_clip
+from tests.pipeline.ffmpeg import ffmpeg, make_clip
 from tests.pipeline.videos import (
     KeepSize,
     numbers,
@@ -38,6 +38,8 @@ DEEP = {
     "vp9-10.webm": ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", 8, "-pix_fmt", "yuv420p10le"),
     "av1-10.mkv": ("-c:v", "libsvtav1", "-preset", 12, "-pix_fmt", "yuv420p10le"),
 }
+# Its keyframes are recovery points: a frame is whole only some frames later.
+REFRESH = ("-c:v", "libx264", "-crf", 10, "-pix_fmt", "yuv420p", "-x264-params", "intra-refresh=1:keyint=12:bframes=0")
 SECONDS = [i * i * 7 / 1000 for i in range(30)]  # of a variable rate
 # name: (options of the clip, why decord must not read it or "")
 CLIPS = {
@@ -118,6 +120,29 @@ def test_what_decord_would_read_otherwise_is_read_as_ffmpeg_does(tmp_path, why, 
     assert numbers(stored) == list(range(30) if shown is None else shown)
 
 
+def mark_all_keyframes(path):
+    """Take the table of keyframes from an MP4 file: without it, all frames are keyframes."""
+    data = path.read_bytes()
+    assert data.count(b"stss") == 1
+    path.write_bytes(data.replace(b"stss", b"free"))
+    return path
+
+
+@pytest.mark.parametrize("name", ["refresh.mp4", "refresh.mkv", "all-keyframes.mp4", "all-keyframes-hevc.mp4"])
+def test_decord_reads_no_file_whose_keyframes_are_none(tmp_path, name):
+    if name.startswith("refresh"):
+        path, why = make_clip(tmp_path / name, *REFRESH, count=30), "is no keyframe"
+    else:
+        closed = {"codec": "libx265", "codec_options": {"x265-params": "log-level=none:open-gop=0:bframes=0"}}
+        path, why = mark_all_keyframes(write_clip(tmp_path / name, **(closed if "hevc" in name else {}))), "keyframe"
+    index = index_of(path)
+    with pytest.raises(IndexMismatch, match=why):
+        frames_of(DecordDecoder, index, [13, 29])
+    for start in (13, 29):
+        video = decode_video(DecodeRequest(path, Sampling(1), KeepSize(), start / 25, decoder="decord"))
+        assert (video.backend, numbers(video.frames)) == ("pyav", [start])
+
+
 def test_what_packets_do_not_tell_decoding_does(tmp_path):
     clip = write_clip(tmp_path / "a.ts", codec_options={"crf": "10"}, count=60)
     data = clip.read_bytes()
@@ -148,14 +173,31 @@ def test_torchcodec_gives_the_same_frames_or_leaves_them_to_pyav(tmp_path):
     clips = {name: write_clip(tmp_path / name, **CLIPS[name][0]) for name in ("h264.mp4", "vp9.webm", "mpeg2.ts")}
     clips |= {f"{codec}.mkv": write_clip(tmp_path / f"{codec}.mkv", codec=codec) for codec in ("libx265", "libsvtav1")}
     clips["sizes.mp4"] = two_sizes_clip(tmp_path / "sizes.mp4")
-    clips["turned.mp4"] = write_clip(tmp_path / "turned.mp4", rotation=90)
+    for name, rotation in (("left.mp4", 90), ("right.mkv", -90), ("upside-down.mp4", 180)):
+        clips[name] = write_clip(tmp_path / name, rotation=rotation)
+    for name, turn in (("mirrored.mp4", "-display_hflip"), ("flipped.mkv", "-display_vflip")):
+        ffmpeg(turn, "-i", clips["h264.mp4"], "-c", "copy", tmp_path / name)
+    by_codec = (
+        "-c:v",
+        "libx264",
+        "-pix_fmt",
+        "yuv420p",
+        "-bsf:v",
+        "h264_metadata=display_orientation=insert:rotate=180",
+    )
+    clips["turned-by-codec.mp4"] = make_clip(tmp_path / "turned-by-codec.mp4", *by_codec)
+    clips["refresh.mp4"] = make_clip(tmp_path / "refresh.mp4", *REFRESH, count=48)
+    clips["all-keyframes.mp4"] = mark_all_keyframes(write_clip(tmp_path / "all-keyframes.mp4", codec="mpeg4"))
+    turned = {name: tmp_path / name for name in ("mirrored.mp4", "flipped.mkv")}
+    clips |= turned
     clips |= {name: make_clip(tmp_path / name, *options) for name, options in DEEP.items()}
     program = "import sys; from tests.pipeline.video.test_decoders import compare; compare(*sys.argv[1:])"
     environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
     found = run_python("-c", program, *clips.values(), env=environment)
     assert found.returncode == 0, found.stderr
     served = dict(line.split() for line in found.stdout.splitlines())
-    refused = ("mpeg2.ts", "sizes.mp4", "h264-10.mp4", "hevc-10.mp4")
+    refused = ("mpeg2.ts", "sizes.mp4", "h264-10.mp4", "hevc-10.mp4", *turned, "turned-by-codec.mp4")
+    refused += ("refresh.mp4", "all-keyframes.mp4")
     assert served == {name: "pyav" if name in refused else "torchcodec" for name in clips}
 
 
