@@ -516,6 +516,21 @@ class LiveVideos:
                 return cls(table, select_live_rows(rows.combine_chunks()), files)
         raise AssertionError("not reached")
 
+    @classmethod
+    def read(cls, store: Store, made_with: str | None, columns: Sequence[str]) -> tuple[LiveVideos, pa.Table]:
+        """Open the table, and return it with ``columns`` of every live row, as of ``live``.
+
+        Raises as ``open``, and tries again as ``open`` does.
+        """
+        for attempt in range(_TRIES):
+            videos = cls.open(store, made_with)
+            try:
+                return videos, videos.live(columns)
+            except FileNotFoundError:
+                if attempt == _TRIES - 1:
+                    raise
+        raise AssertionError("not reached")
+
     def __reduce__(self) -> tuple[Any, ...]:
         return LiveVideos, (self.table, self.small, self.files)
 

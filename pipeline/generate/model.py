@@ -108,7 +108,7 @@ def read_tower_hash(cache: Store, header: CacheHeader) -> str | None:
 
     All rows of a cache are of the same weights. Raises CorruptShard and OSError.
     """
-    rows = LiveVideos.open(cache, fingerprint(header["identity"])).live(("tower_hash",))
+    _, rows = LiveVideos.read(cache, fingerprint(header["identity"]), ("tower_hash",))
     return next(filter(None, rows["tower_hash"].unique().to_pylist()), None)
 
 

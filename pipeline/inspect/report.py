@@ -198,7 +198,7 @@ def source_frames(row: VideoRow, frames: Sequence[int]) -> str:
 
 def failed_videos(cache: TokenCache) -> Failures:
     """List the failed videos by id: video_id, uri, stage, class, message, attempts. Raises CorruptShard, OSError."""
-    rows = LiveVideos.open(cache.store, fingerprint(cache.identity)).live(_FAILURE_COLUMNS)
+    _, rows = LiveVideos.read(cache.store, fingerprint(cache.identity), _FAILURE_COLUMNS)
     return failed_records(rows, _FAILURE_COLUMNS[:-1])
 
 

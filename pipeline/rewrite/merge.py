@@ -136,8 +136,7 @@ def _read_union(stores: Sequence[Store], identity: str) -> _Union:
     """Read the live rows of each cache, as their tables are now. Raises CorruptShard, OSError."""
     tables, files, foreign = [], [], list[str]()
     for number, store in enumerate(stores):
-        videos = LiveVideos.open(store, identity)
-        rows = videos.live(_COLUMNS)
+        videos, rows = LiveVideos.read(store, identity, _COLUMNS)
         numbers = pa.array(np.full(len(rows), number, np.int32))
         # Names of token shards are few and long.
         names = rows["token_shard"].combine_chunks().dictionary_encode().cast(pa.dictionary(pa.int32(), pa.string()))

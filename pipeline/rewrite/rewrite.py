@@ -216,8 +216,8 @@ def _todo(source: TokenCache, out: Store, made_with: str, result: Rewritten) -> 
     Sets ``result.done`` to the number of the other rows.
     """
     columns = ("video_id", "status", "attempts", "token_shard", "first_row_group")
-    rows = LiveVideos.open(source.store, fingerprint(source.identity)).live(columns)
-    old_rows = LiveVideos.open(out, made_with).live(("video_id", "status", "attempts"))
+    _, rows = LiveVideos.read(source.store, fingerprint(source.identity), columns)
+    _, old_rows = LiveVideos.read(out, made_with, ("video_id", "status", "attempts"))
     old_ranks = dict(zip(old_rows["video_id"].to_pylist(), _ranks(old_rows), strict=True))
     nothing = (math.inf, 0)
     is_todo = [

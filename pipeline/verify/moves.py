@@ -129,15 +129,14 @@ class _Removal:
 
     def __init__(self, store: Store, identity: str, result: RemovalResult, ids: frozenset[str]) -> None:
         self._store, self._identity, self._result, self._ids = store, identity, result, ids
-        table = LiveVideos.open(store, identity)
-        table.live(("video_id",))  # which also finds the sorted files of another identity
-        self._identities = [identity, *sorted(filter(None, {*table.table.foreign.values()}))]
+        videos, _ = LiveVideos.read(store, identity, ("video_id",))  # which finds the files of another identity
+        self._identities = [identity, *sorted(filter(None, {*videos.table.foreign.values()}))]
         self._rows = self._read()
         self._shards_by_video = self._find_shards()
 
     def _live(self, identity: str) -> pa.Table:
         """Read _COLUMNS of the live rows of one identity, with each row's file and place."""
-        return LiveVideos.open(self._store, identity).live(_COLUMNS)
+        return LiveVideos.read(self._store, identity, _COLUMNS)[1]
 
     def _read(self) -> pa.Table:
         """Read _COLUMNS of all rows, superseded ones too, with each row's file and place."""
@@ -290,7 +289,7 @@ def join_tokens(
     header = read_header(store)
     result, run_id, made_with = JoinResult(), new_run_id(), fingerprint(header["identity"])
     with Claim(store, run_id, say):
-        live = select_ok(LiveVideos.open(store, made_with).live(("status", "token_shard", "first_row_group")))
+        live = select_ok(LiveVideos.read(store, made_with, ("status", "token_shard", "first_row_group"))[1])
         _delete_emptied(store, live, keep, result)
         bundles = _bundles(store, live, shard_bytes)
         if bundles:

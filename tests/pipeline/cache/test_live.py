@@ -6,6 +6,7 @@ import pytest
 from pipeline import TokenCache
 from pipeline.cache.live import Ledger, _assign_numbers
 from pipeline.cache.merging import merge_fully
+from pipeline.inspect.report import failed_videos
 from pipeline.prune.summary import summarise
 from tests.pipeline.cache.table_rows import commit_failures, commit_rows
 from tests.pipeline.caches import make_cache, random_tokens, read_live, write_header
@@ -63,6 +64,22 @@ def test_a_ledger_is_read_whatever_is_merged_away_meanwhile(store):
         merging = Merging(store.root, reads)
         ledger = Ledger(merging).refresh()
         assert sorted(ledger.read(place)["video_id"] for place in range(len(ledger))) == [*"abcdefgh"]
+        if not merging.is_merged:
+            break
+    assert reads > 5
+
+
+def test_the_failures_are_listed_whatever_is_merged_away_meanwhile(store):
+    """jobs.inspect --failed ended with "No such file"; jobs.recode and jobs.merge read the table alike."""
+    commit_failures(store, "r", "abcd")
+    merge_fully(store, None)
+    cache = TokenCache(store.root)
+    for reads in range(20):
+        for name in "efgh":
+            commit_failures(store, f"{reads}{name}", name)
+        merging = Merging(store.root, reads)
+        cache.store = merging
+        assert [row["video_id"] for row in failed_videos(cache)] == [*"abcdefgh"]
         if not merging.is_merged:
             break
     assert reads > 5
