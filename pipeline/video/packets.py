@@ -23,6 +23,7 @@ _STILL_IMAGES = Disposition.attached_pic | Disposition.timed_thumbnails
 _SEEKABLE = ("mov", "matroska")  # elsewhere FFmpeg may land behind the keyframe it is asked for
 # Codecs whose keyframes are marked by FFmpeg's own parser, whatever the container says.
 _PARSED_CODECS = ("h264", "hevc", "mpeg1video", "mpeg2video", "mpeg4")
+_KEEPING = ("h264", "hevc")  # codecs whose parameters stay known to a decoder until others replace them
 _SKIPPING = ("h264", "hevc", "mpeg1video", "mpeg2video")  # codecs that mark reliably which frames nothing refers to
 # Decoders that may refuse every packet behind an error, keyframes too, until they are flushed. A flush that is not
 # needed costs frames, which other decoders would still show.
@@ -83,15 +84,19 @@ class VideoPackets:
         picked where there are others.
         """
         self.demuxer = demuxer
-        self._path = path
+        self._path, self._empty = path, empty
         self._container = open_container(path, demuxer)
         # The file where it was opened a second time, and the number of the packet that comes next there.
         self._second_file: InputContainer | None = None
         self._next = 0
         self._kept_packets: list[av.Packet] | None = []
         self._fields = False  # whether the first frame consists of two
+        # The file where it was opened for a new decoder, and the end of the packets that the decoder may know.
+        self._decoder_file: InputContainer | None = None
+        self._decoded = 0
         try:
             self.stream = pick_stream(self._container, empty)
+            self._codec: av.CodecContext = self.stream.codec_context
             self.codec = str(self.stream.codec_context.codec.canonical_name)
             self.start_time: int | None = self._container.start_time
             self.n_streams = len(self._container.streams.video)
@@ -109,9 +114,9 @@ class VideoPackets:
     def close(self) -> None:
         """Close the file and forget the packets."""
         self._kept_packets = []
-        self._container.close()
-        if self._second_file is not None:
-            self._second_file.close()
+        for file in (self._container, self._second_file, self._decoder_file):
+            if file is not None:
+                file.close()
 
     def find_end(self, duration_s: float) -> float:
         """Return the end of a video in seconds, as the container states it, or an estimate.
@@ -154,7 +159,7 @@ class VideoPackets:
 
         ``codec`` is the decoder, by default the stream's own.
         """
-        codec = codec or self.stream.codec_context
+        codec = codec or self._decoder_for(start, stop)
         codec.flush_buffers()
         gets_stuck, has_failed = codec.codec.name in _STUCK_AFTER_ERRORS, False
         skips = shown_times is not None and self._tells_references()
@@ -173,6 +178,20 @@ class VideoPackets:
         finally:
             codec.skip_frame = "DEFAULT"  # or the frames that the decoder still holds would be lost
         yield from self._frames_of(codec, None)
+
+    def _decoder_for(self, start: int, stop: int) -> av.CodecContext:
+        """Return the stream's decoder; a new one where it would go back to packets before those that it knows.
+
+        A flush leaves the decoder the parameters of later packets, as of frames of another size, and the packets in
+        front may have none of their own.
+        """
+        if start < self._decoded and self._decoded > 1 and self.codec in _KEEPING:
+            if self._decoder_file is not None:
+                self._decoder_file.close()
+            self._decoder_file, self._decoded = open_container(self._path, self.demuxer), 0
+            self._codec = pick_stream(self._decoder_file, self._empty).codec_context
+        self._decoded = max(self._decoded, stop)
+        return self._codec
 
     def runs(self, times: Sequence[int]) -> Iterator[Run]:
         """Yield the packets to decode for the frames that are shown at ``times`` (ascending), each run from a keyframe.

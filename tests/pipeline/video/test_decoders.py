@@ -120,6 +120,16 @@ def test_what_decord_would_read_otherwise_is_read_as_ffmpeg_does(tmp_path, why, 
     assert numbers(stored) == list(range(30) if shown is None else shown)
 
 
+@pytest.mark.parametrize("codec", ["libx264", "libx265"])
+def test_frames_are_the_same_after_later_ones_of_another_size(tmp_path, codec):
+    """What a decoder learns of later frames stays with it, and the first ones state nothing of their own."""
+    index, number = index_of(two_sizes_clip(tmp_path / "a.mp4", codec)), np.arange(30)
+    frames = frames_of(PyavDecoder, index, number)
+    assert numbers(frames) == list(range(30))
+    assert np.array_equal(frames_of(PyavDecoder, index, number), frames)
+    assert np.array_equal(frames_of(PyavDecoder, scan(index_of(tmp_path / "a.mp4")), number), frames)
+
+
 def mark_all_keyframes(path):
     """Take the table of keyframes from an MP4 file: without it, all frames are keyframes."""
     data = path.read_bytes()
