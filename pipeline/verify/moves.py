@@ -69,6 +69,7 @@ class RemovalResult:
         likely: ids that may have been meant by the first unknown ids.
         moved: other videos whose tokens were rewritten.
         deleted: files that held the videos.
+        unread: damaged token shards of other videos, which may hold tokens of the removed ones too.
     """
 
     run_id: str
@@ -77,6 +78,7 @@ class RemovalResult:
     likely: dict[str, list[str]] = field(default_factory=dict)
     moved: int = 0
     deleted: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
         """Yield lines for the user about the result."""
@@ -87,6 +89,11 @@ class RemovalResult:
             yield f"note: {len(self.unknown):,} of the videos had no row, and never get one now: {shown}"
             for video_id, likely in self.likely.items():
                 yield f"note: {video_id} was not there; did you mean {', '.join(likely)}? It stays until it is named"
+        if self.unread:
+            yield (
+                f"note: {len(self.unread):,} damaged token shards of other videos, e.g. {self.unread[0]}, may hold "
+                "tokens of the videos: run jobs.verify CACHE --repair, then this command again"
+            )
 
 
 def remove_videos(
@@ -191,19 +198,27 @@ class _Removal:
         """Add the token shards that hold a removed video though no row of it names them.
 
         These are shards of earlier attempts, of runs beside another one and of merged caches, whose rows merges drop,
-        and of killed runs, which have no rows. A shard that cannot be read counts as one that holds all the videos.
+        and of killed runs, which have no rows. A shard that cannot be read counts as one that holds all the videos,
+        unless a live row names it: ``unread`` of the result gets such shards.
         """
-        names = self._store.names(TOKENS, ".parquet")
+        names, live_shards = self._store.names(TOKENS, ".parquet"), self._live_shards()
         for name, ids in zip(names, map_in_order(self._read_ids, names, 8, 16), strict=True):
-            for video_id in self._ids.intersection(ids):
+            if ids is None and name in live_shards:
+                self._result.unread.append(name)
+                continue
+            for video_id in self._ids if ids is None else self._ids.intersection(ids):
                 self._shards_by_video[video_id].add(name)
 
-    def _read_ids(self, name: str) -> Collection[str]:
-        """Read the ids of the videos in a token shard; the removed ones if it is damaged."""
+    def _read_ids(self, name: str) -> Collection[str] | None:
+        """Read the ids of the videos in a token shard; None if it is damaged."""
         try:
             return read_footer_ids(self._store, name)
         except CorruptShard:
-            return self._ids
+            return None
+
+    def _live_shards(self) -> set[str]:
+        """Read the names of the token shards that live rows name."""
+        return {name for identity in self._identities for name in self._live(identity)["token_shard"].to_pylist()}
 
     def forget(self) -> list[str]:
         """Take what is said of the videos out of the files beside the tables; return the names of deleted files."""
@@ -238,11 +253,8 @@ class _Removal:
 
         Reads the table again.
         """
-        live_shards = {
-            name for identity in self._identities for name in self._live(identity)["token_shard"].to_pylist()
-        }
         own_shards = set().union(*self._shards_by_video.values())
-        return sorted(name for name in own_shards - live_shards if self._store.exists(name))
+        return sorted(name for name in own_shards - self._live_shards() if self._store.exists(name))
 
 
 @dataclass

@@ -124,6 +124,18 @@ def assert_tokens_of_new_code(store, expected):
     assert tokens.keys() == expected.keys() and all(tokens[name].equal(expected[name]) for name in tokens)
 
 
+def test_damage_of_another_video_stops_no_removal_and_is_told(store, sound):
+    shards = {name: TokenCache(sound).metadata(name)["token_shard"] for name in TokenCache(sound)}
+    damaged = next(shard for shard in shards.values() if shard != shards["b"])
+    whole = store.read(damaged)
+    store.put(damaged, whole[:-50])
+    done = remove(store, "b")
+    assert done.unread == [damaged] and f"e.g. {damaged}, may hold tokens of the videos" in [*done.lines()][-1]
+    store.put(damaged, whole)
+    assert remove(store, "b").unread == []
+    assert_removed(store, sound, "b")
+
+
 def test_a_token_shard_that_broke_off_is_gone_too(store, sound):
     """Nobody can say whose tokens it holds, and jobs.remove ended in a ValueError."""
     whole = store.read(store.names("tokens", ".parquet")[0])
