@@ -10,12 +10,12 @@ The driver of a run keeps the live row of every video in a ``Ledger``, 96 bytes 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +31,8 @@ from pipeline.errors import OUTSIDE as OUTSIDE_CLASSES
 from pipeline.keys import find, keys_of, tie_keys
 from pipeline.rows import BY_DECODING, VideoRow
 from pipeline.storage.stores import Store, request_threads
+
+T = TypeVar("T")
 
 #: Columns of the hash of an id.
 ID_COLUMNS = ("id_high", "id_low")
@@ -244,15 +246,16 @@ class Ledger:
         """
         self._newer = None
         n_files, n_rows = len(self.names), self.n_rows
-        for attempt in range(_TRIES):
+
+        def read_new_files() -> None:
             try:
                 self._read_new_files()
-                break
             except FileNotFoundError:
                 del self.names[n_files:], self.starts[n_files:]
                 self.n_rows = n_rows
-                if attempt == _TRIES - 1:
-                    raise
+                raise
+
+        _retry(read_new_files)
         return self
 
     def _read_new_files(self) -> None:
@@ -467,6 +470,17 @@ _MAX_SEARCHED_IDS = 256  # for more videos the whole table is read
 _MAX_IDS = 2**22  # ids that are compared for suggestions: a second on a disk
 
 
+def _retry(read: Callable[[], T]) -> T:
+    """Return ``read()``; it is called _TRIES times at most while another run merges files away that it has listed."""
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            return read()
+        except FileNotFoundError:
+            if not tries_left:
+                raise
+    raise AssertionError("not reached")
+
+
 class RowPlace(NamedTuple):
     """The place of a video's live row: its file and the row in it.
 
@@ -504,17 +518,14 @@ class LiveVideos:
 
         If another run merges the files meanwhile, it is tried again, _TRIES times in all.
         """
-        for attempt in range(_TRIES):
+
+        def read_small_files() -> LiveVideos:
             table, files = VideosTable(store, made_with, _MAX_OPEN_FILES), list_table_files(store)
             small = table.read_small([file.name for file in files if not file.level], LIVE_COLUMNS)
-            try:
-                rows = pa.concat_tables([empty_rows(LIVE_COLUMNS), *(add_places(rows, name) for name, rows in small)])
-            except FileNotFoundError:  # another run has merged the file since it was listed
-                if attempt == _TRIES - 1:
-                    raise
-            else:
-                return cls(table, select_live_rows(rows.combine_chunks()), files)
-        raise AssertionError("not reached")
+            rows = pa.concat_tables([empty_rows(LIVE_COLUMNS), *(add_places(rows, name) for name, rows in small)])
+            return cls(table, select_live_rows(rows.combine_chunks()), files)
+
+        return _retry(read_small_files)
 
     @classmethod
     def read(cls, store: Store, made_with: str | None, columns: Sequence[str]) -> tuple[LiveVideos, pa.Table]:
@@ -522,14 +533,12 @@ class LiveVideos:
 
         Raises as ``open``, and tries again as ``open`` does.
         """
-        for attempt in range(_TRIES):
+
+        def read_all_files() -> tuple[LiveVideos, pa.Table]:
             videos = cls.open(store, made_with)
-            try:
-                return videos, videos.live(columns)
-            except FileNotFoundError:
-                if attempt == _TRIES - 1:
-                    raise
-        raise AssertionError("not reached")
+            return videos, videos.live(columns)
+
+        return _retry(read_all_files)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LiveVideos, (self.table, self.small, self.files)

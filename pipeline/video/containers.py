@@ -156,7 +156,7 @@ def _iter_mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, in
 
 
 def _find_mov_end(file: BufferedReader, size: int) -> int:
-    """Return where the last box with video of an MP4 file ends by its length; 0 without such a box.
+    """Return the end of the last box with video in an MP4 file by its length; 0 without such a box.
 
     Bytes appended to a file are no box.
     """

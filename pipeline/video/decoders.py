@@ -212,9 +212,9 @@ class PyavDecoder:
 
 
 def _check_keyframes(index: VideoIndex, indices: NDArray[np.int64]) -> None:
-    """Decode the keyframe before each of these frames, and the file's second one, where a file that marks all errs.
+    """Decode the keyframe before each of these frames; raise IndexMismatch if decoding cannot begin at one of them.
 
-    Raises IndexMismatch where decoding cannot begin there.
+    The file's second keyframe is decoded too: a file that marks every frame as a keyframe is noticed there.
     """
     assert index.packets is not None and index.pts is not None
     before = np.searchsorted(index.keyframes, index.pts[indices], side="right") - 1

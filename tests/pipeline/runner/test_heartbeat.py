@@ -298,9 +298,8 @@ def test_what_a_dead_process_held_is_known_to_the_next_one_and_lost_nodes_are_no
     assert heartbeats.deaths("encode", "v") == [Crash("n3")]  # where a process died on a node that lives
     heartbeats.start("encode", worker("a", "n4", "n4"))
     heartbeats.state("encode", worker("b", "n4", "n4"), ["good"], ProgressDelta(0, 1))
-    assert heartbeats.deaths("encode", "v") == [Crash("n3"), Crash("n4")] and heartbeats.read().inside["encode"] == [
-        "good on n4"
-    ]
+    assert heartbeats.deaths("encode", "v") == [Crash("n3"), Crash("n4")]
+    assert heartbeats.read().inside["encode"] == ["good on n4"]
     assert heartbeats.deaths("encode", "good") == heartbeats.deaths("decode", "v") == []
 
 
