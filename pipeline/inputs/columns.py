@@ -7,6 +7,7 @@ group at a time. A video's uri has a hash of the table's footer, so a changed ta
 from __future__ import annotations
 
 import hashlib
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
@@ -16,7 +17,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.errors import ManifestError, VideoFault
-from pipeline.inputs.container import Container, ContainerOptions, Member, RandomFile, SeekableFile, fault, merge_spans
+from pipeline.inputs.container import (
+    CLIP_COLUMNS,
+    Container,
+    ContainerOptions,
+    Member,
+    RandomFile,
+    SeekableFile,
+    fault,
+    merge_spans,
+)
 from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.tables import UNREADABLE, UserRow, UserValue, batch_rows, carried_json, shown_as
 
@@ -53,7 +63,7 @@ class Table(Container):
             for piece in range(len(batches.lengths)):
                 for batch in batches.read(piece, names, _ROWS):
                     for row in _rows(batch):
-                        yield _member(f"{self._hash}/{options.column}/{number}", number, row)
+                        yield _member(f"{self._hash}/{options.column}/{number}", number, row, options.clips_from)
                         number += 1
         except UNREADABLE as error:
             if not _is_damage(error):
@@ -194,12 +204,26 @@ def _rows(batch: pa.RecordBatch) -> list[UserRow]:
     return rows
 
 
-def _member(name: str, number: int, row: UserRow) -> Member:
-    """Return the member of a row, with its other columns carried."""
+def _member(name: str, number: int, row: UserRow, clips_from: tuple[str, str] | None) -> Member:
+    """Return the member of a row, with its other columns carried.
+
+    A clip's time that is NaN or infinite is a fault: carried JSON has no such number.
+    """
     video_id = row.get(_KEY)
     values = {key: _number(value) for key, value in row.items() if key != _KEY and value is not None}
     text = carried_json(values) if values else None
-    return Member(name, number, carried=text, video_id=None if video_id is None else shown_as(video_id))
+    wrong = [
+        fault("unsupported", f"the clip's {key} is {value}, not a number of seconds")
+        for key in clips_from or CLIP_COLUMNS
+        if isinstance(value := row.get(key), float) and not math.isfinite(value)
+    ]
+    return Member(
+        name,
+        number,
+        carried=text,
+        video_id=None if video_id is None else shown_as(video_id),
+        fault=next(iter(wrong), None),
+    )
 
 
 def _number(value: UserValue) -> UserValue:

@@ -23,6 +23,7 @@ from pipeline.storage.hub import Files, HubDownload, is_remote, reach
 from pipeline.storage.random_access import Positioned
 from pipeline.storage.s3 import ObjectInfo, Objects
 
+CLIP_COLUMNS = ("start_s", "end_s")  # columns of a table that tell the clip by themselves
 _MAX_NAME_CHARS = 1024  # characters of a member's name
 _MAX_GAP_BYTES = 2**20  # bytes between two spans that cost less than another request
 _TAIL = 2**16  # bytes at the end of an object that are fetched together

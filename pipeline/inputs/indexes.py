@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from pipeline.errors import ManifestError, RunFailed, printable
 from pipeline.inputs.container import (
+    CLIP_COLUMNS,
     Container,
     ContainerOptions,
     Member,
@@ -46,7 +47,6 @@ _VERSION: Final = 2  # of kept indexes; other versions are made again
 _SUFFIX: Final = ".json.zlib"
 _MAX_KEPT_NAMES = 100  # of what is left out, of a kind, in a kept index
 _BEYOND: Final = 2**53  # bytes that no file has; sums of smaller numbers fit 64 bits
-_CLIP = ("start_s", "end_s")  # columns of a table that tell the clip by themselves
 
 
 class NamedContainer(NamedTuple):
@@ -369,10 +369,10 @@ def _add_clip(member: Member, names: tuple[str, str] | None, of_row: bool) -> Me
     """
     values = json.loads(member.carried or "{}")
     values = values if of_row else values.get("json")
-    start, end = (_seconds(values.get(name)) if isinstance(values, dict) else None for name in names or _CLIP)
-    wrong = any(time is not None and math.isnan(time) for time in (start, end))
+    start, end = (_seconds(values.get(name)) if isinstance(values, dict) else None for name in names or CLIP_COLUMNS)
+    wrong = any(time is not None and not math.isfinite(time) for time in (start, end))
     if member.fault is None and (wrong or (names is not None and None in (start, end))):
-        first, last = names or _CLIP
+        first, last = names or CLIP_COLUMNS
         return member._replace(
             fault=fault("unsupported", f"the clip's {first} and {last} are not both numbers of seconds")
         )

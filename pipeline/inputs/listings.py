@@ -70,7 +70,7 @@ def _list(videos: str, suffixes: frozenset[str], objects: Files, left_out: LeftO
         """Return the objects below a prefix that are videos and match ``glob``; other files are counted as left out."""
         objects_below = []
         for info in objects.list(prefix, deep=True):
-            if not (glob is None or info.uri == videos or _segments_match(info.uri.split("/"), glob)):
+            if not (glob is None or info.uri == videos or segments_match(info.uri.split("/"), glob)):
                 continue
             if is_taken(info.uri.removeprefix(SCHEME), suffixes, left_out):
                 objects_below.append(info)
@@ -100,13 +100,20 @@ def _find_object(uri: str, objects: Files) -> Listing | None:
         return None
 
 
-def _segments_match(parts: Sequence[str], glob: Sequence[str]) -> bool:
-    """Return True if a path's segments match those of a glob, in which ``**`` stands for any number of segments."""
+def segments_match(parts: Sequence[str], glob: Sequence[str], *, with_hidden: bool = True) -> bool:
+    """Return True if a path's segments match those of a glob, in which ``**`` stands for any number of segments.
+
+    Without ``with_hidden`` a segment that begins with a dot matches only a segment of the glob that does, too.
+    """
     if not glob:
         return not parts
     if glob[0] == "**":
-        return any(_segments_match(parts[start:], glob[1:]) for start in range(len(parts) + 1))
-    return bool(parts) and fnmatchcase(parts[0], glob[0]) and _segments_match(parts[1:], glob[1:])
+        n_shown = next((n for n, part in enumerate(parts) if part.startswith(".") and not with_hidden), len(parts))
+        return any(segments_match(parts[n:], glob[1:], with_hidden=with_hidden) for n in range(n_shown + 1))
+    if not parts or not fnmatchcase(parts[0], glob[0]):
+        return False
+    is_shown = with_hidden or glob[0].startswith(".") or not parts[0].startswith(".")
+    return is_shown and segments_match(parts[1:], glob[1:], with_hidden=with_hidden)
 
 
 def _parent(uri: str) -> str:

@@ -33,6 +33,7 @@ from pipeline.inputs.listings import (
     is_taken,
     list_videos,
     root_prefix,
+    segments_match,
 )
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, require_unique_ids, without_secrets
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, TableRows, given_parts, is_text, read_parts
@@ -289,7 +290,7 @@ def _sample_folder() -> Path:
 def _from_files(folder: Path, name: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> Listed:
     """List the videos of a folder, or else its containers. Raises ManifestError where it has neither."""
     judge = Judge([folder, *roots])
-    if (listing := _videos_or_containers(_walk(folder, left_out), folder, judge, forms, left_out)) is not None:
+    if (listing := _videos_or_containers(_walk([str(folder)], left_out), folder, judge, forms, left_out)) is not None:
         return listing
     suffixes = " ".join(sorted(VIDEO_SUFFIXES | forms))
     raise ManifestError(f"{name}: no video in this folder (looked for {suffixes}){_and_left(left_out)}")
@@ -348,10 +349,12 @@ def _make_listed(places: Iterable[NamedContainer], *, videos: bool) -> Listed:
     return Listed(require_unique_ids(pa.Table.from_batches(parts, MANIFEST_SCHEMA)))
 
 
-def _walk(folder: Path, left_out: LeftOut) -> Iterator[Path]:
-    """Yield every file below a folder; each file's target is judged later.
+def _walk(roots: Iterable[str], left_out: LeftOut, *, with_hidden: bool = True) -> Iterator[Path]:
+    """Yield every file below some folders; each file's target is judged later.
 
-    Every folder is entered once, by its own path rather than by a link. ``left_out`` counts the closed folders.
+    Every folder is entered once, by its own path rather than by a link. ``left_out`` counts the closed folders. Without
+    ``with_hidden`` folders whose name begins with a dot are passed over.
+
     Raises ManifestError where a folder cannot be read for another reason.
     """
 
@@ -363,11 +366,12 @@ def _walk(folder: Path, left_out: LeftOut) -> Iterator[Path]:
             raise ManifestError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
     seen_folders: set[str] = set()
-    tops = [str(folder)]
+    tops = sorted(roots, key=os.path.islink)
     for top in tops:  # more are added for the links
         for parent, folders, names in os.walk(top, onerror=note):
             real = os.path.realpath(parent)
-            folders[:] = [] if real in seen_folders else sorted(folders)
+            shown = (name for name in folders if with_hidden or not name.startswith("."))
+            folders[:] = [] if real in seen_folders else sorted(shown)
             if real not in seen_folders:
                 seen_folders.add(real)
                 tops += [path for name in folders if os.path.islink(path := f"{parent}/{name}")]  # noqa: PTH114
@@ -379,11 +383,27 @@ def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_
     parts = Path(pattern).parts
     literal = next(i for i, part in enumerate(parts) if globbing.has_magic(part))
     root = Path(*parts[:literal]) if literal else Path()
-    matches = map(Path, globbing.glob(pattern, recursive=True))  # noqa: PTH207 - Path.glob refuses absolute patterns
-    listing = _videos_or_containers(matches, root, Judge([root, *roots]), forms, left_out)
+    listing = _videos_or_containers(_match(parts, left_out), root, Judge([root, *roots]), forms, left_out)
     if listing is None:
         raise ManifestError(f"{pattern}: no video matches this glob{_and_left(left_out)}")
     return listing
+
+
+def _match(pattern: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
+    """Yield every file that matches the segments of a local glob, and folders where it has no ``**``.
+
+    With ``**`` each folder is entered once, as by ``_walk``: links can lead in a circle.
+    """
+    depth = pattern.index("**") if "**" in pattern else len(pattern)
+    tops = globbing.glob(str(Path(*pattern[:depth])))  # noqa: PTH207 - Path.glob refuses absolute patterns
+    if depth == len(pattern):
+        yield from map(Path, tops)
+        return
+    names_hidden = any(segment.startswith(".") for segment in pattern[depth:])
+    folders = [top for top in tops if os.path.isdir(top)]  # noqa: PTH112 - Path.is_dir raises where it may not look
+    for path in _walk(folders, left_out, with_hidden=names_hidden):
+        if segments_match(path.parts, pattern, with_hidden=False):
+            yield path
 
 
 def _place(path: Path, root: Path, judge: Judge) -> NamedContainer:

@@ -173,6 +173,20 @@ def test_a_time_beyond_all_dates_costs_no_row(tmp_path):
     assert str(2**62) in first["at"] and second["at"].startswith("1970-01-01") and second["kind"] == "y"
 
 
+def test_a_clip_without_a_number_of_seconds_is_no_whole_video(tmp_path):
+    """Carried JSON has neither NaN nor infinity."""
+    times = {"start_s": [1.0, math.nan, 0.0, None], "end_s": [2.0, 3.0, math.inf, None]}
+    pq.write_table(pa.table({"v": [b"1"] * 4, **times}), tmp_path / "a.parquet")
+    found = rows(str(tmp_path / "a.parquet"), "v")
+    assert [(row["start_s"], row["end_s"]) for row in found] == [(1.0, 2.0), *[(None, None)] * 3]
+    assert [row["fault"] for row in found] == [
+        None,
+        "unsupported: the clip's start_s is nan, not a number of seconds",
+        "unsupported: the clip's end_s is inf, not a number of seconds",
+        None,
+    ]
+
+
 @pytest.mark.parametrize(
     ("column", "message"), [("film", "no column film; columns of bytes: video"), ("label", "not bytes")]
 )

@@ -46,10 +46,18 @@ def test_a_link_that_leads_out_of_a_folder_and_a_name_that_is_no_text_cost_thems
     assert {name: policy is None for name, policy in rows.items()} == {"fine ü.mp4": True, "link.mp4": False}
 
 
+def ids_of(videos: Path | str) -> list[str]:
+    return read_manifest(str(videos))["video_id"].to_pylist()
+
+
 def test_a_linked_folder_is_entered_once_and_by_its_own_path_whatever_the_order(tmp_path, monkeypatch):
     touch(tmp_path / "in/m/real/x.mp4")
     touch(tmp_path / "out/y.mp4")
-    for link, target in {"a": "m/real", "m/loop": "..", "z": "m", "b": "../out", "y": "../out"}.items():
+    touch(tmp_path / "in/.kept/hidden.mp4")
+    touch(tmp_path / "in/notes.txt")
+    (tmp_path / "in/.kept/b").symlink_to(tmp_path / "out")
+    links = {"a": "m/real", "m/loop": "..", "m/here": ".", "z": "m", "b": "../out", "y": "../out"}
+    for link, target in links.items():
         (tmp_path / "in" / link).symlink_to(target)
     walk = os.walk
 
@@ -60,7 +68,14 @@ def test_a_linked_folder_is_entered_once_and_by_its_own_path_whatever_the_order(
 
     for way in (walk, backwards):
         monkeypatch.setattr(os, "walk", way)
-        assert read_manifest(str(tmp_path / "in"))["video_id"].to_pylist() == ["b/y.mp4", "m/real/x.mp4"]
+        videos = ["b/y.mp4", "m/real/x.mp4"]
+        assert ids_of(tmp_path / "in") == [".kept/hidden.mp4", *videos]
+        # A glob does not look into hidden folders, and Python's own follows the links for ever.
+        assert ids_of(tmp_path / "in/**/*.mp4") == ids_of(tmp_path / "in/**") == videos
+        assert ids_of(tmp_path / "in/m/**/x.mp4") == ["real/x.mp4"] == ids_of(tmp_path / "in/m/**/real/*")
+        assert ids_of(tmp_path / "in/.k*/**/*.mp4") == [".kept/b/y.mp4", ".kept/hidden.mp4"]
+        monkeypatch.chdir(tmp_path / "in")
+        assert ids_of("**/*.mp4") == videos and ids_of("*/**/y.mp4") == ["b/y.mp4"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
