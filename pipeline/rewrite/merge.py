@@ -48,6 +48,7 @@ class MergedCaches:
         linked: token shards that share their bytes with the cache they are from.
         copied: token shards that were copied, ``copied_bytes`` in all.
         foreign: files of tables that were left out, since their rows were made with other settings.
+        removed: videos that one of the caches has removed, and whose tokens another's token shards still hold.
     """
 
     run_id: str
@@ -57,6 +58,7 @@ class MergedCaches:
     copied: int = 0
     copied_bytes: int = 0
     foreign: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
         """Yield lines for the user about the result."""
@@ -64,6 +66,11 @@ class MergedCaches:
         yield f"token shards: {self.linked:,} linked, {self.copied:,} copied ({self.copied_bytes:,} bytes)"
         if self.foreign:
             yield f"warning: {len(self.foreign)} files were made with other settings and left out: {self.foreign[0]}"
+        if self.removed:
+            yield (
+                f"warning: {len(self.removed):,} videos were removed from a cache, and token shards of another "
+                "still hold their tokens: run jobs.remove with these ids (--json lists them) on the merged cache"
+            )
 
 
 class _Union(NamedTuple):
@@ -194,8 +201,10 @@ def _take_live_tokens(
     ``result`` gets the counts, and ``say`` a line for each thousand shards of a cache.
     """
     order, _ = find_live(make_rule_columns(rows))
-    live = select_ok(rows.take(pa.array(order)))
+    winners = rows.take(pa.array(order))
+    live = select_ok(winners)
     result.videos, result.equal = len(order), len(rows) - len(order)
+    result.removed = _find_removed(rows, winners)
     for number, source in enumerate(stores):
         names = live.filter(pc.equal(live["cache"], number))["token_shard"].unique().to_pylist()
         with request_threads(_THREADS) as pool:
@@ -205,6 +214,15 @@ def _take_live_tokens(
                 result.copied_bytes += n_bytes or 0
                 if n_taken % _SHARDS_PER_LINE == 0:
                     say(f"{n_taken:,} of {len(names):,} token shards of {source}")
+
+
+def _find_removed(rows: pa.Table, winners: pa.Table) -> list[str]:
+    """Return the ids of removed videos whose tokens lie in a token shard that the merged cache needs for others."""
+    removed = winners.filter(pc.equal(winners["status"], "removed"))["video_id"]
+    with_tokens = select_ok(rows)
+    held = with_tokens.filter(pc.is_in(with_tokens["video_id"], removed)).select(["video_id", "token_shard"])
+    needed = {*select_ok(winners)["token_shard"].unique().to_pylist()} if len(held) else set()
+    return sorted({row["video_id"] for row in held.to_pylist() if row["token_shard"] in needed})
 
 
 def _take(source: Store, out: Store, name: str) -> int | None:

@@ -135,6 +135,22 @@ def test_a_removed_video_stays_removed(two, tmp_path):
         assert len(shards(out)) == 2
 
 
+def test_tokens_of_a_removed_video_that_come_with_those_of_another_are_told_and_can_be_removed(two, tmp_path):
+    remove_videos(two[0], ["gone"], "licence", quiet, timedelta(0))
+    videos = [encoded(name, random_tokens(seed, SHAPE), 0.25, "gstep") for seed, name in enumerate(("gone", "stays"))]
+    both = write_header(tmp_path / "both", hidden_size=8)
+    write_shard(both, "both0", *videos)
+    out = LocalStore(tmp_path / "c")
+    done = merge_caches([*two, both], out, quiet)
+    assert done.removed == ["gone"] and any("1 videos were removed" in line for line in done.lines())
+    before = TokenCache(out.root).get("stays").tokens
+    (shard,) = {path.name for path in shards(out)} & {path.name for path in shards(both)}
+    assert remove_videos(out, ["gone"], "licence", quiet, timedelta(0)).moved == 1
+    assert shard not in {path.name for path in shards(out)}
+    assert torch.equal(TokenCache(out.root).get("stays").tokens, before)
+    assert merge_caches(two, out, quiet).removed == []
+
+
 def test_the_same_command_ends_what_was_stopped_anywhere(two, tmp_path):
     """Every write is one before which a merge stops once; what is there then is a cache of whole rows."""
     for store in two:
