@@ -20,6 +20,7 @@ from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 # A number: its point and its minus sign are no punctuation, unlike the commas of 1,000.
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")
 _IN_NUMBERS = str.maketrans(".-", "\ue000\ue001")  # characters that no text has, and that are no punctuation
+_BETWEEN_DIGITS = re.compile(r"(?<=\d)[^\w\s\ue000\ue001](?=\d)")  # 1/2 is not 12
 _MODE = AnswerMode(Decoding(max_new_tokens=LETTER.max_new_tokens), LETTER.choices)
 #: How questions with and without choices are answered where no row says otherwise.
 _DECODING = {replace(_MODE, method=method).describe() for method in (_MODE.method, "generate")}
@@ -129,7 +130,8 @@ def clusters_of(items: Sequence[Item]) -> list[Item]:
 def same_text(reply: str, expected: str) -> bool:
     """Return True if a free answer equals the expected one apart from case, punctuation and spaces.
 
-    Numbers are compared by their values: 3.0 is 3 and 1,000 is 1000, but 1.5 is not 15, nor -5 5.
+    Numbers are compared by their values: 3.0 is 3 and 1,000 is 1000, but 1.5 is not 15, nor -5 5. A mark between digits
+    separates them: 1/2 is not 12.
     """
     bare = _bare(expected)
     return _bare(reply) == bare if bare else reply.strip() == expected.strip()
@@ -137,7 +139,7 @@ def same_text(reply: str, expected: str) -> bool:
 
 def _bare(text: str) -> str:
     """Return a text in lower case without punctuation and repeated spaces; the point and sign of a number stay."""
-    marked = _NUMBER.sub(_mark_number, text)
+    marked = _BETWEEN_DIGITS.sub(" ", _NUMBER.sub(_mark_number, text))
     letters = "".join(character for character in marked if not unicodedata.category(character).startswith("P"))
     return " ".join(letters.casefold().split())
 

@@ -286,6 +286,12 @@ def test_the_right_choice_is_named_by_text_then_letter_then_index(tmp_path, choi
         ("3", "3.0", True),  # as pandas writes whole numbers of a column with gaps
         ("3.", "3", True),
         ("1000", "1,000", True),
+        ("12", "1/2", False),
+        ("1030", "10:30", False),
+        ("1015", "10-15", False),
+        ("12", "1,2", False),
+        ("1.52", "1.5.2", False),
+        ("It is 10:30.", "it is 10:30", True),
     ],
 )
 def test_a_free_answer_is_right_but_for_case_spaces_and_punctuation(reply, expected, same):
