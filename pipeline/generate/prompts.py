@@ -19,6 +19,7 @@ from gstep import PrunedTokens
 from gstep.backbones import TextTower
 from gstep.errors import is_out_of_memory
 from gstep.language import Prompt, Visual
+from gstep.language.prompt import text_ids
 from gstep.pruners.base import Pruner
 from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.errors import CorruptShard, FailedVideo, MethodFails, OwnCodeError, QuestionFault, UnknownVideo
@@ -326,12 +327,13 @@ class PromptMaker:
             row["kept_per_frame"] = [count for visual in visuals for count in _kept_per_frame(visual)]
         else:  # the model selects among the tokens of all videos
             row["n_kept"] = late.n_kept_inside(row["n_total"])
-        fault = self._size_fault(
-            prompt, 1 if mode.scores_choices else mode.decoding.max_new_tokens, builder.context_length
-        )
-        if fault is not None:
-            return failed_answer(row, fault)
-        return PreparedQuestion(row, prompt, mode, self.inside(question))
+        prepared = PreparedQuestion(row, prompt, mode, self.inside(question))
+        if mode.scores_choices:
+            n_answer = max(len(text_ids(builder.tokenizer, text)) for text in prepared.continuations())
+        else:
+            n_answer = mode.decoding.max_new_tokens
+        fault = self._size_fault(prompt, n_answer, builder.context_length)
+        return prepared if fault is None else failed_answer(row, fault)
 
     def _size_fault(self, prompt: Prompt, n_answer: int, context_length: int) -> QuestionFault | None:
         """Return the fault of a prompt that does not fit with ``n_answer`` tokens of its answer, or None."""

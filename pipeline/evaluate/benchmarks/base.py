@@ -72,7 +72,6 @@ class Benchmark:
         question_id, question, options, answer, cluster: columns; ``options`` holds lists of texts.
         n_options: of every question, where another set of questions has another number; 0: any.
         clip: the columns of a clip's start and end in seconds, in the videos of ``paths``.
-        has_letters: whether options carry their letters.
         answer_rule: what ``answer`` is: a letter, an index counted from 0, or an option's text.
         splits: by which columns scores are told apart; the first one is the main table's.
         n_questions: of a complete data set.
@@ -98,7 +97,6 @@ class Benchmark:
     cluster: str = ""
     n_options: int = 0
     clip: tuple[str, str] | None = None
-    has_letters: bool = False
     answer_rule: AnswerRule = "letter"
     splits: tuple[Split, ...] = ()
     n_questions: int | None = None

@@ -70,7 +70,6 @@ EGOSCHEMA = Benchmark(
     paths=tuple(f"{folder}{{video_idx}}{suffix}" for folder in ("videos/", "") for suffix in (".mp4", ".MP4")),
     question_id="video_idx",
     options="option",
-    has_letters=True,
     answer_rule="index",
     cluster="cluster",
     n_questions=5031,

@@ -35,7 +35,6 @@ VIDEOMME = Benchmark(
         for folder in ("data/", "videos/", "video/", "")
         for suffix in (".mp4", ".MP4", ".mkv")
     ),
-    has_letters=True,
     answer_rule="letter",
     splits=(
         Split("duration", "Duration", {"short": "Short", "medium": "Medium", "long": "Long"}),

@@ -307,9 +307,12 @@ def test_a_prompt_that_cannot_be_built_or_does_not_fit_is_named(short, tmp_path)
     asked[1]["prompt"] = "Why? " * 60
     asked[2]["prompt"] = "Is this a \U0010fffe ?"
     asked.append({**asked[0], "question_id": "3", "decoding": asked[0]["decoding"].replace("8", "60")})
+    scored = AnswerMode(Decoding(), "loglikelihood")
+    (long,) = open_questions(tmp_path, 1, scored, choices=["no", "yes, always " * 60])
+    asked.append({**long, "question_id": "4"})
     rows = by_id(Answerer(setup).answer(asked))
-    assert [rows[str(i)].get("error_class") for i in range(4)] == [
-        None, "prompt-too-long", "bad-prompt", "prompt-too-long"
+    assert [rows[str(i)].get("error_class") for i in range(5)] == [
+        None, "prompt-too-long", "bad-prompt", "prompt-too-long", "prompt-too-long"
     ]  # fmt: skip
     assert "do not fit the model's 120" in rows["1"]["error_message"]
     assert rows["1"]["n_visual_tokens"] == 50 and not rows["1"]["retryable"]
