@@ -308,6 +308,9 @@ def _stem(name: str) -> str:
 # Of a member: signature, version, flags, method, time, date, CRC-32, two sizes, two lengths.
 _HEADER: Final = struct.Struct("<4s5H3L2H")
 _SIGNATURE = b"PK\x03\x04"  # the beginning of a member's header
+# Of an entry of the directory at the end: signature, flags, and the lengths of the name, extra fields and comment.
+_ENTRY: Final = struct.Struct("<4s4xH18x3H12x")
+_ENTRY_SIGNATURE, _FLAGS_PLACE = b"PK\x01\x02", 8
 _MIN_READ_BYTES = 2**12  # bytes that are read at once behind the expected end of a member
 _FIELD: Final = struct.Struct("<HH")  # of the extra fields of a member: kind, length
 _UTF8_FLAG, _DESCRIPTOR_FLAG, _UNICODE_PATH = 0x800, 8, 0x7075
@@ -331,7 +334,7 @@ class Zip(Container):
         """
         self._left_out = LeftOut()
         try:
-            entries = zipfile.ZipFile(SeekableFile(self._file)).infolist()
+            entries = _list_entries(self._file)
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
             yield Member("@0", 0, fault=fault("corrupt", f"the directory of the zip cannot be read: {error}"))
             return
@@ -390,6 +393,31 @@ class Zip(Container):
             if not size and tells and crc_read != crc:
                 raise VideoFault("corrupt", "the zip's member is damaged: it has another CRC-32 than the zip states")
             yield piece
+
+
+def _list_entries(file: RandomFile) -> list[zipfile.ZipInfo]:
+    """List the entries of a zip's directory. Raises ValueError, BadZipFile, struct.error or NotImplementedError.
+
+    A name that is not the UTF-8 that its flag promises would end zipfile, so then no entry has this flag.
+    """
+    try:
+        return zipfile.ZipFile(SeekableFile(file)).infolist()
+    except UnicodeDecodeError:
+        return zipfile.ZipFile(_WithoutUtf8Flags(file)).infolist()
+
+
+class _WithoutUtf8Flags(SeekableFile):
+    """A zip whose directory does not say of any name that it is UTF-8."""
+
+    def read(self, size: int = -1) -> bytes:
+        data, place = bytearray(super().read(size)), 0
+        while place + _ENTRY.size <= len(data):
+            signature, flags, *lengths = _ENTRY.unpack_from(data, place)
+            if signature != _ENTRY_SIGNATURE:
+                break
+            data[place + _FLAGS_PLACE : place + _FLAGS_PLACE + 2] = (flags & ~_UTF8_FLAG).to_bytes(2, "little")
+            place += _ENTRY.size + sum(lengths)
+        return bytes(data)
 
 
 def _decode_name(info: zipfile.ZipInfo, encoding: str | None) -> tuple[str, bool, str | None]:

@@ -95,6 +95,15 @@ def test_a_zip_with_damage_costs_what_is_damaged(tmp_path):
         rows(str(path))
 
 
+def test_a_name_that_is_not_the_utf8_that_its_zip_promises_costs_no_other_video(tmp_path):
+    path = write_zip(tmp_path / "a.zip", {"ä.mp4": b"1", "ü.mp4": b"2", "c.mp4": b"3"})
+    path.write_bytes(path.read_bytes().replace("ü.mp4".encode(), b"\xfc..mp4"[:2] + b".mp4"))
+    told = []
+    found = rows(str(path), say=told.append)
+    assert [row["video_id"] for row in found] == ["a.zip/ä.mp4", "a.zip/ⁿ..mp4", "a.zip/c.mp4"]
+    assert contents(found) == [b"1", b"2", b"3"] and any("--zip-encoding" in line for line in told)
+
+
 def test_a_zip_that_was_replaced_after_its_indexing_is_not_read(tmp_path):
     path = write_zip(tmp_path / "a.zip", {"a.mp4": b"a" * 9000, "b.mp4": b"b" * 9000})
     found = rows(str(path))
