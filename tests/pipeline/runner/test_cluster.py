@@ -2,8 +2,9 @@
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import create_autospec
 
@@ -13,9 +14,10 @@ from ray._private import state
 from ray._private.node import Node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from jobs.benchmark.pipeline_job import SleepingSetup
+from jobs.benchmark.pipeline_job import SleepingEncoder, SleepingSetup
 from pipeline.errors import UsageError
 from pipeline.prune.config import PruneConfig
+from pipeline.prune.encode_stage import VideoEncoder
 from pipeline.prune.resources import plan_resources
 from pipeline.runner.cluster import cap_gpus, choose_device, is_worth_showing, sum_resources
 from tests.pipeline.rays import graph_of, growing_ray, hold_cpu, rows_of
@@ -79,14 +81,36 @@ def test_an_encoder_starts_where_no_cpu_of_the_gpu_node_is_free(gpu_cluster, tmp
     assert {node for title, node in places if "Decoder" in title} == {gpu_cluster.cpu_node}
 
 
+@dataclass(frozen=True)
+class WaitingSetup(SleepingSetup):
+    """The settings of an encoder that keeps the last of 16 videos until the file ``sign`` is there."""
+
+    sign: str = ""
+
+    def encoder(self) -> VideoEncoder:
+        return WaitingEncoder(self)
+
+
+class WaitingEncoder(SleepingEncoder):
+    def encode_one(self, record, frames):
+        if record["video_id"] == "v15":
+            wait_until(Path(self._sleep_setup.sign).exists, "the decoders' GPU to be given back")
+        return super().encode_one(record, frames)
+
+
 def test_decoders_that_are_through_give_their_gpu_back_while_the_encoder_works(gpu_cluster, tmp_path):
-    free, clip = [], str(write_clip(tmp_path / "v.mp4", count=2))
+    clip, given_back, free = str(write_clip(tmp_path / "v.mp4", count=2)), tmp_path / "given back", list[float]()
+
+    def look() -> None:
+        free.append(ray.available_resources().get("GPU", 0.0))
+        if min(free) < free[-1] == 2:
+            given_back.touch()
+
     plan = plan_resources(1, 1, 16, decode_on_gpus=True)
     plan = replace(plan, encode=replace(plan.encode, num_gpus=0.0))  # nvdec's decoders, and an encoder on the CPU
-    graph = graph_of(16, plan, tmp_path, clip, encode_setup=partial(SleepingSetup, work_s=0.3))
-    rows = rows_of(graph, lambda: free.append(ray.available_resources().get("GPU", 0.0)), 0.2)
-    assert len(rows) == 16
-    assert min(free) < 2 == free[-1], free
+    graph = graph_of(16, plan, tmp_path, clip, encode_setup=partial(WaitingSetup, work_s=0.1, sign=str(given_back)))
+    assert len(rows_of(graph, look, 0.2)) == 16
+    assert given_back.exists(), free
 
 
 def test_known_lines_of_rays_own_are_kept_in_its_folder_and_others_are_shown(tmp_path, monkeypatch, caplog):
