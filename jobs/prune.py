@@ -49,7 +49,7 @@ def _prune(config: PruneConfig, console: Console) -> CommandResult:
         refuse_other_file(video)
     # Ray, torch and the decoders load only now: --help, a mistyped flag and a file that is no video answer at once.
     with import_libraries(console):
-        from pipeline.prune.forecast import forecast, plan_run, render_forecast  # noqa: PLC0415
+        from pipeline.prune.forecast import make_forecast, plan_run, render_forecast  # noqa: PLC0415
         from pipeline.prune.run import PruneRun  # noqa: PLC0415
         from pipeline.prune.summary import render  # noqa: PLC0415
 
@@ -59,7 +59,7 @@ def _prune(config: PruneConfig, console: Console) -> CommandResult:
         plan = plan_run(config, console)
         return CommandResult(0, plan.as_record(), [render_plan(plan)])
     if config.dry_run:
-        todo = forecast(config, console)
+        todo = make_forecast(config, console)
         return CommandResult(0, todo.as_record(), [render_forecast(todo)])
     summary = PruneRun(config, console).run()
     out = wide_console()

@@ -86,13 +86,14 @@ def column_keys(texts: pa.ChunkedArray) -> Keys:
     return np.concatenate([np.empty((0, 2), np.uint64), *map(keys_of, parts_of(texts))])
 
 
-def find_repeated(keys: Keys, last: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
-    """Return a mask [n] of ``keys`` [n,2] that occur earlier; keys under the mask ``last`` come after all others.
+def find_repeated(keys: Keys, is_late: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
+    """Return a mask [n] of ``keys`` [n,2] that occur earlier: the first of equal keys is not marked.
 
-    The first of equal keys is not marked.
+    Keys under the mask ``is_late`` count as later than all others.
     """
     high = keys[:, 0].copy()  # two of 10^8 texts share it with a probability of 3e-4, and may hide a repeat
-    order = np.argsort(high, kind="stable") if last is None else np.lexsort((last, high))
+    # Both sorts are stable: among equal keys the earliest comes first.
+    order = np.argsort(high, kind="stable") if is_late is None else np.lexsort((is_late, high))
     is_repeated = np.zeros(len(keys), np.bool_)
     is_repeated[order[1:]] = (keys[order[1:]] == keys[order[:-1]]).all(axis=1)
     return is_repeated

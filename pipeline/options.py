@@ -161,7 +161,7 @@ class RunOptions(S3Options):
             raise UsageError(f"--min-gpus {self.min_gpus} and --device cpu do not go together")
         for name in ("stall_timeout", "flush_seconds", "log_interval"):
             check(positive(getattr(self, name)), name, "a positive number of seconds", getattr(self, name))
-        self.failure_limit(1)
+        self.failure_limit(1)  # raises for a --max-failed that is neither a count nor a share
 
     def failure_limit(self, total: int) -> int:
         """Return the number of ``total`` items that may fail before the run counts as failed."""

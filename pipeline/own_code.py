@@ -278,29 +278,30 @@ def _is_docstring(node: object) -> bool:
 
 
 def _bytecode(kind: type) -> Iterator[str]:
-    """Yield as text the bytecode and plain attributes of a class and of its bases, as far as they are the user's.
+    """Yield as text the bytecode and plain attributes of a class whose source cannot be read, and of its bases.
 
-    The functions and classes of the user that this code names come next, with the plain values of its global names.
+    The functions and classes of the user that this code names follow, with the plain values of its global names.
     """
-    sources, waiting, visited = _Sources(kind.__module__), list[Any]([kind]), set[int]()
-    while waiting:
-        item = waiting.pop(0)
+    sources, queue, visited = _Sources(kind.__module__), list[Any]([kind]), set[int]()
+    while queue:
+        item = queue.pop(0)
         if id(item) in visited or not sources.is_own(getattr(item, "__module__", None) or ""):
             continue
         visited.add(id(item))
         if isinstance(item, type):
-            waiting += item.__mro__
+            queue += item.__mro__
             for name, value in sorted(vars(item).items()):
+                # A static or class method, or a property's getter, counts by its function.
                 function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
                 if isinstance(function, FunctionType):
-                    waiting.append(function)
+                    queue.append(function)
                 elif isinstance(value, _PLAIN) and name not in ("__doc__", "__module__"):
                     yield f"{item.__qualname__}.{name} = {value!r}"
         elif isinstance(item, FunctionType):
             yield f"{item.__qualname__}: {item.__defaults__!r} {_code_text(item.__code__, item.__doc__)}"
             for name in sorted(_global_names(item.__code__)):
                 value = item.__globals__.get(name)
-                waiting.append(value)
+                queue.append(value)
                 if isinstance(value, _PLAIN) and name in item.__globals__:
                     yield f"{name} = {value!r}"
 

@@ -12,7 +12,7 @@ from gstep import PrunedTokens, VisualTokens
 from gstep.errors import is_gpu_broken, is_out_of_memory
 from gstep.evidence import EVIDENCE_SHAPES
 from gstep.pruners.base import Pruner
-from pipeline.errors import MethodFails, OwnCodeError
+from pipeline.errors import MethodFails, OwnCodeError, VideoFault
 from pipeline.own_code import locate_own_error
 
 _DRAWN_FRAMES = (8, 4)  # frames of the drawn tokens; the second number if the video has as many as the first
@@ -40,6 +40,19 @@ def prune_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, s
     if kind not in _working_methods and _place_with_drawn_tokens(pruner, visual, retention_ratio, seed) == place:
         raise MethodFails(f"{message}. It fails for drawn tokens too, so no video was tried after this: correct it")
     raise OwnCodeError(message)
+
+
+def prune_or_fault(pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int) -> PrunedTokens:
+    """Prune as ``prune_tokens``, with the VideoFault of the stage prune for an error of one video.
+
+    Raises VideoFault, and MethodFails as ``prune_tokens``.
+    """
+    try:
+        return prune_tokens(pruner, visual, retention_ratio, seed)
+    except OwnCodeError as error:
+        raise VideoFault("own-code", str(error), stage="prune") from None
+    except ValueError as error:
+        raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
 
 
 def _may_be_gpu_fault(error: Exception) -> bool:

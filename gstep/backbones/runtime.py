@@ -183,7 +183,10 @@ NameRule = Callable[[str], Sequence[str]]
 
 
 def load_weights(module: nn.Module, source: TensorSource, names: NameRule, *, device: str, dtype: torch.dtype) -> None:
-    """Load the weights of a module on the meta device, in place; experts are converted to its layout.
+    """Load a checkpoint's weights into a module on the meta device, in place.
+
+    ``names`` is the rule from a name on disk to names in the module. Experts that the checkpoint stores one by one are
+    fused as the module has them.
 
     A source without weight files gets random weights (ModelSource.random). Buffers that no checkpoint stores stay on
     the meta device: the caller rebuilds them, then calls :func:`check_loaded`.

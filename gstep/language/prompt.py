@@ -89,6 +89,7 @@ class PromptBuilder(ABC):
                 "of the tokenizer: download the whole checkpoint"
             )
         builder = cls(config, tokenizer, template, policy)
+        # Only a rendered prompt shows whether the template opens a tag. Without one "closed" changes no prompt.
         if thought == "closed" and not builder.open_tag:
             builder.policy = replace(policy, thought="open")
         return builder

@@ -57,7 +57,7 @@ def build_without_vision(config: Any, runtime: Runtime) -> Any:
         if hasattr(model.model, name):
             delattr(model.model, name)
     if config.tie_word_embeddings:
-        model.lm_head = None
+        model.lm_head = None  # load_llm ties it to the embeddings, so no weight is expected for it
     return model
 
 

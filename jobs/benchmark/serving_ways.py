@@ -167,12 +167,12 @@ class CachedWay:
         """Replace the video's tokens by random words, the same in all ``prompts``, which are about the same video."""
         first, end = prompts[0].spans[0]
         words = torch.tensor(generator.choices(self._words, k=end - first))
-        texts = []
+        word_prompts = []
         for prompt in prompts:
             ids = torch.cat([prompt.input_ids[:first], words, prompt.input_ids[end:]])
             positions = torch.arange(len(ids)).expand(len(prompt.positions), -1)
-            texts.append(Prompt(ids, positions, (), prompt.prefix_length))
-        return texts
+            word_prompts.append(Prompt(ids, positions, (), prompt.prefix_length))  # no visuals: only words
+        return word_prompts
 
 
 class OnlineWay:

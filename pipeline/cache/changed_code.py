@@ -58,17 +58,17 @@ def _take_old_code(old: Mapping[str, Any], new: Mapping[str, Any], changed_metho
 
     The names of these methods are added to ``changed_methods``.
     """
-    match_cache = dict(new)
+    with_old_code = dict(new)
     for key, value in new.items():
         old_value = old.get(key)
         if not (isinstance(old_value, Mapping) and isinstance(value, Mapping)):
             continue
         if "code" not in value or old_value.get("method") != value["method"]:
-            match_cache[key] = _take_old_code(old_value, value, changed_methods)
+            with_old_code[key] = _take_old_code(old_value, value, changed_methods)
         elif old_value.get("code") != value["code"]:
             changed_methods.append(value["method"])
-            match_cache[key] = old_value
-    return match_cache
+            with_old_code[key] = old_value
+    return with_old_code
 
 
 def drop_unknown_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -264,14 +264,14 @@ class Ledger:
         new = [file for file in list_table_files(self._store) if file.name not in known_names]
         n_known = len(self.names)
         parts = [self.columns]
-        small = self._table.read_small([file.name for file in new if not file.level], _LEDGER_READS)
+        small = self._table.read_small([file.name for file in new if not file.is_sorted], _LEDGER_READS)
         while some := list(islice(small, _FILES_AT_ONCE)):
             first = self.n_rows
             for name, rows in some:
                 self._note_file(name)
                 self.n_rows += len(rows)
             parts.append(self._to_columns(pa.concat_tables([rows for _, rows in some]), first))
-        parts.append(self._read_sorted([file for file in new if file.level]))
+        parts.append(self._read_sorted([file for file in new if file.is_sorted]))
         if len(self.names) > n_known:
             for name in _LEDGER:  # column by column, so that only one is in memory twice
                 pieces = [part.pop(name) for part in parts]
@@ -509,19 +509,19 @@ class LiveVideos:
 
     def __init__(self, table: VideosTable, small: pa.Table, files: Sequence[TableFile] = ()) -> None:
         self.table, self.small, self.files = table, small, list(files)
-        self.sorted = [file for file in self.files if file.level]
+        self.sorted = [file for file in self.files if file.is_sorted]
         self._row_in_small = {video_id: row for row, video_id in enumerate(small["video_id"].to_pylist())}
 
     @classmethod
     def open(cls, store: Store, made_with: str | None = None) -> LiveVideos:
         """List the table, and read its small files: one LIST, and a GET each. Raises CorruptShard, OSError.
 
-        If another run merges the files meanwhile, it is tried again, _TRIES times in all.
+        If another run merges files away meanwhile, the table is listed and read again, _TRIES times in all.
         """
 
         def read_small_files() -> LiveVideos:
             table, files = VideosTable(store, made_with, _MAX_OPEN_FILES), list_table_files(store)
-            small = table.read_small([file.name for file in files if not file.level], LIVE_COLUMNS)
+            small = table.read_small([file.name for file in files if not file.is_sorted], LIVE_COLUMNS)
             rows = pa.concat_tables([empty_rows(LIVE_COLUMNS), *(add_places(rows, name) for name, rows in small)])
             return cls(table, select_live_rows(rows.combine_chunks()), files)
 

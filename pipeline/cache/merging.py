@@ -114,7 +114,7 @@ def try_merge(store: Store, made_with: str | None, at_least: int, say: Callable[
     An error loses no row and is not raised: ``say`` gets a warning.
     """
     try:
-        if sum(not file.level for file in list_table_files(store)) > at_least:
+        if sum(not file.is_sorted for file in list_table_files(store)) > at_least:
             merge(store, made_with, max_rows=_MAX_ROWS_WHILE_RUNNING)
     except (CorruptShard, OSError) as error:
         say(f"warning: the files of the videos table were not merged ({error}); python -m jobs.compact tries again")
@@ -141,11 +141,11 @@ class _Step:
         self._everything, self._keep, self._max_rows = everything, keep, max_rows
         self._table = VideosTable(store, made_with)
         files = list_table_files(store)
-        sorted_files = [self._table.open_sorted(file.name) for file in files if file.level]
+        sorted_files = [self._table.open_sorted(file.name) for file in files if file.is_sorted]
         self._sorted = [file for file in sorted_files if file is not None]
         self._merged_names = self._delete_old_sources({file.name for file in files})
         absent = self._merged_names.union(result.deleted)
-        self._small = [file for file in files if not file.level and file.name not in absent]
+        self._small = [file for file in files if not file.is_sorted and file.name not in absent]
 
     def carry_out(self) -> bool:
         """Merge once if there is anything to merge; return True if small files are left for another step.

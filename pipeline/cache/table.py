@@ -77,6 +77,11 @@ class TableFile(NamedTuple):
     n_tail: int = 0
     tail_hash: str = ""
 
+    @property
+    def is_sorted(self) -> bool:
+        """True for a sorted file, False for a small file."""
+        return self.level > 0
+
     def holds(self, high: int) -> bool:
         """Return True if a row with this ``id_high`` may be in the file."""
         return self.first <= high <= self.last
@@ -317,7 +322,7 @@ class VideosTable:
 
         Raises CorruptShard, FileNotFoundError, OSError.
         """
-        if parse_file_name(name).level:
+        if parse_file_name(name).is_sorted:
             number, place = divmod(row, self._sorted(name).group_rows)
             return cast(VideoRow, self.group(name, number).slice(place, 1).to_pylist()[0])
         values = self._rows_of_small(name)[row].items()
@@ -345,7 +350,7 @@ def is_same_identity(made_with: str | None, other_fingerprint: str | None) -> bo
 
 
 def _load_rows(store: Store, name: str) -> list[VideoRow]:
-    """Read all rows of a small file: Arrow takes half as long for one row of twenty."""
+    """Read all rows of a small file as Python values: one row of twenty would cost Arrow half as much as all."""
     rows: list[VideoRow] = read_file(store, parse_file_name(name)).to_pylist()
     return rows
 
@@ -366,7 +371,7 @@ def _load_group(files: LoadedOnce[SortedFile], name: str, number: int) -> pa.Tab
 
 def read_file(store: Store, file: TableFile, columns: Sequence[str] = tuple(VIDEO_SCHEMA.names)) -> pa.Table:
     """Read all rows of one file into memory, of any identity. Raises CorruptShard, OSError."""
-    if file.level:
+    if file.is_sorted:
         return pa.concat_tables(SortedFile(store, file).parts(columns))
     return parse_small(store, file.name, store.read(file.name), columns)[0]
 

@@ -212,7 +212,7 @@ class ResultsTable:
             )
 
     def as_record(self) -> JsonObject:
-        """Return the table, JSON-able. Each column's ``made_of`` is among its entries; the notes are all remarks."""
+        """Return the table, JSON-able: "notes" are all ``remarks``, and a column has its ``made_of`` entries too."""
         return {
             "title": self.title,
             "columns": [

@@ -78,6 +78,8 @@ class Answerer:
         runtime = choose_runtime(setup.device, setup.dtype, setup.config.attn)
         self._part_size = setup.batch_size
         self._size = BatchSize(setup.batch_size)
+        # Of the batch that is being answered: whether memory ran short, and its largest part that fitted.
+        self._ran_short, self._n_fitted = False, 0
         with self._heartbeat.loading():
             self._engine = engine or load_engine(setup.config, setup.source, runtime, setup.largest_video)
             self._prompts = PromptMaker(setup, self._engine, runtime.device, self._heartbeat)
@@ -137,22 +139,25 @@ class Answerer:
 
         A question that was in hand at a crash goes alone and first, to identify the question that crashes.
         """
-        alone, calm = list[list[PreparedQuestion]](), list[PreparedQuestion]()
+        suspects, others = list[list[PreparedQuestion]](), list[PreparedQuestion]()
         for question in questions:
             if self._heartbeat.deaths(make_heartbeat_name(question.row)):
-                alone.append([question])
+                suspects.append([question])
             else:
-                calm.append(question)
+                others.append(question)
         inside = any(question.inside for question in questions)
-        plan = self._engine.batches([question.prompt for question in calm], self._size.now, inside=inside)
-        return [*alone, *([calm[i] for i in part] for part in plan or [[]])]
+        plan = self._engine.batches([question.prompt for question in others], self._size.now, inside=inside)
+        return [*suspects, *([others[i] for i in part] for part in plan or [[]])]
 
     def _answer_together(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
-        """Answer one batch, reported to the heartbeat, and adjust the batch size for later batches."""
+        """Answer one batch, which is reported as in hand meanwhile.
+
+        Later batches are sized by the largest part of it that fitted.
+        """
         with self._heartbeat.holding(*(make_heartbeat_name(question.row) for question in batch)) as items:
-            self._short, self._n_fitted = False, 0
+            self._ran_short, self._n_fitted = False, 0
             rows = self._answer_batch(batch)
-            self._size.adjust(self._n_fitted, self._short)
+            self._size.adjust(self._n_fitted, self._ran_short)
             items.release(n=len(batch))
             return rows
 
@@ -173,7 +178,7 @@ class Answerer:
             fault = convert_error(batch[0].row["question_id"], error, None if inside is None else inside[0])
         # Outside of the handlers, whose exception would keep the failed batch's tensors alive.
         out_of_memory = fault.fault_class == "out-of-memory"
-        self._short |= out_of_memory
+        self._ran_short |= out_of_memory
         if out_of_memory and torch.cuda.is_available():
             torch.cuda.empty_cache()
         if len(batch) == 1:
@@ -244,7 +249,7 @@ class BatchSize:
 
     def __init__(self, largest: int) -> None:
         self._largest = largest
-        self._calm = 0
+        self._n_since_shortage = 0
         self.now = largest
 
     def adjust(self, n_fitted: int, is_short: bool) -> None:
@@ -253,8 +258,8 @@ class BatchSize:
         It doubles, up to the first size, after every GROW_AFTER batches in a row that memory sufficed for.
         """
         if is_short:
-            self.now, self._calm = max(1, n_fitted), 0
+            self.now, self._n_since_shortage = max(1, n_fitted), 0
             return
-        self._calm += 1
-        if self._calm >= GROW_AFTER:
-            self.now, self._calm = min(self._largest, 2 * self.now), 0
+        self._n_since_shortage += 1
+        if self._n_since_shortage >= GROW_AFTER:
+            self.now, self._n_since_shortage = min(self._largest, 2 * self.now), 0

@@ -249,8 +249,8 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
 
     def match(self) -> None:
         """Match the settings with the stored answers: set ``identity``. Raise IdentityMismatch if they differ."""
-        match_cache = match_answers(self.store, self._requested_identity, redo=self.options.on_changed == REDO)
-        self.identity, self._changed = match_cache
+        redo = self.options.on_changed == REDO
+        self.identity, self._changed = match_answers(self.store, self._requested_identity, redo=redo)
 
     def list_remaining(self) -> list[QuestionRecord]:
         """Return the questions still to ask, under each pruning, and print how many have answers already.

@@ -167,11 +167,11 @@ class Discovery(AbstractContextManager["Discovery"]):
         try:
             places = self._places if self._n_allowed > 0 else []
             with closing(self._indexing.rows(places, self._objects)) as tables:
-                unindexed = sum(self._sizes)
+                later_bytes = sum(self._sizes)
                 for size, table in zip(self._sizes, tables, strict=False):
                     if self._closing:
                         break
-                    unindexed -= size
+                    later_bytes -= size
                     videos_found = self._separate_ids(table)
                     if self._indexing.ids is not None:
                         self._indexing.ids.add(videos_found)
@@ -179,7 +179,7 @@ class Discovery(AbstractContextManager["Discovery"]):
                     n_taken = int(min(self._n_allowed, len(todo)))
                     n_allowed = self._n_allowed - n_taken
                     with self._new_part:
-                        self._parts.append(Part(videos, todo.slice(0, n_taken), unindexed if n_allowed > 0 else 0))
+                        self._parts.append(Part(videos, todo.slice(0, n_taken), later_bytes if n_allowed > 0 else 0))
                         self._n_allowed, self.beyond = n_allowed, todo.slice(n_taken)
                         self._new_part.notify_all()
                     if n_allowed <= 0:

@@ -226,11 +226,11 @@ class Indexing:
 
     def _make_index(self, place: NamedContainer, container: Container, members: list[Member]) -> _Index:
         """Return the index of the members read so far, with checked names."""
-        pair_sidecars, left_out = container.pair_sidecars(members)
+        with_sidecars, left_out = container.pair_sidecars(members)
         if find_suffix(place.uri) in OF_COLUMNS:  # names of rows are no part of an id
-            return _Index(pair_sidecars, left_out)
+            return _Index(with_sidecars, left_out)
         seen_names = set[str]()
-        return _Index([check_name(member, seen_names) for member in pair_sidecars], left_out)
+        return _Index([check_name(member, seen_names) for member in with_sidecars], left_out)
 
     def _clips_known(self, place: NamedContainer, index: _Index) -> bool:
         """Return True if the clips of members are known; what tells the clip of a tar's video may lie far behind it."""
@@ -301,17 +301,17 @@ def forget_members(store: Store, uris: Collection[str], ids: Collection[str] = (
                 raise ValueError(facts[0])
             places = [f"{facts[1]}#{member[0]}" for member in members]
             removed_ids = [member[0] for member, place in zip(members, places, strict=True) if place in uris]
-            unindexed = [member for member, place in zip(members, places, strict=True) if place not in uris]
-            doubtful = any(not ends.isdisjoint(_ends(f"{facts[1]}/{member[0]}")) for member in unindexed)
+            other_members = [member for member, place in zip(members, places, strict=True) if place not in uris]
+            doubtful = any(not ends.isdisjoint(_ends(f"{facts[1]}/{member[0]}")) for member in other_members)
         except (ValueError, TypeError, LookupError, zlib.error):
-            doubtful, unindexed, removed_ids = True, [], []
+            doubtful, other_members, removed_ids = True, [], []
         if doubtful:
             store.delete(name)
             deleted_names.append(name)
         elif removed_ids:
             left_out = LeftOut(*facts[3:])
             left_out.forget(removed_ids)
-            store.put(name, zlib.compress(json.dumps([[*facts[:3], left_out.as_record()], *unindexed]).encode(), 1))
+            store.put(name, zlib.compress(json.dumps([[*facts[:3], left_out.as_record()], *other_members]).encode(), 1))
     return deleted_names
 
 

@@ -338,8 +338,8 @@ def _make_listed(places: Iterable[NamedContainer], *, videos: bool) -> Listed:
     """Return files as videos, or as containers. Raises ManifestError for a repeated ``video_id``."""
     if not videos:
         return Listed(None, [*places])
-    unindexed, parts = iter(places), []
-    while part := list(islice(unindexed, ROWS_AT_ONCE)):
+    iterator, parts = iter(places), []
+    while part := list(islice(iterator, ROWS_AT_ONCE)):
         rows = [
             {"video_id": place.name, "uri": place.uri, "policy": place.policy, "size": size, "mark": mark_key(mark)}
             for place in part

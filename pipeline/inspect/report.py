@@ -70,7 +70,7 @@ def cache_report(cache: TokenCache, counts: CacheCounts) -> RenderableType:
 
 def _files_of(ledger: Ledger) -> dict[str, int]:
     """Count the sorted files of the videos table, and the small ones that wait to be merged."""
-    n_sorted = sum(parse_file_name(name).level > 0 for name in ledger.names)
+    n_sorted = sum(parse_file_name(name).is_sorted for name in ledger.names)
     return {"small": len(ledger.names) - n_sorted, "sorted": n_sorted}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -81,27 +82,26 @@ def unpack(bundle: pa.Table) -> list[VideoItem]:
 
     Their arrays are read-only views into the bundle. Frames are one flat array.
     """
-    columns = {name: bundle[name].chunk(0).flatten() for name in BUNDLE.names[2:]}
-    levels, labels, videos = 0, 0, []
+    columns = {name: bundle[name].chunk(0).flatten() for name in BUNDLE.names if name not in ("records", "layout")}
+    next_level, next_label, videos = count(), count(), []  # deepstack and evidence: the cells of all videos in a row
     layout = _unpack_json(bundle["layout"])
-    for place, (record, (n_levels, names)) in enumerate(zip(_unpack_json(bundle["records"]), layout, strict=True)):
-        arrays = {name: read_cell(columns[name], place, kind) for name, kind in _ARRAYS.items()}
-        deepstack = [read_cell(columns["deepstack"], levels + level, np.int16) for level in range(n_levels)]
-        evidence = {name: read_cell(columns["evidence"], labels + at, np.int16) for at, name in enumerate(names)}
+    for number, (record, (n_levels, names)) in enumerate(zip(_unpack_json(bundle["records"]), layout, strict=True)):
+        arrays = {name: read_cell(columns[name], number, kind) for name, kind in _ARRAYS.items()}
+        deepstack = [read_cell(columns["deepstack"], next(next_level), np.int16) for _ in range(n_levels)]
+        evidence = {name: read_cell(columns["evidence"], next(next_label), np.int16) for name in names}
         kept_tokens = _rebuild_kept(record, arrays, deepstack, evidence)
-        videos.append(VideoItem(record, kept_tokens, read_cell(columns["frames"], place, np.uint8)))
-        levels, labels = levels + n_levels, labels + len(names)
+        videos.append(VideoItem(record, kept_tokens, read_cell(columns["frames"], number, np.uint8)))
     return videos
 
 
 def pack_written(rows: Sequence[VideoRecord]) -> pa.Table:
-    """Pack the records of written videos as WRITTEN."""
+    """Pack the records of written videos as WRITTEN_SCHEMA."""
     _refuse_unknown(rows)
     return pa.Table.from_pylist(list(rows), schema=WRITTEN_SCHEMA)
 
 
 def unpack_written(batch: pa.Table) -> list[VideoRecord]:
-    """Unpack the records from rows of WRITTEN."""
+    """Unpack the records from rows of WRITTEN_SCHEMA."""
     return [without_nulls(row, VideoRecord) for row in batch.to_pylist()]
 
 

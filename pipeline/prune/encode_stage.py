@@ -30,8 +30,8 @@ from gstep.lazy import pause_garbage_collector
 from pipeline.cache.changed_code import check_code
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.cache.writer import Bits, KeptTokens, VideoItem
-from pipeline.errors import MethodFails, OwnCodeError, VideoFault
-from pipeline.own_method import prune_tokens
+from pipeline.errors import MethodFails, VideoFault
+from pipeline.own_method import prune_or_fault
 from pipeline.prune.batches import pack, unpack
 from pipeline.prune.warm_up import compiled_beside
 from pipeline.rows import Json, VideoRecord, failed_video, may_succeed_elsewhere
@@ -149,7 +149,8 @@ class VideoEncoder:
         frames_on_device = _run_guarded("encode", video_id, lambda: self._load_frames(frames))
         visual, encode_s = _run_guarded("encode", video_id, lambda: self._encode(frames_on_device))
         pruned, prune_s = _run_guarded("prune", video_id, lambda: self._prune(visual))
-        return _run_guarded("prune", video_id, lambda: self._make_item(record, visual, pruned, prune_s, encode_s))
+        make_item = partial(self._make_item, record, visual, pruned, encode_s=encode_s, prune_s=prune_s)
+        return _run_guarded("prune", video_id, make_item)
 
     def group_by_pass(self, videos: Iterable[VideoItem]) -> Iterator[list[VideoItem]]:
         """Yield the videos of a bundle in order, grouped by the pass of the tower that they share.
@@ -199,14 +200,14 @@ class VideoEncoder:
             if visual is None or pruned is None:
                 items.append(None)
                 continue
-            seconds = (pruned[1], turn.seconds * n / sum(n_tokens))
-            items.append(
-                _try_alone(names, partial(self._make_item, video.record, visual, pruned[0], *seconds, len(videos)))
-            )
+            kept, prune_s = pruned
+            encode_s = turn.seconds * n / sum(n_tokens)
+            make_item = partial(self._make_item, video.record, visual, kept, encode_s=encode_s, prune_s=prune_s)
+            items.append(_try_alone(names, partial(make_item, n_videos=len(videos))))
         return items
 
     def _encode(self, frames: Tensor | NDArray[np.uint8]) -> tuple[VisualTokens, float]:
-        """Encode frames as ``encode_frames``; return the tokens and the seconds."""
+        """Encode frames to all tokens and the needed evidence, rounded for the cache; return them and the seconds."""
         with self._turn(self._encoding) as turn:
             visual = self._round_tokens(self.backbone.encode(frames, self._sources))
         return visual, turn.seconds
@@ -227,12 +228,7 @@ class VideoEncoder:
     def _prune_once(self, visual: VisualTokens) -> tuple[PrunedTokens, float]:
         """Return the kept tokens and the seconds of pruning. Raises VideoFault of the stage prune."""
         with self._turn(self._pruning, self._prunes) as turn:
-            try:
-                pruned = prune_tokens(self._pruner, visual, self._setup.retention_ratio, self._setup.seed)
-            except OwnCodeError as error:
-                raise VideoFault("own-code", str(error), stage="prune") from None
-            except ValueError as error:
-                raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
+            pruned = prune_or_fault(self._pruner, visual, self._setup.retention_ratio, self._setup.seed)
         return pruned, turn.seconds
 
     @contextmanager
@@ -283,8 +279,9 @@ class VideoEncoder:
         record: VideoRecord,
         visual: VisualTokens,
         pruned: PrunedTokens,
-        prune_s: float,
+        *,
         encode_s: float,
+        prune_s: float,
         n_videos: int = 1,
     ) -> VideoItem:
         """Return the video's complete record and its kept tokens on the CPU, in the precision of the cache.

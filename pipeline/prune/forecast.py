@@ -100,7 +100,7 @@ class Forecast:
         return {**vars(self), "tally": self.tally._asdict()}
 
 
-def forecast(config: PruneConfig, console: Console) -> Forecast:
+def make_forecast(config: PruneConfig, console: Console) -> Forecast:
     """Check the request as a run does, and count its work; starts and writes nothing.
 
     Prints the notes that a run prints before it starts. Raises UsageError for whatever a run would refuse.
@@ -192,50 +192,51 @@ def _check_writable(store: Store) -> None:
         raise UsageError(f"{store}: nothing can be written here: {existing_folder} {why}")
 
 
-def render_forecast(plan: Forecast) -> RenderableType:
+def render_forecast(forecast: Forecast) -> RenderableType:
     """Render the forecast as a table for the terminal, with the identity below it."""
     table = Table.grid(padding=(0, 2))
-    for name, value in _list_lines(plan):
+    for name, value in _list_lines(forecast):
         table.add_row(name, Text(value))  # ids and addresses come from files and are no markup
     identity = Table.grid(padding=(0, 2))
-    for name, value in _list_leaves(plan.identity):
+    for name, value in _list_leaves(forecast.identity):
         identity.add_row(f"  {name}", Text(value))
     return Group("dry run: nothing was started or written", table, "identity of every row", identity)
 
 
-def _list_lines(plan: Forecast) -> list[tuple[str, str]]:
+def _list_lines(forecast: Forecast) -> list[tuple[str, str]]:
     """Return the forecast's lines for the terminal: (label, text)."""
-    counts, (T, N) = plan.tally, plan.grid
-    waiting = counts.n_todo - plan.n_todo
+    counts, (T, N) = forecast.tally, forecast.grid
+    waiting = counts.n_todo - forecast.n_todo
     waiting_note = f", {waiting} more wait (--limit)" if waiting else ""
     todo_kinds = f"{counts.new} new, {counts.retried} failed before, {counts.redone} changed or named by --redo"
-    largest = "" if plan.one_size else ", in full HD and of full length"
+    largest = "" if forecast.one_size else ", in full HD and of full length"
     failures = [
-        (f"{example.n} of the {plan.n_todo} {problem}", example.first) for problem, example in plan.doomed.items()
+        (f"{example.n} of the {forecast.n_todo} {problem}", example.first)
+        for problem, example in forecast.doomed.items()
     ]
-    in_all = plan.video_bytes * (plan.n_todo - sum(example.n for example in plan.doomed.values()))
+    in_all = forecast.video_bytes * (forecast.n_todo - sum(example.n for example in forecast.doomed.values()))
     lines = [
-        ("cache", plan.out),
+        ("cache", forecast.out),
         (
             "videos",
-            f"{plan.n_todo} to do{waiting_note}, {counts.done} done, {counts.failed} failed before and left alone",
+            f"{forecast.n_todo} to do{waiting_note}, {counts.done} done, {counts.failed} failed before and left alone",
         ),
         ("left to do", todo_kinds),
         *(("will fail", f"{count}, e.g. {first}") for count, first in failures),
-        ("a video", f"{T} x {N} = {T * N} tokens, about {plan.kept} kept{largest}"),
-        ("bytes", f"about {plan.video_bytes:,} a video, {in_all:,} in all{largest}"),
-        ("a minute", "{:,} tokens, about {:,} kept in {:,} bytes, in full HD".format(*plan.minute)),
-        ("model", plan.model),
-        ("to stock", plan.stock),
+        ("a video", f"{T} x {N} = {T * N} tokens, about {forecast.kept} kept{largest}"),
+        ("bytes", f"about {forecast.video_bytes:,} a video, {in_all:,} in all{largest}"),
+        ("a minute", "{:,} tokens, about {:,} kept in {:,} bytes, in full HD".format(*forecast.minute)),
+        ("model", forecast.model),
+        ("to stock", forecast.stock),
     ]
-    if plan.left_out:
-        lines.append(("left out", format_counts(plan.left_out)))
-    if plan.unlisted:
+    if forecast.left_out:
+        lines.append(("left out", format_counts(forecast.left_out)))
+    if forecast.unlisted:
         lines.append(
-            ("not counted", f"the videos of {len(plan.unlisted)} containers, e.g. {plan.unlisted[0]} (--index)")
+            ("not counted", f"the videos of {len(forecast.unlisted)} archives, e.g. {forecast.unlisted[0]} (--index)")
         )
-    more = ", ..." if plan.n_todo > len(plan.first_ids) else ""
-    return [*lines, ("first", ", ".join(plan.first_ids) + more)] if plan.first_ids else lines
+    more = ", ..." if forecast.n_todo > len(forecast.first_ids) else ""
+    return [*lines, ("first", ", ".join(forecast.first_ids) + more)] if forecast.first_ids else lines
 
 
 def _list_leaves(values: CacheIdentity | JsonObject, prefix: str = "") -> list[tuple[str, str]]:

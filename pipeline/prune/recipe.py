@@ -150,7 +150,10 @@ class Recipe:
         return identity
 
     def header(self, dtype: str, static: StaticParts) -> CacheHeader:
-        """Return the content of cache.json for a new cache with tokens computed in ``dtype``."""
+        """Return the content of cache.json for a new cache with tokens computed in ``dtype``.
+
+        The newline, LLaVA-OneVision's row after a video's tokens, goes in as the base64 of its bfloat16 bits.
+        """
         newline = static.newline
         bits = None if newline is None else newline.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -104,7 +105,7 @@ def select_remaining(
     Raises SourceChanged if a cached video's uri, size, clip or own decoder code differs and ``--on-changed`` is
     ``refuse``; UsageError if the store does not answer.
     """
-    sizes, tally, todo = Sizes(objects), np.zeros(len(ManifestCounts._fields), np.int64), []
+    sizes, tally, todo = Sizes(objects), Counter[str](), []
     n_changed, examples = 0, list[str]()
     for part in manifest.to_batches(max_chunksize=ROWS_AT_ONCE):  # memory: only the rows to process are kept
         state = _compare(part, ledger, config, sizes, redo)
@@ -116,9 +117,16 @@ def select_remaining(
             )
         redone = state.named | (state.changed & (config.on_changed == "redo"))
         left_alone = state.failed & ~state.retried & ~redone
-        done_kinds = state.known & ~state.failed & ~redone, left_alone, left_alone & state.unread
-        tally += [kind.sum() for kind in (~state.known, state.retried, redone, *done_kinds)]
-        todo.append(_add_attempts(part, state, ~state.known | state.retried | redone))
+        kinds = {
+            "new": ~state.has_row,
+            "retried": state.retried,
+            "redone": redone,
+            "done": state.has_row & ~state.failed & ~redone,
+            "failed": left_alone,
+            "unread": left_alone & state.unread,
+        }
+        tally.update({kind: int(mask.sum()) for kind, mask in kinds.items()})
+        todo.append(_add_attempts(part, state, ~state.has_row | state.retried | redone))
     sizes.finish()
     if n_changed and config.on_changed == "refuse":
         raise SourceChanged(
@@ -127,9 +135,8 @@ def select_remaining(
             + "\n--on-changed skip processes the new videos and keeps the cached tokens of the changed videos; "
             "--on-changed redo encodes the changed videos again."
         )
-    return Remaining(
-        pa.Table.from_batches([part for part in todo if len(part)], TODO_SCHEMA), ManifestCounts(*tally.tolist())
-    )
+    counts = ManifestCounts(**{kind: tally[kind] for kind in ManifestCounts._fields})
+    return Remaining(pa.Table.from_batches([part for part in todo if len(part)], TODO_SCHEMA), counts)
 
 
 class _Comparison(NamedTuple):
@@ -137,7 +144,7 @@ class _Comparison(NamedTuple):
 
     Attributes:
         rows: the row in the ledger; -1 if the video has none.
-        known: whether the video has a row.
+        has_row: whether the video has a row.
         failed: whether it is an error row.
         attempts: the attempts of that row.
         sizes: the current bytes of the file, if known and needed; -1 otherwise.
@@ -150,7 +157,7 @@ class _Comparison(NamedTuple):
     """
 
     rows: NDArray[np.int64]
-    known: Mask
+    has_row: Mask
     failed: Mask
     attempts: NDArray[np.int64]
     sizes: NDArray[np.int64]
@@ -230,7 +237,16 @@ def _compare(
     is_unread = np.zeros_like(has_row)
     is_unread[has_row] = ledger.is_failed_by(rows[has_row], "io") & ~is_spent[has_row]
     return _Comparison(
-        rows, has_row, is_failed, attempts, sizes, is_changed, is_replaced, is_retried, is_named, is_unread
+        rows=rows,
+        has_row=has_row,
+        failed=is_failed,
+        attempts=attempts,
+        sizes=sizes,
+        changed=is_changed,
+        replaced=is_replaced,
+        retried=is_retried,
+        named=is_named,
+        unread=is_unread,
     )
 
 

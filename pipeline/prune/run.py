@@ -98,14 +98,14 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         list_failed: whether ``Summary.failed`` names each failed video.
 
     Attributes:
-        recipe: the settings that make the rows of the cache.
-        manifest: the videos that are known before the run (MANIFEST_SCHEMA).
-        indexing: the archives that were indexed for the manifest, and the archives to index during the run.
-        tally: the numbers of new, cached, failed and changed videos in the manifest.
-        ledger: the rows of the cache.
-        stages: the settings of the workers that decode and encode.
-        facts: the run's seconds and bytes so far; None until it begins to process.
-        failed: failed video -> its attempts so far.
+        recipe, manifest, indexing: set by ``prepare``: the settings that make the rows of the cache; the videos that
+            are known before the run (MANIFEST_SCHEMA); the archives that were indexed for the manifest, and the
+            archives to index during the run.
+        ledger, tally: set by ``list_remaining``: the rows of the cache; the numbers of new, cached, failed and changed
+            videos in the manifest.
+        stages, facts: set by ``process``: the settings of the workers that decode and encode; the run's seconds and
+            bytes so far, None before.
+        failed: failed video -> its attempts so far. This and the next three grow with each commit.
         retryable: the same for failed videos that may succeed on another machine.
         unread: the same for videos that could not be read, and may be readable later.
         fetched: bytes of videos that were read from stores.
@@ -122,7 +122,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self.retryable: dict[str, int] = {}
         self.unread: dict[str, int] = {}
         self.fetched = 0
-        self._is_again = False  # whether this is the second pass
+        self._is_second_pass = False
         self._reports: list[WorkerReport] = []  # the last report of each graph
         self._outside: Counter[FaultClass] = Counter()  # infrastructure errors
         self._example: dict[FaultClass, str] = {}
@@ -246,9 +246,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         return own_videos, select_remaining(own_videos, self.ledger, self.options, self._objects, self._redo).todo
 
     def _forget_removed(self, videos: pa.Table) -> None:
-        """Delete removed videos from newer indexes, and from the examples of left-out files.
+        """Delete removed videos again from the kept indexes of archives, and from the names of left-out files.
 
-        Does nothing if the run keeps no index.
+        An index that is made after jobs.remove lists all members of its archive, removed videos too. Does nothing if
+        the run keeps no index.
         """
         if not self.indexing.keeps or not np.any(self.ledger.columns["state"] == REMOVED):
             return
@@ -316,7 +317,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             encode = replace(stages.encode, tower_hash=tower_hash(recipe.source))
         self.stages = replace(stages, encode=encode)
         self.facts = Facts(recipe.token_bytes(), device == "cuda", config.max_hours)
-        self._limit_alike = max(config.outside_limit(n_videos), MIN_ALIKE_FAILURES)
+        self._max_alike_failures = max(config.outside_limit(n_videos), MIN_ALIKE_FAILURES)
         self.remember_header()
         return device, dtype
 
@@ -339,18 +340,14 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         attempts = self.options.max_attempts
         retries = select_retries(todo.list_found().todo, self.retryable if elsewhere else self.unread, attempts)
         if elsewhere:
-            self.excluded_nodes, why = (
-                {**self.excluded_nodes, **without},
-                f"failed, most of them on {hosts}. Retrying them on the other nodes",
-            )
+            self.excluded_nodes = {**self.excluded_nodes, **without}
+            why = f"failed, most of them on {hosts}. Retrying them on the other nodes"
         else:  # a missing file would fail again, after the start of all workers
-            retries, why = (
-                select_existing(retries, self._objects),
-                "that could not be read (io) are there now, and are tried again",
-            )
+            retries = select_existing(retries, self._objects)
+            why = "that could not be read (io) are there now, and are tried again"
         if len(retries):
             self.say(f"note: {len(retries)} videos {why}")
-            self._is_again = True
+            self._is_second_pass = True
             self.stream(Discovery.of(retries))
 
     def can_run_on(self, cluster: Mapping[str, float]) -> bool:
@@ -394,7 +391,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         )
 
     def commit(self, number: int, rows: pa.Table) -> None:
-        """Commit the rows of a shard (WRITTEN), and count them; now and then merge small files of the table.
+        """Commit the rows of a shard (WRITTEN_SCHEMA), and count them; now and then merge small files of the table.
 
         Raises RunFailed if the cache's header has changed.
         """
@@ -478,10 +475,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             self.run_file.save(videos=len(self._todo), estimated=False)
         if self.facts is not None:
             self.facts.check_limit()
-        if self._is_again or not report.failing or not self._outside:
+        if self._is_second_pass or not report.failing or not self._outside:
             return None
         ((fault, count),) = self._outside.most_common(1)
-        if count <= self._limit_alike:
+        if count <= self._max_alike_failures:
             return None
         stage, remedy = report.failing[0], FAULTS[fault].remedy
         return f"{count} videos failed alike and all {stage} workers fail ({fault}, {self._example[fault]}): {remedy}"

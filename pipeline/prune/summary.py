@@ -171,19 +171,19 @@ class _Counts:
         rows = rows[~is_removed]
         columns = self._ledger.columns
         faults = columns["fault"][rows]
-        select_ok = rows[faults == 0]
+        ok_rows = rows[faults == 0]
         self._by_class += np.bincount(faults, minlength=len(self._by_class))
         for fault in set(np.unique(faults).tolist()) - {0, *self._first}:
             self._first[fault] = int(rows[faults == fault][0])
         self.n_rows += len(rows)
-        self.tokens_in += int(columns["n_total"][select_ok].sum(dtype=np.int64))
-        self.tokens_kept += int(columns["n_tokens"][select_ok].sum(dtype=np.int64))
-        warned_rows = select_ok[self._ledger.has_remark(select_ok, WARNED)]
+        self.tokens_in += int(columns["n_total"][ok_rows].sum(dtype=np.int64))
+        self.tokens_kept += int(columns["n_tokens"][ok_rows].sum(dtype=np.int64))
+        warned_rows = ok_rows[self._ledger.has_remark(ok_rows, WARNED)]
         self.n_warned += len(warned_rows)
         self._warned += warned_rows[: _MAX_EXAMPLES - len(self._warned)].tolist()
         for name, remark in _REMARKS.items():
-            self.remarks[name] += int(self._ledger.has_remark(select_ok, remark).sum())
-        self._by_note += np.bincount(columns["note"][select_ok], minlength=len(self._by_note))
+            self.remarks[name] += int(self._ledger.has_remark(ok_rows, remark).sum())
+        self._by_note += np.bincount(columns["note"][ok_rows], minlength=len(self._by_note))
         self.n_outside += int(self._ledger.has_remark(rows, OUTSIDE).sum())
         self.seconds += columns["seconds"][rows].sum(axis=0, dtype=np.float64)
 

@@ -236,7 +236,7 @@ def _take(source: Store, out: Store, name: str) -> int | None:
     if of_tokens and source.folder is not None and isinstance(out, LocalStore) and out.link(name, source.folder / name):
         return 0
     data = source.read(name)
-    if not name.startswith(RUNS) and not parse_file_name(name).level:
+    if not name.startswith(RUNS) and not parse_file_name(name).is_sorted:
         check_content(source, name, data, "rows" if of_tokens else "commit")
     out.put(name, data)
     return len(data)

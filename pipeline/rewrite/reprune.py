@@ -19,9 +19,9 @@ from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.header import CacheHeader, CacheIdentity, PrunerIdentity, change_codec, describe_method
 from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.cache.writer import VideoItem
-from pipeline.errors import OwnCodeError, UsageError, VideoFault, usage_errors
+from pipeline.errors import UsageError, usage_errors
 from pipeline.generate.late_pruning import find_evidence_columns, is_whole
-from pipeline.own_method import prune_tokens
+from pipeline.own_method import prune_or_fault
 from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
 from pipeline.rewrite.rewrite import Rewrite, check_source, make_config
 from pipeline.rows import Json, VideoRecord
@@ -109,11 +109,6 @@ class _Repruning(Rewrite):
         }
         visual = VisualTokens(whole(video.tokens), evidence, tuple(map(whole, video.deepstack)))
         start = time.perf_counter()
-        try:
-            pruned = prune_tokens(self.pruner, visual, self.ratio, self.seed)
-        except OwnCodeError as error:
-            raise VideoFault("own-code", str(error), stage="prune") from None
-        except ValueError as error:
-            raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
+        pruned = prune_or_fault(self.pruner, visual, self.ratio, self.seed)
         columns: VideoRecord = {**make_pruning_columns(pruned, visual), "prune_s": time.perf_counter() - start}
         return VideoItem({**record, **columns}, collect_kept_tokens(pruned, visual))

@@ -75,6 +75,7 @@ class Stage:
     """The resources that an actor of a stage reserves, and how many actors may run.
 
     Attributes:
+        why: the reason for these numbers, for the run's record.
         calls: how many calls a worker runs at a time.
         in_flight: how many calls wait for a worker or run on it; None leaves it to Ray Data.
     """

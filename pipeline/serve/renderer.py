@@ -1,4 +1,4 @@
-"""Where vLLM makes prompts of messages: its own renderer, but that videos come from caches."""
+"""The vLLM renderer that makes prompts of messages, with videos from caches."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
             videos = await asyncio.gather(*reads)
             pool = self._long if conversation.n_characters > _LONG else self._short
             ready = await asyncio.get_running_loop().run_in_executor(pool, self._prompt, conversation, videos)
-        except VLLMValidationError:
+        except VLLMValidationError:  # a ValueError that names its parameter already
             raise
         except (StoreAway, TooLarge, VideoGone, CorruptShard) as error:
             raise HTTPException(_STATUS[type(error)], str(error)) from error

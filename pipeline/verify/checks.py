@@ -90,7 +90,7 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
         return CheckedCommit(None, [Problem(Kind.FINGERPRINT, message, name)], n_bytes)
     problems = []
     table = complete_columns(table, VIDEO_SCHEMA.names)
-    if file.level and (fault := _sorted_fault(table, file)):
+    if file.is_sorted and (fault := _sorted_fault(table, file)):
         problems.append(Problem(Kind.COMMIT, f"{store}/{name}: {fault}", name))
     bad = set()
     for place, row in enumerate(table.to_pylist()):
@@ -106,7 +106,7 @@ def _read(store: Store, file: TableFile) -> tuple[pa.Table, str | None, int]:
 
     Raises CorruptShard, ArrowException, OSError.
     """
-    if file.level:
+    if file.is_sorted:
         file_ = SortedFile(store, file)
         return pa.concat_tables(file_.parts()), file_.made_with, file_.n_bytes
     data = store.read(file.name)

@@ -104,11 +104,19 @@ def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], 
 
 def _is_cut_short(index: VideoIndex) -> bool:
     """Return True if the video is shorter than its container states, and the rest of the file was not read."""
-    has_unlisted = any(not hole.listed for hole in index.holes)
-    return has_unlisted and index.packets is not None and index.packets.has_unread and not _is_open_ended(index)
+    return (
+        _has_unlisted_hole(index)
+        and index.packets is not None
+        and index.packets.has_unread
+        and not _is_open_ended(index)
+    )
+
+
+def _has_unlisted_hole(index: VideoIndex) -> bool:
+    """Return True if the video seems to go on behind the last frame that its file lists."""
+    return any(not hole.listed for hole in index.holes)
 
 
 def _is_open_ended(index: VideoIndex) -> bool:
-    """Return True if a part of the file was not read, and only its bytes tell how long the video may be."""
-    has_unread = any(not hole.listed for hole in index.holes)
-    return has_unread and index.packets is not None and index.packets.stated_s is None
+    """Return True if the video seems to go on, and its container does not state for how long."""
+    return _has_unlisted_hole(index) and index.packets is not None and index.packets.stated_s is None

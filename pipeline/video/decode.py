@@ -165,7 +165,8 @@ def decode_video(
     """Decode one video in this process: read, sample and resize it.
 
     Args:
-        announce: called with the name of each decoder before it touches the file.
+        announce: called with the name of each decoder before it touches the file, so that a parent process can name
+            the decoder that ended this process.
         allocate: returns the array that the frames are put into.
 
     File descriptor 2 and FFmpeg's log callback are redirected meanwhile, for the whole process.

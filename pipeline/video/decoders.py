@@ -156,7 +156,7 @@ class PyavDecoder:
         assert index.packets is not None
         self._index = index
         self._packets = index.packets
-        self._codec: av.CodecContext | None = None  # another one than decodes the stream
+        self._codec: av.CodecContext | None = None  # a decoder to use instead of the stream's own, as on a GPU
         self._reformatter = VideoReformatter()
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
@@ -187,14 +187,15 @@ class PyavDecoder:
         """Yield the decoded frames number ``indices`` of the file, from no more packets than they need.
 
         Frames are told apart by their presentation times, or by counting from the beginning of a file without any.
-        Raises IndexMismatch where a frame does not come out, or a keyframe is none.
+        Raises IndexMismatch where a frame does not come out, or the file marks a frame as a keyframe that is none.
         """
         table, pts = self._packets.table, self._index.pts
-        whole = pts is None or self._index.whole
+        # Where frames are counted, or damage shifts them, no run can begin at a keyframe.
+        decodes_all = pts is None or self._index.whole
         frame_times = (indices if pts is None else pts[indices]).tolist()
-        for run in [Run(0, len(table), tuple(frame_times))] if whole else self._packets.runs(frame_times):
+        for run in [Run(0, len(table), tuple(frame_times))] if decodes_all else self._packets.runs(frame_times):
             missing_times = deque(run.times)
-            times = None if whole else run.times
+            times = None if decodes_all else run.times
             for number, frame in enumerate(self._packets.decode_frames(run.start, run.stop, times, self._codec)):
                 if run.start and frame.pts == table[run.start].pts and not _starts_a_group(frame):
                     raise IndexMismatch(f"the frame at {frame.pts} is no keyframe, as the file says")

@@ -282,7 +282,7 @@ def _confine(memory_mb: int, on_gpu: bool) -> str:
 
     The process also ignores Ctrl-C, ends with its parent, and has no credentials and no core files.
     """
-    import torch  # noqa: PLC0415 - already imported by the fork server; its size counts as the child's own
+    import torch  # noqa: PLC0415 - before the limit, so that its size does not count against memory_mb
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which decides
     _end_with_parent()

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gstep.density import ZERO_DISTANCE, level_copy, row_factors, work_dtype
+from gstep.density import ZERO_DISTANCE, row_factors, scale_rows, work_dtype
 from gstep.selection.gpu import kernels
 from gstep.selection.reference import NO_DISTANCE, density_weight, inverse_roots, starting_token
 
@@ -119,12 +119,12 @@ def _prepare_tokens(tokens_MD: Tensor) -> Tensor:
     dtype = tokens_MD.dtype
     if not tokens_MD.is_cuda and dtype == torch.bfloat16:
         dtype = torch.float32  # Triton's interpreter multiplies bfloat16 by its bits as if they were integers
-    out_of_range = row_factors(tokens_MD) is not None
-    return (level_copy(tokens_MD) if out_of_range else tokens_MD).to(dtype).contiguous()
+    factor_M = row_factors(tokens_MD)
+    return (tokens_MD if factor_M is None else scale_rows(tokens_MD, factor_M)).to(dtype).contiguous()
 
 
 def _compute_inverse_norms(tokens_MD: Tensor, tuning: Tuning) -> Tensor:
-    """Compute 1 / L2 norm, [M] float64, 0 of a zero token, from the diagonal of the products: see ``kernels``."""
+    """Compute 1 / L2 norm, [M] float64, 0 of a zero token, by the kernels' own products: copies get distance 0."""
     n_tokens, hidden = tokens_MD.shape
     square_M = torch.empty(n_tokens, dtype=torch.float64, device=tokens_MD.device)
     grid = (triton.cdiv(n_tokens, tuning.block),)

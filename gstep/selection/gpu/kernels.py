@@ -67,14 +67,15 @@ def squares_kernel(
 ) -> None:
     """Store each token's dot product with itself, computed as ``gram_kernel`` computes products.
 
-    ``squares_ptr`` [n_tokens] is float64, though the sums are float32: products of different kernels stay bit-equal.
+    The sums are float32, so that they are bit-equal to the diagonal of ``gram_kernel``. ``squares_ptr`` [n_tokens]
+    holds them as float64.
 
     Grid: (ceil(n_tokens / BLOCK),).
     """
     row = tl.arange(0, BLOCK)
     token = tl.program_id(0) * BLOCK + row
-    inside = tl.minimum(token, n_tokens - 1)
-    dots = _dots(tokens_ptr, inside, inside, HIDDEN, BLOCK, BLOCK_D)
+    clamped = tl.minimum(token, n_tokens - 1)  # tokens past the end repeat the last token, as in gram_kernel
+    dots = _dots(tokens_ptr, clamped, clamped, HIDDEN, BLOCK, BLOCK_D)
     square = tl.sum(tl.where(row[:, None] == row[None, :], dots, 0.0), 1)
     tl.store(squares_ptr + token, square.to(tl.float64), mask=token < n_tokens)
 
@@ -225,8 +226,10 @@ def greedy_kernel(
     ``distances_ptr`` [S, S] float64. ``distance_ptr`` [S] float64 is updated by every pick; picked tokens and padding
     have -inf. ``weight_ptr`` [S] float64. ``row_ptr`` [S]: each row's token, ascending.
     The bar is the best token that is no row here. ``bar_ptr`` [1] has its key, ``bar_index_ptr`` [1] the number of rows
-    with a lower token index. They are -inf and 0 if there is no bar. Picks are appended to ``order_ptr`` [budget] int64
-    from ``count_ptr`` [1] on, which is raised.
+    with a lower token index. They are -inf and 0 if there is no bar. A row passes the bar if its key is higher, or
+    equal with a lower token index: rows ascend by token, so row ``best`` has it if best < ``bar_index_ptr``.
+    Picks are appended to ``order_ptr`` [budget] int64 from ``count_ptr`` [1] on, which is raised.
+    ``constants_ptr`` [2] holds beta, and ZERO_DISTANCE, which is not used here. ``sixteenths`` is S / 16, ``budget`` B.
     """
     width = sixteenths * 16  # so that the compiler knows a bound of 16 and loads 16 bytes at a time
     beta = tl.load(constants_ptr)

@@ -188,9 +188,10 @@ class Benchmark:
         return rows
 
     def _item(self, row: UserRow, videos: VideoFolder) -> Item:
-        """Convert an annotation row to a question. Raise NotAskable for a row that cannot be asked.
+        """Convert an annotation row to a question: ``answer`` is the right option's index, ``expected`` its text.
 
-        A right answer that is not among the options is no reason: the question's ``answer`` is None then.
+        ``answer`` is None if the right answer is not among the options. Raises NotAskable for a row that cannot be
+        asked.
         """
         options = options_of(row, self.options)
         if self.n_options not in (0, len(options)):

@@ -238,14 +238,14 @@ def test_a_video_that_does_not_fit_the_memory_may_be_tried_again():
 
 @pytest.mark.parametrize("failures", [1, 2])
 def test_pruning_that_does_not_fit_the_memory_is_tried_once_more(failures, monkeypatch):
-    freed, errors, prune_tokens = [], [NO_MEMORY] * failures, encode_stage.prune_tokens
+    freed, errors, prune_or_fault = [], [NO_MEMORY] * failures, encode_stage.prune_or_fault
 
     def prune_when_free(*arguments):
         if errors:
             raise errors.pop()
-        return prune_tokens(*arguments)
+        return prune_or_fault(*arguments)
 
-    monkeypatch.setattr(encode_stage, "prune_tokens", prune_when_free)
+    monkeypatch.setattr(encode_stage, "prune_or_fault", prune_when_free)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(errors)))
     record, _ = only(sharing(2)(bundle_of("a")))
     assert (record["status"], record.get("error_class")) == [("ok", None), ("failed", "out-of-memory")][failures - 1]

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.forecast import Forecast, forecast, render_forecast
+from pipeline.prune.forecast import Forecast, make_forecast, render_forecast
 from tests.pipeline.inputs.test_manifest import write_jsonl
 
 
@@ -25,7 +25,7 @@ def make_config(folder: Path, **options) -> PruneConfig:
 
 
 def told(folder: Path, **options) -> Forecast:
-    return forecast(make_config(folder, **options), Console(quiet=True))
+    return make_forecast(make_config(folder, **options), Console(quiet=True))
 
 
 def shown(plan: Forecast) -> str:
