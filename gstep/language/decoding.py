@@ -67,20 +67,31 @@ class RowLimits(StoppingCriteria):  # type: ignore[misc]
         return at_limit.to(input_ids.device)
 
 
-class FirstToken(LogitsProcessor):  # type: ignore[misc]
-    """A logits processor that records in ``at`` the time of the first token, when the prefill ends.
+class StepWatch(LogitsProcessor):  # type: ignore[misc]
+    """A logits processor that watches the scores of each step, and changes nothing.
 
-    Raises FloatingPointError where the scores of that token are no numbers, since any token would be chosen then.
+    Attributes:
+        first: the time of the first token, when the prefill ends; None before.
+
+    Raises FloatingPointError where the scores of the first token are no numbers, since any token would be chosen then.
     """
 
     def __init__(self) -> None:
-        self.at: float | None = None
+        self.first: float | None = None
+        self._has_nan: list[Tensor] = []  # [B] of each step, on the device: to look at it would wait for a GPU
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if self.at is None:
+        self._has_nan.append(scores.isnan().any(dim=-1))
+        if self.first is None:
             if scores.is_cuda:
                 torch.cuda.synchronize(scores.device)
-            self.at = time.perf_counter()
-            if scores.isnan().any():
+            self.first = time.perf_counter()
+            if self._has_nan[0].any():
                 raise FloatingPointError(NO_NUMBERS)
         return scores
+
+    def check(self, steps: Sequence[int]) -> None:
+        """Raise FloatingPointError if scores were no numbers in a row's first ``steps``: what follows pads the row."""
+        has_nan = torch.stack(self._has_nan, dim=1).tolist()
+        if any(any(row[:count]) for row, count in zip(has_nan, steps, strict=True)):
+            raise FloatingPointError(NO_NUMBERS)

@@ -214,10 +214,13 @@ def _cached_length(layer: Any, keywords: dict[str, Any]) -> int:
 
 
 def select_visual(method: Pruner, hidden_MD: Tensor, attention_M: Tensor, retention_ratio: float) -> Tensor:
-    """Select visual tokens by their hidden states [M,D] and attention [M] before layer K; return their indices."""
+    """Select visual tokens by their hidden states [M,D] and attention [M] before layer K; return their indices.
+
+    Raises WrongSelection if the method returned an invalid selection.
+    """
     visual = VisualTokens(hidden_MD[None], {"llm_attention": attention_M})
     budget, ratio = method.resolve_budget(len(attention_M), retention_ratio)
-    return method.select(visual, budget, ratio, 0).index
+    return method.pack_selection(visual.tokens, method.select(visual, budget, ratio, 0), budget, ratio).index
 
 
 def last_token_attention(

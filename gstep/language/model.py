@@ -14,7 +14,7 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
 from gstep.backbones import ModelSource, Runtime
 from gstep.language.batch import MASK_ELEMENTS, Batch, batches_by_cost, encoder_outputs
-from gstep.language.decoding import FirstToken, RowLimits, SeededSampling
+from gstep.language.decoding import RowLimits, SeededSampling, StepWatch
 from gstep.language.layer_pruning import CACHE, PruneInside, mark_prunable
 from gstep.language.prompt import text_ids, tokenizer_of
 from gstep.language.types import Answer, Decoding, Prompt, Score, has_linear_attention, placeholder_of
@@ -95,21 +95,24 @@ class LanguageModel:
             inside: a method that has a ``layer`` and prunes there, and the share of visual tokens to keep. The kept
                 tokens depend on the question, so nothing is shared then.
 
-        Raises ValueError if the model cannot be pruned at that layer.
+        Raises ValueError if the model cannot be pruned at that layer, FloatingPointError if the scores of a token of an
+        answer are no numbers.
         """
         if inside is not None:
             with self._prune_inside(prompts, *inside).apply_hooks(self.model):
                 return self.generate(prompts, decodings, share_prefix=False)
         start = time.perf_counter()
         batch, cache = self._make_batch_and_cache(prompts) if share_prefix else (Batch.of(prompts), None)
-        clock = FirstToken()
-        tokens = self._generate_ids(batch, cache, prompts if cache is None else (), decodings, clock).cpu()
-        end, first = time.perf_counter(), clock.at
+        watch = StepWatch()
+        tokens = self._generate_ids(batch, cache, prompts if cache is None else (), decodings, watch).cpu()
+        end, first = time.perf_counter(), watch.first
         assert first is not None
-        return [
+        answers = [
             self._make_answer(row, decoding, first - start, end - first)
             for row, decoding in zip(tokens.tolist(), decodings, strict=True)
         ]
+        watch.check([len(answer.token_ids) + (answer.finish == "stop") for answer in answers])
+        return answers
 
     def _generate_ids(
         self,
@@ -117,18 +120,18 @@ class LanguageModel:
         past: DynamicCache | None,
         prompts: Sequence[Prompt],
         decodings: Sequence[Decoding],
-        clock: FirstToken,
+        watch: StepWatch,
     ) -> Tensor:
         """Run ``generate`` on ``batch`` with the keys and values in ``past``; return the new token ids, [B,new].
 
         ``prompts`` are the prompts whose videos are not in ``past``: their visual tokens are fed to the model. Rows
-        that end early are padded. ``clock`` records the time of the first token.
+        that end early are padded. ``watch`` sees the scores of each step.
         """
         length = batch.input_ids.shape[1]
         output: Tensor = self.model.generate(
             **self._make_inputs(batch, prompts, past),
             generation_config=self._make_config(decodings),
-            logits_processor=LogitsProcessorList([SeededSampling(decodings), clock]),
+            logits_processor=LogitsProcessorList([SeededSampling(decodings), watch]),
             stopping_criteria=StoppingCriteriaList([RowLimits(decodings, length)]),
         )
         return output[:, length:]

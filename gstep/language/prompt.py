@@ -157,6 +157,11 @@ class PromptBuilder(ABC):
             )
         if self.needs_newline and visual.newline is None:
             raise ValueError("the newline row of this model is missing from the cache")
+        if self.frame_markers and (visual.index.diff() < 0).any():  # a frame's tokens are found by their order
+            raise ValueError(
+                "prompts of this model show a video frame by frame, and its tokens are in another order: read them "
+                'with order="index" (--order index)'
+            )
 
     @abstractmethod
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:

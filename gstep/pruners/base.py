@@ -89,7 +89,7 @@ class Pruner(ABC):
 
         Inside the model the only evidence is ``llm_attention``: the attention of the prompt's last token in the layer
         before. It is averaged over heads and cut to the visual tokens of the prompt. ``select`` gets the hidden states
-        of the visual tokens as a single frame, [1,M,D]. A method with a layer cannot merge.
+        of the visual tokens as a single frame, [1,M,D], and seed 0. A method with a layer cannot merge.
         """
         return None
 
@@ -169,8 +169,15 @@ class Pruner(ABC):
         with torch.no_grad(), torch.autocast(visual.tokens.device.type, enabled=False), full_precision():
             evidence = {name: value.to(visual.tokens.device, work_dtype(value)) for name, value in inputs.items()}
             selection = self.select(replace(visual, evidence=evidence), count, ratio, seed)
-            self._check_selection(selection, visual.tokens, count)
-            return self._pack_tokens(visual.tokens, selection, ratio)
+            return self.pack_selection(visual.tokens, selection, count, ratio)
+
+    def pack_selection(self, tokens_TND: Tensor, selection: Selection, budget: int, ratio: float) -> PrunedTokens:
+        """Check what ``select`` returned for these tokens, and gather the kept tokens in ascending index.
+
+        Raises WrongSelection.
+        """
+        self._check_selection(selection, tokens_TND, budget)
+        return self._pack_tokens(tokens_TND, selection, ratio)
 
     def _check_selection(self, selection: Selection, tokens_TND: Tensor, budget: int) -> None:
         """Raise WrongSelection, naming the method, unless types and shapes fit these tokens and no token is NaN."""

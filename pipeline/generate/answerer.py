@@ -114,7 +114,8 @@ class Answerer:
         kinds: dict[Any, list[tuple[QuestionRecord, AnswerMode]]] = {}
         for question in questions:
             mode = AnswerMode.parse(question["decoding"])
-            kinds.setdefault((mode.scores_choices, self._prompts.inside(question)), []).append((question, mode))
+            inside = question.get("pruning", "") if self._prompts.inside(question) else None
+            kinds.setdefault((mode.scores_choices, inside), []).append((question, mode))
         for kind in sorted(kinds, key=itemgetter(0)):
             waiting: list[PreparedQuestion] = []
             for question, mode in kinds[kind]:

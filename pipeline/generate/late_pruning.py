@@ -244,6 +244,10 @@ def resolve_pruning(
             "-m jobs.prune --pruner none"
         )
     check_inside(pruner, builder)
+    if pruner.layer is not None and spec.seed:
+        raise UsageError(
+            f"--pruner {method} prunes inside the language model, where it draws with seed 0: leave out its seed"
+        )
     evidence = () if pruner.layer is not None else find_evidence_columns(method, pruner, cache_identity)
     tower = _find_text_tower(method, pruner, evidence, spec.siglip, cache_identity, source)
     ratio = pruner.nominal_ratio(spec.retention_ratio)

@@ -5,6 +5,7 @@ A question without a possible prompt becomes its error row.
 
 from __future__ import annotations
 
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
@@ -20,6 +21,7 @@ from gstep.backbones import TextTower
 from gstep.errors import is_out_of_memory
 from gstep.language import Prompt, Visual
 from gstep.language.prompt import text_ids
+from gstep.pruners import method_name
 from gstep.pruners.base import Pruner
 from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.errors import CorruptShard, FailedVideo, MethodFails, OwnCodeError, QuestionFault, UnknownVideo
@@ -145,15 +147,16 @@ class VideoMemory:
         video = self.read(video_id)
         if late is None or late.inside is not None:
             return video
+        key = video_id, late.retention_ratio, _selection_key(late)
         if not late.pruner.cacheable:
             pruned = late.select(video.visual, self._device, words)
             visual = late.reduce(video.visual, pruned, own_order=self._own_order)
-        elif (cached_visual := self._visuals.get((video_id, late))) is not None:
+        elif (cached_visual := self._visuals.get(key)) is not None:
             visual = cached_visual
         else:
             pruned = self._select(video_id, video.visual, late)
             visual = late.reduce(video.visual, pruned, own_order=self._own_order)
-            self._visuals.put((video_id, late), visual)
+            self._visuals.put(key, visual)
         return video._replace(visual=visual, retention_ratio=late.retention_ratio)
 
     def _select(self, video_id: str, visual: Visual, late: LatePruning) -> PrunedTokens:
@@ -169,9 +172,11 @@ class VideoMemory:
         return pruned.at(late.retention_ratio) if late.pruner.nested else pruned
 
 
-def _selection_key(late: LatePruning) -> tuple[Pruner, int, float | None]:
+def _selection_key(late: LatePruning) -> tuple[str, int, float | None]:
     """Return a key that is equal for prunings that can share one selection of a video."""
-    return late.pruner, late.seed, None if late.pruner.nested else late.retention_ratio
+    # As JSON: a list among the parameters of a user's own method has no hash.
+    method = json.dumps([method_name(type(late.pruner)), late.pruner.params()], sort_keys=True)
+    return method, late.seed, None if late.pruner.nested else late.retention_ratio
 
 
 class Embedder(Protocol):

@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText, DynamicCache
 
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.checkpoints import tiny
+from gstep.errors import WrongSelection
 from gstep.language import Decoding, load_language_model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs
 from gstep.language.layer_pruning import CACHE, check_layer
@@ -207,6 +208,7 @@ class Attended(Pruner):
     name: ClassVar[str] = "attended"
     nested: ClassVar[bool] = False
     cacheable: ClassVar[bool] = False
+    exact: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset({"llm_attention"})
 
     depth: int = K
@@ -249,6 +251,22 @@ def test_what_cannot_prune_inside_of_a_model_is_refused(name, loaded, method, wh
     if name == "tiny-qwen3-vl":
         with pytest.raises(ValueError, match="at least 3"):
             check_layer(FastV(K=2), loaded.model.config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Faulty(Attended):
+    """Returns these indices, whatever is asked for."""
+
+    indices: list = dataclasses.field(default_factory=list)
+
+    def select(self, visual, budget, ratio, seed):
+        return Selection(torch.tensor(self.indices))
+
+
+@pytest.mark.parametrize("indices", [[3, 3], [0, 10**6], [-1]])
+def test_a_selection_that_cannot_be_kept_is_refused_inside_too(loaded, prompts, indices):
+    with pytest.raises(WrongSelection, match="method 'attended' must return different indices in"):
+        loaded.generate(prompts[:1], [GREEDY], inside=(Faulty(indices=indices), RATIO))
 
 
 @pytest.mark.parametrize("model", RECURRENT)

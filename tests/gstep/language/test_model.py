@@ -139,6 +139,23 @@ def test_a_ragged_batch_gives_what_single_runs_give(name, prompts, share_prefix)
         torch.testing.assert_close(logits, llm(name).logits([prompt])[0], atol=5e-5, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["tiny", "tiny-qwen3-vl"], scope="module")
+def test_scores_that_are_no_numbers_within_an_answer_are_no_answer(name, prompts):
+    """As where a token's activations are beyond float16. What pads a row that has ended is no part of its answer."""
+    plain = llm(name).generate(prompts, [GREEDY] * len(prompts))
+
+    def lose_first_row(module, args, embedded):
+        return embedded.index_fill(0, torch.tensor([0]), torch.nan) if args[0].shape[1] == 1 else embedded
+
+    first, *rest = [GREEDY] * len(prompts)
+    with llm(name).model.get_input_embeddings().register_forward_hook(lose_first_row):
+        for share_prefix in (True, False):
+            with pytest.raises(FloatingPointError, match="no numbers"):
+                llm(name).generate(prompts, [first, *rest], share_prefix=share_prefix)
+        ended, *others = llm(name).generate(prompts, [dataclasses.replace(first, max_new_tokens=1), *rest])
+    assert ended.token_ids == plain[0].token_ids[:1] and ids_of(others) == ids_of(plain[1:])
+
+
 @contextmanager
 def shapes_seen(name):
     """Tell the rows and tokens of all that goes through the model inside this context."""

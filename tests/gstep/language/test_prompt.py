@@ -112,6 +112,20 @@ def test_a_cache_without_what_the_family_needs_is_refused():
         builder(QWEN[0]).build("Why?", [dataclasses.replace(video(QWEN[0]), n_frames=4)])
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_in_order_of_selection_do_not_get_into_wrong_frames(name):
+    """A prompt with a text before each frame takes tokens by ascending index: others would get other frames' times."""
+    clip, maker = video(name, n_frames=2, index=[30, 3, 27, 8]), builder(name, "original")
+    if name not in ("tiny", "tiny-qwen2-5-vl"):
+        with pytest.raises(ValueError, match='read them with order="index"'):
+            maker.build("Why?", [clip])
+        return
+    prompt = maker.build("Why?", [clip])
+    rising = maker.build("Why?", [video(name, n_frames=2, index=[3, 8, 27, 30])])
+    at, order = (prompt.input_ids == maker.placeholder_id).nonzero()[:4, 0], torch.tensor([3, 0, 2, 1])
+    assert torch.equal(prompt.positions[:, at], rising.positions[:, at[order]])
+
+
 @pytest.fixture
 def name():
     return "tiny"

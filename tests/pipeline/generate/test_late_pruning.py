@@ -2,7 +2,7 @@
 
 import pickle
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
 from typing import ClassVar
 
@@ -16,9 +16,11 @@ from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.cdpruner import CDPruner
 from gstep.pruners.fastv import FastV
 from pipeline.errors import UsageError
+from pipeline.generate.answerer import Answerer
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.prompts import TextEmbeddings
-from tests.pipeline.asking import request_about, tiny_cache
+from pipeline.rows import QuestionRecord, without_nulls
+from tests.pipeline.asking import request_about, setup_of, tiny_cache
 from tests.pipeline.evidence import tiny_cache_with_embeddings
 
 T, N, D = 5, 20, 16
@@ -115,6 +117,31 @@ class Deep(Attended):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Drawn(Deep):
+    """Draws inside the model, with a list among its parameters."""
+
+    seeded: ClassVar[bool] = True
+
+    weights: list[float] = field(default_factory=lambda: [1.0, 2.0])
+
+    def select(self, visual, budget, ratio, seed):
+        return Selection(torch.randperm(visual.tokens.shape[1], generator=torch.Generator().manual_seed(seed))[:budget])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed(Pruner):
+    """Prunes before the model, with a list among its parameters."""
+
+    name: ClassVar[str] = "listed"
+    nested: ClassVar[bool] = False
+
+    places: list[int] = field(default_factory=lambda: [5, 3])
+
+    def select(self, visual, budget, ratio, seed):
+        return Selection(torch.tensor(self.places[:budget]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Unsourced(Attended):
     sources: ClassVar[MappingProxyType] = MappingProxyType({})
 
@@ -182,6 +209,28 @@ def test_what_a_method_needs_is_found_by_what_it_declares(request_for, tmp_path)
     ):
         with pytest.raises(UsageError, match=why):
             request_for(path(kind), *params, **options)
+
+
+def test_a_seed_that_a_method_inside_the_model_would_not_draw_by_is_refused(request_for, tmp_path):
+    tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
+    assert request_for(path(Drawn)).identity["pruner"]["seed"] == 0
+    with pytest.raises(UsageError, match=r"Drawn prunes inside the language model, where it draws with seed 0"):
+        request_for(path(Drawn), pruner_seed=1)
+
+
+@pytest.mark.parametrize(("kind", "ratio"), [(Drawn, 0.1), (Listed, 0.0103)])
+def test_a_parameter_may_be_a_list(kind, ratio, tmp_path):
+    """A tuple is no JSON, and a list has no hash."""
+    store = tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
+    job = request_about(
+        tmp_path / "c",
+        [{"question_id": i, "video_id": "a", "prompt": "What?", "max_new_tokens": 2} for i in range(2)],
+        pruner=path(kind),
+        retention_ratio=ratio,
+    )
+    setup = setup_of(store, prunings=job.setup.prunings)
+    rows = [*Answerer(setup).answer([without_nulls(row, QuestionRecord) for row in job.questions.to_pylist()])]
+    assert [(row["status"], row["n_kept"]) for row in rows] == [("ok", int(196 * ratio))] * 2
 
 
 def test_a_text_tower_goes_with_any_method_that_matches_patches(request_for, tmp_path):
