@@ -35,6 +35,8 @@ TABLE = (
             "harmless lines of Ray's own are nowhere"),
     Private("_global_node", "ray", "2.60", "ray._private.worker", "pipeline/runner/nodes.py",
             "nobody knows the folders of Ray on a node, nor whether their disk is full"),
+    Private("get_num_cpus", "ray", "2.60", "ray._private.utils", "pipeline/runner/nodes.py",
+            "a plan in a container reckons with the cores of the whole machine"),
     Private("RayParams", "ray", "2.60", "ray._private.parameter", "pipeline/runner/cluster.py",
             "every command starts a monitor, and waits a second for it when it ends"),
     Private("start_api_server", "ray", "2.60", "ray._private.node:Node", "pipeline/runner/cluster.py",
