@@ -37,6 +37,8 @@ TABLE = (
             "nobody knows the folders of Ray on a node, nor whether their disk is full"),
     Private("get_num_cpus", "ray", "2.60", "ray._private.utils", "pipeline/runner/nodes.py",
             "a plan in a container reckons with the cores of the whole machine"),
+    Private("get_system_memory", "ray", "2.60", "ray._private.utils", "pipeline/doctor/nodes.py",
+            "the doctor takes the memory of a whole machine for that of a container"),
     Private("RayParams", "ray", "2.60", "ray._private.parameter", "pipeline/runner/cluster.py",
             "every command starts a monitor, and waits a second for it when it ends"),
     Private("start_api_server", "ray", "2.60", "ray._private.node:Node", "pipeline/runner/cluster.py",
