@@ -267,8 +267,14 @@ def _finish(
         return CommandResult(2, error_record(error))
     if not isinstance(result, CommandResult):
         result = CommandResult(result, {})
-    for item in result.output:
-        wide_console().print(item, highlight=False)
+    try:
+        for item in result.output:
+            wide_console().print(item, highlight=False)
+    except OSError as error:  # a full disk, say. Flushing the buffer of stdout at exit would raise once more
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        console.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return CommandResult(1, error_record(error))
     record = result.record if isinstance(result.record, Sequence) else {"exit_code": result.exit_code, **result.record}
     return CommandResult(result.exit_code, record)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         findings, config = [], from_flags(PruneConfig, arguments)
         if config.plan or config.dry_run:
             raise UsageError("--plan and --dry-run are for jobs.prune: leave them out")
-        for finding in Doctor(config, lambda line: console.print(line, style="dim")).findings():
+        say = partial(console.print, style="dim", markup=False)  # an IPv6 address has brackets
+        for finding in Doctor(config, say).findings():
             findings.append(finding)
             console.print(_format_finding(finding))
         if not arguments.json:

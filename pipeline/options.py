@@ -159,6 +159,9 @@ class RunOptions(S3Options):
         check(self.max_gpus is None or self.max_gpus >= least, "max_gpus", f"at least {least}", self.max_gpus)
         if self.min_gpus and self.device == "cpu":
             raise UsageError(f"--min-gpus {self.min_gpus} and --device cpu do not go together")
+        for name in (item.name for item in fields(self)):
+            value = getattr(self, name)
+            check(not isinstance(value, int) or abs(value) < 2**63, name, "a number below 2^63", value)
         for name in ("stall_timeout", "flush_seconds", "log_interval"):
             check(positive(getattr(self, name)), name, "a positive number of seconds", getattr(self, name))
         self.failure_limit(1)  # raises for a --max-failed that is neither a count nor a share
@@ -292,12 +295,12 @@ def _json_or_text(text: str) -> Json:
 def _count_or_share(text: str, total: int) -> int:
     """Convert ``--max-failed`` to a number of items: "10", "0.05" or "5%" of ``total``, rounded down.
 
-    A number with a point is a share, so "1.0" is all. Raises UsageError.
+    A number with a point or an exponent is a share, so "1.0" is all. Raises UsageError.
     """
     try:
         if text.endswith("%"):
             share = float(text[:-1]) / 100
-        elif "." in text:
+        elif "." in text or "e" in text.lower():  # Python writes 0.00001 as 1e-05
             share = float(text)
         else:
             count = int(text)

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from typing import Any, NamedTuple, TextIO
 
@@ -79,8 +79,12 @@ def stdout_as_stderr() -> Iterator[TextIO]:
     sys.stdout = sys.stderr
     try:
         if is_process_stdout:
-            with open(stdout_copy, "w", encoding=stream.encoding, errors=stream.errors, closefd=False) as stdout:
+            stdout = open(stdout_copy, "w", encoding=stream.encoding, errors=stream.errors, closefd=False)  # noqa: SIM115
+            try:
                 yield stdout
+            finally:
+                with suppress(OSError):  # what was not written has raised at its own flush
+                    stdout.close()
         else:
             yield stream
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import time
@@ -12,10 +11,11 @@ from typing import NamedTuple, TypeVar
 
 import av.codec
 import ray
+from ray._private.utils import get_system_memory
 
 from pipeline.doctor.finding import Finding
 from pipeline.runner.cluster import describe_cause, package_version
-from pipeline.runner.nodes import RayDisk, iter_alive_nodes, task_on
+from pipeline.runner.nodes import RayDisk, count_cores, iter_alive_nodes, task_on
 
 T = TypeVar("T")
 PACKAGES = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "numpy")
@@ -54,8 +54,8 @@ def look_here() -> Node:
     versions = {name: package_version(name) for name in (*PACKAGES, *OPTIONAL)}
     return Node(
         versions={"python": platform.python_version(), **versions},
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        cores=count_cores(),
+        memory=get_system_memory(),  # or the limit of its container
         shm_free=shutil.disk_usage(shm).free if shm.is_dir() else 0,
         disks=RayDisk.measure() if ray.is_initialized() else [],
         missing_codecs=[name for name in CODECS if not _can_decode(name)],
@@ -68,7 +68,11 @@ def look_at_nodes() -> dict[str, Node | Finding]:
     for host, node_id, _ in iter_alive_nodes():
         if isinstance(node := nodes.get(host), Node):  # its worker has started, so that the way is short
             before = time.time()
-            node_time = ray.get(task_on(node_id).remote(time.time), timeout=_ANSWER_S)
+            try:
+                node_time = ray.get(task_on(node_id).remote(time.time), timeout=_ANSWER_S)
+            except Exception as error:  # noqa: BLE001 - as in on_each_node: the findings of other nodes stay
+                nodes[host] = _no_answer(error)
+                continue
             nodes[host] = node._replace(skew_s=min(0.0, node_time - before) + max(0.0, node_time - time.time()))
     return nodes
 
@@ -89,9 +93,14 @@ def on_each_node(work: Callable[[], T], gpus: int = 0, wait_s: float = _ANSWER_S
         try:
             results[host] = ray.get(answer, timeout=max(1.0, until - time.monotonic()))
         except Exception as error:  # noqa: BLE001 - of a node that does not answer, too
-            says = f"it does not answer: {describe_cause(error)}"
-            results[host] = Finding("node", "wrong", says, "look at it, at its GPU and driver, or drain it")
+            results[host] = _no_answer(error)
     return results
+
+
+def _no_answer(error: Exception) -> Finding:
+    """Return the finding that a node does not answer."""
+    says = f"it does not answer: {describe_cause(error)}"
+    return Finding("node", "wrong", says, "look at it, at its GPU and driver, or drain it")
 
 
 def judge_nodes(nodes: Mapping[str, Node | Finding], driver: Node) -> Iterator[Finding]:

@@ -40,7 +40,9 @@ def first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[T
         attempts = pa.array([1] * len(videos), pa.int32())
         return pa.Table.from_arrays([*videos.columns, attempts], schema=TODO_SCHEMA)
 
-    indexing = Indexing(ContainerOptions(config.column, config.clip_names()), later=True, has_limit=True)
+    indexing = Indexing(
+        ContainerOptions(config.column, config.clip_names(), config.zip_encoding), later=True, has_limit=True
+    )
     videos = to_do(read_manifest(config.videos, config.video_root, objects, indexing)).slice(0, n_videos)
     with Discovery(indexing, objects, lambda videos: (videos, to_do(videos)), videos, n_videos) as discovery:
         rows: list[TodoRow] = discovery.all().todo.to_pylist()

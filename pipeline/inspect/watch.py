@@ -66,7 +66,8 @@ class RunProgress:
         rate = self.n_done / max(self.seconds, 1.0)
         where = f"{self.run_id} on {self.host} (pid {self.pid})"
         if self.status == "running":
-            time_left = f"{(self.n_videos - self.n_done) / rate:.0f} s left" if self.n_done else "no estimate yet"
+            is_known = 0 < self.n_done <= self.n_videos  # an estimate of the number may be too low
+            time_left = f"{(self.n_videos - self.n_done) / rate:.0f} s left" if is_known else "no estimate yet"
             return f"{where} running for {self.seconds:.0f} s: {counts}, {rate:.2f} videos/s, {time_left}"
         if self.status == "starting":
             return f"{where} is starting"
@@ -88,7 +89,7 @@ def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
     if note:
         record_name = f"{RUNS}/{note['run_id']}.json"
         if record_name not in names:
-            return RunProgress(note["run_id"], "starting", note["host"], note["pid"])
+            return RunProgress(note["run_id"], "starting", note.get("host", "?"), note.get("pid", 0))  # if damaged
         names = [record_name]
     for name in reversed(names):  # a run_id begins with its time
         try:
@@ -195,7 +196,8 @@ def _render(run: RunProgress, rate: float) -> RenderableType:
     """Render the state of a run, with ``rate`` in videos a second, and how busy the workers of each stage are."""
     lines: list[RenderableType] = [Text(run.describe())]
     if run.status == "running":
-        time_left = f", {(run.n_videos - run.n_done) / rate:.0f} s left" if rate else ""
+        is_known = rate > 0 and run.n_done <= run.n_videos
+        time_left = f", {(run.n_videos - run.n_done) / rate:.0f} s left" if is_known else ""
         lines += [
             ProgressBar(max(1, run.n_videos), run.n_done, width=60),
             Text(f"{rate:.2f} videos/s of late{time_left}"),

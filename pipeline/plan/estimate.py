@@ -251,6 +251,8 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
     cost = _cost(n, prices, cluster, wall, output)
     if "total" not in cost:
         notes = (*notes, "the cost is not known: give --price gpu-hour=X, or core-hour=X for CPUs")
+    elif cluster.gpus and prices.gpu_hour is None:
+        notes = (*notes, "the cost is of the CPUs alone: give --price gpu-hour=X, too")
     return RunEstimate(
         videos=n,
         failed_share=work.failed,

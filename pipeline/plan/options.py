@@ -75,6 +75,8 @@ class PlanOptions(RunOptions):
         check(self.gpu_type in (None, *GPU_TYPES), "gpu_type", f"one of {', '.join(GPU_TYPES)}", self.gpu_type)
         if self.gpu_type is not None and self.gpus == 0:
             raise UsageError(f"--gpu-type {self.gpu_type} and --gpus 0 do not go together")
+        if self.device == "cpu" and (self.gpu_type is not None or self.gpus):
+            raise UsageError("--device cpu goes with neither --gpus nor --gpu-type: its runs encode on CPUs")
         n_videos = self.corpus_videos
         check(
             n_videos is None or (n_videos >= 1 and n_videos % 1 == 0), "videos", "a whole number, at least 1", n_videos
@@ -83,6 +85,8 @@ class PlanOptions(RunOptions):
             raise UsageError(
                 "videos that are not here are described by --videos N and --seconds S, and --size if known"
             )
+        if n_videos is not None and self.probe is not None:
+            raise UsageError("--probe looks at videos that are here; --videos plans without looking at any")
         self.pixels()
         if self.prices != Prices() and not self.plan:
             raise UsageError("--price goes with --plan")

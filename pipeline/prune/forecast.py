@@ -49,6 +49,7 @@ from pipeline.prune.resume import ManifestCounts
 from pipeline.prune.run import PruneRun
 from pipeline.rows import JsonObject, TodoRow, VideoRecord, failed_video
 from pipeline.runner.claim import describe_holder, find_holder
+from pipeline.runner.nodes import count_cores
 from pipeline.storage.stores import Store
 
 Shape = tuple[int, int, int]  # frames, height and width as an encoder gets them
@@ -262,14 +263,26 @@ def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
         with TemporaryDirectory() as folder, usage_errors():
             source = ModelSource.random(config.model, Path(folder), config.revision)  # its config is all that counts
             recipe = resolve(config, source=source)
-            work = _describe_work(recipe, cluster, int(config.corpus_videos), config.seconds)
+            work = _describe_work(recipe, cluster, _count_corpus(config), config.seconds)
     return estimate(work, cluster, config.prices, notes)
 
 
+def _count_corpus(config: PruneConfig) -> int:
+    """Return how many videos of the corpus of ``--videos`` a run takes, by ``--shard`` and ``--limit``."""
+    n_videos, part = int(config.corpus_videos or 0), config.part()
+    n_own = n_videos if part is None else math.ceil(n_videos / part[1])
+    return min(n_own, config.limit or n_own)
+
+
 def _choose_cluster(config: PruneConfig) -> tuple[Cluster, tuple[str, ...]]:
-    """Return the cluster of the options, by default this machine, and notes on the assumptions."""
+    """Return the cluster of the options, by default this machine, and notes on the assumptions.
+
+    It has no more GPUs than a run uses. Raises UsageError for a type of GPUs without their number.
+    """
     n_local_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
-    gpus, cores, notes = n_local_gpus if config.gpus is None else config.gpus, float(os.cpu_count() or 1), []
+    gpus, cores, notes = n_local_gpus if config.gpus is None else config.gpus, float(count_cores()), []
+    if config.gpu_type is not None and not gpus:
+        raise UsageError(f"--gpu-type {config.gpu_type}: this machine has no GPU; give their number with --gpus N")
     kind = config.gpu_type or (find_gpu_type(torch.cuda.get_device_name(0)) if n_local_gpus else None)
     if gpus and kind is None:
         kind = "A100"
@@ -278,7 +291,13 @@ def _choose_cluster(config: PruneConfig) -> tuple[Cluster, tuple[str, ...]]:
         cores = float(config.gpus * GPU_TYPES[kind].vcpus)
     if _is_this_machine(config):
         notes.append("the cluster is this machine: --gpus, --gpu-type and --decode-cores plan for another one")
-    return Cluster(gpus, kind if gpus else None, float(config.decode_cores or cores)), tuple(notes)
+    cores = float(config.decode_cores or cores)
+    gpus = min(n for n in (gpus, config.max_gpus, config.encode_workers) if n is not None)
+    if config.decode_workers is not None and config.decode_workers < cores:
+        notes.append(f"--decode-workers {config.decode_workers} is not reckoned with: all {cores:g} vCPUs decode")
+    if config.encode_workers is not None and not gpus:
+        notes.append(f"--encode-workers {config.encode_workers} is not reckoned with: all {cores:g} vCPUs encode")
+    return Cluster(gpus, kind if gpus else None, cores), tuple(notes)
 
 
 def _is_this_machine(config: PruneConfig) -> bool:

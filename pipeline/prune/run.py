@@ -516,7 +516,8 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         if self.facts.limit_reached:  # the other videos were not started, and wait as with --limit
             n_left = summary.n_missing
             n_videos, n_waiting = summary.n_videos - n_left, summary.n_waiting + n_left
-            summary = replace(summary, n_new=self.facts.videos, n_missing=0, n_videos=n_videos, n_waiting=n_waiting)
+            n_new = min(self.facts.videos, len(todo))  # the second pass has counted videos again
+            summary = replace(summary, n_new=n_new, n_missing=0, n_videos=n_videos, n_waiting=n_waiting)
         return replace(summary, facts=self.facts.as_record(wall_s))
 
     def tidy(self) -> None:

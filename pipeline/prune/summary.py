@@ -68,6 +68,12 @@ class Summary(Outcome):
         """Return 1 if rows of the table are lost, else the exit code for the counts of failures."""
         return 1 if self.n_lost else super().exit_code(failure_limit, outside_limit)
 
+    def iter_troubles(self, item: str, n_items: int) -> Iterator[str]:
+        """Yield also that rows of the table are lost."""
+        if self.n_lost:
+            yield format_lost(self.n_lost, self.lost)
+        yield from super().iter_troubles(item, n_items)
+
     def as_record(self) -> JsonObject:
         """Return counts, examples and the facts of the run as a JSON-able mapping."""
         counts = {name: value for name, value in super().as_record().items() if name != "facts"}
@@ -245,7 +251,7 @@ def render(summary: Summary) -> RenderableType:
     """Render the summary as a table for the terminal, with the failures by class, an example and the remedy of each."""
     table = Table.grid(padding=(0, 2))
     share = summary.tokens_kept / summary.tokens_in if summary.tokens_in else 0.0
-    waiting = f", {summary.n_waiting} wait for another run (--limit)" if summary.n_waiting else ""
+    waiting = f", {summary.n_waiting} wait for another run (--limit, --max-hours)" if summary.n_waiting else ""
     counts = f"{summary.n_ok} ok, {summary.n_failed} failed, {summary.n_missing} without a row"
     table.add_row("videos", counts + waiting)
     table.add_row("tokens", f"{summary.tokens_kept:,} kept of {summary.tokens_in:,} ({share:.1%})")

@@ -215,7 +215,7 @@ class GraphRun(Generic[T]):
         self._driver, self._items, self._plan, self._heartbeats = driver, items, plan, heartbeats
         self._reporter = reporter(driver.console, len(items), options.log_interval, plan.wording)
         self._first_shard = driver.n_shards
-        self._n_taken = 0  # items that came out of the graph
+        self._n_taken = 0  # items that came out of the graph, an upper bound of those that are not committed yet
         self._growth = Growth(plan, options.max_gpus)
 
     def run(self) -> None:
@@ -325,6 +325,7 @@ class GraphRun(Generic[T]):
         self._reporter.grow(len(self._items))
         ok = pc.sum(pc.equal(shard.rows["status"], "ok")).as_py()
         self._reporter.advance(ok, len(shard.rows) - ok)
+        self._n_taken -= shard.n_taken - len(shard.rows)
 
     def _look_when_due(self) -> None:
         """Read and show the workers' report at intervals. Raise RunFailed or ClusterChanged if the graph should end.

@@ -53,12 +53,9 @@ def check_outcome(summary: S, config: RunOptions, n_items: int, outside_limit: i
     """
     if not summary.exit_code(config.failure_limit(n_items), outside_limit):
         return summary
-    example, message = next(iter(summary.examples.values()), ("", "no row was written"))
-    classes = ", ".join(f"{count} {name}" for name, count in summary.failures.items())
+    troubles = "; ".join(summary.iter_troubles(config.item, n_items))
     raise TooManyFailed(
-        f"{summary.n_failed} of {n_items} {config.item}s failed ({classes}), e.g. {example}: {message}; the results "
-        f"are in {summary.out}, and .summary of this error has all counts and ids",
-        summary,
+        f"{troubles}; the results are in {summary.out}, and .summary of this error has all counts and ids", summary
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import ray
+from ray._private.utils import get_num_cpus
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.runner.heartbeats import WorkerReport
@@ -41,6 +43,12 @@ def task_on(node_id: str, gpus: int = 0) -> Any:
 def _call(work: Callable[[], T]) -> T:
     """Call ``work`` on the node that Ray placed this on."""
     return work()
+
+
+def count_cores() -> int:
+    """Return how many CPUs this process may use, by its container's limit (as Ray counts) and its affinity."""
+    by_affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else sys.maxsize
+    return max(1, min(int(get_num_cpus(override_docker_cpu_warning=True)), by_affinity))
 
 
 class RayDisk(NamedTuple):

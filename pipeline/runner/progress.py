@@ -336,7 +336,7 @@ class LineReporter(Reporter):
         """Make the thread that prints the lines; it runs inside the ``with`` block."""
         super().__init__(total, words)
         self._console = console
-        self._interval = interval
+        self._interval = min(interval, threading.TIMEOUT_MAX)  # an event waits no longer
         self._end_event = threading.Event()
         self._ticker = threading.Thread(target=self._print_lines, name="progress", daemon=True)
 

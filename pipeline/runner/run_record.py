@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -167,7 +167,7 @@ class Outcome:
         examples: error class -> (id, message) of one of them.
         n_missing: items without a row.
         n_outside: failures for infrastructure reasons: a mount, a store, a bug, a GPU full of other work.
-        n_waiting: items that ``--limit`` left for another run; they count nowhere else.
+        n_waiting: items that ``--limit`` or ``--max-hours`` left for another run; they count nowhere else.
         n_new: items that this run processed.
         n_new_failed: failed items among ``n_new``; a failed redo leaves an earlier result in place.
         wall_s: seconds this run took; None for a summary of a cache.
@@ -210,6 +210,19 @@ class Outcome:
         )
         return 1 if bad else 0
 
+    def iter_troubles(self, item: str, n_items: int) -> Iterator[str]:
+        """Yield what makes the exit code of a run of ``n_items`` 1, a text each."""
+        if self.failures:
+            example, message = next(iter(self.examples.values()))
+            classes = ", ".join(f"{count} {name}" for name, count in self.failures.items())
+            yield f"{self.n_failed} of {n_items} {item}s failed ({classes}), e.g. {example}: {message}"
+        elif self.n_new_failed:
+            yield f"{self.n_new_failed} {item}s failed in this run, which keep earlier results"
+        if self.n_missing:
+            yield f"{self.n_missing} of {n_items} {item}s have no row"
+        if not self.n_ok:
+            yield f"no {item} has a result"
+
     def as_record(self) -> JsonObject:
         """Return the counts and examples as a JSON-able mapping, without ``out`` and ``failed``."""
         fields = {name: value for name, value in vars(self).items() if name not in ("out", "failed")}
@@ -222,8 +235,10 @@ class Outcome:
     def pace(self, item: str) -> str:
         """Return a sentence with the number of items of this run, its time and its rate.
 
-        A run without items says that every item has a row already.
+        A run without items says that every item has a row already, or that the rest was left for another run.
         """
+        if not self.n_new and self.n_waiting:
+            return f"no {item} was done before the run ended"
         if not self.n_new:
             return f"nothing to do: every {item} has a row already"
         failed = f" ({self.n_new_failed} failed)" if self.n_new_failed else ""

@@ -35,10 +35,14 @@ class GraphOutput(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """One written shard, or several in one commit: the last shard's number, and the rows to commit."""
+    """One written shard, or several in one commit: the last shard's number, and the rows to commit.
+
+    ``n_taken`` is the number of items that its batches were taken for, an upper bound of the rows.
+    """
 
     number: int
     rows: pa.Table
+    n_taken: int
 
 
 def _return_rows(rows: pa.Table) -> pa.Table:
@@ -109,7 +113,8 @@ class Shards:
         self._since = 0.0  # when the first waiting batch came
         self._n_shards = 0
         self._looked_at = -math.inf  # when the driver last looked for written shards
-        self._writing: dict[ray.ObjectRef, tuple[int, ActorHandle]] = {}  # the answer to come -> shard number, writer
+        # The answer to come -> shard number, writer, items taken.
+        self._writing: dict[ray.ObjectRef, tuple[int, ActorHandle, int]] = {}
         self._ready: deque[Shard] = deque()  # shards of a graph without writers
         self._input_ended = False
 
@@ -183,7 +188,8 @@ class Shards:
                     del self._writing[answer]
                     raise
             if tables:
-                yield Shard(max(self._writing[answer][0] for answer in tables), pa.concat_tables(tables.values()))
+                numbers, _, counts = zip(*(self._writing[answer] for answer in tables), strict=True)
+                yield Shard(max(numbers), pa.concat_tables(tables.values()), sum(counts))
                 for answer in tables:
                     del self._writing[answer]
 
@@ -212,13 +218,13 @@ class Shards:
             return
         number = self._n_shards
         if self._graph.writers is None:
-            self._ready.append(Shard(number, pa.concat_tables(self._waiting)))
+            self._ready.append(Shard(number, pa.concat_tables(self._waiting), self._n_waiting))
         else:
-            in_hand = Counter(writer for _, writer in self._writing.values())
+            in_hand = Counter(writer for _, writer, _ in self._writing.values())
             writer = min(self._writers, key=lambda writer: in_hand[writer])
             if in_hand[writer] >= 2:
                 return
             # If an interrupt hits here, the same shard is written again, and the first result is never committed.
             answer = writer.write.remote(*self._waiting)
-            self._writing[answer] = (number, writer)
+            self._writing[answer] = (number, writer, self._n_waiting)
         self._waiting, self._n_waiting, self._n_shards = [], 0, number + 1

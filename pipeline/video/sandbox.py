@@ -40,6 +40,7 @@ _LOG = logging.getLogger(__name__)
 # Above the niceness of the worker, so that the thread which launches a GPU's kernels does not wait for decoders' turns.
 _NICER = 5
 _START_S = 120.0  # seconds for a child to start; the first waits for the fork server's imports
+_MAX_WAIT_S = 1e6  # a pipe is polled for 2^31 ms at most
 _PRELOAD = ["numpy", "torch", "av", decode.__name__]
 _SECRET_NAMES = ("AWS_", "AZURE_", "GOOGLE_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _SECRET_PARTS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "API_KEY", "ACCESS_KEY", "PRIVATE_KEY")
@@ -113,7 +114,7 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
                 reduction.send_handle(child.pipe, descriptor, child.process.pid)
             child.pipe.send(request)
             while True:
-                if not child.pipe.poll(max(0.0, deadline - time.monotonic())):
+                if not child.pipe.poll(min(_MAX_WAIT_S, max(0.0, deadline - time.monotonic()))):
                     self.close()
                     raise VideoFault("timeout", f"not decoded within {self._timeout_s:g} s", backend=backend)
                 answer = child.pipe.recv()
@@ -301,7 +302,7 @@ def _limit_memory(memory_mb: int, on_gpu: bool) -> str:
     kind, field = (resource.RLIMIT_DATA, 5) if on_gpu else (resource.RLIMIT_AS, 0)
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[field])
-        limit = pages * resource.getpagesize() + memory_mb * 2**20
+        limit = min(pages * resource.getpagesize() + memory_mb * 2**20, 2**63 - 1)
         _, hard = resource.getrlimit(kind)
         resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
     except (OSError, ValueError) as error:

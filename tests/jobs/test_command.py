@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 
 import pytest
@@ -13,6 +15,7 @@ from jobs.command import LogConsole, run_to_exit_code
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.prune.config import PruneConfig
 from tests.interpreter import run_python
+from tests.paths import ROOT
 
 
 def code_of(work, **more) -> tuple[int, str]:
@@ -39,6 +42,24 @@ def test_errors_become_exit_codes_with_a_line_each():
     assert code_of(raising(ValueError("odd")), refusals=(ValueError,)) == (2, "error: odd")
     assert code_of(raising(UsageError("x")), failures=(UsageError,)) == (1, "failed: x")
     assert code_of(raising(KeyboardInterrupt()), interrupt_message="ended early") == (130, "ended early")
+
+
+TABLE = """
+import sys
+from rich.console import Console
+from jobs.command import run_to_exit_code
+from jobs.frame.json_document import CommandResult
+
+sys.exit(run_to_exit_code(lambda: CommandResult(0, {}, ["a table"]), Console(stderr=True)))
+"""
+
+
+def test_a_disk_without_space_for_the_output_is_a_line():
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -c '{TABLE}' 2>&1 >/dev/full"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip()) == (1, "failed: [Errno 28] No space left on device")
 
 
 def test_a_log_has_the_time_in_front_of_every_message_and_no_line_is_cut(capsys):

@@ -22,6 +22,22 @@ def test_an_option_that_makes_no_sense_is_refused(capsys):
     assert "--plan and --dry-run are for jobs.prune" in " ".join(capsys.readouterr().err.split())
 
 
+class Spoken:
+    """A doctor that looks at nothing."""
+
+    def __init__(self, config, say):
+        say("joining the Ray cluster at [fe80::1]:6379")
+
+    def findings(self):
+        return iter(())
+
+
+def test_an_address_in_brackets_is_no_markup(capsys, monkeypatch):
+    monkeypatch.setattr("pipeline.doctor.doctor.Doctor", Spoken)
+    assert doctor.main([]) == 0
+    assert "at [fe80::1]:6379" in capsys.readouterr().err
+
+
 # On a node whose PyAV was built without a decoder of VP9.
 NO_VP9 = """
 import importlib.machinery, sys

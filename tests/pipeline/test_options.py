@@ -66,6 +66,7 @@ def test_a_percentage_without_its_sign_is_named(config, options):
     [
         (None, 10, 9, 10), (None, 20, 19, 10), (None, 200, 199, 10), (None, 400, 399, 20), ("0", 10, 0, 0),
         ("3", 400, 3, 3), ("0.25", 10, 2, 2), ("50%", 400, 200, 200), ("1.0", 10, 10, 10),
+        ("1e-05", 10**6, 10, 10), ("2.5E-1", 10, 2, 2),
     ],
 )  # fmt: skip
 def test_so_many_videos_may_fail_and_so_many_from_outside(text, total, limit, from_outside):

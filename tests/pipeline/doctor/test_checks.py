@@ -1,13 +1,18 @@
 """The checks of jobs.doctor, each with the fault that it is for."""
 
+import time
+import zipfile
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 
+from pipeline.doctor import nodes as node_checks
 from pipeline.doctor.finding import Finding, run_guarded
-from pipeline.doctor.nodes import judge_nodes, look_here, on_each_node
+from pipeline.doctor.nodes import judge_nodes, look_at_nodes, look_here, on_each_node
 from pipeline.doctor.speed import check_balance, check_decoding, first_videos
 from pipeline.doctor.store import check_store, reachable
 from pipeline.errors import UsageError
@@ -39,6 +44,30 @@ def test_nodes_that_agree_are_ok_and_others_are_named():
     assert f"av 99.0 on b, {HERE.versions['av']} here" in findings["versions"].says and findings["versions"].remedy
     assert "-3600.0 s" in findings["clock (a)"].says and "gone" in findings["node (c)"].says
     assert findings["memory (a)"].state == "slow" and "free /dev/shm 0.2 GiB" in findings["memory (a)"].says
+
+
+def test_a_node_that_is_lost_after_it_answered_costs_no_other_nodes_findings(monkeypatch):
+    hosts = [("a", "id-a", {}), ("b", "id-b", {})]
+    monkeypatch.setattr(node_checks, "on_each_node", lambda work: {"a": HERE, "b": HERE})
+    monkeypatch.setattr(node_checks, "iter_alive_nodes", lambda: iter(hosts))
+    monkeypatch.setattr(node_checks, "task_on", lambda node: SimpleNamespace(remote=lambda work: node))
+
+    def answer(node: str, timeout: float) -> float:
+        if node == "id-a":
+            raise ray.exceptions.GetTimeoutError("a is silent")
+        return time.time()
+
+    monkeypatch.setattr(ray, "get", answer)
+    nodes = look_at_nodes()
+    assert nodes["b"] == HERE and "it does not answer: a is silent" in nodes["a"].says
+
+
+def test_a_container_has_the_cores_and_the_memory_of_its_limit(monkeypatch):
+    """As Ray counts them."""
+    monkeypatch.setattr("ray._private.utils._get_docker_cpus", lambda: 1.0)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=2**20))
+    node = look_here()
+    assert (node.cores, node.memory) == (1, 2**20)
 
 
 @pytest.mark.slow
@@ -122,6 +151,11 @@ def test_the_videos_are_those_of_the_run_and_no_more_containers_are_opened_than_
     assert [(row["video_id"], row["attempts"]) for row in found] == [("e.parquet/0", 1), ("e.parquet/1", 1)]
     with pytest.raises(UsageError, match="needs a video_id and a uri"):
         first_videos(PruneConfig(videos=[f"{tmp_path}/e.parquet"]), Objects(), 3)
+    with zipfile.ZipFile(tmp_path / "f.zip", "w") as file:
+        file.writestr("xx.mp4", b"x")
+    (tmp_path / "f.zip").write_bytes((tmp_path / "f.zip").read_bytes().replace(b"xx.mp4", "视.mp4".encode("gbk")))
+    (row,) = first_videos(PruneConfig(videos=[f"{tmp_path}/f.zip"], zip_encoding="gbk"), Objects(), 3)
+    assert row["video_id"] == "f.zip/视.mp4"
     write_tar(tmp_path / "empty.tar", {"a.txt": b"x"})
     with pytest.raises(UsageError, match="holds a video"):
         first_videos(PruneConfig(videos=[f"{tmp_path}/empty.tar"]), Objects(), 3)

@@ -134,6 +134,22 @@ def test_clocks_that_differ_give_no_negative_time(written):
     assert "finished after 0 s" in progress(written).describe()
 
 
+def test_a_run_with_more_videos_than_estimated_has_no_negative_time(written):
+    RunFile(written, record(videos=1, estimated=True)).save(status="running")
+    shown = io.StringIO()
+    with Claim(written, "r2", print):
+        run = progress(written)
+        Console(file=shown, width=200).print(watching._render(run, 2.0))
+    assert run.n_done > run.n_videos and run.describe().endswith("videos/s, no estimate yet")
+    assert "2.00 videos/s of late" in shown.getvalue() and " left" not in shown.getvalue()
+
+
+def test_a_damaged_note_is_of_a_run_that_starts(tmp_path):
+    store = write_header(tmp_path)
+    store.put(f"{run_record.RUNS}/r9{claiming.NOTE}", b"{")
+    assert progress(store).describe() == "r9 on ? (pid 0) is starting"
+
+
 def test_a_cache_without_runs_has_nothing_to_watch(tmp_path):
     write_header(tmp_path)
     assert watch(TokenCache(tmp_path), Console(quiet=True)) is None

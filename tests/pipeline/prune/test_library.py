@@ -10,6 +10,7 @@ from gstep.backbones import family_of
 from pipeline.cache.header import HEADER, serialise_header
 from pipeline.errors import ManifestError, TooManyFailed, UsageError, VideoFault
 from pipeline.prune.config import PruneConfig
+from pipeline.prune.facts import Facts
 from pipeline.prune.run import PruneRun
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_shard
 from tests.pipeline.videos import write_clip
@@ -48,6 +49,14 @@ def test_what_is_there_is_a_summary_that_names_the_failed_and_prints_as_a_table(
     assert "nothing to do: every video has a row already" in str(summary)
     rows = [{"video_id": path.name, "uri": str(path)} for path in clips]
     assert pipeline.prune_videos(rows[:1], out="c", num_frames=4, progress=False).failed == {}
+
+
+def test_a_limit_of_hours_in_the_second_pass_counts_a_video_once(clips):
+    run = PruneRun(PruneConfig(out="c", num_frames=4, retry_failed=True), Console(quiet=True), clips)
+    run.prepare()
+    todo = run.list_remaining()
+    run.facts = Facts(1.0, videos=2, limit_reached="--max-hours 1 is reached")  # b.mp4 has been tried twice
+    assert run.summarise(todo, 1.0).n_new == len(todo) == 1
 
 
 def test_more_failures_than_may_be_are_an_error_that_has_the_summary(clips):

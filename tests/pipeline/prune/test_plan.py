@@ -105,6 +105,44 @@ def test_a_corpus_and_cluster_that_are_not_here(tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+CORPUS = {"plan": True, "corpus_videos": 1001, "seconds": 60, "gpus": 64, "gpu_type": "A100"}
+
+
+@pytest.mark.parametrize(
+    ("options", "videos", "gpus"),
+    [
+        ({}, 1001, 64),
+        ({"limit": 100, "max_gpus": 8}, 100, 8),
+        ({"shard": "1/4", "encode_workers": 2}, 251, 2),
+        ({"shard": "1/4", "limit": 10, "gpus": 0, "gpu_type": None, "max_gpus": 8}, 10, 0),
+    ],
+)
+def test_the_options_of_a_run_that_make_it_smaller_count_in_a_plan_for_elsewhere(options, videos, gpus):
+    plan = plan_run(PruneConfig(**{**CORPUS, **options}), Console(quiet=True))
+    assert (plan.videos, plan.cluster.gpus) == (videos, gpus)
+    assert not [note for note in plan.notes if "reckoned" in note]
+
+
+def test_numbers_of_workers_that_a_plan_does_not_reckon_with_are_named():
+    options = {**CORPUS, "gpus": 0, "gpu_type": None, "decode_cores": 8, "decode_workers": 4, "encode_workers": 1}
+    notes = plan_run(PruneConfig(**options), Console(quiet=True)).notes
+    assert "--decode-workers 4 is not reckoned with: all 8 vCPUs decode" in notes
+    assert "--encode-workers 1 is not reckoned with: all 8 vCPUs encode" in notes
+
+
+def test_a_type_of_gpu_needs_their_number_on_a_machine_without_any(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(UsageError, match=r"--gpu-type A100: this machine has no GPU; give their number with --gpus N"):
+        plan_run(PruneConfig(**{**CORPUS, "gpus": None}), Console(quiet=True))
+
+
+def test_in_a_container_the_cores_are_those_of_its_limit(monkeypatch):
+    """As Ray counts them, which a run of this machine starts decoders for."""
+    monkeypatch.setattr("ray._private.utils._get_docker_cpus", lambda: 1.0)
+    plan = plan_run(PruneConfig(plan=True, corpus_videos=9, seconds=60, device="cpu"), Console(quiet=True))
+    assert plan.cluster.cores == 1.0
+
+
 @pytest.mark.parametrize(("model", "patches"), [("tiny", 1), ("tiny-qwen2-5-vl", 2), ("tiny-qwen3-vl", 2)])
 def test_short_videos_are_planned_with_the_least_frames_of_the_family(model, patches):
     config = PruneConfig(plan=True, model=model, fps=1.0, corpus_videos=10, seconds=1, size="64x64", pruner="none")

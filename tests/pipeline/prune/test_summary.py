@@ -52,7 +52,7 @@ def test_a_whole_cache_is_shown_with_the_remedies(ledger):
     assert "this run" not in shown(summary)
     held = summarise(ledger, manifest(*"abcde", "f"), n_waiting=1)
     said = shown(replace(held, n_new=4, n_new_failed=1, wall_s=2.0))
-    assert "2 ok, 3 failed, 0 without a row, 1 wait for another run (--limit)" in said
+    assert "2 ok, 3 failed, 0 without a row, 1 wait for another run (--limit, --max-hours)" in said
     assert "50 kept of 200 (25.0%)" in said and "1,600 of tokens" in said
     assert "1 videos decoded with warnings" in said and "4 videos (1 failed) in 2.0 s" in said
     assert FAULTS["timeout"].remedy in said and "d: slow" in said
@@ -96,6 +96,13 @@ def test_the_page_explains_every_line_of_the_summary():
     names = [line[: len("from stores")].strip() for line in str(most).splitlines()]
     assert {"videos", "from stores", "lost", "its pace", "positions"} <= {*names}
     assert [name for name in names if name and f"| {name} |" not in page] == []
+
+
+def test_lost_rows_are_a_trouble_of_a_run(ledger):
+    lost = replace(summarise(ledger, manifest("a")), n_lost=2, lost=["x", "y"])
+    assert [text[:49] for text in lost.iter_troubles("video", 1)] == [
+        "2 videos were committed, but no file of videos/ h"
+    ]
 
 
 def test_what_rows_remark_on_their_videos_is_a_line_each(tmp_path):

@@ -283,6 +283,33 @@ def test_what_is_left_is_planned_anew_where_the_cluster_changed_and_a_reason_to_
     assert sorted(run.on_disk()) == list("abc")
 
 
+class Bundles(Words):
+    """A graph whose batches may hold two words each, and hold one."""
+
+    def batches(self) -> Iterator[GraphOutput]:
+        return (GraphOutput(batch.tables, 2) for batch in super().batches())
+
+
+@pytest.mark.parametrize(("lost", "notes"), [("", []), ("c", ["2 finished words were not written: "])])
+def test_bundles_that_are_not_full_do_not_pass_for_words_that_were_not_written(tmp_path, monkeypatch, lost, notes):
+    monkeypatch.setattr(watchdog, "_MAX_LOOK_S", 0.05)
+    monkeypatch.setattr(driver, "TICK_S", 0.05)
+    run = Waiting(tmp_path, *"abcde", ending=Mock(return_value="all words are bad"))
+    run.build = lambda items, plan, heartbeats: Bundles(run.endless(items[:3]), 3)
+    commit = run.commit
+
+    def commit_or_fail(number: int, rows: pa.Table) -> None:
+        if lost in rows["word"].to_pylist():
+            raise OSError("the disk is full")
+        commit(number, rows)
+
+    run.commit = commit_or_fail
+    with pytest.raises(RunFailed, match="all words are bad") as caught:
+        run.run()
+    assert sorted(run.on_disk()) == sorted({*"abc"} - {lost})
+    assert [note[: len(notes[0])] for note in getattr(caught.value, "__notes__", ())] == notes
+
+
 @pytest.mark.parametrize(("ending", "last"), [(KeyboardInterrupt(), [5.0]), (RunFailed("bad"), [0.05, "nodes"])])
 def test_a_stop_waits_little_for_workers_and_not_for_nodes(tmp_path, monkeypatch, ending, last):
     """A cluster that ends at the same time answers neither."""

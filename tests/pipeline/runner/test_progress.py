@@ -25,6 +25,15 @@ def test_a_log_gets_lines_even_while_nothing_is_committed():
     assert lines[-1].startswith("4/10 videos, 1 failed, 7 decoded, 5 encoded, ")
 
 
+def test_an_interval_of_centuries_prints_no_line_and_ends_no_thread(monkeypatch):
+    monkeypatch.setattr(progress_module, "_EARLY_LINES", 0)
+    text = io.StringIO()
+    with LineReporter(Console(file=text, width=120), 10, 1e300, PRUNING) as progress:
+        progress._ticker.join(0.2)
+        assert progress._ticker.is_alive() and not text.getvalue()
+    assert text.getvalue().count("\n") == 1
+
+
 def test_a_terminal_gets_a_bar():
     text = io.StringIO()
     with reporter(Console(file=text, force_terminal=True, width=120), 10, 30, PRUNING) as progress:

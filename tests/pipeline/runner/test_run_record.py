@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -107,6 +108,29 @@ def test_a_relative_place_in_an_uploaded_folder_would_be_lost(monkeypatch, out, 
 def test_the_exit_code_follows_from_the_counts_of_a_run(counts, limit, code):
     none = {"n_ok": 10, "failures": {}, "examples": {}, "n_missing": 0}
     assert Outcome(**{**none, **counts}).exit_code(limit) == code
+
+
+@pytest.mark.parametrize(
+    ("counts", "troubles"),
+    [
+        ({}, []),
+        (
+            {"failures": {"io": 2, "corrupt": 1}, "examples": {"io": ("a.mp4", "gone"), "corrupt": ("b.mp4", "cut")}},
+            ["3 of 10 videos failed (2 io, 1 corrupt), e.g. a.mp4: gone"],
+        ),
+        ({"n_new_failed": 2}, ["2 videos failed in this run, which keep earlier results"]),
+        ({"n_ok": 0, "n_missing": 10}, ["10 of 10 videos have no row", "no video has a result"]),
+    ],
+)
+def test_every_trouble_of_a_run_is_named(counts, troubles):
+    none = {"n_ok": 10, "failures": {}, "examples": {}, "n_missing": 0}
+    assert list(Outcome(**{**none, **counts}).iter_troubles("video", 10)) == troubles
+
+
+def test_a_run_that_was_ended_before_its_first_row_does_not_say_that_nothing_is_to_do():
+    none = Outcome(n_ok=0, failures={}, examples={}, n_missing=0, n_waiting=4, wall_s=2.0)
+    assert none.pace("video") == "no video was done before the run ended"
+    assert replace(none, n_ok=4, n_waiting=0).pace("video") == "nothing to do: every video has a row already"
 
 
 def test_failures_are_counted_with_their_first_example():

@@ -85,6 +85,11 @@ def test_a_hang_ends_at_the_limit_and_is_not_tried_again(clip):
         assert sandbox.decode(request(clip)).source_frames == 30
 
 
+def test_limits_beyond_what_the_system_takes_are_no_error(clip):
+    with DecodeSandbox(timeout_s=1e300, memory_mb=2**62) as sandbox:
+        assert sandbox.decode(request(clip)).source_frames == 30
+
+
 def test_a_file_that_takes_decord_down_is_read_by_pyav(sandbox, clip, tmp_path):
     video = sandbox.decode(request(decord_killer(tmp_path / "a.mp4"), "decord"))
     assert numbers(video.frames) == np.linspace(0, 29, 8, dtype=int).tolist()
