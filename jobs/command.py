@@ -30,8 +30,8 @@ Errors = tuple[type[Exception], ...]
 T = TypeVar("T")
 VERSIONED_PACKAGES = ("gstep-cache", "torch", "ray", "transformers")  # packages of --version
 EXIT_CODES = """\
-Exit code: 0 every {item} has a row and failures are within --max-failed; 1 the run or too many {item}s failed;
-2 the request was refused and nothing was started; 130 interrupted.
+Exit code: 0 every {item} has a row and failures are within --max-failed; 1 the run failed, too many {item}s failed, or
+one failed as internal or own-code; 2 the request was refused and nothing was started; 130 interrupted.
 """
 # After a signal: a second signal within _SAME_SIGNAL_S is the same signal, sent to a process group and by a wrapper. A
 # run has 15 s for its last writes and 10 s more to end. Threads that Python waits for at exit have _MAX_EXIT_S.

@@ -213,9 +213,10 @@ class CodeOptions:
 
     on_changed: str = option(
         "refuse",
-        "what to do where a method of your own has other code now than what is there was made with: refuse, or redo "
-        "all that it made",
+        "what to do if the code of your own method has changed since the stored results were made: refuse, or make all "
+        "its results again",
         choices=("refuse", "redo"),
+        group="your own method",
     )
 
 

@@ -45,10 +45,15 @@ class ServeConfig(PromptOptions, S3Options):
     held_bytes: int = option(
         2**30, "bytes of tokens that the server, and vLLM's engine, keep in memory for later questions", metavar="N"
     )
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every one", metavar="HOST", group="server")
+    host: str = option(
+        "127.0.0.1", "address to listen on; 0.0.0.0: all addresses of the machine", metavar="HOST", group="server"
+    )
     port: int = option(8000, "port to listen on", metavar="PORT")
     api_key: str | None = option(
-        None, "what clients must send (default: VLLM_API_KEY, else nothing is asked for)", metavar="KEY", secret=True
+        None,
+        "the key that clients must send (default: VLLM_API_KEY; without both the server asks for no key)",
+        metavar="KEY",
+        secret=True,
     )
 
     print_command: bool = option(False, "print the command of vLLM's own that does the same, and end")
