@@ -148,6 +148,7 @@ def run_command(
     argv: Sequence[str] | None,
     find_overridden: Callable[[argparse.Namespace], Iterable[str]] = lambda flags: (),
     usual: Collection[str] = (),
+    interrupt_message: str = "interrupted. Committed rows are saved. Rerun the same command to resume",
 ) -> int:
     """Parse ``argv`` and the file of ``--config`` into a ``config``, and do the ``work``; return the exit code.
 
@@ -158,6 +159,7 @@ def run_command(
     Args:
         find_overridden: lists the file's options that the parsed flags replace besides their own.
         usual: the options that ``--help`` shows; then ``--help-all`` shows all. Empty: ``--help`` shows all.
+        interrupt_message: the message after Ctrl-C or SIGTERM.
     """
     if usual:
         parser.usual = frozenset((*usual, "help", "help_all", argparse.SUPPRESS))  # --version has no name
@@ -186,7 +188,6 @@ def run_command(
             flags = parser.parse_args(argv)
         return work(from_flags(config, flags), console)
 
-    interrupt_message = "interrupted. Committed rows are saved. Rerun the same command to resume"
     failures = (RunFailed, CorruptShard)
     return run_to_exit_code(
         run, console, failures=failures, interrupt_message=interrupt_message, document=namespace.json

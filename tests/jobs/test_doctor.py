@@ -22,6 +22,12 @@ def test_an_option_that_makes_no_sense_is_refused(capsys):
     assert "--plan and --dry-run are for jobs.prune" in " ".join(capsys.readouterr().err.split())
 
 
+def test_the_file_of_options_of_a_run_is_taken(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("num-frames: 0\n")
+    assert doctor.main(["--config", str(tmp_path / "run.yaml")]) == 2
+    assert "--num-frames must be at least 1" in capsys.readouterr().err
+
+
 # On a node whose PyAV was built without a decoder of VP9.
 NO_VP9 = """
 import importlib.machinery, sys
