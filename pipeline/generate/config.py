@@ -56,7 +56,7 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
     )
     questions: str | None = option(
         None,
-        "the questions (.jsonl/.parquet/.csv with question_id, video_id, prompt; optional choices, system, "
+        "the questions (.jsonl/.parquet/.csv with question_id, video_id, prompt; optional choices, answer, system, "
         "max_new_tokens, temperature, top_p, top_k, seed; other columns are carried along), local or s3://",
         metavar="FILE",
     )
