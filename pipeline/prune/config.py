@@ -177,8 +177,8 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     fetch_memory: int = option(
         2048,
-        "fetch videos of at most MIB from S3. They stay in memory, never on disk, two for each decode process: the "
-        "next one is fetched while one is decoded",
+        "fetch videos of at most MIB from S3, the hub and archives. They stay in memory, never on disk, two for each "
+        "decode process: the next video is fetched while a video is decoded",
         metavar="MIB",
     )
     decode_workers: int | None = option(
