@@ -109,9 +109,10 @@ class EvaluateConfig(EngineOptions):
     )
     positions: str = option(
         "auto",
-        "positions of the kept tokens: as before pruning (original), counted anew (contiguous) or rows of each (both); "
-        "auto is the model family's: contiguous for LLaVA-OneVision, where original is worth more than a choice of "
-        "method, original for Qwen; positions=original behind a method is its own",
+        "positions of the kept tokens: as before pruning (original), renumbered (contiguous), or a row of each (both); "
+        "auto is the model family's: contiguous for LLaVA-OneVision and InternVL, original for Qwen. On "
+        "LLaVA-OneVision original gains more than a choice of method. positions=original behind a method is for that "
+        "method alone",
         choices=tuple(POSITIONS),
     )
     seed: int = option(

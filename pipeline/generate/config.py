@@ -26,9 +26,9 @@ class PromptOptions:
     dtype: str = option("auto", "the model's arithmetic; auto is bfloat16 on GPUs and float32 on CPUs", choices=DTYPES)
     positions: str = option(
         "auto",
-        "positions of the kept tokens: as before pruning (original) or counted anew (contiguous); auto is the model "
-        "family's: contiguous for LLaVA-OneVision, where original is worth more than a choice of method, original for "
-        "Qwen",
+        "positions of the kept tokens: as before pruning (original) or renumbered (contiguous); auto is the model "
+        "family's: contiguous for LLaVA-OneVision and InternVL, original for Qwen. On LLaVA-OneVision original gains "
+        "more than a choice of method",
         choices=("auto", "contiguous", "original"),
         group="prompts",
     )
@@ -71,8 +71,8 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
     limit: int | None = option(None, "ask only the first N questions", metavar="N")
     siglip: str | None = option(
         None,
-        "for methods that compare SigLIP's embedding of patches with the question, on LLaVA-OneVision: the SigLIP "
-        "checkpoint that the cache's image_embedding was made with, of which the text tower is read",
+        "for methods that compare SigLIP's embedding of patches with the question, such as cdpruner on "
+        "LLaVA-OneVision: the SigLIP checkpoint that the cache's image_embedding was made with; its text tower is read",
         metavar="MODEL",
         group="model",
     )
@@ -92,8 +92,8 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
     pruner_seed: int = option(0, "with --pruner: seed of the methods that draw random numbers", metavar="N")
     order: str = option(
         "auto",
-        "order of the kept tokens in a prompt: ascending position (index), or the method's own (own); auto is the "
-        "method's own where it has one",
+        "order of the kept tokens in a prompt: index is ascending position, own is the method's own order; auto is own "
+        "if the method has an own order",
         choices=("auto", "index", "own"),
         group="prompts",
     )

@@ -106,7 +106,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     dtype: str = option(
         "auto",
-        "the encoder's number format; auto is the one of the cache, else bfloat16 on GPUs and float32 on CPUs",
+        "the encoder's number format; auto is the format of the cache, else bfloat16 on GPUs and float32 on CPUs",
         choices=DTYPES,
     )
     retention_ratio: float = option(
@@ -159,7 +159,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         "(default: the checkpoint's)",
         metavar="N",
     )
-    max_pixels: int | None = option(None, "Qwen models: most pixels, likewise", metavar="N")
+    max_pixels: int | None = option(None, "Qwen models: most pixels of a frame, or of all frames", metavar="N")
     max_video_tokens: int | None = option(
         None, "Qwen models: cap long videos as the stock processors do with cap_pixels_per_frame", metavar="N"
     )
