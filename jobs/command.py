@@ -30,8 +30,8 @@ Errors = tuple[type[Exception], ...]
 T = TypeVar("T")
 VERSIONED_PACKAGES = ("gstep-cache", "torch", "ray", "transformers")  # packages of --version
 EXIT_CODES = """\
-Exit code: 0 every {item} has a row and failures are within --max-failed; 1 the run or too many {item}s failed;
-2 the request was refused and nothing was started; 130 interrupted.
+Exit code: 0 every {item} has a row and failures are within --max-failed; 1 the run failed, too many {item}s failed, or
+one failed as internal or own-code; 2 the request was refused and nothing was started; 130 interrupted.
 """
 # After a signal: a second signal within _SAME_SIGNAL_S is the same signal, sent to a process group and by a wrapper. A
 # run has 15 s for its last writes and 10 s more to end. Threads that Python waits for at exit have _MAX_EXIT_S.
@@ -148,6 +148,7 @@ def run_command(
     argv: Sequence[str] | None,
     find_overridden: Callable[[argparse.Namespace], Iterable[str]] = lambda flags: (),
     usual: Collection[str] = (),
+    interrupt_message: str = "interrupted. Committed rows are saved. Rerun the same command to resume",
 ) -> int:
     """Parse ``argv`` and the file of ``--config`` into a ``config``, and do the ``work``; return the exit code.
 
@@ -158,6 +159,7 @@ def run_command(
     Args:
         find_overridden: lists the file's options that the parsed flags replace besides their own.
         usual: the options that ``--help`` shows; then ``--help-all`` shows all. Empty: ``--help`` shows all.
+        interrupt_message: the message after Ctrl-C or SIGTERM.
     """
     if usual:
         parser.usual = frozenset((*usual, "help", "help_all", argparse.SUPPRESS))  # --version has no name
@@ -186,7 +188,6 @@ def run_command(
             flags = parser.parse_args(argv)
         return work(from_flags(config, flags), console)
 
-    interrupt_message = "interrupted. Committed rows are saved. Rerun the same command to resume"
     failures = (RunFailed, CorruptShard)
     return run_to_exit_code(
         run, console, failures=failures, interrupt_message=interrupt_message, document=namespace.json

@@ -26,12 +26,18 @@ if TYPE_CHECKING:
     from pipeline.storage.stores import Store
 
 
+EPILOG = """\
+Exit code: 0 shown; 1 rows of committed videos are lost, a file is damaged, the store failed, or the run of --watch did
+not finish; 2 the request was refused, e.g. no such video; 130 interrupted.
+"""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Show a cache or answers, one item, the failed items or the run under way, or write a video's page.
 
     Returns the exit code.
     """
-    parser = Parser("python -m jobs.inspect", description=__doc__)
+    parser = Parser("python -m jobs.inspect", description=__doc__, epilog=EPILOG)
     parser.add_argument(
         "place",
         metavar="CACHE|ANSWERS",

@@ -52,7 +52,11 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of jobs.verify."""
     add_cache(parser)
     parser.add_argument(
-        "--jobs", type=count, default=min(8, os.cpu_count() or 1), metavar="N", help="files read at a time"
+        "--jobs",
+        type=count,
+        default=min(8, os.cpu_count() or 1),
+        metavar="N",
+        help="files read at a time [CPUs, 8 at most]",
     )
     parser.add_argument(
         "--clean",
@@ -69,7 +73,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     _add_sampling(parser)
     add_json(parser)
-    parser.add_argument("--log-interval", type=float, default=30.0, metavar="S", help="seconds between progress lines")
+    parser.add_argument(
+        "--log-interval", type=float, default=30.0, metavar="S", help="seconds between progress lines [30]"
+    )
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:

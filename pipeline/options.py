@@ -112,13 +112,13 @@ class RunOptions(S3Options):
     attn: str = option("auto", "attention kernel; auto is flash-attn 2 where it is installed, else sdpa", choices=ATTN)
     min_gpus: int = option(
         0,
-        "wait until the cluster has N GPUs, --stall-timeout at most, for nodes that join late; without any, --device "
+        "wait until the cluster has N GPUs, --stall-timeout at most, for nodes that join late; without a GPU --device "
         "auto takes the CPU",
         metavar="N",
     )
     max_gpus: int | None = option(
         None,
-        "use at most N GPUs of the cluster, those that join meanwhile included; an autoscaling one is asked for N",
+        "use at most N GPUs of the cluster, also of nodes that join later; an autoscaling cluster is asked for N GPUs",
         metavar="N",
     )
     join: bool = option(
@@ -138,8 +138,8 @@ class RunOptions(S3Options):
     )
     stall_timeout: float = option(
         1800.0,
-        "fail if no {item} moves to the next stage for S seconds, and name the stage that holds it up; longer than "
-        "the model takes to load, and than a batch takes",
+        "fail if no {item} moves to the next stage for S seconds, and name the stage; S must be longer than the model "
+        "takes to load, and than a batch takes",
         metavar="S",
     )
     flush_seconds: float = option(
@@ -216,9 +216,10 @@ class CodeOptions:
 
     on_changed: str = option(
         "refuse",
-        "what to do where a method of your own has other code now than what is there was made with: refuse, or redo "
-        "all that it made",
+        "what to do if the code of your own method has changed since the stored results were made: refuse, or make all "
+        "its results again",
         choices=("refuse", "redo"),
+        group="your own method",
     )
 
 

@@ -125,15 +125,17 @@ class ClipTimes:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``decode``."""
-    parser.add_argument("--clips", nargs="+", metavar="NAME", help="some of them only, by what their names hold [all]")
+    parser.add_argument("--clips", nargs="+", metavar="NAME", help="only clips whose names contain a NAME [all]")
     parser.add_argument("--long", action="store_true", help="longer clips of 1080p and 2160p too, which take minutes")
     parser.add_argument("--frames", type=count, default=32, metavar="T", help="frames a clip [32]")
-    parser.add_argument("--fps", type=_parse_positive, metavar="F", help="so many frames a second instead")
-    parser.add_argument("--snap", type=_parse_positive, default=5.0, metavar="S", help="seconds to keyframes [5]")
-    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="rounds; the best is shown [3]")
+    parser.add_argument("--fps", type=_parse_positive, metavar="F", help="instead of --frames: F frames a second")
+    parser.add_argument(
+        "--snap", type=_parse_positive, default=5.0, metavar="S", help="the seconds of --snap-to-keyframes [5]"
+    )
+    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="measure N times, and show the best [3]")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="make the clips there, and keep them")
     parser.add_argument(
-        "--loop", nargs=2, type=count, metavar="N", help="the whole job too, and DataLoader loops, over N and N videos"
+        "--loop", nargs=2, type=count, metavar="N", help="measure the job and DataLoader loops too, over N and N videos"
     )
     parser.add_argument("--workers", type=count, default=2, metavar="N", help="decode workers of these loops [2]")
 

@@ -99,16 +99,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"parameters after commas, fastv,K=3; full retention is always measured too [{' '.join(METHODS)}]",
     )
     parser.add_argument(
-        "--retention-ratio", type=share, nargs="+", default=[0.25, 0.15], metavar="R", help="[0.25 0.15, the paper's]"
+        "--retention-ratio",
+        type=share,
+        nargs="+",
+        default=[0.25, 0.15],
+        metavar="R",
+        help="kept shares [0.25 0.15, the paper's]",
     )
-    parser.add_argument("--videos", default="sample", metavar="VIDEOS", help="as of jobs.prune [sample]")
+    parser.add_argument(
+        "--videos", default="sample", metavar="VIDEOS", help="the videos, as VIDEOS of jobs.prune [sample]"
+    )
     parser.add_argument("--num-frames", type=count, default=32, metavar="T", help="frames a video [32]")
-    parser.add_argument("--questions", type=count, default=1, metavar="Q", help="a video [1]")
-    parser.add_argument("--max-new-tokens", type=count, default=16, metavar="N", help="of every answer, exactly [16]")
-    parser.add_argument("--device", default="auto", choices=DEVICES, help="[auto]")
+    parser.add_argument("--questions", type=count, default=1, metavar="Q", help="questions a video [1]")
+    parser.add_argument(
+        "--max-new-tokens", type=count, default=16, metavar="N", help="exact number of tokens of every answer [16]"
+    )
+    parser.add_argument("--device", default="auto", choices=DEVICES, help="device of the model [auto]")
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: bfloat16 on GPUs, else float32 [auto]")
     parser.add_argument("--attn", default="auto", choices=ATTN, help="attention kernel [auto]")
-    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
+    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="measure N times, and show medians [3]")
     parser.add_argument("--latex", type=file_in_folder, metavar="FILE", help="write the paper's Table 3 there")
 
 

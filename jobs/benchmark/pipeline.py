@@ -42,9 +42,9 @@ _MIN_VIDEOS = 16  # fewer videos would not fill every stage
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``pipeline``."""
     for name, default, help_text in (
-        ("--frames", [2, 32], "of a video, 0.44 MB each [2 32]"),
-        ("--encode-ms", [15, 60, 250], "that encoders sleep for a video [15 60 250]"),
-        ("--nodes", [], "logical nodes, with a worker of each kind a node, beside a loop a node"),
+        ("--frames", [2, 32], "frames of a video, 0.44 MB each [2 32]"),
+        ("--encode-ms", [15, 60, 250], "milliseconds that an encoder sleeps for a video [15 60 250]"),
+        ("--nodes", [], "logical nodes; each has a worker of each kind, and a loop beside it"),
     ):
         parser.add_argument(name, type=count, nargs="+", default=default, metavar="N", help=help_text)
     parser.add_argument(
@@ -52,15 +52,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=count,
         nargs=2,
         metavar="N",
-        help="instead: the cost of the driver, from the job over N and N videos with stages that do nothing",
+        help="measure the driver instead, by the job over N and N videos with stages that do nothing",
     )
-    parser.add_argument("--encoders", type=count, default=1, metavar="N", help="with --driver [1]")
+    parser.add_argument("--encoders", type=count, default=1, metavar="N", help="with --driver: number of encoders [1]")
     workers = max(1, (os.cpu_count() or 1) - 1)
     parser.add_argument(
-        "--workers", type=count, default=workers, metavar="N", help="that decode, in job and loop [the CPUs less one]"
+        "--workers",
+        type=count,
+        default=workers,
+        metavar="N",
+        help="decode workers of the job and of the loop [the CPUs less one]",
     )
-    parser.add_argument("--seconds", type=count, default=20, metavar="S", help="about, of one measurement [20]")
-    parser.add_argument("--repeats", type=count, default=1, metavar="N", help="times each; medians are shown [1]")
+    parser.add_argument("--seconds", type=count, default=20, metavar="S", help="seconds of a measurement, about [20]")
+    parser.add_argument("--repeats", type=count, default=1, metavar="N", help="measure N times, and show medians [1]")
     parser.add_argument("--folder", type=existing_folder, metavar="DIR", help="parent of temporary files [temporary]")
 
 

@@ -95,17 +95,19 @@ class TimedReader:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``read``."""
     parser.add_argument("--videos", type=count, default=66, metavar="N", help="synthetic videos [66]")
-    parser.add_argument("--tokens", type=count, default=1568, metavar="K", help="stored of each, a quarter [1568]")
+    parser.add_argument(
+        "--tokens", type=count, default=1568, metavar="K", help="stored tokens of a video, a quarter of all [1568]"
+    )
     parser.add_argument("--hidden", type=count, default=3584, metavar="D", help="numbers a token [3584]")
-    parser.add_argument("--videos-per-shard", type=count, default=22, metavar="N", help="[22]")
-    parser.add_argument("--repeats", type=count, default=5, metavar="N", help="rounds; medians are shown [5]")
+    parser.add_argument("--videos-per-shard", type=count, default=22, metavar="N", help="videos of a token shard [22]")
+    parser.add_argument("--repeats", type=count, default=5, metavar="N", help="measure N times, and show medians [5]")
     parser.add_argument(
         "--folder",
         type=existing_folder,
         metavar="DIR",
-        help="make the cache below it, and remove it [a temporary folder]",
+        help="make the cache in DIR, and remove it at the end [a temporary folder]",
     )
-    parser.add_argument("--s3", action="store_true", help="also from a server of moto in a separate process")
+    parser.add_argument("--s3", action="store_true", help="read from an S3 server (moto, a separate process) too")
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:

@@ -65,15 +65,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="frames, a synthetic video for each number [8 32 128 384]",
     )
-    parser.add_argument("--tokens-per-frame", type=count, default=196, metavar="N", help="[196]")
+    parser.add_argument("--tokens-per-frame", type=count, default=196, metavar="N", help="tokens of a frame [196]")
     parser.add_argument("--hidden", type=count, default=3584, metavar="D", help="numbers a token [3584]")
     parser.add_argument(
-        "--retention-ratios", type=share, nargs="+", default=[0.25, 0.10], metavar="R", help="[0.25 0.10]"
+        "--retention-ratios", type=share, nargs="+", default=[0.25, 0.10], metavar="R", help="kept shares [0.25 0.10]"
     )
     parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=[*INPUTS], help="kinds of tokens [all]")
-    parser.add_argument("--threads", type=count, default=1, metavar="N", help="of the processor [1]")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the tokens [cpu]")
-    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
+    parser.add_argument("--threads", type=count, default=1, metavar="N", help="threads of the processor [1]")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the tokens [cpu]")
+    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="measure N times, and show medians [3]")
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:

@@ -90,14 +90,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache",
         metavar="CACHE",
-        help="a cache of the model; online-vllm wants whole local files [made of the sample clips, all tokens]",
+        help="a cache of the model; online-vllm needs its videos as local files [made of the sample clips, all tokens]",
     )
     parser.add_argument("--num-frames", type=count, default=16, metavar="T", help="frames a video [16]")
     parser.add_argument(
-        "--retention-ratio", type=share, nargs="+", default=[1.0, 0.25, 0.1], metavar="R", help="[1.0 0.25 0.1]"
+        "--retention-ratio",
+        type=share,
+        nargs="+",
+        default=[1.0, 0.25, 0.1],
+        metavar="R",
+        help="kept shares [1.0 0.25 0.1]",
     )
-    parser.add_argument("--questions", type=count, nargs="+", default=[1, 8], metavar="Q", help="a video [1 8]")
-    parser.add_argument("--max-new-tokens", type=count, default=16, metavar="N", help="[16]")
+    parser.add_argument(
+        "--questions", type=count, nargs="+", default=[1, 8], metavar="Q", help="questions a video [1 8]"
+    )
+    parser.add_argument("--max-new-tokens", type=count, default=16, metavar="N", help="tokens of an answer [16]")
     parser.add_argument(
         "--modes",
         nargs="+",
@@ -105,8 +112,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=list(MODES),
         help="from a cache by vLLM and by transformers; from texts of the same length; from the videos [all]",
     )
-    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
-    parser.add_argument("--plot", type=file_in_folder, metavar="FILE.png", help="draw it (needs matplotlib)")
+    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="measure N times, and show medians [3]")
+    parser.add_argument("--plot", type=file_in_folder, metavar="FILE.png", help="draw the results (needs matplotlib)")
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:

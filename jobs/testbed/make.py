@@ -24,9 +24,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder", type=Path, metavar="DIR", help="the folder to make: new, empty, or of the same recipe"
     )
-    parser.add_argument("--videos", type=count, default=200, metavar="N", help="how many [200]")
+    parser.add_argument("--videos", type=count, default=200, metavar="N", help="number of videos [200]")
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="which videos of the split; other seeds share none of them [0]"
+        "--seed", type=int, default=0, metavar="S", help="draws the videos of the split; two seeds share no video [0]"
     )
     parser.add_argument(
         "--split",
@@ -35,10 +35,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="tune methods on development; use test for published results [development]",
     )
     parser.add_argument(
-        "--durations", nargs="+", choices=_DURATIONS, default=_DURATIONS, help="8, 16 and 32 s, in turn [all three]"
+        "--durations",
+        nargs="+",
+        choices=_DURATIONS,
+        default=_DURATIONS,
+        help="videos of 8, 16 and 32 s, in turn [all three]",
     )
     parser.add_argument(
-        "--hardness", nargs="+", choices=tuple(HARDNESS), default=("plain",), help="several are taken in turn [plain]"
+        "--hardness", nargs="+", choices=tuple(HARDNESS), default=("plain",), help="kinds of videos, in turn [plain]"
     )
     parser.add_argument(
         "--keyframe-seconds", type=count, metavar="S", help="seconds between keyframes [where x264 sets them]"

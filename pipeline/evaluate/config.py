@@ -41,8 +41,8 @@ class EvaluateConfig(EngineOptions):
     )
     data: str | None = option(
         None,
-        "the folder with the benchmark's annotations and videos; of your own questions that of the videos (default: "
-        "their ids are those of --cache)",
+        "the folder with the benchmark's annotations and videos, or with the videos of your own questions (without "
+        "--data a video_id of your own questions is a video of --cache)",
         metavar="DIR",
     )
     video_root: list[str] = option(
@@ -109,9 +109,10 @@ class EvaluateConfig(EngineOptions):
     )
     positions: str = option(
         "auto",
-        "positions of the kept tokens: as before pruning (original), counted anew (contiguous) or rows of each (both); "
-        "auto is the model family's: contiguous for LLaVA-OneVision, where original is worth more than a choice of "
-        "method, original for Qwen; positions=original behind a method is its own",
+        "positions of the kept tokens: as before pruning (original), renumbered (contiguous), or a row of each (both); "
+        "auto is the model family's: contiguous for LLaVA-OneVision and InternVL, original for Qwen. On "
+        "LLaVA-OneVision original gains more than a choice of method. positions=original behind a method is for that "
+        "method alone",
         choices=tuple(POSITIONS),
     )
     seed: int = option(
@@ -148,13 +149,13 @@ class EvaluateConfig(EngineOptions):
         None, "with --fps, Qwen models: cap long videos as jobs.prune --max-video-tokens does", metavar="N"
     )
     decode_timeout: float = option(120.0, "give up a video after S seconds of decoding", metavar="S")
-    decode_workers: int | None = option(None, "decode processes at most (default: by the CPUs)", metavar="N")
-    encode_workers: int | None = option(None, "encoders at most (default: one a GPU)", metavar="N")
+    decode_workers: int | None = option(None, "start at most N decode workers (default: one a CPU)", metavar="N")
+    encode_workers: int | None = option(None, "start at most N encoders (default: one a GPU)", metavar="N")
     workers: int | None = option(
-        None, "language models at most (default: one a GPU; one on CPUs)", metavar="N", group="answers"
+        None, "start at most N language models (default: one a GPU; one on CPUs)", metavar="N", group="answers"
     )
     questions_per_shard: int = option(
-        64, "answers per file at most; a killed run loses at most these per worker", metavar="N"
+        64, "put at most N answers into one file; a killed run loses at most N answers per worker", metavar="N"
     )
 
     def __post_init__(self) -> None:

@@ -26,9 +26,9 @@ class PromptOptions:
     dtype: str = option("auto", "the model's arithmetic; auto is bfloat16 on GPUs and float32 on CPUs", choices=DTYPES)
     positions: str = option(
         "auto",
-        "positions of the kept tokens: as before pruning (original) or counted anew (contiguous); auto is the model "
-        "family's: contiguous for LLaVA-OneVision, where original is worth more than a choice of method, original for "
-        "Qwen",
+        "positions of the kept tokens: as before pruning (original) or renumbered (contiguous); auto is the model "
+        "family's: contiguous for LLaVA-OneVision and InternVL, original for Qwen. On LLaVA-OneVision original gains "
+        "more than a choice of method",
         choices=("auto", "contiguous", "original"),
         group="prompts",
     )
@@ -56,7 +56,7 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
     )
     questions: str | None = option(
         None,
-        "the questions (.jsonl/.parquet/.csv with question_id, video_id, prompt; optional choices, system, "
+        "the questions (.jsonl/.parquet/.csv with question_id, video_id, prompt; optional choices, answer, system, "
         "max_new_tokens, temperature, top_p, top_k, seed; other columns are carried along), local or s3://",
         metavar="FILE",
     )
@@ -68,11 +68,11 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
     )
     out: str = option("answers", "the answers to create or to continue: a folder or s3://bucket/prefix", metavar="DIR")
     format: str = option("parquet", "file format of the answers", choices=("parquet", "jsonl"))
-    limit: int | None = option(None, "only the first so many questions of the file", metavar="N")
+    limit: int | None = option(None, "ask only the first N questions", metavar="N")
     siglip: str | None = option(
         None,
-        "for methods that compare SigLIP's embedding of patches with the question, on LLaVA-OneVision: the SigLIP "
-        "checkpoint that the cache's image_embedding was made with, of which the text tower is read",
+        "for methods that compare SigLIP's embedding of patches with the question, such as cdpruner on "
+        "LLaVA-OneVision: the SigLIP checkpoint that the cache's image_embedding was made with; its text tower is read",
         metavar="MODEL",
         group="model",
     )
@@ -85,15 +85,15 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
     )
     pruner: str | None = option(
         None,
-        "prune a cache of all tokens now, by this method at --retention-ratio; those that look at the question choose "
-        f"anew for every one: {', '.join(METHODS)}, or module:Class of your own",
+        "prune a cache of all tokens now, by this method at --retention-ratio; methods that look at the question "
+        f"select again for each question: {', '.join(METHODS)}, or module:Class of your own",
         metavar="METHOD",
     )
     pruner_seed: int = option(0, "with --pruner: seed of the methods that draw random numbers", metavar="N")
     order: str = option(
         "auto",
-        "order of the kept tokens in a prompt: ascending position (index), or the method's own (own); auto is the "
-        "method's own where it has one",
+        "order of the kept tokens in a prompt: index is ascending position, own is the method's own order; auto is own "
+        "if the method has an own order",
         choices=("auto", "index", "own"),
         group="prompts",
     )
@@ -112,13 +112,13 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
     max_new_tokens: int = option(64, "tokens an answer may have", metavar="N", group="decoding")
     temperature: float = option(0.0, "0 is greedy; above, tokens are drawn", metavar="X")
     top_p: float = option(1.0, "draw among the likeliest tokens that make up this share", metavar="P", share=True)
-    top_k: int = option(0, "draw among so many of the likeliest tokens; 0 is all", metavar="K")
+    top_k: int = option(0, "draw among the K likeliest tokens; 0: among all tokens", metavar="K")
     seed: int = option(0, "seed of drawn answers; what a question draws does not depend on its batch", metavar="N")
     workers: int | None = option(
-        None, "models at most (default: one a GPU; one on CPUs)", metavar="N", group="workers and shards"
+        None, "start at most N models (default: one a GPU; one on CPUs)", metavar="N", group="workers and shards"
     )
     questions_per_shard: int = option(
-        64, "questions in one file of answers at most, but a batch at least; small runs use fewer", metavar="N"
+        64, "put at most N questions, but at least a batch, into one file; small runs put fewer", metavar="N"
     )
 
     def __post_init__(self) -> None:

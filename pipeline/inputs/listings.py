@@ -59,7 +59,8 @@ def list_videos(videos: str, suffixes: frozenset[str], objects: Files, left_out:
     except OSError as error:
         raise ManifestError(f"{videos}: cannot be listed: {error.strerror}") from error
     if not listing.found:
-        raise ManifestError(f"{videos}: no video on S3 at or below it (looked for {' '.join(sorted(suffixes))})")
+        store = "S3" if videos.startswith(SCHEME) else "the hub"
+        raise ManifestError(f"{videos}: no video on {store} at or below it (looked for {' '.join(sorted(suffixes))})")
     return listing
 
 

@@ -147,7 +147,8 @@ def _read(videos: str, roots: Roots, objects: Objects, indexing: Indexing) -> Li
     if "://" in videos and not videos.startswith("file://"):
         shown_name = without_secrets(videos)
         raise ManifestError(
-            f"{shown_name}: only local paths and s3:// are read, not {shown_name.split('://', maxsplit=1)[0]}://"
+            f"{shown_name}: only local paths, s3:// and hf://datasets/ are read, not "
+            f"{shown_name.split('://', maxsplit=1)[0]}://"
         )
     path = Path(videos.removeprefix("file://"))
     if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises for a name that is too long

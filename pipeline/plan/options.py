@@ -24,10 +24,10 @@ class PlanOptions(RunOptions):
         False, "forecast time, cost, bytes and the bottleneck: writes nothing, needs no GPU", group="plan"
     )
     probe: int | None = option(None, "with --plan: look at K of the videos (default: 20)", metavar="K")
-    gpus: int | None = option(None, "with --plan: for N GPUs, or 0 (default: those of this machine)", metavar="N")
+    gpus: int | None = option(None, "with --plan: for N GPUs, or 0 (default: the GPUs of this machine)", metavar="N")
     gpu_type: str | None = option(None, f"with --plan: one of {', '.join(GPU_TYPES)}", metavar="TYPE")
     decode_cores: int | None = option(
-        None, "with --plan: N vCPUs decode (default: those usual beside a GPU)", metavar="N"
+        None, "with --plan: N vCPUs decode (default: as many as usually stand beside the GPUs)", metavar="N"
     )
     price: list[str] = option(
         [],
@@ -35,7 +35,9 @@ class PlanOptions(RunOptions):
         "themselves) or of a gb-month (10^9 bytes stored for a month), e.g. gpu-hour=1.80; may be repeated",
         metavar="NAME=PRICE",
     )
-    corpus_videos: float | None = option(None, "with --plan: for N videos elsewhere", metavar="N", flag="--videos")
+    corpus_videos: float | None = option(
+        None, "with --plan: for N videos that are not here; needs --seconds", metavar="N", flag="--videos"
+    )
     seconds: float | None = option(None, "with --videos: seconds of a video", metavar="S")
     size: str | None = option(None, f"with --videos: pixels of a video (default: {_FULL_HD})", metavar="WxH")
 

@@ -37,15 +37,14 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     column: str | None = option(
         None,
-        "VIDEOS are Parquet or Arrow tables, and this column of theirs has the bytes of videos (or, of a single "
-        ".parquet, their paths); their ids are the column video_id, else the file and the row (or the path), and small "
-        "columns are carried along",
+        "VIDEOS are Parquet or Arrow tables, and column NAME has the bytes of the videos, or in .parquet their paths. "
+        "An id is the column video_id, else the file and the row, or the path. Small columns are carried along",
         metavar="NAME",
     )
     clips_from: str | None = option(
         None,
-        "take the clip of each video from these two numbers of the .json of its key in a tar (or columns, with "
-        "--column of bytes), in seconds",
+        "take the clip of each video from these two numbers, in seconds: of the video's .json in a tar, or of two "
+        "columns of a table whose --column has bytes",
         metavar="START,END",
     )
     zip_encoding: str | None = option(
@@ -62,16 +61,16 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     on_changed: str = option(
         "refuse",
-        "what to do with a cached video whose uri, file or clip differs now, or which other code of your own --decoder "
-        "read: refuse to start, keep its tokens, or encode it again; skip and redo process the new videos. redo "
-        "also encodes a whole cache again whose own --pruner has other code now (skip does not). A file of the same "
-        "size with another time, ETag or CRC has changed if bytes at its start, middle or end differ",
+        "what to do with a cached video if its uri, file or clip, or the code of your own --decoder, has changed: "
+        "refuse to start, keep its tokens (skip), or encode it again (redo); skip and redo process the new videos. "
+        "redo also encodes the whole cache again if the code of your own --pruner has changed; skip does not. A file "
+        "of the same size with another time, ETag or CRC has changed if bytes at its start, middle or end differ",
         choices=("refuse", "skip", "redo"),
     )
     redo: str | None = option(
         None,
-        "encode these cached videos again, failed ones too: a file with a video_id a line, as of jobs.remove --ids. "
-        "Each run with it does them all",
+        "encode these cached videos again, failed videos too: a file with a video_id a line, as for jobs.remove --ids. "
+        "Each run with --redo encodes all of them",
         metavar="FILE",
     )
     shard: str | None = option(
@@ -107,7 +106,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     dtype: str = option(
         "auto",
-        "the encoder's number format; auto is the one of the cache, else bfloat16 on GPUs and float32 on CPUs",
+        "the encoder's number format; auto is the format of the cache, else bfloat16 on GPUs and float32 on CPUs",
         choices=DTYPES,
     )
     retention_ratio: float = option(
@@ -160,7 +159,7 @@ class PruneConfig(PlanOptions, PrunerOptions):
         "(default: the checkpoint's)",
         metavar="N",
     )
-    max_pixels: int | None = option(None, "Qwen models: most pixels, likewise", metavar="N")
+    max_pixels: int | None = option(None, "Qwen models: most pixels of a frame, or of all frames", metavar="N")
     max_video_tokens: int | None = option(
         None, "Qwen models: cap long videos as the stock processors do with cap_pixels_per_frame", metavar="N"
     )
@@ -178,8 +177,8 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
     fetch_memory: int = option(
         2048,
-        "fetch videos of at most MIB from S3. They stay in memory, never on disk, two for each decode process: the "
-        "next one is fetched while one is decoded",
+        "fetch videos of at most MIB from S3, the hub and archives. They stay in memory, never on disk, two for each "
+        "decode process: the next video is fetched while a video is decoded",
         metavar="MIB",
     )
     decode_workers: int | None = option(

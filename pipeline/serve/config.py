@@ -25,7 +25,7 @@ class ServeConfig(PromptOptions, S3Options):
     )
     retention_ratio: float | None = option(
         None,
-        "share of the visual tokens of a video whose link says none, 0.25 or 25%% (default: all that is stored)",
+        "share of the visual tokens of a video if its link names no share: 0.25 or 25%% (default: all that is stored)",
         metavar="R",
         share=True,
     )
@@ -39,23 +39,29 @@ class ServeConfig(PromptOptions, S3Options):
     )
     max_tokens_per_video: int | None = option(
         None,
-        "memory for videos of N visual tokens, also in later caches (default: the largest cached video)",
+        "reserve memory for videos of N visual tokens, also for videos that are cached later (default: of the largest "
+        "cached video)",
         metavar="N",
     )
     held_bytes: int = option(
-        2**30, "bytes of tokens that the server, and vLLM's engine, keep in memory for later questions", metavar="N"
+        2**30, "bytes of tokens that the server and vLLM's engine each keep in memory for later questions", metavar="N"
     )
-    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every one", metavar="HOST", group="server")
+    host: str = option(
+        "127.0.0.1", "address to listen on; 0.0.0.0: all addresses of the machine", metavar="HOST", group="server"
+    )
     port: int = option(8000, "port to listen on", metavar="PORT")
     api_key: str | None = option(
-        None, "what clients must send (default: VLLM_API_KEY, else nothing is asked for)", metavar="KEY", secret=True
+        None,
+        "the key that clients must send (default: VLLM_API_KEY; without both the server asks for no key)",
+        metavar="KEY",
+        secret=True,
     )
 
-    print_command: bool = option(False, "print the command of vLLM's own that does the same, and end")
+    print_command: bool = option(False, "print the command of vLLM's own server that does the same, and exit")
     refresh_seconds: float = option(10.0, "look for new, redone and removed videos this often, in seconds", metavar="S")
-    max_request_bytes: int = option(2**20, "size of a request's body at most; a larger one is a 413", metavar="N")
+    max_request_bytes: int = option(2**20, "largest body of a request; a larger body gets a 413", metavar="N")
     shutdown_timeout: float = option(
-        30.0, "seconds that requests have to end after SIGTERM, while new ones are a 503", metavar="S"
+        30.0, "seconds in which running requests may end after SIGTERM; new requests get a 503", metavar="S"
     )
 
     def __post_init__(self) -> None:

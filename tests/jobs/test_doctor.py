@@ -38,6 +38,12 @@ def test_an_address_in_brackets_is_no_markup(capsys, monkeypatch):
     assert "at [fe80::1]:6379" in capsys.readouterr().err
 
 
+def test_the_file_of_options_of_a_run_is_taken(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("num-frames: 0\n")
+    assert doctor.main(["--config", str(tmp_path / "run.yaml")]) == 2
+    assert "--num-frames must be at least 1" in capsys.readouterr().err
+
+
 # On a node whose PyAV was built without a decoder of VP9.
 NO_VP9 = """
 import importlib.machinery, sys

@@ -3,7 +3,7 @@
 import pytest
 
 from gstep.methods import METHODS, VIDEO_METHODS
-from jobs import evaluate, generate, prune, serve
+from jobs import evaluate, generate, prune, recode, reprune, serve
 
 
 def help_of(command, flag, capsys):
@@ -33,3 +33,12 @@ def test_help_is_a_screen_of_the_usual_options_and_leads_to_all(command, capsys)
     with pytest.raises(SystemExit, match="0"):
         command.main(["--help-all"])
     assert "--s3-endpoint" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [generate, evaluate, recode, reprune])
+def test_the_flag_about_your_own_method_is_no_flag_of_s3(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        command.main(["--help-all" if hasattr(command, "USUAL") else "--help"])
+    sections = capsys.readouterr().out.split("\n\n")
+    (titled,) = (section for section in sections if "\n  --on-changed " in section)
+    assert titled.startswith("your own method:") and "--s3-endpoint" not in titled

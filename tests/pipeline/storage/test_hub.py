@@ -108,5 +108,12 @@ def test_a_manifest_on_the_hub_names_what_lies_below_its_folder_alone(uri, monke
 
 
 def test_other_addresses_of_the_hub_are_refused(hub):
-    with pytest.raises(UsageError, match="only local paths, s3:// and hf://datasets/ are read"):
-        read_manifest("hf://spaces/a/b")
+    for uri in ("hf://spaces/a/b", "gs://bucket/videos"):
+        with pytest.raises(UsageError, match="only local paths, s3:// and hf://datasets/ are read"):
+            read_manifest(uri)
+
+
+def test_a_folder_of_the_hub_without_a_video_is_refused_as_one_of_the_hub(monkeypatch):
+    monkeypatch.setattr(HubFiles, "list", lambda files, prefix, *, deep: iter(()))
+    with pytest.raises(UsageError, match="no video on the hub at or below it"):
+        read_manifest("hf://datasets/someone/clips/videos/")
