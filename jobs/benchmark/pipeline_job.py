@@ -21,7 +21,7 @@ from gstep import PrunedTokens, VisualTokens, make_pruner
 from jobs.benchmark.pipeline_work import DRIVER, HIDDEN, RATIO, SIDE, TOKENS_PER_FRAME, Work
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import RunFailed
-from pipeline.inputs.forms import Containers
+from pipeline.inputs.forms import OpenArchives
 from pipeline.prune import graph
 from pipeline.prune.decode_stage import Decoder, DecodeSetup, VideoDecoder
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder, collect_kept_tokens, make_pruning_columns
@@ -92,7 +92,7 @@ class IdleVideoDecoder(VideoDecoder):
     def close(self) -> None:
         """Close nothing: there is no child."""
 
-    def open(self, row: TodoRow, containers: Containers | None = None) -> Source:
+    def open(self, row: TodoRow, archives: OpenArchives | None = None) -> Source:
         """Return the source unopened."""
         return Source(row["uri"])
 

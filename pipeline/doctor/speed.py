@@ -14,7 +14,7 @@ import torch
 
 from pipeline.doctor.finding import Finding, run_guarded
 from pipeline.errors import UsageError
-from pipeline.inputs.container import ContainerOptions
+from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
@@ -41,7 +41,7 @@ def first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[T
         return pa.Table.from_arrays([*videos.columns, attempts], schema=TODO_SCHEMA)
 
     indexing = Indexing(
-        ContainerOptions(config.column, config.clip_names(), config.zip_encoding), later=True, has_limit=True
+        ArchiveOptions(config.column, config.clip_names(), config.zip_encoding), later=True, has_limit=True
     )
     videos = to_do(read_manifest(config.videos, config.video_root, objects, indexing)).slice(0, n_videos)
     with Discovery(indexing, objects, lambda videos: (videos, to_do(videos)), videos, n_videos) as discovery:

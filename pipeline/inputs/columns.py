@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.errors import ManifestError, VideoFault
-from pipeline.inputs.container import (
+from pipeline.inputs.archive import (
     CLIP_COLUMNS,
-    Container,
-    ContainerOptions,
+    Archive,
+    ArchiveOptions,
     Member,
     RandomFile,
     SeekableFile,
@@ -37,7 +37,7 @@ _KEY = "video_id"  # the column that names a row's video, if there is one
 _BYTES = "bytes"  # the field of datasets' own columns of videos, {bytes, path}
 
 
-class Table(Container):
+class Table(Archive):
     """An open table. The offset of a video is its row."""
 
     def __init__(self, file: RandomFile) -> None:
@@ -49,7 +49,7 @@ class Table(Container):
         self._place: tuple[str, int, int] = "", -1, 0  # column, piece and next row of what is being read
         self._rows: Iterator[pa.Scalar] = iter(())
 
-    def members(self, options: ContainerOptions) -> Iterator[Member]:
+    def members(self, options: ArchiveOptions) -> Iterator[Member]:
         """Yield a member for each row in order, also for a row without bytes.
 
         Raises ManifestError without a column of bytes, OSError. A damaged part ends the list with a fault. Sets
@@ -112,7 +112,7 @@ class Table(Container):
             self._pieces = (_RowGroups if find_suffix(self._file.uri) == ".parquet" else _RecordBatches)(self._file)
         return self._pieces
 
-    def _names(self, schema: pa.Schema, options: ContainerOptions) -> list[str]:
+    def _names(self, schema: pa.Schema, options: ArchiveOptions) -> list[str]:
         """Return the columns that the index needs: small columns, and ``video_id``.
 
         Raises ManifestError if the column of videos is missing, there twice or not of bytes.

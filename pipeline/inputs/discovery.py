@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from pipeline.errors import RunFailed
-from pipeline.inputs.indexes import Indexing, NamedContainer
+from pipeline.inputs.indexes import Indexing, NamedArchive
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.storage.s3 import Objects
 
@@ -41,11 +41,11 @@ class Discovery(AbstractContextManager["Discovery"]):
     one before the end.
 
     Args:
-        indexing: makes the indexes; its ``unindexed`` are the containers.
-        select: returns the videos of this run (MANIFEST_SCHEMA) among those of a container, and the rows of those to
+        indexing: makes the indexes; its ``unindexed`` are the archives.
+        select: returns the videos of this run (MANIFEST_SCHEMA) among those of an archive, and the rows of those to
             process (TODO_SCHEMA).
         known_todo: the videos to process that were known before (TODO_SCHEMA).
-        limit: how many videos are processed at most; then no further container is opened, and of the last one no
+        limit: how many videos are processed at most; then no further archive is opened, and of the last one no
             more read than is needed.
 
     Attributes:
@@ -203,7 +203,7 @@ class Discovery(AbstractContextManager["Discovery"]):
             self._new_part.notify_all()
 
 
-def _size(place: NamedContainer) -> int:
+def _size(place: NamedArchive) -> int:
     """Return the bytes of an archive, 0 if unknown."""
     if place.info is not None:
         return place.info.size

@@ -8,16 +8,16 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from pipeline.errors import VideoFault
-from pipeline.inputs.archives import Tar, Zip
+from pipeline.inputs.archive import Archive, ArchiveOptions, Member, RandomFile, merge_spans, open_archive
 from pipeline.inputs.columns import Table
-from pipeline.inputs.container import Container, ContainerOptions, Member, RandomFile, merge_spans, open_container
 from pipeline.inputs.listings import find_suffix
+from pipeline.inputs.tar_and_zip import Tar, Zip
 from pipeline.keys import mark_key
 from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects
 
-#: To add a form, write a subclass of Container as those in ``archives`` and add a line here.
-FORMS: dict[str, Callable[[RandomFile], Container]] = {".tar": Tar, ".zip": Zip, ".parquet": Table, ".arrow": Table}
+#: To add a form, write a subclass of Archive as those in ``tar_and_zip`` and add a line here.
+FORMS: dict[str, Callable[[RandomFile], Archive]] = {".tar": Tar, ".zip": Zip, ".parquet": Table, ".arrow": Table}
 #: The forms that need --column to name the column of videos.
 OF_COLUMNS = frozenset({".parquet", ".arrow"})
 
@@ -38,15 +38,15 @@ def find_member(uri: str, offset: int | None, size: int | None) -> ArchiveMember
 def make_fetch(
     spot: ArchiveMember | None, objects: Objects, mark: int | None = None
 ) -> Callable[[Callable[[bytes], object], int], int] | None:
-    """Return a function that passes the bytes of a video to a writer (``Containers.fetch``); None without a member.
+    """Return a function that passes the bytes of a video to a writer (``OpenArchives.fetch``); None without a member.
 
-    ``mark`` is as ``Containers.find_again`` takes it.
+    ``mark`` is as ``OpenArchives.find_again`` takes it.
     """
     if spot is None:
         return None
 
     def fetch(write: Callable[[bytes], object], limit: int) -> int:
-        with Containers(objects, [spot]) as opened:
+        with OpenArchives(objects, [spot]) as opened:
             return opened.fetch(spot if mark is None else opened.find_again(spot, mark), write, limit)
 
     return fetch
@@ -58,7 +58,7 @@ def fetch_again(row: VideoRow, objects: Objects) -> Callable[[Callable[[bytes], 
     return make_fetch(spot, objects, row.get("source_mark"))
 
 
-class Containers(AbstractContextManager["Containers"]):
+class OpenArchives(AbstractContextManager["OpenArchives"]):
     """The archives of some videos; one archive is open at a time. For one thread. Close it after use.
 
     Args:
@@ -68,13 +68,13 @@ class Containers(AbstractContextManager["Containers"]):
     def __init__(self, objects: Objects, spots: Iterable[ArchiveMember | None] = ()) -> None:
         self._objects = objects
         self._spots = [spot for spot in spots if spot is not None]
-        self._open: tuple[str, RandomFile, Container] | None = None
+        self._open: tuple[str, RandomFile, Archive] | None = None
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Close the open container. May be called twice."""
+        """Close the open archive. May be called twice."""
         if self._open is not None:
             self._open[1].close()
             self._open = None
@@ -87,7 +87,7 @@ class Containers(AbstractContextManager["Containers"]):
         n_done = 0
         if (size := spot.member.size or 0) > limit:
             raise OSError(errno.EFBIG, f"the member has {size} bytes, more than the {limit} that are allowed")
-        for piece in self._open_container(spot.shard).read(spot.member):
+        for piece in self._open_archive(spot.shard).read(spot.member):
             n_done += len(piece)
             if n_done > limit:
                 raise OSError(errno.EFBIG, f"the member has more than the {limit} bytes that are allowed")
@@ -99,20 +99,20 @@ class Containers(AbstractContextManager["Containers"]):
 
         In a repacked archive it is found by its name; ``spot`` is returned if there is none. Raises as ``fetch``.
         """
-        container = self._open_container(spot.shard)
+        archive = self._open_archive(spot.shard)
         assert self._open is not None
         if mark_key(self._open[1].mark) == mark:
             return spot
-        members = container.members(ContainerOptions())
+        members = archive.members(ArchiveOptions())
         return ArchiveMember(
             spot.shard, next((candidate for candidate in members if candidate.name == spot.member.name), spot.member)
         )
 
     def sample(self, spot: ArchiveMember) -> int | None:
-        """Return ``Container.sample`` of a video. Raises OSError."""
-        return self._open_container(spot.shard).sample(spot.member)
+        """Return ``Archive.sample`` of a video. Raises OSError."""
+        return self._open_archive(spot.shard).sample(spot.member)
 
-    def _open_container(self, shard: str) -> Container:
+    def _open_archive(self, shard: str) -> Archive:
         """Return the archive ``shard``; open it, and close the one before it, unless it is open already.
 
         Its requests are planned for the videos of this object. Raises VideoFault for an unknown suffix, or OSError.
@@ -122,12 +122,12 @@ class Containers(AbstractContextManager["Containers"]):
             form = FORMS.get(find_suffix(shard))
             if form is None:
                 raise VideoFault("unsupported", f"{shard}: its name ends like no archive or table ({' '.join(FORMS)})")
-            file = open_container(shard, self._objects)
+            file = open_archive(shard, self._objects)
             try:
-                container = form(file)
-                file.plan(merge_spans(container.span(spot.member) for spot in self._spots if spot.shard == shard))
+                archive = form(file)
+                file.plan(merge_spans(archive.span(spot.member) for spot in self._spots if spot.shard == shard))
             except BaseException:
                 file.close()
                 raise
-            self._open = shard, file, container
+            self._open = shard, file, archive
         return self._open[2]

@@ -21,15 +21,15 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.errors import ManifestError, RunFailed, printable
-from pipeline.inputs.container import (
+from pipeline.inputs.archive import (
     CLIP_COLUMNS,
-    Container,
-    ContainerOptions,
+    Archive,
+    ArchiveOptions,
     Member,
     RandomFile,
     check_name,
     fault,
-    open_container,
+    open_archive,
 )
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.left_out import LeftOut
@@ -49,7 +49,7 @@ _MAX_KEPT_NAMES = 100  # of what is left out, of a kind, in a kept index
 _BEYOND: Final = 2**53  # bytes that no file has; sums of smaller numbers fit 64 bits
 
 
-class NamedContainer(NamedTuple):
+class NamedArchive(NamedTuple):
     """An archive or table in the user's VIDEOS.
 
     Attributes:
@@ -96,7 +96,7 @@ class Indexing:
         left_out: files and members that are no videos, or are not read.
     """
 
-    options: ContainerOptions = field(default_factory=ContainerOptions)
+    options: ArchiveOptions = field(default_factory=ArchiveOptions)
     store: Store | None = None
     keeps: bool = False
     only_known: bool = False
@@ -105,7 +105,7 @@ class Indexing:
     ids: Ids | None = None
     enough: Callable[[pa.Table], bool] | None = None
     say: Callable[[str], object] = lambda line: None
-    unindexed: list[NamedContainer] = field(default_factory=list)
+    unindexed: list[NamedArchive] = field(default_factory=list)
     fetched: int = 0
     unit: int = 1
     at_once: int = 32
@@ -116,7 +116,7 @@ class Indexing:
     _is_stopped: bool = False
     _counting: threading.Lock = field(default_factory=threading.Lock)  # several threads index
 
-    def rows(self, places: Sequence[NamedContainer], objects: Objects) -> Generator[pa.Table, None, None]:
+    def rows(self, places: Sequence[NamedArchive], objects: Objects) -> Generator[pa.Table, None, None]:
         """Yield the videos of each archive in order, as MANIFEST_SCHEMA; several archives are read in parallel.
 
         An archive that is skipped gives an empty table, and is added to ``unindexed``. Raises ManifestError for an
@@ -148,7 +148,7 @@ class Indexing:
         """End all threads of ``rows`` at their next member, and drop their indexes."""
         self._is_stopped = True
 
-    def _rows(self, place: NamedContainer, objects: Objects) -> pa.Table | None:
+    def _rows(self, place: NamedArchive, objects: Objects) -> pa.Table | None:
         """Return the videos of one archive, as MANIFEST_SCHEMA; None if it is skipped.
 
         An archive that must not or cannot be read is a single row, with the reason. Raises ManifestError, RunFailed.
@@ -161,7 +161,7 @@ class Indexing:
         if kept_index is None and self.later and (self.has_limit or self._is_kept(place)):
             return None
         try:
-            with closing(open_container(place.uri, objects, place.info)) as file:
+            with closing(open_archive(place.uri, objects, place.info)) as file:
                 try:
                     index = self._index(place, file, kept_index)
                 finally:
@@ -175,7 +175,7 @@ class Indexing:
         self.left_out.add_all(index.left_out.as_record(), f"{place.name}/")
         return _table(place, index.members, self.options, index.mark)
 
-    def _index(self, place: NamedContainer, file: RandomFile, kept_index: _Index | None) -> _Index | None:
+    def _index(self, place: NamedArchive, file: RandomFile, kept_index: _Index | None) -> _Index | None:
         """Return the index of an open archive: the kept index if it fits, else a new index.
 
         None if ``only_known`` is set and the kept index does not fit. A new index is kept only if it is complete.
@@ -188,61 +188,61 @@ class Indexing:
             return None
         with self._counting:
             self._n_read += 1
-        container = FORMS[find_suffix(place.uri)](file)
-        index, complete = self._members(place, container)
+        archive = FORMS[find_suffix(place.uri)](file)
+        index, complete = self._members(place, archive)
         index = index._replace(mark=self._mark(place, file))
         with self._counting:
-            self.unit = max(self.unit, container.unit)
-            if container.note is not None and find_suffix(place.uri) not in self._notes:
+            self.unit = max(self.unit, archive.unit)
+            if archive.note is not None and find_suffix(place.uri) not in self._notes:
                 self._notes.add(find_suffix(place.uri))
-                self.say(f"note: {place.uri}: {printable(container.note)}")
+                self.say(f"note: {place.uri}: {printable(archive.note)}")
         if complete:
             self._write_index(place, index)
         return index
 
-    def _mark(self, place: NamedContainer, file: RandomFile) -> str:
+    def _mark(self, place: NamedArchive, file: RandomFile) -> str:
         """Return a text that changes with an archive, or with the options for reading it; "" for none."""
         encoding = self.options.zip_encoding if find_suffix(place.uri) == ".zip" else None
         return f"{file.mark} {encoding}" if encoding and file.mark else file.mark
 
-    def _members(self, place: NamedContainer, container: Container) -> tuple[_Index, bool]:
+    def _members(self, place: NamedArchive, archive: Archive) -> tuple[_Index, bool]:
         """Return the members of an archive, and True if these are all.
 
         It is False if there are ``enough``, and after ``stop``, which gives no members.
         """
         members, look_at = list[Member](), _FIRST_CHECK
-        for member in container.members(self.options):
+        for member in archive.members(self.options):
             if self._is_stopped:
                 return _Index([], LeftOut()), False
             # The archive was read up to this video, so the members between it and the last video are known.
             if len(members) == look_at and self.enough is not None:
                 look_at *= 2
-                index = self._make_index(place, container, members)
+                index = self._make_index(place, archive, members)
                 if self._clips_known(place, index) and self.enough(_table(place, index.members, self.options)):
                     self.n_cut += 1
                     return index, False
             members.append(member)
-        return self._make_index(place, container, members), True
+        return self._make_index(place, archive, members), True
 
-    def _make_index(self, place: NamedContainer, container: Container, members: list[Member]) -> _Index:
+    def _make_index(self, place: NamedArchive, archive: Archive, members: list[Member]) -> _Index:
         """Return the index of the members read so far, with checked names."""
-        with_sidecars, left_out = container.pair_sidecars(members)
+        with_sidecars, left_out = archive.pair_sidecars(members)
         if find_suffix(place.uri) in OF_COLUMNS:  # names of rows are no part of an id
             return _Index(with_sidecars, left_out)
         seen_names = set[str]()
         return _Index([check_name(member, seen_names) for member in with_sidecars], left_out)
 
-    def _clips_known(self, place: NamedContainer, index: _Index) -> bool:
+    def _clips_known(self, place: NamedArchive, index: _Index) -> bool:
         """Return True if the clips of members are known; what tells the clip of a tar's video may lie far behind it."""
         if self.options.clips_from is None or find_suffix(place.uri) in OF_COLUMNS:
             return True
         return all(member.carried is not None or member.fault is not None for member in index.members)
 
-    def _is_kept(self, place: NamedContainer) -> bool:
+    def _is_kept(self, place: NamedArchive) -> bool:
         """Return True if indexes of this form are kept: not for tables, which are read fast."""
         return self.store is not None and find_suffix(place.uri) not in OF_COLUMNS
 
-    def _kept_index(self, place: NamedContainer) -> _Index | None:
+    def _kept_index(self, place: NamedArchive) -> _Index | None:
         """Return the kept index of an archive; None if none is kept.
 
         An index that is damaged, has another version, or cannot be read from the store is returned as an empty index. A
@@ -268,7 +268,7 @@ class Indexing:
         ):  # a damaged index is made again
             return _Index([], LeftOut())
 
-    def _write_index(self, place: NamedContainer, index: _Index) -> None:
+    def _write_index(self, place: NamedArchive, index: _Index) -> None:
         """Write a whole index to the cache, if this run and form keep indexes; concurrent runs write the same.
 
         Raises RunFailed if the store fails.
@@ -326,7 +326,7 @@ def _name(uri: str) -> str:
     return f"{INDEXES}/{digest}{_SUFFIX}"
 
 
-def _table(place: NamedContainer, members: Sequence[Member], options: ContainerOptions, mark: str = "") -> pa.Table:
+def _table(place: NamedArchive, members: Sequence[Member], options: ArchiveOptions, mark: str = "") -> pa.Table:
     """Return the members of an archive as MANIFEST_SCHEMA, with their clips.
 
     ``mark`` is the archive's, for members without a mark. A clip or a size that makes no sense becomes a fault.

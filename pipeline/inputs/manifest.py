@@ -20,10 +20,10 @@ from typing import BinaryIO, NamedTuple
 import pyarrow as pa
 
 from pipeline.errors import ManifestError, near_file
+from pipeline.inputs.archive import open_archive
 from pipeline.inputs.columns import holds_paths
-from pipeline.inputs.container import open_container
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
-from pipeline.inputs.indexes import OWN_IDS, Ids, Indexing, NamedContainer
+from pipeline.inputs.indexes import OWN_IDS, Ids, Indexing, NamedArchive
 from pipeline.inputs.left_out import ARCHIVES, CLOSED, LeftOut, format_counts
 from pipeline.inputs.listings import (
     VIDEO_SUFFIXES,
@@ -43,10 +43,10 @@ from pipeline.storage.s3 import Objects, check_uri, is_s3
 
 
 class Listed(NamedTuple):
-    """The videos that a name stands for, or the containers, whose indexes tell the videos."""
+    """The videos that a name stands for, or the archives, whose indexes tell the videos."""
 
     videos: pa.Table | None = None
-    containers: Sequence[NamedContainer] = ()
+    archives: Sequence[NamedArchive] = ()
 
 
 def read_manifest(
@@ -70,7 +70,7 @@ def read_manifest(
     column = indexing.options.column
     names = expand_braces([videos] if isinstance(videos, str) else videos)
     named = [_read(name, roots, objects, indexing) for name in names]
-    has_tables = any(find_suffix(place.uri) in OF_COLUMNS for listing in named for place in listing.containers)
+    has_tables = any(find_suffix(place.uri) in OF_COLUMNS for listing in named for place in listing.archives)
     if column is not None and not has_tables:
         raise ManifestError(f"{videos}: {_NO_TABLE}")
     listings = [part for listing in named for part in _parts(listing, column, roots, objects)]
@@ -78,7 +78,7 @@ def read_manifest(
         raise ManifestError(f"{videos}: {_NO_CLIPS}")
     if len(listings) == 1 and listings[0].videos is not None:
         return listings[0].videos
-    places = [place for listing in listings for place in listing.containers]
+    places = [place for listing in listings for place in listing.archives]
     (place, count), *_ = Counter(place[:2] for place in places).most_common(1) or [(("", ""), 0)]
     if count > 1:
         raise ManifestError(f"{place[0]}: it is named {count} times; name it once")
@@ -88,7 +88,7 @@ def read_manifest(
     parts = [
         part
         for listing in listings
-        for part in (islice(tables, len(listing.containers)) if listing.videos is None else [listing.videos])
+        for part in (islice(tables, len(listing.archives)) if listing.videos is None else [listing.videos])
     ]
     table = pa.concat_tables(parts)
     if not len(table) and not indexing.unindexed:
@@ -119,7 +119,7 @@ def _separate_ids(table: pa.Table, parts: Sequence[pa.Table], ids: Ids, indexing
     return table
 
 
-def _are_ids_apart(listings: Sequence[Listed], places: Sequence[NamedContainer]) -> bool:
+def _are_ids_apart(listings: Sequence[Listed], places: Sequence[NamedArchive]) -> bool:
     """Return True if videos are named only in several tars and zips, and no two of these can share an id.
 
     An id begins with its archive's name. A single archive is indexed before its first video anyway.
@@ -177,9 +177,9 @@ def _why_absent(path: Path) -> str:
 def _parts(listing: Listed, column: str | None, roots: Roots, objects: Objects) -> list[Listed]:
     """Return the listing in its order, with tables as manifests if the ``column`` of the first table holds paths.
 
-    A table that cannot be read stays a container, whose index has the reason. Raises ManifestError.
+    A table that cannot be read stays an archive, whose index has the reason. Raises ManifestError.
     """
-    tables = [place for place in listing.containers if find_suffix(place.uri) == ".parquet" and place.policy is None]
+    tables = [place for place in listing.archives if find_suffix(place.uri) == ".parquet" and place.policy is None]
     if column is None or not tables:
         return [listing]
     kinds = ((table, _names_paths(table, column, objects)) for table in tables)
@@ -194,13 +194,13 @@ def _parts(listing: Listed, column: str | None, roots: Roots, objects: Objects) 
                 f"{table.uri}: no column {column} of paths, which {first.uri} has; name such tables alone"
             )
         manifests[table.uri] = Listed(_manifest_at(table.uri, roots, objects, column))
-    return [manifests.get(place.uri, Listed(None, [place])) for place in listing.containers]
+    return [manifests.get(place.uri, Listed(None, [place])) for place in listing.archives]
 
 
-def _names_paths(table: NamedContainer, column: str, objects: Objects) -> bool | None:
+def _names_paths(table: NamedArchive, column: str, objects: Objects) -> bool | None:
     """Return True if the ``column`` of a .parquet holds paths; None where the table cannot be read."""
     try:
-        with closing(open_container(table.uri, objects, table.info)) as file:
+        with closing(open_archive(table.uri, objects, table.info)) as file:
             return holds_paths(file, column)
     except UNREADABLE:
         return None
@@ -289,32 +289,32 @@ def _sample_folder() -> Path:
 
 
 def _from_files(folder: Path, name: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> Listed:
-    """List the videos of a folder, or else its containers. Raises ManifestError where it has neither."""
+    """List the videos of a folder, or else its archives. Raises ManifestError where it has neither."""
     judge = Judge([folder, *roots])
-    if (listing := _videos_or_containers(_walk([str(folder)], left_out), folder, judge, forms, left_out)) is not None:
+    if (listing := _videos_or_archives(_walk([str(folder)], left_out), folder, judge, forms, left_out)) is not None:
         return listing
     suffixes = " ".join(sorted(VIDEO_SUFFIXES | forms))
     raise ManifestError(f"{name}: no video in this folder (looked for {suffixes}){_and_left(left_out)}")
 
 
-def _videos_or_containers(
+def _videos_or_archives(
     paths: Iterable[Path], root: Path, judge: Judge, forms: frozenset[str], left_out: LeftOut
 ) -> Listed | None:
     """List the videos among some files, or else the archives; None without either.
 
     Archives beside videos, and other files, are counted in ``left_out``.
     """
-    videos, containers, suffixes = list[Path](), list[Path](), VIDEO_SUFFIXES | forms
+    videos, archives, suffixes = list[Path](), list[Path](), VIDEO_SUFFIXES | forms
     for path in paths:
         suffix = path.suffix.lower()
         if suffix not in suffixes and path.is_dir():
             continue  # a glob matches folders, too
         if is_taken(str(path.relative_to(root)), suffixes, left_out, str(path)):
-            (videos if suffix in VIDEO_SUFFIXES else containers).append(path)
+            (videos if suffix in VIDEO_SUFFIXES else archives).append(path)
     if videos:
-        _leave_archives([str(path) for path in containers], str(root), left_out)
-    places = (_place(path, root, judge) for path in sorted(videos or containers))
-    return _make_listed(places, videos=bool(videos)) if videos or containers else None
+        _leave_archives([str(path) for path in archives], str(root), left_out)
+    places = (_place(path, root, judge) for path in sorted(videos or archives))
+    return _make_listed(places, videos=bool(videos)) if videos or archives else None
 
 
 def _and_left(left_out: LeftOut) -> str:
@@ -335,8 +335,8 @@ def _leave_archives(uris: Sequence[str], root: str, left_out: LeftOut) -> None:
         left_out.remedies[ARCHIVES] = f"The same videos may lie in both. To take them too, name {names} as well"
 
 
-def _make_listed(places: Iterable[NamedContainer], *, videos: bool) -> Listed:
-    """Return files as videos, or as containers. Raises ManifestError for a repeated ``video_id``."""
+def _make_listed(places: Iterable[NamedArchive], *, videos: bool) -> Listed:
+    """Return files as videos, or as archives. Raises ManifestError for a repeated ``video_id``."""
     if not videos:
         return Listed(None, [*places])
     iterator, parts = iter(places), []
@@ -380,11 +380,11 @@ def _walk(roots: Iterable[str], left_out: LeftOut, *, with_hidden: bool = True) 
 
 
 def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> Listed:
-    """List the videos that match a local glob, or else the containers. Raises ManifestError where nothing matches."""
+    """List the videos that match a local glob, or else the archives. Raises ManifestError where nothing matches."""
     parts = Path(pattern).parts
     literal = next(i for i, part in enumerate(parts) if globbing.has_magic(part))
     root = Path(*parts[:literal]) if literal else Path()
-    listing = _videos_or_containers(_match(parts, left_out), root, Judge([root, *roots]), forms, left_out)
+    listing = _videos_or_archives(_match(parts, left_out), root, Judge([root, *roots]), forms, left_out)
     if listing is None:
         raise ManifestError(f"{pattern}: no video matches this glob{_and_left(left_out)}")
     return listing
@@ -407,8 +407,8 @@ def _match(pattern: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
             yield path
 
 
-def _place(path: Path, root: Path, judge: Judge) -> NamedContainer:
-    """Return the NamedContainer of a file found below ``root``; its name is the POSIX path relative to it.
+def _place(path: Path, root: Path, judge: Judge) -> NamedArchive:
+    """Return the NamedArchive of a file found below ``root``; its name is the POSIX path relative to it.
 
     A path that is not UTF-8 is escaped, and gets a policy that refuses it.
     """
@@ -418,7 +418,7 @@ def _place(path: Path, root: Path, judge: Judge) -> NamedContainer:
     if not is_text(absolute):
         policy = "the file's name is not valid UTF-8; rename it"
         name, absolute = _as_text(name), _as_text(absolute)
-    return NamedContainer(absolute, name, policy)
+    return NamedArchive(absolute, name, policy)
 
 
 def _as_text(name: str) -> str:
@@ -435,7 +435,7 @@ def _from_store(videos: str, roots: Roots, objects: Objects, forms: frozenset[st
     if videos_found:
         _leave_archives([info.uri for info in objects_found if find_suffix(info.uri) in forms], folder, left_out)
     places = (
-        NamedContainer(info.uri, info.uri.removeprefix(folder), check_listed(info.uri), info)
+        NamedArchive(info.uri, info.uri.removeprefix(folder), check_listed(info.uri), info)
         for info in videos_found or objects_found
     )
     return _make_listed(places, videos=bool(videos_found))

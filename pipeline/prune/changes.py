@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 
-from pipeline.inputs.forms import Containers, find_member
+from pipeline.inputs.forms import OpenArchives, find_member
 from pipeline.rows import ManifestRow
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import request_threads
@@ -49,11 +49,11 @@ def _compare_group(
 
     The rows lie in one archive, or name one file.
     """
-    with Containers(objects) as opened:
+    with OpenArchives(objects) as opened:
         return [_is_replaced(rows[number], samples[number], objects, opened) for number in numbers]
 
 
-def _is_replaced(row: ManifestRow, sample: int, objects: Objects, opened: Containers) -> bool:
+def _is_replaced(row: ManifestRow, sample: int, objects: Objects, opened: OpenArchives) -> bool:
     """Return True if a row's file has another sample than the cached video's file; False if the file is gone.
 
     An archive's member without a sample counts as replaced. Raises UsageError where the store does not answer.

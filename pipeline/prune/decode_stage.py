@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import FaultClass, UsageError, VideoFault
-from pipeline.inputs.forms import ArchiveMember, Containers, find_member, make_fetch
+from pipeline.inputs.forms import ArchiveMember, OpenArchives, find_member, make_fetch
 from pipeline.prune.batches import pack, unpack_unit
 from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewhere, without_nulls
 from pipeline.runner.heartbeat import Heartbeat, ItemsInHand
@@ -93,10 +93,10 @@ class VideoDecoder:
         """End the child."""
         self._sandbox.close()
 
-    def open(self, row: TodoRow, containers: Containers | None = None) -> Source:
+    def open(self, row: TodoRow, archives: OpenArchives | None = None) -> Source:
         """Open the video of a row. An error becomes the ``fault`` of the source: nothing is raised.
 
-        ``containers`` caches the open archives of earlier rows.
+        ``archives`` caches the open archives of earlier rows.
         """
         if row["policy"]:
             return Source(row["uri"], fault=VideoFault("policy", row["policy"]))
@@ -104,12 +104,14 @@ class VideoDecoder:
             fault_class, _, message = row["fault"].partition(": ")
             return Source(row["uri"], fault=VideoFault(cast(FaultClass, fault_class), message))
         objects, spot = self._setup.objects, _find_spot(row)
-        fetch = make_fetch(spot, objects) if spot is None or containers is None else partial(containers.fetch, spot)
+        fetch = make_fetch(spot, objects) if spot is None or archives is None else partial(archives.fetch, spot)
         return open_source(row["uri"], objects, self._setup.fetch_mb * 2**20, fetch)
 
-    def containers(self, rows: Iterable[TodoRow]) -> Containers:
+    def open_archives(self, rows: Iterable[TodoRow]) -> OpenArchives:
         """Return the reader of the archives that contain these rows' videos."""
-        return Containers(self._setup.objects, [_find_spot(row) for row in rows if not (row["policy"] or row["fault"])])
+        return OpenArchives(
+            self._setup.objects, [_find_spot(row) for row in rows if not (row["policy"] or row["fault"])]
+        )
 
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
         """Decode a video: return its record and frames [t,h,w,3]; a fault makes an error record, and frames None.
@@ -165,20 +167,20 @@ class Decoder:
         The last row may have fewer. The videos of a bundle are reported as in hand while they are decoded.
         """
         rows: list[TodoRow] = todo.to_pylist()
-        with self._decoder.containers(rows) as containers:
+        with self._decoder.open_archives(rows) as archives:
             for start in range(0, len(rows), self._videos_per_bundle):
                 bundle = rows[start : start + self._videos_per_bundle]
                 with self._heartbeat.holding(*(row["video_id"] for row in bundle)) as items:
-                    packed = pack([self._decode_reported(row, items, containers) for row in bundle])
+                    packed = pack([self._decode_reported(row, items, archives) for row in bundle])
                 yield packed
 
-    def _decode_reported(self, row: TodoRow, items: ItemsInHand, containers: Containers) -> VideoItem:
+    def _decode_reported(self, row: TodoRow, items: ItemsInHand, archives: OpenArchives) -> VideoItem:
         """Decode one video, and report its outcome to the heartbeat. Waits while this worker is excluded.
 
         Two calls may fetch their videos at once; one of them decodes.
         """
         self._heartbeat.wait_while_excluded()
-        with self._decoder.open(row, containers) as source, self._decoding:
+        with self._decoder.open(row, archives) as source, self._decoding:
             record, frames = self._decoder.decode_one(row, source)
         items.release(may_succeed_elsewhere(record), is_result=frames is not None, fault=record.get("error_class"))
         return VideoItem(record, frames=frames)

@@ -97,7 +97,7 @@ class Source(AbstractContextManager["Source"]):
 def open_source(uri: str, objects: Objects, limit: int, fetch: Fetch | None = None) -> Source:
     """Open a path as it is, or fetch a remote file of at most ``limit`` bytes in one GET; faults come in the source.
 
-    A path that does not exist is no fault yet. ``fetch`` brings the bytes of a member of a container, whose ``uri``
+    A path that does not exist is no fault yet. ``fetch`` brings the bytes of a member of an archive, whose ``uri``
     names nothing that could be opened.
     """
     if not is_remote(uri) and fetch is None:

@@ -14,8 +14,8 @@ import pytest
 import pipeline
 from jobs import inspect, prune, remove, verify
 from pipeline import TokenCache
-from pipeline.inputs.archives import Tar
 from pipeline.inputs.forms import FORMS
+from pipeline.inputs.tar_and_zip import Tar
 from tests.jobs.jobs import assert_complete, clips, forbid_ray, run_here
 from tests.pipeline.s3 import S3Server
 from tests.pipeline.tars import member, write_tar
@@ -200,7 +200,7 @@ def test_a_dry_run_counts_tars_and_their_videos_where_it_may(corpus, tmp_path, m
     forbid_ray(monkeypatch)
     argv = [str(corpus / "a.tar"), "--out", str(tmp_path / "c"), *OPTIONS, "--dry-run"]
     listed = run_here(prune, argv)
-    assert listed.returncode == 0 and "the videos of 1 containers" in listed.stdout and "0 to do" in listed.stdout
+    assert listed.returncode == 0 and "the videos of 1 archives" in listed.stdout and "0 to do" in listed.stdout
     counted = run_here(prune, [*argv, "--index"])
     assert counted.returncode == 0 and "2 to do" in counted.stdout and "not counted" not in counted.stdout
     assert not (tmp_path / "c").exists()

@@ -20,10 +20,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import pipeline
 from jobs import prune
-from pipeline.inputs.archives import Tar
-from pipeline.inputs.container import ContainerOptions, Member
+from pipeline.inputs.archive import ArchiveOptions, Member
 from pipeline.inputs.discovery import Discovery, Part
 from pipeline.inputs.forms import FORMS
+from pipeline.inputs.tar_and_zip import Tar
 from pipeline.prune.summary import Summary
 from pipeline.runner import driver, watchdog
 from pipeline.runner.stages import end_workers
@@ -101,7 +101,7 @@ def test_a_node_is_lost_while_tars_are_found(tmp_path, monkeypatch):
     gate, found_all = threading.Event(), Discovery.all
 
     class Gated(Tar):
-        def members(self, asked: ContainerOptions) -> Iterator[Member]:
+        def members(self, asked: ArchiveOptions) -> Iterator[Member]:
             assert not self._file.uri.endswith("4.tar") or gate.wait(400)
             yield from super().members(asked)
 

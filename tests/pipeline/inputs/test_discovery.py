@@ -7,13 +7,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import ManifestError, RunFailed
-from pipeline.inputs.archives import Tar
-from pipeline.inputs.container import ContainerOptions
+from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.inputs.tar_and_zip import Tar
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.tars import write_tar
@@ -32,7 +32,7 @@ def tars(tmp_path):
 
 
 def listed(place, tmp_path, column=None, **more):
-    indexing = Indexing(ContainerOptions(column), LocalStore(tmp_path / "cache"), keeps=True, later=True, **more)
+    indexing = Indexing(ArchiveOptions(column), LocalStore(tmp_path / "cache"), keeps=True, later=True, **more)
     names = place if isinstance(place, list) else [str(place)]
     return read_manifest(names, (), NOWHERE, indexing), indexing
 
@@ -94,7 +94,7 @@ def test_what_has_a_kept_index_is_known_from_the_start(tars, tmp_path):
         assert ids(found.list_found().videos) == ["3.tar/new.mp4"]
 
 
-def test_a_stop_ends_it_in_mid_container_and_drops_what_is_no_whole_index(tars, tmp_path, gate, monkeypatch):
+def test_a_stop_ends_it_in_mid_archive_and_drops_what_is_no_whole_index(tars, tmp_path, gate, monkeypatch):
     _, indexing = listed(tars, tmp_path)
     stop = indexing.stop
     monkeypatch.setattr(indexing, "stop", lambda: (stop(), gate.set()))
@@ -120,7 +120,7 @@ def test_what_ends_the_run_is_told_to_whoever_waits(tars, tmp_path):
                 ask()
 
 
-def test_containers_whose_ids_may_meet_and_a_single_one_are_indexed_first(tars, tmp_path):
+def test_archives_whose_ids_may_meet_and_a_single_one_are_indexed_first(tars, tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "y").mkdir()
     (tmp_path / "y" / "y.mp4").write_bytes(b"y")
@@ -131,7 +131,7 @@ def test_containers_whose_ids_may_meet_and_a_single_one_are_indexed_first(tars, 
 
 
 @pytest.mark.parametrize(("limit", "opened", "beyond"), [(1, 1, 2), (3, 1, 0), (4, 2, 1), (6, 3, 0), (9, 3, 0)])
-def test_a_limit_opens_no_container_behind_its_last_video(tars, tmp_path, limit, opened, beyond):
+def test_a_limit_opens_no_archive_behind_its_last_video(tars, tmp_path, limit, opened, beyond):
     _, indexing = listed(tars, tmp_path)
     with discovery(indexing, limit=limit) as found:
         assert len(list(found.parts())) == 4 and found.estimate_count() <= limit

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import ManifestError
-from pipeline.inputs.container import ContainerOptions
+from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.left_out import MAX_NAMES, LeftOut, format_counts
 from pipeline.inputs.manifest import read_manifest
@@ -46,7 +46,7 @@ def test_what_is_carried_is_found_wherever_in_the_tar_it_lies(tmp_path, apart):
     assert indexing.left_out.counts() == {}
     clips = {f"{n}.json": b'{"start": 1, "end": 2}' for n in range(300)}
     path = write_tar(tmp_path / "clips.tar", {**of(*(f"{n}.mp4" for n in range(300))), **clips})
-    options = {"options": ContainerOptions(clips_from=("start", "end")), "enough": lambda videos: True}
+    options = {"options": ArchiveOptions(clips_from=("start", "end")), "enough": lambda videos: True}
     rows, indexing = listed(path, **options)
     assert {(row["start_s"], row["end_s"], row["fault"]) for row in rows.values()} == {(1.0, 2.0, None)}
 
@@ -194,7 +194,7 @@ GBK = NAME.encode("gbk")
 
 def test_names_in_zips_are_what_their_maker_wrote(tmp_path):
     lines = []
-    plain, encoded = {"say": lines.append}, {"options": ContainerOptions(zip_encoding="gbk"), "say": lines.append}
+    plain, encoded = {"say": lines.append}, {"options": ArchiveOptions(zip_encoding="gbk"), "say": lines.append}
     for path, options in (
         (zip_of(tmp_path / "utf8.zip", NAME.encode()), plain),
         (zip_of(tmp_path / "field.zip", GBK, field=(zlib.crc32(GBK), NAME.encode())), plain),
@@ -208,7 +208,7 @@ def test_names_in_zips_are_what_their_maker_wrote(tmp_path):
     assert GBK.decode("cp437") in rows and "a.mp4" in rows
     (note,) = [line for line in lines if line.startswith("note: ")]
     assert "are read as cp437, e.g. " in note and "--zip-encoding gbk" in note
-    rows, _ = listed(tmp_path / "two.zip", options=ContainerOptions(zip_encoding="ascii"))
+    rows, _ = listed(tmp_path / "two.zip", options=ArchiveOptions(zip_encoding="ascii"))
     (fault,) = [row["fault"] for row in rows.values() if row["fault"]]
     assert rows["a.mp4"]["fault"] is None and "the member's name is not valid ascii" in fault
 
@@ -217,7 +217,7 @@ def test_another_encoding_makes_the_kept_index_of_a_zip_anew(tmp_path):
     path, kept = zip_of(tmp_path / "a.zip", GBK), {"store": LocalStore(tmp_path / "cache"), "keeps": True}
     assert NAME not in listed(path, **kept)[0]
     for _ in range(2):
-        assert [*listed(path, **kept, options=ContainerOptions(zip_encoding="gbk"))[0]] == [NAME]
+        assert [*listed(path, **kept, options=ArchiveOptions(zip_encoding="gbk"))[0]] == [NAME]
 
 
 def test_a_damaged_table_of_paths_is_named_and_costs_no_other(tmp_path):
@@ -226,14 +226,14 @@ def test_a_damaged_table_of_paths_is_named_and_costs_no_other(tmp_path):
     for damaged in (tmp_path / "0.parquet", tmp_path / "2.parquet"):
         whole = damaged.read_bytes()
         damaged.write_bytes(whole[:-10])
-        rows, _ = listed(tmp_path, options=ContainerOptions("path"))
+        rows, _ = listed(tmp_path, options=ArchiveOptions("path"))
         faults = {row["uri"].partition("#")[0]: row["fault"] for row in rows.values() if row["fault"]}
         assert [*faults] == [str(damaged)] and "the table cannot be read" in faults[str(damaged)]
         assert len(rows) == 4
         damaged.write_bytes(whole)
     damaged.write_bytes(whole[:-10])
     with pytest.raises(ManifestError, match=r"2\.parquet.*cannot be read"):
-        listed(damaged, options=ContainerOptions("path"))
+        listed(damaged, options=ArchiveOptions("path"))
     pq.write_table(pa.table({"path": [1]}), damaged)
     with pytest.raises(ManifestError, match=r"2\.parquet: no column path of paths, which .*0\.parquet has"):
-        listed(tmp_path, options=ContainerOptions("path"))
+        listed(tmp_path, options=ArchiveOptions("path"))

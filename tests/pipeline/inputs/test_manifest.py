@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import ManifestError
-from pipeline.inputs.container import ContainerOptions
+from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import given_manifest, read_manifest
 
@@ -125,7 +125,7 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path, double):
     with pytest.raises(ManifestError, match=f"two columns have the name {double}"):
         given_manifest(table)
     with pytest.raises(ManifestError, match=f"two columns have the name {double}"):
-        read_manifest(str(tmp_path / "m.parquet"), indexing=Indexing(ContainerOptions(double)))
+        read_manifest(str(tmp_path / "m.parquet"), indexing=Indexing(ArchiveOptions(double)))
     (tmp_path / "m.csv").write_text("video_id,uri,,\na,a.mp4,,\n")  # spreadsheets write such
     assert read_manifest(str(tmp_path / "m.csv"))["manifest"].to_pylist() == [None]
 

@@ -9,17 +9,17 @@ import tarfile
 import pytest
 
 from pipeline.errors import FAULTS, ManifestError
-from pipeline.inputs.archives import Tar
-from pipeline.inputs.container import ContainerOptions, open_container
-from pipeline.inputs.forms import Containers, find_member
+from pipeline.inputs.archive import ArchiveOptions, open_archive
+from pipeline.inputs.forms import OpenArchives, find_member
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.tar_and_zip import Tar
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.tars import BLOCK, ended, member, pax, renumbered, write_tar
 
 NOWHERE = Objects()
-CLIPS = Indexing(ContainerOptions(clips_from=("start", "end")))
+CLIPS = Indexing(ArchiveOptions(clips_from=("start", "end")))
 
 
 def rows(path, indexing=None):
@@ -28,7 +28,7 @@ def rows(path, indexing=None):
 
 def bytes_of(row):
     parts: list[bytes] = []
-    with Containers(NOWHERE) as opened:
+    with OpenArchives(NOWHERE) as opened:
         size = opened.fetch(find_member(row["uri"], row["source_offset"], row["size"]), parts.append, 2**30)
     assert size == len(b"".join(parts))
     return b"".join(parts)
@@ -194,7 +194,7 @@ def test_random_bytes_never_raise_anything_else(tmp_path):
     for number in range(100):
         path = tmp_path / f"{number}.tar"
         path.write_bytes(draw.randbytes(draw.randrange(5000)))
-        members = list(Tar(open_container(str(path), NOWHERE)).members(ContainerOptions()))
+        members = list(Tar(open_archive(str(path), NOWHERE)).members(ArchiveOptions()))
         assert all(one.fault for one in members)
 
 

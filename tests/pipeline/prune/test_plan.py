@@ -12,8 +12,8 @@ from rich.console import Console
 from gstep.backbones import ModelSource, family_of
 from jobs import prune
 from pipeline.errors import UsageError
-from pipeline.inputs.archives import Tar
 from pipeline.inputs.forms import FORMS
+from pipeline.inputs.tar_and_zip import Tar
 from pipeline.plan.render import list_rows
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.forecast import plan_run

@@ -15,7 +15,7 @@ from pipeline.cache.token_shard import parse_shard_id
 from pipeline.cache.writer import write_token_shard
 from pipeline.errors import RunFailed
 from pipeline.inputs.discovery import Discovery
-from pipeline.inputs.indexes import Indexing, NamedContainer
+from pipeline.inputs.indexes import Indexing, NamedArchive
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.batches import pack_written
 from pipeline.prune.config import PruneConfig
@@ -129,7 +129,7 @@ def test_many_commits_are_merged_while_the_run_goes_on_and_its_record_says_what_
 def tar(tmp_path) -> Indexing:
     """An archive of two videos that are still to be found."""
     members = {"a.mp4": b"a", "b.mp4": b"b"}
-    return Indexing(unindexed=[NamedContainer(str(write_tar(tmp_path / "a.tar", members)), "a.tar")])
+    return Indexing(unindexed=[NamedArchive(str(write_tar(tmp_path / "a.tar", members)), "a.tar")])
 
 
 def test_the_record_gets_the_number_of_videos_once_it_is_known(run, tar):

@@ -1,4 +1,4 @@
-"""Units of work of containers: whole, in order, bounded by bytes and videos, and the same whoever asks."""
+"""Units of work of archives: whole, in order, bounded by bytes and videos, and the same whoever asks."""
 
 import random
 
@@ -62,7 +62,7 @@ def test_rows_of_a_row_group_stay_together_also_where_some_are_done():
     assert [stop - start for start, stop in cut(rows_of_a_table(*range(600)), 1, row_group=600)] == [256, 256, 88]
 
 
-def test_units_stay_large_while_other_containers_are_to_come():
+def test_units_stay_large_while_other_archives_are_to_come():
     videos = members([2**20] * 1000)
     lengths = [stop - start for start, stop in cut(videos, 4, later_bytes=2**40)]
     assert lengths == [256, 256, 256, 232] or set(lengths[:-1]) == {255, 256}

@@ -14,13 +14,13 @@ from pipeline.storage.hub import HubFiles
 from tests.interpreter import run_python
 from tests.paths import ROOT
 from tests.pipeline.hub import REPO, HubServer
-from tests.pipeline.inputs.test_containers import FILES, write_parquet
+from tests.pipeline.inputs.test_archives import FILES, write_parquet
 from tests.pipeline.tars import write_tar
 
 _READ = """
 import hashlib, json, sys
-from pipeline.inputs.container import ContainerOptions
-from pipeline.inputs.forms import Containers, find_member
+from pipeline.inputs.archive import ArchiveOptions
+from pipeline.inputs.forms import OpenArchives, find_member
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
 from pipeline.storage.hub import reach
@@ -29,10 +29,10 @@ from pipeline.video.source import Sizes
 
 def read(place, column):
     objects = Objects()
-    rows = read_manifest(place, (), objects, Indexing(ContainerOptions(column or None))).to_pylist()
+    rows = read_manifest(place, (), objects, Indexing(ArchiveOptions(column or None))).to_pylist()
     digests = {}
     members = [find_member(row["uri"], row["source_offset"], row["size"]) for row in rows]
-    with Containers(objects, members) as opened:
+    with OpenArchives(objects, members) as opened:
         for row, member in zip(rows, members):
             parts = []
             if member is None:

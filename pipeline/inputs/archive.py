@@ -59,7 +59,7 @@ class Member(NamedTuple):
     mark: str | None = None
 
 
-class ContainerOptions(NamedTuple):
+class ArchiveOptions(NamedTuple):
     """The options about archives and tables.
 
     Attributes:
@@ -73,7 +73,7 @@ class ContainerOptions(NamedTuple):
     zip_encoding: str | None = None
 
 
-class Container(ABC):
+class Archive(ABC):
     """An open archive or table: the base of every input form, made from a RandomFile.
 
     Attributes:
@@ -85,7 +85,7 @@ class Container(ABC):
     note: str | None = None
 
     @abstractmethod
-    def members(self, options: ContainerOptions) -> Iterator[Member]:
+    def members(self, options: ArchiveOptions) -> Iterator[Member]:
         """Yield every video in order, also broken videos, by the name in the archive.
 
         Raises OSError, or ManifestError for a request that fails.
@@ -100,7 +100,7 @@ class Container(ABC):
 
     @abstractmethod
     def span(self, member: Member) -> tuple[int, int]:
-        """Return the bytes (start, end) of the container that ``read`` reads for a video, to plan requests by."""
+        """Return the bytes (start, end) of the archive that ``read`` reads for a video, to plan requests by."""
 
     @abstractmethod
     def read(self, member: Member) -> Iterator[bytes]:
@@ -138,7 +138,7 @@ def check_name(member: Member, seen_names: set[str]) -> Member:
     return member._replace(name=f"{printable(name, _MAX_NAME_CHARS)}@{member.offset}", fault=fault(kind, why))
 
 
-def open_container(uri: str, objects: Objects, info: ObjectInfo | None = None) -> RandomFile:
+def open_archive(uri: str, objects: Objects, info: ObjectInfo | None = None) -> RandomFile:
     """Open an archive or table for reading; ``info`` is the listing's entry of a remote file. Raises OSError."""
     return RemoteFile(uri, objects, info) if is_remote(uri) else PlainFile(uri)
 

@@ -1,4 +1,4 @@
-"""Containers of every form, here and on S3: the same rows, the right bytes, few requests; a form is added in a file."""
+"""Archives of every form, here and on S3: the same rows, the right bytes, few requests; a form is added in a file."""
 
 import io
 import json
@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import ManifestError, VideoFault
-from pipeline.inputs import container
-from pipeline.inputs.container import Container, ContainerOptions, Member
-from pipeline.inputs.forms import FORMS, Containers, find_member, make_fetch
+from pipeline.inputs import archive
+from pipeline.inputs.archive import Archive, ArchiveOptions, Member
+from pipeline.inputs.forms import FORMS, OpenArchives, find_member, make_fetch
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
 from pipeline.storage import downloads
@@ -30,7 +30,7 @@ FILES = {f"{number:02}.mp4": random.Random(number).randbytes(20_000 * (number % 
 
 
 def rows(place, column=None, objects=NOWHERE, **more):
-    return read_manifest(place, (), objects, Indexing(ContainerOptions(column), **more)).to_pylist()
+    return read_manifest(place, (), objects, Indexing(ArchiveOptions(column), **more)).to_pylist()
 
 
 def spot(row):
@@ -46,7 +46,7 @@ def read_member(opened, row, most=2**30):
 
 def contents(found, objects=NOWHERE):
     """The bytes of each row's video, read one after the other as a worker does."""
-    with Containers(objects, map(spot, found)) as opened:
+    with OpenArchives(objects, map(spot, found)) as opened:
         return [read_member(opened, row) for row in found]
 
 
@@ -212,7 +212,7 @@ def test_a_column_is_refused_where_there_is_no_table(tmp_path):
         with pytest.raises(ManifestError, match=r"--column names a column of .parquet and .arrow files, and there is"):
             rows(f"{tmp_path}/{named}", "clip")
     write_parquet(tmp_path / "t.parquet", files={"t.mp4": b"t"})
-    both = read_manifest([f"{tmp_path}/m.csv", f"{tmp_path}/t.parquet"], indexing=Indexing(ContainerOptions("video")))
+    both = read_manifest([f"{tmp_path}/m.csv", f"{tmp_path}/t.parquet"], indexing=Indexing(ArchiveOptions("video")))
     assert both["video_id"].to_pylist() == ["a", "t.mp4"]
 
 
@@ -297,7 +297,7 @@ def test_tables_of_paths_and_of_bytes_are_refused_together(tmp_path):
         rows(str(tmp_path), "video")
 
 
-def test_containers_on_s3_give_the_same_for_few_requests(server, tmp_path):
+def test_archives_on_s3_give_the_same_for_few_requests(server, tmp_path):
     made = {
         "a.tar": write_tar(tmp_path / "a.tar", FILES),
         "a.zip": write_zip(tmp_path / "a.zip"),
@@ -323,7 +323,7 @@ def test_containers_on_s3_give_the_same_for_few_requests(server, tmp_path):
 def indexed(uri, server):
     """The rows of a tar on the server, what each request was, and the bytes that came."""
     server.requests.clear()
-    indexing = Indexing(ContainerOptions())
+    indexing = Indexing(ArchiveOptions())
     found = read_manifest(uri, (), server.objects(), indexing).to_pylist()
     return found, server.counts(), indexing.fetched
 
@@ -334,12 +334,12 @@ def alike(row):
 
 
 def test_the_index_of_a_tar_of_small_videos_is_a_request_a_slice(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(container, "_SLICE", 2**21)
+    monkeypatch.setattr(archive, "_SLICE", 2**21)
     path = write_tar(tmp_path / "a.tar", {f"{number:03}.mp4": bytes(30_000) for number in range(240)})
     found, counts, fetched = indexed(server.upload("a.tar", path.read_bytes()), server)
     size = path.stat().st_size
-    assert size > 2 * container._SLICE and fetched <= size + 2**20
-    assert counts["HEAD"] == 1 and counts["GET"] <= math.ceil(size / container._SLICE) + 1
+    assert size > 2 * archive._SLICE and fetched <= size + 2**20
+    assert counts["HEAD"] == 1 and counts["GET"] <= math.ceil(size / archive._SLICE) + 1
     assert [alike(row) for row in found] == [alike(row) for row in rows(str(path))]
 
 
@@ -355,8 +355,8 @@ def test_a_store_that_is_too_slow_for_a_slice_is_asked_for_headers_alone(server,
 @pytest.mark.parametrize("sliced", [2**12, 2**25])
 def test_what_cannot_be_trusted_gives_the_same_rows_from_a_store(server, tmp_path, monkeypatch, sliced):
     """With slices of 4 KiB a header and carried member may begin in one and end in another."""
-    monkeypatch.setattr(container, "_SLICE", sliced)
-    monkeypatch.setattr(container, "_MIN_READ_BYTES", min(sliced, 2**14))
+    monkeypatch.setattr(archive, "_SLICE", sliced)
+    monkeypatch.setattr(archive, "_MIN_READ_BYTES", min(sliced, 2**14))
     for name, (data, _) in HOSTILE.items():
         (tmp_path / "a.tar").write_bytes(member("good.mp4", b"good" * 500) + data)
         here = rows(str(tmp_path / "a.tar"))
@@ -370,7 +370,7 @@ def test_a_range_of_any_size_is_one_request_and_never_in_memory_as_a_whole(serve
     path = write_tar(tmp_path / "a.tar", files)
     found = rows(server.upload("a.tar", path.read_bytes()), objects=server.objects())
     server.requests.clear()
-    with Containers(server.objects(), map(spot, found)) as opened:
+    with OpenArchives(server.objects(), map(spot, found)) as opened:
         for row in found:
             assert read_member(opened, row) == files[row["video_id"].removeprefix("a.tar/")]
             assert len(opened._open[1]._ranges[0]._buffer) < 2**21
@@ -382,7 +382,7 @@ def test_a_member_that_is_left_out_or_read_again_costs_its_neighbours_nothing_an
 ):
     uri = server.upload("a.tar", write_tar(tmp_path / "a.tar", FILES).read_bytes())
     found = rows(uri, objects=server.objects())
-    with Containers(server.objects(), map(spot, found)) as opened:
+    with OpenArchives(server.objects(), map(spot, found)) as opened:
         for place in (0, 1, 5, 5, 2, 11):
             with pytest.raises(OSError, match="more than the 3"):
                 read_member(opened, found[8], 3)
@@ -405,7 +405,7 @@ def test_a_glob_of_tars_on_s3_resumes_by_its_listing_and_kept_indexes(server, tm
     assert [row["video_id"] for row in first[:2]] == ["0.tar/00.mp4", "0.tar/01.mp4"]
 
 
-class Lengths(Container):
+class Lengths(Archive):
     """A form of its own: each video behind its length in four bytes."""
 
     def __init__(self, file):

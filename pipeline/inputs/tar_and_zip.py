@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from pipeline.errors import VideoFault
-from pipeline.inputs.container import Container, ContainerOptions, Member, RandomFile, SeekableFile, fault
+from pipeline.inputs.archive import Archive, ArchiveOptions, Member, RandomFile, SeekableFile, fault
 from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER_FILES, LeftOut, is_apple_double
 from pipeline.inputs.listings import VIDEO_SUFFIXES, find_suffix, is_taken
 from pipeline.inputs.tables import UserValue, carried_json, parse_json
@@ -50,13 +50,13 @@ class _MemberEntry(NamedTuple):
     wrong: str | None = None
 
 
-class Tar(Container):
+class Tar(Archive):
     """An open tar."""
 
     def __init__(self, file: RandomFile) -> None:
         self._file, self._left_out, self._sidecars = file, LeftOut(), _Sidecars()
 
-    def members(self, options: ContainerOptions) -> Iterator[Member]:
+    def members(self, options: ArchiveOptions) -> Iterator[Member]:
         """Yield the videos in their order; broken parts of the tar come as members with a fault.
 
         Carried and left-out members are collected for ``pair_sidecars``.
@@ -320,13 +320,13 @@ _ENCODING = "name their encoding, e.g. --zip-encoding gbk"
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # compression that is understood
 
 
-class Zip(Container):
+class Zip(Archive):
     """An open zip. The offset of a member is the offset of its header."""
 
     def __init__(self, file: RandomFile) -> None:
         self._file, self._left_out = file, LeftOut()
 
-    def members(self, options: ContainerOptions) -> Iterator[Member]:
+    def members(self, options: ArchiveOptions) -> Iterator[Member]:
         """Yield the videos that the directory at the end lists. Raises OSError if the file cannot be read.
 
         A zip without a sound directory gives a single member with a fault. Sets ``note`` for names of an unknown
