@@ -23,51 +23,51 @@ OF_COLUMNS = frozenset({".parquet", ".arrow"})
 
 
 class ArchiveMember(NamedTuple):
-    """A video in an archive or table: the file, and the member in it."""
+    """A video in an archive or table: the archive's address, and the member in it."""
 
-    shard: str
+    archive: str
     member: Member
 
 
 def find_member(uri: str, offset: int | None, size: int | None) -> ArchiveMember | None:
     """Return the archive and member of a video; None for a file of its own, which has no offset."""
-    shard, _, name = uri.partition("#")
-    return None if offset is None else ArchiveMember(shard, Member(name, offset, size))
+    archive, _, name = uri.partition("#")
+    return None if offset is None else ArchiveMember(archive, Member(name, offset, size))
 
 
 def make_fetch(
-    spot: ArchiveMember | None, objects: Objects, mark: int | None = None
+    video: ArchiveMember | None, objects: Objects, mark: int | None = None
 ) -> Callable[[Callable[[bytes], object], int], int] | None:
     """Return a function that passes the bytes of a video to a writer (``OpenArchives.fetch``); None without a member.
 
     ``mark`` is as ``OpenArchives.find_again`` takes it.
     """
-    if spot is None:
+    if video is None:
         return None
 
     def fetch(write: Callable[[bytes], object], limit: int) -> int:
-        with OpenArchives(objects, [spot]) as opened:
-            return opened.fetch(spot if mark is None else opened.find_again(spot, mark), write, limit)
+        with OpenArchives(objects, [video]) as opened:
+            return opened.fetch(video if mark is None else opened.find_again(video, mark), write, limit)
 
     return fetch
 
 
 def fetch_again(row: VideoRow, objects: Objects) -> Callable[[Callable[[bytes], object], int], int] | None:
     """Return ``make_fetch`` for the video of a row of the videos table, at its current position in the archive."""
-    spot = find_member(row["uri"], row["source_offset"], row["source_size"])
-    return make_fetch(spot, objects, row.get("source_mark"))
+    video = find_member(row["uri"], row["source_offset"], row["source_size"])
+    return make_fetch(video, objects, row.get("source_mark"))
 
 
 class OpenArchives(AbstractContextManager["OpenArchives"]):
     """The archives of some videos; one archive is open at a time. For one thread. Close it after use.
 
     Args:
-        spots: the videos that will be fetched, in this order: neighbours share a request.
+        videos: the videos that will be fetched, in this order: neighbours share a request.
     """
 
-    def __init__(self, objects: Objects, spots: Iterable[ArchiveMember | None] = ()) -> None:
+    def __init__(self, objects: Objects, videos: Iterable[ArchiveMember | None] = ()) -> None:
         self._objects = objects
-        self._spots = [spot for spot in spots if spot is not None]
+        self._videos = [video for video in videos if video is not None]
         self._open: tuple[str, RandomFile, Archive] | None = None
 
     def __exit__(self, *error: object) -> None:
@@ -79,55 +79,56 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
             self._open[1].close()
             self._open = None
 
-    def fetch(self, spot: ArchiveMember, write: Callable[[bytes], object], limit: int) -> int:
+    def fetch(self, video: ArchiveMember, write: Callable[[bytes], object], limit: int) -> int:
         """Pass the bytes of a video to ``write``; return their number.
 
         Raises VideoFault, or OSError, with EFBIG for more than ``limit`` bytes.
         """
         n_done = 0
-        if (size := spot.member.size or 0) > limit:
+        if (size := video.member.size or 0) > limit:
             raise OSError(errno.EFBIG, f"the member has {size} bytes, more than the {limit} that are allowed")
-        for piece in self._open_archive(spot.shard).read(spot.member):
+        for piece in self._open_archive(video.archive).read(video.member):
             n_done += len(piece)
             if n_done > limit:
                 raise OSError(errno.EFBIG, f"the member has more than the {limit} bytes that are allowed")
             write(piece)
         return n_done
 
-    def find_again(self, spot: ArchiveMember, mark: int) -> ArchiveMember:
+    def find_again(self, video: ArchiveMember, mark: int) -> ArchiveMember:
         """Return the current member of a video: the same if its archive still has this ``mark_key``.
 
-        In a repacked archive it is found by its name; ``spot`` is returned if there is none. Raises as ``fetch``.
+        In a repacked archive it is found by its name; ``video`` is returned if there is none. Raises as ``fetch``.
         """
-        archive = self._open_archive(spot.shard)
+        archive = self._open_archive(video.archive)
         assert self._open is not None
         if mark_key(self._open[1].mark) == mark:
-            return spot
+            return video
         members = archive.members(ArchiveOptions())
         return ArchiveMember(
-            spot.shard, next((candidate for candidate in members if candidate.name == spot.member.name), spot.member)
+            video.archive,
+            next((candidate for candidate in members if candidate.name == video.member.name), video.member),
         )
 
-    def sample(self, spot: ArchiveMember) -> int | None:
+    def sample(self, video: ArchiveMember) -> int | None:
         """Return ``Archive.sample`` of a video. Raises OSError."""
-        return self._open_archive(spot.shard).sample(spot.member)
+        return self._open_archive(video.archive).sample(video.member)
 
-    def _open_archive(self, shard: str) -> Archive:
-        """Return the archive ``shard``; open it, and close the one before it, unless it is open already.
+    def _open_archive(self, uri: str) -> Archive:
+        """Return the archive at ``uri``; open it, and close the one before it, unless it is open already.
 
         Its requests are planned for the videos of this object. Raises VideoFault for an unknown suffix, or OSError.
         """
-        if self._open is None or self._open[0] != shard:
+        if self._open is None or self._open[0] != uri:
             self.close()
-            form = FORMS.get(find_suffix(shard))
+            form = FORMS.get(find_suffix(uri))
             if form is None:
-                raise VideoFault("unsupported", f"{shard}: its name ends like no archive or table ({' '.join(FORMS)})")
-            file = open_archive(shard, self._objects)
+                raise VideoFault("unsupported", f"{uri}: its name ends like no archive or table ({' '.join(FORMS)})")
+            file = open_archive(uri, self._objects)
             try:
                 archive = form(file)
-                file.plan(merge_spans(archive.span(spot.member) for spot in self._spots if spot.shard == shard))
+                file.plan(merge_spans(archive.span(video.member) for video in self._videos if video.archive == uri))
             except BaseException:
                 file.close()
                 raise
-            self._open = shard, file, archive
+            self._open = uri, file, archive
         return self._open[2]

@@ -58,11 +58,11 @@ def _is_replaced(row: ManifestRow, sample: int, objects: Objects, opened: OpenAr
 
     An archive's member without a sample counts as replaced. Raises UsageError where the store does not answer.
     """
-    spot = find_member(row["uri"], row["source_offset"], row["size"])
-    if spot is None:
+    member = find_member(row["uri"], row["source_offset"], row["size"])
+    if member is None:
         return sample_source(row["uri"], row["size"] or 0, objects) not in (None, sample)
     try:
-        return opened.sample(spot) != sample
+        return opened.sample(member) != sample
     except FileNotFoundError:
         return False
     except OSError as error:

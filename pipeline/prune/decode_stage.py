@@ -103,14 +103,14 @@ class VideoDecoder:
         if row["fault"]:
             fault_class, _, message = row["fault"].partition(": ")
             return Source(row["uri"], fault=VideoFault(cast(FaultClass, fault_class), message))
-        objects, spot = self._setup.objects, _find_spot(row)
-        fetch = make_fetch(spot, objects) if spot is None or archives is None else partial(archives.fetch, spot)
+        objects, member = self._setup.objects, _find_member(row)
+        fetch = make_fetch(member, objects) if member is None or archives is None else partial(archives.fetch, member)
         return open_source(row["uri"], objects, self._setup.fetch_mb * 2**20, fetch)
 
     def open_archives(self, rows: Iterable[TodoRow]) -> OpenArchives:
         """Return the reader of the archives that contain these rows' videos."""
         return OpenArchives(
-            self._setup.objects, [_find_spot(row) for row in rows if not (row["policy"] or row["fault"])]
+            self._setup.objects, [_find_member(row) for row in rows if not (row["policy"] or row["fault"])]
         )
 
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
@@ -186,7 +186,7 @@ class Decoder:
         return VideoItem(record, frames=frames)
 
 
-def _find_spot(row: TodoRow) -> ArchiveMember | None:
+def _find_member(row: TodoRow) -> ArchiveMember | None:
     """Return the position of a row's video in an archive; None for a file of its own."""
     return find_member(row["uri"], row["source_offset"], row["size"])
 
@@ -195,8 +195,8 @@ def _first_record(row: TodoRow, source: Source) -> VideoRecord:
     """Return the record of a video before decoding: the columns of its manifest row and open file, status "ok"."""
     columns = {name: value for name, value in row.items() if name in _ROW_COLUMNS}
     columns["source_mark"] = source.mark or row["mark"]  # the open file's may be newer than a listing's
-    if (spot := _find_spot(row)) is not None:
-        columns["source_shard"] = spot.shard
+    if (member := _find_member(row)) is not None:
+        columns["source_shard"] = member.archive
     return without_nulls({"status": "ok", **columns}, VideoRecord)
 
 

@@ -33,20 +33,20 @@ def rows(place, column=None, objects=NOWHERE, **more):
     return read_manifest(place, (), objects, Indexing(ArchiveOptions(column), **more)).to_pylist()
 
 
-def spot(row):
+def member_of(row):
     return find_member(row["uri"], row["source_offset"], row["size"])
 
 
 def read_member(opened, row, most=2**30):
     """The bytes of a row's video."""
     parts: list[bytes] = []
-    opened.fetch(spot(row), parts.append, most)
+    opened.fetch(member_of(row), parts.append, most)
     return b"".join(parts)
 
 
 def contents(found, objects=NOWHERE):
     """The bytes of each row's video, read one after the other as a worker does."""
-    with OpenArchives(objects, map(spot, found)) as opened:
+    with OpenArchives(objects, map(member_of, found)) as opened:
         return [read_member(opened, row) for row in found]
 
 
@@ -315,7 +315,7 @@ def test_archives_on_s3_give_the_same_for_few_requests(server, tmp_path):
         # A tar is one request for all of its members; of a table each row group is one.
         assert server.counts()["GET"] <= {"a.tar": 1, "a.zip": 1, "a.parquet": 4}[name], name
         before, parts = server.counts()["GET"], list[bytes]()
-        make_fetch(spot(found[7]), server.objects())(parts.append, 2**30)
+        make_fetch(member_of(found[7]), server.objects())(parts.append, 2**30)
         assert server.counts()["GET"] - before <= (2 if name == "a.parquet" else 1)
         assert b"".join(parts) == list(FILES.values())[7]
 
@@ -370,7 +370,7 @@ def test_a_range_of_any_size_is_one_request_and_never_in_memory_as_a_whole(serve
     path = write_tar(tmp_path / "a.tar", files)
     found = rows(server.upload("a.tar", path.read_bytes()), objects=server.objects())
     server.requests.clear()
-    with OpenArchives(server.objects(), map(spot, found)) as opened:
+    with OpenArchives(server.objects(), map(member_of, found)) as opened:
         for row in found:
             assert read_member(opened, row) == files[row["video_id"].removeprefix("a.tar/")]
             assert len(opened._open[1]._ranges[0]._buffer) < 2**21
@@ -382,7 +382,7 @@ def test_a_member_that_is_left_out_or_read_again_costs_its_neighbours_nothing_an
 ):
     uri = server.upload("a.tar", write_tar(tmp_path / "a.tar", FILES).read_bytes())
     found = rows(uri, objects=server.objects())
-    with OpenArchives(server.objects(), map(spot, found)) as opened:
+    with OpenArchives(server.objects(), map(member_of, found)) as opened:
         for place in (0, 1, 5, 5, 2, 11):
             with pytest.raises(OSError, match="more than the 3"):
                 read_member(opened, found[8], 3)
