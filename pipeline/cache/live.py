@@ -487,7 +487,7 @@ class RowPlace(NamedTuple):
     ``rank`` is (state, -attempts, -rewritten, tie_break); the row with the lowest rank is live.
     """
 
-    shard: str
+    file: str
     row: int
     rank: tuple[int, int, int, int]
 
@@ -502,7 +502,7 @@ class LiveVideos:
 
     Attributes:
         table: the cache's table, for single rows and for the files that are left out.
-        small: LIVE_COLUMNS of the live rows among the small files, with ``shard`` and ``row``.
+        small: LIVE_COLUMNS of the live rows among the small files, with ``file`` and ``row``.
         files: all files of the table when this was opened.
         sorted: the sorted files among them.
     """
@@ -555,7 +555,7 @@ class LiveVideos:
         places = []
         if (row := self._row_in_small.get(video_id)) is not None:
             places.append(
-                _build_place(self.small, row, self.small["shard"][row].as_py(), self.small["row"][row].as_py())
+                _build_place(self.small, row, self.small["file"][row].as_py(), self.small["row"][row].as_py())
             )
         files = [file for file in self.sorted if file.holds(high)]
         look = partial(self._search_file, video_id, high)
@@ -585,10 +585,10 @@ class LiveVideos:
     def row(self, video_id: str) -> VideoRow | None:
         """Read the live row of a video; None without a row. Raises as ``find``."""
         place = self.find(video_id)
-        return None if place is None else self.table.read_row(place.shard, place.row)
+        return None if place is None else self.table.read_row(place.file, place.row)
 
     def live(self, columns: Sequence[str]) -> pa.Table:
-        """Read ``columns`` of every live row with ``shard`` and ``row``, by video_id. All files are read.
+        """Read ``columns`` of every live row with ``file`` and ``row``, by video_id. All files are read.
 
         Raises as ``find``.
         """
@@ -601,15 +601,15 @@ class LiveVideos:
                 if sorted_file is None
                 else [add_places(pa.concat_tables(sorted_file.parts(read_columns)), file.name)]
             )
-        return select_live_rows(pa.concat_tables(tables)).select([*columns, "shard", "row"])
+        return select_live_rows(pa.concat_tables(tables)).select([*columns, "file", "row"])
 
     def _live_in_small(self, columns: Sequence[str]) -> pa.Table:
         """Return these columns of the live rows in small files; columns that are not in memory are read."""
         if set(columns) <= set(self.small.column_names):
-            return self.small.select([*columns, "shard", "row"])
+            return self.small.select([*columns, "file", "row"])
         tables = [empty_rows(columns)]
-        for name, rows in self.table.read_small(sorted(set(self.small["shard"].to_pylist())), columns):
-            live = self.small["row"].filter(pc.equal(self.small["shard"], name))
+        for name, rows in self.table.read_small(sorted(set(self.small["file"].to_pylist())), columns):
+            live = self.small["row"].filter(pc.equal(self.small["file"], name))
             tables.append(add_places(rows, name).take(live))
         return pa.concat_tables(tables)
 
@@ -627,7 +627,7 @@ class LiveVideos:
         return did_you_mean_id(video_id, list_nameable_ids(pa.concat_tables(parts)))
 
     def rows_of(self, video_ids: Collection[str], columns: Sequence[str]) -> pa.Table:
-        """Return ``columns`` of the live rows of these videos, with ``shard`` and ``row``, in any order.
+        """Return ``columns`` of the live rows of these videos, with ``file`` and ``row``, in any order.
 
         Raises as ``find``. Ids without a row are left out. For more than _MAX_SEARCHED_IDS videos the whole table is
         read.
@@ -636,10 +636,10 @@ class LiveVideos:
         if len(ids) > _MAX_SEARCHED_IDS or not self.sorted:
             table = self.live(("video_id", *(name for name in columns if name != "video_id")))
             rows_of_ids = table.filter(pc.is_in(table["video_id"], value_set=pa.array(ids, pa.string())))
-            return rows_of_ids.select([*columns, "shard", "row"])
+            return rows_of_ids.select([*columns, "file", "row"])
         places = [place for video_id in ids if (place := self.find(video_id)) is not None]
-        rows = [self.table.read_row(place.shard, place.row) for place in places]
-        with_places = [{**row, "shard": place.shard, "row": place.row} for row, place in zip(rows, places, strict=True)]
+        rows = [self.table.read_row(place.file, place.row) for place in places]
+        with_places = [{**row, "file": place.file, "row": place.row} for row, place in zip(rows, places, strict=True)]
         return pa.Table.from_pylist(with_places, schema=empty_rows(columns).schema)
 
     def widths(self) -> set[int]:
@@ -667,7 +667,7 @@ class LiveShards:
     Attributes:
         names: [n] shard names, sorted: in the order in which runs wrote them.
         counts: [n] the videos of each shard.
-        places: ``shard``, ``row`` and the hash of the id of each video, in the order of the token shards and of the
+        places: ``file``, ``row`` and the hash of the id of each video, in the order of the token shards and of the
             tokens in them.
     """
 
@@ -677,14 +677,14 @@ class LiveShards:
 
     @classmethod
     def of(cls, rows: pa.Table) -> LiveShards:
-        """Group rows by token shard; they have ID_COLUMNS, token_shard, first_row_group, shard and row."""
+        """Group rows by token shard; they have ID_COLUMNS, token_shard, first_row_group, file and row."""
         shard_names = pc.fill_null(rows["token_shard"], "")
         rows = sort_by_shard(rows.set_column(rows.schema.get_field_index("token_shard"), "token_shard", shard_names))
         shards = rows.group_by("token_shard", use_threads=False).aggregate([([], "count_all")])
         return cls(shards["token_shard"].combine_chunks(), shards["count_all"].to_numpy(), _to_places(rows))
 
     def find_places(self, rows: pa.Table) -> bool:
-        """Replace ``places`` by the places in ``rows`` (ID_COLUMNS, shard, row).
+        """Replace ``places`` by the places in ``rows`` (ID_COLUMNS, file, row).
 
         If a video is missing there, return False and keep the old places.
         """
@@ -703,14 +703,14 @@ class LiveShards:
         return str(self.names[number].as_py())
 
     def places_of(self, number: int) -> pa.Table:
-        """Return the places (``shard``, ``row``) of the videos of token shard ``number``, in its order."""
+        """Return the places (``file``, ``row``) of the videos of token shard ``number``, in its order."""
         return self.places.slice(int(self.counts[:number].sum()), int(self.counts[number]))
 
 
 def _to_places(rows: pa.Table) -> pa.Table:
     """Return the places of rows with the hashes of their ids, and each name of a file in memory once."""
     places = rows.select([*ID_COLUMNS, "row"])
-    return places.append_column("shard", rows["shard"].dictionary_encode())
+    return places.append_column("file", rows["file"].dictionary_encode())
 
 
 def find_widths(live: pa.Table) -> set[int]:
@@ -718,9 +718,9 @@ def find_widths(live: pa.Table) -> set[int]:
     return set(pc.unique(select_ok(live)["hidden_size"]).to_pylist())
 
 
-def _build_place(rows: pa.Table, at: int, shard: str, row: int) -> RowPlace:
+def _build_place(rows: pa.Table, at: int, file: str, row: int) -> RowPlace:
     """Build the RowPlace of the row number ``at`` of ``rows``, which have RULE_COLUMNS."""
     values = rows.select(RULE_COLUMNS).slice(at, 1).to_pylist()[0]
     attempts, rewritten = values["attempts"] or 0, values["rewritten"] or 0
     state = _STATES.get(values["status"], FAILED)
-    return RowPlace(shard, row, (state, -attempts, -rewritten, values["tie_break"]))
+    return RowPlace(file, row, (state, -attempts, -rewritten, values["tie_break"]))

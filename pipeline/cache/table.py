@@ -53,7 +53,7 @@ _GROUPS_AT_ONCE = 64  # row groups of a sorted file that one step reads
 _KEPT_GROUPS = 2  # row groups of sorted files that are kept in memory, some MB each
 _FILES_AT_ONCE = 64  # small files whose content is in memory at once
 _THREADS = 8  # threads that parse small files
-_PLACE = (pa.field("shard", pa.string()), pa.field("row", pa.int32()))
+_PLACE = (pa.field("file", pa.string()), pa.field("row", pa.int32()))
 _SORTED_NAME = re.compile(r"sorted-(\d+)-([0-9a-f]{16})-([0-9a-f]{16})-(\d+)-(\d+)-([0-9a-f]{32})\.parquet")
 
 
@@ -330,11 +330,11 @@ class VideosTable:
         return cast(VideoRow, {key: list(value) if isinstance(value, list) else value for key, value in values})
 
     def read_rows(self, places: pa.Table) -> Iterator[VideoRow]:
-        """Read the row at each of ``places``, a table with ``shard`` and ``row``, when it is iterated.
+        """Read the row at each of ``places``, a table with ``file`` and ``row``, when it is iterated.
 
         Raises as ``read_row``.
         """
-        return map(self.read_row, places["shard"].to_pylist(), places["row"].to_pylist())
+        return map(self.read_row, places["file"].to_pylist(), places["row"].to_pylist())
 
     def _is_own(self, name: str, made_with: str | None) -> bool:
         """Return True if a file's fingerprint is the cache's, or either is None; else add it to ``foreign``."""
@@ -394,13 +394,13 @@ def build_table(rows: Sequence[VideoRecord] | Sequence[VideoRow]) -> pa.Table:
 
 
 def add_places(table: pa.Table, name: str) -> pa.Table:
-    """Add the columns ``shard`` (the file ``name``) and ``row`` (the number in it) to all rows of a file."""
+    """Add the columns ``file`` (its ``name``) and ``row`` (the number in it) to all rows of a file."""
     table = table.append_column(_PLACE[0], pa.repeat(name, len(table)).cast(pa.string()))
     return table.append_column(_PLACE[1], pa.array(np.arange(len(table)), pa.int32()))
 
 
 def empty_rows(columns: Sequence[str]) -> pa.Table:
-    """Return an empty table of these columns, ``shard`` and ``row``: the start of a concatenation."""
+    """Return an empty table of these columns, ``file`` and ``row``: the start of a concatenation."""
     return pa.schema([*(VIDEO_SCHEMA.field(name) for name in columns), *_PLACE]).empty_table()
 
 

@@ -191,7 +191,7 @@ class Repair:
         """
         merge_fully(self._store, self._made_with)
         table = LiveVideos.open(self._store, self._made_with)
-        shards = {place.shard for video_id in changes if (place := table.find(video_id)) is not None}
+        shards = {place.file for video_id in changes if (place := table.find(video_id)) is not None}
         for name in sorted(shards):
             old_rows: list[VideoRow] = read_file(self._store, parse_file_name(name)).to_pylist()
             rows = in_key_order(build_table([changes.get(row["video_id"], row) for row in old_rows]))
@@ -208,7 +208,7 @@ class Repair:
 
 def _places(rows: pa.Table) -> list[Place]:
     """Return the (file, row number) of each row."""
-    return list(zip(rows["shard"].to_pylist(), rows["row"].to_pylist(), strict=True))
+    return list(zip(rows["file"].to_pylist(), rows["row"].to_pylist(), strict=True))
 
 
 def _make_failed_row(row: VideoRow, why: str) -> VideoRow:

@@ -389,9 +389,9 @@ def _list_places(rows: pa.Table, live: pa.Table) -> Places:
     """
     places: Places = {name: {} for name in sorted(_token_shards(live) - {None})}
     for table in (live, rows):  # a row that stands in several files counts once
-        for row in select_ok(table).select(["token_shard", "video_id", "shard", "row"]).to_pylist():
+        for row in select_ok(table).select(["token_shard", "video_id", "file", "row"]).to_pylist():
             if row["token_shard"] in places:
-                places[row["token_shard"]].setdefault(row["video_id"], (row["shard"], row["row"]))
+                places[row["token_shard"]].setdefault(row["video_id"], (row["file"], row["row"]))
     return places
 
 

@@ -20,7 +20,7 @@ def store(tmp_path):
 
 def test_a_cache_without_a_commit_has_columns_and_no_rows(store):
     table, ledger = read_live(store, ("video_id", "status")), Ledger(store).refresh()
-    assert (table.schema.names, len(table)) == (["video_id", "status", "shard", "row"], 0)
+    assert (table.schema.names, len(table)) == (["video_id", "status", "file", "row"], 0)
     assert len(ledger) == 0 and ledger.find(pa.array(["a"])).tolist() == [-1]
 
 

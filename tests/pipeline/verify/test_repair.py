@@ -40,7 +40,7 @@ def token_shard(store, video_id: str) -> Path:
 
 
 def commit_of(store, video_id: str) -> Path:
-    return store.root / LiveVideos.open(store).find(video_id).shard
+    return store.root / LiveVideos.open(store).find(video_id).file
 
 
 def damage_tokens(store, video_id: str) -> None:
