@@ -31,7 +31,7 @@ from gstep.language import Decoding, LanguageModel, PromptBuilder, Visual, load_
 from pipeline.cache.header import HEADER, CacheHeader, fingerprint, serialise_header
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.token_shard import TokenShard
-from pipeline.cache.writer import VideoItem, commit, write_token_shard
+from pipeline.cache.writer import VideoItem, commit_records, write_token_shard
 from pipeline.errors import RunFailed, UsageError, usage_errors
 from pipeline.generate.late_pruning import LatePruning, parse_pruning_grid, resolve_pruning
 from pipeline.generate.prompts import TextEmbeddings
@@ -435,7 +435,7 @@ class Bench:
             store, kept_item = self._stores[arm], collect_kept_tokens(pruned, tokens, arm.cached_evidence)
             rows = write_token_shard([VideoItem(row, kept_item)], store=store, run_id="efficiency")
             self._n_commits += 1
-            commit(store, "efficiency", self._n_commits, rows, made_with=self._fingerprints[arm])
+            commit_records(store, "efficiency", self._n_commits, rows, made_with=self._fingerprints[arm])
 
         return prune_s + time_work(write, self._device).seconds
 

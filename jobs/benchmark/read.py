@@ -33,7 +33,7 @@ from pipeline import TokenCache, TokenDataset, pack
 from pipeline.cache.header import HEADER, CacheHeader, CacheIdentity, fingerprint, serialise_header
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.cache.token_shard import TokenRows, TokenShard
-from pipeline.cache.writer import KeptTokens, VideoItem, commit, write_token_shard
+from pipeline.cache.writer import KeptTokens, VideoItem, commit_records, write_token_shard
 from pipeline.errors import RunFailed, UsageError
 from pipeline.rows import VideoRecord
 from pipeline.storage.s3 import Objects, Slice
@@ -183,7 +183,7 @@ def make_cache(store: Store, job: argparse.Namespace) -> None:
     for number, start in enumerate(range(0, job.videos, job.videos_per_shard)):
         videos = range(start, min(start + job.videos_per_shard, job.videos))
         rows = write_token_shard([make_video(video) for video in videos], store=store, run_id="read")
-        commit(store, "read", number, rows, made_with=fingerprint(_IDENTITY))
+        commit_records(store, "read", number, rows, made_with=fingerprint(_IDENTITY))
 
 
 def _read_in_turn(ways: Sequence[TimedReader], repeats: int, objects: _CountedObjects | None = None) -> None:

@@ -17,7 +17,7 @@ from gstep.lazy import load_object
 from pipeline.cache.header import HEADER, CacheHeader, CacheIdentity, fingerprint, list_differences, serialise_header
 from pipeline.cache.live import Ledger, LiveVideos
 from pipeline.cache.table import parse_file_name, read_file
-from pipeline.cache.writer import commit
+from pipeline.cache.writer import commit_records
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.own_code import file_of, hash_code
 from pipeline.storage.stores import Store
@@ -144,7 +144,7 @@ def restart_cache(store: Store, header: CacheHeader, identity: CacheIdentity, ru
     rows = live.live(("status",))
     removed_rows = list(live.table.read_rows(rows.filter(pc.equal(rows["status"], "removed"))))
     if removed_rows:  # before the header: no row of this identity counts yet
-        commit(store, run_id, 0, removed_rows, made_with=new)
+        commit_records(store, run_id, 0, removed_rows, made_with=new)
     begun: CacheHeader = {**header, "identity": identity}
     begun["superseded"] = sorted({*header.get("superseded", ()), old} - {new})
     store.put(HEADER, serialise_header(begun))

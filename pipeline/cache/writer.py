@@ -106,7 +106,7 @@ def write_token_shard(
     return rows
 
 
-def commit(store: Store, run_id: str, number: int, rows: Sequence[VideoRecord], *, made_with: str) -> pa.Table:
+def commit_records(store: Store, run_id: str, number: int, rows: Sequence[VideoRecord], *, made_with: str) -> pa.Table:
     """Make the records visible: one small file of the videos table, put whole. Returns them as VIDEO_SCHEMA.
 
     Every row gets ``run_id``. ``number`` counts the run's commits. ``made_with`` is the fingerprint of the cache's

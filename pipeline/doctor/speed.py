@@ -45,7 +45,7 @@ def first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[T
     )
     videos = to_do(read_manifest(config.videos, config.video_root, objects, indexing)).slice(0, n_videos)
     with Discovery(indexing, objects, lambda videos: (videos, to_do(videos)), videos, n_videos) as discovery:
-        rows: list[TodoRow] = discovery.all().todo.to_pylist()
+        rows: list[TodoRow] = discovery.wait_for_all().todo.to_pylist()
     if not rows:
         raise UsageError(f"{config.named}: none of the archives holds a video")
     return rows

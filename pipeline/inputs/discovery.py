@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 class Discovery(AbstractContextManager["Discovery"]):
-    """The archives of a run without an index, and their videos found so far.
+    """The videos that a run has to process: those known at its start, and those that a thread finds in archives.
 
     The ``with`` block starts and ends the thread. Its length is the number of videos to process so far, but at least
     one before the end.
@@ -103,9 +103,14 @@ class Discovery(AbstractContextManager["Discovery"]):
         return not self.n_left or (self._has_ended and not self._closing and self._error is None)
 
     @property
+    def n_archives(self) -> int:
+        """The number of archives that had no index when the run began."""
+        return len(self._places)
+
+    @property
     def n_parts(self) -> int:
         """The final number of parts: the videos known before, and each archive."""
-        return 1 + len(self._places)
+        return 1 + self.n_archives
 
     @property
     def n_left(self) -> int:
@@ -150,7 +155,7 @@ class Discovery(AbstractContextManager["Discovery"]):
         scale = sum(self._sizes) / n_bytes if n_bytes else len(self._places)
         return max(1, round(min(n_known + n_indexed * scale, len(self) + self._n_allowed)))
 
-    def all(self) -> Part:
+    def wait_for_all(self) -> Part:
         """Wait for the end; return all videos of the archives, and all videos to process. Raises RunFailed."""
         for _ in self.parts():
             pass

@@ -315,7 +315,7 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
     with store_usage_errors():
         discovery = run.list_remaining()
     with discovery:
-        todo = discovery.all().todo
+        todo = discovery.wait_for_all().todo
     run.refuse_empty(discovery)
     recipe = run.recipe
     n_videos = len(todo)

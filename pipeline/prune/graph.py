@@ -3,7 +3,13 @@
     manifest -> decode (CPU actors, killable child processes) -> encode + prune (GPU actors)
         -> the driver bundles references, by number or age -> write (actors) -> the driver commits
 
-Videos travel in bundles: several together, a very large one alone (``pipeline.prune.batches``). Encode and prune share
+Words, small to large. Item: one video, its record and arrays. Bundle: the videos of one Arrow row, which travels
+between stages: several together, a very large video alone (``pipeline.prune.batches``). Unit: the videos of one decode
+call and of its retry, in whole bundles. Part: the units of one archive, or of all videos known at the start. Batch:
+bundles that the driver takes from the last stage. Shard: the videos of one token file. Block: Ray Data's word; here it
+is one row, a unit or a bundle.
+
+Encode and prune share
 an actor, so that a video's full tokens (45 MB for 32 frames of LLaVA-OneVision-7B) never cross the object store; decode
 is a stage of its own, so that nodes without GPUs can take it.
 Ray Data runs these two. An encoded video waits at most --flush-seconds to be written (``pipeline.runner.shards``).

@@ -36,7 +36,7 @@ from pipeline.cache.live import REMOVED, TIMED_STAGES, Ledger
 from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES, try_merge
 from pipeline.cache.schema import VIDEOS
 from pipeline.cache.token_shard import parse_shard_id
-from pipeline.cache.writer import commit
+from pipeline.cache.writer import commit_records
 from pipeline.errors import (
     FAULTS,
     CorruptShard,
@@ -266,7 +266,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         """Raise UsageError if no opened archive holds a video, and no other video is named."""
         if not len(self.manifest) and not len(todo.list_found().videos):
             part = "" if self.options.shard is None else f" of --shard {self.options.shard}"
-            raise UsageError(f"{self.options.named}: none of the {todo.n_parts - 1} archives holds a video{part}")
+            raise UsageError(f"{self.options.named}: none of the {todo.n_archives} archives holds a video{part}")
 
     def process(self, todo: Discovery) -> None:
         """Encode the videos, then the failed videos once more, and keep the run's record meanwhile.
@@ -397,7 +397,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         """
         records = unpack_written(rows)
         self._check_header()
-        commit(self.store, self.run_id, number, records, made_with=self._made_with)
+        commit_records(self.store, self.run_id, number, records, made_with=self._made_with)
         ok_records = [record for record in records if record["status"] == "ok"]
         failed_records = [record for record in records if record["status"] != "ok"]
         self._count(records, len(failed_records))
@@ -488,7 +488,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self.run_file.note(out_of_service=[worker for last in self._reports for worker in last.excluded_workers])
 
     def select_unfinished(self, items: Discovery) -> Discovery:
-        return Discovery.of(select_unfinished(items.all().todo, self.ledger.refresh(), self.failed))
+        return Discovery.of(select_unfinished(items.wait_for_all().todo, self.ledger.refresh(), self.failed))
 
     def summarise(self, todo: Discovery, wall_s: float) -> Summary:
         """Return the summary of the cache's rows for this run's videos; say which archives were not read wholly."""

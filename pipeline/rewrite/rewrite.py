@@ -42,7 +42,7 @@ from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.cache.schema import KEY_COLUMNS, VIDEOS
 from pipeline.cache.table import VideosTable
 from pipeline.cache.token_shard import parse_shard_id
-from pipeline.cache.writer import Bits, KeptTokens, VideoItem, commit, make_bundles, write_token_shard
+from pipeline.cache.writer import Bits, KeptTokens, VideoItem, commit_records, make_bundles, write_token_shard
 from pipeline.errors import NotACache, RunFailed, UsageError, VideoFault, store_usage_errors
 from pipeline.rows import JsonObject, VideoRecord, VideoRow, failed_video
 from pipeline.runner.claim import Claim
@@ -198,7 +198,7 @@ def _stream(
         rows = write_token_shard(videos, store=out, run_id=result.run_id, codec=codec)
         if not out.exists(HEADER) or out.read(HEADER) != header:
             raise RunFailed(f"{out}: another cache was begun here since this command began; nothing more is written")
-        commit(out, result.run_id, number, rows, made_with=made_with)
+        commit_records(out, result.run_id, number, rows, made_with=made_with)
         names = sorted({row["token_shard"] for row in rows if row["status"] == "ok"})
         shards += map(parse_shard_id, names)
         record.note(**{COMMITTED_KEY: shards})

@@ -32,7 +32,7 @@ from pipeline.cache.reader import map_in_order
 from pipeline.cache.schema import TOKENS
 from pipeline.cache.table import VideosTable, add_places, list_table_files, read_file
 from pipeline.cache.token_shard import parse_shard_id, read_footer_ids, read_videos
-from pipeline.cache.writer import SHARD_BYTES, commit, make_bundles, put_token_shard
+from pipeline.cache.writer import SHARD_BYTES, commit_records, make_bundles, put_token_shard
 from pipeline.errors import CorruptShard, printable
 from pipeline.rows import JsonObject, VideoRecord, VideoRow
 from pipeline.runner.claim import Claim
@@ -187,7 +187,7 @@ class _Removal:
                 if video_id not in live or live[video_id]["status"] != "removed"
             ]
             if rows:
-                commit(self._store, self._result.run_id, 0, rows, made_with=identity)
+                commit_records(self._store, self._result.run_id, 0, rows, made_with=identity)
         self._result.unknown = sorted(self._ids.difference(self._rows["video_id"].to_pylist()))
         for video_id in self._result.unknown[:_MAX_EXAMPLES]:
             if likely := [name for name in near_ids(video_id, list_nameable_ids(self._rows)) if name not in self._ids]:
@@ -237,7 +237,7 @@ class _Removal:
                 records = move_videos(
                     self._store, self._result.run_id, sorted(rows, key=lambda row: row["first_row_group"])
                 )
-                commit(self._store, self._result.run_id, number, records, made_with=identity)
+                commit_records(self._store, self._result.run_id, number, records, made_with=identity)
                 self._result.moved += len(records)
 
     def merge(self, keep: timedelta) -> list[str]:
@@ -335,7 +335,7 @@ def _join(
     """
     shard_rows = live.filter(pc.is_in(live["token_shard"], value_set=pa.array(names)))
     records = move_videos(store, run_id, list(VideosTable(store).read_rows(sort_by_shard(shard_rows))))
-    commit(store, run_id, number, records, made_with=made_with)
+    commit_records(store, run_id, number, records, made_with=made_with)
     result.videos += len(records)
     result.read += names
     result.written.append(records[0]["token_shard"])

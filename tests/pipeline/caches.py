@@ -15,7 +15,7 @@ from gstep.backbones import ModelSource
 from pipeline.cache.header import HEADER, find_codec, fingerprint, read_header, serialise_header
 from pipeline.cache.live import INDEX_COLUMNS, LiveVideos
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
-from pipeline.cache.writer import VideoItem, commit, write_token_shard
+from pipeline.cache.writer import VideoItem, commit_records, write_token_shard
 from pipeline.errors import VideoFault
 from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
 from pipeline.rows import VideoRecord, failed_video
@@ -90,7 +90,7 @@ def write_shard(store: Store, run_id: str, *videos: VideoItem) -> str:
     rows = write_token_shard(videos, store=store, run_id=run_id, codec=find_codec(identity))
     before = set(store.names("videos", ".parquet"))
     number = sum(name.startswith(f"videos/{run_id}-") for name in before)
-    commit(store, run_id, number, rows, made_with=fingerprint(identity))
+    commit_records(store, run_id, number, rows, made_with=fingerprint(identity))
     (name,) = set(store.names("videos", ".parquet")) - before
     return name
 

@@ -12,7 +12,7 @@ from pipeline import TokenCache
 from pipeline.cache.codecs import CODECS
 from pipeline.cache.header import made_with
 from pipeline.cache.token_shard import hash_vectors, read_videos
-from pipeline.cache.writer import commit, write_token_shard
+from pipeline.cache.writer import commit_records, write_token_shard
 from pipeline.errors import RunFailed
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header
@@ -25,7 +25,7 @@ def test_tokens_on_a_disk_that_is_not_shared_are_not_committed(tmp_path):
     made = made_with(store)
     written = write_token_shard([VIDEO], store=write_header(tmp_path / "nodes"), run_id="run")
     with pytest.raises(FileNotFoundError, match="must be shared by all"):
-        commit(store, "run", 0, written, made_with=made)
+        commit_records(store, "run", 0, written, made_with=made)
     assert len(TokenCache(tmp_path / "drivers")) == 0
 
 
@@ -35,7 +35,7 @@ def test_a_late_write_with_another_last_bit_replaces_nothing(tmp_path, method):
     store = write_header(tmp_path, method=method)
     made = made_with(store)
     video = encoded("v", random_tokens(0), 0.25, method)
-    commit(store, "run", 0, write_token_shard([video], store=store, run_id="run"), made_with=made)
+    commit_records(store, "run", 0, write_token_shard([video], store=store, run_id="run"), made_with=made)
     before = TokenCache(tmp_path).get("v", order="selection")
     assert video.kept is not None
     other = replace(video.kept, tokens=video.kept.tokens ^ np.int16(1))
@@ -99,7 +99,7 @@ def test_a_commit_of_many_shards_asks_a_distant_store_for_several_at_a_time(tmp_
             together.wait()  # one request at a time would wait for ever
             return super().exists(name)
 
-    commit(Distant(tmp_path), "r", 0, rows, made_with=made)
+    commit_records(Distant(tmp_path), "r", 0, rows, made_with=made)
     assert list(TokenCache(tmp_path).video_ids) == ["a", "b"]
 
 
@@ -115,9 +115,9 @@ def test_a_driver_that_was_stopped_in_its_commit_shows_no_video_whose_tokens_wer
             super().put(name, data)
 
     with pytest.raises(RunFailed, match="was removed before its videos were committed"):
-        commit(Stopped(tmp_path), "run", 0, rows, made_with=made)
+        commit_records(Stopped(tmp_path), "run", 0, rows, made_with=made)
     with pytest.raises(FileNotFoundError, match="removed meanwhile"):
-        commit(store, "run", 0, rows, made_with=made)
+        commit_records(store, "run", 0, rows, made_with=made)
     assert store.names("videos", ".parquet") == [] and len(TokenCache(tmp_path)) == 0
 
 
@@ -127,7 +127,7 @@ def test_a_commit_never_makes_a_cache_that_is_gone(tmp_path):
     rows = write_token_shard([VIDEO], store=store, run_id="run")
     (tmp_path / "c").rename(tmp_path / "old")
     with pytest.raises(FileNotFoundError):
-        commit(store, "run", 0, rows, made_with=made)
+        commit_records(store, "run", 0, rows, made_with=made)
     with pytest.raises(FileNotFoundError):
         store.put("videos/x.parquet", b"x")
     assert not (tmp_path / "c").exists()
@@ -155,12 +155,12 @@ def test_a_cache_begun_anew_in_mid_write_gets_nothing_of_the_run_before(tmp_path
         store = Moved(write_header(place / "c").root)
         made = made_with(store)
         rows = write_token_shard([VIDEO], store=store, run_id="run")
-        commit(store, "run", 0, rows, made_with=made)
+        commit_records(store, "run", 0, rows, made_with=made)
         store.moving = True
         if what == "tokens":
             write_token_shard([VIDEO], store=store, run_id="other")
         elif what == "commit":
-            commit(store, "run", 1, rows, made_with=made)
+            commit_records(store, "run", 1, rows, made_with=made)
         elif what == "delete":
             (name,) = store.names("videos", ".parquet")
             store.delete(name)
@@ -173,7 +173,7 @@ def test_a_cache_begun_anew_in_mid_write_gets_nothing_of_the_run_before(tmp_path
         store.delete("cache.json")
         assert [path.name for path in (place / "c").rglob("*") if path.is_file()] == ["cache.json"]
         with pytest.raises(FileNotFoundError):
-            commit(store, "run", 2, rows, made_with=made)
+            commit_records(store, "run", 2, rows, made_with=made)
         assert TokenCache(place / "old").video_ids == ([] if what == "delete" else ["v"])
 
 
@@ -187,5 +187,5 @@ def test_a_worker_that_comes_to_the_new_folder_cannot_make_the_driver_commit_the
     write_header(tmp_path / "c")
     rows = write_token_shard([VIDEO], store=LocalStore(tmp_path / "c"), run_id="run")
     with pytest.raises(FileNotFoundError):
-        commit(driver, "run", 0, rows, made_with=made)
+        commit_records(driver, "run", 0, rows, made_with=made)
     assert not list(tmp_path.glob("*/videos/*"))

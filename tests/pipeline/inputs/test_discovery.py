@@ -75,7 +75,9 @@ def test_nothing_is_listed_first_and_a_part_is_there_before_the_next_one_is_inde
         assert not found.is_complete
         gate.set()
         assert [ids(part.todo) for part in parts] == [["1.tar/0.mp4", "1.tar/1.mp4"], ["2.tar/0.mp4"]]
-        assert ids(found.all().videos) == ids(found.list_found().todo) and len(found) == 6 and found.n_left == 0
+        assert (
+            ids(found.wait_for_all().videos) == ids(found.list_found().todo) and len(found) == 6 and found.n_left == 0
+        )
         assert found.is_complete and found.estimate_count() == 6 != round(3 * sum(sizes) / sizes[0])
     whole, indexing = listed(tars, tmp_path)
     assert ids(whole) == ids(found.list_found().videos) and indexing.unindexed == []  # all indexes were kept
@@ -84,13 +86,14 @@ def test_nothing_is_listed_first_and_a_part_is_there_before_the_next_one_is_inde
 def test_what_has_a_kept_index_is_known_from_the_start(tars, tmp_path):
     _, indexing = listed(tars, tmp_path)
     with discovery(indexing) as found:
-        found.all()
+        found.wait_for_all()
     write_tar(tars / "3.tar", {"new.mp4": bytes(9)})
     write_tar(tars / "1.tar", {"changed.mp4": bytes(9)})
     known, indexing = listed(tars, tmp_path)
     assert [place.name for place in indexing.unindexed] == ["3.tar"] and "1.tar/changed.mp4" in ids(known)
     with discovery(indexing, known=known) as found:
-        assert found.estimate_count() == len(known) + 1 and ids(found.all().todo) == [*ids(known), "3.tar/new.mp4"]
+        assert found.estimate_count() == len(known) + 1
+        assert ids(found.wait_for_all().todo) == [*ids(known), "3.tar/new.mp4"]
         assert ids(found.list_found().videos) == ["3.tar/new.mp4"]
 
 
@@ -115,7 +118,7 @@ def test_what_ends_the_run_is_told_to_whoever_waits(tars, tmp_path):
     _, indexing = listed(tars, tmp_path)
     with discovery(indexing, refuse) as found:
         assert len(list(found.parts())) == 2
-        for ask in (found.check, found.all):
+        for ask in (found.check, found.wait_for_all):
             with pytest.raises(RunFailed, match="videos have changed"):
                 ask()
 
@@ -143,7 +146,7 @@ def has_limit(place, tmp_path, limit, select=lambda videos: (videos, videos), co
     known, indexing = listed(place, tmp_path, column, has_limit=True)
     assert len(known) == 0
     with discovery(indexing, select, known, limit) as found:
-        return found.all().todo, found, indexing
+        return found.wait_for_all().todo, found, indexing
 
 
 def test_a_limit_reads_of_a_single_tar_no_more_than_it_needs(tmp_path, monkeypatch):
@@ -208,7 +211,7 @@ def test_an_id_that_two_tars_give_is_an_error_row_with_and_without_a_limit(tmp_p
     for limit in (2, 3, 4, 5, 9):  # those before it make and keep indexes
         known, indexing = listed(places, tmp_path, has_limit=True)
         with discovery(indexing, known=known, limit=limit) as found:
-            rows = found.all().todo.to_pylist()
+            rows = found.wait_for_all().todo.to_pylist()
         assert [row["video_id"] for row in rows] == expected[: max(limit, len(known))]
         assert [row["video_id"] for row in rows if row["fault"]] == ([own] if len(rows) > 3 else [])
     whole, _ = listed(places, tmp_path)

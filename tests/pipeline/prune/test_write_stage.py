@@ -4,7 +4,7 @@ import pytest
 
 from pipeline import TokenCache
 from pipeline.cache.header import made_with
-from pipeline.cache.writer import commit
+from pipeline.cache.writer import commit_records
 from pipeline.errors import VideoFault
 from pipeline.prune.batches import WRITTEN_SCHEMA, pack, unpack_written
 from pipeline.prune.resources import PRUNING
@@ -26,7 +26,7 @@ def test_videos_become_one_shard_whoever_writes_them_that_can_be_committed_and_r
     again = unpack_written(Writer(store, "run").write(pack([good[0], failure]), pack([good[1]])))
     assert [row.get("footer_hash") for row in again] == [row.get("footer_hash") for row in rows]  # the same file
     assert len(store.names("tokens", ".parquet")) == 1 and "token_shard" not in rows[1]
-    commit(store, "run", 0, rows, made_with=made_with(store))
+    commit_records(store, "run", 0, rows, made_with=made_with(store))
     cache = TokenCache(tmp_path)
     assert cache.failed == {"bad": "corrupt"}
     for video in good:
