@@ -98,7 +98,7 @@ def test_a_node_is_lost_while_tars_are_found(tmp_path, monkeypatch):
         members = {name: (tmp_path / "videos" / name).read_bytes() for name in names[tar::5]}
         write_tar(tmp_path / "tars" / f"{tar}.tar", members)
     ids = [f"{tar}.tar/{name}" for tar in range(5) for name in names[tar::5]]
-    gate, found_all = threading.Event(), Discovery.all
+    gate, found_all = threading.Event(), Discovery.wait_for_all
 
     class Gated(Tar):
         def members(self, asked: ArchiveOptions) -> Iterator[Member]:
@@ -111,7 +111,7 @@ def test_a_node_is_lost_while_tars_are_found(tmp_path, monkeypatch):
         return found_all(discovery)
 
     monkeypatch.setitem(FORMS, ".tar", Gated)
-    monkeypatch.setattr(Discovery, "all", waited)
+    monkeypatch.setattr(Discovery, "wait_for_all", waited)
     cache = tmp_path / "c"
     argv = [str(tmp_path / "tars"), "--out", str(cache), "--num-frames", "2", "--decoder", SLOW]
     with ray_here({"num_cpus": 1}, {"num_cpus": 2}):
