@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -241,6 +242,8 @@ def _open_file(place: str, objects: Objects | None) -> BinaryIO:
 
 def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str | list[str] | None]:
     """Check one row of a question file and return it as a row of QUESTION_SCHEMA. Raises QuestionsError."""
+    # A gap is NaN in the dicts that pandas makes of a table's rows.
+    row = {name: value for name, value in row.items() if not (isinstance(value, float) and math.isnan(value))}
     _check_columns(row, where)
     question_id = row.get("question_id")
     if isinstance(question_id, bool) or not isinstance(question_id, str | int) or not str(question_id).strip():
@@ -310,7 +313,7 @@ def _parse_target(row: UserRow, where: str) -> str | None:
     A whole number comes without a point, which pandas adds to a column with gaps. Raises QuestionsError.
     """
     value = row.get("answer")
-    if value is None or value != value or (isinstance(value, str) and not value.strip()):  # noqa: PLR0124 - NaN
+    if value is None or (isinstance(value, str) and not value.strip()):
         return None
     if isinstance(value, str):
         return value
