@@ -6,6 +6,8 @@ import pickle
 from dataclasses import replace
 from itertools import chain, groupby
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -27,6 +29,18 @@ def test_places_are_those_of_the_ids(folder):
         data[2]
     with pytest.raises(UnknownVideo, match="nope"):
         TokenDataset(cache, ["nope"])[0]
+
+
+@pytest.mark.parametrize("kind", [TokenDataset, IterableTokenDataset])
+def test_ids_are_a_list_of_any_kind_and_no_text(folder, kind):
+    for names in (np.array(IDS[3:6]), pd.Series(IDS[3:6]), pd.Series(IDS)[[5, 4, 3]], tuple(IDS[3:6])):
+        data = kind(folder, names)
+        videos = data if kind is IterableTokenDataset else [data[place] for place in range(len(data))]
+        assert sorted(ids_of(videos)) == IDS[3:6]
+    with pytest.raises(ValueError, match="ids must be a list of names, got 'v00'"):
+        kind(folder, "v00")
+    with pytest.raises(ValueError, match="evidence must be a list of names, got 'token_key'"):
+        kind(folder, evidence="token_key")
 
 
 @pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
