@@ -84,6 +84,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     least, and leaves out the rest for this epoch. Batches are as many on each rank then, with workers too. Distributed
     training that synchronises each step wants that.
 
+    Ranks divide the shards that the cache had when each of them made its dataset. If a run or a compaction wrote in
+    between, some videos are read twice or not at all, and ``even`` is not. ``state_dict()["ids"]`` is equal on all
+    ranks whose datasets are of the same shards.
+
     Ranks are those of torch.distributed when the dataset is read. A loader that Accelerate or the HF Trainer prepared
     divides batches among processes by itself: the dataset then gives each process all videos.
 

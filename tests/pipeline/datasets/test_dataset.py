@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from pipeline import IterableTokenDataset, TokenCache, TokenDataset, UnknownVideo, pack
-from tests.pipeline.datasets.caches import IDS, SIZES, ids_of
+from tests.pipeline.caches import encoded, random_tokens, write_shard
+from tests.pipeline.datasets.caches import IDS, SIZES, ids_of, make_shards
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -77,6 +78,15 @@ def test_every_video_comes_once_on_whatever_rank_and_worker(folder, world_size, 
         assert len(videos) == len(data)
         found += videos
     assert sorted(found) == IDS
+
+
+def test_ranks_see_by_their_states_whether_they_opened_the_same_cache(tmp_path):
+    store = make_shards(tmp_path)
+    first, second = (IterableTokenDataset(tmp_path, rank=rank, world_size=2) for rank in range(2))
+    assert first.state_dict()["ids"] == second.state_dict()["ids"]
+    write_shard(store, "run9", encoded("new", random_tokens(9), 0.25, "gstep"))
+    later = IterableTokenDataset(tmp_path, rank=1, world_size=2)
+    assert later.state_dict()["ids"] != first.state_dict()["ids"]
 
 
 def test_the_order_is_of_seed_and_epoch(folder):
