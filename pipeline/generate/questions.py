@@ -77,8 +77,10 @@ _SENTENCE = re.compile(
     r"\b(?i:answer|option|choice)\b(?:\s+(?i:is))?[\s:*([\"'`\u201c]*"
     rf"([A-Z]\b{_ALONE}|[a-z](?=[)*.\]\"'`\u201d]*\s*$))"
 )
+# Letters of words, without the scripts that put no space between words: in Chinese "B" follows the word before it.
+_IN_WORDS = r"[^\W\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af]"
 # "A" and "I" are words where one follows: "A dog", "I think", but not "A and B".
-_LETTER = re.compile(r"\b(?:[AI]\b(?!\s+(?!(?:and|or|nor)\b)\w)|[B-HJ-Z]\b)")
+_LETTER = re.compile(rf"(?<!{_IN_WORDS})(?:[AI](?!{_IN_WORDS})(?!\s+(?!(?:and|or|nor)\b)\w)|[B-HJ-Z](?!{_IN_WORDS}))")
 
 
 @dataclass(frozen=True)

@@ -220,6 +220,13 @@ def test_the_letter_of_a_generated_answer(choice, answers):
     assert parse_letter("Well, I do not know", [f"choice {i}" for i in range(9)]) is None
 
 
+@pytest.mark.parametrize("form", ["答案是{}。", "选{}", "{}是正确的", "正解は{}です", "정답은 {}입니다"])
+def test_a_letter_stands_alone_between_words_that_are_written_without_spaces(form):
+    assert [parse_letter(form.format(letter), CHOICES) for letter in "ABC"] == [0, 1, 2]
+    assert parse_letter(form.format("A和B"), CHOICES) is None
+    assert parse_letter("Béla, ÉB, B2 und CB", CHOICES) is None  # of these words it is a part
+
+
 def test_what_an_answer_thinks_names_no_choice():
     thought = "The dog is first. Option A? No, the answer is B."
     for answer in (f"{thought}\n</think>\n\nC", f"<think>{thought}</think> a cow."):
