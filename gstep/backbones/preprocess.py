@@ -113,14 +113,18 @@ def resize_frames(frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> 
 def as_frames(frames: Tensor | NDArray[np.uint8]) -> Tensor:
     """Check ``frames``, uint8 [T,H,W,3], and return them as a tensor.
 
-    A read-only array is copied. Any other array shares its memory with the tensor. Raises ValueError for another dtype
-    or shape.
+    An array that is read-only or flipped (a negative stride) is copied. Any other array shares its memory with the
+    tensor. Raises ValueError for another dtype, shape or type.
     """
     import torch  # noqa: PLC0415
 
-    if isinstance(frames, np.ndarray):
-        # Arrays from the object store are read-only, which torch cannot represent.
-        frames = torch.from_numpy(frames if frames.flags.writeable else frames.copy())
+    if isinstance(frames, np.ndarray) and frames.dtype == np.uint8:
+        # torch can represent neither; arrays from the object store are read-only, and BGR is made RGB by a flip.
+        shares = frames.flags.writeable and all(stride >= 0 for stride in frames.strides)
+        frames = torch.from_numpy(frames if shares else frames.copy())
+    if not isinstance(frames, torch.Tensor):
+        shape = f"{frames.dtype} {list(frames.shape)}" if isinstance(frames, np.ndarray) else type(frames).__name__
+        raise ValueError(f"frames must be uint8 [T,H,W,3], got {shape}")
     if frames.dtype != torch.uint8 or frames.ndim != 4 or frames.shape[-1] != 3:
         raise ValueError(f"frames must be uint8 [T,H,W,3], got {frames.dtype} {list(frames.shape)}")
     return frames

@@ -57,7 +57,8 @@ class TokenDataset(Dataset[CachedVideo]):
         evidence: Sequence[str] = (),
     ) -> None:
         """Take the videos ``ids`` in their order, or all that have tokens; the rest is as in TokenCache.get."""
-        check_list(ids or (), "ids")
+        check_list(() if ids is None else ids, "ids")
+        check_list(evidence, "evidence")
         self.cache = cache if isinstance(cache, TokenCache) else TokenCache(cache)
         self.ids = self.cache.video_ids if ids is None else list(ids)
         self._options: tuple[float | None, TokenOrder, tuple[str, ...]] = retention_ratio, order, tuple(evidence)
@@ -82,6 +83,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     Ranks get unlike numbers of videos, as shards hold unlike numbers; ``even`` gives each as many as the one that has
     least, and leaves out the rest for this epoch. Batches are as many on each rank then, with workers too. Distributed
     training that synchronises each step wants that.
+
+    Ranks divide the shards that the cache had when each of them made its dataset. If a run or a compaction wrote in
+    between, some videos are read twice or not at all, and ``even`` is not. ``state_dict()["ids"]`` is equal on all
+    ranks whose datasets are of the same shards.
 
     Ranks are those of torch.distributed when the dataset is read. A loader that Accelerate or the HF Trainer prepared
     divides batches among processes by itself: the dataset then gives each process all videos.
@@ -120,6 +125,8 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         the dataset is read.
         """
         super().__init__()
+        check_list(() if ids is None else ids, "ids")
+        check_list(evidence, "evidence")
         self.cache = cache if isinstance(cache, TokenCache) else TokenCache(cache)
         self._shards = self.cache.shards(ids)
         self._options: tuple[float | None, TokenOrder, tuple[str, ...]] = retention_ratio, order, tuple(evidence)
@@ -128,7 +135,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         self._parent: ParentRanks | None = None
         # So persistent workers see set_epoch, and this process sees whether workers read and where they resumed.
         self._shared = torch.tensor([0, 0, -1, -1]).share_memory_()  # type: ignore[no-untyped-call]
-        id_text = "".join(f"{video_id}\0" for video_id in ids or ())
+        id_text = "".join(f"{video_id}\0" for video_id in (() if ids is None else ids))
         shards = (f"{name}\0".encode() for name in self._shards.names.to_pylist())
         self._ids = digest(id_text.encode(), self._shards.counts, *shards)
         self._pass: EpochPass | None = None

@@ -43,7 +43,8 @@ if checkpoint.exists():
 for epoch in range(first_epoch, EPOCHS):
     data.set_epoch(epoch)  # another order; of the epoch that was saved, it keeps the position
     for batch in loader:  # rows of tokens, without padding
-        place = batch.frame / max(1, int(batch.frame.max()))  # 0: the first frame, 1: the last one
+        last = torch.tensor([max(1, row["n_frames"] - 1) for row in batch.metadata])  # frame of each video
+        place = batch.frame / last.repeat_interleave(batch.cu_seqlens.diff())  # 0: the first frame, 1: the last one
         loss = torch.nn.functional.mse_loss(probe(batch.tokens.float()).squeeze(1), place)
         optimizer.zero_grad()
         loss.backward()

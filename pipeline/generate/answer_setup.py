@@ -249,12 +249,15 @@ def choose_token_order(
 ) -> TokenOrder:
     """Return the order in which stored tokens are read for prompts.
 
-    It is "selection" only if the cache's method has an order of its own in a prompt. ``--order index`` always gives
-    "index". Raises UsageError for ``--order own`` if no method has an order of its own.
+    It is "selection" only if the cache's method has an order of its own in a prompt, and no method prunes its tokens
+    now. ``--order index`` always gives "index". Raises UsageError for ``--order own`` if no method that prunes the
+    tokens of a prompt has an order of its own.
     """
     method = read_declared_method(cache_identity)
-    has_own_order = method is not None and method.reorders
-    late = any(late is not None and late.pruner.reorders for late in prunings.values())
+    lates = [late for late in prunings.values() if late is not None]
+    # A method that prunes now finds frames by the position of tokens.
+    has_own_order = method is not None and method.reorders and not lates
+    late = any(late.pruner.reorders for late in lates)
     if config.order == "own" and not (has_own_order or late):
         raise UsageError(
             f"--order own: {config.pruner or cache_identity['pruner']['method']}, which prunes the tokens, has no "

@@ -562,3 +562,27 @@ def format_new_targets(store: Store, live: pa.Table, questions: pa.Table) -> lis
         f"note: {len(changes)} answered questions have another right answer now, e.g. {changes[0]}. {store} keeps the "
         "earlier one, and jobs.evaluate --score compares with it: ask with another --out to score by the new one"
     ]
+
+
+def format_encoded_again(store: Store, live: pa.Table, videos: pa.Table) -> list[str]:
+    """Return a line for the user about good answers on videos that were encoded again since; [] if there are none.
+
+    They are not asked again. Runs are compared, whose ids begin with their time.
+
+    Args:
+        live: the live rows of the answers.
+        videos: ``video_id``, ``status``, ``run_id`` and ``rewritten`` of the live rows of their videos. A row whose
+            tokens were moved has the run that moved them, and is not compared.
+    """
+    runs = {
+        row["video_id"]: row["run_id"] for row in videos.to_pylist() if row["status"] == "ok" and not row["rewritten"]
+    }
+    good = live.filter(pc.equal(live["status"], "ok"))
+    answers = zip(*(good[name].to_pylist() for name in ("question_id", "run_id", "video_ids")), strict=True)
+    names = [name for name, run_id, ids in answers if any(runs.get(video_id, "") > run_id for video_id in ids)]
+    if not names:
+        return []
+    return [
+        f"note: {len(names)} answered questions are about videos that were encoded again since, e.g. {names[0]}. "
+        f"{store} keeps the answers from the earlier tokens: ask with another --out for new ones"
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,7 @@ def make_carried_columns(
 def _as_column(values: Sequence[UserValue], declared_type: pa.DataType | None) -> pa.Array:
     """Return values as a column: of the declared type if they fit, else of the type that all have, else as text.
 
+    Among texts NaN is a gap, as pandas has gaps in the dicts of a table's rows.
     A declared dictionary counts as the type of its values.
     """
     if declared_type is not None and pa.types.is_dictionary(declared_type):
@@ -61,7 +63,8 @@ def _as_column(values: Sequence[UserValue], declared_type: pa.DataType | None) -
         # Arrow adds to each nested value the keys that other rows have.
         if kind or not pa.types.is_nested(array.type) or array.to_pylist() == list(values):
             return array
-    return pa.array([None if value is None else _as_text(value) for value in values], pa.string())
+    gaps = (value is None or (isinstance(value, float) and math.isnan(value)) for value in values)
+    return pa.array([None if gap else _as_text(value) for value, gap in zip(values, gaps, strict=True)], pa.string())
 
 
 def _as_text(value: Any) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,8 +77,10 @@ _SENTENCE = re.compile(
     r"\b(?i:answer|option|choice)\b(?:\s+(?i:is))?[\s:*([\"'`\u201c]*"
     rf"([A-Z]\b{_ALONE}|[a-z](?=[)*.\]\"'`\u201d]*\s*$))"
 )
+# Letters of words, without the scripts that put no space between words: in Chinese "B" follows the word before it.
+_IN_WORDS = r"[^\W\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af]"
 # "A" and "I" are words where one follows: "A dog", "I think", but not "A and B".
-_LETTER = re.compile(r"\b(?:[AI]\b(?!\s+(?!(?:and|or|nor)\b)\w)|[B-HJ-Z]\b)")
+_LETTER = re.compile(rf"(?<!{_IN_WORDS})(?:[AI](?!{_IN_WORDS})(?!\s+(?!(?:and|or|nor)\b)\w)|[B-HJ-Z](?!{_IN_WORDS}))")
 
 
 @dataclass(frozen=True)
@@ -241,6 +244,8 @@ def _open_file(place: str, objects: Objects | None) -> BinaryIO:
 
 def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str | list[str] | None]:
     """Check one row of a question file and return it as a row of QUESTION_SCHEMA. Raises QuestionsError."""
+    # A gap is NaN in the dicts that pandas makes of a table's rows.
+    row = {name: value for name, value in row.items() if not (isinstance(value, float) and math.isnan(value))}
     _check_columns(row, where)
     question_id = row.get("question_id")
     if isinstance(question_id, bool) or not isinstance(question_id, str | int) or not str(question_id).strip():
@@ -310,7 +315,7 @@ def _parse_target(row: UserRow, where: str) -> str | None:
     A whole number comes without a point, which pandas adds to a column with gaps. Raises QuestionsError.
     """
     value = row.get("answer")
-    if value is None or value != value or (isinstance(value, str) and not value.strip()):  # noqa: PLR0124 - NaN
+    if value is None or (isinstance(value, str) and not value.strip()):
         return None
     if isinstance(value, str):
         return value

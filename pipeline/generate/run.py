@@ -45,6 +45,7 @@ from pipeline.generate.answers import (
     commit_answers,
     find_code,
     format_answered,
+    format_encoded_again,
     format_new_targets,
     match_answers,
     read_answers_header,
@@ -208,7 +209,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
                 self.questions = make_questions(config.ask, self._videos_with_tokens(videos), AnswerMode.of(config))
                 self.questions = self.questions.slice(0, config.limit)
             video_ids = pc.unique(pc.list_flatten(self.questions["video_ids"])).to_pylist()
-            live = videos.rows_of(video_ids, LIVE_COLUMNS)
+            live = videos.rows_of(video_ids, (*LIVE_COLUMNS, "run_id"))
             known_ids = set(live["video_id"].to_pylist())
             unknown = (video_id for video_id in video_ids if video_id not in known_ids)
             near = {video_id: videos.near(video_id) for video_id in islice(unknown, MAX_HINTS)}
@@ -220,6 +221,8 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
             source = find_model(cache, cache_identity["model"], config.model, config.revision, tower)
             builder = make_prompt_builder(source, config)
         check_tokens(cache, header, find_widths(live), builder)
+        self._video_runs = live.select(["video_id", "status", "run_id", "rewritten"])
+        live = live.drop_columns(["run_id"])
         if builder.open_tag and builder.policy.thought == "open" and self._evaluation is None:
             self.say(
                 f"note: the chat template of {source.name} ends with {builder.open_tag}, so the model reasons first. "
@@ -268,6 +271,8 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         to_ask = self.questions.select(QUESTION_SCHEMA.names)
         questions = select_remaining_questions(self.store, live, to_ask, codes, self.options, cached_videos)
         for line in format_answered(live, self.n_questions, questions, self.options):
+            self.say(line)
+        for line in format_encoded_again(self.store, live, self._video_runs):
             self.say(line)
         if self._evaluation is None:  # an evaluation scores by its own annotations
             for line in format_new_targets(self.store, live, self.questions):

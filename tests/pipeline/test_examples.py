@@ -10,6 +10,7 @@ import torch
 
 from tests.examples import run_example
 from tests.paths import ROOT
+from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.datasets.caches import make_shards
 from tests.pipeline.videos import sample
 
@@ -40,6 +41,19 @@ def test_a_probe_learns_from_a_cache_and_goes_on_where_it_was_stopped(tmp_path, 
         with suppress(KeyboardInterrupt):
             run_example("pipeline/examples/train.py", tmp_path / "cache", tmp_path / "again.pt")
     assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_a_probe_learns_how_far_a_token_is_into_its_own_video(tmp_path):
+    """Whatever the other video of its batch: no two are of one length."""
+    lengths = {"a": 9, "b": 3, "c": 1, "d": 5}
+    store = write_header(tmp_path / "cache")
+    write_shard(store, "run", *(encoded(v, random_tokens(n, (n, 25, 16)), 0.25, "gstep") for v, n in lengths.items()))
+    names = run_example("pipeline/examples/train.py", tmp_path / "cache", tmp_path / "probe.pt")
+    batch = names["batch"]
+    assert len(batch.video_ids) == 2
+    for video_id, first, end in zip(batch.video_ids, batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
+        expected = batch.frame[first:end] / max(1, lengths[video_id] - 1)
+        assert torch.equal(names["place"][first:end], expected)
 
 
 def stopping(save, n_saves: int):

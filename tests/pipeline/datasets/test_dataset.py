@@ -6,12 +6,15 @@ import pickle
 from dataclasses import replace
 from itertools import chain, groupby
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from pipeline import IterableTokenDataset, TokenCache, TokenDataset, UnknownVideo, pack
-from tests.pipeline.datasets.caches import IDS, SIZES, ids_of
+from tests.pipeline.caches import encoded, random_tokens, write_shard
+from tests.pipeline.datasets.caches import IDS, SIZES, ids_of, make_shards
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -27,6 +30,18 @@ def test_places_are_those_of_the_ids(folder):
         data[2]
     with pytest.raises(UnknownVideo, match="nope"):
         TokenDataset(cache, ["nope"])[0]
+
+
+@pytest.mark.parametrize("kind", [TokenDataset, IterableTokenDataset])
+def test_ids_are_a_list_of_any_kind_and_no_text(folder, kind):
+    for names in (np.array(IDS[3:6]), pd.Series(IDS[3:6]), pd.Series(IDS)[[5, 4, 3]], tuple(IDS[3:6])):
+        data = kind(folder, names)
+        videos = data if kind is IterableTokenDataset else [data[place] for place in range(len(data))]
+        assert sorted(ids_of(videos)) == IDS[3:6]
+    with pytest.raises(ValueError, match="ids must be a list of names, got 'v00'"):
+        kind(folder, "v00")
+    with pytest.raises(ValueError, match="evidence must be a list of names, got 'token_key'"):
+        kind(folder, evidence="token_key")
 
 
 @pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
@@ -63,6 +78,15 @@ def test_every_video_comes_once_on_whatever_rank_and_worker(folder, world_size, 
         assert len(videos) == len(data)
         found += videos
     assert sorted(found) == IDS
+
+
+def test_ranks_see_by_their_states_whether_they_opened_the_same_cache(tmp_path):
+    store = make_shards(tmp_path)
+    first, second = (IterableTokenDataset(tmp_path, rank=rank, world_size=2) for rank in range(2))
+    assert first.state_dict()["ids"] == second.state_dict()["ids"]
+    write_shard(store, "run9", encoded("new", random_tokens(9), 0.25, "gstep"))
+    later = IterableTokenDataset(tmp_path, rank=1, world_size=2)
+    assert later.state_dict()["ids"] != first.state_dict()["ids"]
 
 
 def test_the_order_is_of_seed_and_epoch(folder):

@@ -2,7 +2,7 @@
 
 import pickle
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import ClassVar
 
@@ -16,7 +16,9 @@ from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.cdpruner import CDPruner
 from gstep.pruners.fastv import FastV
 from pipeline.errors import UsageError
+from pipeline.generate.answer_setup import choose_token_order
 from pipeline.generate.answerer import Answerer
+from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.prompts import TextEmbeddings
 from pipeline.rows import QuestionRecord, without_nulls
@@ -209,6 +211,17 @@ def test_what_a_method_needs_is_found_by_what_it_declares(request_for, tmp_path)
     ):
         with pytest.raises(UsageError, match=why):
             request_for(path(kind), *params, **options)
+
+
+def test_tokens_in_an_order_of_their_own_are_read_by_position_where_a_method_prunes_them_now():
+    declares = {"nested": False, "merges": False, "exact": True, "reorders": True}
+    cached = {"pruner": {"method": "mine:Mine", "params": {}, "declares": declares}, "retention_ratio": 1.0}
+    config, late = GenerateConfig(questions="q.jsonl"), LatePruning(Listed(), 0.1)
+    assert choose_token_order(config, cached, {"": None}) == "selection"
+    assert choose_token_order(config, cached, {"": late}) == "index"
+    assert choose_token_order(config, cached, {"none@1": None, "listed@0.1": late}) == "index"
+    with pytest.raises(UsageError, match="--order own"):
+        choose_token_order(replace(config, order="own"), cached, {"": late})
 
 
 def test_a_seed_that_a_method_inside_the_model_would_not_draw_by_is_refused(request_for, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 
+import pandas as pd
 import pyarrow as pa
 import pytest
 
@@ -51,6 +52,18 @@ def test_gaps_as_pandas_writes_them_which_make_floats_of_whole_numbers(tmp_path)
     (tmp_path / "q.csv").write_text("question_id,video_id,prompt,max_new_tokens,top_k\n1,a,p,3.0,\n2,a,p,,4.0\n")
     first, second = read_questions(str(tmp_path / "q.csv"), AnswerMode(Decoding(temperature=1.0))).to_pylist()
     assert json.loads(first["decoding"])["max_new_tokens"] == 3 and json.loads(second["decoding"])["top_k"] == 4
+
+
+def test_gaps_in_dicts_of_pandas_are_nan_in_every_column():
+    whole = {
+        **GOOD, "choices": ["x", "y"], "answer": "x", "system": "Be brief.", "max_new_tokens": 3, "temperature": 1.0,
+        "top_p": 0.9, "top_k": 4, "seed": 5, "topic": "dogs",
+    }  # fmt: skip
+    bare = {**GOOD, "question_id": 2}
+    first, second = read_given_questions(pd.DataFrame([whole, bare]).to_dict("records"), WAY).to_pylist()
+    assert (first, second) == tuple(read_given_questions([whole, bare], WAY).to_pylist())
+    with pytest.raises(QuestionsError, match=r"row 0: every row needs .*; prompt is missing"):
+        read_given_questions([{**GOOD, "prompt": float("nan")}], WAY)
 
 
 def test_questions_draw_each_for_itself_and_by_the_seed(tmp_path):
@@ -205,6 +218,13 @@ CHOICES = ["a dog", "a cat", "a cow."]
 def test_the_letter_of_a_generated_answer(choice, answers):
     assert {answer: parse_letter(answer, CHOICES) for answer in answers} == dict.fromkeys(answers, choice)
     assert parse_letter("Well, I do not know", [f"choice {i}" for i in range(9)]) is None
+
+
+@pytest.mark.parametrize("form", ["答案是{}。", "选{}", "{}是正确的", "正解は{}です", "정답은 {}입니다"])
+def test_a_letter_stands_alone_between_words_that_are_written_without_spaces(form):
+    assert [parse_letter(form.format(letter), CHOICES) for letter in "ABC"] == [0, 1, 2]
+    assert parse_letter(form.format("A和B"), CHOICES) is None
+    assert parse_letter("Béla, ÉB, B2 und CB", CHOICES) is None  # of these words it is a part
 
 
 def test_what_an_answer_thinks_names_no_choice():

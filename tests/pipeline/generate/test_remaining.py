@@ -17,8 +17,9 @@ from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.summary import summarise_answers
 from pipeline.rows import failed_answer
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.moves import remove_videos
-from tests.pipeline.asking import request_about, tiny_cache
+from pipeline.verify.moves import join_tokens, remove_videos
+from tests.pipeline.asking import SHAPE, request_about, tiny_cache
+from tests.pipeline.caches import encoded, random_tokens, write_shard
 
 ROWS = [
     {"question_id": "ok", "video_id": "a", "prompt": "p"},
@@ -126,6 +127,41 @@ def test_a_right_answer_that_was_corrected_after_the_question_is_said_not_to_cou
         f"{job_of().store} keeps the earlier one, and jobs.evaluate --score compares with it: ask with another --out "
         "to score by the new one"
     ]
+
+
+def test_answers_on_a_video_that_was_encoded_again_are_said_to_be_of_the_earlier_tokens(job_of, answered, tmp_path):
+    def said():
+        job, lines = job_of(), []
+        job.say = lines.append
+        assert [question["question_id"] for question in job.list_remaining()] == ["new"]
+        return [line for line in lines if "encoded again" in line]
+
+    assert said() == []
+    cache = LocalStore(tmp_path / "c")
+    write_shard(cache, "run1", encoded("b", random_tokens(7, SHAPE), 0.25, "gstep", attempts=2))
+    assert said() == []  # its question has failed
+    write_shard(cache, "run2", encoded("a", random_tokens(8, SHAPE), 0.25, "gstep", attempts=2))
+    assert said() == [
+        "note: 1 answered questions are about videos that were encoded again since, e.g. ok. "
+        f"{job_of().store} keeps the answers from the earlier tokens: ask with another --out for new ones"
+    ]
+
+
+def test_of_tokens_that_were_moved_the_run_that_made_them_is_not_known(job_of, tmp_path):
+    def said():
+        job, lines = job_of(ROWS[:1]), []
+        job.say = lines.append
+        job.list_remaining()
+        return sum("encoded again" in line for line in lines)
+
+    job = job_of(ROWS[:1])
+    write_answers_header(job.store, job.identity)
+    commit_answers(job.store, "an earlier run", 0, [{**job.questions.to_pylist()[0], "status": "ok", "attempts": 1}])
+    assert said() == 1
+    cache = LocalStore(tmp_path / "c")
+    write_shard(cache, "run1", encoded("c", random_tokens(7, SHAPE), 0.25, "gstep"))
+    join_tokens(cache, lambda line: None, timedelta(0))
+    assert said() == 0
 
 
 def test_questions_that_changed_are_named_up_to_five(job_of):

@@ -62,10 +62,18 @@ def test_neither_the_form_of_frames_nor_default_dtype_and_device_change_a_pixel_
         assert torch.equal(pixels, expected) and pixels.is_contiguous()
 
 
+@pytest.mark.parametrize("flip", [np.s_[..., ::-1], np.s_[:, :, ::-1], np.s_[::-1]])
+def test_a_flipped_array_is_as_good_as_its_copy(flip):
+    """BGR as OpenCV reads it becomes RGB by a flip, which is a view with a negative stride."""
+    frames = np.random.default_rng(0).integers(0, 256, (3, 20, 30, 3), np.uint8)
+    got, expected = (CLIP.resize(array, (16, 16)) for array in (frames[flip], frames[flip].copy()))
+    assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize(
     "frames",
-    [np.zeros((2, 8, 8, 3), np.float32), np.zeros((8, 8, 3), np.uint8), np.zeros((2, 3, 8, 8), np.uint8)],
-    ids=["float", "one frame", "channels first"],
+    [np.zeros((2, 8, 8, 3), np.float32), np.zeros((8, 8, 3), np.uint8), np.zeros((2, 3, 8, 8), np.uint8), []],
+    ids=["float", "one frame", "channels first", "list"],
 )
 def test_frames_of_another_form_are_refused(frames):
     with pytest.raises(ValueError, match=r"uint8 \[T,H,W,3\]"):
