@@ -195,7 +195,7 @@ def run_command(
 
 def overridden_sampling(flags: argparse.Namespace) -> set[str]:
     """Return the config file's sampling options that a flag replaces: a fixed number and a rate exclude each other."""
-    return {"fps", "max_frames"} if flags.num_frames else {"num_frames"} if flags.fps else set()
+    return {"fps", "max_frames"} if flags.num_frames else {"num_frames", "frame_rule"} if flags.fps else set()
 
 
 def run_to_exit_code(

@@ -189,6 +189,8 @@ def test_a_repeatable_flag_adds_to_the_file_and_a_flag_wins_over_the_other_way_o
     config = run("fps: 1\nmax-frames: 4", "--config", "FILE", "--num-frames", "8")
     assert (config.num_frames, config.fps, config.max_frames) == (8, None, None)
     assert run("num-frames: 8", "--config", "FILE", "--fps", "2").num_frames is None
+    config = run("num-frames: 8\nframe-rule: round-even", "--config", "FILE", "--fps", "2")
+    assert (config.fps, config.frame_rule) == (2.0, "truncate")
 
 
 def test_a_file_that_is_refused_ends_with_2(tmp_path, capsys):
