@@ -353,6 +353,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             self._is_again = True
             self.stream(Discovery.of(retries))
 
+    def knows_all(self, items: Discovery) -> bool:
+        return items.is_complete
+
     def can_run_on(self, cluster: Mapping[str, float]) -> bool:
         on_gpus = self.stages.encode.device == "cuda"
         return super().can_run_on(cluster) and (not on_gpus or cluster.get("GPU", 0.0) >= 1)

@@ -1,5 +1,7 @@
 """``prune_videos`` where nothing needs Ray: what is refused, and what is there already."""
 
+from unittest.mock import Mock
+
 import pytest
 import ray
 import torch
@@ -55,6 +57,7 @@ def test_a_limit_of_hours_in_the_second_pass_counts_a_video_once(clips):
     run = PruneRun(PruneConfig(out="c", num_frames=4, retry_failed=True), Console(quiet=True), clips)
     run.prepare()
     todo = run.list_remaining()
+    assert run.knows_all(todo) and not run.knows_all(Mock(is_complete=False))
     run.facts = Facts(1.0, videos=2, limit_reached="--max-hours 1 is reached")  # b.mp4 has been tried twice
     assert run.summarise(todo, 1.0).n_new == len(todo) == 1
 
