@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import os
 import re
@@ -221,6 +222,8 @@ def run_to_exit_code(
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, interruption)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a locale may lack letters of a video's id
     with stdout_as_stderr() if document else nullcontext() as stdout:
         try:
             result = _finish(work, console, failures, refusals)
