@@ -1,5 +1,6 @@
 """What is left to ask: the questions minus their live rows, and nothing that changed goes unnoticed."""
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -225,6 +226,7 @@ def test_seconds_of_a_batch_count_once(job_of):
     assert (summary.visual_tokens, summary.prompt_tokens, summary.new_tokens) == (10, 25, 6)
     assert (summary.n_ok, summary.n_new, summary.exit_code(0)) == (2, 2, 0)
     assert summary.n_cut == 1 and "6 tokens generated; 1 answers were cut by max_new_tokens" in str(summary)
+    assert "crashed workers are in [old]/r.log" in str(replace(summary, log="[old]/r.log"))  # a path is no markup
     first = AnswersTable(job.store).select_live_of(job.questions.slice(0, 1), job.setup.prunings)
     part = summarise_answers(first, 1, {("ok", None)}, 2.0)
     assert (part.n_ok, part.n_missing, part.new_tokens) == (1, 0, 3)  # of this file of questions alone
