@@ -127,6 +127,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self._outside: Counter[FaultClass] = Counter()  # infrastructure errors
         self._example: dict[FaultClass, str] = {}
         self._token_shards: list[str] = []  # committed by this run, ascending
+        self._last_counted: set[tuple[str, int]] = set()  # the ids and attempts of the last commit
         self._n_unmerged = 0
         self._saved_at = time.monotonic()
 
@@ -406,7 +407,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         commit(self.store, self.run_id, number, records, made_with=self._made_with)
         ok_records = [record for record in records if record["status"] == "ok"]
         failed_records = [record for record in records if record["status"] != "ok"]
-        self._count(records, len(failed_records))
+        new = [record for record in records if (record["video_id"], record["attempts"]) not in self._last_counted]
+        self._last_counted = {(record["video_id"], record["attempts"]) for record in records}
+        if new:  # else an interrupt came after the same rows were counted
+            self._count(new)
         self._record_shards({parse_shard_id(record["token_shard"]) for record in ok_records})
         self._n_unmerged += 1
         if self._n_unmerged > MAX_WAITING_FILES:
@@ -421,9 +425,6 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self.unread |= {
             record["video_id"]: record["attempts"] for record in failed_records if record["error_class"] == "io"
         }
-        for record in filter(failed_from_outside, records):
-            self._outside[record["error_class"]] += 1
-            self._example[record["error_class"]] = f"{record['video_id']}: {record['error_message']}"
 
     def _check_header(self) -> None:
         """Raise RunFailed if the cache was deleted, or replaced by another cache."""
@@ -437,11 +438,18 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
                 f"{self.store}: another cache was started here during this run. This run writes nothing more"
             )
 
-    def _count(self, records: Sequence[VideoRecord], n_failed: int) -> None:
-        """Add the seconds, tokens and bytes of committed videos to the facts and the metrics of the run."""
+    def _count(self, records: Sequence[VideoRecord]) -> None:
+        """Add the seconds, tokens and bytes of committed videos to the facts and the metrics of the run.
+
+        Infrastructure errors are counted by their class.
+        """
         assert self.facts is not None
         self.facts.add(records)
+        for record in filter(failed_from_outside, records):
+            self._outside[record["error_class"]] += 1
+            self._example[record["error_class"]] = f"{record['video_id']}: {record['error_message']}"
         self.fetched += sum(record.get("source_size") or 0 for record in records if is_remote(record["uri"]))
+        n_failed = sum(record["status"] != "ok" for record in records)
         self.monitor.count_rows("video", len(records) - n_failed, n_failed)
         n_kept, metrics = sum(record.get("n_tokens", 0) for record in records), self.monitor.metrics
         metrics.count("tokens", sum(record.get("n_total", 0) for record in records), kind="in")

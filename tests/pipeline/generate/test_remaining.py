@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 from datetime import timedelta
+from unittest.mock import Mock
 
+import pyarrow as pa
 import pytest
 
 from pipeline.errors import QuestionFault, QuestionsChanged
+from pipeline.generate.answerer import ANSWERED_SCHEMA
 from pipeline.generate.answers import (
     AnswersTable,
     commit_answers,
@@ -75,6 +78,18 @@ def test_what_has_a_row_is_not_asked_again_and_failed_questions_on_request_withi
     assert [(r["question_id"], r["attempts"]) for r in todo] == [("bad", 2), ("since", 3), ("new", 1)]
     todo = unanswered(job_of(retry_failed=True, max_attempts=3))
     assert [r["question_id"] for r in todo] == ["bad", "tried", "gone", "since", "new"]
+
+
+def test_rows_that_are_committed_again_after_an_interrupt_count_once(job_of):
+    job = job_of()
+    job.store.make()
+    job.monitor, job.run_file = Mock(), Mock()
+    (question,) = (row for row in job.questions.to_pylist() if row["question_id"] == "bad")
+    row = {**failed_answer(question, QuestionFault("io", "why")), "attempts": 1, "runtime": "{}"}
+    for _ in range(2):
+        job.commit(0, pa.Table.from_pylist([row], schema=ANSWERED_SCHEMA))
+    assert job.n_failed == 1 and len(job.answered_keys) == 1
+    assert [call.args for call in job.monitor.count_rows.call_args_list] == [("question", 0, 1), ("question", 0, 0)]
 
 
 def test_what_is_not_asked_again_is_said_with_the_way_to_ask_it(job_of, answered):
