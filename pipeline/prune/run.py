@@ -149,6 +149,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
                 )
             self._list_videos()
         self.recipe = resolve(config, self._objects)
+        ratio = self.recipe.retention_ratio
+        if config.retention_ratio not in (ratio, PruneConfig.retention_ratio):
+            self.say(f"note: --pruner {config.pruner} keeps {ratio:g} of the tokens, not {config.retention_ratio:g}")
         with store_usage_errors():
             self.match()
 

@@ -53,6 +53,14 @@ def test_what_is_there_is_a_summary_that_names_the_failed_and_prints_as_a_table(
     assert pipeline.prune_videos(rows[:1], out="c", num_frames=4, progress=False).failed == {}
 
 
+def test_a_ratio_that_the_method_does_not_keep_is_a_note():
+    for ratio, notes in ((0.5, ["note: --pruner none keeps 1 of the tokens, not 0.5"]), (0.25, []), (1.0, [])):
+        run, said = PruneRun(PruneConfig(out="new", pruner="none", retention_ratio=ratio), Console(quiet=True)), []
+        run.say = said.append
+        run.prepare()
+        assert said == notes
+
+
 def test_a_limit_of_hours_in_the_second_pass_counts_a_video_once(clips):
     run = PruneRun(PruneConfig(out="c", num_frames=4, retry_failed=True), Console(quiet=True), clips)
     run.prepare()
