@@ -431,11 +431,16 @@ def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: flo
     shape = n_frames, *family_of(recipe.source).preprocessor().target_size(n_frames, height, width)
     counted_work = _count_work(recipe, cluster, n_videos, [shape])
     assumption = f"{width} x {height} at 30 frames a second, with a keyframe each 1 to 8 s"
+    config, notes = recipe.config, list[str]()
+    if config.snap_to_keyframes is not None:
+        notes.append("--snap-to-keyframes is not reckoned with: it makes decoding cheaper than this")
+    if config.decoder not in ("auto", "pyav"):
+        notes.append(f"--decoder {config.decoder} is not reckoned with: decoding is of PyAV on CPUs")
     return replace(
         counted_work,
         decode_s=decode_seconds(seconds, width, height, n_frames),
         video_s=Interval.exactly(seconds),
-        notes=(f"no video was decoded; assumed: {assumption}", *counted_work.notes),
+        notes=(f"no video was decoded; assumed: {assumption}", *notes, *counted_work.notes),
     )
 
 
