@@ -227,6 +227,10 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
                 "--max-new-tokens of some thousands, or --close-thought"
             )
         prunings = resolve_prunings(config, self._specs, cache_identity, source, builder)
+        late = prunings.get("")
+        if late is not None and config.retention_ratio not in (None, late.retention_ratio):
+            kept = f"{late.retention_ratio:g} of the tokens, not {config.retention_ratio:g}"
+            self.say(f"note: --pruner {config.pruner} keeps {kept}")
         order = choose_token_order(config, cache_identity, prunings)
         setup = AnswerSetup(config, source, cache, live, prunings, order)
         self.forecast = PromptForecast(setup, builder, near)

@@ -18,6 +18,7 @@ from pipeline.generate.answers import (
     write_answers_header,
 )
 from pipeline.generate.late_pruning import PruningSpec
+from pipeline.generate.run import AnswerRun
 from pipeline.generate.summary import summarise_answers
 from pipeline.rows import failed_answer
 from pipeline.storage.stores import LocalStore
@@ -78,6 +79,15 @@ def test_what_has_a_row_is_not_asked_again_and_failed_questions_on_request_withi
     assert [(r["question_id"], r["attempts"]) for r in todo] == [("bad", 2), ("since", 3), ("new", 1)]
     todo = unanswered(job_of(retry_failed=True, max_attempts=3))
     assert [r["question_id"] for r in todo] == ["bad", "tried", "gone", "since", "new"]
+
+
+def test_a_ratio_that_the_method_does_not_keep_is_a_note(tmp_path, monkeypatch):
+    tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
+    said = []
+    monkeypatch.setattr(AnswerRun, "say", lambda run, line: said.append(line))
+    for method, ratio in (("none", 0.1), ("none", 1.0), ("random", 0.1)):
+        request_about(tmp_path / "c", ROWS[:1], pruner=method, retention_ratio=ratio)
+    assert said == ["note: --pruner none keeps 1 of the tokens, not 0.1"]
 
 
 def test_rows_that_are_committed_again_after_an_interrupt_count_once(job_of):
