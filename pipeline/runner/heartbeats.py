@@ -142,7 +142,7 @@ DEATHS, DEATHS_S = 10, 3600.0
 RECENT, REST_S, BETTER = 8, 60.0, 0.25
 _AT_WORK_S = 10.0  # a worker that moved an item in the last 10 s counts as at work
 # A report costs the actor a quarter of a millisecond of a core. So all workers together send REPORTS_PER_S reports a
-# second; each worker sends one in REPORT_S to SELDOM_S seconds.
+# second; each worker waits REPORT_S seconds or longer between two, and SELDOM_S or longer if the actor does not answer.
 REPORTS_PER_S, REPORT_S, SELDOM_S = 2000, 1.0, 8.0
 _MAX_DEATHS = 100  # crashed processes, for the driver's log
 _BACKLOG = 1000  # pending calls a worker: if the actor hangs, they must not fill the worker's memory
@@ -355,7 +355,7 @@ class Heartbeats:
 
     def every_s(self) -> float:
         """Return the seconds between the reports of a worker: 1, or more if there are thousands of workers."""
-        return min(SELDOM_S, max(REPORT_S, sum(map(len, self._processes.values())) / REPORTS_PER_S))
+        return max(REPORT_S, sum(map(len, self._processes.values())) / REPORTS_PER_S)
 
     def fail(self, why: str) -> None:
         """Record the reason why a worker ended the run; the first reason is kept."""

@@ -84,6 +84,14 @@ def handle(actor: Heartbeats) -> SimpleNamespace:
     return handle_of(actor.state, actor.fail, actor.start, actor.deaths)
 
 
+@pytest.mark.parametrize(("n_workers", "every_s"), [(5, 1.0), (2000, 1.0), (8000, 4.0), (40_000, 20.0)])
+def test_all_workers_together_send_no_more_reports_than_the_actor_can_take(n_workers, every_s):
+    heartbeats = Heartbeats(STAGES)
+    for number in range(n_workers):
+        heartbeats.state("decode", worker(f"w{number}"), [], ProgressDelta())
+    assert heartbeats.every_s() == every_s
+
+
 def test_work_waits_for_its_report_once_a_process_of_the_worker_crashed(actor):
     """Reports travel while the process works. A process that ends at once may take them with it."""
     sent: list[tuple[object, ...]] = []
