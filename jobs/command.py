@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import os
 import re
@@ -196,7 +197,7 @@ def run_command(
 
 def overridden_sampling(flags: argparse.Namespace) -> set[str]:
     """Return the config file's sampling options that a flag replaces: a fixed number and a rate exclude each other."""
-    return {"fps", "max_frames"} if flags.num_frames else {"num_frames"} if flags.fps else set()
+    return {"fps", "max_frames"} if flags.num_frames else {"num_frames", "frame_rule"} if flags.fps else set()
 
 
 def run_to_exit_code(
@@ -222,6 +223,8 @@ def run_to_exit_code(
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, interruption)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a locale may lack letters of a video's id
     with stdout_as_stderr() if document else nullcontext() as stdout:
         try:
             result = _finish(work, console, failures, refusals)

@@ -38,7 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--reason", required=True, metavar="TEXT", help="why; it stays in the cache")
     add_keep_minutes(parser, "keep the videos' files for M minutes for readers of other videos")
     add_json(parser)
-    return run_on_stores(parser, argv, _remove)
+
+    def find_conflict(arguments: argparse.Namespace) -> str | None:
+        # An empty text, as of a shell's variable that is not set, would stay in the cache for good.
+        return None if arguments.reason.strip() else "--reason must be a text"
+
+    return run_on_stores(parser, argv, _remove, find_conflict)
 
 
 def _remove(arguments: argparse.Namespace, objects: Objects, console: Console) -> CommandResult:

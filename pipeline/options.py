@@ -252,6 +252,10 @@ class EngineOptions(RunOptions, CodeOptions):
         check(self.tensor_parallel >= 1, "tensor_parallel", "at least 1", self.tensor_parallel)
         check(self.batch_size is None or self.batch_size >= 1, "batch_size", "at least 1", self.batch_size)
         self.engine_params()
+        if self.max_gpus is not None and self.max_gpus < self.tensor_parallel:
+            raise UsageError(
+                f"--max-gpus {self.max_gpus} does not suffice for one model of --tensor-parallel {self.tensor_parallel}"
+            )
         if self.engine == "transformers":
             for name, off in (("tensor_parallel", 1), ("engine_param", [])):
                 if getattr(self, name) != off:

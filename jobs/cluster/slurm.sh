@@ -14,6 +14,7 @@ set -uo pipefail
 
 if [[ -z ${SLURM_JOB_ID:-} ]]; then # not in a job yet: submit
   : "${PARTS:?how many parts: as many as nodes, or a few times that}"
+  [[ $PARTS =~ ^[1-9][0-9]*$ ]] || { echo "PARTS must be a whole number above 0, got $PARTS" >&2 && exit 2; }
   left() { # PART ARGUMENT...: prints PART if there are videos of it to do, or may be in tars that no run has read yet
     local forecast
     if ! forecast=$(python -m jobs.prune "${@:2}" --shard "$1/$PARTS" --join --dry-run --json); then
@@ -37,9 +38,11 @@ export RAY_ADDRESS=local
 python -m jobs.prune "$@" --shard "$SLURM_ARRAY_TASK_ID/$PARTS" --join &
 driver=$!
 trap 'kill -TERM "$driver"' TERM
-while wait "$driver"; code=$?; ((code == 143)); do :; done # 143: the signal ended the wait, and not the run
-# 130: stopped, so it goes on; 1: failed, so it is tried three times in all; 2: refused, which no other node changes.
-if ((code == 130 || (code != 0 && code != 2 && ${SLURM_RESTART_COUNT:-0} < 2))); then
+# 143: the signal ended the wait, and not the run, unless it came before the run could handle it.
+while wait "$driver"; code=$?; ((code == 143)) && kill -0 "$driver" 2>/dev/null; do :; done
+# 130 and 143: stopped, so it goes on; 1: failed, so it is tried three times in all; 2: refused, which no other node
+# changes.
+if ((code == 130 || code == 143 || (code != 0 && code != 2 && ${SLURM_RESTART_COUNT:-0} < 2))); then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"

@@ -14,6 +14,7 @@ Why not a library (tried in November 2026, on all options of jobs.prune and jobs
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -49,7 +50,8 @@ def read_config_file(path: str, config: type) -> dict[str, object]:
     import yaml  # noqa: PLC0415 - not needed for --help
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path}: {error}") from error
     if content is None:
@@ -58,6 +60,10 @@ def read_config_file(path: str, config: type) -> dict[str, object]:
         raise UsageError(f"--config {path}: expected options as NAME: VALUE, got {type(content).__name__}")
     if duplicates := [name for name in content if "-" in str(name) and str(name).replace("-", "_") in content]:
         raise UsageError(f"--config {path}: {', '.join(duplicates)} is given twice, with - and with _")
+    assert isinstance(node, yaml.MappingNode)
+    counts = Counter(key.value for key, _ in node.value)
+    if repeated := [name for name, count in counts.items() if count > 1]:  # YAML would take the last silently
+        raise UsageError(f"--config {path}: {', '.join(map(str, repeated))} is given twice")
     options = {str(name).replace("-", "_"): value for name, value in content.items()}
     return check_options(config, options, f"--config {path}: ")
 

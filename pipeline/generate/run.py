@@ -230,6 +230,10 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
                 "--max-new-tokens of some thousands, or --close-thought"
             )
         prunings = resolve_prunings(config, self._specs, cache_identity, source, builder)
+        late = prunings.get("")
+        if late is not None and config.retention_ratio not in (None, late.retention_ratio):
+            kept = f"{late.retention_ratio:g} of the tokens, not {config.retention_ratio:g}"
+            self.say(f"note: --pruner {config.pruner} keeps {kept}")
         order = choose_token_order(config, cache_identity, prunings)
         setup = AnswerSetup(config, source, cache, live, prunings, order)
         self.forecast = PromptForecast(setup, builder, near)
@@ -378,10 +382,12 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
             self.run_file.save(runtimes=[json.loads(text) for text in self._runtimes])
         answers = [without_nulls(row, AnswerRecord) for row in rows.drop_columns(["runtime"]).to_pylist()]
         commit_answers(self.store, self.run_id, number, answers, self.options.format, self.questions)
-        self.answered_keys.update(map(answer_key, answers))
-        n_failed = sum(answer["status"] != "ok" for answer in answers)
+        # An interrupt may have come after the same rows were counted.
+        uncounted = [answer for answer in answers if answer_key(answer) not in self.answered_keys]
+        self.answered_keys.update(map(answer_key, uncounted))
+        n_failed = sum(answer["status"] != "ok" for answer in uncounted)
         self.n_failed += n_failed
-        self.monitor.count_rows("question", len(answers) - n_failed, n_failed)
+        self.monitor.count_rows("question", len(uncounted) - n_failed, n_failed)
         if (number + 1) % MAX_WAITING_FILES == 0:
             try_merge_answers(self.store, MAX_WAITING_FILES, self.say)
 

@@ -105,7 +105,7 @@ def render_answers(summary: AnswerSummary) -> RenderableType:
     table.add_row("seconds", ", ".join(f"{name} {value:.2f}" for name, value in summary.seconds.items()))
     if summary.n_warned:
         table.add_row("warnings", Text(format_warned(summary)))
-    table.add_row("this run", summary.pace("question"))
+    table.add_row("this run", Text(summary.pace("question")))
     failures: list[RenderableType] = (
         ["", summary.failures_table("question", QUESTION_FAULTS)] if summary.failures else []
     )

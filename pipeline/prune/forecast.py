@@ -51,6 +51,7 @@ from pipeline.rows import JsonObject, TodoRow, VideoRecord, failed_video
 from pipeline.runner.claim import describe_holder, find_holder
 from pipeline.runner.nodes import count_cores
 from pipeline.storage.stores import Store
+from pipeline.video.sampling import count_frames
 
 Shape = tuple[int, int, int]  # frames, height and width as an encoder gets them
 _MAX_EXAMPLES = 5  # ids that the report lists
@@ -143,7 +144,7 @@ def _measure_minute(recipe: Recipe) -> tuple[int, int, int]:
     sampling, family = recipe.sampling, family_of(recipe.source)
     n_frames = sampling.num_frames or 0
     if sampling.fps is not None:
-        n_frames = max(sampling.min_frames, round(60 * sampling.fps))
+        n_frames = max(sampling.min_frames, count_frames(60, sampling.fps))
         n_frames = min(n_frames, sampling.max_frames or n_frames)
     shape = n_frames, *family.preprocessor().target_size(n_frames, 1080, 1920)
     T, N = family.token_counts(*shape)
@@ -426,16 +427,21 @@ def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int
 def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: float) -> Workload:
     """Estimate the work of a corpus that the options describe, without a video: ``n_videos`` of ``seconds`` each."""
     (width, height), sampling = recipe.config.pixels(), recipe.sampling
-    by_time = max(sampling.min_frames, int(seconds * (sampling.fps or 1.0)))
+    by_time = max(sampling.min_frames, count_frames(seconds, sampling.fps or 1.0))
     n_frames = sampling.num_frames or min(by_time, sampling.max_frames or 1)
     shape = n_frames, *family_of(recipe.source).preprocessor().target_size(n_frames, height, width)
     counted_work = _count_work(recipe, cluster, n_videos, [shape])
     assumption = f"{width} x {height} at 30 frames a second, with a keyframe each 1 to 8 s"
+    config, notes = recipe.config, list[str]()
+    if config.snap_to_keyframes is not None:
+        notes.append("--snap-to-keyframes is not reckoned with: it makes decoding cheaper than this")
+    if config.decoder not in ("auto", "pyav"):
+        notes.append(f"--decoder {config.decoder} is not reckoned with: decoding is of PyAV on CPUs")
     return replace(
         counted_work,
         decode_s=decode_seconds(seconds, width, height, n_frames),
         video_s=Interval.exactly(seconds),
-        notes=(f"no video was decoded; assumed: {assumption}", *counted_work.notes),
+        notes=(f"no video was decoded; assumed: {assumption}", *notes, *counted_work.notes),
     )
 
 

@@ -127,6 +127,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self._outside: Counter[FaultClass] = Counter()  # infrastructure errors
         self._example: dict[FaultClass, str] = {}
         self._token_shards: list[str] = []  # committed by this run, ascending
+        self._last_counted: set[tuple[str, int]] = set()  # the ids and attempts of the last commit
         self._n_unmerged = 0
         self._saved_at = time.monotonic()
 
@@ -148,6 +149,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
                 )
             self._list_videos()
         self.recipe = resolve(config, self._objects)
+        ratio = self.recipe.retention_ratio
+        if config.retention_ratio not in (ratio, PruneConfig.retention_ratio):
+            self.say(f"note: --pruner {config.pruner} keeps {ratio:g} of the tokens, not {config.retention_ratio:g}")
         with store_usage_errors():
             self.match()
 
@@ -350,6 +354,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             self._is_second_pass = True
             self.stream(Discovery.of(retries))
 
+    def knows_all(self, items: Discovery) -> bool:
+        return items.is_complete
+
     def can_run_on(self, cluster: Mapping[str, float]) -> bool:
         on_gpus = self.stages.encode.device == "cuda"
         return super().can_run_on(cluster) and (not on_gpus or cluster.get("GPU", 0.0) >= 1)
@@ -400,7 +407,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         commit_records(self.store, self.run_id, number, records, made_with=self._made_with)
         ok_records = [record for record in records if record["status"] == "ok"]
         failed_records = [record for record in records if record["status"] != "ok"]
-        self._count(records, len(failed_records))
+        new = [record for record in records if (record["video_id"], record["attempts"]) not in self._last_counted]
+        self._last_counted = {(record["video_id"], record["attempts"]) for record in records}
+        if new:  # else an interrupt came after the same rows were counted
+            self._count(new)
         self._record_shards({parse_shard_id(record["token_shard"]) for record in ok_records})
         self._n_unmerged += 1
         if self._n_unmerged > MAX_WAITING_FILES:
@@ -415,9 +425,6 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self.unread |= {
             record["video_id"]: record["attempts"] for record in failed_records if record["error_class"] == "io"
         }
-        for record in filter(failed_from_outside, records):
-            self._outside[record["error_class"]] += 1
-            self._example[record["error_class"]] = f"{record['video_id']}: {record['error_message']}"
 
     def _check_header(self) -> None:
         """Raise RunFailed if the cache was deleted, or replaced by another cache."""
@@ -431,11 +438,18 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
                 f"{self.store}: another cache was started here during this run. This run writes nothing more"
             )
 
-    def _count(self, records: Sequence[VideoRecord], n_failed: int) -> None:
-        """Add the seconds, tokens and bytes of committed videos to the facts and the metrics of the run."""
+    def _count(self, records: Sequence[VideoRecord]) -> None:
+        """Add the seconds, tokens and bytes of committed videos to the facts and the metrics of the run.
+
+        Infrastructure errors are counted by their class.
+        """
         assert self.facts is not None
         self.facts.add(records)
+        for record in filter(failed_from_outside, records):
+            self._outside[record["error_class"]] += 1
+            self._example[record["error_class"]] = f"{record['video_id']}: {record['error_message']}"
         self.fetched += sum(record.get("source_size") or 0 for record in records if is_remote(record["uri"]))
+        n_failed = sum(record["status"] != "ok" for record in records)
         self.monitor.count_rows("video", len(records) - n_failed, n_failed)
         n_kept, metrics = sum(record.get("n_tokens", 0) for record in records), self.monitor.metrics
         metrics.count("tokens", sum(record.get("n_total", 0) for record in records), kind="in")

@@ -268,7 +268,7 @@ def render(summary: Summary) -> RenderableType:
     for name, line in iter_remarks(summary):
         table.add_row(name, Text(line))
     if summary.wall_s is not None:
-        table.add_row("this run", summary.pace("video"))
+        table.add_row("this run", Text(summary.pace("video")))
     if summary.facts:
         busy, decode_s = summary.facts["encoder_busy"], summary.facts["decode_core_s"] / max(1, summary.n_new)
         table.add_row("its pace", f"encoders busy {busy:.1%} of the time, decoding {decode_s:.3g} core-seconds a video")

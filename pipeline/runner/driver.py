@@ -125,6 +125,10 @@ class Driver(ABC, Generic[O, T, S]):
         """Return the resources of the nodes that the run may use now."""
         return sum_resources(self.excluded_nodes, self.options.max_gpus)
 
+    def knows_all(self, items: T) -> bool:
+        """Return True if no more items are found while ``items`` stream."""
+        return True
+
     def can_run_on(self, cluster: Mapping[str, float]) -> bool:
         """Return True if a cluster with these resources can run all stages."""
         return cluster.get("CPU", 0.0) > 0
@@ -322,7 +326,7 @@ class GraphRun(Generic[T]):
         driver.commit(number, shard.rows)
         driver.n_shards = max(driver.n_shards, number + 1)
         self._watchdog.record_movement()
-        self._reporter.grow(len(self._items))
+        self._grow_reporter()
         ok = pc.sum(pc.equal(shard.rows["status"], "ok")).as_py()
         self._reporter.advance(ok, len(shard.rows) - ok)
         self._n_taken -= shard.n_taken - len(shard.rows)
@@ -338,6 +342,7 @@ class GraphRun(Generic[T]):
         self._watchdog.grow(len(self._items))
         report = self._watchdog.read()
         OUTAGES.take_reports(report.outages)
+        self._grow_reporter()
         progress.stages(report)
         driver.monitor.look(report, progress.progress)
         self._look_at_nodes(report)
@@ -347,6 +352,10 @@ class GraphRun(Generic[T]):
         if (speed := progress.pace.speed()) is not None and progress.progress.busy:
             self._growth.look(progress.progress, speed, self._replan(speed.n_left))
         self._looked_at = time.monotonic()
+
+    def _grow_reporter(self) -> None:
+        """Show the number of items known by now, and whether more will come."""
+        self._reporter.grow(len(self._items), is_final=self._driver.knows_all(self._items))
 
     def _look_at_nodes(self, report: WorkerReport) -> None:
         """Log nodes that joined or were lost. Nothing is raised if the cluster does not answer."""

@@ -185,7 +185,7 @@ class Heartbeat:
         while True:
             time.sleep(every_s)
             if time.monotonic() - asked_at >= ask_s:  # an actor that does not answer has too much to do, or is gone
-                every_s = self._ask("every_s", otherwise=min(SELDOM_S, 2 * every_s))
+                every_s = self._ask("every_s", otherwise=max(every_s, min(SELDOM_S, 2 * every_s)))
                 asked_at, ask_s = time.monotonic(), min(_LATER_S, 2 * ask_s)
             with self._reporting:
                 self._count_time()

@@ -142,7 +142,7 @@ DEATHS, DEATHS_S = 10, 3600.0
 RECENT, REST_S, BETTER = 8, 60.0, 0.25
 _AT_WORK_S = 10.0  # a worker that moved an item in the last 10 s counts as at work
 # A report costs the actor a quarter of a millisecond of a core. So all workers together send REPORTS_PER_S reports a
-# second; each worker sends one in REPORT_S to SELDOM_S seconds.
+# second; each worker waits REPORT_S seconds or longer between two, and SELDOM_S or longer if the actor does not answer.
 REPORTS_PER_S, REPORT_S, SELDOM_S = 2000, 1.0, 8.0
 _MAX_DEATHS = 100  # crashed processes, for the driver's log
 _BACKLOG = 1000  # pending calls a worker: if the actor hangs, they must not fill the worker's memory
@@ -168,6 +168,15 @@ class _RecentItems:
     def is_failing(self) -> bool:
         """True if all but one of the last RECENT items failed."""
         return sum(self.failures) >= RECENT - 1
+
+
+class _Outcomes(NamedTuple):
+    """The outcomes of the last items of a stage's workers that were at work at a time."""
+
+    at: float
+    workers: set[str]
+    n_all: int
+    n_failed: int
 
 
 def _list_living_nodes() -> set[str]:
@@ -198,6 +207,7 @@ class Heartbeats:
         self._death_times: dict[str, deque[float]] = {}  # worker -> times of its last crashes
         self._tallies: dict[str, dict[str, NodeTally]] = {stage: {} for stage in stages}
         self._recent_items: dict[str, dict[str, _RecentItems]] = {stage: defaultdict(_RecentItems) for stage in stages}
+        self._outcomes: dict[str, _Outcomes] = {}  # by stage
         self._excluded_workers: dict[str, str] = {}  # worker -> a description for the user
         self._n_passed_on, self._n_results = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
         self._up_s, self._busy_s = dict.fromkeys(stages, 0.0), dict.fromkeys(stages, 0.0)
@@ -245,7 +255,7 @@ class Heartbeats:
         Called repeatedly: an excluded worker may try one item after REST_S, then after twice that time, and so on.
         """
         recent, now = self._recent_items[stage][worker.name], self._clock()
-        if not recent.is_failing or not self._do_better(stage, self._at_work(stage) - {worker.name}):
+        if not recent.is_failing or not self._others_do_better(stage, worker.name):
             recent.resting_since = None
             return False
         if recent.resting_since is None:
@@ -278,14 +288,21 @@ class Heartbeats:
                 self._nodes_seen.update(self._nodes[1])
         return self._nodes is None or node in self._nodes[1]
 
-    def _do_better(self, stage: str, workers: Collection[str]) -> bool:
-        """Return True if these workers certainly do better: less than BETTER of their last items failed.
+    def _others_do_better(self, stage: str, name: str) -> bool:
+        """Return True if the other workers at work certainly do better: less than BETTER of their last items failed.
 
-        False without workers; workers without an outcome yet count as better.
+        False without others; workers without an outcome yet count as better. Every worker of a failing node asks each
+        second, so among thousands of workers the outcomes of all are counted less often.
         """
-        recently = self._recent_items[stage]
-        outcomes = [is_failure for name in workers if name in recently for is_failure in recently[name].failures]
-        return bool(workers) and sum(outcomes) < BETTER * max(1, len(outcomes))
+        recently, now = self._recent_items[stage], self._clock()
+        counted = self._outcomes.get(stage)
+        if counted is None or now - counted.at >= len(self._processes[stage]) // 100 / 100:
+            names = self._at_work(stage)
+            failures = [is_failure for one in names if one in recently for is_failure in recently[one].failures]
+            counted = self._outcomes[stage] = _Outcomes(now, names, len(failures), sum(failures))
+        own = recently[name].failures if name in counted.workers else ()
+        n_failed, n_all = counted.n_failed - sum(own), counted.n_all - len(own)
+        return len(counted.workers) > (name in counted.workers) and n_failed < BETTER * max(1, n_all)
 
     def _all_fail(self, stage: str, workers: Iterable[str]) -> bool:
         """Return True if all of these workers fail nearly every item."""
@@ -338,7 +355,7 @@ class Heartbeats:
 
     def every_s(self) -> float:
         """Return the seconds between the reports of a worker: 1, or more if there are thousands of workers."""
-        return min(SELDOM_S, max(REPORT_S, sum(map(len, self._processes.values())) / REPORTS_PER_S))
+        return max(REPORT_S, sum(map(len, self._processes.values())) / REPORTS_PER_S)
 
     def fail(self, why: str) -> None:
         """Record the reason why a worker ended the run; the first reason is kept."""

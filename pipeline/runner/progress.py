@@ -181,13 +181,14 @@ class Pace:
         self._total = total
         self._item = item
         self._clock = clock
+        self._is_final = True
         self._n_computed = self._n_written = self._n_at_start = 0
         self._created_at = clock()
         self._start: float | None = None
 
-    def grow(self, total: int) -> None:
-        """Set the number of known items, which grows while archives are indexed."""
-        self._total = total
+    def grow(self, total: int, *, is_final: bool = True) -> None:
+        """Set the number of known items, which grows while archives are indexed; ``is_final``: no more will come."""
+        self._total, self._is_final = total, is_final
 
     def count_computed(self, items: int) -> None:
         """Count computed items, never more than the total."""
@@ -221,11 +222,13 @@ class Pace:
         )
 
     def __str__(self) -> str:
-        """Return a text with the rate and the time left; "" after the last item."""
-        if self._total == self._n_counted:
+        """Return a text with the rate and the time left, unless more items will come; "" after the last item."""
+        if self._total == self._n_counted and self._is_final:
             return ""
-        speed = self.speed()
-        return f"{speed.rate:.2f} {self._item}s/s, {speed.left_s:.0f} s left" if speed else "no estimate yet"
+        if (speed := self.speed()) is None:
+            return "no estimate yet"
+        left = f"{speed.left_s:.0f} s left" if self._is_final else f"more {self._item}s are being listed"
+        return f"{speed.rate:.2f} {self._item}s/s, {left}"
 
 
 class Reporter:
@@ -251,9 +254,9 @@ class Reporter:
         """Show the current counts."""
         self._tell(self.progress)
 
-    def grow(self, total: int) -> None:
-        """Set the number of known items, which grows while archives are indexed."""
-        self.pace.grow(total)
+    def grow(self, total: int, *, is_final: bool = True) -> None:
+        """Set the number of known items, which grows while archives are indexed; ``is_final``: no more will come."""
+        self.pace.grow(total, is_final=is_final)
         self._set_progress(replace(self.progress, total=total))
 
     def count_computed(self, items: int) -> None:

@@ -228,7 +228,7 @@ def choose_frames(
         return spread(first, stop, sampling.num_frames)
     start, end = _find_bounds(timestamps, start_s, end_s, duration_s)
     fps, most = sampling.fps, sampling.max_frames
-    count = max(1, math.ceil((end - start) * fps - _EPSILON))
+    count = count_frames(end - start, fps)
     if most is not None and count > most:
         if is_even(timestamps, tick_s):
             return _spread_frames(first, stop, most)
@@ -240,6 +240,11 @@ def choose_frames(
     indices = indices[indices < stop]
     least = min(sampling.min_frames, most or sampling.min_frames, stop - first)
     return indices if len(indices) >= least else _fill_frames(indices, first, stop, least, sampling.min_rule)
+
+
+def count_frames(seconds: float, fps: float) -> int:
+    """Return the number of frames that sampling by fps takes of so many seconds, without its limits; at least 1."""
+    return max(1, math.ceil(min(seconds * fps, 1e15) - _EPSILON))
 
 
 def _find_bounds(

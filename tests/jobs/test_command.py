@@ -62,6 +62,14 @@ def test_a_disk_without_space_for_the_output_is_a_line():
     assert (done.returncode, done.stdout.strip()) == (1, "failed: [Errno 28] No space left on device")
 
 
+def test_letters_that_the_locale_lacks_are_escaped():
+    done = subprocess.run(
+        [sys.executable, "-c", TABLE.replace("a table", "\u89c6.mp4")], cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "\\u89c6.mp4\n")
+
+
 def test_a_log_has_the_time_in_front_of_every_message_and_no_line_is_cut(capsys):
     console = LogConsole()
     console.print("note: " + "word " * 100, highlight=False)
@@ -189,6 +197,8 @@ def test_a_repeatable_flag_adds_to_the_file_and_a_flag_wins_over_the_other_way_o
     config = run("fps: 1\nmax-frames: 4", "--config", "FILE", "--num-frames", "8")
     assert (config.num_frames, config.fps, config.max_frames) == (8, None, None)
     assert run("num-frames: 8", "--config", "FILE", "--fps", "2").num_frames is None
+    config = run("num-frames: 8\nframe-rule: round-even", "--config", "FILE", "--fps", "2")
+    assert (config.fps, config.frame_rule) == (2.0, "truncate")
 
 
 def test_a_file_that_is_refused_ends_with_2(tmp_path, capsys):

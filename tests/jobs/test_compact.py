@@ -103,6 +103,8 @@ def test_ids_that_are_none_are_refused(cache, tmp_path, capsys, text, told):
     if text is not None:
         (tmp_path / "ids").write_text(text)
     assert remove.main([str(cache), "--ids", str(tmp_path / "ids"), "--reason", "x"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        remove.main([str(cache), "--ids", str(tmp_path / "ids"), "--reason", " "])
     assert told in capsys.readouterr().err
 
 

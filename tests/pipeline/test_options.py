@@ -74,6 +74,13 @@ def test_so_many_videos_may_fail_and_so_many_from_outside(text, total, limit, fr
     assert (config.failure_limit(total), config.outside_limit(total)) == (limit, from_outside)
 
 
+def test_a_model_that_takes_more_gpus_than_a_run_may_is_refused():
+    options = {"questions": "q", "engine": "vllm", "tensor_parallel": 8}
+    assert GenerateConfig(**options, max_gpus=8).max_gpus == 8
+    with pytest.raises(UsageError, match="--max-gpus 4 does not suffice for one model of --tensor-parallel 8"):
+        GenerateConfig(**options, max_gpus=4)
+
+
 def test_a_record_tells_no_secret():
     record = PruneConfig(s3_endpoint="http://store.example:9000").as_record()
     assert record["s3_endpoint"] == "(set)"

@@ -36,6 +36,7 @@ FPS = 1
 #: One thread and no lookahead by the number of CPUs: the same bytes on every run on a machine. No B-frames: the first
 #: frame then is at 0 s without an edit list.
 ENCODER = {"crf": "18", "preset": "medium", "bf": "0", "threads": "1", "x264-params": "threads=1:lookahead-threads=1"}
+_MAX_KEYFRAME_S = 10**6  # the encoder counts frames in 32 bits
 _GAP = 4  # pixels between videos of a picture
 
 
@@ -119,6 +120,8 @@ class CorpusRecipe:
                 raise UsageError(f"{option} {odd[0]}: unknown; known are {', '.join(values)}")
             if not value:
                 raise UsageError(f"{option} must name at least one of {', '.join(values)}")
+        if not 1 <= (self.keyframe_seconds or 1) <= _MAX_KEYFRAME_S:
+            raise UsageError(f"--keyframe-seconds must be 1 to {_MAX_KEYFRAME_S:,}, got {self.keyframe_seconds}")
         benchmark_seeds(self.split, self.seed, self.n_videos)
 
     @property

@@ -126,6 +126,43 @@ def test_slurm_gets_the_parts_in_which_videos_are_left_or_not_known_yet(tmp_path
     assert refused.returncode == 2
 
 
+@pytest.mark.parametrize("parts", ["0", "-1", "many", "1.5"])
+def test_slurm_refuses_a_number_of_parts_that_is_none(tmp_path, parts):
+    done = subprocess.run(
+        [SCRIPT, "files"], env={**environment(tmp_path), "PARTS": parts}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"PARTS must be a whole number above 0, got {parts}\n"
+
+
+HANDLES_SIGTERM = "trap 'exit 130' TERM", "echo started", "while :; do sleep 0.05; done"
+
+
+@pytest.mark.parametrize(
+    ("run", "code", "requeues"),
+    [
+        (["exit 0"], 0, False),
+        (["exit 1"], 1, True),
+        (["exit 2"], 2, False),
+        (HANDLES_SIGTERM, 130, True),
+        (["echo started", "exec sleep 60"], 143, True),  # the signal came before Python could handle it
+    ],
+)
+def test_a_task_of_slurm_ends_with_its_run_and_is_queued_again_where_that_goes_on(tmp_path, run, code, requeues):
+    script(tmp_path / "bin" / "python", *run)
+    script(tmp_path / "bin" / "scontrol", 'echo "$@"')
+    task = {**environment(tmp_path), "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}
+    with subprocess.Popen([SCRIPT, "files"], env=task, stdout=subprocess.PIPE, text=True) as job:
+        if "echo started" in run:
+            assert job.stdout.readline() == "started\n"
+            job.terminate()
+        try:
+            said = job.communicate(timeout=30)[0]
+        finally:
+            job.kill()
+    assert (job.returncode, said) == (code, "requeue 7\n" if requeues else "")
+
+
 def script(path, *lines):
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(["#!/bin/sh", *lines]))

@@ -86,6 +86,7 @@ def test_a_configuration_file_holds_every_option_and_may_say_it_plainly(tmp_path
         ("num-frames: true", "num_frames must be a whole number"),
         ("pruner-param: alpha=1", "must be a list"),
         ("num-frames: 1\nnum_frames: 2", "num-frames is given twice"),
+        ("limit: 1\nseed: 1\nlimit: 2", "limit is given twice"),
         ("- 1", "expected options"),
         ("a: [", "c.yaml"),
     ],

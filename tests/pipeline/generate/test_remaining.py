@@ -1,10 +1,14 @@
 """What is left to ask: the questions minus their live rows, and nothing that changed goes unnoticed."""
 
+from dataclasses import replace
 from datetime import timedelta
+from unittest.mock import Mock
 
+import pyarrow as pa
 import pytest
 
 from pipeline.errors import QuestionFault, QuestionsChanged
+from pipeline.generate.answerer import ANSWERED_SCHEMA
 from pipeline.generate.answers import (
     AnswersTable,
     commit_answers,
@@ -14,6 +18,7 @@ from pipeline.generate.answers import (
     write_answers_header,
 )
 from pipeline.generate.late_pruning import PruningSpec
+from pipeline.generate.run import AnswerRun
 from pipeline.generate.summary import summarise_answers
 from pipeline.rows import failed_answer
 from pipeline.storage.stores import LocalStore
@@ -75,6 +80,27 @@ def test_what_has_a_row_is_not_asked_again_and_failed_questions_on_request_withi
     assert [(r["question_id"], r["attempts"]) for r in todo] == [("bad", 2), ("since", 3), ("new", 1)]
     todo = unanswered(job_of(retry_failed=True, max_attempts=3))
     assert [r["question_id"] for r in todo] == ["bad", "tried", "gone", "since", "new"]
+
+
+def test_a_ratio_that_the_method_does_not_keep_is_a_note(tmp_path, monkeypatch):
+    tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
+    said = []
+    monkeypatch.setattr(AnswerRun, "say", lambda run, line: said.append(line))
+    for method, ratio in (("none", 0.1), ("none", 1.0), ("random", 0.1)):
+        request_about(tmp_path / "c", ROWS[:1], pruner=method, retention_ratio=ratio)
+    assert said == ["note: --pruner none keeps 1 of the tokens, not 0.1"]
+
+
+def test_rows_that_are_committed_again_after_an_interrupt_count_once(job_of):
+    job = job_of()
+    job.store.make()
+    job.monitor, job.run_file = Mock(), Mock()
+    (question,) = (row for row in job.questions.to_pylist() if row["question_id"] == "bad")
+    row = {**failed_answer(question, QuestionFault("io", "why")), "attempts": 1, "runtime": "{}"}
+    for _ in range(2):
+        job.commit(0, pa.Table.from_pylist([row], schema=ANSWERED_SCHEMA))
+    assert job.n_failed == 1 and len(job.answered_keys) == 1
+    assert [call.args for call in job.monitor.count_rows.call_args_list] == [("question", 0, 1), ("question", 0, 0)]
 
 
 def test_what_is_not_asked_again_is_said_with_the_way_to_ask_it(job_of, answered):
@@ -261,6 +287,7 @@ def test_seconds_of_a_batch_count_once(job_of):
     assert (summary.visual_tokens, summary.prompt_tokens, summary.new_tokens) == (10, 25, 6)
     assert (summary.n_ok, summary.n_new, summary.exit_code(0)) == (2, 2, 0)
     assert summary.n_cut == 1 and "6 tokens generated; 1 answers were cut by max_new_tokens" in str(summary)
+    assert "crashed workers are in [old]/r.log" in str(replace(summary, log="[old]/r.log"))  # a path is no markup
     first = AnswersTable(job.store).select_live_of(job.questions.slice(0, 1), job.setup.prunings)
     part = summarise_answers(first, 1, {("ok", None)}, 2.0)
     assert (part.n_ok, part.n_missing, part.new_tokens) == (1, 0, 3)  # of this file of questions alone

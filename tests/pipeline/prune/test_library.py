@@ -1,5 +1,7 @@
 """``prune_videos`` where nothing needs Ray: what is refused, and what is there already."""
 
+from unittest.mock import Mock
+
 import pytest
 import ray
 import torch
@@ -51,10 +53,19 @@ def test_what_is_there_is_a_summary_that_names_the_failed_and_prints_as_a_table(
     assert pipeline.prune_videos(rows[:1], out="c", num_frames=4, progress=False).failed == {}
 
 
+def test_a_ratio_that_the_method_does_not_keep_is_a_note():
+    for ratio, notes in ((0.5, ["note: --pruner none keeps 1 of the tokens, not 0.5"]), (0.25, []), (1.0, [])):
+        run, said = PruneRun(PruneConfig(out="new", pruner="none", retention_ratio=ratio), Console(quiet=True)), []
+        run.say = said.append
+        run.prepare()
+        assert said == notes
+
+
 def test_a_limit_of_hours_in_the_second_pass_counts_a_video_once(clips):
     run = PruneRun(PruneConfig(out="c", num_frames=4, retry_failed=True), Console(quiet=True), clips)
     run.prepare()
     todo = run.list_remaining()
+    assert run.knows_all(todo) and not run.knows_all(Mock(is_complete=False))
     run.facts = Facts(1.0, videos=2, limit_reached="--max-hours 1 is reached")  # b.mp4 has been tried twice
     assert run.summarise(todo, 1.0).n_new == len(todo) == 1
 

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 from rich.console import Console
@@ -17,6 +18,7 @@ from pipeline.inputs.tar_and_zip import Tar
 from pipeline.plan.render import list_rows
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.forecast import plan_run
+from pipeline.video.sampling import Sampling, choose_frames
 from tests.gstep.language.test_weights import LLMS
 from tests.gstep.qwen_configs import PREPROCESSOR
 from tests.paths import ROOT
@@ -123,11 +125,16 @@ def test_the_options_of_a_run_that_make_it_smaller_count_in_a_plan_for_elsewhere
     assert not [note for note in plan.notes if "reckoned" in note]
 
 
-def test_numbers_of_workers_that_a_plan_does_not_reckon_with_are_named():
+def test_what_a_plan_does_not_reckon_with_is_named():
     options = {**CORPUS, "gpus": 0, "gpu_type": None, "decode_cores": 8, "decode_workers": 4, "encode_workers": 1}
     notes = plan_run(PruneConfig(**options), Console(quiet=True)).notes
     assert "--decode-workers 4 is not reckoned with: all 8 vCPUs decode" in notes
     assert "--encode-workers 1 is not reckoned with: all 8 vCPUs encode" in notes
+    notes = plan_run(PruneConfig(**CORPUS, snap_to_keyframes=2.0, decoder="nvdec"), Console(quiet=True)).notes
+    assert [note.partition(":")[0] for note in notes[1:3]] == [
+        "--snap-to-keyframes is not reckoned with",
+        "--decoder nvdec is not reckoned with",
+    ]
 
 
 def test_a_type_of_gpu_needs_their_number_on_a_machine_without_any(monkeypatch):
@@ -152,6 +159,18 @@ def test_short_videos_are_planned_with_the_least_frames_of_the_family(model, pat
     static = family.static()
     a_token = 12 + 2 * static.hidden_size * (1 + static.deepstack_levels)
     assert plan_run(config, Console(quiet=True)).output_bytes.expected == 10 * patches * n_tokens * a_token
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fps", "n_frames"), [(1.5, 1.0, 2), (10.9, 1.0, 11), (60, 0.29, 18), (60, 1.0, 32), (1e300, 1e300, 32)]
+)
+def test_a_plan_counts_the_frames_of_a_video_as_sampling_does(seconds, fps, n_frames):
+    if seconds < 100:
+        timestamps = np.arange(round(30 * seconds)) / 30
+        assert len(choose_frames(timestamps, Sampling(None, fps=fps, max_frames=32))) == n_frames
+    options = {"plan": True, "corpus_videos": 10, "seconds": seconds, "fps": fps, "pruner": "none"}
+    plan = plan_run(PruneConfig(**options), Console(quiet=True))
+    assert plan.output_bytes.expected == 10 * n_frames * 196 * (64 * 2 + 12)
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,20 @@ def test_the_record_gets_the_number_of_videos_once_it_is_known(run, tar):
     assert (record["videos"], record["estimated"]) == (2, False)
 
 
+def test_rows_that_are_committed_again_after_an_interrupt_count_once(run):
+    """Together with rows of another shard, which was written meanwhile."""
+    bad = [{"video_id": "b", "uri": "u", "status": "failed", "attempts": 1, **IO}]
+    first, later = pa.concat_tables([written(run.store, "a"), pack_written(bad)]), written(run.store, "c")
+    run.commit(0, first)
+    run.commit(0, first)
+    assert (run.facts.videos, run._outside) == (2, {"io": 1})
+    run.commit(1, pa.concat_tables([first, later]))
+    assert (run.facts.videos, run._outside) == (3, {"io": 1})
+    assert TokenCache(run.store.root).video_ids == ["a", "c"]
+    run.commit(2, pack_written([{**bad[0], "attempts": 2}]))  # a second pass
+    assert (run.facts.videos, run._outside) == (4, {"io": 2})
+
+
 def test_a_video_that_failed_and_is_ok_later_counts_once(run):
     bad = [{"video_id": name, "uri": "u", "status": "failed", "attempts": 1, **IO} for name in ("a", "b")]
     run.commit(0, pack_written(bad))

@@ -51,7 +51,8 @@ def test_a_whole_cache_is_shown_with_the_remedies(ledger):
     assert (summary.seconds["decode"], summary.seconds["encode"]) == (4.5, 2.0)
     assert "this run" not in shown(summary)
     held = summarise(ledger, manifest(*"abcde", "f"), n_waiting=1)
-    said = shown(replace(held, n_new=4, n_new_failed=1, wall_s=2.0))
+    said = shown(replace(held, n_new=4, n_new_failed=1, wall_s=2.0, log="[old]/runs/r.log"))
+    assert "crashed workers are in [old]/runs/r.log" in said  # a path is no markup
     assert "2 ok, 3 failed, 0 without a row, 1 wait for another run (--limit, --max-hours)" in said
     assert "50 kept of 200 (25.0%)" in said and "1,600 of tokens" in said
     assert "1 videos decoded with warnings" in said and "4 videos (1 failed) in 2.0 s" in said

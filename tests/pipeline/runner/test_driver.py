@@ -283,6 +283,16 @@ def test_what_is_left_is_planned_anew_where_the_cluster_changed_and_a_reason_to_
     assert sorted(run.on_disk()) == list("abc")
 
 
+def test_no_time_is_told_while_items_are_still_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "_MAX_LOOK_S", 0.05)
+    monkeypatch.setattr(driver, "TICK_S", 0.05)
+    run = Waiting(tmp_path, *"abcde", ending=Mock(return_value="all words are bad"))
+    run.knows_all = lambda items: False
+    with pytest.raises(RunFailed, match="all words are bad"):
+        run.run()
+    assert "words/s, more words are being listed" in run.said and " s left" not in run.said
+
+
 class Bundles(Words):
     """A graph whose batches may hold two words each, and hold one."""
 

@@ -84,6 +84,14 @@ def handle(actor: Heartbeats) -> SimpleNamespace:
     return handle_of(actor.state, actor.fail, actor.start, actor.deaths)
 
 
+@pytest.mark.parametrize(("n_workers", "every_s"), [(5, 1.0), (2000, 1.0), (8000, 4.0), (40_000, 20.0)])
+def test_all_workers_together_send_no_more_reports_than_the_actor_can_take(n_workers, every_s):
+    heartbeats = Heartbeats(STAGES)
+    for number in range(n_workers):
+        heartbeats.state("decode", worker(f"w{number}"), [], ProgressDelta())
+    assert heartbeats.every_s() == every_s
+
+
 def test_work_waits_for_its_report_once_a_process_of_the_worker_crashed(actor):
     """Reports travel while the process works. A process that ends at once may take them with it."""
     sent: list[tuple[object, ...]] = []
@@ -192,6 +200,24 @@ def test_a_worker_that_fails_at_what_others_do_rests_longer_and_longer():
     tallies(good, 1, 0)
     tallies(bad, 2, 0)
     assert not heartbeats.is_excluded("decode", bad)
+
+
+def test_the_workers_of_a_failing_node_do_not_make_the_actor_count_thousands_each_second(monkeypatch):
+    heartbeats, counts = Heartbeats(STAGES, clock := Clock()), list[str]()
+    at_work = heartbeats._at_work
+    monkeypatch.setattr(heartbeats, "_at_work", lambda stage: counts.append(stage) or at_work(stage))
+    workers = [worker(f"w{number}", "h1" if number < 64 else "h2") for number in range(2000)]
+    for number, who in enumerate(workers):
+        failed = {"n_failed": RECENT} if number < 64 else {"n_ok": RECENT}
+        heartbeats.state("decode", who, ["an item"], ProgressDelta(**failed))
+    for n_counts in (1, 2):
+        assert all(heartbeats.is_excluded("decode", who) for who in workers[:64])
+        assert not any(heartbeats.is_excluded("decode", who) for who in workers[64:])
+        assert len(counts) == n_counts
+        clock.now += 1
+    for who in workers[64:]:
+        heartbeats.state("decode", who, [], ProgressDelta(n_failed=RECENT))
+    assert not heartbeats.is_excluded("decode", workers[0])  # nobody does better any more
 
 
 def test_a_store_that_does_not_answer_workers_is_reported_since_the_first_noticed_until_none_does():

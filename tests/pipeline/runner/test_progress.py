@@ -72,6 +72,10 @@ def test_rate_and_time_left_are_of_what_came_through_since_the_first_though_noth
     assert str(pace) == "2.00 videos/s, 40 s left"
     pace.count_computed(79)
     assert str(pace) == ""
+    pace.grow(100, is_final=False)  # archives are still being indexed: no time would be true
+    assert str(pace) == "9.90 videos/s, more videos are being listed"
+    pace.grow(120)
+    assert str(pace) == "9.90 videos/s, 2 s left"
     pace = Pace(11, "file", lambda: now)  # where nobody says what came through, what is done counts
     pace.count_written(1)
     now = 50.0

@@ -125,6 +125,7 @@ def test_another_recipe_or_another_content_is_not_written_over(tmp_path, folder)
         ({"durations": ("short", "tall")}, "--durations tall: unknown"),
         ({"hardness": ("hard",)}, "--hardness hard: unknown; known are plain, dim"),
         ({"hardness": ()}, "--hardness must name at least one"),
+        ({"keyframe_seconds": 10**9}, "--keyframe-seconds must be 1 to 1,000,000, got 1000000000"),
         ({"n_videos": 0}, "--videos must be 1 to 10000"),
         ({"seed": -1}, "--seed must be 0 to 99"),
     ],
