@@ -66,7 +66,7 @@ def _prune(config: PruneConfig, console: Console) -> CommandResult:
     out.print(render(summary))
     command = f"python -m jobs.inspect {shlex.quote(config.out)}"
     make_say(out)(f"\nlook inside: {command}")
-    limit = config.outside_limit(summary.n_videos)
+    limit = config.infrastructure_limit(summary.n_videos)
     if summary.n_outside > limit:
         state = f"failed: {summary.n_outside} of {summary.n_videos} videos failed for infrastructure reasons"
         remedy = "Check nodes, mounts, credentials and GPUs, then rerun with --retry-failed"

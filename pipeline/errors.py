@@ -88,8 +88,8 @@ FAULTS: Mapping[FaultClass, Fault] = {
     "own-code": _OWN_CODE,
     "internal": _BUG,
 }
-#: Classes of faults that come from outside the video, wherever they strike: mounts, stores, credentials, bugs.
-OUTSIDE: frozenset[FaultClass] = frozenset({"io", "own-code", "internal"})
+#: Classes that count as infrastructure errors: mounts, stores, credentials, and bugs, also of the user's own code.
+INFRASTRUCTURE_CLASSES: frozenset[FaultClass] = frozenset({"io", "own-code", "internal"})
 #: Classes of bugs, one of which makes the exit code 1.
 BUGS = frozenset({"own-code", "internal"})
 #: The stages in which running out of memory is a fault of the machine, whose GPU others may fill.

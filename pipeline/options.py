@@ -170,7 +170,7 @@ class RunOptions(S3Options):
         """Return the number of ``total`` items that may fail before the run counts as failed."""
         return max(0, total - 1) if self.max_failed is None else _count_or_share(self.max_failed.strip(), total)
 
-    def outside_limit(self, total: int) -> int:
+    def infrastructure_limit(self, total: int) -> int:
         """Return the number of infrastructure errors after which the run counts as failed.
 
         These errors come from a mount, a store, a bug or a full GPU. ``--max-failed`` limits them too.

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NotRequired, TypedDict, TypeVar, cast
 
-from pipeline.errors import ON_THE_GPU, OUTSIDE, FaultClass, QuestionFault, QuestionFaultClass, VideoFault
+from pipeline.errors import (
+    INFRASTRUCTURE_CLASSES,
+    ON_THE_GPU,
+    FaultClass,
+    QuestionFault,
+    QuestionFaultClass,
+    VideoFault,
+)
 
 Status = Literal["ok", "failed", "removed"]
 #: Columns of the videos table that hold JSON.
@@ -222,12 +229,12 @@ def may_succeed_elsewhere(record: VideoRecord) -> bool:
     return record["status"] == "failed" and record["retryable"]
 
 
-def failed_from_outside(record: VideoRecord) -> bool:
+def is_infrastructure_error(record: VideoRecord) -> bool:
     """Return True if the video failed by an infrastructure error: a mount, a store, a bug, a GPU full of other work."""
     if record["status"] == "ok":
         return False
     on_the_gpu = record["error_class"] == "out-of-memory" and record["error_stage"] in ON_THE_GPU
-    return record["error_class"] in OUTSIDE or on_the_gpu
+    return record["error_class"] in INFRASTRUCTURE_CLASSES or on_the_gpu
 
 
 def failed_answer(question: QuestionRecord | AnswerRecord, fault: QuestionFault) -> AnswerRecord:

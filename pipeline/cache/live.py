@@ -26,8 +26,7 @@ from pipeline.cache.near_ids import did_you_mean_id
 from pipeline.cache.schema import KEY_COLUMNS, LATER
 from pipeline.cache.table import TableFile, VideosTable, add_places, empty_rows, list_table_files
 from pipeline.cache.token_shard import parse_run_id, read_footer_ids
-from pipeline.errors import ON_THE_GPU, CorruptShard
-from pipeline.errors import OUTSIDE as OUTSIDE_CLASSES
+from pipeline.errors import INFRASTRUCTURE_CLASSES, ON_THE_GPU, CorruptShard
 from pipeline.keys import find, keys_of, tie_keys
 from pipeline.rows import BY_DECODING, VideoRow
 from pipeline.storage.stores import Store, request_threads
@@ -173,14 +172,14 @@ _LEDGER: Final[dict[str, tuple[type[np.generic], tuple[int, ...]]]] = {
     "run": (np.uint16, ()),  # its number in ``runs``
     "state": (np.int8, ()),  # REMOVED, OK or FAILED
     "fault": (np.uint8, ()),  # 0 ok or removed, else the number of its class in ``classes``
-    "remarks": (np.uint8, ()),  # the bits HDR to OUTSIDE
+    "remarks": (np.uint8, ()),  # the bits HDR to INFRASTRUCTURE
     "note": (np.uint8, ()),  # 0, or the reason for another decoder than requested: its number in ``notes``
     "decoder": (np.uint8, ()),  # 0, or the user's own decoder and its version: their number in ``decoders``
     "seconds": (np.float32, (4,)),  # seconds of each of TIMED_STAGES
 }
 # The remarks of rows on their videos: colours, pixels, positions in time (two bits), warnings of the decoder, and an
 # infrastructure error (io, internal, memory of a GPU).
-HDR, STRETCHED, UNEVEN, SHARED, WARNED, OUTSIDE = 1, 2, 4, 8, 16, 32
+HDR, STRETCHED, UNEVEN, SHARED, WARNED, INFRASTRUCTURE = 1, 2, 4, 8, 16, 32
 _HDR_TRANSFERS = ("smpte2084", "arib-std-b67")  # PQ and HLG
 _MAX_RUNS, _MAX_NOTES, _MAX_CLASSES = 2**16, 2**8 - 1, 2**8  # further texts share the last number
 # Columns of the videos table that the ledger reads.
@@ -383,7 +382,7 @@ class Ledger:
         return np.equal(self.columns["state"][rows], REMOVED)
 
     def has_remark(self, rows: NDArray[np.int64], remark: int) -> NDArray[np.bool_]:
-        """Return a mask [n]: the rows with a remark (HDR, STRETCHED, UNEVEN, SHARED, WARNED or OUTSIDE)."""
+        """Return a mask [n]: the rows with a remark (HDR, STRETCHED, UNEVEN, SHARED, WARNED or INFRASTRUCTURE)."""
         return np.not_equal(np.bitwise_and(self.columns["remarks"][rows], np.uint8(remark)), 0)
 
     def read(self, row: int) -> VideoRow:
@@ -443,7 +442,7 @@ def _assign_numbers(texts: pa.ChunkedArray, numbered: list[str], limit: int) -> 
 
 
 def _make_remark_bits(rows: pa.Table, classes: pa.ChunkedArray) -> NDArray[np.uint8]:
-    """Return the remarks on each row as bits, HDR to OUTSIDE, [n]; ``classes`` are the fault classes of the rows."""
+    """Return the remarks on each row as bits, HDR to INFRASTRUCTURE, [n]; ``classes`` are the rows' fault classes."""
     on_gpu = pc.and_(pc.equal(classes, "out-of-memory"), _is_among(rows["error_stage"], ON_THE_GPU))
     remarks = {
         HDR: _is_among(rows["color_transfer"], _HDR_TRANSFERS).to_numpy(),
@@ -451,7 +450,7 @@ def _make_remark_bits(rows: pa.Table, classes: pa.ChunkedArray) -> NDArray[np.ui
         UNEVEN: fill_nulls(rows["uneven_positions"]) > 0,
         SHARED: fill_nulls(rows["shared_positions"]) > 0,
         WARNED: fill_nulls(rows["decode_warnings"]) > 0,
-        OUTSIDE: pc.or_(_is_among(classes, OUTSIDE_CLASSES), on_gpu).to_numpy(),
+        INFRASTRUCTURE: pc.or_(_is_among(classes, INFRASTRUCTURE_CLASSES), on_gpu).to_numpy(),
     }
     bits = [np.where(has_remark, np.uint8(bit), np.uint8(0)) for bit, has_remark in remarks.items()]
     return np.asarray(np.bitwise_or.reduce(bits))

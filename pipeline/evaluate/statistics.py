@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FEWEST_VIDEOS = 20
-OUTSIDE = -1  # the part of a question that a column leaves out
+NO_PART = -1  # the part of a question that a column leaves out
 _TINY = 1e-9  # smaller differences are rounding errors, since scores differ by 1/n or not at all
 _CHUNK = 512  # draws at a time, because their counts of videos take the memory
 _SEED = re.compile(r",seed=(\d+)(?=,|$)")  # in a method's label; a seed of 0 is left out
@@ -128,8 +128,8 @@ class ScoreMatrix:
         return np.zeros(len(self.clusters), np.int64)
 
     def split(self, name: str, value: str) -> Ints:
-        """Return each question's part for the mean over one value of a split: 0, or OUTSIDE for other values."""
-        return np.array([0 if of_one.get(name) == value else OUTSIDE for of_one in self.splits], np.int64)
+        """Return each question's part for the mean over one value of a split: 0, or NO_PART for other values."""
+        return np.array([0 if of_one.get(name) == value else NO_PART for of_one in self.splits], np.int64)
 
     def by(self, name: str) -> Ints:
         """Return each question's part for the mean over the parts of a split, such as MLVU's tasks.
@@ -259,7 +259,7 @@ def estimates(
     Args:
         scores_AQ: scores; an arm that was not scored is nan throughout.
         cluster_Q: the video of each question, 0 to G-1.
-        parts: for each column the part of each question, 0 to P-1, or OUTSIDE where the column leaves it out.
+        parts: for each column the part of each question, 0 to P-1, or NO_PART where the column leaves it out.
         draws: R, the number of draws; with 0 the estimates have values and no draws.
         generator: advanced by the call; generators in equal states give equal draws for as many videos.
     """
@@ -284,8 +284,8 @@ def estimates(
 
 def _sums(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints) -> tuple[Floats, Floats]:
     """Return the sum of scores, [G, P, A], and the number of questions, [G, P], of each video in each part."""
-    inside_Q = part_Q != OUTSIDE
-    G, P = int(cluster_Q.max(initial=-1)) + 1, int(part_Q.max(initial=OUTSIDE)) + 1
+    inside_Q = part_Q != NO_PART
+    G, P = int(cluster_Q.max(initial=-1)) + 1, int(part_Q.max(initial=NO_PART)) + 1
     cell_Q = cluster_Q[inside_Q] * P + part_Q[inside_Q]
     sums = [np.bincount(cell_Q, row, G * P) for row in scores_AQ[:, inside_Q]]
     sum_GPA: Floats = np.stack(sums, axis=-1).reshape(G, P, len(sums)).astype(float)

@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from pipeline.errors import UsageError
 from pipeline.evaluate.statistics import (
+    NO_PART,
     ORIGINAL,
-    OUTSIDE,
     POSITIONS,
     AnswerCounts,
     Estimate,
@@ -143,7 +143,7 @@ def results_table(
                     key=key if len(benchmarks) == 1 else f"{benchmark.title}: {key}",
                     title=name,
                     benchmark=benchmark.title,
-                    n_questions=int(np.sum(part_Q != OUTSIDE)),
+                    n_questions=int(np.sum(part_Q != NO_PART)),
                     n_whole=benchmark.n_questions if key == OVERALL else None,
                     n_videos=numbers.n_videos,
                     made_of=benchmark.made_of,

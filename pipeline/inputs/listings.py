@@ -29,7 +29,7 @@ VIDEO_SUFFIXES = frozenset(
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 BAD_ADDRESS = "an object is s3://BUCKET/KEY: no user, host or query, no empty, . or .. segment, no control character"
-OUTSIDE = "the object lies outside the folder that was named (add --video-root for a prefix that may be read)"
+OUTSIDE_PREFIXES = "the object lies outside the folder that was named (add --video-root for a prefix that may be read)"
 _DOTS = "a key with . or .. segments or control characters is not read; rename the object"
 
 
@@ -151,7 +151,7 @@ def check_named(uri: str, prefixes: Iterable[str]) -> str | None:
     bucket, _, key = uri.partition("://")[2].partition("/")  # of the hub: "datasets"
     if "?" in uri or "" in key.split("/") or check_listed(uri) or not _BUCKET.fullmatch(bucket):
         return BAD_ADDRESS
-    return None if any(uri.startswith(prefix) for prefix in prefixes) else OUTSIDE
+    return None if any(uri.startswith(prefix) for prefix in prefixes) else OUTSIDE_PREFIXES
 
 
 def root_prefix(root: str) -> str:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import ManifestError, printable
-from pipeline.inputs.listings import BAD_ADDRESS, CONTROL, OUTSIDE, check_named
+from pipeline.inputs.listings import BAD_ADDRESS, CONTROL, OUTSIDE_PREFIXES, check_named
 from pipeline.inputs.tables import TableRows, UserRow, carried_json, number_of, text_in
 from pipeline.keys import column_keys, find_repeated
 from pipeline.rows import ManifestRow
@@ -43,7 +43,7 @@ MANIFEST_SCHEMA = pa.schema(
 )
 #: A row to process: a manifest's row and the number of this attempt.
 TODO_SCHEMA = MANIFEST_SCHEMA.append(pa.field("attempts", pa.int32(), nullable=False))
-#: The policy of a file outside the folders; ``listings.OUTSIDE`` is the policy of an object.
+#: The policy of a file outside the folders; ``listings.OUTSIDE_PREFIXES`` is the policy of an object.
 OUTSIDE_FOLDERS = "the path resolves outside the folder that was named (add --video-root for a folder that may be read)"
 _OWN_COLUMNS = ("video_id", "uri", "start_s", "end_s", "size_bytes")
 _MAX_SIZE_BYTES = 2**53  # whole numbers of float64
@@ -144,7 +144,7 @@ class NamedVideos:
         inside = pa.repeat(False, len(uri_column))
         for prefix in self._prefixes:
             inside = pc.or_(inside, pc.starts_with(uri_column, prefix))
-        return Located(uri_column, pc.if_else(inside, pa.scalar(None, pa.string()), OUTSIDE))
+        return Located(uri_column, pc.if_else(inside, pa.scalar(None, pa.string()), OUTSIDE_PREFIXES))
 
     def _all_files(self, uris: pa.Array) -> Located | None:
         """Locate all uris as local files at once, or return None where one of them needs a closer look.

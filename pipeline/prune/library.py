@@ -61,7 +61,7 @@ def prune_videos(
         )
     with run_here():
         summary = PruneRun(config, make_console(progress), given_rows, list_failed=True).run()
-    return check_outcome(summary, config, summary.n_videos, config.outside_limit(summary.n_videos))
+    return check_outcome(summary, config, summary.n_videos, config.infrastructure_limit(summary.n_videos))
 
 
 def _has_archives(videos: object) -> bool:

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from pipeline.errors import ManifestError, VideoFault, printable
 from pipeline.inputs.forms import FORMS
-from pipeline.inputs.listings import OUTSIDE, VIDEO_SUFFIXES, find_suffix
+from pipeline.inputs.listings import OUTSIDE_PREFIXES, VIDEO_SUFFIXES, find_suffix
 from pipeline.inputs.named_videos import OUTSIDE_FOLDERS
 from pipeline.inputs.tables import TABLE_SUFFIXES
 from pipeline.keys import ROWS_AT_ONCE
@@ -71,7 +71,7 @@ def _suggest_roots(forbidden: pa.Table) -> Iterator[str]:
 
     Only files outside of the allowed roots count, and the first _MAX_ROOT_PATHS of these files.
     """
-    outside = forbidden.filter(pc.is_in(forbidden["policy"], value_set=pa.array([OUTSIDE, OUTSIDE_FOLDERS])))
+    outside = forbidden.filter(pc.is_in(forbidden["policy"], value_set=pa.array([OUTSIDE_PREFIXES, OUTSIDE_FOLDERS])))
     paths: list[str] = outside["uri"].slice(0, _MAX_ROOT_PATHS).to_pylist()
     folders = [os.path.dirname(os.path.realpath(path)) for path in paths if not is_s3(path)]  # noqa: PTH120
     if folders and (root := os.path.commonpath(folders)) != "/":

@@ -73,7 +73,7 @@ from pipeline.prune.resume import (
     split_at_limit,
 )
 from pipeline.prune.summary import Summary, format_lost, summarise
-from pipeline.rows import JsonObject, VideoRecord, failed_from_outside, may_succeed_elsewhere
+from pipeline.rows import JsonObject, VideoRecord, is_infrastructure_error, may_succeed_elsewhere
 from pipeline.runner.cluster import choose_device, find_failing_nodes, provenance, sum_resources
 from pipeline.runner.driver import Driver
 from pipeline.runner.heartbeats import WorkerReport
@@ -124,7 +124,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self.fetched = 0
         self._is_second_pass = False
         self._reports: list[WorkerReport] = []  # the last report of each graph
-        self._outside: Counter[FaultClass] = Counter()  # infrastructure errors
+        self._infrastructure_errors: Counter[FaultClass] = Counter()
         self._example: dict[FaultClass, str] = {}
         self._token_shards: list[str] = []  # committed by this run, ascending
         self._last_counted: set[tuple[str, int]] = set()  # the ids and attempts of the last commit
@@ -321,7 +321,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             encode = replace(stages.encode, tower_hash=tower_hash(recipe.source))
         self.stages = replace(stages, encode=encode)
         self.facts = Facts(recipe.token_bytes(), device == "cuda", config.max_hours)
-        self._max_alike_failures = max(config.outside_limit(n_videos), MIN_ALIKE_FAILURES)
+        self._max_alike_failures = max(config.infrastructure_limit(n_videos), MIN_ALIKE_FAILURES)
         self.remember_header()
         return device, dtype
 
@@ -445,8 +445,8 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         """
         assert self.facts is not None
         self.facts.add(records)
-        for record in filter(failed_from_outside, records):
-            self._outside[record["error_class"]] += 1
+        for record in filter(is_infrastructure_error, records):
+            self._infrastructure_errors[record["error_class"]] += 1
             self._example[record["error_class"]] = f"{record['video_id']}: {record['error_message']}"
         self.fetched += sum(record.get("source_size") or 0 for record in records if is_remote(record["uri"]))
         n_failed = sum(record["status"] != "ok" for record in records)
@@ -489,9 +489,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             self.run_file.save(videos=len(self._todo), estimated=False)
         if self.facts is not None:
             self.facts.check_limit()
-        if self._is_second_pass or not report.failing or not self._outside:
+        if self._is_second_pass or not report.failing or not self._infrastructure_errors:
             return None
-        ((fault, count),) = self._outside.most_common(1)
+        ((fault, count),) = self._infrastructure_errors.most_common(1)
         if count <= self._max_alike_failures:
             return None
         stage, remedy = report.failing[0], FAULTS[fault].remedy

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.cache.codecs import BFLOAT16, TokenCodec
-from pipeline.cache.live import HDR, OUTSIDE, SHARED, STRETCHED, TIMED_STAGES, UNEVEN, WARNED, Ledger
+from pipeline.cache.live import HDR, INFRASTRUCTURE, SHARED, STRETCHED, TIMED_STAGES, UNEVEN, WARNED, Ledger
 from pipeline.cache.schema import VIDEOS
 from pipeline.errors import FAULTS, name_first
 from pipeline.inputs.left_out import format_counts
@@ -64,9 +64,9 @@ class Summary(Outcome):
     left_out: Mapping[str, int] = field(default_factory=dict)
     facts: Mapping[str, float] = field(default_factory=dict)
 
-    def exit_code(self, failure_limit: int, outside_limit: int | None = None) -> int:
+    def exit_code(self, failure_limit: int, infrastructure_limit: int | None = None) -> int:
         """Return 1 if rows of the table are lost, else the exit code for the counts of failures."""
-        return 1 if self.n_lost else super().exit_code(failure_limit, outside_limit)
+        return 1 if self.n_lost else super().exit_code(failure_limit, infrastructure_limit)
 
     def iter_troubles(self, item: str, n_items: int) -> Iterator[str]:
         """Yield also that rows of the table are lost."""
@@ -190,7 +190,7 @@ class _Counts:
         for name, remark in _REMARKS.items():
             self.remarks[name] += int(self._ledger.has_remark(ok_rows, remark).sum())
         self._by_note += np.bincount(columns["note"][ok_rows], minlength=len(self._by_note))
-        self.n_outside += int(self._ledger.has_remark(rows, OUTSIDE).sum())
+        self.n_outside += int(self._ledger.has_remark(rows, INFRASTRUCTURE).sum())
         self.seconds += columns["seconds"][rows].sum(axis=0, dtype=np.float64)
 
     @property

@@ -42,16 +42,16 @@ def make_console(progress: ProgressOption) -> Console:
     return Listening(OneLine()) if Console().is_jupyter else Console(stderr=True)
 
 
-def check_outcome(summary: S, config: RunOptions, n_items: int, outside_limit: int | None = None) -> S:
+def check_outcome(summary: S, config: RunOptions, n_items: int, infrastructure_limit: int | None = None) -> S:
     """Return the summary of a run called from Python if the command's exit code would be 0.
 
     Otherwise raises TooManyFailed, which carries the summary.
 
     Args:
         n_items: the items of the run, of which ``max_failed`` may be a share.
-        outside_limit: the largest number of infrastructure errors; None for no limit of their own.
+        infrastructure_limit: the largest number of infrastructure errors; None for no limit of their own.
     """
-    if not summary.exit_code(config.failure_limit(n_items), outside_limit):
+    if not summary.exit_code(config.failure_limit(n_items), infrastructure_limit):
         return summary
     troubles = "; ".join(summary.iter_troubles(config.item, n_items))
     raise TooManyFailed(

@@ -194,19 +194,18 @@ class Outcome:
         """The number of failed items."""
         return sum(self.failures.values())
 
-    def exit_code(self, failure_limit: int, outside_limit: int | None = None) -> int:
+    def exit_code(self, failure_limit: int, infrastructure_limit: int | None = None) -> int:
         """Return 0 if every item has a row, at least one is ok, and failures are within the limits; else 1.
 
         An item that failed by a bug makes it 1 too. All failures together, and the failures of this run, must be at
-        most ``failure_limit``. ``outside_limit`` is the limit for infrastructure errors; None for no limit of their
-        own.
+        most ``failure_limit``, and infrastructure errors at most ``infrastructure_limit``, if that is not None.
         """
         bad = (
             self.n_missing
             or not self.n_ok
             or BUGS & self.failures.keys()
             or max(self.n_failed, self.n_new_failed) > failure_limit
-            or (outside_limit is not None and self.n_outside > outside_limit)
+            or (infrastructure_limit is not None and self.n_outside > infrastructure_limit)
         )
         return 1 if bad else 0
 

@@ -71,7 +71,7 @@ def test_a_percentage_without_its_sign_is_named(config, options):
 )  # fmt: skip
 def test_so_many_videos_may_fail_and_so_many_from_outside(text, total, limit, from_outside):
     config = PruneConfig(max_failed=text)
-    assert (config.failure_limit(total), config.outside_limit(total)) == (limit, from_outside)
+    assert (config.failure_limit(total), config.infrastructure_limit(total)) == (limit, from_outside)
 
 
 def test_a_model_that_takes_more_gpus_than_a_run_may_is_refused():

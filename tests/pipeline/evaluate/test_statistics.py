@@ -8,8 +8,8 @@ import pytest
 
 from pipeline.evaluate.statistics import (
     FEWEST_VIDEOS,
+    NO_PART,
     ORIGINAL,
-    OUTSIDE,
     Estimate,
     MethodAtRatio,
     arms_of,
@@ -63,7 +63,7 @@ def test_draws_are_of_whole_videos_and_repeat_with_their_seed():
 
 def test_a_draw_computes_the_mean_over_parts_anew():
     """Parts of unequal size, a question of the first video left out, against a plain loop over the same draws."""
-    part = np.array([OUTSIDE, 0, 0, 1, 1, 0, 2, OUTSIDE, 0, 1, 0, 2])
+    part = np.array([NO_PART, 0, 0, 1, 1, 0, 2, NO_PART, 0, 1, 0, 2])
     found, whole = estimates(SCORES, VIDEO, [part, ALL], 50, np.random.default_rng(0))
     flat = np.random.default_rng(0).integers(4, size=(50, 4))
     for r in range(50):
@@ -95,7 +95,7 @@ def test_an_arm_that_was_not_scored_touches_no_other_and_an_empty_split_has_no_n
     missing = estimated(np.stack([scores[0], np.full(180, np.nan), scores[1]]), video)
     assert missing.difference(2, 0) == estimated(scores, video).difference(1, 0)
     assert all(map(math.isnan, missing.difference(1, 0)))
-    assert np.isnan(estimated(scores, video, np.full(180, OUTSIDE)).value).all()
+    assert np.isnan(estimated(scores, video, np.full(180, NO_PART)).value).all()
 
 
 @pytest.mark.parametrize("pruned", [np.ones(60), np.zeros(60)])
@@ -137,7 +137,7 @@ def test_scores_do_not_depend_on_the_order_of_rows():
 def test_parts_of_columns():
     matrix = score_matrix(table(), [ORIGINAL])
     assert matrix.whole().tolist() == [0, 0, 0]
-    assert matrix.split("duration", "long").tolist() == [OUTSIDE, 0, OUTSIDE]
+    assert matrix.split("duration", "long").tolist() == [NO_PART, 0, NO_PART]
     assert matrix.by("task").tolist() == [1, 0, 1]
     with pytest.raises(ValueError, match="1 questions have no 'duration'"):
         matrix.by("duration")

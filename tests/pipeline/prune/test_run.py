@@ -153,12 +153,12 @@ def test_rows_that_are_committed_again_after_an_interrupt_count_once(run):
     first, later = pa.concat_tables([written(run.store, "a"), pack_written(bad)]), written(run.store, "c")
     run.commit(0, first)
     run.commit(0, first)
-    assert (run.facts.videos, run._outside) == (2, {"io": 1})
+    assert (run.facts.videos, run._infrastructure_errors) == (2, {"io": 1})
     run.commit(1, pa.concat_tables([first, later]))
-    assert (run.facts.videos, run._outside) == (3, {"io": 1})
+    assert (run.facts.videos, run._infrastructure_errors) == (3, {"io": 1})
     assert TokenCache(run.store.root).video_ids == ["a", "c"]
     run.commit(2, pack_written([{**bad[0], "attempts": 2}]))  # a second pass
-    assert (run.facts.videos, run._outside) == (4, {"io": 2})
+    assert (run.facts.videos, run._infrastructure_errors) == (4, {"io": 2})
 
 
 def test_a_video_that_failed_and_is_ok_later_counts_once(run):
