@@ -139,7 +139,7 @@ def build_graph(
     answers = add_stage(
         ray.data.from_blocks(blocks), Answerer, plan.answer, (setup, heartbeats), node_selector(without)
     )
-    return RunGraph(answers, plan.questions_per_block, rows=unpack_answers)
+    return RunGraph(answers, plan.questions_per_block, unpack_block=unpack_answers)
 
 
 class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):

@@ -57,16 +57,16 @@ class RunGraph:
     Attributes:
         dataset: the graph of Ray Data, which runs once it is iterated.
         items_per_shard: how many items make a shard.
-        writers: starts the actors whose ``write`` turns blocks into a shard and returns the rows to commit. None: the
-            blocks hold the rows to commit, which are small enough to wait here.
-        rows: converts a block into rows to commit, without writers.
+        start_writers: starts the actors whose ``write`` turns blocks into a shard and returns the rows to commit.
+            None: the blocks hold the rows to commit, which are small enough to wait here.
+        unpack_block: converts a block into rows to commit, without writers.
         items_per_row: items that share a row of the output for writers; the last rows may have fewer.
     """
 
     dataset: ray.data.Dataset
     items_per_shard: int
-    writers: Callable[[], Sequence[ActorHandle]] | None = None
-    rows: Callable[[pa.Table], pa.Table] = _return_rows
+    start_writers: Callable[[], Sequence[ActorHandle]] | None = None
+    unpack_block: Callable[[pa.Table], pa.Table] = _return_rows
     items_per_row: int = 1
 
     def batches(self) -> Iterator[GraphOutput]:
@@ -81,10 +81,10 @@ class RunGraph:
             for bundle in bundles:
                 if not bundle.num_rows():  # the output of a call without items may lack columns
                     continue
-                if self.writers is not None:
+                if self.start_writers is not None:
                     yield GraphOutput(bundle.block_refs, bundle.num_rows() * self.items_per_row)
                 else:
-                    tables = [self.rows(block) for block in ray.get(bundle.block_refs)]
+                    tables = [self.unpack_block(block) for block in ray.get(bundle.block_refs)]
                     yield GraphOutput(tables, sum(map(len, tables)))
         finally:
             # Deleting the iterator ends the execution of a graph that is stopped half-way. Left to the garbage
@@ -143,8 +143,10 @@ class Shards:
         """
         if self._n_waiting + batch.n_items > self._graph.items_per_shard:
             self._write()  # the shard would be too large with this batch
-        if self._graph.writers is not None and not self._writers:
-            self._writers = self._graph.writers()  # not earlier, as the workers of earlier stages take longer to start
+        if self._graph.start_writers is not None and not self._writers:
+            self._writers = (
+                self._graph.start_writers()
+            )  # not earlier, as the workers of earlier stages take longer to start
         if not self._waiting:
             self._since = self._clock()
         self._waiting += batch.tables
@@ -217,7 +219,7 @@ class Shards:
         if not self._waiting:
             return
         number = self._n_shards
-        if self._graph.writers is None:
+        if self._graph.start_writers is None:
             self._ready.append(Shard(number, pa.concat_tables(self._waiting), self._n_waiting))
         else:
             in_hand = Counter(writer for _, writer, _ in self._writing.values())
