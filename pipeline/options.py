@@ -27,6 +27,7 @@ OUTSIDE_COUNT, OUTSIDE_SHARE = 10, 0.05
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 ENGINES = ("transformers", "vllm")
+_SECRET_ENDINGS = ("_token", "api_key", "password", "secret")  # of names of engine arguments
 ATTN = ("auto", "flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa", "eager")
 
 
@@ -264,6 +265,14 @@ class EngineOptions(RunOptions, CodeOptions):
     def engine_params(self) -> dict[str, Json]:
         """Parse ``--engine-param`` into values by name."""
         return engine_values(self.engine_param)
+
+    def as_record(self) -> dict[str, Json]:
+        """Return the options as ``RunOptions`` does; the value of a secret engine argument becomes "(set)"."""
+        shown: list[Json] = []
+        for text in self.engine_param:
+            name = text.partition("=")[0]
+            shown.append(f"{name}=(set)" if name.strip().replace("-", "_").endswith(_SECRET_ENDINGS) else text)
+        return {**super().as_record(), "engine_param": shown}
 
 
 def engine_values(texts: Iterable[str]) -> dict[str, Json]:

@@ -43,7 +43,7 @@ class RunProgress:
         n_done: videos with a row by it.
         n_failed: those of them that failed.
         seconds: since it started, or what it took.
-        error: what ended it, if something did.
+        error: what ended it, if something did: an error, or a limit of hours.
         now: the numbers of its workers in its note, where it is running.
     """
 
@@ -123,7 +123,7 @@ def _progress(ledger: Ledger, record: RunRecord, note: Holder | None) -> RunProg
         n_done=n_done,
         n_failed=n_failed,
         seconds=max(0.0, seconds),
-        error=record.get("error"),
+        error=record.get("error") or record.get("ended_by"),
         now=workers,
     )
 

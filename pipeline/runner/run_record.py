@@ -39,6 +39,7 @@ class RunRecord(TypedDict, total=False):
         videos: the number of videos to do.
         estimated: whether ``videos`` is an estimate, while archives are not all indexed.
         error: the error that ended the run, if any.
+        ended_by: the limit of hours that ended the run, if any.
     """
 
     run_id: str
@@ -52,6 +53,7 @@ class RunRecord(TypedDict, total=False):
     started: str
     ended: str
     error: str | None
+    ended_by: str
 
 
 class RunFile:

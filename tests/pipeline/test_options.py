@@ -6,6 +6,7 @@ from jobs.reprune import RepruneConfig
 from pipeline.errors import UsageError
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.generate.config import GenerateConfig
+from pipeline.generate.engines import describe_engine
 from pipeline.options import make_config
 from pipeline.prune.config import PruneConfig
 from pipeline.serve.config import ServeConfig
@@ -79,6 +80,15 @@ def test_a_model_that_takes_more_gpus_than_a_run_may_is_refused():
     assert GenerateConfig(**options, max_gpus=8).max_gpus == 8
     with pytest.raises(UsageError, match="--max-gpus 4 does not suffice for one model of --tensor-parallel 8"):
         GenerateConfig(**options, max_gpus=4)
+
+
+def test_a_record_tells_no_secret_of_the_engine():
+    params = ["hf_token=hf_abc", "hf-token=x", "max_num_batched_tokens=8192"]
+    config = GenerateConfig(questions="q", engine="vllm", engine_param=params)
+    shown = ["hf_token=(set)", "hf-token=(set)", "max_num_batched_tokens=8192"]
+    assert config.as_record()["engine_param"] == config.changed_values()["engine_param"] == shown
+    assert config.engine_params()["hf_token"] == "x"
+    assert describe_engine(config) == {"engine": {"name": "vllm"}}  # which the header of the answers has
 
 
 def test_a_record_tells_no_secret():

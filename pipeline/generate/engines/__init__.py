@@ -28,13 +28,13 @@ ENGINES = LazyTable(
 #: old ones end.
 BATCH_SIZES = {TRANSFORMERS: 8, VLLM: 256}
 
-# Engine arguments that decide speed and memory, but not the answers. A run that ran out of memory may be resumed with
+# Engine arguments that decide speed, memory and access, but not the answers. A run out of memory may be resumed with
 # other values.
 _NO_ANSWER = frozenset(
     (
         *("gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
         *("block_size", "num_gpu_blocks_override", "cpu_offload_gb", "enforce_eager", "enable_prefix_caching"),
-        *("enable_chunked_prefill", "async_scheduling", "disable_custom_all_reduce", "download_dir"),
+        *("enable_chunked_prefill", "async_scheduling", "disable_custom_all_reduce", "download_dir", "hf_token"),
     )
 )
 

@@ -144,6 +144,11 @@ def test_a_run_with_more_videos_than_estimated_has_no_negative_time(written):
     assert "2.00 videos/s of late" in shown.getvalue() and " left" not in shown.getvalue()
 
 
+def test_a_run_that_a_limit_of_hours_ended_says_so(written):
+    RunFile(written, record(ended_by="--max-hours 1 is reached")).save(status="finished")
+    assert progress(written).describe().endswith("of 4 videos, 1 failed: --max-hours 1 is reached")
+
+
 def test_a_damaged_note_is_of_a_run_that_starts(tmp_path):
     store = write_header(tmp_path)
     store.put(f"{run_record.RUNS}/r9{claiming.NOTE}", b"{")
