@@ -142,7 +142,7 @@ class Answerer:
         """
         suspects, others = list[list[PreparedQuestion]](), list[PreparedQuestion]()
         for question in questions:
-            if self._heartbeat.deaths(make_heartbeat_name(question.row)):
+            if self._heartbeat.find_crashes(make_heartbeat_name(question.row)):
                 suspects.append([question])
             else:
                 others.append(question)

@@ -286,7 +286,7 @@ class PromptMaker:
         name = make_heartbeat_name(question)
         try:
             with self._heartbeat.busy(name):
-                if len(crashes := self._heartbeat.deaths(name)) >= POISON:
+                if len(crashes := self._heartbeat.find_crashes(name)) >= POISON:
                     raise QuestionFault("crash", describe_crashes("model's process", "question", crashes))
                 return self._build(question, mode)
         except QuestionFault as error:

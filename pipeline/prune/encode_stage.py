@@ -375,7 +375,7 @@ class Encoder:
         self._heartbeat = Heartbeat("encode", heartbeats)
         self._heartbeat.start()
         self._alone = threading.Lock()
-        self._careful = CAREFUL if self._heartbeat.has_deaths else 0  # videos
+        self._careful = CAREFUL if self._heartbeat.has_crashed_before else 0  # videos
         with self._heartbeat.loading(), pause_garbage_collector():
             self.encoder = setup.encoder()
 
@@ -416,7 +416,7 @@ class Encoder:
         A video with POISON crashes is not tried: it gets an error row of class crash.
         """
         with self._heartbeat.holding(video.record["video_id"]) as items:
-            crashes = self._heartbeat.deaths(video.record["video_id"])
+            crashes = self._heartbeat.find_crashes(video.record["video_id"])
             if len(crashes) < POISON:
                 return self._encode_reported(video, items)
             items.release(is_result=False, fault="crash")

@@ -82,7 +82,7 @@ class Heartbeat:
         self._delta = ProgressDelta()  # counts since the last report
         self._counted_until: float | None = None  # the time until which up_s and busy_s are counted
         self._last_failed = False
-        self.has_deaths = False
+        self.has_crashed_before = False
         self._in_hand: list[ItemsInHand] = []
         self._last_report: list[str] = []  # the items in hand of the last report
         self._last_outages: tuple[Outage, ...] = ()
@@ -91,8 +91,8 @@ class Heartbeat:
     def start(self) -> None:
         """Report that this process of the worker starts. Raises WorkerGivenUp if too many crashed before it.
 
-        Sets ``has_deaths``. In a Ray actor it also starts the thread that reports, and has the process end at exit
-        without waiting for Ray.
+        Sets ``has_crashed_before``. In a Ray actor it also starts the thread that reports, and has the process end at
+        exit without waiting for Ray.
         """
         if self._heartbeats is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id():
             # If the cluster is gone, Ray's C++ core may wait for itself for ever once Python has ended
@@ -100,10 +100,10 @@ class Heartbeat:
             atexit.register(os._exit, 0)
             self._reports_by_itself, Heartbeat.of_process = True, self
             threading.Thread(target=self._report_regularly, name="heartbeat", daemon=True).start()
-        n_died = self._ask_about_worker("start", otherwise=0)
-        if n_died is None:
+        n_crashed = self._ask_about_worker("start", otherwise=0)
+        if n_crashed is None:
             raise WorkerGivenUp(f"the processes of this {self._stage} worker crash again and again")
-        self.has_deaths = n_died > 0
+        self.has_crashed_before = n_crashed > 0
         self._counted_until = time.monotonic()
 
     @property
@@ -116,13 +116,13 @@ class Heartbeat:
         while self._last_failed and self._ask_about_worker("is_excluded"):
             time.sleep(_LOOK_S)
 
-    def deaths(self, item: str) -> list[Crash]:
+    def find_crashes(self, item: str) -> list[Crash]:
         """Return each crash of this stage's processes with ``item`` in hand.
 
         Call it with the item in hand: the actor has that report by then, so a crash of this process would count. A
         worker without crashes does not ask, since Ray retries an item on the worker that it killed.
         """
-        return (self._ask("deaths", self._stage, item) or []) if self.has_deaths else []
+        return (self._ask("find_crashes", self._stage, item) or []) if self.has_crashed_before else []
 
     def holding(self, *ids: str) -> AbstractContextManager[ItemsInHand]:
         """Report these items as in hand inside the context; call ``release`` on the yielded object for each."""
@@ -156,7 +156,7 @@ class Heartbeat:
             self._delta = self._delta.plus(delta)
             if self._suspects or not self._reports_by_itself:
                 self._report()
-        if self._suspects and self.has_deaths:
+        if self._suspects and self.has_crashed_before:
             # A process that ends at once takes its last reports with it, and an item of an older report gets the blame.
             # That happens once at most: after a crash the work waits until the actor has the report.
             self._ask("every_s")

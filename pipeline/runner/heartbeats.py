@@ -73,7 +73,7 @@ class FailureKind(NamedTuple):
     error_class: str
 
 
-class Death(NamedTuple):
+class CrashedProcess(NamedTuple):
     """A crashed process of a worker, noticed when the next process started, and its items in hand."""
 
     stage: str
@@ -111,7 +111,7 @@ class WorkerReport:
         up_s: stage -> seconds in which its workers could work, summed over them.
         busy_s: stage -> seconds of ``up_s`` in which they had items in hand.
         faults: failed items by stage, host and error class; a retried item counts again.
-        deaths: the last crashed processes of workers.
+        crashed_processes: the last crashed processes of workers.
         outages: stores that do not answer a worker, each since the first worker noticed.
         workers: node id -> stage -> number of its workers there.
     """
@@ -127,7 +127,7 @@ class WorkerReport:
     up_s: dict[str, float] = field(default_factory=dict)
     busy_s: dict[str, float] = field(default_factory=dict)
     faults: dict[FailureKind, int] = field(default_factory=dict)
-    deaths: list[Death] = field(default_factory=list)
+    crashed_processes: list[CrashedProcess] = field(default_factory=list)
     outages: list[Outage] = field(default_factory=list)
     workers: dict[str, dict[str, int]] = field(default_factory=dict)
 
@@ -135,7 +135,7 @@ class WorkerReport:
 _RESTARTS = 3
 # A worker is given up if its processes crash more often than this. An item that kills its worker costs two crashes. A
 # few such items an hour do not end a run, nor does one crash a day; a machine where every process crashes does.
-DEATHS, DEATHS_S = 10, 3600.0
+MAX_CRASHES, CRASHES_S = 10, 3600.0
 # A worker is excluded while all but one of its last RECENT items failed in a way that another machine may avoid, and
 # less than BETTER of the other workers' items did. A worker that fails instantly would drain the corpus before other
 # workers finish an item. It tries one item after REST_S, and the next after twice that time: a mount may come back.
@@ -144,7 +144,7 @@ _AT_WORK_S = 10.0  # a worker that moved an item in the last 10 s counts as at w
 # A report costs the actor a quarter of a millisecond of a core. So all workers together send REPORTS_PER_S reports a
 # second; each worker waits REPORT_S seconds or longer between two, and SELDOM_S or longer if the actor does not answer.
 REPORTS_PER_S, REPORT_S, SELDOM_S = 2000, 1.0, 8.0
-_MAX_DEATHS = 100  # crashed processes, for the driver's log
+_MAX_CRASHED_PROCESSES = 100  # crashed processes, for the driver's log
 _BACKLOG = 1000  # pending calls a worker: if the actor hangs, they must not fill the worker's memory
 
 
@@ -199,12 +199,12 @@ class Heartbeats:
         self._nodes: tuple[float, Collection[str]] | None = None  # when Ray was asked for them, and its answer
         self._in_hand: dict[str, dict[str, Sequence[str]]] = {stage: {} for stage in stages}  # by worker
         self._processes: dict[str, dict[str, Worker]] = {stage: {} for stage in stages}  # by worker: its last one
-        self._dead: deque[Death] = deque(maxlen=_MAX_DEATHS)
+        self._crashed_processes: deque[CrashedProcess] = deque(maxlen=_MAX_CRASHED_PROCESSES)
         self._nodes_seen: set[str] = set()
         self._lost_processes: set[Worker] = set()  # processes on nodes that were lost
-        self._deaths: dict[tuple[str, str], list[Crash]] = defaultdict(list)  # (stage, item) -> crashes
+        self._crashes: dict[tuple[str, str], list[Crash]] = defaultdict(list)  # (stage, item) -> crashes
         self._reasons: dict[Worker, str] = {}  # of processes that said why they end
-        self._death_times: dict[str, deque[float]] = {}  # worker -> times of its last crashes
+        self._crash_times: dict[str, deque[float]] = {}  # worker -> times of its last crashes
         self._tallies: dict[str, dict[str, NodeTally]] = {stage: {} for stage in stages}
         self._recent_items: dict[str, dict[str, _RecentItems]] = {stage: defaultdict(_RecentItems) for stage in stages}
         self._outcomes: dict[str, _Outcomes] = {}  # by stage
@@ -313,22 +313,22 @@ class Heartbeats:
         """Record the start of a worker's process, and blame the items that its last process had in hand.
 
         Items are not blamed if the last process ended with its node. Returns 0 at the first start, later the number of
-        processes that the worker has lost, at most DEATHS + 1. Returns None, and fails the run, if more than DEATHS
-        were lost within DEATHS_S. Processes that ended with their node count, too.
+        processes that the worker has lost, at most MAX_CRASHES + 1. Returns None, and fails the run, if more than
+        MAX_CRASHES were lost within CRASHES_S. Processes that ended with their node count, too.
         """
         last, self._processes[stage][worker.name] = self._processes[stage].get(worker.name, worker), worker
-        if worker.name not in self._death_times:
-            self._death_times[worker.name] = deque(maxlen=DEATHS + 1)
+        if worker.name not in self._crash_times:
+            self._crash_times[worker.name] = deque(maxlen=MAX_CRASHES + 1)
             return 0
-        now, crash_times = self._clock(), self._death_times[worker.name]
+        now, crash_times = self._clock(), self._crash_times[worker.name]
         crash_times.append(now)
         items, reason = tuple(self._in_hand[stage].pop(worker.name, ())), self._reasons.pop(last, "")
         if last not in self._lost_processes:
-            self._dead.append(Death(stage, last, items))
+            self._crashed_processes.append(CrashedProcess(stage, last, items))
         if last.node == worker.node or self._node_lives(last.node, max_age_s=0.0):  # no item is to blame
             for item in items:
-                self._deaths[stage, item].append(Crash(last.host, reason))
-        if len(crash_times) <= DEATHS or now - crash_times[0] > DEATHS_S:
+                self._crashes[stage, item].append(Crash(last.host, reason))
+        if len(crash_times) <= MAX_CRASHES or now - crash_times[0] > CRASHES_S:
             return len(crash_times)
         having = f", the last process on {last.host} with {', '.join(items)} in hand" if items else ""
         having += f": {reason}" if reason else ""
@@ -347,11 +347,13 @@ class Heartbeats:
                 is_lost = not self._node_lives(worker.node) and worker.node in self._nodes_seen
                 if is_lost and worker not in self._lost_processes:
                     self._lost_processes.add(worker)
-                    self._dead.append(Death(stage, worker, tuple(self._in_hand[stage].get(name, ()))))
+                    self._crashed_processes.append(
+                        CrashedProcess(stage, worker, tuple(self._in_hand[stage].get(name, ())))
+                    )
 
-    def deaths(self, stage: str, item: str) -> list[Crash]:
+    def find_crashes(self, stage: str, item: str) -> list[Crash]:
         """Return each crash of this stage's processes with this item in hand, without losses of nodes."""
-        return self._deaths.get((stage, item), [])
+        return self._crashes.get((stage, item), [])
 
     def every_s(self) -> float:
         """Return the seconds between the reports of a worker: 1, or more if there are thousands of workers."""
@@ -382,7 +384,7 @@ class Heartbeats:
             up_s=dict(self._up_s),
             busy_s=dict(self._busy_s),
             faults=dict(self._faults),
-            deaths=list(self._dead),
+            crashed_processes=list(self._crashed_processes),
             outages=self._list_outages(),
             workers=self._count_workers(),
         )

@@ -24,7 +24,7 @@ import ray
 from ray.util import metrics as ray_metrics
 
 from pipeline.errors import printable
-from pipeline.runner.heartbeats import Death, FailureKind, WorkerReport
+from pipeline.runner.heartbeats import CrashedProcess, FailureKind, WorkerReport
 from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RUNS
 from pipeline.storage.stores import Store
@@ -52,7 +52,7 @@ class Monitor:
     @property
     def log(self) -> str:
         """The file with the last lines of crashed workers; "" if no worker crashed."""
-        return f"{self._store}/{self._name}" if self._logs.n_deaths else ""
+        return f"{self._store}/{self._name}" if self._logs.n_crashed else ""
 
     def start(self) -> None:
         """Begin to listen to the workers. Call it once Ray is joined."""
@@ -64,7 +64,7 @@ class Monitor:
 
         Reports have sums; failures are counted by their growth since the last call.
         """
-        self._logs.add(report.deaths)
+        self._logs.add(report.crashed_processes)
         self._tell(at)
         if report.n_moves < self._moves:  # the workers of another graph, whose counts begin anew
             self._faults.clear()
@@ -172,16 +172,16 @@ class WorkerLogs:
         self._save = save
         self._text = ""
         self._lines: OrderedDict[tuple[str, int], deque[str]] = OrderedDict()  # (ip, pid) -> its last lines
-        self._deaths: dict[Death, None] = {}
-        self._unwritten: deque[Death] = deque()
+        self._known: dict[CrashedProcess, None] = {}
+        self._unwritten: deque[CrashedProcess] = deque()
         self._subscriber: _Subscriber | None = None
         self._end_event = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="worker-logs", daemon=True)
 
     @property
-    def n_deaths(self) -> int:
+    def n_crashed(self) -> int:
         """The number of crashed processes."""
-        return len(self._deaths)
+        return len(self._known)
 
     def start(self) -> None:
         """Begin to listen. Call it once Ray is joined. If Ray gives no lines, only the crashes are logged."""
@@ -191,15 +191,15 @@ class WorkerLogs:
             self._subscriber = subscriber
         self._listener.start()
 
-    def add(self, deaths: Collection[Death]) -> None:
+    def add(self, processes: Collection[CrashedProcess]) -> None:
         """Add the crashes of a report; new crashes are written to the log a moment later, with their last lines.
 
         Crashes that were added before are ignored.
         """
-        for death in deaths:
-            if death not in self._deaths:
-                self._deaths[death] = None
-                self._unwritten.append(death)
+        for process in processes:
+            if process not in self._known:
+                self._known[process] = None
+                self._unwritten.append(process)
 
     def close(self) -> None:
         """Wait a few seconds until the crashes are written, then stop listening."""
@@ -219,10 +219,10 @@ class WorkerLogs:
         """Keep workers' last lines, and write crashes to the log, until ``close``; runs in a thread."""
         job = ray.get_runtime_context().get_job_id()
         while not self._end_event.is_set():
-            n_deaths = len(self._unwritten)  # crashes noticed during the wait come next time
-            self._keep(job, _WAIT_S if n_deaths else _POLL_S)
-            if n_deaths:
-                self._write(n_deaths)
+            n_crashed = len(self._unwritten)  # crashes noticed during the wait come next time
+            self._keep(job, _WAIT_S if n_crashed else _POLL_S)
+            if n_crashed:
+                self._write(n_crashed)
 
     def _keep(self, job: str, for_s: float) -> None:
         """Wait ``for_s`` seconds, and keep the last lines of this job's workers that come meanwhile.
@@ -244,24 +244,24 @@ class WorkerLogs:
                 if len(self._lines) > _MAX_PROCESSES:
                     self._lines.popitem(last=False)
 
-    def _write(self, n_deaths: int) -> None:
+    def _write(self, n_crashed: int) -> None:
         """Add the first unwritten crashes to the log's text, and save the whole text.
 
         A log of _MAX_LOG_CHARS takes no more. An OSError of the store is ignored.
         """
         nodes = _list_nodes()
-        for death in [self._unwritten[i] for i in range(n_deaths)]:  # the driver may add to them meanwhile
+        for process in [self._unwritten[i] for i in range(n_crashed)]:  # the driver may add to them meanwhile
             if len(self._text) < _MAX_LOG_CHARS:
-                node = nodes.get(death.worker.node, _Node("", ""))
-                self._text += "\n".join(self._describe_death(death, node)) + "\n\n"
+                node = nodes.get(process.worker.node, _Node("", ""))
+                self._text += "\n".join(self._describe_crash(process, node)) + "\n\n"
         with suppress(OSError):  # a store that fails ends the run at the next commit
             self._save(self._text.encode())
-        for _ in range(n_deaths):
+        for _ in range(n_crashed):
             self._unwritten.popleft()
 
-    def _describe_death(self, death: Death, node: _Node) -> list[str]:
+    def _describe_crash(self, process: CrashedProcess, node: _Node) -> list[str]:
         """Return log lines: the crashed process, its items in hand, why its node was lost, and its last output."""
-        stage, worker, items = death
+        stage, worker, items = process
         having = f" with {', '.join(items)} in hand" if items else ""
         where = f"on {worker.host} (process {worker.pid}, node {worker.node})"
         lines = [f"{datetime.now(UTC).isoformat(timespec='seconds')} a worker of {stage} {where} crashed{having}"]

@@ -194,7 +194,9 @@ def heartbeats_here(
     patch.setattr(Heartbeat, "_me", me)
     patch.setattr(ray, "get", lambda answer, timeout: answer)
     actor = Heartbeats(stages)
-    return actor, handle_of(*(getattr(actor, name) for name in ("state", "fail", "start", "deaths", "is_excluded")))
+    return actor, handle_of(
+        *(getattr(actor, name) for name in ("state", "fail", "start", "find_crashes", "is_excluded"))
+    )
 
 
 def handle_of(*methods: Callable[..., object]) -> SimpleNamespace:

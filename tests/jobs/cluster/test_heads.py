@@ -123,5 +123,5 @@ def test_what_a_dying_worker_said_is_in_a_file_that_the_document_names(tmp_path)
     (log,) = (tmp_path / "c" / "runs").glob("*.log")
     assert document["log"] == str(log)
     text = log.read_text()
-    assert text.count(" a worker of encode on ") >= 3  # two videos, each tried twice; the last death may come late
+    assert text.count(" a worker of encode on ") >= 3  # two videos, each tried twice; the last crash may come late
     assert f"    {ids[4]}: CUDA error: an illegal memory access was encountered" in text

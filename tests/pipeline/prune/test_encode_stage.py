@@ -296,7 +296,7 @@ def test_a_bug_in_a_pass_is_an_error_row_of_those_alone_that_have_it_alone():
 
 
 def test_videos_that_a_dead_process_had_in_hand_go_one_by_one_and_the_one_that_kills_again_is_refused(monkeypatch):
-    """In a shared pass all of its videos are in hand; the processes after a death share none."""
+    """In a shared pass all of its videos are in hand; the processes after a crash share none."""
     me, held = Worker("w", "h", "n"), []
     actor, handle = heartbeats_here(monkeypatch, ("decode", "encode"), me)
 

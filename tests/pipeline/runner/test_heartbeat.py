@@ -14,8 +14,8 @@ from pipeline.prune.resources import PRUNING
 from pipeline.runner import heartbeat
 from pipeline.runner.heartbeat import Heartbeat
 from pipeline.runner.heartbeats import (
-    DEATHS,
-    DEATHS_S,
+    CRASHES_S,
+    MAX_CRASHES,
     RECENT,
     REST_S,
     Crash,
@@ -55,12 +55,12 @@ def test_a_statement_replaces_the_one_before():
     assert (reading.n_passed_on["decode"], reading.n_moves) == (1, 4)
 
 
-def test_deaths_count_by_the_hour_and_not_over_the_run():
+def test_crashes_count_by_the_hour_and_not_over_the_run():
     heartbeats = Heartbeats(STAGES, clock := Clock())
-    for _ in range(5 * DEATHS):
+    for _ in range(5 * MAX_CRASHES):
         assert heartbeats.start("encode", worker("a")) is not None
-        clock.now += 1.01 * DEATHS_S / DEATHS
-    for _ in range(DEATHS):
+        clock.now += 1.01 * CRASHES_S / MAX_CRASHES
+    for _ in range(MAX_CRASHES):
         clock.now += 1.0
         heartbeats.state("encode", worker("a", "h1"), ["v9"], ProgressDelta(0, 1))
         heartbeats.end(worker("a", "h1"), "the GPU is broken")
@@ -69,9 +69,9 @@ def test_deaths_count_by_the_hour_and_not_over_the_run():
     assert heartbeats.start("encode", worker("b")) == 0  # another worker
     said = heartbeats.read().failure
     assert said is not None
-    assert said.startswith(f"{DEATHS + 1} processes of one encode worker crashed in ")
+    assert said.startswith(f"{MAX_CRASHES + 1} processes of one encode worker crashed in ")
     assert said.endswith(" s, the last process on h1 with v9 in hand: the GPU is broken")
-    assert set(heartbeats.deaths("encode", "v9")) == {Crash("h1", "the GPU is broken")}
+    assert set(heartbeats.find_crashes("encode", "v9")) == {Crash("h1", "the GPU is broken")}
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def actor(monkeypatch) -> Heartbeats:
 
 
 def handle(actor: Heartbeats) -> SimpleNamespace:
-    return handle_of(actor.state, actor.fail, actor.start, actor.deaths)
+    return handle_of(actor.state, actor.fail, actor.start, actor.find_crashes)
 
 
 @pytest.mark.parametrize(("n_workers", "every_s"), [(5, 1.0), (2000, 1.0), (8000, 4.0), (40_000, 20.0)])
@@ -162,7 +162,7 @@ def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed(actor):
         with mine.holding("v1"), mine.busy("work"):
             mine.fail("why")
             mine.start()
-            assert mine.deaths("v1") == []
+            assert mine.find_crashes("v1") == []
             with mine.holding("v1") as held:
                 held.release(is_failure=True)
             mine.wait_while_excluded()
@@ -297,20 +297,20 @@ def test_processes_that_died_are_named_once_with_what_they_held():
         heartbeats.start("encode", worker(name, node=node))
     heartbeats.state("encode", worker("w1"), ["v1", "v2"], ProgressDelta(n_moves=2))
     heartbeats.start("encode", worker("w1"))
-    assert heartbeats.read().deaths == [("encode", worker("w1"), ("v1", "v2"))]
+    assert heartbeats.read().crashed_processes == [("encode", worker("w1"), ("v1", "v2"))]
     heartbeats.state("encode", worker("w2", node="n2"), ["v3"], ProgressDelta(n_moves=1))
     living.remove("n2")
     heartbeats._clock.now += 11
     report = heartbeats.read()
-    lost = report.deaths[1:]
+    lost = report.crashed_processes[1:]
     assert report.workers == {"n1": {"encode": 1}, "n2": {"encode": 2}}
     assert lost == [("encode", worker("w2", node="n2"), ("v3",)), ("encode", worker("w3", node="n2"), ())]
     heartbeats.start("encode", worker("w2", node="n1"))  # Ray has started it again elsewhere
-    assert len(heartbeats.read().deaths) == 3
+    assert len(heartbeats.read().crashed_processes) == 3
     assert heartbeats.read().workers == {"n1": {"encode": 2}, "n2": {"encode": 1}}
     living.add("n3")
     heartbeats.start("encode", worker("w4", node="n3"))  # of a node that has joined since Ray was asked
-    assert len(heartbeats.read().deaths) == 3
+    assert len(heartbeats.read().crashed_processes) == 3
 
 
 def test_what_a_dead_process_held_is_known_to_the_next_one_and_lost_nodes_are_not_blamed_on_it():
@@ -321,12 +321,12 @@ def test_what_a_dead_process_held_is_known_to_the_next_one_and_lost_nodes_are_no
         heartbeats.state("encode", worker("a", node, node), ["v"], ProgressDelta(n_moves=1))
         if node in ("n1", "n2"):
             living.discard(node)
-    assert heartbeats.deaths("encode", "v") == [Crash("n3")]  # where a process died on a node that lives
+    assert heartbeats.find_crashes("encode", "v") == [Crash("n3")]  # where a process died on a node that lives
     heartbeats.start("encode", worker("a", "n4", "n4"))
     heartbeats.state("encode", worker("b", "n4", "n4"), ["good"], ProgressDelta(0, 1))
-    assert heartbeats.deaths("encode", "v") == [Crash("n3"), Crash("n4")]
+    assert heartbeats.find_crashes("encode", "v") == [Crash("n3"), Crash("n4")]
     assert heartbeats.read().inside["encode"] == ["good on n4"]
-    assert heartbeats.deaths("encode", "good") == heartbeats.deaths("decode", "v") == []
+    assert heartbeats.find_crashes("encode", "good") == heartbeats.find_crashes("decode", "v") == []
 
 
 @pytest.fixture(scope="module")
@@ -369,10 +369,10 @@ class Dying:
 
 @pytest.mark.slow
 def test_a_worker_whose_processes_die_again_and_again_is_given_up(heartbeats):
-    """Ray starts it again; the process after the last death that is allowed does not begin."""
+    """Ray starts it again; the process after the last crash that is allowed does not begin."""
     dying = ray.remote(Dying).options(max_restarts=40, num_cpus=0).remote(heartbeats)
     ray.get(dying.__ray_ready__.remote())
-    for died in range(1, DEATHS):  # as if it had died so often
+    for died in range(1, MAX_CRASHES):  # as if it had died so often
         assert ray.get(heartbeats.start.remote("write", worker(dying._actor_id.hex()))) == died
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(dying.die.remote())

@@ -7,7 +7,7 @@ import sys
 import pytest
 import ray
 
-from pipeline.runner.heartbeats import Death, Worker
+from pipeline.runner.heartbeats import CrashedProcess, Worker
 from pipeline.runner.monitor import WorkerLogs
 from tests.jobs.processes import family
 from tests.pipeline.rays import ray_here
@@ -40,12 +40,12 @@ def test_the_last_lines_of_the_dead_and_of_nobody_else():
         (raylet,) = [pid for pid, title in family(os.getpid()).items() if f"--node_id={second}" in title]
         os.kill(raylet, signal.SIGKILL)
         wait_until(lambda: not all(node["Alive"] for node in ray.nodes()), "Ray notices the loss", 60)
-        deaths = [Death("encode", Worker("w", "h", *lost), ("v1", "v2"))]
-        logs.add(deaths)
-        logs.add(deaths)  # every report names them
+        crashed = [CrashedProcess("encode", Worker("w", "h", *lost), ("v1", "v2"))]
+        logs.add(crashed)
+        logs.add(crashed)  # every report names them
         logs.close()
-        assert logs.n_deaths == 1 and len(saved) == 1
-        late = Death("encode", Worker("w", "h", *kept), ())
+        assert logs.n_crashed == 1 and len(saved) == 1
+        late = CrashedProcess("encode", Worker("w", "h", *kept), ())
         logs.add([late])  # as where the driver stood still until the listener had ended
         logs.close()
         assert len(saved) == 2 and f"(process {kept[1]}, node" in saved.pop().decode()
