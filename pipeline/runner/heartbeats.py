@@ -91,8 +91,10 @@ class Crash(NamedTuple):
 def describe_crashes(process: str, item: str, crashes: Sequence[Crash]) -> str:
     """Return the message of an item that was in hand at these crashes of a ``process``."""
     where = ", ".join(dict.fromkeys(crash.host for crash in crashes))
-    why = "; ".join(dict.fromkeys(crash.reason for crash in crashes if crash.reason)) or "Ray's logs say how"
-    return f"the {process} crashed {len(crashes)} times with this {item} in hand, on {where}; {why}"
+    reasons = list(dict.fromkeys(crash.reason for crash in crashes if crash.reason))
+    if n_silent := sum(not crash.reason for crash in crashes):  # killed by a signal, say
+        reasons.append(f"Ray's logs say how{f' {n_silent} of them ended' if reasons else ''}")
+    return f"the {process} crashed {len(crashes)} times with this {item} in hand, on {where}; {'; '.join(reasons)}"
 
 
 @dataclass(frozen=True)

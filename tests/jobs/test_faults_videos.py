@@ -113,8 +113,9 @@ def test_a_video_that_kills_its_encoder_twice_is_an_error_row_and_the_run_goes_o
         row = cache.metadata(video_id)
         assert (row["error_stage"], row["attempts"], row["retryable"]) == ("encode", 1, True)
         why = "Ray's logs say how" if video_id == ids[3] else "CUDA error: an illegal memory access was encountered"
-        where = f"on {socket.gethostname()}"
-        assert f"crashed 2 times with this video in hand, {where}; {why}" in row["error_message"]
+        # The other video may have been in hand at the first crash, whichever of them that was.
+        assert f"crashed 2 times with this video in hand, on {socket.gethostname()}; " in row["error_message"]
+        assert why in row["error_message"]
 
 
 def test_a_video_that_kills_its_encoder_costs_none_of_those_that_share_its_bundle_and_pass(one_ray, tmp_path):

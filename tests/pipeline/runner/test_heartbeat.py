@@ -23,6 +23,7 @@ from pipeline.runner.heartbeats import (
     NodeTally,
     ProgressDelta,
     Worker,
+    describe_crashes,
     heartbeats_of,
 )
 from pipeline.storage.outages import Outage
@@ -327,6 +328,19 @@ def test_what_a_dead_process_held_is_known_to_the_next_one_and_lost_nodes_are_no
     assert heartbeats.find_crashes("encode", "v") == [Crash("n3"), Crash("n4")]
     assert heartbeats.read().inside["encode"] == ["good on n4"]
     assert heartbeats.find_crashes("encode", "good") == heartbeats.find_crashes("decode", "v") == []
+
+
+@pytest.mark.parametrize(
+    ("reasons", "said"),
+    [
+        (("", ""), "crashed 2 times with this video in hand, on a, b; Ray's logs say how"),
+        (("CUDA error", "CUDA error"), "on a, b; CUDA error"),
+        (("CUDA error", ""), "on a, b; CUDA error; Ray's logs say how 1 of them ended"),
+    ],
+)
+def test_a_crash_without_a_reason_is_not_given_that_of_another(reasons, said):
+    crashes = [Crash(host, reason) for host, reason in zip("ab", reasons, strict=True)]
+    assert describe_crashes("encode process", "video", crashes).endswith(said)
 
 
 @pytest.fixture(scope="module")
