@@ -35,9 +35,11 @@ fi
 export RAY_ADDRESS=local
 # Two minutes before the time limit this script gets SIGTERM and hands it to the run, which writes what is encoded. No
 # step (srun): Slurm would send the signal to all of its processes, and Ray's end at once.
+driver='' terminated=''
+trap 'terminated=1; [[ -z $driver ]] || kill -TERM "$driver"' TERM
 python -m jobs.prune "$@" --shard "$SLURM_ARRAY_TASK_ID/$PARTS" --join &
 driver=$!
-trap 'kill -TERM "$driver"' TERM
+[[ -z $terminated ]] || kill -TERM "$driver" # the signal came before the trap knew the run
 # 143: the signal ended the wait, and not the run, unless it came before the run could handle it.
 while wait "$driver"; code=$?; ((code == 143)) && kill -0 "$driver" 2>/dev/null; do :; done
 # 130 and 143: stopped, so it goes on; 1: failed, so it is tried three times in all; 2: refused, which no other node
