@@ -14,7 +14,6 @@ import torch
 
 from pipeline.doctor.finding import Finding, run_guarded
 from pipeline.errors import UsageError
-from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
@@ -40,9 +39,7 @@ def first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[T
         attempts = pa.array([1] * len(videos), pa.int32())
         return pa.Table.from_arrays([*videos.columns, attempts], schema=TODO_SCHEMA)
 
-    indexing = Indexing(
-        ArchiveOptions(config.column, config.clip_names(), config.zip_encoding), later=True, has_limit=True
-    )
+    indexing = Indexing(config.archive_options(), later=True, has_limit=True)
     videos = to_do(read_manifest(config.videos, config.video_root, objects, indexing)).slice(0, n_videos)
     with Discovery(indexing, objects, lambda videos: (videos, to_do(videos)), videos, n_videos) as discovery:
         rows: list[TodoRow] = discovery.wait_for_all().todo.to_pylist()

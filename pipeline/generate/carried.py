@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.errors import QuestionsError
-from pipeline.inputs.tables import UserRow, UserValue, is_text, shown_as
+from pipeline.inputs.tables import UserRow, UserValue, is_nan, is_text, shown_as
 
 _PREFIX = "question_"  # of a carried column whose name the answers need for a column of their own
 
@@ -63,8 +62,7 @@ def _as_column(values: Sequence[UserValue], declared_type: pa.DataType | None) -
         # Arrow adds to each nested value the keys that other rows have.
         if kind or not pa.types.is_nested(array.type) or array.to_pylist() == list(values):
             return array
-    gaps = (value is None or (isinstance(value, float) and math.isnan(value)) for value in values)
-    return pa.array([None if gap else _as_text(value) for value, gap in zip(values, gaps, strict=True)], pa.string())
+    return pa.array([None if value is None or is_nan(value) else _as_text(value) for value in values], pa.string())
 
 
 def _as_text(value: Any) -> str:

@@ -147,16 +147,16 @@ class VideoMemory:
         video = self.read(video_id)
         if late is None or late.inside is not None:
             return video
-        key = video_id, late.retention_ratio, _selection_key(late)
         if not late.pruner.cacheable:
             pruned = late.select(video.visual, self._device, words)
             visual = late.reduce(video.visual, pruned, own_order=self._own_order)
-        elif (cached_visual := self._visuals.get(key)) is not None:
-            visual = cached_visual
         else:
-            pruned = self._select(video_id, video.visual, late)
-            visual = late.reduce(video.visual, pruned, own_order=self._own_order)
-            self._visuals.put(key, visual)
+            key = video_id, late.retention_ratio, _selection_key(late)
+            cached_visual = self._visuals.get(key)
+            if cached_visual is None:
+                pruned = self._select(video_id, video.visual, late)
+                cached_visual = self._visuals.put(key, late.reduce(video.visual, pruned, own_order=self._own_order))
+            visual = cached_visual
         return video._replace(visual=visual, retention_ratio=late.retention_ratio)
 
     def _select(self, video_id: str, visual: Visual, late: LatePruning) -> PrunedTokens:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from pipeline.inputs.tables import (
     UserRow,
     given_rows,
     given_table,
+    is_nan,
     is_text,
     parquet_types,
     read_rows,
@@ -244,8 +244,7 @@ def _open_file(place: str, objects: Objects | None) -> BinaryIO:
 
 def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str | list[str] | None]:
     """Check one row of a question file and return it as a row of QUESTION_SCHEMA. Raises QuestionsError."""
-    # A gap is NaN in the dicts that pandas makes of a table's rows.
-    row = {name: value for name, value in row.items() if not (isinstance(value, float) and math.isnan(value))}
+    row = {name: value for name, value in row.items() if not is_nan(value)}
     _check_columns(row, where)
     question_id = row.get("question_id")
     if isinstance(question_id, bool) or not isinstance(question_id, str | int) or not str(question_id).strip():

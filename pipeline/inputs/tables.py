@@ -366,6 +366,11 @@ def number_of(value: UserValue) -> float:
         return math.nan
 
 
+def is_nan(value: UserValue) -> bool:
+    """Return True if a value is NaN, which pandas writes for an empty cell of a row's dict."""
+    return isinstance(value, float) and math.isnan(value)
+
+
 def is_text(name: str) -> bool:
     """Return True if a text is valid Unicode: bytes of a file's name that are not UTF-8 come as lone surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in name)

@@ -59,6 +59,13 @@ class RunProgress:
     error: str | None = None
     now: Progress | None = None
 
+    def estimate_left_s(self, rate: float) -> float | None:
+        """Estimate the seconds left at ``rate`` videos a second; None before the first video.
+
+        None too if the estimated number of videos was too low.
+        """
+        return (self.n_videos - self.n_done) / rate if rate > 0 and self.n_done <= self.n_videos else None
+
     def describe(self) -> str:
         """Describe the run's progress in one line."""
         about = "about " if self.estimated else ""
@@ -66,8 +73,8 @@ class RunProgress:
         rate = self.n_done / max(self.seconds, 1.0)
         where = f"{self.run_id} on {self.host} (pid {self.pid})"
         if self.status == "running":
-            is_known = 0 < self.n_done <= self.n_videos  # an estimate of the number may be too low
-            time_left = f"{(self.n_videos - self.n_done) / rate:.0f} s left" if is_known else "no estimate yet"
+            left_s = self.estimate_left_s(rate)
+            time_left = "no estimate yet" if left_s is None else f"{left_s:.0f} s left"
             return f"{where} running for {self.seconds:.0f} s: {counts}, {rate:.2f} videos/s, {time_left}"
         if self.status == "starting":
             return f"{where} is starting"
@@ -196,8 +203,8 @@ def _render(run: RunProgress, rate: float) -> RenderableType:
     """Render the state of a run, with ``rate`` in videos a second, and how busy the workers of each stage are."""
     lines: list[RenderableType] = [Text(run.describe())]
     if run.status == "running":
-        is_known = rate > 0 and run.n_done <= run.n_videos
-        time_left = f", {(run.n_videos - run.n_done) / rate:.0f} s left" if is_known else ""
+        left_s = run.estimate_left_s(rate)
+        time_left = "" if left_s is None else f", {left_s:.0f} s left"
         lines += [
             ProgressBar(max(1, run.n_videos), run.n_done, width=60),
             Text(f"{rate:.2f} videos/s of late{time_left}"),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from gstep.methods import VIDEO_METHODS
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.errors import UsageError
 from pipeline.options import DTYPES, PrunerOptions, check, check_ratio, option, positive
 from pipeline.plan.options import PlanOptions
+
+if TYPE_CHECKING:
+    from pipeline.inputs.archive import ArchiveOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +226,12 @@ class PruneConfig(PlanOptions, PrunerOptions):
         names = [name.strip() for name in self.clips_from.split(",")]
         check(len(names) == 2 and all(names), "clips-from", "START,END: two names", self.clips_from)
         return names[0], names[1]
+
+    def archive_options(self) -> ArchiveOptions:
+        """Return the options about archives and tables. Raises UsageError."""
+        from pipeline.inputs.archive import ArchiveOptions  # noqa: PLC0415 - Arrow loads after the flags are checked
+
+        return ArchiveOptions(self.column, self.clip_names(), self.zip_encoding)
 
     def part(self) -> tuple[int, int] | None:
         """Return (I, N) of ``--shard``; None without the flag. Raises UsageError."""

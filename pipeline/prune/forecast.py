@@ -269,7 +269,7 @@ def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
 
 
 def _count_corpus(config: PruneConfig) -> int:
-    """Return how many videos of the corpus of ``--videos`` a run takes, by ``--shard`` and ``--limit``."""
+    """Count the videos that a run takes of the corpus of ``--videos``, by ``--shard`` and ``--limit``."""
     n_videos, part = int(config.corpus_videos or 0), config.part()
     n_own = n_videos if part is None else math.ceil(n_videos / part[1])
     return min(n_own, config.limit or n_own)

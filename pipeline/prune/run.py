@@ -48,7 +48,6 @@ from pipeline.errors import (
     store_usage_errors,
     usage_errors,
 )
-from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.indexes import Indexing, forget_members
 from pipeline.inputs.left_out import format_counts
@@ -164,7 +163,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         writes = not (config.dry_run or config.plan)
         is_limited = config.limit is not None
         self.indexing = Indexing(
-            ArchiveOptions(config.column, config.clip_names(), config.zip_encoding),
+            config.archive_options(),
             self.store,
             keeps=writes,
             only_known=config.dry_run and not config.index,

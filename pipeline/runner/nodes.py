@@ -46,7 +46,7 @@ def _call(work: Callable[[], T]) -> T:
 
 
 def count_cores() -> int:
-    """Return how many CPUs this process may use, by its container's limit (as Ray counts) and its affinity."""
+    """Count the CPUs that this process may use, by its container's limit (as Ray counts) and its affinity."""
     by_affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else sys.maxsize
     return max(1, min(int(get_num_cpus(override_docker_cpu_warning=True)), by_affinity))
 
