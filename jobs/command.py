@@ -22,7 +22,14 @@ from rich.console import Console
 
 from gstep.lazy import did_you_mean, pause_garbage_collector, repeat_line
 from jobs.frame.flags import add_flags, from_flags, read_config_file
-from jobs.frame.json_document import CommandResult, add_json, error_record, print_document, stdout_as_stderr
+from jobs.frame.json_document import (
+    CommandResult,
+    add_json,
+    discard_after_fault,
+    error_record,
+    print_document,
+    stdout_as_stderr,
+)
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.options import likely_share
 from pipeline.options import share as share_or_percent
@@ -256,7 +263,7 @@ def run_to_exit_code(
 def _finish(
     work: Callable[[], int | CommandResult], console: Console, failures: Errors, refusals: Errors
 ) -> CommandResult:
-    """Run the work; print its output, or the error if it is of ``failures`` or ``refusals``; return the result.
+    """Run the work; print its result, or the error if it is of ``failures`` or ``refusals``; return the result.
 
     The record of the result gets the exit code, unless it is a list. Other exceptions are raised.
     """
@@ -272,13 +279,14 @@ def _finish(
     if not isinstance(result, CommandResult):
         result = CommandResult(result, {})
     try:
-        for item in result.output:
-            wide_console().print(item, highlight=False)
-    except OSError as error:  # a full disk, say. Flushing the buffer of stdout at exit would raise once more
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        console.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return CommandResult(1, error_record(error))
+        with discard_after_fault(sys.stdout):
+            for item in result.output:
+                is_line = isinstance(item, str)
+                _wide_console().print(item, highlight=False, markup=not is_line, soft_wrap=is_line)
+    except OSError as error:  # a full disk, say
+        result = CommandResult(1, error_record(error), failure=f"failed: {error}\n{result.failure}".rstrip())
+    if result.failure:
+        console.print(result.failure, style="red", markup=False, highlight=False, soft_wrap=True)
     record = result.record if isinstance(result.record, Sequence) else {"exit_code": result.exit_code, **result.record}
     return CommandResult(result.exit_code, record)
 
@@ -335,7 +343,7 @@ def file_in_folder(text: str) -> Path:
     return path
 
 
-def wide_console() -> Console:
+def _wide_console() -> Console:
     """Make a console for tables: as wide as the terminal, or 200 columns for a file or a pipe."""
     console = Console()
     return console if console.is_terminal else Console(width=200)

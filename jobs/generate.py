@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.command import EXIT_CODES, Parser, import_libraries, run_command, wide_console
+from jobs.command import EXIT_CODES, Parser, import_libraries, run_command
 from jobs.frame.json_document import CommandResult
-from jobs.frame.stores import make_say
 from pipeline.generate.config import GenerateConfig
 
 EPILOG = """\
@@ -38,20 +37,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _generate(config: GenerateConfig, console: Console) -> CommandResult:
-    """Answer the questions, print the summary, and return the exit code and record."""
+    """Answer the questions; return the exit code, the record and the summary to print."""
     # Ray, torch and transformers load only now: --help and a mistyped flag answer at once.
     with import_libraries(console):
         from pipeline.generate.run import AnswerRun  # noqa: PLC0415
         from pipeline.generate.summary import render_answers  # noqa: PLC0415
 
     summary = AnswerRun(config, console).run()
-    out = wide_console()
-    out.print(render_answers(summary))
     rows = f'read_answers({json.dumps(config.out)}).select(["question_id", "answer"]).slice(0, 5).to_pylist()'
     code = f'from pipeline import read_answers; print(*{rows}, sep="\\n")'
-    make_say(out)(f"\nread the first: python -c {shlex.quote(code)}")
+    read = f"\nread the first: python -c {shlex.quote(code)}"
     ended = summary.exit_code(config.failure_limit(summary.n_questions))
-    return CommandResult(ended, {"out": config.out, **summary.as_record()})
+    return CommandResult(ended, {"out": config.out, **summary.as_record()}, [render_answers(summary), read])
 
 
 if __name__ == "__main__":

@@ -160,8 +160,8 @@ def _show_cache(store: Store, arguments: argparse.Namespace, objects: Objects) -
     if arguments.html is not None:
         from pipeline.inspect.page import write_page  # noqa: PLC0415 - only the page needs the decoders
 
-        make_say(Console())(write_page(cache, video_id, arguments.html, ratio, objects))
-        return CommandResult(0, {"cache": str(store), "video_id": video_id, "page": str(arguments.html)})
+        line = write_page(cache, video_id, arguments.html, ratio, objects)
+        return CommandResult(0, {"cache": str(store), "video_id": video_id, "page": str(arguments.html)}, [line])
     if not arguments.json:
         return CommandResult(0, {}, [report.video_report(cache, video_id, ratio)])
     return CommandResult(0, report.video_record(cache, video_id, ratio))

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.command import EXIT_CODES, Parser, import_libraries, overridden_sampling, run_command, wide_console
+from jobs.command import EXIT_CODES, Parser, import_libraries, overridden_sampling, run_command
 from jobs.frame.json_document import CommandResult
-from jobs.frame.stores import make_say
 from pipeline.prune.config import PruneConfig
 
 EPILOG = """\
@@ -39,10 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prune(config: PruneConfig, console: Console) -> CommandResult:
-    """Run or forecast the pruning that ``config`` describes; return the exit code and record.
-
-    The summary of a run is printed here. A forecast is in the result's output.
-    """
+    """Run or forecast the pruning that ``config`` describes; return the exit code, the record and what to print."""
     from pipeline.prune.manifest_checks import refuse_other_file  # noqa: PLC0415
 
     for video in config.videos:
@@ -62,17 +58,16 @@ def _prune(config: PruneConfig, console: Console) -> CommandResult:
         todo = make_forecast(config, console)
         return CommandResult(0, todo.as_record(), [render_forecast(todo)])
     summary = PruneRun(config, console).run()
-    out = wide_console()
-    out.print(render(summary))
-    command = f"python -m jobs.inspect {shlex.quote(config.out)}"
-    make_say(out)(f"\nlook inside: {command}")
+    look = f"\nlook inside: python -m jobs.inspect {shlex.quote(config.out)}"
     limit = config.infrastructure_limit(summary.n_videos)
+    failure = ""
     if summary.n_outside > limit:
-        state = f"failed: {summary.n_outside} of {summary.n_videos} videos failed for infrastructure reasons"
-        remedy = "Check nodes, mounts, credentials and GPUs, then rerun with --retry-failed"
-        console.print(f"{state} (I/O, bugs, GPU memory), more than {limit}. {remedy}", highlight=False)
+        failure = (
+            f"failed: {summary.n_outside} of {summary.n_videos} videos failed for infrastructure reasons (I/O, bugs, "
+            f"GPU memory), more than {limit}. Check nodes, mounts, credentials and GPUs, then rerun with --retry-failed"
+        )
     code = summary.exit_code(config.failure_limit(summary.n_videos), limit)
-    return CommandResult(code, {"out": config.out, **summary.as_record()})
+    return CommandResult(code, {"out": config.out, **summary.as_record()}, [render(summary), look], failure)
 
 
 if __name__ == "__main__":

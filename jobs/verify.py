@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jobs.command import Parser, count, wide_console
+from jobs.command import Parser, count
 from jobs.frame.json_document import CommandResult, add_json
-from jobs.frame.stores import add_cache, add_keep_minutes, make_say, run_on_stores
+from jobs.frame.stores import add_cache, add_keep_minutes, run_on_stores
 from pipeline.options import positive
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(arguments: argparse.Namespace, objects: Objects, console: Console) -> CommandResult:
-    """Run the verification, print its report, and return the exit code and record."""
+    """Run the verification; return the exit code, the record and the lines of its report."""
     from pipeline.storage.stores import store_at  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.verify.verify import Verification, verify  # noqa: PLC0415
 
@@ -107,10 +107,7 @@ def _verify(arguments: argparse.Namespace, objects: Objects, console: Console) -
     keep = timedelta(minutes=arguments.keep_minutes)
     request = Verification(**{name: getattr(arguments, name) for name in names}, keep=keep, objects=objects)
     report = verify(store_at(arguments.cache, objects), request, console)
-    say = make_say(wide_console())
-    for line in report.lines():
-        say(line)
-    return CommandResult(report.exit_code, report.as_record())
+    return CommandResult(report.exit_code, report.as_record(), list(report.lines()))
 
 
 if __name__ == "__main__":

@@ -23,12 +23,14 @@ class CommandResult(NamedTuple):
     Attributes:
         exit_code: the exit code of the process.
         record: the content of the JSON document besides the exit code; a list is the whole document.
-        output: tables and texts to print at the end.
+        output: tables, and lines of text, which are never broken, to print at the end.
+        failure: a line to print on stderr after the output, or "".
     """
 
     exit_code: int
     record: Mapping[str, object] | Sequence[object]
     output: Sequence[RenderableType] = ()
+    failure: str = ""
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -53,16 +55,24 @@ def print_document(record: Mapping[str, object] | Sequence[object], stdout: Text
 def print_lines(lines: Iterable[str], stdout: TextIO | None = None) -> None:
     """Print lines to stdout, and stop quietly when its reader has closed the pipe (``| head``).
 
-    In that case later output of the process is discarded, too.
+    Raises OSError for another fault, such as a full disk. After a fault later output of the process is discarded.
     """
     file = stdout or sys.stdout
-    try:
+    with suppress(BrokenPipeError), discard_after_fault(file):
         for line in lines:
             print(line, file=file)
         file.flush()
-    except BrokenPipeError:
-        # Flushing the buffer at exit would raise once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
+@contextmanager
+def discard_after_fault(file: TextIO) -> Iterator[None]:
+    """Let an OSError of the block pass, and discard what is left in the file's buffer: a flush at exit would raise."""
+    try:
+        yield
+    except OSError:
+        with suppress(OSError):  # a file in memory has no number
+            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        raise
 
 
 @contextmanager

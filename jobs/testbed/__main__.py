@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_commands(parser, COMMANDS)
     arguments = parser.parse_args(argv)
     console = Console(stderr=True)
-    return run_to_exit_code(lambda: int(arguments.run(arguments, console)), console, failures=(OSError,))
+    return run_to_exit_code(lambda: arguments.run(arguments, console), console, failures=(OSError,))
 
 
 if __name__ == "__main__":

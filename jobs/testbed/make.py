@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jobs.command import count, file_in_folder, throttle
-from jobs.frame.stores import make_say
+from jobs.frame.json_document import CommandResult
 from pipeline.evaluate.shapes.world import HARDNESS, SPLIT_NAMES
 
 HELP = "write videos, questions with answers, and the times and positions of the answers"
@@ -52,10 +52,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Make the videos, their questions and the overview picture of ``--picture``; return the exit code, 0.
+def run(arguments: argparse.Namespace, console: Console) -> CommandResult:
+    """Make the videos, their questions and the overview picture of ``--picture``; return a line that says so.
 
-    Prints progress to ``console``, and the result to stdout.
+    Prints progress to ``console``.
     """
     from pipeline.evaluate.shapes.layout import CorpusRecipe, read_mp4, write_benchmark, write_picture  # noqa: PLC0415 - not needed for --help
 
@@ -74,5 +74,5 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.picture is not None:
         paths = sorted((arguments.folder / "data").iterdir())[:_PICTURED]
         write_picture(arguments.picture, [read_mp4(path) for path in paths])
-    make_say(Console())(f"{arguments.videos} videos and {n_questions} questions are in {arguments.folder}")
-    return 0
+    line = f"{arguments.videos} videos and {n_questions} questions are in {arguments.folder}"
+    return CommandResult(0, {}, [line])

@@ -190,6 +190,9 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
 def answers_config(request: EvaluateRequest) -> GenerateConfig:
     """Return the options of jobs.generate: the protocol's mode of answering, and the evaluation's options."""
     mode, options = mode_of(request.protocol, request.source.model_type), request.config
+    passed = passed_on(options, *_OF_ANSWERING)
+    if options.engine == "vllm":
+        passed["attn"] = "auto"  # --attn is then for the vision encoder alone
     return GenerateConfig(
         cache=request.cache,
         questions=options.benchmark,
@@ -200,7 +203,7 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
         max_new_tokens=mode.decoding.max_new_tokens,
         temperature=mode.decoding.temperature,
         frame_times=request.protocol.rules(request.source.model_type).frame_times,
-        **passed_on(options, *_OF_ANSWERING),
+        **passed,
     )
 
 

@@ -129,6 +129,8 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
                 "--questions FILE is missing: a .jsonl, .parquet or .csv with question_id, video_id, prompt; or --ask "
                 "TEXT asks every video of the cache"
             )
+        if self.engine == "vllm" and self.attn != "auto":
+            raise UsageError(f"--attn {self.attn} goes with --engine transformers: vLLM chooses its own kernel")
         check(all(map(str.strip, self.ask)), "ask", "a text", self.ask)
         check(len(set(self.ask)) == len(self.ask), "ask", "another text each time", self.ask)
         if self.questions is not None and self.ask:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from jobs import command, prune
 from jobs.command import LogConsole, run_to_exit_code
+from jobs.frame.json_document import CommandResult
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.prune.config import PruneConfig
 from tests.interpreter import run_python
@@ -50,16 +51,30 @@ from rich.console import Console
 from jobs.command import run_to_exit_code
 from jobs.frame.json_document import CommandResult
 
-sys.exit(run_to_exit_code(lambda: CommandResult(0, {}, ["a table"]), Console(stderr=True)))
+sys.exit(run_to_exit_code(lambda: CommandResult(0, {}, ["a table"], "failed: 3 videos"), Console(stderr=True)))
+"""
+LINES = """
+import sys
+from rich.console import Console
+from jobs.command import run_to_exit_code
+from jobs.frame.json_document import print_lines
+
+sys.exit(run_to_exit_code(lambda: print_lines(["a line"]) or 0, Console(stderr=True), failures=(OSError,)))
 """
 
 
-def test_a_disk_without_space_for_the_output_is_a_line():
-    done = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -c '{TABLE}' 2>&1 >/dev/full"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout.strip()) == (1, "failed: [Errno 28] No space left on device")
+@pytest.mark.parametrize(("program", "failure"), [(TABLE, "\nfailed: 3 videos\n"), (LINES, "\n")])
+def test_a_disk_without_space_for_the_output_is_a_line_and_hides_no_failure(program, failure):
+    command = f"{sys.executable} -c '{program}' 2>&1 >/dev/full"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, f"failed: [Errno 28] No space left on device{failure}")
+
+
+def test_lines_of_a_result_are_not_broken_and_its_failure_goes_to_stderr(capsys):
+    line = "[room] " + "word " * 100 + "end"
+    result = CommandResult(3, {}, [line], "failed: [3] " + "videos " * 100 + "end")
+    assert run_to_exit_code(lambda: result, Console(stderr=True, width=80)) == 3
+    assert capsys.readouterr() == (f"{line}\n", f"{result.failure}\n")
 
 
 def test_letters_that_the_locale_lacks_are_escaped():

@@ -66,6 +66,7 @@ def folder_model(folder, **text_config) -> ModelSource:
         ("--config magic.yaml", "--rule must be one of"),
         ("--tensor-parallel 2", "--tensor-parallel goes with --engine vllm"),
         ("--engine-param gpu_memory_utilization=0.8", "--engine-param goes with --engine vllm"),
+        ("--engine vllm --attn eager", "--attn eager goes with --engine transformers"),
         ("--engine vllm --engine-param x", "--engine-param takes NAME=VALUE"),
         pytest.param(
             "--engine vllm",
