@@ -139,22 +139,22 @@ class _Sources:
             raise LookupError(name)
         waiting, visited, texts = [(self._start, name)], set[tuple[str, str]](), set[str]()
         while waiting:
-            place = waiting.pop()
-            if place in visited:
+            module_name, name_in_it = waiting.pop()
+            if (module_name, name_in_it) in visited:
                 continue
-            visited.add(place)
+            visited.add((module_name, name_in_it))
             try:
-                module = self._read(place[0])
+                module = self._read(module_name)
             except _UNREADABLE:
-                texts.add(f"{place[0]}: {_file_hash(place[0])}")  # an extension module
+                texts.add(f"{module_name}: {_file_hash(module_name)}")  # an extension module
                 continue
-            if place[1] in module.imports:
-                texts.add(f"{module.name}: {place[1]} is {module.imports[place[1]]}")
-                waiting += [target for target in self._find(module.imports[place[1]]) if target[1]]
-            for statement in module.statements.get(place[1], []) if place[1] else module.body:
+            if name_in_it in module.imports:
+                texts.add(f"{module.name}: {name_in_it} is {module.imports[name_in_it]}")
+                waiting += [target for target in self._find(module.imports[name_in_it]) if target[1]]
+            for statement in module.statements.get(name_in_it, []) if name_in_it else module.body:
                 texts.add(f"{module.name}: {_canonical(statement)}")
                 waiting += self._named_by(module, statement)
-            waiting += [(star, place[1]) for star in module.stars if self.is_own(star)]
+            waiting += [(star, name_in_it) for star in module.stars if self.is_own(star)]
         return sorted(texts)
 
     def _read(self, name: str) -> _Module:
@@ -205,8 +205,8 @@ def _spec(module: str) -> Any:
 def _origin(module: str) -> str | None:
     """Return the file or folder that a module is read from; None for one without."""
     spec = _spec(module)
-    places = list(getattr(spec, "submodule_search_locations", None) or [])
-    origin = getattr(spec, "origin", None) or getattr(spec, "__file__", None) or next(iter(places), None)
+    folders = list(getattr(spec, "submodule_search_locations", None) or [])
+    origin = getattr(spec, "origin", None) or getattr(spec, "__file__", None) or next(iter(folders), None)
     return origin if isinstance(origin, str) and "/" in origin else None
 
 

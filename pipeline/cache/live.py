@@ -164,7 +164,7 @@ _LEDGER: Final[dict[str, tuple[type[np.generic], tuple[int, ...]]]] = {
     "sample": (np.uint64, ()),  # the source's ``sample_key``, likewise
     "n_tokens": (np.int32, ()),
     "n_total": (np.int32, ()),
-    "place": (np.uint32, ()),  # number of the row, over all files in the order in which they were read
+    "row_number": (np.uint32, ()),  # number of the row, over all files in the order in which they were read
     "attempts": (np.uint16, ()),
     "earlier": (np.uint8, ()),  # attempts on another file or clip under this id
     "rewritten": (np.uint16, ()),
@@ -316,7 +316,7 @@ class Ledger:
             "sample": fill_nulls(rows["source_sample"]),
             "n_tokens": fill_nulls(rows["n_tokens"]),
             "n_total": fill_nulls(rows["n_total"]),
-            "place": np.arange(first, first + len(rows), dtype=np.uint32),
+            "row_number": np.arange(first, first + len(rows), dtype=np.uint32),
             "attempts": np.clip(numbers["attempts"], 0, 2**16 - 1).astype(np.uint16),
             "earlier": np.clip(numbers["earlier"], 0, 255).astype(np.uint8),
             "rewritten": np.clip(numbers["rewritten"], 0, 2**16 - 1).astype(np.uint16),
@@ -390,10 +390,10 @@ class Ledger:
 
         If its file was merged away, the table is read anew to find the row.
         """
-        place = int(self.columns["place"][row])
-        file = int(np.searchsorted(self.starts, place, side="right")) - 1
+        number = int(self.columns["row_number"][row])
+        file = int(np.searchsorted(self.starts, number, side="right")) - 1
         try:
-            return self._table.read_row(self.names[file], place - self.starts[file])
+            return self._table.read_row(self.names[file], number - self.starts[file])
         except FileNotFoundError:
             if self._newer is None:
                 self._newer = Ledger(self._store, self._made_with).refresh()
@@ -419,9 +419,9 @@ class Ledger:
         parts = {"run_id": [parse_run_id(name) for name in token_shards], "token_shard": list(token_shards)}
         rows = pa.table({**parts, "error_message": pa.nulls(len(token_shards), pa.string())})
         lost_ids: set[str] = set()
-        for place in np.flatnonzero(~np.isin(tie_keys(rows), self.columns["tie"])).tolist():
+        for index in np.flatnonzero(~np.isin(tie_keys(rows), self.columns["tie"])).tolist():
             with suppress(FileNotFoundError, CorruptShard):  # removed meanwhile; jobs.verify tells of damage
-                ids = pa.array(read_footer_ids(self._store, token_shards[place]), pa.string())
+                ids = pa.array(read_footer_ids(self._store, token_shards[index]), pa.string())
                 lost_ids |= set(ids.filter(pa.array(self.find(ids) < 0)).to_pylist())
         return sorted(lost_ids)
 

@@ -292,5 +292,5 @@ def select_surviving(rows: pa.Table) -> pa.Table:
     live = rows.take(pa.array(order))
     if len(live) == len(rows):
         return live
-    place = live.schema.get_field_index("earlier_attempts")
-    return live.set_column(place, VIDEO_SCHEMA.field("earlier_attempts"), pa.array(earlier, pa.int32()))
+    column = live.schema.get_field_index("earlier_attempts")
+    return live.set_column(column, VIDEO_SCHEMA.field("earlier_attempts"), pa.array(earlier, pa.int32()))

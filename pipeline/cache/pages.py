@@ -57,7 +57,7 @@ def plain_pages(group: pq.RowGroupMetaData, number: int) -> Pages | None:
     return Pages(start, start + column.total_compressed_size, group.num_rows)
 
 
-def put_rows(data: memoryview, n_rows: int, places: NDArray[np.int64], out: NDArray[np.int16]) -> bool:
+def put_rows(data: memoryview, n_rows: int, targets: NDArray[np.int64], out: NDArray[np.int16]) -> bool:
     """Put the first vectors of a column into their rows of ``out``; return True on success.
 
     After False the content of ``out`` is undefined, and Arrow must read the column: a page does not have the checksum
@@ -66,15 +66,15 @@ def put_rows(data: memoryview, n_rows: int, places: NDArray[np.int64], out: NDAr
     Args:
         data: the column's pages.
         n_rows: the column's rows.
-        places: row of ``out`` for each of the column's first vectors; later vectors are not read.
+        targets: row of ``out`` for each of the column's first vectors; later vectors are not read.
         out: [K,D] bits of bfloat16.
     """
     n_done = 0
     for rows, page in _pages(data, n_rows, out.shape[1] * out.itemsize):
-        part = places[n_done : n_done + rows]
+        part = targets[n_done : n_done + rows]
         out[part] = np.frombuffer(page, out.dtype).reshape(rows, out.shape[1])[: len(part)]
         n_done += rows
-        if n_done >= len(places):
+        if n_done >= len(targets):
             return True
     return False
 

@@ -359,16 +359,16 @@ class TokenCache:
     def _read_videos(self, videos: Sequence[TokenRows], reading: Reading) -> list[CachedVideo]:
         """Read videos run by run, and return them in their order; an object store fetches the next runs meanwhile."""
         runs = group_runs(videos)
-        neighbours = [[videos[place] for place in run] for run in runs]
+        neighbours = [[videos[index] for index in run] for run in runs]
         fetch = partial(self._fetch, reading)
         ahead = self.store.folder is None and len(runs) > 1
         fetched = map_in_order(fetch, neighbours, _MAX_REQUESTS, _MAX_REQUESTS) if ahead else map(fetch, neighbours)
         result: dict[int, CachedVideo] = {}
         for run, (shard, data) in zip(runs, fetched, strict=True):
-            for place in run:
-                with self._video_in_errors(videos[place].row["video_id"]):
-                    result[place] = self._read_video(videos[place], reading, shard, data)
-        return [result[place] for place in range(len(videos))]
+            for index in run:
+                with self._video_in_errors(videos[index].row["video_id"]):
+                    result[index] = self._read_video(videos[index], reading, shard, data)
+        return [result[index] for index in range(len(videos))]
 
     def _fetch(self, reading: Reading, run: Sequence[TokenRows]) -> tuple[TokenShard, Fetched | None]:
         """Open the token shard of a run, and fetch the run's bytes: (the shard, the bytes).
@@ -455,13 +455,13 @@ def group_runs(videos: Sequence[TokenRows], limit: int = _MAX_RUN_BYTES) -> list
     """
     runs: list[list[int]] = []
     size = 0
-    for place in sorted(range(len(videos)), key=lambda place: _find_position(videos[place])):
-        n_bytes = 2 * videos[place].keep * int(videos[place].row["hidden_size"])
-        if runs and size + n_bytes <= limit and _are_neighbours(videos[runs[-1][-1]], videos[place]):
-            runs[-1].append(place)
+    for index in sorted(range(len(videos)), key=lambda index: _find_position(videos[index])):
+        n_bytes = 2 * videos[index].keep * int(videos[index].row["hidden_size"])
+        if runs and size + n_bytes <= limit and _are_neighbours(videos[runs[-1][-1]], videos[index]):
+            runs[-1].append(index)
             size += n_bytes
         else:
-            runs.append([place])
+            runs.append([index])
             size = n_bytes
     return runs
 

@@ -323,8 +323,8 @@ class VideosTable:
         Raises CorruptShard, FileNotFoundError, OSError.
         """
         if parse_file_name(name).is_sorted:
-            number, place = divmod(row, self._sorted(name).group_rows)
-            return cast(VideoRow, self.group(name, number).slice(place, 1).to_pylist()[0])
+            number, row_in_group = divmod(row, self._sorted(name).group_rows)
+            return cast(VideoRow, self.group(name, number).slice(row_in_group, 1).to_pylist()[0])
         values = self._rows_of_small(name)[row].items()
         # A copy of the row and its lists, so that a caller may change them.
         return cast(VideoRow, {key: list(value) if isinstance(value, list) else value for key, value in values})

@@ -121,10 +121,12 @@ class TokenShard:
         fetched = fetched or self.fetch_all([rows])
         table = self._read_columns(rows, [name for name in rows.columns if name not in self._plain_columns], fetched)
         order = sort_by_index(table)
-        places = np.empty_like(order)
-        places[order] = np.arange(len(order))
+        positions = np.empty_like(order)
+        positions[order] = np.arange(len(order))
         large = [name for name in rows.columns if name in self._plain_columns]
-        return ByIndex(table, order, {name: self._read_vectors(rows, name, order, places, fetched) for name in large})
+        return ByIndex(
+            table, order, {name: self._read_vectors(rows, name, order, positions, fetched) for name in large}
+        )
 
     def read_checked(self, row: VideoRow) -> pa.Table:
         """Read all of a video's token rows with all columns, and compare their id and checksum with its ``row``.
@@ -171,21 +173,21 @@ class TokenShard:
         rows: TokenRows,
         name: str,
         order: NDArray[np.int64],
-        places: NDArray[np.int64],
+        positions: NDArray[np.int64],
         fetched: Fetched | None,
     ) -> NDArray[np.int16]:
         """Read a column of vectors in ``order``, [K,width]: without a copy from plain pages, else by Arrow.
 
-        ``places`` is the position of each row in that order.
+        ``positions`` is the position of each row in that order.
         """
         number, n_bytes = self._plain_columns[name]
-        out = np.empty((len(places), n_bytes // 2), np.int16)
+        out = np.empty((len(positions), n_bytes // 2), np.int16)
         view, n_done = (fetched or self._source).view, 0
         for group in self._groups(rows):
             pages = plain_pages(self.metadata.row_group(group), number)
             if pages is None:
                 break
-            part = places[n_done : n_done + pages.n_rows]
+            part = positions[n_done : n_done + pages.n_rows]
             with self._faults():
                 data = view(pages.start, pages.end)
             if not put_rows(data, pages.n_rows, part, out):
@@ -300,10 +302,10 @@ def read_footer_ids(store: Store, token_shard: str) -> list[str]:
     source = store.open(token_shard)
     try:
         footer = parse_footer(_footer(source))
-        place = footer.schema.to_arrow_schema().get_field_index("video_id")
-        if place < 0:
+        column = footer.schema.to_arrow_schema().get_field_index("video_id")
+        if column < 0:
             raise ValueError("it has no column video_id")
-        groups = [footer.row_group(number).column(place).statistics for number in range(footer.num_row_groups)]
+        groups = [footer.row_group(number).column(column).statistics for number in range(footer.num_row_groups)]
         if all(group is not None and group.has_min_max for group in groups):
             return sorted({group.min for group in groups})
         return sorted(list_videos(store, token_shard))

@@ -1,4 +1,4 @@
-"""A cache as datasets of torch: by place, or shard by shard in an order that can be resumed."""
+"""A cache as datasets of torch: by index, or shard by shard in an order that can be resumed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _EPOCH, _BY_WORKERS, _ENDED, _LEFT = range(4)
 
 
 class TokenDataset(Dataset[CachedVideo]):
-    """The videos of a cache by their places, for torch's DataLoader and its samplers.
+    """The videos of a cache by their indices, for torch's DataLoader and its samplers.
 
     All their ids are in memory: of many millions take IterableTokenDataset, which reads none.
 
@@ -66,12 +66,12 @@ class TokenDataset(Dataset[CachedVideo]):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, place: int) -> CachedVideo:
-        return self.cache.get(self.ids[place], *self._options)
+    def __getitem__(self, index: int) -> CachedVideo:
+        return self.cache.get(self.ids[index], *self._options)
 
-    def __getitems__(self, places: Sequence[int]) -> list[CachedVideo]:
+    def __getitems__(self, indices: Sequence[int]) -> list[CachedVideo]:
         """Read a batch of videos at once, as DataLoader asks for it."""
-        return self.cache.get_many([self.ids[place] for place in places], *self._options)
+        return self.cache.get_many([self.ids[index] for index in indices], *self._options)
 
 
 class IterableTokenDataset(IterableDataset[CachedVideo]):

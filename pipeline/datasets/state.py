@@ -35,7 +35,7 @@ class DatasetState(TypedDict):
 
 
 class ShardShare(NamedTuple):
-    """The videos of a shard that a rank or a worker reads: the shard's number, how many, and the first one's place."""
+    """The videos of a shard that a rank or a worker reads: the shard's number, how many, and the first one's index."""
 
     number: int
     n_videos: int

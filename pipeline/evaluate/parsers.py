@@ -87,9 +87,9 @@ def _extract_mcq_answer(reply: str, options: Sequence[str]) -> Parsed:
         return _find_letter_at(bare, len(bare) - 1, options)
     lower_text = text.lower()
     behind = [lower_text.find(words) + len(words) for words in _INTRODUCTIONS if words in lower_text]
-    places = {text.find(letter, start) for letter in letters for start in behind} - {-1}
-    if places:
-        return _find_letter_at(text, max(places), options)
+    positions = {text.find(letter, start) for letter in letters for start in behind} - {-1}
+    if positions:
+        return _find_letter_at(text, max(positions), options)
     for form in ("({})", "{}.", "{}:", "{})", "{} ", "{}"):
         last = max(text.rfind(form.format(letter)) for letter in letters)
         if last >= 0:
@@ -127,8 +127,8 @@ def _longvideobench(reply: str, options: Sequence[str]) -> Parsed:
     The code first removes phrases; only these two phrases contain one of the letters.
     """
     text = reply.replace("Best answer:", "").replace("Best option:", "")
-    place = _find_first(text, "ABCDE")
-    return _DRAWN if place < 0 else _find_letter_at(text, place, options)
+    position = _find_first(text, "ABCDE")
+    return _DRAWN if position < 0 else _find_letter_at(text, position, options)
 
 
 _MARKS = ';/[]"{}()=+\\_-><@`,?!'
@@ -162,24 +162,24 @@ def _strip_punctuation(text: str) -> str:
 def _egoschema(reply: str, options: Sequence[str]) -> Parsed:
     """Apply MMMU's rule: "(B)", "B " or "B." anywhere in the reply, even at the end of "AND ".
 
-    If several letters occur, the letter whose last place comes first counts. Without a letter, a reply of more than
+    If several letters occur, the letter whose last position comes first counts. Without a letter, a reply of more than
     five words is searched for an option's text with its letter, in any case. Otherwise an option is drawn, as for "B) a
     dog".
     """
     text = _pad_marks(reply, ",.!?;:'")
     names = [[f"({letter})", f"{letter} ", f"{letter}."] for letter in list_letters(len(options))]
-    if places := _last_places(text, names):
-        place, _ = min(places)
-        return _find_letter_at(text, place + (text[place] == "("), options)
+    if positions := _last_positions(text, names):
+        position, _ = min(positions)
+        return _find_letter_at(text, position + (text[position] == "("), options)
     if len(text.split()) > 5:
-        places = _last_places(text.lower(), [[option.lower()] for option in _with_letters(options)])
-    return Parsed(min(places)[1]) if places else _DRAWN
+        positions = _last_positions(text.lower(), [[option.lower()] for option in _with_letters(options)])
+    return Parsed(min(positions)[1]) if positions else _DRAWN
 
 
-def _last_places(text: str, names: Iterable[Iterable[str]]) -> list[tuple[int, int]]:
-    """Return (last place in the text, option index) for every option name that occurs."""
+def _last_positions(text: str, names: Iterable[Iterable[str]]) -> list[tuple[int, int]]:
+    """Return (last position in the text, option index) for every option name that occurs."""
     pairs = [(text.rfind(name), option) for option, its_names in enumerate(names) for name in its_names]
-    return [(place, option) for place, option in pairs if place >= 0]
+    return [(position, option) for position, option in pairs if position >= 0]
 
 
 def _letter(reply: str, options: Sequence[str]) -> Parsed:
@@ -209,16 +209,16 @@ def _find_letter(letter: str, options: Sequence[str]) -> Parsed:
 _WORD = re.compile(r"[0-9A-Za-z\u00c0-\u024f]")
 
 
-def _find_letter_at(text: str, place: int, options: Sequence[str]) -> Parsed:
-    """Return the option whose letter stands at a place of the text (-1: nowhere), and whether a word goes on there."""
-    parsed = _find_letter(text[place : place + 1], options)
-    beside = text[max(place - 1, 0) : max(place, 0)] + text[place + 1 : place + 2]
+def _find_letter_at(text: str, position: int, options: Sequence[str]) -> Parsed:
+    """Return the option whose letter is at a position of the text (-1: nowhere), and whether it is part of a word."""
+    parsed = _find_letter(text[position : position + 1], options)
+    beside = text[max(position - 1, 0) : max(position, 0)] + text[position + 1 : position + 2]
     return replace(parsed, in_word=parsed.choice is not None and _WORD.search(beside) is not None)
 
 
 def _find_first(text: str, letters: str) -> int:
-    """Return the place of the first character of ``text`` that is in ``letters``, or -1."""
-    return next((place for place, character in enumerate(text) if character in letters), -1)
+    """Return the position of the first character of ``text`` that is in ``letters``, or -1."""
+    return next((position for position, character in enumerate(text) if character in letters), -1)
 
 
 def _pad_marks(text: str, marks: str) -> str:

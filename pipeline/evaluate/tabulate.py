@@ -129,7 +129,7 @@ def results_table(
     against = [_find_reference_row(groups, row, reference) for row in range(len(groups))]
     matrices = [score_matrix(benchmark.scores, arms) for benchmark in benchmarks]
     columns, cells, overall, seeds = list[Column](), list[list[Cell | None]](), list[Estimate](), list[Estimate]()
-    last = list[int]()  # the place of each benchmark's overall score among the columns
+    last = list[int]()  # the index of each benchmark's overall score among the columns
     for benchmark, matrix in zip(benchmarks, matrices, strict=True):
         parts = _list_columns(benchmark, matrix)
         part_Qs = [part_Q for *_, part_Q in parts]

@@ -45,8 +45,8 @@ def group_by_videos(questions: Sequence[QuestionRecord], size: int) -> list[list
     The questions are sorted by their videos, and on the same videos by pruning: under one pruning they share the
     beginning of their prompts.
     """
-    places = {name: place for place, name in enumerate(dict.fromkeys(row.get("pruning", "") for row in questions))}
-    sorted_questions = sorted(questions, key=lambda row: (row["video_ids"], places[row.get("pruning", "")]))
+    turns = {name: turn for turn, name in enumerate(dict.fromkeys(row.get("pruning", "") for row in questions))}
+    sorted_questions = sorted(questions, key=lambda row: (row["video_ids"], turns[row.get("pruning", "")]))
     blocks: list[list[QuestionRecord]] = []
     for _, same_videos in groupby(sorted_questions, key=itemgetter("video_ids")):
         group = list(same_videos)

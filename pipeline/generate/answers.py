@@ -160,7 +160,7 @@ def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
 def sort_naturally(rows: pa.Table) -> pa.Table:
     """Return rows sorted by question_id, with the numbers in it compared as numbers: 1, 2, 10."""
     ids = rows["question_id"].to_pylist()
-    return rows.take(pa.array(sorted(range(len(ids)), key=lambda place: _natural_key(ids[place])), pa.int64()))
+    return rows.take(pa.array(sorted(range(len(ids)), key=lambda i: _natural_key(ids[i])), pa.int64()))
 
 
 def _natural_key(text: str) -> list[tuple[str, int]]:
@@ -548,8 +548,8 @@ def format_new_targets(store: Store, live: pa.Table, questions: pa.Table) -> lis
         live: the live rows of ``questions``.
     """
     good = live.filter(pc.equal(live["status"], "ok"))
-    places = pc.index_in(good["question_id"], value_set=questions["question_id"].combine_chunks())
-    targets = zip(*(rows["target"].to_pylist() for rows in (good, questions.take(places))), strict=True)
+    rows_of_questions = pc.index_in(good["question_id"], value_set=questions["question_id"].combine_chunks())
+    targets = zip(*(rows["target"].to_pylist() for rows in (good, questions.take(rows_of_questions))), strict=True)
     ids = good["question_id"].to_pylist()
     changes = [
         f"{name}: was {_shorten(before)}, is {_shorten(now)}"

@@ -78,9 +78,9 @@ def add_carried(answers: pa.Table, questions: pa.Table, own_names: Collection[st
     names = [name for name in questions.column_names if name not in own_names]
     if not names:
         return answers
-    places = pc.index_in(answers["question_id"], value_set=questions["question_id"].combine_chunks())
+    rows = pc.index_in(answers["question_id"], value_set=questions["question_id"].combine_chunks())
     for name in names:
-        answers = answers.append_column(questions.schema.field(name), questions[name].take(places))
+        answers = answers.append_column(questions.schema.field(name), questions[name].take(rows))
     return answers
 
 
@@ -103,8 +103,8 @@ def concat_answers(tables: Sequence[pa.Table]) -> pa.Table:
 
 def _with_texts(table: pa.Table, names: Collection[str]) -> pa.Table:
     """Return a table with the columns ``names`` as text; values that are not text become JSON."""
-    for place, name in enumerate(table.column_names):
+    for index, name in enumerate(table.column_names):
         if name in names:
             texts = [None if value is None else _as_text(value) for value in table[name].to_pylist()]
-            table = table.set_column(place, name, pa.array(texts, pa.string()))
+            table = table.set_column(index, name, pa.array(texts, pa.string()))
     return table

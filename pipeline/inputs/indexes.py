@@ -317,7 +317,7 @@ def forget_members(store: Store, uris: Collection[str], ids: Collection[str] = (
 
 def _ends(path: str) -> Iterator[str]:
     """Yield what remains of a path behind each of its slashes."""
-    return (path[place + 1 :] for place, letter in enumerate(path) if letter == "/")
+    return (path[index + 1 :] for index, letter in enumerate(path) if letter == "/")
 
 
 def _name(uri: str) -> str:
@@ -425,5 +425,8 @@ class Ids:
         """Add the ids of videos after ``separate_ids``."""
         keys = column_keys(videos["video_id"])
         keys = keys[np.argsort(keys[:, 0])]
-        places = np.searchsorted(self._high, keys[:, 0])
-        self._high, self._low = np.insert(self._high, places, keys[:, 0]), np.insert(self._low, places, keys[:, 1])
+        positions = np.searchsorted(self._high, keys[:, 0])
+        self._high, self._low = (
+            np.insert(self._high, positions, keys[:, 0]),
+            np.insert(self._low, positions, keys[:, 1]),
+        )

@@ -202,14 +202,14 @@ def _names(text: str) -> Iterator[str]:
 def _split(text: str, start: int) -> tuple[list[str], int | None]:
     """Split at the commas of the brace at ``start``: (the parts, the index of the closing brace or None)."""
     parts, depth = [""], 0
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    for index in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
         if not depth:
-            return parts, place
-        if text[place] == "," and depth == 1:
+            return parts, index
+        if text[index] == "," and depth == 1:
             parts.append("")
-        elif place > start:
-            parts[-1] += text[place]
+        elif index > start:
+            parts[-1] += text[index]
     return parts, None
 
 

@@ -204,8 +204,8 @@ class _ArrowRows:
 
     def _column(self, name: str) -> pa.Array | None:
         """Return a column, or None where there is none of this name."""
-        place = self._batch.schema.get_field_index(name)
-        return None if place < 0 else self._batch.column(place)
+        index = self._batch.schema.get_field_index(name)
+        return None if index < 0 else self._batch.column(index)
 
     def texts(self, name: str) -> pa.Array | None:
         """Return a column as text; None for another type, and if the column is missing or has a null.

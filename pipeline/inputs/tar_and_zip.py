@@ -89,8 +89,8 @@ class Tar(Archive):
 
     def read(self, member: Member) -> Iterator[bytes]:
         """Yield a member's bytes. Raises VideoFault("io") if the tar has changed."""
-        place, end = self.span(member)
-        header = _parse_header(self._file.read(place, place + _BLOCK))
+        offset, end = self.span(member)
+        header = _parse_header(self._file.read(offset, offset + _BLOCK))
         huge = (member.size or 0) >= _MIN_PAX_SIZE  # a header has no field for such a size
         if header is None or (header.size != member.size and not huge) or end > self._file.size:
             raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; rerun the command")
@@ -126,27 +126,27 @@ class Tar(Archive):
         A part without a valid header becomes an entry named by its offset, "@512", and so does a missing end of the
         tar, and an end that another tar was appended to.
         """
-        place, size, cut = 0, self._file.size, False
+        offset, size, cut = 0, self._file.size, False
         extended_header = _Extended()
-        while place < size:
-            block = self._file.read(place, place + _BLOCK)
+        while offset < size:
+            block = self._file.read(offset, offset + _BLOCK)
             if len(block) == _BLOCK and not any(block):  # the mark of the end
-                if self._goes_on(place):
+                if self._goes_on(offset):
                     problem = "another tar lies behind the end of this one: unpack it with tar -i, and pack it again"
-                    yield _MemberEntry(f"@{place}", place, 0, _UNKNOWN, fault("corrupt", problem))
+                    yield _MemberEntry(f"@{offset}", offset, 0, _UNKNOWN, fault("corrupt", problem))
                 return
             header = _parse_header(block)
             if header is None:
                 problem = "the tar is cut off in a header" if len(block) < _BLOCK else "no header where one belongs"
-                yield _MemberEntry(f"@{place}", place, 0, _UNKNOWN, fault("corrupt", problem))
-                place, extended_header, cut = self._next_header(place + _BLOCK), _Extended(), True
+                yield _MemberEntry(f"@{offset}", offset, 0, _UNKNOWN, fault("corrupt", problem))
+                offset, extended_header, cut = self._next_header(offset + _BLOCK), _Extended(), True
             elif header.type in _EXTENDED:
-                extended_header.take(header, self._file, place + _BLOCK)
-                place += _BLOCK + _pad_size(header.size)
+                extended_header.take(header, self._file, offset + _BLOCK)
+                offset += _BLOCK + _pad_size(header.size)
             else:
-                entry = self._entry(block, header, place + _BLOCK, extended_header)
+                entry = self._entry(block, header, offset + _BLOCK, extended_header)
                 yield entry
-                place, extended_header = entry.offset + _pad_size(entry.size), _Extended()
+                offset, extended_header = entry.offset + _pad_size(entry.size), _Extended()
                 cut = entry.offset + entry.size > size
         if not cut:
             yield _MemberEntry(
@@ -180,13 +180,13 @@ class Tar(Archive):
         blocks = (padding[start : start + _BLOCK] for start in range(0, len(padding), _BLOCK))
         return any(block[257:262] == b"ustar" and _parse_header(block) is not None for block in blocks)
 
-    def _next_header(self, place: int) -> int:
+    def _next_header(self, offset: int) -> int:
         """Return the offset of the next header behind a broken header.
 
         The end of the file is returned if there is none in the next 256 MiB.
         """
         end = self._file.size
-        for start in range(place, min(place + _MAX_RESYNC_BYTES, end), _BLOCK):
+        for start in range(offset, min(offset + _MAX_RESYNC_BYTES, end), _BLOCK):
             block = self._file.read(start, start + _BLOCK)
             if block[257:262] == b"ustar" and _parse_header(block) is not None:
                 return start
@@ -230,14 +230,14 @@ def _pad_size(size: int) -> int:
 
 def _parse_pax(data: bytes) -> dict[str, str]:
     """Return the records "LENGTH KEY=VALUE" of an extended header, as far as they are well formed."""
-    records, place = dict[str, str](), 0
-    while space := data.find(b" ", place, place + 20) + 1:
-        length = data[place : space - 1]
+    records, offset = dict[str, str](), 0
+    while space := data.find(b" ", offset, offset + 20) + 1:
+        length = data[offset : space - 1]
         if not length.isdigit() or int(length) < 5:
             break
-        word, _, value = data[space : place + int(length) - 1].partition(b"=")
+        word, _, value = data[space : offset + int(length) - 1].partition(b"=")
         records[word.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
-        place += int(length)
+        offset += int(length)
     return records
 
 
@@ -287,14 +287,14 @@ class _Sidecars:
         """
         stem, key, values = _stem(video), _key(video), dict[str, UserValue]()
         for suffix in _CARRIED_SUFFIXES:
-            places = [(stem, suffix)]
+            keys = [(stem, suffix)]
             if suffix == ".json":
-                places.append((f"{stem}{_INFO}", suffix))
+                keys.append((f"{stem}{_INFO}", suffix))
             if key not in stems:
-                places.append((key, suffix))
-            for place in places:
-                if place in self._values:
-                    name, values[suffix[1:]] = self._values[place]
+                keys.append((key, suffix))
+            for key_of_member in keys:
+                if key_of_member in self._values:
+                    name, values[suffix[1:]] = self._values[key_of_member]
                     self._paired_names.add(name)
                     break
         return carried_json(values) if values else None
@@ -310,7 +310,7 @@ _HEADER: Final = struct.Struct("<4s5H3L2H")
 _SIGNATURE = b"PK\x03\x04"  # the beginning of a member's header
 # Of an entry of the directory at the end: signature, flags, and the lengths of the name, extra fields and comment.
 _ENTRY: Final = struct.Struct("<4s4xH18x3H12x")
-_ENTRY_SIGNATURE, _FLAGS_PLACE = b"PK\x01\x02", 8
+_ENTRY_SIGNATURE, _FLAGS_OFFSET = b"PK\x01\x02", 8
 _MIN_READ_BYTES = 2**12  # bytes that are read at once behind the expected end of a member
 _FIELD: Final = struct.Struct("<HH")  # of the extra fields of a member: kind, length
 _UTF8_FLAG, _DESCRIPTOR_FLAG, _UNICODE_PATH = 0x800, 8, 0x7075
@@ -368,18 +368,18 @@ class Zip(Archive):
         tells = stated > 0 and not flags & _DESCRIPTOR_FLAG  # else its size and CRC-32 stand behind the data
         if signature != _SIGNATURE or (tells and stated not in (size, _ZIP64)):
             raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; rerun the command")
-        place, crc_read = member.offset + _HEADER.size + name_length + extra_length, 0
+        offset, crc_read = member.offset + _HEADER.size + name_length + extra_length, 0
         inflater = zlib.decompressobj(-15) if method == zipfile.ZIP_DEFLATED else None
         expected_end = self.span(member)[1]
         while size > 0:
             # A deflated member tells its end itself, seldom behind the one that is expected.
-            most = max(expected_end - place, _MIN_READ_BYTES) if inflater else size
+            most = max(expected_end - offset, _MIN_READ_BYTES) if inflater else size
             raw = (
                 b""
                 if inflater and inflater.unconsumed_tail
-                else self._file.read(place, place + min(_PIECE_BYTES, most))
+                else self._file.read(offset, offset + min(_PIECE_BYTES, most))
             )
-            place += len(raw)
+            offset += len(raw)
             try:
                 piece = inflater.decompress(inflater.unconsumed_tail + raw, _PIECE_BYTES) if inflater else raw
             except zlib.error as error:
@@ -410,13 +410,13 @@ class _WithoutUtf8Flags(SeekableFile):
     """A zip whose directory does not say of any name that it is UTF-8."""
 
     def read(self, size: int = -1) -> bytes:
-        data, place = bytearray(super().read(size)), 0
-        while place + _ENTRY.size <= len(data):
-            signature, flags, *lengths = _ENTRY.unpack_from(data, place)
+        data, offset = bytearray(super().read(size)), 0
+        while offset + _ENTRY.size <= len(data):
+            signature, flags, *lengths = _ENTRY.unpack_from(data, offset)
             if signature != _ENTRY_SIGNATURE:
                 break
-            data[place + _FLAGS_PLACE : place + _FLAGS_PLACE + 2] = (flags & ~_UTF8_FLAG).to_bytes(2, "little")
-            place += _ENTRY.size + sum(lengths)
+            data[offset + _FLAGS_OFFSET : offset + _FLAGS_OFFSET + 2] = (flags & ~_UTF8_FLAG).to_bytes(2, "little")
+            offset += _ENTRY.size + sum(lengths)
         return bytes(data)
 
 

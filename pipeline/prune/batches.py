@@ -159,10 +159,10 @@ def _to_cells(arrays: Sequence[NDArray[Any] | None]) -> pa.Array:
     return pa.Array.from_buffers(BYTES, len(parts), [present, pa.py_buffer(offsets), pa.py_buffer(data)])
 
 
-def read_cell(cells: pa.Array, place: int, dtype: Any) -> Any:
+def read_cell(cells: pa.Array, index: int, dtype: Any) -> Any:
     """Return a cell's bytes as a flat read-only array without a copy, None for null."""
-    if cells.slice(place, 1).null_count:
+    if cells.slice(index, 1).null_count:
         return None
     _, offsets, data = cells.buffers()
-    start, end = np.frombuffer(offsets, np.int64)[cells.offset + place : cells.offset + place + 2].tolist()
+    start, end = np.frombuffer(offsets, np.int64)[cells.offset + index : cells.offset + index + 2].tolist()
     return np.frombuffer(data.slice(start, end - start), dtype)

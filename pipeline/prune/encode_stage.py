@@ -472,7 +472,7 @@ def collect_kept_tokens(pruned: PrunedTokens, visual: VisualTokens, evidence: It
     whole.
     """
     order = pruned.selection_order()
-    places = pruned.index[order]
+    kept_indices = pruned.index[order]
 
     def take_ordered(values: Tensor | None, dtype: torch.dtype) -> Any:
         return None if values is None else values[order].to(dtype).cpu().numpy()
@@ -483,14 +483,14 @@ def collect_kept_tokens(pruned: PrunedTokens, visual: VisualTokens, evidence: It
         rank=take_ordered(pruned.rank, torch.int32),
         merged=take_ordered(pruned.merged, torch.bool),
         density=take_ordered(pruned.density, torch.float32),
-        deepstack=[_to_bits(level.flatten(0, 1)[places]) for level in visual.deepstack],
-        evidence={name: _take_evidence_bits(name, visual.evidence[name], places) for name in evidence},
+        deepstack=[_to_bits(level.flatten(0, 1)[kept_indices]) for level in visual.deepstack],
+        evidence={name: _take_evidence_bits(name, visual.evidence[name], kept_indices) for name in evidence},
     )
 
 
-def _take_evidence_bits(name: str, values: Tensor, places: Tensor) -> Bits:
+def _take_evidence_bits(name: str, values: Tensor, kept_indices: Tensor) -> Bits:
     """Return the bits of evidence at the kept indices; evidence of frames is taken whole."""
-    rows = values if is_per_frame(name) else values.flatten(0, 1)[places]
+    rows = values if is_per_frame(name) else values.flatten(0, 1)[kept_indices]
     return _to_bits(rows.reshape(len(rows), -1))
 
 

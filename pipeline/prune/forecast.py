@@ -322,11 +322,11 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
     n_videos = len(todo)
     if not n_videos:
         return Workload(videos=0)
-    places = sorted(
-        {int(place) for place in np.linspace(0, n_videos - 1, min(config.probe or _DEFAULT_PROBE, n_videos))}
+    indices = sorted(
+        {int(index) for index in np.linspace(0, n_videos - 1, min(config.probe or _DEFAULT_PROBE, n_videos))}
     )
-    console.print(f"probing {len(places)} of {n_videos} videos", highlight=False)
-    sample: list[TodoRow] = todo.take(places).to_pylist()
+    console.print(f"probing {len(indices)} of {n_videos} videos", highlight=False)
+    sample: list[TodoRow] = todo.take(indices).to_pylist()
     records, encode_s = _probe(recipe, sample, cluster)
     good = [record for record in records if record["status"] == "ok"]
     if not good:

@@ -106,8 +106,8 @@ class EncodeVideos:
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         """Encode each row of the batch, and yield its table of one row."""
         for part in batch.to_batches():
-            for place, row in enumerate(part["record"].to_pylist()):
-                frames = read_cell(part["frames"], place, np.uint8)
+            for number, row in enumerate(part["record"].to_pylist()):
+                frames = read_cell(part["frames"], number, np.uint8)
                 item = VideoItem(without_nulls(row, VideoRecord), frames=frames)
                 yield from map(self._row, self._encoder.encode([item]))
 

@@ -291,8 +291,8 @@ def cut_units(
         stop = start + -(-length // bundle) * bundle
         if heads is not None:  # the last row group that begins in the unit, or the next one, is the next unit's
             later = heads[np.searchsorted(heads, start, side="right") :]
-            place = int(np.searchsorted(later, stop, side="right"))
-            stop = int(later[max(0, place - 1)]) if len(later) else n_videos
+            n_before = int(np.searchsorted(later, stop, side="right"))
+            stop = int(later[max(0, n_before - 1)]) if len(later) else n_videos
             stop = min(stop, start + max_videos)
         yield start, min(stop, n_videos)
         start = min(stop, n_videos)

@@ -110,10 +110,10 @@ def select_remaining(
     for part in manifest.to_batches(max_chunksize=ROWS_AT_ONCE):  # memory: only the rows to process are kept
         state = _compare(part, ledger, config, sizes, redo)
         n_changed += int(state.changed.sum())
-        for place in np.flatnonzero(state.changed)[: _MAX_EXAMPLES - len(examples)].tolist():
-            row, old = part.slice(place, 1).to_pylist()[0], ledger.read(int(state.rows[place]))
+        for index in np.flatnonzero(state.changed)[: _MAX_EXAMPLES - len(examples)].tolist():
+            row, old = part.slice(index, 1).to_pylist()[0], ledger.read(int(state.rows[index]))
             examples.append(
-                _describe_change(row, old, int(state.sizes[place]), is_replaced=bool(state.replaced[place]))
+                _describe_change(row, old, int(state.sizes[index]), is_replaced=bool(state.replaced[index]))
             )
         redone = state.named | (state.changed & (config.on_changed == "redo"))
         left_alone = state.failed & ~state.retried & ~redone
@@ -310,8 +310,8 @@ def select_retries(todo: pa.Table, failed_attempts: Mapping[str, int], max_attem
     ids = pa.array(list(next_attempts), todo.schema.field("video_id").type)
     part = todo.filter(pc.is_in(todo["video_id"], value_set=ids))
     attempts = pa.array([next_attempts[video_id] for video_id in part["video_id"].to_pylist()], pa.int32())
-    place = part.schema.get_field_index("attempts")
-    return part.set_column(place, part.schema.field(place), attempts)
+    column = part.schema.get_field_index("attempts")
+    return part.set_column(column, part.schema.field(column), attempts)
 
 
 def select_existing(todo: pa.Table, objects: Objects | None = None) -> pa.Table:

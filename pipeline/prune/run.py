@@ -468,9 +468,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         """
         assert self.facts is not None
         for shard in token_shards:  # sorting the whole list would take longer with each commit
-            place = bisect_left(self._token_shards, shard)
-            if self._token_shards[place : place + 1] != [shard]:
-                self._token_shards.insert(place, shard)
+            index = bisect_left(self._token_shards, shard)
+            if self._token_shards[index : index + 1] != [shard]:
+                self._token_shards.insert(index, shard)
         self.run_file.note(**{COMMITTED_KEY: self._token_shards}, **self.facts.as_record())
         if time.monotonic() - self._saved_at > _MIN_SAVE_S:
             self.run_file.save()

@@ -201,9 +201,9 @@ class _Counts:
     def other_decoder(self) -> dict[str, int]:
         """Return reason for another decoder than requested -> videos, the most frequent reason first."""
         order = [
-            place for place in np.argsort(-self._by_note, kind="stable").tolist() if place and self._by_note[place]
+            number for number in np.argsort(-self._by_note, kind="stable").tolist() if number and self._by_note[number]
         ]
-        return {self._ledger.notes[place]: int(self._by_note[place]) for place in order}
+        return {self._ledger.notes[number]: int(self._by_note[number]) for number in order}
 
     def warned(self) -> list[str]:
         """Return the ids of the first videos that were decoded with warnings."""

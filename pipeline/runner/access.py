@@ -83,9 +83,9 @@ def _check_listens(address: str, file: Path | None) -> None:
 def _is_this_machine(host: str) -> bool:
     """Return True if ``host`` is an address of this machine: only then a socket can be bound to it."""
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as local_socket:
-            local_socket.bind(place)
+            local_socket.bind(address)
     except OSError:
         return False
     return True

@@ -167,21 +167,21 @@ class NodeLog:
         ``names`` are the living nodes, id -> name. A cluster of a single node logs nothing.
         """
         early = list(plan.pools.items())[: max(1, len(plan.pools) - 1)]  # writers start when there is something to do
-        places = {
+        by_node = {
             names[node]: counts
             for node, workers in sorted(self._workers.items())
             if node in names and (counts := {stage: workers[stage] for stage, _ in early if stage in workers})
         }
-        if len(names) < 2 or any(sum(workers.get(stage, 0) for workers in places.values()) < n for stage, n in early):
+        if len(names) < 2 or any(sum(workers.get(stage, 0) for workers in by_node.values()) < n for stage, n in early):
             return
-        idle = [name for name in names.values() if name not in places]
-        parts = [f"{name}: {_format_counts(workers)}" for name, workers in places.items()] + [
+        idle = [name for name in names.values() if name not in by_node]
+        parts = [f"{name}: {_format_counts(workers)}" for name, workers in by_node.items()] + [
             f"{name}: none" for name in idle
         ]
         more = f"; and {len(parts) - MAX_NAMES} more nodes" if len(parts) > MAX_NAMES else ""
         line = f"workers of each node: {'; '.join(parts[:MAX_NAMES])}{more}"
-        if places != self._last_counts:
-            self._last_counts = places
+        if by_node != self._last_counts:
+            self._last_counts = by_node
             self._say(line)
 
 

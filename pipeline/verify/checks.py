@@ -93,11 +93,11 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
     if file.is_sorted and (fault := _sorted_fault(table, file)):
         problems.append(Problem(Kind.COMMIT, f"{store}/{name}: {fault}", name))
     bad = set()
-    for place, row in enumerate(table.to_pylist()):
+    for number, row in enumerate(table.to_pylist()):
         faults = list(row_faults(row, header))
         problems += [Problem(Kind.ROW, f"{fault} ({name})", name, row["video_id"]) for fault in faults]
         if faults:
-            bad.add(place)
+            bad.add(number)
     return CheckedCommit(add_places(table.select(JUDGED_COLUMNS), name), problems, n_bytes, frozenset(bad))
 
 

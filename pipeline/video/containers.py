@@ -127,14 +127,14 @@ def has_overstated_table(path: str | Path) -> bool:
 
 
 def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
-    """Return True if the MP4 table at ``kind_at``, the place of its four letters, states more entries than it holds."""
+    """Return True if the MP4 table at ``kind_at``, the offset of its letters, states more entries than it holds."""
     kind, box_end = moov[kind_at : kind_at + 4], kind_at - 4 + int.from_bytes(moov[kind_at - 4 : kind_at], "big")
-    place = kind_at + 8  # behind the version and the flags
+    offset = kind_at + 8  # behind the version and the flags
     if kind == b"stsz":
-        sample_bytes, place = int.from_bytes(moov[place : place + 4], "big"), place + 4
+        sample_bytes, offset = int.from_bytes(moov[offset : offset + 4], "big"), offset + 4
         if sample_bytes:  # of every sample, so that no entries follow
-            return int.from_bytes(moov[place : place + 4], "big") * sample_bytes > file_size
-    return int.from_bytes(moov[place : place + 4], "big") * _ENTRY_BYTES[kind] > box_end - place - 4
+            return int.from_bytes(moov[offset : offset + 4], "big") * sample_bytes > file_size
+    return int.from_bytes(moov[offset : offset + 4], "big") * _ENTRY_BYTES[kind] > box_end - offset - 4
 
 
 def _iter_mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, int, int]]:

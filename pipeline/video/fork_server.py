@@ -58,8 +58,8 @@ def _show(title: bytes) -> None:
     Overwrites the memory of this process's arguments and variables. Variables that it uses itself, without credentials,
     are elsewhere in memory by now.
     """
-    places = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[45:49]  # see proc(5)
-    arguments, arguments_end, variables, variables_end = map(int, places)
+    addresses = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[45:49]  # see proc(5)
+    arguments, arguments_end, variables, variables_end = map(int, addresses)
     for start, end, text in ((arguments, arguments_end, title), (variables, variables_end, b"")):
         ctypes.memset(start, 0, end - start)
         ctypes.memmove(start, text, min(len(text), end - start - 1))

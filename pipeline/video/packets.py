@@ -200,11 +200,11 @@ class VideoPackets:
         decoder cannot begin at keyframes, there is one run from the first packet. Raises KeyError for a time that no
         packet has.
         """
-        place = {packet.pts: number for number, packet in enumerate(self.table) if not packet.discard}
+        number_at = {packet.pts: number for number, packet in enumerate(self.table) if not packet.discard}
         keys = [n for n, p in enumerate(self.table) if p.keyframe and p.pts is not None] if self._can_jump() else []
         run = Run(0, 0, ())
         for time in times:
-            last = place[time]
+            last = number_at[time]
             before = reversed(keys[: bisect_right(keys, last)])
             start = next((n for n in before if (self.table[n].pts or 0) <= time), 0)
             if run.times and start > run.stop:

@@ -123,9 +123,9 @@ def find_tolerances(timestamps: NDArray[np.float64], tick_s: float) -> NDArray[n
     steps = np.diff(timestamps, prepend=-math.inf, append=math.inf)
     before, after = steps[:-1], steps[1:]
     if not (after > 0).all():  # frames at one time have the same neighbours
-        _, places = np.unique(timestamps, return_inverse=True)
+        _, inverse = np.unique(timestamps, return_inverse=True)
         distinct = np.append(before[before > 0], math.inf)
-        before, after = distinct[places], distinct[places + 1]
+        before, after = distinct[inverse], distinct[inverse + 1]
     nearest = np.minimum(before, after)
     return np.minimum(np.clip(nearest - tick_s, 0.0, tick_s) / 2 + _HALF_MS + _EPSILON, 0.49 * nearest)
 
@@ -272,12 +272,12 @@ def snap_frames(
     times, at = timestamps[keyframes], timestamps[indices]
     first, stop = (np.searchsorted(times, at + side, "right" if side > 0 else "left") for side in (-within_s, within_s))
     pairs = [(abs(at[i] - times[k]), i, k) for i in range(len(indices)) for k in range(first[i], stop[i])]
-    result, moved_places, used_keyframes = indices.copy(), set[int](), set[int]()
-    for _, place, key in sorted(pairs):
-        if place not in moved_places and key not in used_keyframes:
-            moved_places.add(place)
+    result, moved, used_keyframes = indices.copy(), set[int](), set[int]()
+    for _, i, key in sorted(pairs):
+        if i not in moved and key not in used_keyframes:
+            moved.add(i)
             used_keyframes.add(key)
-            result[place] = keyframes[key]
+            result[i] = keyframes[key]
     return np.sort(result)
 
 

@@ -136,8 +136,8 @@ class CorpusRecipe:
         The duration changes with each video, and the hardness after each round of durations.
         """
         for number, seed in enumerate(benchmark_seeds(self.split, self.seed, self.n_videos)):
-            turn, place = divmod(number, len(self.durations))
-            duration, hardness = self.durations[place], HARDNESS[self.hardness[turn % len(self.hardness)]]
+            turn, index = divmod(number, len(self.durations))
+            duration, hardness = self.durations[index], HARDNESS[self.hardness[turn % len(self.hardness)]]
             video = make_video(seed, split=self.split, n_frames=DURATIONS[duration], hardness=hardness)
             yield Film(f"{number + 1:03}", duration, self.split, video)
 
@@ -171,7 +171,7 @@ class Film:
 
     def questions(self) -> list[tuple[str, Question]]:
         """Return (question id, question) of the video's questions."""
-        return [(f"{self.number}-{place}", question) for place, question in enumerate(ask(self.video), 1)]
+        return [(f"{self.number}-{number}", question) for number, question in enumerate(ask(self.video), 1)]
 
 
 #: A row of a file, or a recipe, as JSON has it.
