@@ -70,7 +70,7 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
             for n in (height // vision["patch_size"], width // vision["patch_size"])
         )
         windowed = 4 * sum((h * w) ** 2 for h in rows for w in columns) * vision["hidden_size"]
-        n_whole = sum(place < vision["depth"] for place in vision["fullatt_block_indexes"])
+        n_whole = sum(index < vision["depth"] for index in vision["fullatt_block_indexes"])
         return int(n_whole * whole + (vision["depth"] - n_whole) * windowed)
 
     def extra(self, video: SampledVideo, vision: PretrainedConfig) -> ModelExtra:

@@ -49,7 +49,7 @@ def find_lost_stretches(
         duration_s: end of the last listed frame, seconds.
     """
     starts = [*timestamps.tolist(), duration_s]
-    runs = ([place for place, _ in run] for lost, run in groupby(enumerate(is_lost), lambda item: item[1]) if lost)
+    runs = ([index for index, _ in run] for lost, run in groupby(enumerate(is_lost), lambda item: item[1]) if lost)
     return tuple(Hole(starts[run[0]], starts[run[-1] + 1]) for run in runs if len(run) >= _MIN_LOST_FRAMES)
 
 

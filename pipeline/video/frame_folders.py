@@ -139,7 +139,7 @@ def sample_file(path: str) -> int:
     """
     if os.path.isdir(path):  # noqa: PTH112
         names = frame_names(path)
-        return sample_key(len(names), [read_frame(path, names[place]) for place in (0, len(names) // 2, -1)])
+        return sample_key(len(names), [read_frame(path, names[index]) for index in (0, len(names) // 2, -1)])
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         return sample_key(size, [os.pread(file.fileno(), end - start, start) for start, end in sample_spans(size)])

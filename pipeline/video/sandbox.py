@@ -352,6 +352,6 @@ def _erase(name: bytes) -> None:
     """Overwrite a variable's value where the kernel put it: removing the variable would leave the value in memory."""
     library = ctypes.CDLL(None)
     library.getenv.restype = ctypes.c_void_p
-    place = library.getenv(name)
-    if place:
-        ctypes.memset(place, 0, len(ctypes.string_at(place)))
+    address = library.getenv(name)
+    if address:
+        ctypes.memset(address, 0, len(ctypes.string_at(address)))
