@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gstep.language.prompt import PromptBuilder, Segment, indices_in_frame
+from gstep.language.prompt import PromptBuilder, PromptPart, Segment, indices_in_frame
 from gstep.language.types import PromptPolicy
 from gstep.types import Visual
 
@@ -27,20 +27,16 @@ class InternVLPrompts(PromptBuilder):
         # The template's token for a video differs from the placeholder of its visual tokens.
         self._video_token = str(getattr(tokenizer, "video_token", "<video>"))
 
-    def _add_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
-        """Split a prompt at its frames, each with "FrameN:" and image markers around it; N counts from 1.
-
-        Returns (text before the placeholders, video, frame) a frame; both numbers count from 0. The last entry is
-        (text after the last video, ``len(visuals)``, None).
-        """
-        parts_of_frames: list[tuple[str, int, int | None]] = []
-        before = parts[0]
-        for video, (visual, after) in enumerate(zip(visuals, parts[1:], strict=True)):
+    def _make_parts(self, texts: list[str], visuals: Sequence[Visual]) -> list[PromptPart]:
+        """Make a part for each frame, with "FrameN:" and image markers around it; N counts from 1."""
+        parts: list[PromptPart] = []
+        before = texts[0]
+        for video, (visual, after) in enumerate(zip(visuals, texts[1:], strict=True)):
             for frame in range(visual.n_frames):
-                parts_of_frames.append((f"{before}Frame{frame + 1}: <img>", video, frame))
+                parts.append(PromptPart(f"{before}Frame{frame + 1}: <img>", video, frame))
                 before = "</img>\n"
             before = f"</img>{after}"
-        return [*parts_of_frames, (before, len(visuals), None)]
+        return [*parts, PromptPart(before)]
 
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         """Make the segment of one frame's kept tokens; it may be empty."""

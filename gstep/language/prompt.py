@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -40,6 +40,20 @@ class Segment:
     positions: Tensor
     extent: int
     video: int | None = None
+
+
+class PromptPart(NamedTuple):
+    """A text of a prompt, with the placeholders behind it.
+
+    Attributes:
+        text: the text.
+        video: the number of the placeholders' video, from 0; None at the end of the prompt, where none follow.
+        frame: the number of their frame or temporal patch, from 0; None for the whole video.
+    """
+
+    text: str
+    video: int | None = None
+    frame: int | None = None
 
 
 class PromptBuilder(ABC):
@@ -135,7 +149,7 @@ class PromptBuilder(ABC):
         for visual in visuals:
             self.check(visual)
         prompt_text = self._render(messages, len(visuals))
-        parts = self._add_markers(prompt_text.split(self._video_token), visuals)
+        parts = self._make_parts(prompt_text.split(self._video_token), visuals)
         segments = list(self._make_segments(parts, visuals))
         starts = accumulate((segment.extent for segment in segments), initial=0)
         spans = _locate_videos(segments)
@@ -167,22 +181,20 @@ class PromptBuilder(ABC):
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         """Make the segment of a whole video (``frame`` is None), or of a frame if each frame has markers."""
 
-    def _add_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
-        """Split a prompt at its placeholders; ``parts`` are the texts around its videos.
+    def _make_parts(self, texts: list[str], visuals: Sequence[Visual]) -> list[PromptPart]:
+        """Make the parts of a prompt from the texts around its videos.
 
-        Returns (text before the placeholders, number of the video, frame or None for the whole video). Both numbers
-        count from 0. The last entry is (text after the last video, ``len(visuals)``, None). A family with markers
-        around each frame has an entry a frame, with the markers in the texts.
+        A family with markers around each frame has a part a frame, with the markers in the texts.
         """
-        return [(part, video, None) for video, part in enumerate(parts)]
+        return [*(PromptPart(text, video) for video, text in enumerate(texts[:-1])), PromptPart(texts[-1])]
 
-    def _make_segments(self, parts: list[tuple[str, int, int | None]], visuals: Sequence[Visual]) -> Iterator[Segment]:
+    def _make_segments(self, parts: list[PromptPart], visuals: Sequence[Visual]) -> Iterator[Segment]:
         """Yield the segments of a prompt in order: texts, and the placeholders of videos or frames."""
-        for text, video, frame in parts:
-            if text:
-                yield self._make_text_segment(text)
-            if video < len(visuals):
-                yield replace(self._make_visual_segment(visuals[video], frame), video=video)
+        for part in parts:
+            if part.text:
+                yield self._make_text_segment(part.text)
+            if part.video is not None:
+                yield replace(self._make_visual_segment(visuals[part.video], part.frame), video=part.video)
 
     def _make_text_segment(self, text: str) -> Segment:
         """Tokenize a text to a segment whose positions count up from 0."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gstep.language.prompt import PromptBuilder, Segment, indices_in_frame
+from gstep.language.prompt import PromptBuilder, PromptPart, Segment, indices_in_frame
 from gstep.language.types import PromptPolicy
 from gstep.types import Visual
 
@@ -138,30 +138,27 @@ class Qwen3Prompts(QwenPrompts):
         start, end = (int(getattr(config, f"vision_{name}_token_id")) for name in ("start", "end"))
         self._start, self._end = (str(tokenizer.convert_ids_to_tokens(i)) for i in (start, end))
 
-    def _add_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
-        """Split a prompt at its temporal patches, each with its time and the vision markers around it.
-
-        Returns (text before the placeholders, video, patch) a temporal patch; both numbers count from 0. The last entry
-        is (text after the last video, ``len(visuals)``, None).
+    def _make_parts(self, texts: list[str], visuals: Sequence[Visual]) -> list[PromptPart]:
+        """Make a part for each temporal patch, with its time and the vision markers around it.
 
         The template's markers around a whole video stay or go by the rule. Raises ValueError if the cache lacks times.
         """
         if not self.rule.outer_markers and all(
-            before.endswith(self._start) and after.startswith(self._end) for before, after in itertools.pairwise(parts)
+            before.endswith(self._start) and after.startswith(self._end) for before, after in itertools.pairwise(texts)
         ):
-            last = len(parts) - 1
-            parts = [
-                part.removeprefix(self._end if i > 0 else "").removesuffix(self._start if i < last else "")
-                for i, part in enumerate(parts)
+            last = len(texts) - 1
+            texts = [
+                text.removeprefix(self._end if i > 0 else "").removesuffix(self._start if i < last else "")
+                for i, text in enumerate(texts)
             ]
-        parts_of_frames: list[tuple[str, int, int | None]] = []
-        before = parts[0]
-        for video, (visual, after) in enumerate(zip(visuals, parts[1:], strict=True)):
+        parts: list[PromptPart] = []
+        before = texts[0]
+        for video, (visual, after) in enumerate(zip(visuals, texts[1:], strict=True)):
             for frame, seconds in enumerate(self._read_seconds(visual)):
-                parts_of_frames.append((f"{before}<{seconds:.1f} seconds>{self._start}", video, frame))
+                parts.append(PromptPart(f"{before}<{seconds:.1f} seconds>{self._start}", video, frame))
                 before = self._end
             before += after
-        return [*parts_of_frames, (before, len(visuals), None)]
+        return [*parts, PromptPart(before)]
 
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         """Make the segment of one temporal patch's kept tokens; it may be empty."""
