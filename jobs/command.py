@@ -280,9 +280,10 @@ def _finish(
         result = CommandResult(result, {})
     try:
         with discard_after_fault(sys.stdout):
+            out = _wide_console()
             for item in result.output:
                 is_line = isinstance(item, str)
-                _wide_console().print(item, highlight=False, markup=not is_line, soft_wrap=is_line)
+                out.print(item, highlight=False, markup=not is_line, soft_wrap=is_line)
     except OSError as error:  # a full disk, say
         result = CommandResult(1, error_record(error), failure=f"failed: {error}\n{result.failure}".rstrip())
     if result.failure:
