@@ -65,8 +65,10 @@ sys.exit(run_to_exit_code(lambda: print_lines(["a line"]) or 0, Console(stderr=T
 
 @pytest.mark.parametrize(("program", "failure"), [(TABLE, "\nfailed: 3 videos\n"), (LINES, "\n")])
 def test_a_disk_without_space_for_the_output_is_a_line_and_hides_no_failure(program, failure):
-    command = f"{sys.executable} -c '{program}' 2>&1 >/dev/full"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -c '{program}' 2>&1 >/dev/full"], cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": ""}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, f"failed: [Errno 28] No space left on device{failure}")
 
 
