@@ -246,7 +246,7 @@ def run_to_exit_code(
                 print_document(error_record(error), stdout)
             if not interruption.has_come:
                 raise
-            console.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            _print_error(console, f"failed: {error}")
             return 130
         finally:
             interruption.working = False
@@ -254,7 +254,7 @@ def run_to_exit_code(
             if document:
                 print_document(result.record, stdout)
         except OSError as error:
-            console.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            _print_error(console, f"failed: {error}")
             return 1
     interruption.end(result.exit_code)
     return result.exit_code
@@ -270,7 +270,7 @@ def _finish(
     try:
         result = work()
     except failures as error:
-        console.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        _print_error(console, f"failed: {error}")
         return CommandResult(1, error_record(error))
     except refusals as error:
         # Printed without the time of a log line, because nothing was started.
@@ -285,11 +285,18 @@ def _finish(
                 is_line = isinstance(item, str)
                 out.print(item, highlight=False, markup=not is_line, soft_wrap=is_line)
     except OSError as error:  # a full disk, say
-        result = CommandResult(1, error_record(error), failure=f"failed: {error}\n{result.failure}".rstrip())
-    if result.failure:
-        console.print(result.failure, style="red", markup=False, highlight=False, soft_wrap=True)
+        _print_error(console, f"failed: {error}")
+        return CommandResult(1, error_record(error))
+    finally:
+        if result.failure:
+            _print_error(console, result.failure)
     record = result.record if isinstance(result.record, Sequence) else {"exit_code": result.exit_code, **result.record}
     return CommandResult(result.exit_code, record)
+
+
+def _print_error(console: Console, text: str) -> None:
+    """Print a line in red, whole and as it is; in a log with the time before it."""
+    console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

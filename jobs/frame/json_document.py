@@ -66,7 +66,7 @@ def print_lines(lines: Iterable[str], stdout: TextIO | None = None) -> None:
 
 @contextmanager
 def discard_after_fault(file: TextIO) -> Iterator[None]:
-    """Let an OSError of the block pass, and discard what is left in the file's buffer: a flush at exit would raise."""
+    """After an OSError of the block, which goes on, discard the file's buffer: a flush at exit would raise again."""
     try:
         yield
     except OSError:

@@ -171,7 +171,7 @@ class Film:
 
     def questions(self) -> list[tuple[str, Question]]:
         """Return (question id, question) of the video's questions."""
-        return [(f"{self.number}-{number}", question) for number, question in enumerate(ask(self.video), 1)]
+        return [(f"{self.number}-{i}", question) for i, question in enumerate(ask(self.video), 1)]
 
 
 #: A row of a file, or a recipe, as JSON has it.
