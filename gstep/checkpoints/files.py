@@ -12,6 +12,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+import huggingface_hub
 from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -38,11 +39,14 @@ class CheckpointFiles:
         kind: where the checkpoint is.
         location: the absolute folder, the Hugging Face id, or the name of a model that comes with this package.
         revision: the commit sha of a Hugging Face id, else None.
+        published: the files that every published checkpoint of the family has. If the Hub is out of reach, ``find``
+            never takes one of them for absent without evidence.
     """
 
     kind: Literal["folder", "hub", "shipped", "tiny"]
     location: str
     revision: str | None = None
+    published: frozenset[str] = frozenset()
 
     @classmethod
     def locate(cls, model: str, revision: str | None = None) -> CheckpointFiles:
@@ -67,10 +71,16 @@ class CheckpointFiles:
             )
         return cls("hub", model, _resolve_commit(model, revision))
 
-    def find(self, filename: str) -> Path | None:
-        """Return the local path of a file, downloaded or built if need be; None if the checkpoint has no such file."""
+    def find(self, filename: str, *, required: bool = False) -> Path | None:
+        """Return the local path of a file, downloaded or built if need be; None if the checkpoint has no such file.
+
+        Raises ModelError if the Hub is out of reach and its cache neither has the file nor knows that there is none.
+        Such a file counts as absent only if it is neither ``required`` nor one of ``published``, and if HF_HUB_OFFLINE
+        is set or all ``published`` files are there: settings must not depend on a network that fails in between.
+        """
         if self.revision is not None:
-            cached = _fetch(self.location, self.revision, filename)
+            is_required = required or filename in self.published or not self._is_downloaded()
+            cached = _fetch(self.location, self.revision, filename, required=is_required)
             return None if cached is None else Path(cached)
         path = self.folder() / filename
         return path if path.is_file() else None
@@ -80,6 +90,18 @@ class CheckpointFiles:
         if self.revision is not None:
             return _fetch(self.location, self.revision, filename, dry_run=True) is not None
         return self.find(filename) is not None
+
+    def _is_downloaded(self) -> bool:
+        """Return True if nothing will be downloaded, or all files that the family publishes have been."""
+        return constants.HF_HUB_OFFLINE or all(
+            try_to_load_from_cache(self.location, name, revision=self.revision) for name in self.published
+        )
+
+    def require_any(self, *filenames: str) -> None:
+        """Raise ModelError if the Hub is out of reach and its cache cannot tell whether any of the files exists."""
+        if not any(map(self.has, filenames)):
+            for filename in filenames:
+                self.find(filename, required=True)
 
     def folder(self) -> Path:
         """Return the folder of a checkpoint that is not on the Hub; a tiny model is built if it is missing."""
@@ -104,7 +126,7 @@ class CheckpointFiles:
             return None
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
             raise ModelError(f"{path} is no JSON ({error}): copy it again from the original checkpoint") from error
         if not isinstance(content, dict):
             raise ModelError(f"{path} holds no JSON object: copy it again from the original checkpoint")
@@ -123,31 +145,34 @@ def _resolve_commit(repo: str, revision: str | None) -> str:
 
     Raises ModelError if the repository is neither reachable nor in the cache, or has no config.json.
     """
-    config = _fetch(repo, revision, "config.json")
-    if config is None and not constants.HF_HUB_OFFLINE:
+    config = _fetch(repo, revision, "config.json", required=True)
+    if config is None:
         raise ModelError(
             f"{repo!r} on the Hugging Face Hub has no config.json: it is no model of transformers, or an "
             "adapter, which has to be merged into its base model first"
         )
-    if config is None:
-        raise ModelError(_describe_unreachable(repo, "config.json"))
     return Path(config).parent.name
 
 
-def _fetch(repo: str, revision: str | None, filename: str, *, dry_run: bool = False) -> Any:
+def _fetch(repo: str, revision: str | None, filename: str, *, required: bool = False, dry_run: bool = False) -> Any:
     """Download a file of a repository unless it is cached; return its path, or None if there is no such file.
 
-    With ``dry_run`` nothing is downloaded, and the result only tells by None if the file is absent. If HF_HUB_OFFLINE
-    is set, a file that is not cached counts as absent. Raises ModelError for any other failure.
+    With ``dry_run`` nothing is downloaded, and the result only tells by None if the file is absent.
+
+    If the Hub is out of reach (HF_HUB_OFFLINE is set, or there is no network), its cache decides. A file of which the
+    cache knows nothing counts as absent unless it is ``required``: a download of a whole repository leaves no notes
+    about files that the repository does not have. Raises ModelError for any other failure.
     """
     try:
         offline = not _has_address(constants.ENDPOINT)
         return hf_hub_download(repo, filename, revision=revision, dry_run=dry_run, local_files_only=offline)
     except LocalEntryNotFoundError as error:
-        if constants.HF_HUB_OFFLINE or _is_cached_absent(repo, revision, filename):
-            return None
-        # Not treated as missing: settings must not depend on the state of the network.
-        raise ModelError(_describe_unreachable(repo, filename)) from error
+        is_present = _recall_file(repo, revision, filename)
+        if dry_run and is_present:
+            return filename
+        if is_present or (is_present is None and required):
+            raise ModelError(_describe_unreachable(repo, filename)) from error
+        return None
     except RevisionNotFoundError as error:
         raise ModelError(f"the model {repo!r} has no revision {revision!r} on the Hugging Face Hub") from error
     except EntryNotFoundError:
@@ -171,17 +196,28 @@ def _has_address(endpoint: str) -> bool:
         return False
 
 
-def _is_cached_absent(repo: str, revision: str | None, filename: str) -> bool:
-    """Return True if the Hub client's cache remembers that the repository has no such file."""
+def _recall_file(repo: str, revision: str | None, filename: str) -> bool | None:
+    """Return whether a repository has a file, by the notes in the Hub client's cache; None if they do not tell.
+
+    The client notes each file that it requested in vain, and newer versions the names of all files when they download a
+    whole repository.
+    """
     cached = try_to_load_from_cache(repo, filename, revision=revision)
-    return cached is not None and not isinstance(cached, str)  # the cache remembers files that do not exist
+    if cached is not None:
+        return isinstance(cached, str)
+    if not hasattr(huggingface_hub, "get_cached_repo_tree"):  # before huggingface_hub 2
+        return None
+    try:
+        return filename in {file.path for file in huggingface_hub.get_cached_repo_tree(repo, revision=revision)}
+    except huggingface_hub.errors.CachedRepoTreeNotFoundError:
+        return None
 
 
 def _describe_unreachable(repo: str, filename: str) -> str:
-    """Format the error message for a repository that is neither reachable nor in the cache."""
-    offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
+    """Format the error message for a file that is neither in the Hub client's cache nor within reach."""
+    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hugging Face Hub is out of reach"
     return (
-        f"{repo!r} is no folder here, and {filename} of a model of that name could neither be fetched from the Hugging "
-        f"Face Hub{offline} nor found in its cache {constants.HF_HUB_CACHE}: check the name, the network and, for a "
-        "gated model, HF_TOKEN; or download it elsewhere and pass the folder"
+        f"{repo!r} is no folder here, and {filename} of the model of that name is not in the cache of the Hugging Face "
+        f"Hub ({constants.HF_HUB_CACHE}) and could not be fetched ({reason}): check the name, the network and, for a "
+        f"gated model, HF_TOKEN; or download the whole repository elsewhere (hf download {repo}) and pass the folder"
     )

@@ -56,7 +56,7 @@ class TensorSource:
 
         Raises ModelError if there is no such file.
         """
-        path = self.files.find(filename)
+        path = self.files.find(filename, required=True)
         if path is None:
             raise ModelError(f"{self.name!r} has no file {filename}: download the whole checkpoint")
         return path
@@ -137,6 +137,7 @@ def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
     else:
         names = files.names(".safetensors")
     if not names:
+        files.require_any(SINGLE, INDEX)
         pickles = ", ".join(files.names(".bin", ".pt", ".pth")) or "pytorch_model.bin, *.pt, *.pth"
         raise ModelError(
             f"{name!r} has no safetensors weights. Pickled weights ({pickles}) are refused, because loading them can "

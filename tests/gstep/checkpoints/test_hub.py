@@ -1,6 +1,7 @@
 """Checkpoints by their Hugging Face id: the local cache, the order of downloads, networks that fail."""
 
 import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
@@ -8,14 +9,20 @@ from urllib.request import getproxies
 
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
 from gstep.backbones import ModelSource, family_of
 from gstep.errors import ModelError
+from gstep.families import FAMILIES as TYPES
+from gstep.language import prompt_builder
+from gstep.language.prompt import _load_tokenizer, chat_template
+from gstep.language.weights import generation_config
 from tests.gstep.checkpoints.conftest import COMMIT
+from tests.gstep.llms import FAMILIES
 from tests.gstep.reading import decode_newline
 from tests.interpreter import run_python
+from tests.pipeline import hub
 
 REPO = "some-owner/tiny-llava"
 
@@ -23,6 +30,7 @@ REPO = "some-owner/tiny-llava"
 @pytest.fixture
 def offline_hub(hub_cache, monkeypatch):
     """An empty Hugging Face cache, and no network."""
+    _load_tokenizer.cache_clear()  # a commit has one tokenizer, but a test another checkpoint
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return hub_cache
 
@@ -37,6 +45,107 @@ def put_in_hub_cache(cache: Path, folder: Path) -> None:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         shutil.copy(path, root / "blobs" / digest)
         (root / "snapshots" / COMMIT / path.name).symlink_to(f"../../blobs/{digest}")
+
+
+def use_all(repo: str = REPO) -> None:
+    """Read what pruning and answering read of a checkpoint besides weights."""
+    source = ModelSource.resolve(repo)
+    family_of(source).preprocessor()
+    generation_config(source, prompt_builder(source).config)
+
+
+def note(cache: Path, *absent: str, present: tuple[str, ...] | None = None) -> None:
+    """Leave the notes of the hub's client: files that it requested in vain, the listing of a whole download."""
+    root = cache / f"models--{REPO.replace('/', '--')}"
+    for name in absent:
+        path = root / ".no_exist" / COMMIT / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    if present is not None:
+        (root / "trees").mkdir()
+        files = {name: {"size": 1, "blob_id": "b" * 40} for name in present}
+        (root / "trees" / f"{COMMIT}.json").write_text(json.dumps({"format_version": 1, "files": files}))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_whole_download_without_any_notes_is_complete(offline_hub, folder):
+    put_in_hub_cache(offline_hub, folder)
+    use_all()
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen2-5-vl"])
+def test_a_download_by_the_hubs_client_is_complete(hub_cache, folder, monkeypatch):
+    with hub.HubServer(folder) as server:
+        snapshot_download(hub.REPO, endpoint=server.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    use_all(hub.REPO)
+    (snapshot,) = hub_cache.glob("*/snapshots/*")
+    (snapshot / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match=r"chat_template\.jinja .*is not in the cache"):
+        use_all(hub.REPO)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_file_that_the_family_publishes_and_the_cache_lacks_is_not_taken_for_absent(offline_hub, folder, name):
+    published = TYPES[ModelSource.resolve(name).model_type].files
+    put_in_hub_cache(offline_hub, folder)
+    snapshot = offline_hub / f"models--{REPO.replace('/', '--')}" / "snapshots" / COMMIT
+    unused = {"preprocessor_config.json"} if "video_preprocessor_config.json" in published else set()
+    for missing in {*published, "chat_template.jinja", "model.safetensors"} - unused:
+        content = (snapshot / missing).rename(snapshot / "elsewhere")
+        with pytest.raises(ModelError, match=rf"{missing} .*is not in the cache.*HF_HUB_OFFLINE is set"):
+            use_all()
+        content.rename(snapshot / missing)
+    use_all()
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3-vl"])
+def test_notes_of_the_hubs_client_say_whether_a_file_is_absent(offline_hub, folder):
+    for filename in ("video_preprocessor_config.json", "generation_config.json", "chat_template.jinja"):
+        (folder / filename).unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": "of the tokenizer"}))
+    put_in_hub_cache(offline_hub, folder)
+    names = tuple(path.name for path in folder.iterdir())
+    note(offline_hub, "video_preprocessor_config.json")
+    assert ModelSource.resolve(REPO).preprocessor == json.loads((folder / "preprocessor_config.json").read_text())
+    with pytest.raises(ModelError, match=r"chat_template\.jinja .*is not in the cache"):
+        chat_template(ModelSource.resolve(REPO))
+    _load_tokenizer.cache_clear()
+    note(offline_hub, present=names)
+    assert chat_template(ModelSource.resolve(REPO)) == "of the tokenizer"
+    shutil.rmtree(next(offline_hub.glob("*/trees")))
+
+
+def test_an_optional_file_that_the_listing_has_is_not_absent(offline_hub, folder):
+    (folder / "processor_config.json").unlink()
+    put_in_hub_cache(offline_hub, folder)
+    note(offline_hub, present=("config.json", "processor_config.json", "adapter_config.json"))
+    with pytest.raises(ModelError, match=r"has an adapter \(adapter_config.json\)"):
+        ModelSource.resolve(REPO)
+
+
+def test_a_network_out_of_reach_is_as_no_network_for_a_whole_download(folder, fake_hub, hub_cache):
+    put_in_hub_cache(hub_cache, folder)
+    fake_hub.folder, gone = folder, LocalEntryNotFoundError("no network")
+    fake_hub.errors = dict.fromkeys(("adapter_config.json", "chat_template.json"), gone)
+    source = ModelSource.resolve(REPO)
+    assert source.files.find("chat_template.json") is None
+    (hub_cache / f"models--{REPO.replace('/', '--')}" / "snapshots" / COMMIT / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"chat_template\.json"):  # the network failed in the middle of a download
+        source.files.find("chat_template.json")
+
+
+@pytest.mark.parametrize("missing", ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"])
+def test_a_shard_that_the_index_names_is_missed_only_where_it_is_needed(offline_hub, sharded, missing):
+    (sharded / missing).unlink()
+    put_in_hub_cache(offline_hub, sharded)
+    source = ModelSource.resolve(REPO)
+    if missing.startswith("model-00002"):  # the language model's
+        assert family_of(source).static()
+    else:
+        with pytest.raises(ModelError, match=rf"{missing} .*is not in the cache"):
+            family_of(source).static()
 
 
 def test_a_hub_id_resolves_offline_to_its_commit(offline_hub, folder):
@@ -63,7 +172,7 @@ def test_a_hub_whose_name_is_unknown_here_is_not_tried_again_and_again(hub_cache
     for name in getproxies():
         for variable in (f"{name}_proxy", f"{name.upper()}_PROXY"):
             monkeypatch.delenv(variable, raising=False)
-    with pytest.raises(ModelError, match="could neither be fetched from the Hugging Face Hub nor found in its cache"):
+    with pytest.raises(ModelError, match=r"config\.json .*is not in the cache.*the Hugging Face Hub is out of reach"):
         ModelSource.resolve(REPO)
     assert "Retrying" not in caplog.text
     put_in_hub_cache(hub_cache, folder)
