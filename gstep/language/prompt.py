@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
+from gstep.language.rendering import render_chat_template
 from gstep.language.types import ChatMessage, ChatPart, Prompt, PromptPolicy, placeholder_of
 from gstep.types import Visual
 
@@ -103,10 +104,20 @@ class PromptBuilder(ABC):
                 "of the tokenizer: download the whole checkpoint"
             )
         builder = cls(config, tokenizer, template, policy)
+        builder._check_template()
         # Only a rendered prompt shows whether the template opens a tag. Without one "closed" changes no prompt.
         if thought == "closed" and not builder.open_tag:
             builder.policy = replace(policy, thought="open")
         return builder
+
+    def _check_template(self) -> None:
+        """Render a question once. Raises ModelError for a template that is not valid or does not end."""
+        try:
+            self.open_tag  # noqa: B018 - renders it
+        except ModelError:
+            raise
+        except ValueError:  # a template may refuse a conversation without a video
+            return
 
     @property
     def context_length(self) -> int:
@@ -232,10 +243,7 @@ class PromptBuilder(ABC):
 
     def _apply_template(self, messages: Sequence[ChatMessage]) -> str:
         """Apply the chat template to a conversation, up to the model's next message."""
-        prompt_text: str = self.tokenizer.apply_chat_template(
-            messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
-        )
-        return prompt_text
+        return render_chat_template(self.tokenizer, self.chat_template, messages)
 
     def has_placeholder(self, text: str) -> bool:
         """Return True if a text has the model's placeholder of an image or video."""
@@ -259,17 +267,38 @@ class PromptBuilder(ABC):
 
 
 def chat_template(source: ModelSource) -> str:
-    """Read the chat template that the stock processor would load: its own file before the processor's settings.
+    """Return the chat template that transformers' processor would apply, else the one of its tokenizer.
 
-    Raises ModelError if the checkpoint has no chat template.
+    The order of the files is that of ``ProcessorMixin.get_processor_dict``, whose import would take seconds and which
+    may load a model that processor_config.json names.
+
+    Raises ModelError if the checkpoint has no chat template, or none that transformers would apply by default.
     """
-    if (path := source.files.find("chat_template.jinja")) is not None:
-        return path.read_text(encoding="utf-8")
-    for filename in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
-        template = (source.files.read_json(filename) or {}).get("chat_template")
-        if isinstance(template, str):
-            return template
-    raise ModelError(f"{source.name!r} has no chat template: copy chat_template.jinja from the original checkpoint")
+    files, tokenizer = source.files, tokenizer_of(source)  # a tokenizer on the Hub brings additional templates along
+    template: Any = (files.read_json("processor_config.json") or {}).get("chat_template")
+    if template is None:
+        files.require_any("chat_template.jinja", "chat_template.json")
+    legacy, default = files.read_json("chat_template.json"), files.find("chat_template.jinja")
+    folder = source.file("config.json").parent / "additional_chat_templates"
+    paths = {path.stem: path for path in folder.glob("*.jinja")}
+    if legacy is not None and paths:
+        raise ModelError(
+            f"{source.name!r} has chat_template.json and additional_chat_templates, which transformers refuses: "
+            "replace chat_template.json by chat_template.jinja"
+        )
+    if template is None and legacy is not None:
+        template = legacy.get("chat_template")
+    elif template is None:
+        paths |= {} if default is None else {"default": default}
+        template = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+    template = template or tokenizer.chat_template
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+        template = {entry.get("name"): entry.get("template") for entry in template}
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, str) or not template:
+        raise ModelError(f"{source.name!r} has no chat template: copy chat_template.jinja from the original checkpoint")
+    return template
 
 
 def tokenizer_of(source: ModelSource) -> Any:
@@ -279,6 +308,8 @@ def tokenizer_of(source: ModelSource) -> Any:
     changed is read again. Raises ModelError if the tokenizer cannot be loaded.
     """
     name, revision = source.pretrained()
+    for filename in ("tokenizer.json", "tokenizer_config.json"):
+        source.files.find(filename)  # transformers would load another tokenizer without a file that the cache lacks
     try:
         files = [] if revision is not None else [(file.name, file.stat()) for file in sorted(Path(name).iterdir())]
         state = tuple((filename, stat.st_size, stat.st_mtime_ns) for filename, stat in files)

@@ -3,13 +3,21 @@
 import dataclasses
 import json
 import pickle
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
+from transformers.processing_utils import ProcessorMixin
 
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
-from gstep.language import prompt_builder
+from gstep.language import prompt_builder, rendering
+from gstep.language.prompt import chat_template
 from gstep.language.types import placeholder_of
 from tests.gstep.language.prompts import QWEN, builder, text_of, video
 from tests.gstep.llms import FAMILIES, RECURRENT, stock
@@ -131,18 +139,95 @@ def name():
     return "tiny"
 
 
-def test_the_chat_template_is_found_where_checkpoints_keep_it(folder):
-    template = (folder / "chat_template.jinja").read_text()
-    expected = prompt_builder(ModelSource.resolve(folder)).build("Why?", [video("tiny")]).input_ids
-    (folder / "chat_template.jinja").unlink()
-    with pytest.raises(ModelError, match="no chat template"):
-        prompt_builder(ModelSource.resolve(folder))
-    for filename in ("tokenizer_config.json", "chat_template.json"):
-        path = folder / filename
+def write_template(folder: Path, filename: str, template: object) -> None:
+    """Put a chat template into a file of a checkpoint; of a JSON file the other settings stay."""
+    path = folder / filename
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".json":
         settings = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps({**settings, "chat_template": template}))
-        ids = prompt_builder(ModelSource.resolve(folder)).build("Why?", [video("tiny")]).input_ids
-        assert torch.equal(ids, expected)
+        template = json.dumps({**settings, "chat_template": template})
+    path.write_text(template)
+
+
+TEMPLATE_FILES = (
+    *("processor_config.json", "chat_template.json", "chat_template.jinja", "tokenizer_config.json"),
+    *("additional_chat_templates/other.jinja", "additional_chat_templates/default.jinja"),
+)
+
+
+@pytest.mark.parametrize("count", range(len(TEMPLATE_FILES) + 1))
+def test_of_several_chat_templates_the_one_counts_that_transformers_takes(folder, count):
+    (folder / "chat_template.jinja").unlink()
+    for number, filenames in enumerate(combinations(TEMPLATE_FILES, count)):
+        checkpoint = shutil.copytree(folder, folder.with_name(f"model-{number}"))
+        for filename in filenames:
+            write_template(checkpoint, filename, f"of {filename}")
+        try:
+            settings, _ = ProcessorMixin.get_processor_dict(str(checkpoint))
+            stock = settings.get("chat_template") or AutoTokenizer.from_pretrained(checkpoint).get_chat_template()
+            stock = stock if isinstance(stock, str) else stock["default"]
+        except (ValueError, KeyError):  # several files that do not go together, no default, or no template at all
+            with pytest.raises(ModelError, match=r"chat.template"):
+                chat_template(ModelSource.resolve(checkpoint))
+        else:
+            assert chat_template(ModelSource.resolve(checkpoint)) == stock, filenames
+
+
+@pytest.mark.parametrize("filename", TEMPLATE_FILES[:2] + TEMPLATE_FILES[3:4])
+def test_of_a_list_of_chat_templates_the_default_counts(folder, filename):
+    (folder / "chat_template.jinja").unlink()
+    entries = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    write_template(folder, filename, entries)
+    assert chat_template(ModelSource.resolve(folder)) == "plain"
+    write_template(folder, filename, entries[:1])
+    with pytest.raises(ModelError, match="no chat template"):
+        chat_template(ModelSource.resolve(folder))
+
+
+ENDLESS = {
+    "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "filters": "{% for i in range(99999) %}{{ range(99999)|map('string')|map('length')|sum }}{% endfor %}",
+    "memory": "{% set ns = namespace(x='a' * 4096) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "one step": "{{ 9 ** 9 ** 9 }}",
+    "too large": "{{ 'a' * 10000000000000000 }}",
+    "recursion": "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+def test_a_chat_template_that_does_not_end_is_refused_in_any_thread(folder, template, monkeypatch):
+    monkeypatch.setattr(rendering, "MAX_RENDER_S", 0.5)
+    monkeypatch.setattr(rendering, "MAX_RENDER_BYTES", 2**27)
+    write_template(folder, "chat_template.jinja", template)
+    tracer = sys.gettrace()
+    with pytest.raises(ModelError, match="goes beyond a limit"):
+        prompt_builder(ModelSource.resolve(folder))
+    assert sys.gettrace() is tracer
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ModelError, match="goes beyond a limit"):
+        pool.submit(prompt_builder, ModelSource.resolve(folder)).result()
+
+
+def test_a_chat_template_that_ends_for_some_questions_alone_fails_for_the_others(folder, monkeypatch):
+    monkeypatch.setattr(rendering, "MAX_RENDER_S", 0.5)
+    with (folder / "chat_template.jinja").open("a") as file:
+        file.write(f"{{% if messages|length > 1 %}}{ENDLESS['loops']}{{% endif %}}")
+    maker = prompt_builder(ModelSource.resolve(folder))
+    assert maker.build("Why?", [video("tiny")])
+    with pytest.raises(ModelError, match=r"goes beyond a limit \(0\.5 s of CPU time have passed\)"):
+        maker.build("Why?", [video("tiny")], system="Be brief.")
+
+
+def test_a_damaged_chat_template_is_refused_and_its_own_error_is_the_questions(folder):
+    (folder / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(ModelError, match="is not valid"):
+        prompt_builder(ModelSource.resolve(folder))
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelError, match="codec can't decode"):
+        prompt_builder(ModelSource.resolve(folder))
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    maker = prompt_builder(ModelSource.resolve(folder))
+    with pytest.raises(ValueError, match="roles must alternate"):
+        maker.build("Why?", [video("tiny")])
 
 
 @pytest.mark.parametrize("end", ["<think>\n", "<think>"])

@@ -1,0 +1,97 @@
+"""Rendering chat templates within limits.
+
+A chat template is a program that comes with the checkpoint. The sandbox of Jinja, in which transformers runs it, keeps
+it away from files and from Python's internals, but lets it run forever.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from jinja2 import Environment, TemplateSyntaxError
+
+from gstep.errors import ModelError
+from gstep.language.types import ChatMessage
+
+#: CPU seconds that a rendering may take in its thread; those of published templates take milliseconds.
+MAX_RENDER_S = 5.0
+#: Bytes by which the process may grow during a rendering.
+MAX_RENDER_BYTES = 2**30
+_SLOW_STEP_S = 0.005  # CPU seconds of a single step that may have allocated much
+_TEMPLATE_CODE = "<template>"  # Jinja's file name for the code of a template
+_REMEDY = "copy chat_template.jinja from the original checkpoint"
+
+
+class _LimitReachedError(BaseException):
+    """A rendering reached a limit. Not an Exception, because some of Jinja's filters catch those."""
+
+
+def render_chat_template(tokenizer: Any, template: str, messages: Sequence[ChatMessage]) -> str:
+    """Apply a chat template to a conversation, up to the model's next message, as transformers does.
+
+    Works in any thread.
+
+    Raises ModelError if the template is not valid or goes beyond MAX_RENDER_S, MAX_RENDER_BYTES or Python's limit of
+    recursion; ValueError if it fails for this conversation.
+    """
+    earlier_tracer = sys.gettrace()
+    try:
+        _refuse_powers(template)
+        sys.settrace(_LimitTracer())
+        text: str = tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, add_generation_prompt=True
+        )
+    except (_LimitReachedError, MemoryError, RecursionError) as error:
+        reason = str(error) or type(error).__name__
+        raise ModelError(f"the chat template of this model goes beyond a limit ({reason}): {_REMEDY}") from None
+    except TemplateSyntaxError as error:
+        raise ModelError(f"the chat template of this model is not valid ({error}): {_REMEDY}") from error
+    except Exception as error:  # a template may raise its own error, and Python those of its expressions
+        raise ValueError(f"the chat template of this model fails ({type(error).__name__}: {error})") from error
+    finally:
+        sys.settrace(earlier_tracer)
+    return text
+
+
+@lru_cache(maxsize=8)
+def _refuse_powers(template: str) -> None:
+    """Raise _LimitReachedError for the operator ``**``: a power of large numbers is one step, which nothing stops."""
+    if any(kind == "operator" and value == "**" for _, kind, value in Environment().lex(template)):
+        raise _LimitReachedError("it computes powers")
+
+
+class _LimitTracer:
+    """A trace function that raises _LimitReachedError when the thread that it traces has reached a limit.
+
+    Python calls it for each call of a function and each line of a template, thus for each turn of a template's loop.
+    Only CPU time of this thread counts, so that a busy machine cuts nothing short.
+    """
+
+    def __init__(self) -> None:
+        self._start_s = self._last_s = time.thread_time()
+        self._start_bytes = _count_resident_bytes()
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> _LimitTracer | None:
+        """Check the limits; return the tracer for the lines of a template, and None for those of other code."""
+        now_s = time.thread_time()
+        if now_s - self._start_s > MAX_RENDER_S:
+            raise _LimitReachedError(f"{MAX_RENDER_S:g} s of CPU time have passed")
+        if now_s - self._last_s > _SLOW_STEP_S and _count_resident_bytes() - self._start_bytes > MAX_RENDER_BYTES:
+            raise _LimitReachedError(f"it takes more than {MAX_RENDER_BYTES >> 30} GiB of memory")
+        self._last_s = now_s
+        return self if frame.f_code.co_filename == _TEMPLATE_CODE else None
+
+
+def _count_resident_bytes() -> int:
+    """Count the bytes of memory that this process uses; 0 on systems without /proc."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
