@@ -184,7 +184,7 @@ def _last_positions(text: str, names: Iterable[Iterable[str]]) -> list[tuple[int
 
 def _letter(reply: str, options: Sequence[str]) -> Parsed:
     """Apply the rule of ``jobs.generate`` (:func:`pipeline.generate.questions.parse_letter`), which never guesses."""
-    return Parsed(parse_letter(reply, _without_letters(options)))
+    return Parsed(parse_letter(reply, options))
 
 
 RULES: Mapping[str, Rule] = {
@@ -234,12 +234,6 @@ def _with_letters(options: Sequence[str]) -> list[str]:
     if _have_letters(texts):
         return texts
     return [f"{letter}. {option}" for letter, option in zip(list_letters(len(texts)), texts, strict=True)]
-
-
-def _without_letters(options: Sequence[str]) -> list[str]:
-    """Return the options without the letters before them."""
-    texts = [option.strip() for option in options]
-    return [option[2:].strip() for option in texts] if _have_letters(texts) else texts
 
 
 def _have_letters(options: Sequence[str]) -> bool:

@@ -9,7 +9,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
@@ -81,6 +81,9 @@ _SENTENCE = re.compile(
 _IN_WORDS = r"[^\W\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af]"
 # "A" and "I" are words where one follows: "A dog", "I think", but not "A and B".
 _LETTER = re.compile(rf"(?<!{_IN_WORDS})(?:[AI](?!{_IN_WORDS})(?!\s+(?!(?:and|or|nor)\b)\w)|[B-HJ-Z](?!{_IN_WORDS}))")
+
+# A letter before a choice: "A. a dog", "A: a dog", "A) a dog", "(A) a dog". "A.D." and "A minor" have none.
+_LABEL = re.compile(r"\s*[(\uff08]?([A-Za-z])(?:[.:](?=\s)|[)\uff09\u3001\uff0e\uff1a])\s*(?=\S)")
 
 
 @dataclass(frozen=True)
@@ -382,9 +385,54 @@ def derive_seed(seed: int, question_id: str) -> int:
 
 
 def add_choices(prompt: str, choices: Sequence[str]) -> str:
-    """Return the prompt with its choices as "A. ..." lines and the instruction to answer with a letter."""
-    options = "".join(f"{letter}. {text}\n" for letter, text in zip(ascii_uppercase, choices, strict=False))
+    """Return the prompt with its choices as "A. ..." lines and the instruction to answer with a letter.
+
+    Choices that carry their letters already get no second ones.
+    """
+    texts = strip_letters(choices)
+    options = "".join(f"{letter}. {text}\n" for letter, text in zip(ascii_uppercase, texts, strict=False))
     return f"{prompt}\n{options}{INSTRUCTION}"
+
+
+def split_letter(choice: str) -> tuple[str, str]:
+    """Split a choice into the letter before it, as a capital, and its text; the letter is "" if there is none."""
+    match = _LABEL.match(choice)
+    return ("", choice) if match is None else (match[1].upper(), choice[match.end() :])
+
+
+def strip_letters(choices: Sequence[str]) -> list[str]:
+    """Return the choices without the letters before them, if all of them carry theirs, in order from A.
+
+    Otherwise they are returned as they are: "A. Lincoln" and "G. Bush" have initials. So are choices that would become
+    equal: "(a) only" and "(b) only" refer to the question.
+    """
+    letters, texts = zip(*map(split_letter, choices), strict=True) if choices else ((), ())
+    is_labeled = list(letters) == list_letters(len(choices)) and len(set(texts)) == len(texts)
+    return list(texts if is_labeled else choices)
+
+
+def find_count_from_1(answers: Iterable[tuple[str | None, Sequence[str] | None]]) -> str | None:
+    """Describe why the right answers seem to be counted from 1, not from 0; None if they do not.
+
+    That is so if 0 is never the right answer and the number of choices is. Answers that are the text of a choice count
+    for neither.
+
+    Args:
+        answers: pairs of a question's right answer and its choices, each None if it has none.
+    """
+    numbers = [
+        (int(answer), len(choices))
+        for answer, choices in answers
+        if answer is not None and choices and answer.strip().isdecimal()
+        if answer.strip() not in {text.strip() for text in (*choices, *strip_letters(choices))}
+    ]
+    n_beyond = sum(number == n_choices for number, n_choices in numbers)
+    if not n_beyond or any(number == 0 for number, _ in numbers):
+        return None
+    return (
+        f"of {len(numbers)} right answers that are numbers, {n_beyond} are the number of choices and none is 0: they "
+        "seem to be counted from 1, and here 0 is the first choice. Subtract 1, or give letters or the texts of choices"
+    )
 
 
 def list_letters(count: int) -> list[str]:
@@ -401,7 +449,10 @@ def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
     """
     text = without_reasoning(answer, REASONING).strip("*").strip()
     names = list_letters(len(choices))
-    same_texts = [i for i, choice in enumerate(choices) if _normalise(choice) == _normalise(text)]
+    bare_texts = strip_letters(choices)
+    same_texts = [
+        i for i, forms in enumerate(zip(choices, bare_texts, strict=True)) if _normalise(text) in map(_normalise, forms)
+    ]
     if len(same_texts) == 1 and text.strip("().") not in names:
         return same_texts[0]
     first = _FIRST.match(text)

@@ -60,6 +60,7 @@ from pipeline.generate.model import check_tokens, find_model, make_prompt_builde
 from pipeline.generate.questions import (
     QUESTION_SCHEMA,
     AnswerMode,
+    find_count_from_1,
     make_questions,
     read_given_questions,
     read_questions,
@@ -281,6 +282,9 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         if self._evaluation is None:  # an evaluation scores by its own annotations
             for line in format_new_targets(self.store, live, self.questions):
                 self.say(line)
+            answers = zip(*(self.questions[name].to_pylist() for name in ("target", "choices")), strict=True)
+            if reason := find_count_from_1(answers):
+                self.say(f"note: {reason}; jobs.evaluate --score refuses these")
         return questions
 
     @property

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pipeline.errors import UsageError, printable
 from pipeline.evaluate.benchmarks.annotations import FaultKind, NotAskable, without_letter
+from pipeline.generate.questions import find_count_from_1
 
 _MAX_WRONG_SHARE = 0.5  # share of questions; in the published files at most 2 of 355 are wrong
 
@@ -140,8 +141,8 @@ class QuestionCollector:
     def finish(self, place: str, remedy: str) -> LoadedQuestions:
         """Return the collected questions and faults.
 
-        Raises UsageError if no question is left, or if most right answers are not among the options; it names an
-        example.
+        Raises UsageError if no question is left, if most right answers are not among the options, and if they seem to
+        be counted from 1.
         """
         self._check_answers(place)
         if self.items:
@@ -156,9 +157,9 @@ class QuestionCollector:
         )
 
     def _check_answers(self, place: str) -> None:
-        """Raise UsageError if most right answers are not among the options: the annotations then have another form.
+        """Raise UsageError if most right answers are not among the options, or they seem to be counted from 1.
 
-        A single question is not checked.
+        The annotations then have another form. A single question is not checked.
         """
         items = [item for item in self.items if item.options and item.expected is not None]
         wrong = [item for item in items if item.answer is None]
@@ -169,6 +170,8 @@ class QuestionCollector:
                 f"e.g. {example.expected!r} of {example.question_id} with the options {example.options}: the file is "
                 "of another form, or another version, than the benchmark's"
             )
+        if len(items) > 1 and (reason := find_count_from_1((item.expected, item.options) for item in items)):
+            raise UsageError(f"{place}: {reason}")
 
     def _oddities(self, item: Item) -> list[tuple[FaultKind, str]]:
         """Return the faults of a question that can still be asked: repeated or blank options, an impossible answer.

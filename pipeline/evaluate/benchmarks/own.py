@@ -14,7 +14,7 @@ from pipeline.evaluate.benchmarks.annotations import NO_ANSWER, NotAskable, Vide
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector
 from pipeline.evaluate.protocols import LETTER
-from pipeline.generate.questions import AnswerMode, read_questions
+from pipeline.generate.questions import AnswerMode, list_letters, read_questions, split_letter, strip_letters
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 
 # A number: its point and its minus sign are no punctuation, unlike the commas of 1,000.
@@ -43,8 +43,9 @@ class OwnQuestions(Benchmark):
     A list of video_id puts several videos in one prompt. Optional are choices, split (which part of the file it counts
     to) and cluster; other columns are not looked at.
 
-    ``answer`` is a choice: its text, else its text but for case and spaces around it, else its letter, else its index
-    counted from 0. Without choices it is a text, and :func:`same_text` says whether a reply is right.
+    ``answer`` is a choice: its text, else its text but for case and spaces around it, else its letter, else its text
+    with or without its letter, else its index counted from 0. Without choices it is a text, and :func:`same_text` says
+    whether a reply is right.
 
     ``cluster`` is what must be drawn together when the error of a score is estimated; by default the video, and videos
     that a question asks about together.
@@ -153,13 +154,18 @@ def _mark_number(number: re.Match[str]) -> str:
 def _find_choice(answer: str, options: Sequence[str]) -> int | None:
     """Return the index of the choice that ``answer`` means, or None.
 
-    It may be the choice's text, its text in another case, its letter, or its index counted from 0; tried in this order.
+    It may be the choice's text, its text in another case, its letter, its text with or without its letter, or its index
+    counted from 0; tried in this order.
     """
     if answer in options:
         return options.index(answer)
+    letter, text = split_letter(answer.strip().casefold())
+    texts = [text.strip().casefold() for text in strip_letters(options)]
+    same_texts = (i for i, name in enumerate(list_letters(len(texts))) if (letter or name, text) == (name, texts[i]))
     means = (
         answer_index("text", answer.casefold(), [text.casefold() for text in options]),
-        answer_index("letter", answer, options),
+        answer_index("letter", answer.strip(" ().:"), options),
+        next(same_texts, None),
         answer_index("index", answer, options),
     )
     return next((index for index in means if index is not None), None)

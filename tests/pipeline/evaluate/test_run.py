@@ -223,6 +223,12 @@ def test_frames_that_moved_to_keyframes_and_coded_tokens_are_rows_of_their_own(a
         scored(plain, answered("others", cache="fewer"))
 
 
+def test_stored_answers_whose_right_answers_are_counted_from_1_are_not_scored(answered):
+    rows = [row | {"answer": number} for number, row in enumerate(ROWS, 1)]
+    with pytest.raises(UsageError, match=r"of 2 right answers .* seem to be counted from 1, and here 0 is the first"):
+        scored(answered("a", rows=rows))
+
+
 def test_questions_that_share_a_video_are_drawn_together(answered):
     done = scored(answered("full"))
     assert done.scores["cluster"].to_pylist() == ["a", "a"]

@@ -139,6 +139,17 @@ def test_choices_by_letter_and_by_text(cache, tmp_path):
     assert answers["generate"]["n_new_tokens"] > 0 and answers["generate"].get("choice_scores") is None
 
 
+def test_choices_that_carry_their_letters_are_asked_without_and_stored_with_them(cache, tmp_path):
+    plain, labeled = ["square", "star"], ["(A) square", "(B) star"]
+    rows = [
+        {"question_id": i, "video_id": "a", "prompt": "Which?", "choices": c} for i, c in enumerate((plain, labeled))
+    ]
+    first, second = Answerer(setup_of(cache)).answer(questions(tmp_path, rows, AnswerMode(Decoding(4))))
+    assert second["choices"] == labeled  # as in the file, so that answers of earlier versions are resumed
+    same = ("prompt", "n_prompt_tokens", "answer", "choice")
+    assert [first[name] for name in same] == [second[name] for name in same]
+
+
 @pytest.mark.parametrize("method", ["letter", "loglikelihood", "generate"])
 def test_scores_that_are_no_numbers_are_no_answer(tmp_path, method):
     """The tokens of video a are beyond float16: every choice would be as likely, and the first one the answer."""

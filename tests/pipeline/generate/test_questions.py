@@ -204,6 +204,46 @@ def test_letters_are_put_as_lmms_eval_puts_them():
     )
 
 
+LABELED = (
+    *(["A. a dog", "B. a cat"], ["(A) a dog", "(B) a cat"], ["A) a dog", "B) a cat"], ["A: a dog", "B: a cat"]),
+    *(
+        ["a. a dog", "b. a cat"],
+        ["(a) a dog", "(b) a cat"],
+        [" A.\ta dog", "(B)a cat"],
+        ["A\u3001a dog", "B\uff0ea cat"],
+    ),
+)
+
+
+@pytest.mark.parametrize("choices", LABELED)
+def test_choices_that_carry_their_letters_get_no_second_ones(choices):
+    assert add_choices("Which?", choices) == add_choices("Which?", ["a dog", "a cat"])
+    replies = ("A", "A. a dog", "(A) a dog", "a dog", "A dog.", choices[0], choices[0].strip().lower())
+    assert [parse_letter(reply, choices) for reply in replies] == [0] * len(replies)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        ["A. Lincoln", "G. Bush"],  # initials
+        ["A. a dog", "a cat"],  # of some alone
+        ["B. a dog", "A. a cat"],
+        ["A.D.", "B.C."],
+        ["A minor", "B minor", "C minor"],
+        ["A", "B"],
+        ["A.", "B."],  # letters in the video, say
+        ["(a) only", "(b) only"],
+        ["1. a dog", "2. a cat"],
+        ["A:B", "B:A"],
+        ["A - B", "B - C"],
+        ["Aa. x", "Bb. y"],
+    ],
+)
+def test_what_is_no_choices_letter_stays(choices):
+    letters = (f"{letter}. {text}\n" for letter, text in zip("ABC", choices, strict=False))
+    assert add_choices("Which?", choices).startswith("Which?\n" + "".join(letters))
+
+
 CHOICES = ["a dog", "a cat", "a cow."]
 
 

@@ -155,6 +155,19 @@ def test_a_right_answer_that_was_corrected_after_the_question_is_said_not_to_cou
     ]
 
 
+def test_right_answers_that_are_counted_from_1_are_noted_before_anything_is_asked(job_of):
+    def said(answers):
+        rows = [{**ROWS[0], "question_id": i, "choices": ["x", "y"], "answer": a} for i, a in enumerate(answers)]
+        job, lines = job_of(rows), []
+        job.say = lines.append
+        assert len(job.list_remaining()) == len(rows)
+        return lines
+
+    assert said([0, 1, None]) == []
+    (line,) = said([1, 2, None])
+    assert line.startswith("note: of 2 right answers that are numbers, 1 are the number of choices and none is 0")
+
+
 def test_answers_on_a_video_that_was_encoded_again_are_said_to_be_of_the_earlier_tokens(job_of, answered, tmp_path):
     def said():
         job, lines = job_of(), []

@@ -257,6 +257,17 @@ def test_videos_that_a_question_ties_together_are_one_cluster_unless_the_file_sa
         (["2", "1", "0"], 0, 2),  # a text before an index
         (["x", "y", "z"], 2, 2),
         (["x", "y", "z"], "0", 0),
+        (["A. x", "B. y"], "y", 1),
+        (["A. x", "B. y"], "b. Y", 1),
+        (["A. x", "B. y"], "B", 1),
+        (["A. x", "B. y"], "(B)", 1),
+        (["A. x", "B. y"], "1", 1),
+        (["(A) 2", "(B) 3", "(C) 1"], "1", 2),  # a text before an index here, too
+        (["A. B", "B. A"], "A", 0),
+        (["x", "y"], "B. y", 1),
+        (["x", "y"], "(b)", 1),
+        (["x", "y"], "B. x", None),
+        (["1", "2", "3", "4"], "4", 3),
         (["x", "y"], 2, None),
         (["x", "y"], "C", None),
         (["x", "y"], "both", None),
@@ -266,6 +277,37 @@ def test_the_right_choice_is_named_by_text_then_letter_then_index(tmp_path, choi
     loaded = own(tmp_path, [OWN[0] | {"choices": choices, "answer": answer}])
     assert loaded.items[0].answer == index and loaded.items[0].expected == str(answer)
     assert [fault.kind for fault in loaded.faults] == ([] if index is not None else ["answer-no-candidate"])
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_from_1"),
+    [
+        ([1, 2, 3], True),
+        (["1", "3", " 2"], True),
+        ([1, 2, 3, "b"], True),  # beside a letter
+        ([0, 1, 2], False),
+        ([0, 1, 3], False),  # one is wrong
+        ([1, 2, 2], False),  # nothing shows
+        ([1, 2, 7], False),
+        (["A", "b", "z"], False),
+    ],
+)
+def test_answers_that_are_counted_from_1_are_refused(tmp_path, answers, is_from_1):
+    rows = [OWN[0] | {"question_id": i, "choices": ["x", "y", "z"], "answer": a} for i, a in enumerate(answers)]
+    if is_from_1:
+        with pytest.raises(UsageError, match=r"own\.jsonl: of 3 right answers .* 1 are the number of choices"):
+            own(tmp_path, rows)
+    else:
+        assert own(tmp_path, rows).items
+
+
+def test_the_number_of_choices_is_each_questions_own_and_a_number_may_be_a_choice(tmp_path):
+    few, many, numbers = ({"choices": choices} for choices in (["x", "y"], ["x", "y", "z"], ["1", "2"]))
+    kinds = [(many, 2), (few, 1), (numbers, 2), ({"choices": ["A. 1", "B. 2"]}, "2")]
+    rows = [OWN[0] | kind | {"question_id": i, "answer": answer} for i, (kind, answer) in enumerate(kinds)]
+    assert [item.answer for item in own(tmp_path, rows).items] == [2, 1, 1, 1]
+    with pytest.raises(UsageError, match=r"of 3 right answers that are numbers, 1 are the number of choices"):
+        own(tmp_path, [*rows, rows[0] | {"question_id": "x", **few}])
 
 
 @pytest.mark.parametrize(
