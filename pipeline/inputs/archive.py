@@ -46,6 +46,7 @@ class Member(NamedTuple):
         end_s: end of the clip in seconds.
         video_id: its id, if it is not the archive's name and ``name``.
         mark: a text from the archive that changes with the content.
+        path: the path of the file that holds the video, if the row of a table has a path instead of bytes.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Member(NamedTuple):
     end_s: float | None = None
     video_id: str | None = None
     mark: str | None = None
+    path: str | None = None
 
 
 class ArchiveOptions(NamedTuple):

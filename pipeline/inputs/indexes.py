@@ -34,7 +34,7 @@ from pipeline.inputs.archive import (
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.left_out import LeftOut
 from pipeline.inputs.listings import find_suffix
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
 from pipeline.inputs.tables import number_of
 from pipeline.keys import column_keys, find, find_repeated, mark_key
 from pipeline.rows import Json
@@ -86,6 +86,7 @@ class Indexing:
         has_limit: whether tables and single archives are skipped then too: a limit may need none of them.
         ids: the ids of all videos so far, if archives may share an id; then an archive behind a skipped archive is
             skipped too.
+        roots: the places besides a table's own that the paths in its rows may name.
         enough: returns True if the first videos of an archive are all that the run needs.
         say: gets lines of progress.
         unindexed: the skipped archives, in order.
@@ -103,6 +104,7 @@ class Indexing:
     later: bool = False
     has_limit: bool = False
     ids: Ids | None = None
+    roots: Roots = field(default_factory=lambda: Roots([], []))
     enough: Callable[[pa.Table], bool] | None = None
     say: Callable[[str], object] = lambda line: None
     unindexed: list[NamedArchive] = field(default_factory=list)
@@ -173,7 +175,26 @@ class Indexing:
         if index is None:
             return None
         self.left_out.add_all(index.left_out.as_record(), f"{place.name}/")
-        return _table(place, index.members, self.options, index.mark)
+        table = self._make_table(place, index.members, index.mark)
+        if index.members and all(member.path for member in index.members) and not table["policy"].null_count:
+            raise ManifestError(
+                f"{place.uri}: the column {self.options.column} holds paths, and none of the {len(table)} may be read, "
+                f"e.g. {table['uri'][0]}: {table['policy'][0]}"
+            )
+        return table
+
+    def _make_table(self, place: NamedArchive, members: Sequence[Member], mark: str = "") -> pa.Table:
+        """Return the members of an archive as MANIFEST_SCHEMA. Rows with a path instead of bytes become files."""
+        table = _table(place, members, self.options, mark)
+        paths = pa.array([member.path for member in members], pa.string())
+        if paths.null_count == len(paths):
+            return table
+        located = NamedVideos.beside(place.uri, self.roots).locate(paths.drop_null())
+        is_file, columns = paths.is_valid(), {name: table[name].combine_chunks() for name in table.column_names}
+        columns["uri"] = pc.replace_with_mask(columns["uri"], is_file, located.uris)
+        columns["policy"] = pc.replace_with_mask(columns["policy"], is_file, located.policy)
+        columns["source_offset"] = pc.if_else(is_file, None, columns["source_offset"])
+        return pa.Table.from_pydict(columns, MANIFEST_SCHEMA)
 
     def _index(self, place: NamedArchive, file: RandomFile, kept_index: _Index | None) -> _Index | None:
         """Return the index of an open archive: the kept index if it fits, else a new index.
@@ -218,7 +239,7 @@ class Indexing:
             if len(members) == look_at and self.enough is not None:
                 look_at *= 2
                 index = self._make_index(place, archive, members)
-                if self._clips_known(place, index) and self.enough(_table(place, index.members, self.options)):
+                if self._clips_known(place, index) and self.enough(self._make_table(place, index.members)):
                     self.n_cut += 1
                     return index, False
             members.append(member)

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.errors import printable
+from pipeline.inputs.arrow_files import RecordBatches
 from pipeline.inputs.listings import find_suffix
 
 _Scalar = str | int | float | bool | bytes | date | time | timedelta | Decimal | os.PathLike[str] | None
@@ -75,6 +76,13 @@ def parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
     return dict(zip(schema.names, schema.types, strict=True))
 
 
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type of the values that a column of a dictionary or of an extension type stores."""
+    while pa.types.is_dictionary(kind) or isinstance(kind, pa.BaseExtensionType):
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind.storage_type
+    return kind
+
+
 def batch_rows(batch: pa.RecordBatch) -> list[UserRow]:
     """Return the rows of a batch; all times of a batch with a time that Python has no date for come as text.
 
@@ -111,14 +119,20 @@ def read_parts(
 ) -> Iterator[TableRows]:
     """Yield the rows of ``read_rows`` in parts that fit memory.
 
-    The rows of a .parquet stay in Arrow. Its column ``paths``, if given, serves as ``uri``, and as ``video_id`` if it
-    has no such column.
+    The rows of a .parquet stay in Arrow, and so do those of an Arrow file, which is read for its column ``paths`` only.
+    That column, if given, serves as ``uri``, and as ``video_id`` if there is no such column.
     """
     if find_suffix(name) == ".parquet":
         with pq.ParquetFile(file) as shard:
             _refuse_doubles(name, shard.schema_arrow.names)
             batches = shard.iter_batches(batch_size=_PART_ROWS, use_threads=False)
             yield from _arrow_parts(batches if paths is None else (_with_paths(batch, paths) for batch in batches))
+    elif paths is not None:
+        shard = RecordBatches(name)
+        names = shard.schema.names
+        _refuse_doubles(name, names)
+        batches = (part for piece in range(len(shard.lengths)) for part in shard.read(piece, names, _PART_ROWS))
+        yield from _arrow_parts(_with_paths(batch, paths) for batch in batches)
     else:
         yield from _dict_parts(read_rows(name, file, needs, key))
 
