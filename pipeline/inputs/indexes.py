@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import compress, islice
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -276,7 +276,11 @@ class Indexing:
             version, uri, mark, *left_out = facts
             if (version, uri) != (_VERSION, place.uri):
                 return _Index([], LeftOut())  # it is made again
-            return _Index([Member(*member) for member in members], LeftOut(*left_out), mark)
+            kept = [Member(*member) for member in members]
+            # Older versions kept no shown names, which only members of zips have.
+            if find_suffix(place.uri) == ".zip" and any("\\" in m.name and m.shown_name is None for m in kept):
+                return _Index([], LeftOut())
+            return _Index(kept, LeftOut(*left_out), mark)
         except FileNotFoundError:
             return None
         except (
@@ -320,10 +324,15 @@ def forget_members(store: Store, uris: Collection[str], ids: Collection[str] = (
             facts, *members = json.loads(zlib.decompress(data))
             if facts[0] != _VERSION:
                 raise ValueError(facts[0])
-            places = [f"{facts[1]}#{member[0]}" for member in members]
-            removed_ids = [member[0] for member, place in zip(members, places, strict=True) if place in uris]
-            other_members = [member for member, place in zip(members, places, strict=True) if place not in uris]
-            doubtful = any(not ends.isdisjoint(_ends(f"{facts[1]}/{member[0]}")) for member in other_members)
+            kept = [Member(*member) for member in members]
+            is_removed = [f"{facts[1]}#{member.name}" in uris for member in kept]
+            removed_ids = [member.shown_name or member.name for member in compress(kept, is_removed)]
+            other_members = [member for member, removed in zip(kept, is_removed, strict=True) if not removed]
+            doubtful = any(
+                not ends.isdisjoint(_ends(f"{facts[1]}/{name}"))
+                for member in other_members
+                for name in {member.name, member.shown_name or member.name}
+            )
         except (ValueError, TypeError, LookupError, zlib.error):
             doubtful, other_members, removed_ids = True, [], []
         if doubtful:
@@ -356,7 +365,7 @@ def _table(place: NamedArchive, members: Sequence[Member], options: ArchiveOptio
     members = [_check_bounds(member) for member in members]
     if options.clips_from is not None or rows:
         members = [_add_clip(member, options.clips_from, rows) for member in members]
-    names = [str(member.offset) if rows else member.name for member in members]
+    names = [str(member.offset) if rows else member.shown_name or member.name for member in members]
     columns = {
         "video_id": [
             member.video_id or f"{place.name}/{name}".rstrip("/") for member, name in zip(members, names, strict=True)

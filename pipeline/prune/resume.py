@@ -65,6 +65,30 @@ def select_shard(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
     return manifest.filter(pa.array(column_keys(manifest["video_id"])[:, 0] % np.uint64(part[1]) == part[0]))
 
 
+def keep_stored_ids(videos: pa.Table, ledger: Ledger) -> pa.Table:
+    """Return the videos; a member of a zip that the cache has by the name with backslashes keeps that id.
+
+    Earlier versions took such a name as it is written in the zip, which is how its uri still ends. Without this, its
+    video would be encoded again and stand in the cache twice.
+    """
+    has_backslash = pc.match_substring(videos["uri"], "\\")
+    if not len(ledger) or not pc.any(has_backslash, min_count=0).as_py():
+        return videos
+    numbers = np.flatnonzero(pc.and_(has_backslash, videos["source_offset"].is_valid()).to_numpy())
+    ids = videos["video_id"].take(pa.array(numbers)).to_pylist()
+    names = [uri.partition("#")[2] for uri in videos["uri"].take(pa.array(numbers)).to_pylist()]
+    old_ids = [
+        video_id[: -len(name)] + name if name and video_id.endswith(name.replace("\\", "/")) else video_id
+        for video_id, name in zip(ids, names, strict=True)
+    ]
+    is_stored, is_new = (ledger.find(pa.array(texts, pa.string())) >= 0 for texts in (old_ids, ids))
+    mask = np.zeros(len(videos), np.bool_)
+    mask[numbers] = keeps = is_stored & ~is_new
+    stored_ids = pa.array(old_ids, pa.string()).filter(pa.array(keeps))
+    column = pc.replace_with_mask(videos["video_id"].combine_chunks(), pa.array(mask), stored_ids)
+    return videos.set_column(0, videos.schema.field(0), column)
+
+
 def check_redo(ids: pa.Array, videos: pa.Table | None, ledger: Ledger, config: PruneConfig) -> None:
     """Raise UsageError if ids of ``--redo`` have no row, were removed, or are not among ``videos`` (None: unknown).
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import zipfile
 
 import pyarrow as pa
 import pytest
@@ -15,6 +16,7 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import (
     ManifestCounts,
     format_skipped,
+    keep_stored_ids,
     select_existing,
     select_remaining,
     select_retries,
@@ -54,6 +56,33 @@ def test_done_and_failed_videos_are_left_alone_and_failed_ones_are_tried_again_o
     assert left(folder, live) == {"c.mp4": 1}
     assert left(folder, live, retry_failed=True) == {"b.mp4": 2, "c.mp4": 1}
     assert left(folder, live, retry_failed=True, max_attempts=1) == {"c.mp4": 1}
+
+
+def test_a_member_of_a_zip_keeps_the_id_with_backslashes_that_the_cache_has(folder):
+    """Older versions wrote such names into ids. A row by the new name wins."""
+    with zipfile.ZipFile(folder / "z.zip", "w") as file:
+        for name in ("x\\old.mp4", "x\\new.mp4", "x\\both.mp4", "plain.mp4"):
+            info = zipfile.ZipInfo(name)
+            info.create_system = 0
+            file.writestr(info, name)
+    videos = read_manifest(str(folder / "z.zip"))
+    source = {"start_s": None, "end_s": None}
+    stored = {"z.zip/x\\old.mp4": "x\\old.mp4", "z.zip/x\\both.mp4": "x\\both.mp4", "z.zip/x/both.mp4": "x\\both.mp4"}
+    rows = [
+        encoded(video_id, TOKENS, 0.25, "gstep", **source, uri=f"{folder}/z.zip#{name}", source_size=len(name))
+        for video_id, name in stored.items()
+    ]
+    store = write_header(folder / "cache")
+    assert keep_stored_ids(videos, Ledger(store).refresh()) is videos
+    write_shard(store, "run", *rows)
+    ledger = Ledger(store).refresh()
+    kept = keep_stored_ids(videos, ledger)
+    assert kept["video_id"].to_pylist() == [
+        f"z.zip/{name}" for name in ("x\\old.mp4", "x/new.mp4", "x/both.mp4", "plain.mp4")
+    ]
+    assert kept.drop_columns(["video_id"]).equals(videos.drop_columns(["video_id"]))
+    todo, _ = select_remaining(kept, ledger, PruneConfig())
+    assert todo["video_id"].to_pylist() == ["z.zip/x/new.mp4", "z.zip/plain.mp4"]
 
 
 @pytest.fixture
