@@ -39,7 +39,7 @@ from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Ro
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, TableRows, given_parts, is_text, read_parts
 from pipeline.keys import ROWS_AT_ONCE, mark_key
 from pipeline.storage.hub import is_remote, reach
-from pipeline.storage.s3 import Objects, check_uri, is_s3
+from pipeline.storage.s3 import Objects, check_uri, has_query, is_s3
 
 
 class Listed(NamedTuple):
@@ -465,7 +465,9 @@ def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, 
 
     Raises ManifestError if two paths have the same name.
     """
-    shown = [without_secrets(path) if "://" in path and "?" in path else path for path in paths]
+    shown = [
+        without_secrets(path) if "://" in path and (has_query(path) or not is_s3(path)) else path for path in paths
+    ]
     names = [path.rstrip("/").rpartition("/")[2] for path in shown]
     rows = [{"video_id": name, "uri": path} for name, path in zip(names, paths, strict=True)]
     (name, count), *_ = Counter(row["video_id"] for row in rows).most_common(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+from unicodedata import normalize
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.cache.live import Ledger
-from pipeline.errors import SourceChanged, UsageError
+from pipeline.errors import SourceChanged, UsageError, describe_near
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE, clip_keys, column_keys
 from pipeline.prune.changes import find_replaced
@@ -108,8 +109,11 @@ def check_redo(ids: pa.Array, videos: pa.Table | None, ledger: Ledger, config: P
     }
     for why, is_wrong in faults.items():
         if is_wrong.any():
-            example = ids[int(np.flatnonzero(is_wrong)[0])]
-            raise UsageError(f"--redo {config.redo}: {is_wrong.sum()} of its ids {why}, e.g. {example}")
+            example = ids[int(np.flatnonzero(is_wrong)[0])].as_py()
+            forms = [normalize("NFC", example), normalize("NFD", example), example.strip()]
+            stored = (form for form, row in zip(forms, ledger.find(pa.array(forms)), strict=True) if row >= 0)
+            near = next((f"; did you mean {describe_near(example, form)}?" for form in stored if form != example), "")
+            raise UsageError(f"--redo {config.redo}: {is_wrong.sum()} of its ids {why}, e.g. {example}{near}")
 
 
 def select_remaining(
