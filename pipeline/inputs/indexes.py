@@ -175,13 +175,7 @@ class Indexing:
         if index is None:
             return None
         self.left_out.add_all(index.left_out.as_record(), f"{place.name}/")
-        table = self._make_table(place, index.members, index.mark)
-        if index.members and all(member.path for member in index.members) and not table["policy"].null_count:
-            raise ManifestError(
-                f"{place.uri}: the column {self.options.column} holds paths, and none of the {len(table)} may be read, "
-                f"e.g. {table['uri'][0]}: {table['policy'][0]}"
-            )
-        return table
+        return self._make_table(place, index.members, index.mark)
 
     def _make_table(self, place: NamedArchive, members: Sequence[Member], mark: str = "") -> pa.Table:
         """Return the members of an archive as MANIFEST_SCHEMA. Rows with a path instead of bytes become files."""

@@ -189,7 +189,7 @@ class VideoFolder:
         if empty:
             raise NotAskable("missing-video", f"the folder {empty!r} holds no frames ({FIRST_FRAME} and so on)")
         more = f" (nor at {len(paths) - 1} other places)" if len(paths) > 1 else ""
-        near = near_form(os.path.join(self._folder, paths[0]))  # noqa: PTH118
+        near = next(filter(None, (near_form(os.path.join(self._folder, path)) for path in paths)), "")  # noqa: PTH118
         raise NotAskable("missing-video", f"there is no {paths[0]!r} in the data folder{more}{near}")
 
 

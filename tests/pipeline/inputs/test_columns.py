@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.errors import ManifestError, VideoFault
+from pipeline.errors import VideoFault
 from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
@@ -145,11 +145,20 @@ def test_paths_of_any_type_are_files_beside_the_table_and_never_outside(tmp_path
     assert told["policy"].null_count == 3
 
 
-def test_a_table_whose_paths_all_lead_outside_names_the_remedy(tmp_path):
-    video = [{"bytes": None, "path": f"/elsewhere/{name}.mp4"} for name in "ab"]
-    write_stream(pa.table({"v": video}), tmp_path / "a.arrow")
-    with pytest.raises(ManifestError, match=r"holds paths, and none of the 2 may be read, .*a\.mp4: .*--video-root"):
-        rows(str(tmp_path / "a.arrow"), "v")
+def test_addresses_in_a_table_follow_the_rules_of_manifests(tmp_path):
+    paths = [
+        "hf://datasets/u/n/a.mp4",
+        "https://k:SEC@host/a.mp4?sig=SEC",
+        "s3://b/a.mp4",
+        f"file://{tmp_path}/a.mp4",
+        "x\0y",
+    ]
+    write_stream(pa.table({"v": [{"bytes": None, "path": path} for path in paths]}), tmp_path / "a.arrow")
+    found = rows(str(tmp_path / "a.arrow"), "v")
+    said = [row["policy"] or row["fault"] for row in found]
+    assert [text and text.split(":")[0] for text in said[:2]] == ["hf", "https"] and "--video-root" in said[2]
+    assert said[3] is None and found[3]["uri"] == f"{tmp_path}/a.mp4" and said[4] == "policy: its path has a NUL"
+    assert "SEC" not in str(found)
 
 
 @pytest.mark.parametrize("deltas", [False, True])

@@ -15,6 +15,7 @@ from pipeline.keys import ROWS_AT_ONCE
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import (
     ManifestCounts,
+    check_redo,
     format_skipped,
     keep_stored_ids,
     select_existing,
@@ -107,6 +108,15 @@ def test_what_is_left_of_a_pass_is_what_has_no_row_of_its_attempt(folder, live, 
     assert len(select_unfinished(todo, live, redone_in_vain)) == 0
     write_shard(store, "latest", encoded("c.mp4", TOKENS, 0.25, "gstep"))
     assert len(select_unfinished(todo, live.refresh(), {})) == 0
+
+
+def test_an_id_of_redo_that_only_looks_like_a_stored_id_is_refused_with_the_stored_id(folder):
+    store = write_header(folder / "cache")
+    write_shard(store, "run", encoded("cafe\u0301.mp4", TOKENS, 0.25, "gstep", uri="/a"))
+    ledger = Ledger(store).refresh()
+    for wrong in ("caf\u00e9.mp4", "cafe\u0301.mp4 "):
+        with pytest.raises(UsageError, match=r"have no row in .*; did you mean cafe\u0301\.mp4 \(it differs only by"):
+            check_redo(pa.array([wrong]), None, ledger, PruneConfig(redo="ids.txt"))
 
 
 def test_a_changed_file_is_refused_skipped_or_redone(folder, live):
