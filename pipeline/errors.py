@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
+from unicodedata import is_normalized, normalize
 
 from gstep.lazy import did_you_mean
 
 _LOOKED_AT = 10_000  # files of a folder that are looked through for a likely one
+_FORMS: tuple[Literal["NFC", "NFD"], ...] = ("NFC", "NFD")  # Unicode forms of names: of most systems, and of macOS
 
 FaultClass = Literal[
     "unsupported", "too-short", "corrupt", "timeout", "crash", "out-of-memory", "policy", "io", "own-code", "internal"
@@ -302,9 +305,43 @@ class QuestionFault(Exception):  # noqa: N818
 def near_file(path: Path) -> str:
     """Return ``" (did you mean NAME?)"`` for the file beside a missing one whose name is nearest, or "" without one."""
     try:
-        return did_you_mean(path.name, [entry.name for entry in islice(path.parent.iterdir(), _LOOKED_AT)])
+        names = [entry.name for entry in islice(path.parent.iterdir(), _LOOKED_AT)]
     except OSError:
         return ""
+    look = normalise_look(path.name)
+    twin = next((name for name in names if normalise_look(name) == look), None)
+    return did_you_mean(path.name, names) if twin is None else f" (did you mean {describe_near(path.name, twin)}?)"
+
+
+def near_form(path: str) -> str:
+    """Return ``" (did you mean NAME ...?)"`` for the file that a missing one would be in another Unicode form, or "".
+
+    Costs no look at the disk for a path in ASCII, and four for any other.
+    """
+    folder, name = os.path.split(path)
+    for form in () if path.isascii() else _FORMS:
+        for other in (os.path.join(folder, normalize(form, name)), normalize(form, path)):  # noqa: PTH118
+            if other != path and os.path.exists(other):  # noqa: PTH110 - as above
+                return f" (did you mean {describe_near(path, other)}?)"
+    return ""
+
+
+def normalise_look(name: str) -> str:
+    """Return a name in a form that is equal for names that look the same.
+
+    macOS decomposes accented letters (NFD), and its names of recordings have spaces that are not a blank.
+    """
+    return normalize("NFKC", name).strip().replace("\\", "/")
+
+
+def describe_near(wrong: str, near: str) -> str:
+    """Return a name that may have been meant by a ``wrong`` one, with the difference if both look the same."""
+    if normalise_look(wrong) != normalise_look(near):
+        return near
+    if normalize("NFC", wrong) != normalize("NFC", near):
+        return f"{near} (it differs only by blanks, slashes or characters that look alike: {near!a})"
+    form = next(form for form in (*_FORMS, "mixed") if form == "mixed" or is_normalized(form, near))
+    return f"{near} (it differs only by its Unicode form, {form}: {near!a})"
 
 
 def name_first(names: Sequence[str], total: int, limit: int = 3) -> str:

@@ -8,21 +8,23 @@ from pathlib import PurePosixPath
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.errors import describe_near, normalise_look
+
 MAX_SUGGESTIONS = 3  # likely ids that a message names
 _MAX_CANDIDATES = 1000  # ids that are compared letter by letter
 
 
 def did_you_mean_id(wrong: str, ids: pa.ChunkedArray) -> str:
     """Return ``"; did you mean A, B?"`` with the ids nearest to a ``wrong`` one, or "" where none is near."""
-    likely = near_ids(wrong, ids)
+    likely = [describe_near(wrong, video_id) for video_id in near_ids(wrong, ids)]
     return f"; did you mean {', '.join(likely)}?" if likely else ""
 
 
 def near_ids(wrong: str, ids: pa.ChunkedArray) -> list[str]:
     """Return up to MAX_SUGGESTIONS ids similar to a ``wrong`` id, the likeliest first.
 
-    In this order: the only id with the base name of ``wrong``, with or without a suffix; ids that contain ``wrong``;
-    else ids with similar letters.
+    In this order: ids that look the same, in another Unicode form for example; the only id with the base name of
+    ``wrong``, with or without a suffix; ids that contain ``wrong``; else ids with similar letters.
     """
     try:
         wrong.encode()
@@ -30,8 +32,16 @@ def near_ids(wrong: str, ids: pa.ChunkedArray) -> list[str]:
         return []
     if not wrong:
         return []
-    likely = _only_of_base_name(wrong, ids) + _first(ids.filter(pc.match_substring(ids, wrong)))
+    likely = (
+        _of_same_look(wrong, ids) + _only_of_base_name(wrong, ids) + _first(ids.filter(pc.match_substring(ids, wrong)))
+    )
     return list(dict.fromkeys(likely or _of_close_letters(wrong, ids)))[:MAX_SUGGESTIONS]
+
+
+def _of_same_look(wrong: str, ids: pa.ChunkedArray) -> list[str]:
+    """Return the ids that look the same as ``wrong``."""
+    looks = pc.replace_substring(pc.utf8_trim_whitespace(pc.utf8_normalize(ids, "NFKC")), "\\", "/")
+    return _first(ids.filter(pc.equal(looks, normalise_look(wrong))))
 
 
 def _first(ids: pa.ChunkedArray, limit: int = MAX_SUGGESTIONS) -> list[str]:

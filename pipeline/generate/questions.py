@@ -32,6 +32,7 @@ from pipeline.inputs.tables import (
     UNREADABLE,
     BadRow,
     UserRow,
+    cell_text,
     given_rows,
     given_table,
     is_nan,
@@ -249,22 +250,22 @@ def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str
     """Check one row of a question file and return it as a row of QUESTION_SCHEMA. Raises QuestionsError."""
     row = {name: value for name, value in row.items() if not is_nan(value)}
     _check_columns(row, where)
-    question_id = row.get("question_id")
-    if isinstance(question_id, bool) or not isinstance(question_id, str | int) or not str(question_id).strip():
-        raise QuestionsError(f"{where}: question_id must be text or a whole number, got {question_id!r}")
+    question_id = _id_text(row.get("question_id"))
+    if question_id is None:
+        raise QuestionsError(f"{where}: question_id must be text or a whole number, got {row.get('question_id')!r}")
     prompt = row.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
         raise QuestionsError(f"{where}: prompt must be text, got {prompt!r}; every row needs {_NEEDED_TEXT}")
     choices, video_ids = _parse_choices(row, where, mode), _parse_video_ids(row, where)
     question = {
-        "question_id": str(question_id),
+        "question_id": question_id,
         "video_ids": video_ids,
         "prompt": prompt,
         "choices": choices,
         "target": _parse_target(row, where),
-        "decoding": _parse_mode(row, where, mode, choices is not None).describe(),
+        "decoding": _parse_mode(row, question_id, where, mode, choices is not None).describe(),
     }
-    texts = (str(question_id), prompt, str(question["decoding"]), str(question["target"]), *video_ids)
+    texts = (question_id, prompt, str(question["decoding"]), str(question["target"]), *video_ids)
     for text in (*texts, *(choices or ())):
         if not is_text(text):
             raise QuestionsError(f"{where}: not valid text: {text!r}")
@@ -288,10 +289,20 @@ def _parse_video_ids(row: UserRow, where: str) -> list[str]:
     if isinstance(value, str) and value.startswith("["):  # a .csv has no lists of its own
         ids_in_text = _parse_json_list(value)
         value = ids_in_text if ids_in_text and all(isinstance(name, str) for name in ids_in_text) else value
-    ids: list[Any] = value if isinstance(value, list) else [value]
-    if not ids or not all(isinstance(name, str) and name.strip() for name in ids):
+    texts = [_id_text(name) for name in (value if isinstance(value, list) else [value])]
+    ids = [text for text in texts if text is not None]
+    if not ids or len(ids) < len(texts):
         raise QuestionsError(f"{where}: video_id must be a video's id or a list of them, got {value!r}")
     return ids
+
+
+def _id_text(value: object) -> str | None:
+    """Return an id as text, by the rule of manifests; None for a value that is no id, or blank."""
+    try:
+        text = cell_text(value, "the id")
+    except ValueError:
+        return None
+    return text if text.strip() else None
 
 
 def _parse_choices(row: UserRow, where: str, mode: AnswerMode) -> list[str] | None:
@@ -335,7 +346,7 @@ def _parse_json_list(text: str) -> list[Any] | None:
     return value if isinstance(value, list) else None
 
 
-def _parse_mode(row: UserRow, where: str, mode: AnswerMode, has_choices: bool) -> AnswerMode:
+def _parse_mode(row: UserRow, question_id: str, where: str, mode: AnswerMode, has_choices: bool) -> AnswerMode:
     """Return the mode in which a row's question is answered: the row's own settings, else the run's.
 
     The seed is the question's own: the row's, else made of the run's seed and the id. A question without choices is
@@ -347,7 +358,7 @@ def _parse_mode(row: UserRow, where: str, mode: AnswerMode, has_choices: bool) -
         if row.get(name) is not None
     }
     # One seed for all would draw the same numbers for every question.
-    own_options.setdefault("seed", derive_seed(mode.decoding.seed, str(row["question_id"])))
+    own_options.setdefault("seed", derive_seed(mode.decoding.seed, question_id))
     try:
         decoding = Decoding(**{**asdict(mode.decoding), **own_options})
     except ValueError as error:

@@ -37,7 +37,7 @@ class Member(NamedTuple):
     """A video in an archive or a table.
 
     Attributes:
-        name: the end of its id, also for messages.
+        name: the end of its uri, and of its id unless there is a ``shown_name``.
         offset: its position: a byte of an archive or a row of a table.
         size: its bytes; None if unknown before reading.
         carried: carried columns, as JSON.
@@ -46,6 +46,8 @@ class Member(NamedTuple):
         end_s: end of the clip in seconds.
         video_id: its id, if it is not the archive's name and ``name``.
         mark: a text from the archive that changes with the content.
+        path: the path of the file that holds the video, if the row of a table has a path instead of bytes.
+        shown_name: the end of its id, where the archive writes its name in another way.
     """
 
     name: str
@@ -57,6 +59,8 @@ class Member(NamedTuple):
     end_s: float | None = None
     video_id: str | None = None
     mark: str | None = None
+    path: str | None = None
+    shown_name: str | None = None
 
 
 class ArchiveOptions(NamedTuple):
@@ -121,7 +125,8 @@ def check_name(member: Member, seen_names: set[str]) -> Member:
 
     ``seen_names`` has the names of the members before it, and gets this one's.
     """
-    name, is_repeated = member.name, member.name in seen_names
+    name = member.shown_name or member.name
+    is_repeated = name in seen_names
     seen_names.add(name)
     kind: FaultClass = "policy"
     if not is_text(name):
@@ -135,7 +140,8 @@ def check_name(member: Member, seen_names: set[str]) -> Member:
         kind, why = "corrupt", "an earlier member of the archive has the same name"
     else:
         return member
-    return member._replace(name=f"{printable(name, _MAX_NAME_CHARS)}@{member.offset}", fault=fault(kind, why))
+    shown = f"{printable(name, _MAX_NAME_CHARS)}@{member.offset}"
+    return member._replace(name=shown, shown_name=None, fault=fault(kind, why))
 
 
 def open_archive(uri: str, objects: Objects, info: ObjectInfo | None = None) -> RandomFile:

@@ -1,7 +1,8 @@
 """Tables with videos in a column of bytes: Parquet by row group, Arrow by record batch.
 
 Rows stay in order. The index reads the small columns alone; the worker that decodes the videos reads their bytes, a row
-group at a time. A video's uri has a hash of the table's footer, so a changed table has other uris.
+group at a time. A video's uri has a hash of the table's footer, so a changed table has other uris. A row of the
+datasets library ({bytes, path}) that has a path and no bytes is a file of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from decimal import Decimal
 from itertools import accumulate
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.errors import ManifestError, VideoFault
@@ -27,14 +29,15 @@ from pipeline.inputs.archive import (
     fault,
     merge_spans,
 )
+from pipeline.inputs.arrow_files import RecordBatches
 from pipeline.inputs.listings import find_suffix
-from pipeline.inputs.tables import UNREADABLE, UserRow, UserValue, batch_rows, carried_json, shown_as
+from pipeline.inputs.tables import UNREADABLE, UserRow, UserValue, batch_rows, carried_json, plain_type, shown_as
 
 _ROWS = 2**12  # rows of the small columns that are read at once
 _MAX_GROUP_BYTES = 2**26  # bytes of a row group that memory holds
 _TAIL = 2**16  # bytes at the end that are hashed: a footer, or most of it
 _KEY = "video_id"  # the column that names a row's video, if there is one
-_BYTES = "bytes"  # the field of datasets' own columns of videos, {bytes, path}
+_BYTES, _PATH = "bytes", "path"  # the fields of datasets' own columns of videos
 
 
 class Table(Archive):
@@ -45,7 +48,7 @@ class Table(Archive):
         self._file, self.unit = file, 1
         tail = file.read(max(0, file.size - _TAIL), file.size)
         self._hash = hashlib.blake2b(tail + str(file.size).encode(), digest_size=6).hexdigest()
-        self._pieces: _RowGroups | _RecordBatches | None = None
+        self._pieces: _RowGroups | RecordBatches | None = None
         self._place: tuple[str, int, int] = "", -1, 0  # column, piece and next row of what is being read
         self._rows: Iterator[pa.Scalar] = iter(())
 
@@ -61,14 +64,28 @@ class Table(Archive):
             names = self._names(batches.schema, options)
             self.unit = max([1, *batches.lengths])
             for piece in range(len(batches.lengths)):
-                for batch in batches.read(piece, names, _ROWS):
-                    for row in _rows(batch):
-                        yield _member(f"{self._hash}/{options.column}/{number}", number, row, options.clips_from)
-                        number += 1
+                for row, path in self._read_rows(piece, names, str(options.column)):
+                    name = f"{self._hash}/{options.column}/{number}"
+                    yield _member(name, number, row, path, options.clips_from)
+                    number += 1
         except UNREADABLE as error:
             if not _is_damage(error):
                 raise
             yield Member("@0", number, fault=fault("corrupt", f"the table cannot be read: {error}"))
+
+    def _read_rows(self, piece: int, names: Sequence[str], column: str) -> Iterator[tuple[UserRow, str | None]]:
+        """Yield the small columns of each row of a piece, and the path of its video if the row has no bytes."""
+        batches = self._open_pieces()
+        kind, paths_column, at_once = plain_type(batches.schema.field(column).type), list[str](), _ROWS
+        if pa.types.is_struct(kind) and kind.get_field_index(_PATH) >= 0:
+            paths_column = [column]
+            if isinstance(batches, _RowGroups):
+                paths_column, at_once = batches.plan_paths(piece, column)
+        for batch in batches.read(piece, [*names, *paths_column], at_once):
+            if paths_column:
+                yield from zip(_rows(batch.drop_columns([column])), _list_paths(batch.column(column)), strict=True)
+            else:
+                yield from ((row, None) for row in _rows(batch))
 
     def span(self, member: Member) -> tuple[int, int]:
         return 0, 0  # ``read`` plans its requests, by row group
@@ -87,10 +104,11 @@ class Table(Archive):
             if not _is_damage(error):
                 raise
             raise VideoFault("corrupt", f"row {member.offset} of the table cannot be read: {error}") from error
+        value = _plain_value(value)
         if isinstance(value, pa.StructScalar) and value.is_valid:
-            value = value[_BYTES]
+            value = _plain_value(value[_BYTES]) if _BYTES in value else pa.scalar(None)
         if not value.is_valid:
-            raise VideoFault("unsupported", f"row {member.offset} of the table holds no bytes")
+            raise VideoFault("unsupported", f"row {member.offset} of the table holds neither bytes nor a path")
         yield value.as_buffer().to_pybytes()
 
     def _value(self, column: str, row: int) -> pa.Scalar:
@@ -106,10 +124,11 @@ class Table(Archive):
         self._place = column, piece, row + 1
         return next(self._rows)
 
-    def _open_pieces(self) -> _RowGroups | _RecordBatches:
-        """Return the pieces of the table. Raises ArrowException."""
+    def _open_pieces(self) -> _RowGroups | RecordBatches:
+        """Return the pieces of the table. Raises ManifestError for an Arrow file in a store, and as UNREADABLE."""
         if self._pieces is None:
-            self._pieces = (_RowGroups if find_suffix(self._file.uri) == ".parquet" else _RecordBatches)(self._file)
+            is_parquet = find_suffix(self._file.uri) == ".parquet"
+            self._pieces = _RowGroups(self._file) if is_parquet else RecordBatches(self._file.uri)
         return self._pieces
 
     def _names(self, schema: pa.Schema, options: ArchiveOptions) -> list[str]:
@@ -128,7 +147,7 @@ class Table(Archive):
         if not _holds_bytes(kind := schema.field(options.column).type):
             raise ManifestError(
                 f"{self._file.uri}: the column {options.column} has {kind}, not bytes; paths are read if the first "
-                ".parquet has them"
+                "table has them"
             )
         return [
             field.name
@@ -161,36 +180,47 @@ class _RowGroups:
         else:
             yield pa.RecordBatch.from_struct_array(pa.array([{}] * group.num_rows, pa.struct([])))
 
+    def plan_paths(self, piece: int, column: str) -> tuple[list[str], int]:
+        """Return what to read for the paths of the rows without bytes, and how many rows at once.
 
-class _RecordBatches:
-    """The record batches of an Arrow file, or of a stream, as the datasets library writes them."""
-
-    def __init__(self, file: RandomFile) -> None:
-        """Map the file into memory and open it. Raises ManifestError for a file in a store, ArrowException, OSError."""
-        if "://" in file.uri:
-            raise ManifestError(f"{file.uri}: an Arrow file is read from disk alone; copy it here, or make it Parquet")
-        source = pa.memory_map(file.uri)  # the system reads only the rows in hand
-        try:
-            reader = pa.ipc.open_file(source)
-            self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-        except pa.ArrowInvalid:
-            source.seek(0)
-            reader = pa.ipc.open_stream(source)
-            self._batches = list(reader)
-        self.schema, self.lengths = reader.schema, [len(batch) for batch in self._batches]
-
-    def read(self, piece: int, columns: Sequence[str], at_once: int = 1) -> Iterator[pa.RecordBatch]:
-        """Yield the named columns of record batch ``piece`` in one piece, whatever ``at_once`` says."""
-        yield self._batches[piece].select(list(columns))
+        The statistics tell whether all rows of a row group have bytes, or none has them. The bytes themselves are read
+        only if some rows have them, or there are no statistics.
+        """
+        group = self._table.metadata.row_group(piece)
+        chunks = {chunk.path_in_schema: chunk for chunk in map(group.column, range(group.num_columns))}
+        chunk = chunks.get(f"{column}.{_BYTES}")
+        n_empty = group.num_rows if chunk is None else None
+        if chunk is not None and chunk.statistics is not None and chunk.statistics.has_null_count:
+            n_empty = chunk.statistics.null_count
+        if n_empty == 0:
+            return [], _ROWS
+        return ([f"{column}.{_PATH}"], _ROWS) if n_empty == group.num_rows else ([column], 1)
 
 
 def _chunks(group: pq.RowGroupMetaData, columns: Sequence[str]) -> Iterator[tuple[int, int]]:
     """Yield the bytes (start, end) of each of some columns of a row group."""
     for number in range(group.num_columns):
         chunk = group.column(number)
-        if chunk.path_in_schema.partition(".")[0] in columns:
+        if any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in columns):
             start = chunk.dictionary_page_offset or chunk.data_page_offset
             yield start, start + chunk.total_compressed_size
+
+
+def _list_paths(column: pa.Array) -> list[str | None]:
+    """Return the path of each row of a column of structs; None for a row with bytes, and for a row without a path."""
+    column = column.storage if isinstance(column, pa.ExtensionArray) else column
+    fields = dict(zip((field.name for field in column.type), column.flatten(), strict=True))
+    rows = _rows(pa.RecordBatch.from_arrays([fields[_PATH]], [_PATH]))
+    paths = [shown_as(path) if (path := row[_PATH]) is not None else None for row in rows]
+    empty = pc.is_null(fields[_BYTES]).to_pylist() if _BYTES in fields else [True] * len(rows)
+    return [path if is_empty and path else None for path, is_empty in zip(paths, empty, strict=True)]
+
+
+def _plain_value(value: pa.Scalar) -> pa.Scalar:
+    """Return the value of an entry of a dictionary or of an extension type; any other value as it is."""
+    while isinstance(value, pa.DictionaryScalar | pa.ExtensionScalar):
+        value = pa.scalar(None) if value.value is None else value.value
+    return value
 
 
 def _rows(batch: pa.RecordBatch) -> list[UserRow]:
@@ -204,7 +234,7 @@ def _rows(batch: pa.RecordBatch) -> list[UserRow]:
     return rows
 
 
-def _member(name: str, number: int, row: UserRow, clips_from: tuple[str, str] | None) -> Member:
+def _member(name: str, number: int, row: UserRow, path: str | None, clips_from: tuple[str, str] | None) -> Member:
     """Return the member of a row, with its other columns carried.
 
     A clip's time that is NaN or infinite is a fault: carried JSON has no such number.
@@ -217,12 +247,16 @@ def _member(name: str, number: int, row: UserRow, clips_from: tuple[str, str] | 
         for key in clips_from or CLIP_COLUMNS
         if isinstance(value := row.get(key), float) and not math.isfinite(value)
     ]
+    if path is not None and "\0" in path:
+        wrong.append(fault("policy", "its path has a NUL"))
+        path = None
     return Member(
         name,
         number,
         carried=text,
         video_id=None if video_id is None else shown_as(video_id),
         fault=next(iter(wrong), None),
+        path=path,
     )
 
 
@@ -237,24 +271,37 @@ def _is_damage(error: Exception) -> bool:
 
 
 def _holds_bytes(kind: pa.DataType) -> bool:
-    """Return True if a column's values are bytes, or the datasets library's structs with a field ``bytes``."""
-    if pa.types.is_struct(kind) and kind.get_field_index(_BYTES) >= 0:
-        kind = kind.field(_BYTES).type
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+    """Return True if a column's values are bytes, or the datasets library's structs with a field of bytes or paths."""
+    kind = plain_type(kind)
+    if not pa.types.is_struct(kind):
+        return _is_binary(kind)
+    fields = {field.name: plain_type(field.type) for field in kind}
+    in_bytes, in_path = fields.get(_BYTES), fields.get(_PATH)
+    if in_bytes is not None and not (_is_binary(in_bytes) or pa.types.is_null(in_bytes)):
+        return False
+    return in_bytes is not None or (in_path is not None and _is_text(in_path))
 
 
 def holds_paths(file: RandomFile, column: str) -> bool:
-    """Return True if a Parquet file has a column of text, as paths are. Raises OSError or ArrowException."""
-    schema = pq.read_schema(SeekableFile(file))
-    if schema.names.count(column) != 1:
-        return False
-    kind = schema.field(column).type
-    return _is_text(kind.value_type if _is_dictionary(kind) else kind)
+    """Return True if a table has a column of text, as paths are.
+
+    Raises OSError, ArrowException, ManifestError for an Arrow file in a store.
+    """
+    is_parquet = find_suffix(file.uri) == ".parquet"
+    schema = pq.read_schema(SeekableFile(file)) if is_parquet else RecordBatches(file.uri).schema
+    return schema.names.count(column) == 1 and _is_text(plain_type(schema.field(column).type))
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    """Return True if a column's values are bytes."""
+    types = pa.types
+    is_variable = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
+    return bool(is_variable or types.is_fixed_size_binary(kind))
 
 
 def _is_small(kind: pa.DataType) -> bool:
     """Return True if a column is carried: text, numbers, booleans and times, also those of a dictionary."""
-    kind = kind.value_type if _is_dictionary(kind) else kind
+    kind = plain_type(kind)
     return bool(pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or _is_text(kind))
 
 

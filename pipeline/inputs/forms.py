@@ -17,9 +17,15 @@ from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects
 
 #: To add a form, write a subclass of Archive as those in ``tar_and_zip`` and add a line here.
-FORMS: dict[str, Callable[[RandomFile], Archive]] = {".tar": Tar, ".zip": Zip, ".parquet": Table, ".arrow": Table}
+FORMS: dict[str, Callable[[RandomFile], Archive]] = {
+    ".tar": Tar,
+    ".zip": Zip,
+    ".parquet": Table,
+    ".arrow": Table,
+    ".feather": Table,
+}
 #: The forms that need --column to name the column of videos.
-OF_COLUMNS = frozenset({".parquet", ".arrow"})
+OF_COLUMNS = frozenset({".parquet", ".arrow", ".feather"})
 
 
 class ArchiveMember(NamedTuple):

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import compress, islice
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ from pipeline.inputs.archive import (
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.left_out import LeftOut
 from pipeline.inputs.listings import find_suffix
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
 from pipeline.inputs.tables import number_of
 from pipeline.keys import column_keys, find, find_repeated, mark_key
 from pipeline.rows import Json
@@ -86,6 +86,7 @@ class Indexing:
         has_limit: whether tables and single archives are skipped then too: a limit may need none of them.
         ids: the ids of all videos so far, if archives may share an id; then an archive behind a skipped archive is
             skipped too.
+        roots: the places besides a table's own that the paths in its rows may name.
         enough: returns True if the first videos of an archive are all that the run needs.
         say: gets lines of progress.
         unindexed: the skipped archives, in order.
@@ -103,6 +104,7 @@ class Indexing:
     later: bool = False
     has_limit: bool = False
     ids: Ids | None = None
+    roots: Roots = field(default_factory=lambda: Roots([], []))
     enough: Callable[[pa.Table], bool] | None = None
     say: Callable[[str], object] = lambda line: None
     unindexed: list[NamedArchive] = field(default_factory=list)
@@ -173,7 +175,20 @@ class Indexing:
         if index is None:
             return None
         self.left_out.add_all(index.left_out.as_record(), f"{place.name}/")
-        return _table(place, index.members, self.options, index.mark)
+        return self._make_table(place, index.members, index.mark)
+
+    def _make_table(self, place: NamedArchive, members: Sequence[Member], mark: str = "") -> pa.Table:
+        """Return the members of an archive as MANIFEST_SCHEMA. Rows with a path instead of bytes become files."""
+        table = _table(place, members, self.options, mark)
+        paths = pa.array([member.path for member in members], pa.string())
+        if paths.null_count == len(paths):
+            return table
+        located = NamedVideos.beside(place.uri, self.roots).locate(paths.drop_null())
+        is_file, columns = paths.is_valid(), {name: table[name].combine_chunks() for name in table.column_names}
+        columns["uri"] = pc.replace_with_mask(columns["uri"], is_file, located.uris)
+        columns["policy"] = pc.replace_with_mask(columns["policy"], is_file, located.policy)
+        columns["source_offset"] = pc.if_else(is_file, None, columns["source_offset"])
+        return pa.Table.from_pydict(columns, MANIFEST_SCHEMA)
 
     def _index(self, place: NamedArchive, file: RandomFile, kept_index: _Index | None) -> _Index | None:
         """Return the index of an open archive: the kept index if it fits, else a new index.
@@ -218,7 +233,7 @@ class Indexing:
             if len(members) == look_at and self.enough is not None:
                 look_at *= 2
                 index = self._make_index(place, archive, members)
-                if self._clips_known(place, index) and self.enough(_table(place, index.members, self.options)):
+                if self._clips_known(place, index) and self.enough(self._make_table(place, index.members)):
                     self.n_cut += 1
                     return index, False
             members.append(member)
@@ -255,7 +270,11 @@ class Indexing:
             version, uri, mark, *left_out = facts
             if (version, uri) != (_VERSION, place.uri):
                 return _Index([], LeftOut())  # it is made again
-            return _Index([Member(*member) for member in members], LeftOut(*left_out), mark)
+            kept = [Member(*member) for member in members]
+            # Older versions kept no shown names, which only members of zips have.
+            if find_suffix(place.uri) == ".zip" and any("\\" in m.name and m.shown_name is None for m in kept):
+                return _Index([], LeftOut())
+            return _Index(kept, LeftOut(*left_out), mark)
         except FileNotFoundError:
             return None
         except (
@@ -299,10 +318,15 @@ def forget_members(store: Store, uris: Collection[str], ids: Collection[str] = (
             facts, *members = json.loads(zlib.decompress(data))
             if facts[0] != _VERSION:
                 raise ValueError(facts[0])
-            places = [f"{facts[1]}#{member[0]}" for member in members]
-            removed_ids = [member[0] for member, place in zip(members, places, strict=True) if place in uris]
-            other_members = [member for member, place in zip(members, places, strict=True) if place not in uris]
-            doubtful = any(not ends.isdisjoint(_ends(f"{facts[1]}/{member[0]}")) for member in other_members)
+            kept = [Member(*member) for member in members]
+            is_removed = [f"{facts[1]}#{member.name}" in uris for member in kept]
+            removed_ids = [member.shown_name or member.name for member in compress(kept, is_removed)]
+            other_members = [member for member, removed in zip(kept, is_removed, strict=True) if not removed]
+            doubtful = any(
+                not ends.isdisjoint(_ends(f"{facts[1]}/{name}"))
+                for member in other_members
+                for name in {member.name, member.shown_name or member.name}
+            )
         except (ValueError, TypeError, LookupError, zlib.error):
             doubtful, other_members, removed_ids = True, [], []
         if doubtful:
@@ -335,7 +359,7 @@ def _table(place: NamedArchive, members: Sequence[Member], options: ArchiveOptio
     members = [_check_bounds(member) for member in members]
     if options.clips_from is not None or rows:
         members = [_add_clip(member, options.clips_from, rows) for member in members]
-    names = [str(member.offset) if rows else member.name for member in members]
+    names = [str(member.offset) if rows else member.shown_name or member.name for member in members]
     columns = {
         "video_id": [
             member.video_id or f"{place.name}/{name}".rstrip("/") for member, name in zip(members, names, strict=True)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from pipeline.errors import ManifestError
 from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER_FILES, LeftOut, is_apple_double
 from pipeline.storage.hub import Files
-from pipeline.storage.s3 import SCHEME, ObjectInfo, check_uri
+from pipeline.storage.s3 import SCHEME, ObjectInfo, check_uri, has_query
 
 # Which files of a folder or glob count as videos. A file that is named outright may have any name.
 VIDEO_SUFFIXES = frozenset(
@@ -28,7 +28,7 @@ VIDEO_SUFFIXES = frozenset(
 )
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-BAD_ADDRESS = "an object is s3://BUCKET/KEY: no user, host or query, no empty, . or .. segment, no control character"
+BAD_ADDRESS = "an object is s3://BUCKET/KEY: no user, host or query, no . or .. segment, no control character"
 OUTSIDE_PREFIXES = "the object lies outside the folder that was named (add --video-root for a prefix that may be read)"
 _DOTS = "a key with . or .. segments or control characters is not read; rename the object"
 
@@ -44,8 +44,8 @@ def list_videos(videos: str, suffixes: frozenset[str], objects: Files, left_out:
     """List the videos that an address on S3 names, in the order of their keys.
 
     - ``s3://bucket/folder/`` and ``s3://bucket/folder`` name every object below it with one of ``suffixes``.
-    - A glob names the objects with such a suffix that match it. ``*``, ``[..]`` and, on the hub, ``?`` stay within a
-      segment; a segment ``**`` stands for any number of segments.
+    - A glob names the objects with such a suffix that match it, unless an object has its very name. ``*``, ``?`` and
+      ``[..]`` stay within a segment; a segment ``**`` stands for any number of segments.
     - Any other address names the object with this key.
 
     It sends one LIST for each thousand keys below the folder or the literal beginning of a glob, and one HEAD for an
@@ -149,7 +149,7 @@ def check_listed(uri: str) -> str | None:
 def check_named(uri: str, prefixes: Iterable[str]) -> str | None:
     """Return the reason why an object in a manifest must not be read; None if it lies below one of ``prefixes``."""
     bucket, _, key = uri.partition("://")[2].partition("/")  # of the hub: "datasets"
-    if "?" in uri or "" in key.split("/") or check_listed(uri) or not _BUCKET.fullmatch(bucket):
+    if has_query(uri) or not key or key.endswith("/") or check_listed(uri) or not _BUCKET.fullmatch(bucket):
         return BAD_ADDRESS
     return None if any(uri.startswith(prefix) for prefix in prefixes) else OUTSIDE_PREFIXES
 

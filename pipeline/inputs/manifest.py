@@ -39,7 +39,7 @@ from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Ro
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, TableRows, given_parts, is_text, read_parts
 from pipeline.keys import ROWS_AT_ONCE, mark_key
 from pipeline.storage.hub import is_remote, reach
-from pipeline.storage.s3 import Objects, check_uri, is_s3
+from pipeline.storage.s3 import Objects, check_uri, has_query, is_s3
 
 
 class Listed(NamedTuple):
@@ -60,12 +60,13 @@ def read_manifest(
     Several names are listed one after the other; brace patterns in them are expanded. On S3 a manifest is one GET,
     whatever it names; for anything else see ``list_videos``. Archives and tables are read for their indexes, as
     ``indexing`` says. Videos of archives that it skips are missing: ``indexing.unindexed`` has these archives.
-    ``indexing`` is changed too: ``ids``, ``later`` and the files that were left out.
+    ``indexing`` is changed too: ``roots``, ``ids``, ``later`` and the files that were left out.
 
     Raises ManifestError (a UsageError) where the list cannot be made: no such folder, no video in it, an unreadable
     manifest, a missing or duplicate ``video_id``.
     """
     roots, indexing = _roots(video_roots), indexing or Indexing()
+    indexing.roots = roots
     objects = objects or Objects.from_environment()
     column = indexing.options.column
     names = expand_braces([videos] if isinstance(videos, str) else videos)
@@ -179,7 +180,7 @@ def _parts(listing: Listed, column: str | None, roots: Roots, objects: Objects) 
 
     A table that cannot be read stays an archive, whose index has the reason. Raises ManifestError.
     """
-    tables = [place for place in listing.archives if find_suffix(place.uri) == ".parquet" and place.policy is None]
+    tables = [place for place in listing.archives if find_suffix(place.uri) in OF_COLUMNS and place.policy is None]
     if column is None or not tables:
         return [listing]
     kinds = ((table, _names_paths(table, column, objects)) for table in tables)
@@ -198,7 +199,7 @@ def _parts(listing: Listed, column: str | None, roots: Roots, objects: Objects) 
 
 
 def _names_paths(table: NamedArchive, column: str, objects: Objects) -> bool | None:
-    """Return True if the ``column`` of a .parquet holds paths; None where the table cannot be read."""
+    """Return True if the ``column`` of a table holds paths; None where the table cannot be read."""
     try:
         with closing(open_archive(table.uri, objects, table.info)) as file:
             return holds_paths(file, column)
@@ -217,7 +218,7 @@ def _manifest_at(uri: str, roots: Roots, objects: Objects, paths: str | None = N
         file: BinaryIO = io.BytesIO(reach(uri, objects).read(uri)) if remote else Path(uri).open("rb")  # noqa: SIM115
     except OSError as error:
         raise ManifestError(f"{uri}: cannot be read: {error.strerror}") from error
-    named_videos = NamedVideos(uri, uri[: uri.rindex("/") + 1] if remote else Path(uri).parent, roots)
+    named_videos = NamedVideos.beside(uri, roots)
     with file:
         try:
             parts = read_parts(uri, file, "video_id and uri", "video_id", paths)
@@ -464,7 +465,9 @@ def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, 
 
     Raises ManifestError if two paths have the same name.
     """
-    shown = [without_secrets(path) if "://" in path and "?" in path else path for path in paths]
+    shown = [
+        without_secrets(path) if "://" in path and (has_query(path) or not is_s3(path)) else path for path in paths
+    ]
     names = [path.rstrip("/").rpartition("/")[2] for path in shown]
     rows = [{"video_id": name, "uri": path} for name, path in zip(names, paths, strict=True)]
     (name, count), *_ = Counter(row["video_id"] for row in rows).most_common(1)

@@ -21,6 +21,7 @@ from pipeline.inputs.listings import BAD_ADDRESS, CONTROL, OUTSIDE_PREFIXES, che
 from pipeline.inputs.tables import TableRows, UserRow, carried_json, number_of, text_in
 from pipeline.keys import column_keys, find_repeated
 from pipeline.rows import ManifestRow
+from pipeline.storage.hub import is_remote
 from pipeline.storage.s3 import is_s3
 
 # ``uri`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what a
@@ -105,6 +106,19 @@ class NamedVideos:
         local = isinstance(base, Path)
         self._prefixes = roots.prefixes if local else [str(base), *roots.prefixes]
         self._judge = Judge([base, *roots.folders] if isinstance(base, Path) else roots.folders)
+
+    @classmethod
+    def beside(cls, uri: str, roots: Roots) -> NamedVideos:
+        """Return the converter for a manifest or a table at ``uri``: relative uris begin at its folder or prefix."""
+        return cls(uri, uri[: uri.rindex("/") + 1] if is_remote(uri) else Path(uri).parent, roots)
+
+    def locate(self, uris: pa.Array) -> Located:
+        """Locate each of the uris, and judge whether it may be read."""
+        at_once = None if _needs_closer_look(uris) else self._all_objects(uris) or self._all_files(uris)
+        if at_once is not None:
+            return at_once
+        locations, policies = zip(*map(self._locate, uris.to_pylist()), strict=True)
+        return Located(pa.array(locations, pa.string()), pa.array(policies, pa.string()))
 
     def table(self, rows: TableRows) -> pa.RecordBatch:
         """Convert rows to MANIFEST_SCHEMA. Raises ManifestError that names the first bad one."""

@@ -12,14 +12,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
 from itertools import islice
-from numbers import Integral
+from numbers import Integral, Real
 from typing import BinaryIO, Protocol, SupportsFloat
+from uuid import UUID
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.errors import printable
+from pipeline.inputs.arrow_files import RecordBatches
 from pipeline.inputs.listings import find_suffix
 
 _Scalar = str | int | float | bool | bytes | date | time | timedelta | Decimal | os.PathLike[str] | None
@@ -30,6 +32,8 @@ UserRow = Mapping[str, UserValue]
 TABLE_SUFFIXES = frozenset({".parquet", ".jsonl", ".csv"})
 _PART_ROWS = 2**16  # rows of a part of a file
 _SHOWN = 200  # bytes of a header that a message shows
+_MAX_CELL_CHARS = 2**26  # of a cell of a .csv; an open quote makes one cell of all that follows
+_MAX_WHOLE_FLOAT = 2**53
 _MAX_DEPTH = 100  # of lists and objects in each other; Python fails at some hundred, sooner where its stack is full
 _TOO_DEEP = f"it has lists or objects that are nested more than {_MAX_DEPTH} deep"
 _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
@@ -75,6 +79,13 @@ def parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
     return dict(zip(schema.names, schema.types, strict=True))
 
 
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type of the values that a column of a dictionary or of an extension type stores."""
+    while pa.types.is_dictionary(kind) or isinstance(kind, pa.BaseExtensionType):
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind.storage_type
+    return kind
+
+
 def batch_rows(batch: pa.RecordBatch) -> list[UserRow]:
     """Return the rows of a batch; all times of a batch with a time that Python has no date for come as text.
 
@@ -111,14 +122,20 @@ def read_parts(
 ) -> Iterator[TableRows]:
     """Yield the rows of ``read_rows`` in parts that fit memory.
 
-    The rows of a .parquet stay in Arrow. Its column ``paths``, if given, serves as ``uri``, and as ``video_id`` if it
-    has no such column.
+    The rows of a .parquet stay in Arrow, and so do those of an Arrow file, which is read for its column ``paths`` only.
+    That column, if given, serves as ``uri``, and as ``video_id`` if there is no such column.
     """
     if find_suffix(name) == ".parquet":
         with pq.ParquetFile(file) as shard:
             _refuse_doubles(name, shard.schema_arrow.names)
             batches = shard.iter_batches(batch_size=_PART_ROWS, use_threads=False)
             yield from _arrow_parts(batches if paths is None else (_with_paths(batch, paths) for batch in batches))
+    elif paths is not None:
+        shard = RecordBatches(name)
+        names = shard.schema.names
+        _refuse_doubles(name, names)
+        batches = (part for piece in range(len(shard.lengths)) for part in shard.read(piece, names, _PART_ROWS))
+        yield from _arrow_parts(_with_paths(batch, paths) for batch in batches)
     else:
         yield from _dict_parts(read_rows(name, file, needs, key))
 
@@ -281,9 +298,10 @@ def _as_json(rows: list[UserRow]) -> pa.Array:
 def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterator[tuple[str, UserRow]]:
     """Yield ("line n", row) of a .csv, without its empty cells; ``needs`` names the columns in a message.
 
-    Raises BadRow where the header lacks ``key`` or repeats a name, a row has more cells than the header, or the .csv is
-    malformed.
+    Raises BadRow where the header lacks ``key`` or repeats a name, a row has more cells than the header, a cell more
+    than 64 Mi characters, or the .csv is malformed.
     """
+    csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL_CHARS))  # of the process; 128 Ki by default
     reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
     try:
         if key is not None and reader.fieldnames and key not in reader.fieldnames:
@@ -332,28 +350,37 @@ def parse_json(text: str) -> UserValue:
 
 
 def text_in(row: UserRow, name: str, where: str) -> str:
-    """Return a cell as text: text itself, a whole number, a path, or bytes of UTF-8.
+    """Return a cell as ``cell_text`` does. Raises BadRow that names the column and ``where`` the row stands."""
+    try:
+        text = cell_text(row.get(name), f"the {name}")
+    except ValueError as error:
+        raise BadRow(f"{where}: {error}") from error
+    if not is_text(text) or "\0" in text:
+        raise BadRow(f"{where}: the {name} is not valid text: {text!r}")
+    return text
 
-    Raises BadRow that names the column and ``where`` the row stands.
+
+def cell_text(value: object, name: str) -> str:
+    """Return an id or an address as text: text itself, a whole number (1.0 is 1), a path, a UUID, or bytes of UTF-8.
+
+    Text is never changed. Raises ValueError that begins with the ``name`` of the value.
     """
-    value = row.get(name)
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, bytes):
         try:
             value = value.decode()
         except UnicodeDecodeError as error:
-            raise BadRow(f"{where}: the {name} is {value!r}, bytes that are not UTF-8") from error
-    if isinstance(value, bool) or not isinstance(value, str | Integral):
-        kind = type(value).__name__
-        raise BadRow(f"{where}: the {name} is {value!r}, of type {kind}: expected text, or a whole number")
+            raise ValueError(f"{name} is {value!r}, bytes that are not UTF-8") from error
+    # pandas makes floats of whole numbers in a column with gaps. Beyond 2**53 a float has lost digits.
+    if isinstance(value, Decimal) or (isinstance(value, Real) and abs(value) < _MAX_WHOLE_FLOAT):
+        value = int(value) if math.isfinite(value) and value == int(value) and not isinstance(value, bool) else value
+    if isinstance(value, bool) or not isinstance(value, str | Integral | UUID):
+        raise ValueError(f"{name} is {value!r}, of type {type(value).__name__}: expected text, or a whole number")
     try:
-        text = str(value)
+        return str(value)
     except ValueError as error:
-        raise BadRow(f"{where}: the {name} is a number of too many digits") from error
-    if not is_text(text) or "\0" in text:
-        raise BadRow(f"{where}: the {name} is not valid text: {text!r}")
-    return text
+        raise ValueError(f"{name} is a number of too many digits") from error
 
 
 def number_of(value: UserValue) -> float:

@@ -314,6 +314,7 @@ _ENTRY_SIGNATURE, _FLAGS_OFFSET = b"PK\x01\x02", 8
 _MIN_READ_BYTES = 2**12  # bytes that are read at once behind the expected end of a member
 _FIELD: Final = struct.Struct("<HH")  # of the extra fields of a member: kind, length
 _UTF8_FLAG, _DESCRIPTOR_FLAG, _UNICODE_PATH = 0x800, 8, 0x7075
+_DOS = 0  # the system of old tools of Windows, some of which write backslashes between folders
 _UNIX = 3  # the system whose modes a member's attributes have
 _ZIP64 = 0xFFFFFFFF  # a size that stands elsewhere
 _ENCODING = "name their encoding, e.g. --zip-encoding gbk"
@@ -340,9 +341,12 @@ class Zip(Archive):
             return
         for info in entries:
             name, exact, wrong = _decode_name(info, options.zip_encoding)
-            if name.endswith("/"):
+            shown_name = name
+            if info.create_system == _DOS and "/" not in name:  # the rule of Info-ZIP's unzip
+                shown_name = name.replace("\\", "/")
+            if shown_name.endswith("/"):
                 continue
-            if not is_taken(name, VIDEO_SUFFIXES, self._left_out):
+            if not is_taken(shown_name, VIDEO_SUFFIXES, self._left_out):
                 continue
             if info.flag_bits & 1 or info.compress_type not in _METHODS:
                 wrong = fault("unsupported", "the member is encrypted or not deflated; use zip -0")
@@ -351,7 +355,9 @@ class Zip(Archive):
                 wrong = fault("policy", _NO_FILE)
             if not exact and wrong is None:
                 self.note = f"names that are not UTF-8 are read as cp437, e.g. {name}; if that is garbled, {_ENCODING}"
-            yield Member(name, info.header_offset, info.file_size, fault=wrong, mark=f"crc-{info.CRC:08x}")
+            mark = f"crc-{info.CRC:08x}"
+            member = Member(name, info.header_offset, info.file_size, fault=wrong, mark=mark)
+            yield member if shown_name == name else member._replace(shown_name=shown_name)
 
     def pair_sidecars(self, videos: Sequence[Member]) -> tuple[list[Member], LeftOut]:
         return [*videos], self._left_out

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.errors import ManifestError, VideoFault, printable
+from pipeline.errors import ManifestError, VideoFault, near_form, printable
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.listings import OUTSIDE_PREFIXES, VIDEO_SUFFIXES, find_suffix
 from pipeline.inputs.named_videos import OUTSIDE_FOLDERS
@@ -150,5 +150,5 @@ def _find_sure_failure(row: TodoRow) -> tuple[str, str] | None:
         clip = f"from {start:g} s to {'the end' if end is None else f'{end:g} s'}"
         return "have a clip that starts before 0 or ends before it starts (unsupported)", clip
     if not is_remote(row["uri"]) and row["source_offset"] is None and not os.path.exists(row["uri"]):  # noqa: PTH110 - a Path each
-        return "do not exist on this machine (io)", row["uri"]
+        return "do not exist on this machine (io)", f"{row['uri']}{near_form(row['uri'])}"
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+from unicodedata import normalize
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.cache.live import Ledger
-from pipeline.errors import SourceChanged, UsageError
+from pipeline.errors import SourceChanged, UsageError, describe_near
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE, clip_keys, column_keys
 from pipeline.prune.changes import find_replaced
@@ -65,6 +66,30 @@ def select_shard(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
     return manifest.filter(pa.array(column_keys(manifest["video_id"])[:, 0] % np.uint64(part[1]) == part[0]))
 
 
+def keep_stored_ids(videos: pa.Table, ledger: Ledger) -> pa.Table:
+    """Return the videos; a member of a zip that the cache has by the name with backslashes keeps that id.
+
+    Earlier versions took such a name as it is written in the zip, which is how its uri still ends. Without this, its
+    video would be encoded again and stand in the cache twice.
+    """
+    has_backslash = pc.match_substring(videos["uri"], "\\")
+    if not len(ledger) or not pc.any(has_backslash, min_count=0).as_py():
+        return videos
+    numbers = np.flatnonzero(pc.and_(has_backslash, videos["source_offset"].is_valid()).to_numpy())
+    ids = videos["video_id"].take(pa.array(numbers)).to_pylist()
+    names = [uri.partition("#")[2] for uri in videos["uri"].take(pa.array(numbers)).to_pylist()]
+    old_ids = [
+        video_id[: -len(name)] + name if name and video_id.endswith(name.replace("\\", "/")) else video_id
+        for video_id, name in zip(ids, names, strict=True)
+    ]
+    is_stored, is_new = (ledger.find(pa.array(texts, pa.string())) >= 0 for texts in (old_ids, ids))
+    mask = np.zeros(len(videos), np.bool_)
+    mask[numbers] = keeps = is_stored & ~is_new
+    stored_ids = pa.array(old_ids, pa.string()).filter(pa.array(keeps))
+    column = pc.replace_with_mask(videos["video_id"].combine_chunks(), pa.array(mask), stored_ids)
+    return videos.set_column(0, videos.schema.field(0), column)
+
+
 def check_redo(ids: pa.Array, videos: pa.Table | None, ledger: Ledger, config: PruneConfig) -> None:
     """Raise UsageError if ids of ``--redo`` have no row, were removed, or are not among ``videos`` (None: unknown).
 
@@ -84,8 +109,11 @@ def check_redo(ids: pa.Array, videos: pa.Table | None, ledger: Ledger, config: P
     }
     for why, is_wrong in faults.items():
         if is_wrong.any():
-            example = ids[int(np.flatnonzero(is_wrong)[0])]
-            raise UsageError(f"--redo {config.redo}: {is_wrong.sum()} of its ids {why}, e.g. {example}")
+            example = ids[int(np.flatnonzero(is_wrong)[0])].as_py()
+            forms = [normalize("NFC", example), normalize("NFD", example), example.strip()]
+            stored = (form for form, row in zip(forms, ledger.find(pa.array(forms)), strict=True) if row >= 0)
+            near = next((f"; did you mean {describe_near(example, form)}?" for form in stored if form != example), "")
+            raise UsageError(f"--redo {config.redo}: {is_wrong.sum()} of its ids {why}, e.g. {example}{near}")
 
 
 def select_remaining(

@@ -64,6 +64,7 @@ from pipeline.prune.resources import Resources, list_shortfalls, plan_workers, t
 from pipeline.prune.resume import (
     check_redo,
     format_skipped,
+    keep_stored_ids,
     select_existing,
     select_remaining,
     select_retries,
@@ -208,6 +209,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             )
         if lost_ids := self.ledger.lost(self._committed):
             self.say(f"warning: {format_lost(len(lost_ids), lost_ids)}")
+        self._listed, self.manifest = (keep_stored_ids(videos, self.ledger) for videos in (self._listed, self.manifest))
         if self._redo is not None:
             check_redo(self._redo, None if self.indexing.unindexed else self._listed, self.ledger, self.options)
         self._forget_removed(self.manifest)
@@ -225,7 +227,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         ledger = Ledger(self.store, made_with(self.store)).refresh()
         with_tokens = np.flatnonzero(ledger.columns["fault"] == 0)
         with_tokens = with_tokens[~ledger.removed(with_tokens)]
-        unnamed_rows = np.setdiff1d(with_tokens, ledger.find(self._listed["video_id"]))
+        unnamed_rows = np.setdiff1d(with_tokens, ledger.find(keep_stored_ids(self._listed, ledger)["video_id"]))
         if len(unnamed_rows) and not self.indexing.unindexed:
             example = ledger.read(int(unnamed_rows[0]))["video_id"]
             raise UsageError(
@@ -244,8 +246,8 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
 
     def _select(self, videos: pa.Table) -> tuple[pa.Table, pa.Table]:
         """Return this run's videos among an archive's videos, and the rows to process (TODO_SCHEMA)."""
-        self._forget_removed(videos)
-        own_videos = select_shard(videos, self.options.part())
+        self._forget_removed(keep_stored_ids(videos, self.ledger))
+        own_videos = keep_stored_ids(select_shard(videos, self.options.part()), self.ledger)
         return own_videos, select_remaining(own_videos, self.ledger, self.options, self._objects, self._redo).todo
 
     def _forget_removed(self, videos: pa.Table) -> None:

@@ -337,10 +337,19 @@ def is_s3(uri: str) -> bool:
     return uri.startswith(SCHEME)
 
 
+def has_query(uri: str) -> bool:
+    """Return True if a URI ends in a query such as ``?versionId=1``, which may hold a secret.
+
+    A key may have a question mark too: ``who?.mp4`` and ``watch?v=1.mp4`` are names of files.
+    """
+    query = uri.partition("?")[2]
+    return re.match(r"[\w.%-]+=", query) is not None and re.search(r"\.[A-Za-z]\w{1,4}$", query) is None
+
+
 def check_uri(uri: str) -> None:
     """Raise UsageError if the URI is incomplete or has a user, host or query, or if boto3 is not installed."""
     bucket, _ = _split(uri)
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.\-_]{1,254}", bucket) or "?" in uri:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.\-_]{1,254}", bucket) or has_query(uri):
         shown_uri = re.sub(r"(?<=^s3://).*@|\?.*", "", uri)  # a user or a query may hold a secret
         raise UsageError(f"{shown_uri}: expected s3://BUCKET/KEY without user, host or query")
     try:

@@ -33,7 +33,7 @@ from pipeline.cache.schema import TOKENS
 from pipeline.cache.table import VideosTable, add_places, list_table_files, read_file
 from pipeline.cache.token_shard import parse_shard_id, read_footer_ids, read_videos
 from pipeline.cache.writer import SHARD_BYTES, commit_records, make_bundles, put_token_shard
-from pipeline.errors import CorruptShard, printable
+from pipeline.errors import CorruptShard, describe_near, printable
 from pipeline.rows import JsonObject, VideoRecord, VideoRow
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import provenance
@@ -88,7 +88,8 @@ class RemovalResult:
             shown = ", ".join(self.unknown[:_MAX_EXAMPLES])
             yield f"note: {len(self.unknown):,} of the videos had no row, and never get one now: {shown}"
             for video_id, likely in self.likely.items():
-                yield f"note: {video_id} was not there; did you mean {', '.join(likely)}? It stays until it is named"
+                names = ", ".join(describe_near(video_id, name) for name in likely)
+                yield f"note: {video_id} was not there; did you mean {names}? It stays until it is named"
         if self.unread:
             yield (
                 f"note: {len(self.unread):,} damaged token shards of other videos, e.g. {self.unread[0]}, may hold "

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
-from pipeline.errors import FaultClass, VideoFault
+from pipeline.errors import FaultClass, VideoFault, near_form
 
 HEAD_BYTES = 4096  # bytes looked at; three packets of an MPEG transport stream fit well
 
@@ -94,7 +94,7 @@ def open_regular(path: str | Path) -> BufferedReader:
             raise VideoFault("policy", f"{path} is a FIFO, socket or device, not a regular file")
         return open(path, "rb")  # noqa: PTH123 - the caller closes it
     except OSError as error:
-        raise VideoFault("io", f"{path} cannot be read: {error.strerror or error}") from error
+        raise VideoFault("io", f"{path} cannot be read: {error.strerror or error}{near_form(str(path))}") from error
     except ValueError as error:  # a NUL byte in the name
         raise VideoFault("io", f"{path!r} cannot be read: {error}") from error
 

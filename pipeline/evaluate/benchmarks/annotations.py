@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 
-from pipeline.errors import UsageError
+from pipeline.errors import UsageError, near_form
 from pipeline.generate.questions import MAX_LETTERS, list_letters
 from pipeline.inputs.named_videos import Judge
-from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow, is_text, read_rows
+from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow, cell_text, is_text, read_rows
 from pipeline.rows import JsonObject
 from pipeline.storage.s3 import is_s3
 from pipeline.video.frame_folders import FIRST_FRAME, is_frame_folder
@@ -189,17 +189,22 @@ class VideoFolder:
         if empty:
             raise NotAskable("missing-video", f"the folder {empty!r} holds no frames ({FIRST_FRAME} and so on)")
         more = f" (nor at {len(paths) - 1} other places)" if len(paths) > 1 else ""
-        raise NotAskable("missing-video", f"there is no {paths[0]!r} in the data folder{more}")
+        near = next(filter(None, (near_form(os.path.join(self._folder, path)) for path in paths)), "")  # noqa: PTH118
+        raise NotAskable("missing-video", f"there is no {paths[0]!r} in the data folder{more}{near}")
 
 
 def text_of(row: UserRow, column: str) -> str:
     """Return a cell that holds text, not blank, or a whole number, as text. Raise NotAskable for any other cell."""
     value = row.get(column)
-    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
+    try:
+        text = cell_text(value, column)
+    except ValueError:
+        text = ""
+    if not text.strip():
         raise NotAskable("bad-row", f"{column} must be text or a whole number, got {value!r}")
-    if not is_text(str(value)):
+    if not is_text(text):
         raise NotAskable("bad-row", f"{column} is not valid text: {value!r}")
-    return str(value)
+    return text
 
 
 def options_of(row: UserRow, column: str) -> tuple[str, ...]:

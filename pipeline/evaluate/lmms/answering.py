@@ -133,8 +133,9 @@ class CachedReplies:
                 raise UsageError(f"{question.where}: {error}") from error
             video_ids.append(video or question.key)
             if video is None:
+                near = self._ids.near(question.key) if len(absent) < _MAX_EXAMPLES else ""
                 absent.append(
-                    f"{question.where}: no id is {question.key!r} or ends with '/{question.key}' (suffix ignored)"
+                    f"{question.where}: no id is {question.key!r} or ends with '/{question.key}' (suffix ignored){near}"
                 )
             elif fault := self._ids.failed.get(video):
                 absent.append(f"{question.where}: {video!r} failed when it was pruned ({fault})")

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from gstep.language import Decoding
+from pipeline.cache.near_ids import did_you_mean_id
 from pipeline.errors import UsageError
 from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, derive_seed
 from pipeline.inputs.listings import VIDEO_SUFFIXES
@@ -169,6 +170,10 @@ class CachedIds:
         for video_id in sorted(self._ids):
             for name in {PurePosixPath(path).name for path in _paths(video_id)}:
                 self._by_name[name].append(video_id)
+
+    def near(self, key: str) -> str:
+        """Return ``"; did you mean A?"`` with the ids nearest to a key that means none, or ""."""
+        return did_you_mean_id(key, pa.chunked_array([sorted(self._ids)], pa.string()))
 
     def find(self, key: str) -> str | None:
         """Return the id of the cached video that a key means, or None. Raise UsageError if it may be several.

@@ -10,8 +10,9 @@ from pipeline import TokenCache, TokenDataset, UnknownVideo
 from pipeline.cache.header import fingerprint, read_header
 from pipeline.cache.live import LiveVideos
 from pipeline.cache.merging import merge
-from pipeline.cache.near_ids import near_ids
+from pipeline.cache.near_ids import did_you_mean_id, near_ids
 from pipeline.cache.reader import MAX_HINTS
+from pipeline.errors import describe_near, near_file, near_form
 from pipeline.verify.moves import remove_videos
 from tests.pipeline.asking import tiny_cache
 
@@ -32,13 +33,41 @@ MANY = pa.chunked_array([[f"{n % 97:02}/{n * 7919 % 10**8:08}.mp4" for n in rang
         ("a/bikse.mp4", ["a/bikes.mp4"]),
         ("A/bike.mp4", ["a/bikes.mp4"]),
         ("kites.mp4", ["c/kites.mp4"]),
+        ("d/cafe\u0301 1.mp4", ["d/caf\u00e9\u202f1.mp4"]),  # another Unicode form, and a space of macOS
+        ("d/\ud55c\uad6d.mp4", ["d/\u1112\u1161\u11ab\u1100\u116e\u11a8.mp4"]),
+        (" a/bikes.mp4", ["a/bikes.mp4"]),
+        ("a\\bikes.mp4", ["a/bikes.mp4"]),
         ("nothing of the kind", []),
         ("", []),
         ("\ud800", []),
     ],
 )
 def test_the_likeliest_comes_first(wrong, near):
-    assert near_ids(wrong, pa.chunked_array([IDS[:3], IDS[3:]]))[: max(1, len(near))] == near
+    other = ["d/caf\u00e9\u202f1.mp4", "d/\u1112\u1161\u11ab\u1100\u116e\u11a8.mp4"]
+    assert near_ids(wrong, pa.chunked_array([IDS[:3], IDS[3:], other]))[: max(1, len(near))] == near
+
+
+LIKE = "(it differs only by blanks, slashes or characters that look alike: "
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near", "words"),
+    [
+        ("caf\u00e9.mp4", "cafe\u0301.mp4", r"(it differs only by its Unicode form, NFD: 'cafe\u0301.mp4')"),
+        ("cafe\u0301.mp4", "caf\u00e9.mp4", r"(it differs only by its Unicode form, NFC: 'caf\xe9.mp4')"),
+        ("a 1.mp4", "a\u202f1.mp4", rf"{LIKE}'a\u202f1.mp4')"),
+        ("a.mp4 ", "a.mp4", f"{LIKE}'a.mp4')"),
+        ("a.mp4", "b.mp4", ""),
+    ],
+)
+def test_a_name_that_looks_the_same_is_described(tmp_path, wrong, near, words):
+    """Otherwise a message says that there is no X, and asks for X."""
+    assert describe_near(wrong, near) == f"{near} {words}".strip()
+    (tmp_path / near).touch()
+    for hint in (did_you_mean_id(wrong, pa.chunked_array([[near]])), near_file(tmp_path / wrong)):
+        assert f"did you mean {near} {words}".strip() in hint
+    is_form = "Unicode form" in words
+    assert ("its Unicode form" in near_form(str(tmp_path / wrong))) == is_form
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ GOOD = {"question_id": 1, "video_id": "v", "prompt": "p"}
         ({**GOOD, "question_id": 1.5}, "question_id must be text"),
         ({**GOOD, "video_id": ""}, "video_id must be a video's id"),
         ({**GOOD, "video_id": []}, "video_id must be a video's id"),
-        ({**GOOD, "video_id": ["v", 3]}, "video_id must be a video's id"),
+        ({**GOOD, "video_id": ["v", True]}, "video_id must be a video's id"),
         (
             {"question_id": 1, "video": "v", "prompt": "p", "topic": 1},
             "every row needs question_id, video_id and prompt; video_id (did you mean video?) is missing; "

@@ -7,6 +7,7 @@ import random
 import stat
 import struct
 import zipfile
+import zlib
 from decimal import Decimal
 
 import pyarrow as pa
@@ -17,7 +18,7 @@ from pipeline.errors import ManifestError, VideoFault
 from pipeline.inputs import archive
 from pipeline.inputs.archive import Archive, ArchiveOptions, Member
 from pipeline.inputs.forms import FORMS, OpenArchives, find_member, make_fetch
-from pipeline.inputs.indexes import Indexing
+from pipeline.inputs.indexes import Indexing, forget_members
 from pipeline.inputs.manifest import read_manifest
 from pipeline.storage import downloads
 from pipeline.storage.s3 import Objects
@@ -111,6 +112,62 @@ def test_a_zip_that_was_replaced_after_its_indexing_is_not_read(tmp_path):
     for row in found:
         with pytest.raises(VideoFault, match=r"io: .*has changed since it was indexed"):
             contents([row])
+
+
+DOS, UNIX, NTFS = 0, 3, 10
+
+
+@pytest.mark.parametrize(
+    ("name", "system", "video_id"),
+    [
+        ("clips\\a.mp4", DOS, "a.zip/clips/a.mp4"),
+        ("clips\\ü.mp4", DOS, "a.zip/clips/ü.mp4"),
+        ("C:\\clips\\a.mp4", DOS, "a.zip/C:/clips/a.mp4"),
+        ("clips\\a.mp4", UNIX, "a.zip/clips\\a.mp4"),
+        ("clips\\a.mp4", NTFS, "a.zip/clips\\a.mp4"),
+        ("x/clips\\a.mp4", DOS, "a.zip/x/clips\\a.mp4"),
+        ("..\\..\\a.mp4", DOS, "policy"),
+        ("\\clips\\a.mp4", DOS, "policy"),
+        ("__MACOSX\\clips\\._a.mp4", DOS, None),
+        ("clips\\._a.mp4", DOS, None),
+        ("clips.mp4\\", DOS, None),
+    ],
+)
+def test_a_name_with_backslashes_is_what_unzip_makes_of_it(tmp_path, name, system, video_id):
+    """Info-ZIP's rule: of an old DOS or Windows tool, and without a slash. Its uri stays as older versions wrote it."""
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+        for member_name in (name, "z.mp4"):
+            info = zipfile.ZipInfo(member_name)
+            info.create_system = system
+            file.writestr(info, member_name)
+    found = rows(str(tmp_path / "a.zip"))
+    assert contents(found[-1:]) == [b"z.mp4"] and len(found) == (1 if video_id is None else 2)
+    if video_id == "policy":
+        assert found[0]["fault"].startswith("policy: the member's name leads out of its archive")
+    elif video_id is not None:
+        assert (found[0]["video_id"], found[0]["uri"]) == (video_id, f"{tmp_path}/a.zip#{name}")
+        assert contents(found[:1]) == [name.encode()]
+
+
+def test_a_kept_index_of_names_with_backslashes_is_made_again_and_forgets_members_by_any_of_their_names(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+        for name in ("clips\\a.mp4", "clips\\b.mp4", "__MACOSX\\._a.mp4"):
+            info = zipfile.ZipInfo(name)
+            info.create_system = DOS
+            file.writestr(info, b"x")
+    store = LocalStore(tmp_path / "cache")
+    first = rows(str(tmp_path / "a.zip"), store=store, keeps=True)
+    assert rows(str(tmp_path / "a.zip"), store=store, only_known=True) == first
+    [kept] = (tmp_path / "cache/sources").iterdir()
+    facts, *members = json.loads(zlib.decompress(kept.read_bytes()))
+    kept.write_bytes(zlib.compress(json.dumps([facts, *(member[:9] for member in members)]).encode()))  # as before
+    assert rows(str(tmp_path / "a.zip"), store=store, keeps=True) == first
+    forget_members(store, {first[0]["uri"]})
+    found = rows(str(tmp_path / "a.zip"), store=store, only_known=True)
+    assert [row["video_id"] for row in found] == ["a.zip/clips/b.mp4"]
+    for video_id in ("a.zip/clips/b.mp4", "a.zip/clips\\b.mp4"):
+        rows(str(tmp_path / "a.zip"), store=store, keeps=True)
+        assert forget_members(store, (), {video_id}) == [f"sources/{kept.name}"]
 
 
 def test_a_link_in_a_zip_is_refused_and_a_member_of_any_system_is_read(tmp_path):

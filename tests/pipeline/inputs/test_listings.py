@@ -13,7 +13,7 @@ from pipeline.keys import mark_key
 from pipeline.storage.s3 import Objects
 from tests.pipeline.s3 import SECRET
 
-ODD = ["a b.mp4", "a#b.mp4", "a%20b.mp4", "a+b.mp4", "a?b.mp4", "d//e.mp4", "ü/日.mp4"]
+ODD = ["a b.mp4", "a#b.mp4", "a%20b.mp4", "a+b.mp4", "a?b.mp4", "watch?v=1&t=2.mp4", "d//e.mp4", "ü/日.mp4"]
 
 
 def read(server, videos, *roots):
@@ -49,6 +49,12 @@ def test_a_folder_lists_videos_by_their_key_below_it_whatever_its_spelling(serve
     rows = read(server, server.uri("o"))
     assert sorted(ids(rows)) == sorted(ODD) and not any(row["policy"] for row in rows)
     assert all(server.objects().read(row["uri"]).decode() == row["video_id"] for row in rows)
+    for uris in (ODD, [server.uri(f"o/{key}") for key in ODD]):  # a manifest names the same objects
+        named = read(server, write(server, "o/m.jsonl", *uris))
+        assert [row["uri"] for row in named] == [server.uri(f"o/{key}") for key in ODD]
+        assert not any(row["policy"] for row in named)
+    for key in ODD:
+        assert [row["uri"] for row in read(server, server.uri(f"o/{key}"))] == [server.uri(f"o/{key}")]
 
 
 def test_globs_stay_within_a_segment(server):
@@ -123,7 +129,6 @@ def test_a_manifest_names_what_lies_below_its_folder_or_a_root(server, tmp_path)
         ("s3://bucket/m/../x.mp4", "s3://bucket/m/../x.mp4"),
         ("../x.mp4", "s3://bucket/m/../x.mp4"),
         ("s3://bucket/m/./x.mp4", "s3://bucket/m/./x.mp4"),
-        ("s3://bucket/m//x.mp4", "s3://bucket/m//x.mp4"),
         ("s3://bucket/m/a\nb.mp4", "s3://bucket/m/a b.mp4"),
         ("s3:///m/v.mp4", "s3:///m/v.mp4"),
         ("s3://bucket", "s3://bucket"),
@@ -169,7 +174,7 @@ def test_what_cannot_be_listed_is_refused_with_the_store_s_reason(server):
         read(server, server.uri("v/"))
 
 
-@pytest.mark.parametrize("videos", ["s3://bucket/a?.mp4", "s3://k:SEC@bucket/a", "s3://", "s3://bucket?sig=SEC"])
+@pytest.mark.parametrize("videos", ["s3://bucket/a.mp4?sig=SEC", "s3://k:SEC@bucket/a", "s3://", "s3://bucket?sig=SEC"])
 def test_an_address_with_more_than_bucket_and_key_is_refused_unread(videos):
     with pytest.raises(UsageError, match="without user, host or query") as caught:
         read_manifest(videos, (), Objects(endpoint_url="http://127.0.0.1:1"))

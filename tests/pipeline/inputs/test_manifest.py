@@ -2,14 +2,18 @@
 
 import errno
 import json
+import math
 import os
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from gstep.language import Decoding
 from pipeline.errors import ManifestError
+from pipeline.generate.questions import AnswerMode, read_given_questions, read_questions
 from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import given_manifest, read_manifest
@@ -245,10 +249,69 @@ def test_a_time_that_python_has_no_date_for_is_carried_as_text(tmp_path, kind):
         read_manifest(str(tmp_path / "m.parquet"))
 
 
+WHOLE = {
+    "int": pa.array([1, 20]),
+    "uint8": pa.array([1, 20], pa.uint8()),
+    "float": pa.array([1.0, 20.0]),
+    "float32": pa.array([1.0, 20.0], pa.float32()),
+    "decimal": pa.array([Decimal(1), Decimal(20)], pa.decimal128(38, 0)),
+    "text": pa.array(["1", "20"]),
+    "view": pa.array(["1", "20"], pa.string_view()),
+    "dictionary": pa.array([1, 20]).dictionary_encode(),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_whole_number_is_the_same_id_as_a_number_of_any_type_and_as_text(tmp_path, kind):
+    table = pa.table({"video_id": WHOLE[kind], "question_id": WHOLE[kind], "uri": ["a", "b"], "prompt": ["x", "y"]})
+    pq.write_table(table, tmp_path / "m.parquet")
+    dicts = table.to_pylist()
+    for rows in (read_manifest(str(tmp_path / "m.parquet")), given_manifest(table), given_manifest(dicts)):
+        assert rows["video_id"].to_pylist() == ["1", "20"]
+    mode = AnswerMode(Decoding())
+    lists = [{**row, "video_id": [row["video_id"]]} for row in dicts]
+    for questions in (
+        read_questions(str(tmp_path / "m.parquet"), mode),
+        *(read_given_questions(rows, mode) for rows in (table, dicts, lists)),
+    ):
+        assert questions["question_id"].to_pylist() == ["1", "20"]
+        assert questions["video_ids"].to_pylist() == [["1"], ["20"]]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_text_is_never_changed_to_a_number_and_numbers_of_json_are_text(tmp_path, suffix):
+    numbers = ["1", "01", "2.0", " 3", "1e3"]
+    lines = {
+        "jsonl": [f'{{"video_id": "{text}", "uri": "a"}}' for text in numbers],
+        "csv": ["video_id,uri", *(f"{text},a" for text in numbers)],
+    }[suffix]
+    (tmp_path / f"m.{suffix}").write_text("\n".join(lines))
+    assert ids_of(tmp_path / f"m.{suffix}") == numbers
+    (tmp_path / "n.jsonl").write_text('{"video_id": 1.0, "uri": "a"}\n{"video_id": 2e3, "uri": "a"}\n')
+    assert ids_of(tmp_path / "n.jsonl") == ["1", "2000"]
+
+
+@pytest.mark.parametrize("size", [2**17 + 1, 2**21])
+def test_a_cell_of_a_csv_may_be_long(tmp_path, size):
+    (tmp_path / "m.csv").write_text(f'video_id,uri,transcript\na,a.mp4,"{"x, " * (size // 3)}"\nb,b.mp4,\n')
+    first, second = read_manifest(str(tmp_path / "m.csv"))["manifest"].to_pylist()
+    assert json.loads(first) == {"transcript": "x, " * (size // 3)} and second is None
+
+
+def test_a_cell_of_a_csv_has_a_bound(tmp_path):
+    """One open quote makes a cell of all that follows."""
+    (tmp_path / "m.csv").write_text(f'video_id,uri\na,a.mp4\nb,"{"x" * 2**26}\n')
+    with pytest.raises(ManifestError, match=r"m\.csv, line 3: field larger than field limit \(67108864\)"):
+        read_manifest(str(tmp_path / "m.csv"))
+
+
 @pytest.mark.parametrize("column", ["video_id", "uri"])
 @pytest.mark.parametrize(
     ("values", "row", "why"),
     [
+        ([1.0, 2.0**53], 1, "of type float"),
+        ([math.inf, 1.0], 0, "of type float"),
+        ([Decimal("1.0"), Decimal("1.5")], 1, "of type Decimal"),
         ([b"a", b"\xff"], 1, r"bytes that are not UTF-8"),
         ([[0], [1]], 0, "of type list"),
         ([0.5, 1.0], 0, "of type float"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import zipfile
 
 import pyarrow as pa
 import pytest
@@ -14,7 +15,9 @@ from pipeline.keys import ROWS_AT_ONCE
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import (
     ManifestCounts,
+    check_redo,
     format_skipped,
+    keep_stored_ids,
     select_existing,
     select_remaining,
     select_retries,
@@ -56,6 +59,33 @@ def test_done_and_failed_videos_are_left_alone_and_failed_ones_are_tried_again_o
     assert left(folder, live, retry_failed=True, max_attempts=1) == {"c.mp4": 1}
 
 
+def test_a_member_of_a_zip_keeps_the_id_with_backslashes_that_the_cache_has(folder):
+    """Older versions wrote such names into ids. A row by the new name wins."""
+    with zipfile.ZipFile(folder / "z.zip", "w") as file:
+        for name in ("x\\old.mp4", "x\\new.mp4", "x\\both.mp4", "plain.mp4"):
+            info = zipfile.ZipInfo(name)
+            info.create_system = 0
+            file.writestr(info, name)
+    videos = read_manifest(str(folder / "z.zip"))
+    source = {"start_s": None, "end_s": None}
+    stored = {"z.zip/x\\old.mp4": "x\\old.mp4", "z.zip/x\\both.mp4": "x\\both.mp4", "z.zip/x/both.mp4": "x\\both.mp4"}
+    rows = [
+        encoded(video_id, TOKENS, 0.25, "gstep", **source, uri=f"{folder}/z.zip#{name}", source_size=len(name))
+        for video_id, name in stored.items()
+    ]
+    store = write_header(folder / "cache")
+    assert keep_stored_ids(videos, Ledger(store).refresh()) is videos
+    write_shard(store, "run", *rows)
+    ledger = Ledger(store).refresh()
+    kept = keep_stored_ids(videos, ledger)
+    assert kept["video_id"].to_pylist() == [
+        f"z.zip/{name}" for name in ("x\\old.mp4", "x/new.mp4", "x/both.mp4", "plain.mp4")
+    ]
+    assert kept.drop_columns(["video_id"]).equals(videos.drop_columns(["video_id"]))
+    todo, _ = select_remaining(kept, ledger, PruneConfig())
+    assert todo["video_id"].to_pylist() == ["z.zip/x/new.mp4", "z.zip/plain.mp4"]
+
+
 @pytest.fixture
 def todo(folder, live):
     """The second attempt of b, and the first of c."""
@@ -78,6 +108,15 @@ def test_what_is_left_of_a_pass_is_what_has_no_row_of_its_attempt(folder, live, 
     assert len(select_unfinished(todo, live, redone_in_vain)) == 0
     write_shard(store, "latest", encoded("c.mp4", TOKENS, 0.25, "gstep"))
     assert len(select_unfinished(todo, live.refresh(), {})) == 0
+
+
+def test_an_id_of_redo_that_only_looks_like_a_stored_id_is_refused_with_the_stored_id(folder):
+    store = write_header(folder / "cache")
+    write_shard(store, "run", encoded("cafe\u0301.mp4", TOKENS, 0.25, "gstep", uri="/a"))
+    ledger = Ledger(store).refresh()
+    for wrong in ("caf\u00e9.mp4", "cafe\u0301.mp4 "):
+        with pytest.raises(UsageError, match=r"have no row in .*; did you mean cafe\u0301\.mp4 \(it differs only by"):
+            check_redo(pa.array([wrong]), None, ledger, PruneConfig(redo="ids.txt"))
 
 
 def test_a_changed_file_is_refused_skipped_or_redone(folder, live):

@@ -107,3 +107,9 @@ def test_a_cut_off_file_is_told_by_its_own_lengths(name, tmp_path):
     assert 0 < missing <= len(data) - cut  # a later box of an MP4 is not known to lack
     path.write_bytes(data + b"appended to the file")
     assert count_missing_bytes(path, demuxer) == 0
+
+
+def test_a_missing_file_whose_name_is_there_in_another_unicode_form_is_named(tmp_path):
+    (tmp_path / "cafe\u0301.mp4").touch()
+    with pytest.raises(VideoFault, match=r"io: .*No such file or directory \(did you mean .*its Unicode form, NFD:"):
+        sniff(tmp_path / "caf\u00e9.mp4")

@@ -159,6 +159,13 @@ def test_no_path_leads_out_of_the_data_folder(tmp_path, key):
     assert loaded.faults[0].message.isprintable()
 
 
+def test_a_video_whose_name_is_there_in_another_unicode_form_is_named(tmp_path):
+    rows = plain_rows(tmp_path)
+    (tmp_path / "v/data/cafe\u0301.mp4").touch()
+    (fault,) = reload(tmp_path, [rows[0], rows[1] | {"videoID": "caf\u00e9"}]).faults
+    assert fault.kind == "missing-video" and "its Unicode form, NFD:" in fault.message
+
+
 def test_no_link_leads_out_of_the_data_folder(tmp_path):
     rows, data = plain_rows(tmp_path), tmp_path / "v"
     (tmp_path / "elsewhere").mkdir()

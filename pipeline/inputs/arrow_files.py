@@ -1,0 +1,116 @@
+"""Arrow files and streams on disk (Feather too), of which one record batch is in memory at a time.
+
+An uncompressed file is mapped: the system reads only the rows in use. A compressed batch is decompressed as a whole, so
+only the columns that are asked for are read.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+
+from pipeline.errors import ManifestError
+
+_FOOTER_END = struct.Struct("<i6s")  # the length of the footer, and "ARROW1"
+_BATCHES_SLOT = 10  # of the footer's vtable: the field recordBatches
+_BLOCK_BYTES = 24  # of an entry of recordBatches, which begins with the batch's position in the file
+
+
+class RecordBatches:
+    """The record batches of an Arrow file, or of a stream, as the datasets library writes them.
+
+    Attributes:
+        schema: the schema of all columns.
+        lengths: the number of rows of each batch.
+    """
+
+    def __init__(self, uri: str) -> None:
+        """Map the file, and read the lengths of its batches. No column is read.
+
+        Raises ManifestError for a file in a store, ArrowException, OSError.
+        """
+        if "://" in uri:
+            raise ManifestError(f"{uri}: an Arrow file is read from disk alone; copy it here, or make it Parquet")
+        self._source = pa.memory_map(uri)
+        self._starts: list[int] = []  # of a stream: where each batch begins, with the dictionaries before it
+        self._has_dictionaries = False
+        try:
+            self.schema, self._is_stream = pa.ipc.open_file(self._source).schema, False
+            self.lengths = [_read_length(self._source, start) for start in _find_batches(self._source)]
+        except pa.ArrowInvalid:
+            self._scan_stream()
+        self._columns: tuple[int, ...] = ()  # the columns of the open reader
+        self._reader: pa.RecordBatchFileReader | pa.RecordBatchStreamReader | None = None
+        self._next = 0  # the batch of a stream at which the reader stands
+
+    def _scan_stream(self) -> None:
+        """Find the batches of a stream. Raises ArrowException."""
+        self._source.seek(0)
+        self.schema, self._is_stream = pa.ipc.open_stream(self._source).schema, True
+        self.lengths, start = [], self._source.tell()
+        while True:
+            try:
+                message = pa.ipc.read_message(self._source)
+            except EOFError:
+                return
+            if message.type == "record batch":
+                self.lengths.append(_count_rows(message))
+                self._starts.append(start)
+                start = self._source.tell()
+            self._has_dictionaries = self._has_dictionaries or message.type == "dictionary"
+
+    def read(self, piece: int, columns: Sequence[str], at_once: int = 1) -> Iterator[pa.RecordBatch]:
+        """Yield the named columns of record batch ``piece``, ``at_once`` rows at a time. Raises ArrowException."""
+        numbers = tuple(number for number, name in enumerate(self.schema.names) if name in columns)
+        if numbers:
+            batch = self._read_batch(piece, numbers)
+        else:  # a reader without a list of columns reads all columns
+            batch = pa.RecordBatch.from_struct_array(pa.array([{}] * self.lengths[piece], pa.struct([])))
+        yield from (batch.slice(start, at_once) for start in range(0, len(batch), at_once))
+
+    def _read_batch(self, piece: int, columns: tuple[int, ...]) -> pa.RecordBatch:
+        """Read these columns of a batch. No other batch is decompressed, unless a stream has dictionaries."""
+        if self._reader is None or columns != self._columns or (self._has_dictionaries and piece < self._next):
+            self._source.seek(0)
+            make_reader = pa.ipc.open_stream if self._is_stream else pa.ipc.open_file
+            self._reader = make_reader(self._source, options=pa.ipc.IpcReadOptions(included_fields=list(columns)))
+            self._columns, self._next = columns, 0
+        if not self._is_stream:
+            return self._reader.get_batch(piece)
+        # A dictionary may change between two batches, so all batches are read; else the reader is moved to this batch.
+        first = self._next if self._has_dictionaries else piece
+        self._source.seek(self._starts[first])
+        for _ in range(first, piece):
+            self._reader.read_next_batch()
+        self._next = piece + 1
+        return self._reader.read_next_batch()
+
+
+def _find_batches(source: pa.MemoryMappedFile) -> list[int]:
+    """Return the positions of a file's record batches, from its footer (a flatbuffer that pyarrow has checked)."""
+    end = source.size() - _FOOTER_END.size
+    length, _ = _FOOTER_END.unpack(source.read_at(_FOOTER_END.size, end))
+    footer = source.read_at(length, end - length)
+
+    def read(kind: str, place: int) -> int:
+        return int(struct.unpack_from(f"<{kind}", footer, place)[0])
+
+    table = read("I", 0)
+    vtable = table - read("i", table)
+    if read("H", vtable) <= _BATCHES_SLOT or not (slot := read("H", vtable + _BATCHES_SLOT)):
+        return []
+    batches = table + slot + read("I", table + slot)
+    return [read("q", batches + 4 + _BLOCK_BYTES * number) for number in range(read("I", batches))]
+
+
+def _read_length(source: pa.MemoryMappedFile, start: int) -> int:
+    """Return the number of rows of the record batch at ``start``. Raises ArrowException."""
+    source.seek(start)
+    return _count_rows(pa.ipc.read_message(source))
+
+
+def _count_rows(message: pa.Message) -> int:
+    """Return the number of rows of a record batch without reading a column."""
+    return int(pa.ipc.read_record_batch(message, pa.schema([])).num_rows)

@@ -1,0 +1,205 @@
+"""Columns of videos in every form of bytes and paths that other libraries write, in the memory of a few batches."""
+
+import subprocess
+import sys
+
+import datasets
+import duckdb
+import polars
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.errors import VideoFault
+from pipeline.inputs.archive import ArchiveOptions
+from pipeline.inputs.indexes import Indexing
+from pipeline.inputs.manifest import read_manifest
+from tests.pipeline.inputs.test_archives import contents, rows
+
+#: Rows of datasets' own form: with bytes, with a path, with both, with neither, and none at all.
+MIXED = [
+    {"bytes": b"1" * 900, "path": None},
+    {"bytes": None, "path": "a.mp4"},
+    {"bytes": b"3", "path": "lost.mp4"},
+    {"bytes": None, "path": None},
+    None,
+    {"bytes": None, "path": "../secret.mp4"},
+]
+IDS = ["bytes", "path", "both", "neither", "null", "outside"]
+
+
+def write_stream(table, path, **options):
+    with pa.ipc.new_stream(str(path), table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+def write_file(table, path, **options):
+    with pa.ipc.new_file(str(path), table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+def write_by_duckdb(whole, path):
+    duckdb.sql(f"COPY (SELECT * FROM whole) TO '{path}' (FORMAT parquet)")
+
+
+def write_by_datasets(table, path):
+    dataset = datasets.Dataset(table)
+    write_stream(dataset.data.table, path)
+
+
+#: How each library writes a table of Arrow: the suffix of the file, and a function.
+WRITERS = {
+    "pyarrow, row groups": (".parquet", lambda table, path: pq.write_table(table, path, row_group_size=2)),
+    "pyarrow, no statistics": (".parquet", lambda table, path: pq.write_table(table, path, write_statistics=False)),
+    "pyarrow, file": (".arrow", write_file),
+    "pyarrow, file of zstd": (".arrow", lambda table, path: write_file(table, path, compression="zstd")),
+    "pyarrow, stream of lz4": (".arrow", lambda table, path: write_stream(table, path, compression="lz4")),
+    "pandas, parquet": (".parquet", lambda table, path: table.to_pandas().to_parquet(path)),
+    "pandas, feather": (".feather", lambda table, path: table.to_pandas().to_feather(path)),
+    "polars, parquet": (".parquet", lambda table, path: polars.from_arrow(table).write_parquet(path)),
+    "polars, file": (".arrow", lambda table, path: polars.from_arrow(table).write_ipc(path)),
+    "polars, file of lz4": (".arrow", lambda table, path: polars.from_arrow(table).write_ipc(path, compression="lz4")),
+    "polars, stream": (".arrow", lambda table, path: polars.from_arrow(table).write_ipc_stream(path)),
+    "duckdb": (".parquet", write_by_duckdb),
+    "datasets": (".arrow", write_by_datasets),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_row_has_bytes_or_a_path_whatever_wrote_it(tmp_path, writer):
+    suffix, write = WRITERS[writer]
+    table = pa.table(
+        {"video_id": IDS, "video": MIXED, "n": range(6), "kind": pa.array(list("xxyyzz")).dictionary_encode()}
+    )
+    (tmp_path / "t").mkdir()
+    path = tmp_path / f"t/m{suffix}"
+    write(table, path)
+    found = {row["video_id"]: row for row in rows(str(path), "video")}
+    assert list(found) == IDS
+    assert {name: row["uri"] for name, row in found.items() if row["source_offset"] is None} == {
+        "path": f"{tmp_path}/t/a.mp4",
+        "outside": f"{tmp_path}/secret.mp4",
+    }
+    assert [name for name, row in found.items() if row["policy"]] == ["outside"]
+    assert '"n": 1' in found["path"]["manifest"] and '"kind": "x"' in found["path"]["manifest"]
+    assert contents([found["both"], found["bytes"]]) == [b"3", b"1" * 900]
+
+
+def write_parquet(table, path):
+    pq.write_table(table, path)
+
+
+FORMS = {".parquet": write_parquet, ".arrow": write_file, ".stream.arrow": write_stream}
+BYTES = [b"one", None, b"two", b"one"]
+KINDS = {
+    "binary": pa.array(BYTES),
+    "large": pa.array(BYTES, pa.large_binary()),
+    "fixed size": pa.array(BYTES, pa.binary(3)),
+    "view": pa.array(BYTES, pa.binary_view()),
+    "dictionary": pa.array(BYTES).dictionary_encode(),
+    "dictionary of large": pa.array(BYTES, pa.large_binary()).dictionary_encode(),
+    "extension": pa.ExtensionArray.from_storage(pa.opaque(pa.binary(), "video", "vendor"), pa.array(BYTES)),
+    "struct": pa.array([None if data is None else {"bytes": data} for data in BYTES]),
+    "struct of views": pa.array(
+        [{"path": None, "n": 1, "bytes": data} for data in BYTES],
+        pa.struct({"path": pa.string_view(), "n": pa.int64(), "bytes": pa.binary_view()}),
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_any_type_are_read(tmp_path, kind, form):
+    path = tmp_path / f"a{form}"
+    FORMS[form](pa.table({"v": KINDS[kind]}), path)
+    found = rows(str(path), "v")
+    assert [row["video_id"] for row in found] == [f"{path.name}/{number}" for number in range(4)]
+    assert contents([found[place] for place in (3, 0, 2)]) == [b"one", b"one", b"two"]
+    with pytest.raises(VideoFault, match="unsupported: row 1 of the table holds neither bytes nor a path"):
+        contents([found[1]])
+
+
+PATHS = ["b/a.mp4", "../c.mp4", "b/a.mp4"]
+TEXTS = {
+    "string": pa.array(PATHS),
+    "large": pa.array(PATHS, pa.large_string()),
+    "view": pa.array(PATHS, pa.string_view()),
+    "dictionary": pa.array(PATHS).dictionary_encode(),
+    "extension": pa.ExtensionArray.from_storage(pa.opaque(pa.string(), "path", "vendor"), pa.array(PATHS)),
+    "struct without bytes": pa.array([{"path": path} for path in PATHS]),
+    "struct of null bytes": pa.array([{"bytes": None, "path": path} for path in PATHS]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", TEXTS)
+def test_paths_of_any_type_are_files_beside_the_table_and_never_outside(tmp_path, kind, form):
+    (tmp_path / "t").mkdir()
+    path = tmp_path / f"t/a{form}"
+    FORMS[form](pa.table({"video_id": ["1", "2", "3"], "v": TEXTS[kind]}), path)
+    found = rows(str(path), "v")
+    assert [row["uri"] for row in found] == [f"{tmp_path}/t/b/a.mp4", f"{tmp_path}/c.mp4", f"{tmp_path}/t/b/a.mp4"]
+    assert [row["policy"] is None for row in found] == [True, False, True]
+    assert all(row["source_offset"] is None and row["manifest"] is None for row in found)
+    told = read_manifest(str(path), [str(tmp_path)], indexing=Indexing(ArchiveOptions("v")))
+    assert told["policy"].null_count == 3
+
+
+def test_addresses_in_a_table_follow_the_rules_of_manifests(tmp_path):
+    paths = [
+        "hf://datasets/u/n/a.mp4",
+        "https://k:SEC@host/a.mp4?sig=SEC",
+        "s3://b/a.mp4",
+        f"file://{tmp_path}/a.mp4",
+        "x\0y",
+    ]
+    write_stream(pa.table({"v": [{"bytes": None, "path": path} for path in paths]}), tmp_path / "a.arrow")
+    found = rows(str(tmp_path / "a.arrow"), "v")
+    said = [row["policy"] or row["fault"] for row in found]
+    assert [text and text.split(":")[0] for text in said[:2]] == ["hf", "https"] and "--video-root" in said[2]
+    assert said[3] is None and found[3]["uri"] == f"{tmp_path}/a.mp4" and said[4] == "policy: its path has a NUL"
+    assert "SEC" not in str(found)
+
+
+@pytest.mark.parametrize("deltas", [False, True])
+def test_a_stream_whose_dictionaries_change_is_read_in_any_order(tmp_path, deltas):
+    """A batch can be read only after the dictionaries before it."""
+    options = pa.ipc.IpcWriteOptions(compression="zstd", emit_dictionary_deltas=deltas)
+    values, schema = (
+        [b"1", b"2", b"3"],
+        pa.schema({"v": pa.dictionary(pa.int8(), pa.binary()), "video_id": pa.string()}),
+    )
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), schema, options=options) as writer:
+        for end in (1, 2, 3):
+            column = pa.DictionaryArray.from_arrays(pa.array([end - 1], pa.int8()), pa.array(values[:end]))
+            writer.write_batch(pa.record_batch([column, [str(end)]], schema=schema))
+    found = rows(str(tmp_path / "a.arrow"), "v")
+    assert [row["video_id"] for row in found] == ["1", "2", "3"]
+    assert contents([found[place] for place in (2, 0, 1, 1, 2)]) == [b"3", b"1", b"2", b"2", b"3"]
+
+
+PEAK = """
+import sys, pyarrow as pa
+from tests.pipeline.inputs.test_archives import contents, rows
+found = rows(sys.argv[1], "v")
+listed = pa.default_memory_pool().max_memory()
+assert contents([found[17]])[0] == bytes([17]) * 2_000_000
+print(len(found), listed, pa.default_memory_pool().max_memory())
+"""
+
+
+@pytest.mark.parametrize("make", [pa.ipc.new_file, pa.ipc.new_stream], ids=["file", "stream"])
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+def test_a_compressed_arrow_file_takes_the_memory_of_one_batch(tmp_path, codec, make):
+    schema = pa.schema({"video_id": pa.string(), "v": pa.struct({"bytes": pa.binary(), "path": pa.string()})})
+    with make(str(tmp_path / "a.arrow"), schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+        for number in range(20):
+            video = {"bytes": bytes([number]) * 2_000_000, "path": None}
+            writer.write_batch(
+                pa.record_batch([[str(number)], pa.array([video], schema.field("v").type)], schema=schema)
+            )
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, tmp_path / "a.arrow"], capture_output=True, text=True, check=True
+    )
+    n_videos, listed, peak = map(int, done.stdout.split())
+    assert n_videos == 20 and listed < 3 * 2_000_000 and peak < 3 * 2_000_000
