@@ -9,12 +9,14 @@ from itertools import dropwhile, islice
 from typing import NamedTuple
 
 import av
+from av.bitstream import BitStreamFilterContext
 from av.codec.context import Flags
 from av.container import InputContainer
 from av.error import FFmpegError
 from av.stream import Disposition
 
 from pipeline.errors import VideoFault
+from pipeline.video.headers import INTRA_FRAME, ShownOrder, ShownPackets, is_packed, read_vop_type
 
 MAX_PIXELS = 8192 * 8192  # largest frame: 200 MB in RGB
 MAX_KEPT_BYTES = 256 * 2**20  # bytes of packets kept in memory; larger files are read a second time
@@ -23,6 +25,7 @@ _STILL_IMAGES = Disposition.attached_pic | Disposition.timed_thumbnails
 _SEEKABLE = ("mov", "matroska")  # elsewhere FFmpeg may land behind the keyframe it is asked for
 # Codecs whose keyframes are marked by FFmpeg's own parser, whatever the container says.
 _PARSED_CODECS = ("h264", "hevc", "mpeg1video", "mpeg2video", "mpeg4")
+_GUESSED_RIGHT = ("mpeg4", "mpeg1video", "mpeg2video")  # codecs whose times in AVI FFmpeg makes up as it shows them
 _KEEPING = ("h264", "hevc")  # codecs whose parameters stay known to a decoder until others replace them
 _SKIPPING = ("h264", "hevc", "mpeg1video", "mpeg2video")  # codecs that mark reliably which frames nothing refers to
 # Decoders that may refuse every packet behind an error, keyframes too, until they are flushed. A flush that is not
@@ -37,13 +40,16 @@ _HEVC_PARAMETERS = re.compile(rb"\x42\x01(.)", re.DOTALL)  # a sequence paramete
 
 
 class PacketInfo(NamedTuple):
-    """The container's facts about one packet, with times in ticks of the stream's time base."""
+    """The facts about one packet, with times in ticks of the stream's time base.
+
+    ``hidden`` says that it shows no frame: the container leaves it out, or others only refer to it.
+    """
 
     pts: int | None
     dts: int | None
     duration: int
     keyframe: bool
-    discard: bool
+    hidden: bool
 
 
 class Run(NamedTuple):
@@ -63,7 +69,9 @@ class VideoPackets:
         codec: the codec's own name ("av1", "vp9"), not the name of the library that decodes it ("libdav1d").
         start_time: of the container, microseconds; None where it has none.
         n_streams: how many video streams the file has.
-        table: the container's facts about each packet.
+        table: the facts about each packet.
+        is_ranked: whether ``pts`` in the table count frames as they are shown, since the container does not state
+            their times.
         parameters_change: whether the container gives the decoder new parameters on the way.
         stated_s: how long the video is by the container's own word, seconds; None where it states nothing, and for MP4,
             which lists every frame.
@@ -105,7 +113,10 @@ class VideoPackets:
             self.stated_s = _read_stated_seconds(self._container, self.stream, demuxer)
             self.fault: FFmpegError | None = None
             self.n_corrupt = self._end_byte = 0
-            self._sub_layers: set[int] = _sub_layers(self.stream.codec_context.extradata or b"")
+            extradata = self.stream.codec_context.extradata or b""
+            self._sub_layers: set[int] = _sub_layers(extradata)
+            self._is_packed = demuxer == "avi" and self.codec == "mpeg4" and is_packed(extradata)
+            self.is_ranked = False
             self._read(max_kept_bytes)
         except BaseException:
             self.close()
@@ -200,7 +211,7 @@ class VideoPackets:
         decoder cannot begin at keyframes, there is one run from the first packet. Raises KeyError for a time that no
         packet has.
         """
-        number_at = {packet.pts: number for number, packet in enumerate(self.table) if not packet.discard}
+        number_at = {packet.pts: number for number, packet in enumerate(self.table) if not packet.hidden}
         keys = [n for n, p in enumerate(self.table) if p.keyframe and p.pts is not None] if self._can_jump() else []
         run = Run(0, 0, ())
         for time in times:
@@ -215,9 +226,21 @@ class VideoPackets:
 
     def between(self, start: int, stop: int) -> Iterator[av.Packet]:
         """Yield packets number ``start`` to ``stop`` - 1, from memory, or from the file where they are not kept."""
-        if self._kept_packets is not None:
-            return iter(self._kept_packets[start:stop])
-        return islice(self._read_again(start), stop - start)
+        kept = self._kept_packets
+        packets = kept[start:stop] if kept is not None else islice(self._read_again(start), stop - start)
+        for number, packet in enumerate(packets, start):
+            if self.is_ranked:
+                packet.pts = self.table[number].pts
+            yield packet
+
+    @property
+    def lacks_times(self) -> bool:
+        """True if the container states no presentation times, and FFmpeg's are wrong where frames are reordered."""
+        if self.demuxer in ("avi", "asf"):
+            codec = self.stream.codec_context
+            is_guessed = self.codec not in _GUESSED_RIGHT if self.demuxer == "avi" else self.codec in _KEEPING
+            return self._is_packed or (bool(codec.has_b_frames) and is_guessed)
+        return self.demuxer in _KEEPING
 
     def _frames_of(self, codec: av.CodecContext, packet: av.Packet | None) -> list[av.VideoFrame]:
         """Decode a packet into the frames it completes; with None, flush the frames that the decoder still holds.
@@ -249,15 +272,19 @@ class VideoPackets:
         Empty packets are left out. Packets stay in memory as long as all of them have at most ``max_kept_bytes`` bytes,
         else none stays.
         """
-        size = 0
+        size, extradata = 0, self.stream.codec_context.extradata or b""
+        shown = ShownPackets(self.codec, extradata)
+        order = ShownOrder(self.codec, extradata) if self.lacks_times and self.codec in ("h264", "mpeg4") else None
         for packet in self._readable():
             if not packet.size:
                 continue
             self.n_corrupt += packet.is_corrupt
             self._end_byte = max(self._end_byte, (packet.pos or 0) + packet.size)
-            self.table.append(
-                PacketInfo(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe, packet.is_discard)
-            )
+            is_shown = shown.shows(packet)
+            if order is not None and is_shown:
+                order.add(packet)
+            is_hidden = packet.is_discard or not is_shown
+            self.table.append(PacketInfo(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe, is_hidden))
             self.parameters_change = self.parameters_change or packet.has_sidedata("new_extradata")
             if self.codec == "hevc" and packet.is_keyframe:
                 self._sub_layers |= _sub_layers(memoryview(packet)[:_HEAD])
@@ -266,6 +293,9 @@ class VideoPackets:
                 self._kept_packets = None
             elif self._kept_packets is not None:
                 self._kept_packets.append(packet)
+        if order is not None and (ranks := order.find_ranks()) is not None:
+            self.is_ranked, numbers = True, iter(ranks)
+            self.table = [packet._replace(pts=None if packet.hidden else next(numbers)) for packet in self.table]
 
     def _readable(self) -> Iterator[av.Packet]:
         """Yield the packets of the stream up to the end of the file, or up to what the demuxer cannot read.
@@ -273,7 +303,7 @@ class VideoPackets:
         That error becomes ``fault`` and counts as a corrupt packet. Raises MemoryError.
         """
         try:
-            yield from _iter_packets(self._container, self.stream)
+            yield from self._iter_packets(self._container, self.stream)
         except FFmpegError as error:
             if isinstance(error, MemoryError):
                 raise
@@ -293,7 +323,7 @@ class VideoPackets:
         if seeks and time is not None:
             # In MP4 FFmpeg seeks by presentation time, so a decoding time would lead to the keyframe before.
             self._second_file.seek(time, stream=stream)
-        packets = (packet for packet in _iter_packets(self._second_file, stream) if packet.size)
+        packets = (packet for packet in self._iter_packets(self._second_file, stream) if packet.size)
         rest_of_packets = islice(packets, start - self._next, None)
         self._next = start
         for packet in dropwhile(lambda packet: packet.pts != time, packets) if seeks else rest_of_packets:
@@ -302,6 +332,23 @@ class VideoPackets:
         if seeks and self._next == start:  # the seek went past the packet, as in fragmented files
             self._second_file = None
             yield from self._read_again(start, may_seek=False)
+
+    def _iter_packets(self, container: InputContainer, stream: av.VideoStream) -> Iterator[av.Packet]:
+        """Yield the packets of a stream to the end of the file, each with one frame at most.
+
+        Behind damage a transport stream's demuxer asks to be called again: it is.
+        """
+        unpacker = BitStreamFilterContext("mpeg4_unpack_bframes", stream) if self._is_packed else None
+        while True:
+            try:
+                for packet in container.demux(stream):
+                    frames = unpacker.filter(packet) if unpacker and packet.size else [packet]
+                    for frame in frames if unpacker else ():  # the mark is that of the packet it was not taken from
+                        frame.is_keyframe = read_vop_type(bytes(frame)) == INTRA_FRAME
+                    yield from frames
+            except BlockingIOError:
+                continue
+            return
 
 
 def open_container(path: str, demuxer: str) -> InputContainer:
@@ -361,19 +408,6 @@ def _describe_other_streams(container: InputContainer) -> str:
 def _sub_layers(data: bytes | memoryview) -> set[int]:
     """Return the numbers of temporal sub-layers that the parameter sets in HEVC data declare."""
     return {1 + (match[1][0] >> 1 & 7) for match in _HEVC_PARAMETERS.finditer(data)}
-
-
-def _iter_packets(container: InputContainer, stream: av.VideoStream) -> Iterator[av.Packet]:
-    """Yield the packets of a stream to the end of the file.
-
-    Behind damage a transport stream's demuxer asks to be called again: it is.
-    """
-    while True:
-        try:
-            yield from container.demux(stream)
-        except BlockingIOError:
-            continue
-        return
 
 
 def _read_stated_seconds(container: InputContainer, stream: av.VideoStream, demuxer: str) -> float | None:
