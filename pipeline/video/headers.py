@@ -14,7 +14,14 @@ import av
 import numpy as np
 
 _VOP = b"\x00\x00\x01\xb6"  # the start code of a frame of MPEG-4
-INTRA_FRAME, _B_FRAME = 0, 2  # types of frames of MPEG-4: a keyframe, and one that refers to a later one
+#: Codecs whose headers tell the order in which frames are shown.
+ORDERED_CODECS = ("h264", "mpeg4", "mpeg1video")
+# The start of a frame that refers to a later one, by its type; frames have one type.
+_B_FRAMES = {
+    "mpeg4": re.compile(_VOP + rb"[\x80-\xbf]"),
+    "mpeg1video": re.compile(rb"\x00\x00\x01\x00.[\x18-\x1f\x58-\x5f\x98-\x9f\xd8-\xdf]", re.DOTALL),
+}
+_KEYFRAME = re.compile(_VOP + rb"[\x00-\x3f]")
 _MAX_EMPTY_VOP = 19  # bytes of a frame that is not coded, at most; FFmpeg's own bound
 _VOL = re.compile(rb"\x00\x00\x01[\x20-\x2f](.{4,32})", re.DOTALL)
 _PACKED = re.compile(rb"DivX\d+(?:b|Build)\d+p")  # as XviD and DivX mark packets of two frames
@@ -147,10 +154,9 @@ def is_coded(data: bytes, clock_bits: int) -> bool:
     return bool(bits.read(1))
 
 
-def read_vop_type(data: bytes) -> int | None:
-    """Return the type of a frame of MPEG-4, INTRA_FRAME for a keyframe; None where there is none."""
-    place = data.find(_VOP) + len(_VOP)
-    return data[place] >> 6 if len(_VOP) <= place < len(data) else None
+def is_keyframe(packet: av.Packet) -> bool:
+    """Return True if a packet of MPEG-4 holds a keyframe."""
+    return _KEYFRAME.search(packet) is not None
 
 
 def is_packed(data: bytes) -> bool:
@@ -288,24 +294,24 @@ def _unescape(data: bytes) -> bytes:
 
 
 class ShownOrder:
-    """Finds the order in which the packets of a stream of H.264 or MPEG-4 are shown.
+    """Finds the order in which the packets of a stream of one of ORDERED_CODECS are shown.
 
     Call ``add`` for each packet that shows a frame, in file order, then ``find_ranks``.
     """
 
     def __init__(self, codec: str, extradata: bytes) -> None:
         """Read the parameters in ``extradata``, as the container keeps them for the decoder."""
-        self._headers = H264Headers(extradata) if codec == "h264" else None
+        self._codec, self._headers = codec, H264Headers(extradata) if codec == "h264" else None
         # What packets are sorted by: the number of the part that has an order of its own, then a place in the part.
         self._keys: list[tuple[int, int]] = []
         self._part, self._high, self._low = 0, 0, 0  # of H.264, the high and low bits of the last reference's place
-        self._reference = -1  # of MPEG-4, the number of the last frame that others may refer to
+        self._reference = -1  # of MPEG-1 and MPEG-4, the number of the last frame that others may refer to
         self._is_known = True
 
     def add(self, packet: av.Packet) -> None:
         """Read the header of the next packet."""
         if self._headers is None:
-            self._add_vop(bytes(packet))
+            self._add_frame(is_b_frame=_B_FRAMES[self._codec].search(packet) is not None)
         else:
             self._add_picture(self._headers.read(bytes(packet)), self._headers)
 
@@ -327,11 +333,11 @@ class ShownOrder:
         if picture.is_reference:
             self._high, self._low = high, picture.order
 
-    def _add_vop(self, data: bytes) -> None:
-        """Add the next frame of MPEG-4: a B-frame is shown at once, any other frame when the next such frame comes."""
+    def _add_frame(self, *, is_b_frame: bool) -> None:
+        """Add the next frame of MPEG-1 or MPEG-4: a B-frame is shown at once, any other when the next other comes."""
         number = len(self._keys)
         self._keys.append((0, number))
-        if read_vop_type(data) != _B_FRAME:
+        if not is_b_frame:
             if self._reference >= 0:
                 self._keys[self._reference] = (0, number)
             self._reference, self._keys[number] = number, (1, 0)

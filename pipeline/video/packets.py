@@ -16,7 +16,7 @@ from av.error import FFmpegError
 from av.stream import Disposition
 
 from pipeline.errors import VideoFault
-from pipeline.video.headers import INTRA_FRAME, ShownOrder, ShownPackets, is_packed, read_vop_type
+from pipeline.video.headers import ORDERED_CODECS, ShownOrder, ShownPackets, is_keyframe, is_packed
 
 MAX_PIXELS = 8192 * 8192  # largest frame: 200 MB in RGB
 MAX_KEPT_BYTES = 256 * 2**20  # bytes of packets kept in memory; larger files are read a second time
@@ -70,6 +70,7 @@ class VideoPackets:
         start_time: of the container, microseconds; None where it has none.
         n_streams: how many video streams the file has.
         table: the facts about each packet.
+        lacks_times: whether FFmpeg makes up times at which the frames are not shown.
         is_ranked: whether ``pts`` in the table count frames as they are shown, since the container does not state
             their times.
         parameters_change: whether the container gives the decoder new parameters on the way.
@@ -116,7 +117,7 @@ class VideoPackets:
             extradata = self.stream.codec_context.extradata or b""
             self._sub_layers: set[int] = _sub_layers(extradata)
             self._is_packed = demuxer == "avi" and self.codec == "mpeg4" and is_packed(extradata)
-            self.is_ranked = False
+            self.is_ranked, self.lacks_times = False, self._lacks_times()
             self._read(max_kept_bytes)
         except BaseException:
             self.close()
@@ -233,14 +234,13 @@ class VideoPackets:
                 packet.pts = self.table[number].pts
             yield packet
 
-    @property
-    def lacks_times(self) -> bool:
-        """True if the container states no presentation times, and FFmpeg's are wrong where frames are reordered."""
+    def _lacks_times(self) -> bool:
+        """Return True if the container states no presentation times, and FFmpeg's are wrong for reordered frames."""
         if self.demuxer in ("avi", "asf"):
             codec = self.stream.codec_context
             is_guessed = self.codec not in _GUESSED_RIGHT if self.demuxer == "avi" else self.codec in _KEEPING
             return self._is_packed or (bool(codec.has_b_frames) and is_guessed)
-        return self.demuxer in _KEEPING
+        return self.demuxer in _KEEPING or (self.demuxer, self.codec) == ("mpegvideo", "mpeg1video")
 
     def _frames_of(self, codec: av.CodecContext, packet: av.Packet | None) -> list[av.VideoFrame]:
         """Decode a packet into the frames it completes; with None, flush the frames that the decoder still holds.
@@ -272,9 +272,9 @@ class VideoPackets:
         Empty packets are left out. Packets stay in memory as long as all of them have at most ``max_kept_bytes`` bytes,
         else none stays.
         """
-        size, extradata = 0, self.stream.codec_context.extradata or b""
+        size, has_gaps, extradata = 0, False, self.stream.codec_context.extradata or b""
         shown = ShownPackets(self.codec, extradata)
-        order = ShownOrder(self.codec, extradata) if self.lacks_times and self.codec in ("h264", "mpeg4") else None
+        order = ShownOrder(self.codec, extradata) if self.lacks_times and self.codec in ORDERED_CODECS else None
         for packet in self._readable():
             if not packet.size:
                 continue
@@ -283,6 +283,7 @@ class VideoPackets:
             is_shown = shown.shows(packet)
             if order is not None and is_shown:
                 order.add(packet)
+            has_gaps = has_gaps or (not is_shown and self.codec == "mpeg4")
             is_hidden = packet.is_discard or not is_shown
             self.table.append(PacketInfo(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe, is_hidden))
             self.parameters_change = self.parameters_change or packet.has_sidedata("new_extradata")
@@ -293,7 +294,9 @@ class VideoPackets:
                 self._kept_packets = None
             elif self._kept_packets is not None:
                 self._kept_packets.append(packet)
-        if order is not None and (ranks := order.find_ranks()) is not None:
+        # Where a frame has no content, the decoder shows the frames around it in an order of its own.
+        self.lacks_times |= has_gaps and bool(self.stream.codec_context.has_b_frames)
+        if order is not None and not has_gaps and (ranks := order.find_ranks()) is not None:
             self.is_ranked, numbers = True, iter(ranks)
             self.table = [packet._replace(pts=None if packet.hidden else next(numbers)) for packet in self.table]
 
@@ -343,8 +346,8 @@ class VideoPackets:
             try:
                 for packet in container.demux(stream):
                     frames = unpacker.filter(packet) if unpacker and packet.size else [packet]
-                    for frame in frames if unpacker else ():  # the mark is that of the packet it was not taken from
-                        frame.is_keyframe = read_vop_type(bytes(frame)) == INTRA_FRAME
+                    for frame in frames if unpacker else ():  # its mark may be that of the packet behind its own
+                        frame.is_keyframe = frame.size > 0 and is_keyframe(frame)
                     yield from frames
             except BlockingIOError:
                 continue

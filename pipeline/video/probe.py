@@ -141,7 +141,7 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
     if not _timestamps_usable(shown_packets, packets):
         return scan(index)
     pts = np.sort(np.array([p.pts for p in shown_packets], dtype=np.int64))
-    if packets.is_ranked or (packets.demuxer, packets.codec) == ("mpegvideo", "mpeg1video"):
+    if packets.is_ranked:
         index = _count_times(replace(index, pts=pts), len(pts), [p.dts for p in shown_packets])
     else:
         index = _add_times(replace(index, pts=pts), packets, pts, max(shown_packets, key=lambda p: p.pts or 0).duration)
