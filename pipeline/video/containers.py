@@ -91,10 +91,10 @@ def recognise(head: bytes, path: str | Path) -> str:
     """Return the demuxer for a file whose first HEAD_BYTES bytes are ``head``. Raises VideoFault as ``sniff``."""
     start = head[:_MAGIC_BYTES]
     text = start.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
-    refused = next((kind for magic, *kind in _REFUSED if re.match(magic, text, re.DOTALL)), None)
+    refused = next((kind for kind in _REFUSED if re.match(kind[0], text, re.DOTALL)), None)
     if refused is None and (demuxer := _match_container(start)):
         return demuxer
-    fault_class, looks_like = refused or ("unsupported", _describe_content(start))
+    _, fault_class, looks_like = refused or (b"", "unsupported", _describe_content(start))
     streams = _STREAMS if refused is None else _STREAMS_BEHIND.get(looks_like, ())
     position, demuxer = _find_stream(head, streams)
     if streams and _SCRIPT.search(head, 0, position):

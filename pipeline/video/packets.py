@@ -17,6 +17,7 @@ from av.stream import Disposition
 
 from pipeline.errors import VideoFault
 from pipeline.video.headers import ORDERED_CODECS, ShownOrder, ShownPackets, is_keyframe, is_packed
+from pipeline.video.transport_streams import Continuation, ContinuedFile, find_continuation
 
 MAX_PIXELS = 8192 * 8192  # largest frame: 200 MB in RGB
 MAX_KEPT_BYTES = 256 * 2**20  # bytes of packets kept in memory; larger files are read a second time
@@ -33,6 +34,8 @@ _SKIPPING = ("h264", "hevc", "mpeg1video", "mpeg2video")  # codecs that mark rel
 _STUCK_AFTER_ERRORS = ("libdav1d",)
 _STATING = ("matroska", "avi", "flv", "asf")  # demuxers of containers that state how long a stream is
 _WHOLE = 0.9  # share of a file up to its last packet; what other streams have behind it is less than the rest
+# Bytes and share of a file without a packet of its video; more may hold another part of the film.
+_MAX_GAP, _MAX_GAP_SHARE = 2**18, 0.05
 _PADDING = 2**16  # bytes that may follow the last packet in any file
 _CLOCK = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
 _HEAD = 1024  # bytes of a packet that are searched for parameter sets
@@ -77,6 +80,7 @@ class VideoPackets:
         stated_s: how long the video is by the container's own word, seconds; None where it states nothing, and for MP4,
             which lists every frame.
         fault: the last error that a packet or the demuxer gave; None while all of them decode.
+        note: what of the film was not read; empty where nothing is known to lack.
         n_corrupt: packets that the demuxer marks as damaged, and errors that end reading.
 
     Packets of a file above ``max_kept_bytes`` are not kept; requested packets are read a second time.
@@ -85,16 +89,22 @@ class VideoPackets:
     """
 
     def __init__(
-        self, path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES, empty: Collection[int] = ()
+        self,
+        path: str,
+        demuxer: str,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
+        empty: Collection[int] = (),
+        continuation: Continuation | None = None,
     ) -> None:
         """Open the file and read all its packets; up to ``max_kept_bytes`` of packets stay in memory.
 
         A fault in the middle of the file is kept in ``fault``, not raised. Streams with an index in ``empty`` are not
-        picked where there are others.
+        picked where there are others. ``continuation`` joins the PIDs of a transport stream.
         """
         self.demuxer = demuxer
-        self._path, self._empty = path, empty
-        self._container = open_container(path, demuxer)
+        self._path, self._empty, self._continuation = path, empty, continuation
+        self.note = continuation.note if continuation is not None else ""
+        self._container = self._open()
         # The file where it was opened a second time, and the number of the packet that comes next there.
         self._second_file: InputContainer | None = None
         self._next = 0
@@ -113,7 +123,7 @@ class VideoPackets:
             self.parameters_change = False
             self.stated_s = _read_stated_seconds(self._container, self.stream, demuxer)
             self.fault: FFmpegError | None = None
-            self.n_corrupt = self._end_byte = 0
+            self.n_corrupt = self._end_byte = self._largest_gap = 0
             extradata = self.stream.codec_context.extradata or b""
             self._sub_layers: set[int] = _sub_layers(extradata)
             self._is_packed = demuxer == "avi" and self.codec == "mpeg4" and is_packed(extradata)
@@ -122,6 +132,10 @@ class VideoPackets:
         except BaseException:
             self.close()
             raise
+
+    def _open(self) -> InputContainer:
+        """Open the file once more."""
+        return open_container(self._path, self.demuxer, self._continuation)
 
     def close(self) -> None:
         """Close the file and forget the packets."""
@@ -139,6 +153,12 @@ class VideoPackets:
         if self.stated_s is not None or self.demuxer == "mov":
             return self.stated_s or duration_s
         return duration_s / self._share if self.has_unread else duration_s
+
+    @property
+    def lacks_a_part(self) -> bool:
+        """True if somewhere in the file there are many bytes without a packet of the stream."""
+        gap = max(self._largest_gap, self._container.size - self._end_byte)
+        return gap > min(_MAX_GAP, _MAX_GAP_SHARE * self._container.size)
 
     @property
     def has_unread(self) -> bool:
@@ -200,7 +220,7 @@ class VideoPackets:
         if start < self._decoded and self._decoded > 1 and self.codec in _KEEPING:
             if self._decoder_file is not None:
                 self._decoder_file.close()
-            self._decoder_file, self._decoded = open_container(self._path, self.demuxer), 0
+            self._decoder_file, self._decoded = self._open(), 0
             self._codec = pick_stream(self._decoder_file, self._empty).codec_context
         self._decoded = max(self._decoded, stop)
         return self._codec
@@ -279,6 +299,7 @@ class VideoPackets:
             if not packet.size:
                 continue
             self.n_corrupt += packet.is_corrupt
+            self._largest_gap = max(self._largest_gap, (packet.pos or 0) - self._end_byte)
             self._end_byte = max(self._end_byte, (packet.pos or 0) + packet.size)
             is_shown = shown.shows(packet)
             if order is not None and is_shown:
@@ -319,7 +340,7 @@ class VideoPackets:
         beginning.
         """
         if self._second_file is None or start < self._next:
-            self._second_file, self._next = open_container(self._path, self.demuxer), 0
+            self._second_file, self._next = self._open(), 0
         stream = self._second_file.streams[self.stream.index]
         time = self.table[start].pts
         seeks = may_seek and start > 0 and self.demuxer in _SEEKABLE
@@ -351,13 +372,16 @@ class VideoPackets:
                     yield from frames
             except BlockingIOError:
                 continue
+            except IndexError:  # PyAV fails at the end of a file if a stream came up behind the file's beginning
+                return
             return
 
 
-def open_container(path: str, demuxer: str) -> InputContainer:
+def open_container(path: str, demuxer: str, continuation: Continuation | None = None) -> InputContainer:
     """Open a file by PyAV with its demuxer forced; the demuxer may open nothing but files."""
     options = {"protocol_whitelist": "file"}
-    container: InputContainer = av.open(path, format=demuxer, options=options, metadata_errors="replace")
+    file = ContinuedFile(path, continuation) if continuation is not None else path
+    container: InputContainer = av.open(file, format=demuxer, options=options, metadata_errors="replace")
     return container
 
 
@@ -370,6 +394,11 @@ def read_packets(path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES) 
     while True:
         packets = VideoPackets(path, demuxer, max_kept_bytes, empty)
         number = packets.stream.index
+        if demuxer == "mpegts" and packets.lacks_a_part:
+            continuation = find_continuation(path, packets.stream.id)
+            if continuation is not None:
+                packets.close()
+                return VideoPackets(path, demuxer, max_kept_bytes, empty, continuation)
         if packets.table or number in empty:
             return packets
         packets.close()
