@@ -24,6 +24,8 @@ Status = Literal["ok", "failed", "removed"]
 JSON_COLUMNS: tuple[Literal["manifest", "model_extra", "runtime"], ...] = ("manifest", "model_extra", "runtime")
 #: The beginning of a video's ``backend_note`` where the decoder that was asked for served all the same.
 BY_DECODING = "index made by decoding"
+#: Its beginning where the film goes on in a stream that was not read.
+PARTLY_READ = "only a part was read"
 #: A JSON value, and a JSON object that is only read.
 Json = str | int | float | bool | None | Sequence["Json"] | Mapping[str, "Json"]
 JsonObject = Mapping[str, Json]

@@ -24,7 +24,7 @@ from pipeline.storage.s3 import SCHEME, ObjectInfo, check_uri, has_query
 VIDEO_SUFFIXES = frozenset(
     {".mp4", ".m4v", ".mov", ".qt", ".3gp", ".3g2", ".f4v", ".mkv", ".mk3d", ".webm", ".avi", ".divx", ".flv"}
     | {".ts", ".m2t", ".m2ts", ".mts", ".mpg", ".mpeg", ".mpe", ".m1v", ".m2v", ".vob", ".wmv", ".asf", ".ogv", ".ogm"}
-    | {".gif", ".264", ".h264", ".avc", ".265", ".h265", ".hevc"}
+    | {".gif", ".ivf", ".264", ".h264", ".avc", ".265", ".h265", ".hevc"}
 )
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")

@@ -2,6 +2,9 @@
 
 FFmpeg guesses the format when it is not told, and some formats (playlists, concat scripts) name other files or hosts
 that it would then open. So the container is recognised here, and the file is opened with this demuxer alone.
+
+Some demuxers find their stream behind other bytes: a capture that begins inside a packet, padding, or the header of an
+image. These streams are recognised as far into the file as FFmpeg looks for them.
 """
 
 from __future__ import annotations
@@ -9,13 +12,14 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import BufferedReader
 from pathlib import Path
 
 from pipeline.errors import FaultClass, VideoFault, near_form
 
-HEAD_BYTES = 4096  # bytes looked at; three packets of an MPEG transport stream fit well
+HEAD_BYTES = 2**20  # bytes that are searched for a stream; FFmpeg searches as many
+_MAGIC_BYTES = 4096  # bytes that are compared with the beginnings of known formats
 
 # The tables of an MP4 file about its samples, and the bytes of an entry of each.
 _ENTRY_BYTES = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stsz": 4, b"stco": 4, b"co64": 8, b"stss": 4}
@@ -31,6 +35,7 @@ _DEMUXERS: tuple[tuple[bytes, str], ...] = (
     (rb"FLV\x01", "flv"),
     (rb"OggS", "ogg"),
     (rb"GIF8[79]a", "gif"),
+    (rb"DKIF\x00\x00", "ivf"),
     (rb"\x30\x26\xb2\x75\x8e\x66\xcf\x11\xa6\xd9\x00\xaa\x00\x62\xce\x6c", "asf"),
     (rb"\x00?\x00\x00\x01(?:[\x27\x47\x67]|\x09[\x10\x30\x50\x70\x90\xb0\xd0\xf0])", "h264"),  # SPS or delimiter first
     (rb"\x00?\x00\x00\x01(?:\x40|\x46)\x01", "hevc"),  # VPS or delimiter first
@@ -54,10 +59,26 @@ _REFUSED: tuple[tuple[bytes, FaultClass, str], ...] = (
 )
 # (offset of the sync byte, packet size) of transport streams: plain, M2TS, with error correction.
 _TS_PACKETS = ((0, 188), (4, 192), (0, 204))
+# What demuxers look for that find their stream behind other bytes -> name of the demuxer. A transport stream is told by
+# five packets in a row. The headers of elementary streams stand in the others too, so elementary streams come last.
+_STREAMS: tuple[tuple[bytes, str], ...] = (
+    (rb"G(?:(?:.{187}G){4}|(?:.{191}G){4}|(?:.{203}G){4})", "mpegts"),
+    # A pack header of MPEG-2 or MPEG-1 and the start code behind it.
+    (rb"\x00\x00\x01\xba(?:[\x44-\x7f].{8}[\xf8-\xff].{0,7}|[\x21-\x2f].{7})\x00\x00\x01[\xbb-\xef]", "mpeg"),
+    # A sequence header with a valid aspect ratio and rate; then an extension, user data, a group or a picture.
+    (rb"\x00\x00\x01\xb3...[\x11-\x18\x21-\x28\x31-\x38\x41-\x48].{4,132}?\x00\x00\x01[\x00\xb2\xb5\xb8]", "mpegvideo"),
+    # Parameter sets of the sequence, with a known profile and level, and of the pictures.
+    (rb"\x00\x00\x01[\x27\x47\x67][BMXdnz\xf4].[\x09-\x3e].{2,256}?\x00\x00\x01[\x28\x48\x68]", "h264"),
+    # Parameter sets of the video and of the sequence.
+    (rb"\x00\x00\x01\x40\x01.{4,256}?\x00\x00\x01\x42\x01", "hevc"),
+)
+# Other formats, as _REFUSED calls them, whose header FFmpeg passes over in front of a stream.
+_STREAMS_BEHIND = {"a PNG image": _STREAMS[:1], "a JPEG image": _STREAMS[:1], "MP3 audio": _STREAMS}
+_SCRIPT = re.compile(rb"#EXTM3U|ffconcat version|<MPD|c=IN IP|\[playlist\]", re.IGNORECASE)
 
 
 def sniff(path: str | Path) -> str:
-    """Return the FFmpeg demuxer to open a file with, by its first bytes.
+    """Return the FFmpeg demuxer to open a file with, by its first HEAD_BYTES bytes.
 
     Raises VideoFault: "unsupported" for anything that is not a known video container, "policy" for playlists and for a
     FIFO, socket or device, "io" where the file cannot be read. The message says what the file looks like.
@@ -67,17 +88,32 @@ def sniff(path: str | Path) -> str:
 
 
 def recognise(head: bytes, path: str | Path) -> str:
-    """Return the demuxer for a file whose first bytes are ``head``. Raises VideoFault as ``sniff``."""
-    text = head.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
-    for magic, fault_class, looks_like in _REFUSED:
-        if re.match(magic, text, re.DOTALL):
-            raise VideoFault(fault_class, f"{path} is not a video container; it looks like {looks_like}")
-    for magic, demuxer in _DEMUXERS:
-        if re.match(magic, head, re.DOTALL):
-            return demuxer
-    if _is_transport_stream(head):
-        return "mpegts"
-    raise VideoFault("unsupported", f"{path} is not a video container; it looks like {_describe_content(head)}")
+    """Return the demuxer for a file whose first HEAD_BYTES bytes are ``head``. Raises VideoFault as ``sniff``."""
+    start = head[:_MAGIC_BYTES]
+    text = start.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
+    refused = next((kind for kind in _REFUSED if re.match(kind[0], text, re.DOTALL)), None)
+    if refused is None and (demuxer := _match_container(start)):
+        return demuxer
+    _, fault_class, looks_like = refused or (b"", "unsupported", _describe_content(start))
+    streams = _STREAMS if refused is None else _STREAMS_BEHIND.get(looks_like, ())
+    position, demuxer = _find_stream(head, streams)
+    if streams and _SCRIPT.search(head, 0, position):
+        fault_class, looks_like = "policy", "a list of other files or addresses behind other data"
+    elif demuxer:
+        return demuxer
+    raise VideoFault(fault_class, f"{path} is not a video container; it looks like {looks_like}")
+
+
+def _match_container(start: bytes) -> str | None:
+    """Return the demuxer for a file that begins with the first bytes of a container, None for any other file."""
+    demuxer = next((demuxer for magic, demuxer in _DEMUXERS if re.match(magic, start, re.DOTALL)), None)
+    return demuxer or ("mpegts" if _is_transport_stream(start) else None)
+
+
+def _find_stream(head: bytes, streams: Sequence[tuple[bytes, str]]) -> tuple[int, str | None]:
+    """Find the first of ``streams`` that ``head`` contains; return its position and demuxer, or the end and None."""
+    matches = ((re.search(pattern, head, re.DOTALL), demuxer) for pattern, demuxer in streams)
+    return next(((match.start(), demuxer) for match, demuxer in matches if match), (len(head), None))
 
 
 def open_regular(path: str | Path) -> BufferedReader:
@@ -206,7 +242,7 @@ def _describe_content(head: bytes) -> str:
     if head[_TAR_MAGIC : _TAR_MAGIC + 5] == b"ustar":
         return "a tar archive"
     try:
-        text = head.decode("utf-8", "strict" if len(head) < HEAD_BYTES else "ignore")
+        text = head.decode("utf-8", "strict" if len(head) < _MAGIC_BYTES else "ignore")
     except UnicodeDecodeError:
         return "unknown binary data"
     return "text" if all(c.isprintable() or c.isspace() for c in text) else "unknown binary data"

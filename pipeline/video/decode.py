@@ -115,7 +115,7 @@ class DecodedVideo:
         codec: of the video stream, as FFmpeg calls it.
         backend: the decoder that served: a name of ``decoders.DECODERS`` or an import path.
         backend_version: its version.
-        backend_note: why the decoder tried first did not serve; empty where it did.
+        backend_note: why the decoder tried first did not serve, or what of the film was not read; else empty.
         decode_warnings: lines FFmpeg logged as errors while it read the file, or else holes in what decodes; above 0,
             frames may be damaged.
         color_transfer: the transfer function of the colours, as FFmpeg calls it; None where the file states none.
@@ -251,7 +251,7 @@ class _Decoding:
             holes_text = "".join(f"; nothing decodes {hole}" for hole in scanned.holes[:_MAX_HOLES])
             note = note or f"{BY_DECODING}: {error}{holes_text}"
             video = self._read(scanned, last, clip)
-        return replace(video, backend_note=note)
+        return replace(video, backend_note=note or index.packets.note if index.packets else note)
 
     def _read(self, index: VideoIndex, backend: str, clip: tuple[float | None, float | None]) -> DecodedVideo:
         """Choose the frames of the ``clip`` (start, end in seconds) by ``index``, and read them with one decoder.
@@ -300,7 +300,8 @@ class _Decoding:
         Raises VideoFault as ``check_decodable``.
         """
         n_corrupt = 0 if index.packets is None else index.packets.n_corrupt
-        return max(n_corrupt, len(check_decodable(index, clip, max(n_corrupt, self._warnings()))))
+        n_unread = int(index.packets is not None and index.packets.note != "")
+        return max(n_corrupt, n_unread, len(check_decodable(index, clip, max(n_corrupt, self._warnings()))))
 
     def _resize_frames(self, chunks: Iterator[Frames], indices: NDArray[np.int64], index: VideoIndex) -> Frames:
         """Return the chosen frames [T,h,w,3], resized for the model; ``chunks`` are the distinct frames of ``indices``.

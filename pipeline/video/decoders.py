@@ -117,8 +117,8 @@ class LibraryDecoder:
             return "the file has no timestamps"
         if index.demuxer not in ("mov", "matroska"):
             return "it is neither MP4 nor Matroska"
-        if any(packet.discard for packet in index.packets.table):
-            return "it has an edit list"
+        if any(packet.hidden for packet in index.packets.table):
+            return "it has an edit list or packets that show no frame"
         return "its parameters change on the way" if index.packets.parameters_change else ""
 
     def open(self, index: VideoIndex) -> Any:

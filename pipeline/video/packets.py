@@ -9,12 +9,15 @@ from itertools import dropwhile, islice
 from typing import NamedTuple
 
 import av
+from av.bitstream import BitStreamFilterContext
 from av.codec.context import Flags
 from av.container import InputContainer
 from av.error import FFmpegError
 from av.stream import Disposition
 
 from pipeline.errors import VideoFault
+from pipeline.video.headers import ORDERED_CODECS, ShownOrder, ShownPackets, is_keyframe, is_packed
+from pipeline.video.transport_streams import Continuation, ContinuedFile, find_continuation
 
 MAX_PIXELS = 8192 * 8192  # largest frame: 200 MB in RGB
 MAX_KEPT_BYTES = 256 * 2**20  # bytes of packets kept in memory; larger files are read a second time
@@ -23,6 +26,7 @@ _STILL_IMAGES = Disposition.attached_pic | Disposition.timed_thumbnails
 _SEEKABLE = ("mov", "matroska")  # elsewhere FFmpeg may land behind the keyframe it is asked for
 # Codecs whose keyframes are marked by FFmpeg's own parser, whatever the container says.
 _PARSED_CODECS = ("h264", "hevc", "mpeg1video", "mpeg2video", "mpeg4")
+_GUESSED_RIGHT = ("mpeg4", "mpeg1video", "mpeg2video")  # codecs whose times in AVI FFmpeg makes up as it shows them
 _KEEPING = ("h264", "hevc")  # codecs whose parameters stay known to a decoder until others replace them
 _SKIPPING = ("h264", "hevc", "mpeg1video", "mpeg2video")  # codecs that mark reliably which frames nothing refers to
 # Decoders that may refuse every packet behind an error, keyframes too, until they are flushed. A flush that is not
@@ -30,6 +34,8 @@ _SKIPPING = ("h264", "hevc", "mpeg1video", "mpeg2video")  # codecs that mark rel
 _STUCK_AFTER_ERRORS = ("libdav1d",)
 _STATING = ("matroska", "avi", "flv", "asf")  # demuxers of containers that state how long a stream is
 _WHOLE = 0.9  # share of a file up to its last packet; what other streams have behind it is less than the rest
+# Bytes and share of a file without a packet of its video; more may hold another part of the film.
+_MAX_GAP, _MAX_GAP_SHARE = 2**18, 0.05
 _PADDING = 2**16  # bytes that may follow the last packet in any file
 _CLOCK = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
 _HEAD = 1024  # bytes of a packet that are searched for parameter sets
@@ -37,13 +43,16 @@ _HEVC_PARAMETERS = re.compile(rb"\x42\x01(.)", re.DOTALL)  # a sequence paramete
 
 
 class PacketInfo(NamedTuple):
-    """The container's facts about one packet, with times in ticks of the stream's time base."""
+    """The facts about one packet, with times in ticks of the stream's time base.
+
+    ``hidden`` says that it shows no frame: the container leaves it out, or others only refer to it.
+    """
 
     pts: int | None
     dts: int | None
     duration: int
     keyframe: bool
-    discard: bool
+    hidden: bool
 
 
 class Run(NamedTuple):
@@ -63,11 +72,15 @@ class VideoPackets:
         codec: the codec's own name ("av1", "vp9"), not the name of the library that decodes it ("libdav1d").
         start_time: of the container, microseconds; None where it has none.
         n_streams: how many video streams the file has.
-        table: the container's facts about each packet.
+        table: the facts about each packet.
+        lacks_times: whether FFmpeg makes up times at which the frames are not shown.
+        is_ranked: whether ``pts`` in the table count frames as they are shown, since the container does not state
+            their times.
         parameters_change: whether the container gives the decoder new parameters on the way.
         stated_s: how long the video is by the container's own word, seconds; None where it states nothing, and for MP4,
             which lists every frame.
         fault: the last error that a packet or the demuxer gave; None while all of them decode.
+        note: what of the film was not read; empty where nothing is known to lack.
         n_corrupt: packets that the demuxer marks as damaged, and errors that end reading.
 
     Packets of a file above ``max_kept_bytes`` are not kept; requested packets are read a second time.
@@ -76,16 +89,22 @@ class VideoPackets:
     """
 
     def __init__(
-        self, path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES, empty: Collection[int] = ()
+        self,
+        path: str,
+        demuxer: str,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
+        empty: Collection[int] = (),
+        continuation: Continuation | None = None,
     ) -> None:
         """Open the file and read all its packets; up to ``max_kept_bytes`` of packets stay in memory.
 
         A fault in the middle of the file is kept in ``fault``, not raised. Streams with an index in ``empty`` are not
-        picked where there are others.
+        picked where there are others. ``continuation`` joins the PIDs of a transport stream.
         """
         self.demuxer = demuxer
-        self._path, self._empty = path, empty
-        self._container = open_container(path, demuxer)
+        self._path, self._empty, self._continuation = path, empty, continuation
+        self.note = continuation.note if continuation is not None else ""
+        self._container = self._open()
         # The file where it was opened a second time, and the number of the packet that comes next there.
         self._second_file: InputContainer | None = None
         self._next = 0
@@ -104,12 +123,19 @@ class VideoPackets:
             self.parameters_change = False
             self.stated_s = _read_stated_seconds(self._container, self.stream, demuxer)
             self.fault: FFmpegError | None = None
-            self.n_corrupt = self._end_byte = 0
-            self._sub_layers: set[int] = _sub_layers(self.stream.codec_context.extradata or b"")
+            self.n_corrupt = self._end_byte = self._largest_gap = 0
+            extradata = self.stream.codec_context.extradata or b""
+            self._sub_layers: set[int] = _sub_layers(extradata)
+            self._is_packed = demuxer == "avi" and self.codec == "mpeg4" and is_packed(extradata)
+            self.is_ranked, self.lacks_times = False, self._lacks_times()
             self._read(max_kept_bytes)
         except BaseException:
             self.close()
             raise
+
+    def _open(self) -> InputContainer:
+        """Open the file once more."""
+        return open_container(self._path, self.demuxer, self._continuation)
 
     def close(self) -> None:
         """Close the file and forget the packets."""
@@ -127,6 +153,12 @@ class VideoPackets:
         if self.stated_s is not None or self.demuxer == "mov":
             return self.stated_s or duration_s
         return duration_s / self._share if self.has_unread else duration_s
+
+    @property
+    def lacks_a_part(self) -> bool:
+        """True if somewhere in the file there are many bytes without a packet of the stream."""
+        gap = max(self._largest_gap, self._container.size - self._end_byte)
+        return gap > min(_MAX_GAP, _MAX_GAP_SHARE * self._container.size)
 
     @property
     def has_unread(self) -> bool:
@@ -188,7 +220,7 @@ class VideoPackets:
         if start < self._decoded and self._decoded > 1 and self.codec in _KEEPING:
             if self._decoder_file is not None:
                 self._decoder_file.close()
-            self._decoder_file, self._decoded = open_container(self._path, self.demuxer), 0
+            self._decoder_file, self._decoded = self._open(), 0
             self._codec = pick_stream(self._decoder_file, self._empty).codec_context
         self._decoded = max(self._decoded, stop)
         return self._codec
@@ -200,7 +232,7 @@ class VideoPackets:
         decoder cannot begin at keyframes, there is one run from the first packet. Raises KeyError for a time that no
         packet has.
         """
-        number_at = {packet.pts: number for number, packet in enumerate(self.table) if not packet.discard}
+        number_at = {packet.pts: number for number, packet in enumerate(self.table) if not packet.hidden}
         keys = [n for n, p in enumerate(self.table) if p.keyframe and p.pts is not None] if self._can_jump() else []
         run = Run(0, 0, ())
         for time in times:
@@ -215,9 +247,20 @@ class VideoPackets:
 
     def between(self, start: int, stop: int) -> Iterator[av.Packet]:
         """Yield packets number ``start`` to ``stop`` - 1, from memory, or from the file where they are not kept."""
-        if self._kept_packets is not None:
-            return iter(self._kept_packets[start:stop])
-        return islice(self._read_again(start), stop - start)
+        kept = self._kept_packets
+        packets = kept[start:stop] if kept is not None else islice(self._read_again(start), stop - start)
+        for number, packet in enumerate(packets, start):
+            if self.is_ranked:
+                packet.pts = self.table[number].pts
+            yield packet
+
+    def _lacks_times(self) -> bool:
+        """Return True if the container states no presentation times, and FFmpeg's are wrong for reordered frames."""
+        if self.demuxer in ("avi", "asf"):
+            codec = self.stream.codec_context
+            is_guessed = self.codec not in _GUESSED_RIGHT if self.demuxer == "avi" else self.codec in _KEEPING
+            return self._is_packed or (bool(codec.has_b_frames) and is_guessed)
+        return self.demuxer in _KEEPING or (self.demuxer, self.codec) == ("mpegvideo", "mpeg1video")
 
     def _frames_of(self, codec: av.CodecContext, packet: av.Packet | None) -> list[av.VideoFrame]:
         """Decode a packet into the frames it completes; with None, flush the frames that the decoder still holds.
@@ -249,15 +292,21 @@ class VideoPackets:
         Empty packets are left out. Packets stay in memory as long as all of them have at most ``max_kept_bytes`` bytes,
         else none stays.
         """
-        size = 0
+        size, has_gaps, extradata = 0, False, self.stream.codec_context.extradata or b""
+        shown = ShownPackets(self.codec, extradata)
+        order = ShownOrder(self.codec, extradata) if self.lacks_times and self.codec in ORDERED_CODECS else None
         for packet in self._readable():
             if not packet.size:
                 continue
             self.n_corrupt += packet.is_corrupt
+            self._largest_gap = max(self._largest_gap, (packet.pos or 0) - self._end_byte)
             self._end_byte = max(self._end_byte, (packet.pos or 0) + packet.size)
-            self.table.append(
-                PacketInfo(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe, packet.is_discard)
-            )
+            is_shown = shown.shows(packet)
+            if order is not None and is_shown:
+                order.add(packet)
+            has_gaps = has_gaps or (not is_shown and self.codec == "mpeg4")
+            is_hidden = packet.is_discard or not is_shown
+            self.table.append(PacketInfo(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe, is_hidden))
             self.parameters_change = self.parameters_change or packet.has_sidedata("new_extradata")
             if self.codec == "hevc" and packet.is_keyframe:
                 self._sub_layers |= _sub_layers(memoryview(packet)[:_HEAD])
@@ -266,6 +315,11 @@ class VideoPackets:
                 self._kept_packets = None
             elif self._kept_packets is not None:
                 self._kept_packets.append(packet)
+        # Where a frame has no content, the decoder shows the frames around it in an order of its own.
+        self.lacks_times |= has_gaps and bool(self.stream.codec_context.has_b_frames)
+        if order is not None and not has_gaps and (ranks := order.find_ranks()) is not None:
+            self.is_ranked, numbers = True, iter(ranks)
+            self.table = [packet._replace(pts=None if packet.hidden else next(numbers)) for packet in self.table]
 
     def _readable(self) -> Iterator[av.Packet]:
         """Yield the packets of the stream up to the end of the file, or up to what the demuxer cannot read.
@@ -273,7 +327,7 @@ class VideoPackets:
         That error becomes ``fault`` and counts as a corrupt packet. Raises MemoryError.
         """
         try:
-            yield from _iter_packets(self._container, self.stream)
+            yield from self._iter_packets(self._container, self.stream)
         except FFmpegError as error:
             if isinstance(error, MemoryError):
                 raise
@@ -286,14 +340,14 @@ class VideoPackets:
         beginning.
         """
         if self._second_file is None or start < self._next:
-            self._second_file, self._next = open_container(self._path, self.demuxer), 0
+            self._second_file, self._next = self._open(), 0
         stream = self._second_file.streams[self.stream.index]
         time = self.table[start].pts
         seeks = may_seek and start > 0 and self.demuxer in _SEEKABLE
         if seeks and time is not None:
             # In MP4 FFmpeg seeks by presentation time, so a decoding time would lead to the keyframe before.
             self._second_file.seek(time, stream=stream)
-        packets = (packet for packet in _iter_packets(self._second_file, stream) if packet.size)
+        packets = (packet for packet in self._iter_packets(self._second_file, stream) if packet.size)
         rest_of_packets = islice(packets, start - self._next, None)
         self._next = start
         for packet in dropwhile(lambda packet: packet.pts != time, packets) if seeks else rest_of_packets:
@@ -303,11 +357,31 @@ class VideoPackets:
             self._second_file = None
             yield from self._read_again(start, may_seek=False)
 
+    def _iter_packets(self, container: InputContainer, stream: av.VideoStream) -> Iterator[av.Packet]:
+        """Yield the packets of a stream to the end of the file, each with one frame at most.
 
-def open_container(path: str, demuxer: str) -> InputContainer:
+        Behind damage a transport stream's demuxer asks to be called again: it is.
+        """
+        unpacker = BitStreamFilterContext("mpeg4_unpack_bframes", stream) if self._is_packed else None
+        while True:
+            try:
+                for packet in container.demux(stream):
+                    frames = unpacker.filter(packet) if unpacker and packet.size else [packet]
+                    for frame in frames if unpacker else ():  # its mark may be that of the packet behind its own
+                        frame.is_keyframe = frame.size > 0 and is_keyframe(frame)
+                    yield from frames
+            except BlockingIOError:
+                continue
+            except IndexError:  # PyAV fails at the end of a file if a stream came up behind the file's beginning
+                return
+            return
+
+
+def open_container(path: str, demuxer: str, continuation: Continuation | None = None) -> InputContainer:
     """Open a file by PyAV with its demuxer forced; the demuxer may open nothing but files."""
     options = {"protocol_whitelist": "file"}
-    container: InputContainer = av.open(path, format=demuxer, options=options, metadata_errors="replace")
+    file = ContinuedFile(path, continuation) if continuation is not None else path
+    container: InputContainer = av.open(file, format=demuxer, options=options, metadata_errors="replace")
     return container
 
 
@@ -320,6 +394,11 @@ def read_packets(path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES) 
     while True:
         packets = VideoPackets(path, demuxer, max_kept_bytes, empty)
         number = packets.stream.index
+        if demuxer == "mpegts" and packets.lacks_a_part:
+            continuation = find_continuation(path, packets.stream.id)
+            if continuation is not None:
+                packets.close()
+                return VideoPackets(path, demuxer, max_kept_bytes, empty, continuation)
         if packets.table or number in empty:
             return packets
         packets.close()
@@ -361,19 +440,6 @@ def _describe_other_streams(container: InputContainer) -> str:
 def _sub_layers(data: bytes | memoryview) -> set[int]:
     """Return the numbers of temporal sub-layers that the parameter sets in HEVC data declare."""
     return {1 + (match[1][0] >> 1 & 7) for match in _HEVC_PARAMETERS.finditer(data)}
-
-
-def _iter_packets(container: InputContainer, stream: av.VideoStream) -> Iterator[av.Packet]:
-    """Yield the packets of a stream to the end of the file.
-
-    Behind damage a transport stream's demuxer asks to be called again: it is.
-    """
-    while True:
-        try:
-            yield from container.demux(stream)
-        except BlockingIOError:
-            continue
-        return
 
 
 def _read_stated_seconds(container: InputContainer, stream: av.VideoStream, demuxer: str) -> float | None:

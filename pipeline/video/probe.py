@@ -120,7 +120,7 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
         if isinstance(packets.fault, DecoderNotFoundError | PatchWelcomeError):
             raise packets.fault
         raise VideoFault("corrupt", f"none of the {len(packets.table)} packets of the video stream can be decoded")
-    shown_packets = [p for p in packets.table if not p.discard]
+    shown_packets = [p for p in packets.table if not p.hidden]
     orientation = _read_orientation(first)
     height, width = (first.width, first.height) if orientation.transpose else (first.height, first.width)
     index = VideoIndex(
@@ -141,7 +141,10 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
     if not _timestamps_usable(shown_packets, packets):
         return scan(index)
     pts = np.sort(np.array([p.pts for p in shown_packets], dtype=np.int64))
-    index = _add_times(replace(index, pts=pts), packets, pts, max(shown_packets, key=lambda p: p.pts or 0).duration)
+    if packets.is_ranked:
+        index = _count_times(replace(index, pts=pts), len(pts), [p.dts for p in shown_packets])
+    else:
+        index = _add_times(replace(index, pts=pts), packets, pts, max(shown_packets, key=lambda p: p.pts or 0).duration)
     return replace(index, holes=find_unlisted_hole(index.duration_s, packets.find_end(index.duration_s), index.fps))
 
 
@@ -162,13 +165,14 @@ def scan(index: VideoIndex) -> VideoIndex:
     known_pts = np.array([time for time in times if time is not None], np.int64)
     listed_index, index = index, replace(index, pts=None)
     ascends = len(known_pts) == len(times) and _goes_on(known_pts.tolist(), index.demuxer)
-    if not ascends and listed_index.pts is not None and len(known_pts):
+    if not ascends and listed_index.pts is not None and len(known_pts) and not packets.is_ranked:
         # Behind an error H.264 gives some frames late, when later frames have been shown.
         known_pts = pts = known_pts[np.append(True, known_pts[1:] > np.maximum.accumulate(known_pts)[:-1])]
         index = _add_times(replace(index, pts=pts, whole=True), packets, pts, frames[-1][1])
     elif not ascends:
-        timestamps = np.arange(len(frames)) / index.fps
-        index = replace(index, timestamps=timestamps, duration_s=len(frames) / index.fps)
+        index = _count_times(index, len(frames))
+    elif packets.is_ranked:
+        index = replace(index, timestamps=listed_index.timestamps[known_pts])
     else:
         index = _add_times(index, packets, known_pts, frames[-1][1])
     if listed_index.pts is None:
@@ -205,6 +209,23 @@ def _add_times(index: VideoIndex, packets: VideoPackets, pts: NDArray[np.int64],
     return replace(index, fps=fps, timestamps=timestamps, duration_s=float(end), tick_s=float(tick))
 
 
+def _count_times(index: VideoIndex, n_frames: int, stored_times: Sequence[int | None] = ()) -> VideoIndex:
+    """Return the index with timestamps and duration of frames that follow each other at the stated rate.
+
+    ``stored_times`` are the decoding times in ticks: where they leave out frames, so do timestamps, later by as many
+    frames as the decoder holds back.
+    """
+    times = np.arange(n_frames) / index.fps
+    known_times = np.array([time for time in stored_times if time is not None])
+    assert index.packets is not None
+    tick: Fraction | None = index.packets.stream.time_base
+    if tick and n_frames == len(known_times) > 1 and len(set(steps := np.diff(known_times).tolist())) > 1:
+        delay = min(index.packets.stream.codec_context.reorder_depth, n_frames - 1)
+        tail = known_times[-1] + min(steps) * np.arange(1, delay + 1)
+        times = (np.concatenate([known_times[delay:], tail]) - known_times[delay]) * float(tick)
+    return replace(index, timestamps=times, duration_s=float(times[-1] + 1 / index.fps))
+
+
 def _list_stated_rates(packets: VideoPackets) -> list[Fraction]:
     """List the frames a second that the file states, the likeliest first; at least one.
 
@@ -237,10 +258,10 @@ def _find_true_rate(stated_rates: Sequence[Fraction], n_frames: int, span: Fract
 def _timestamps_usable(shown_packets: Sequence[PacketInfo], packets: VideoPackets) -> bool:
     """Return True if the packets' presentation times can be trusted.
 
-    Every packet has its own time, decode times never go back, and the file is no AVI with reordered frames.
+    Every packet has its own time, and decode times never go back.
     """
-    if packets.demuxer == "avi" and packets.stream.codec_context.has_b_frames:
-        return False  # AVI stores no presentation times: what the demuxer makes up for reordered frames is off
+    if packets.lacks_times and not packets.is_ranked:
+        return False
     pts = [p.pts for p in shown_packets]
     dts = [p.dts for p in shown_packets if p.dts is not None]
     return bool(pts) and None not in pts and len(set(pts)) == len(pts) and _goes_on(dts, packets.demuxer)

@@ -7,8 +7,10 @@ import pytest
 from pipeline.errors import VideoFault
 from pipeline.inputs.listings import VIDEO_SUFFIXES
 from pipeline.video.containers import count_missing_bytes, sniff
-from tests.pipeline.ffmpeg import ffmpeg
-from tests.pipeline.videos import write_clip
+from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.sampling import Sampling
+from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
+from tests.pipeline.videos import KeepSize, numbers, write_clip
 
 # (Muxer of FFmpeg, codec) -> demuxer that reads it, suffixes of such files.
 WRITTEN = {
@@ -29,7 +31,9 @@ WRITTEN = {
     ("h264", "libx264"): ("h264", ".264 .h264 .avc"),
     ("hevc", "libx265"): ("hevc", ".265 .h265 .hevc"),
     ("gif", "gif"): ("gif", ".gif"),
+    ("ivf", "libvpx"): ("ivf", ".ivf"),
 }
+PACKETS = 20 * (b"G" + bytes(187))
 REFUSED = {
     "empty": (b"", "unsupported", "an empty file"),
     "text": (b"hello, this is no video\n", "unsupported", "text"),
@@ -52,7 +56,39 @@ REFUSED = {
     "zip": (b"PK\x03\x04", "unsupported", "a compressed archive"),
     "other ebml": (b"\x1a\x45\xdf\xa3\x84\x42\x82\x81\x78", "unsupported", "unknown binary data"),
     "one sync byte": (b"G" + bytes(100), "unsupported", "unknown binary data"),
+    "hls with packets": (b"#EXTM3U\nfile:///etc/hostname\n" + PACKETS, "policy", "an HLS playlist"),
+    "hls behind zeros": (bytes(500) + b"#EXTM3U\nfile:///etc/hostname\n", "policy", "a list of other files"),
+    "hls behind zeros, in front of packets": (bytes(500) + b"#EXTM3U\n" + PACKETS, "policy", "a list of other files"),
+    "dash behind a PNG image": (b"\x89PNG\r\n\x1a\n<MPD></MPD>" + PACKETS, "policy", "a list of other files"),
+    "sdp behind an ID3 tag": (b"ID3\x04\0c=IN IP4 1.2.3.4\r\n", "policy", "a list of other files"),
+    "concat with packets": (b"ffconcat version 1.0\n" + PACKETS, "policy", "an FFmpeg concat script"),
+    "packets in an archive": (b"Rar!\x1a\x07\0" + PACKETS, "unsupported", "a compressed archive"),
+    "four packets behind others": (b"\xff" * 9 + PACKETS[: 4 * 188], "unsupported", "unknown binary data"),
 }
+# Streams that FFmpeg finds behind other bytes: name -> options of ffmpeg.
+STREAMS = {
+    "a.ts": ("-c:v", "libx264", "-bf", 2, "-g", 10),
+    "mpeg2.m2ts": ("-c:v", "mpeg2video", "-g", 10),
+    "a204.ts": ("-c:v", "libx264", "-g", 10),
+    "a.mpg": ("-c:v", "mpeg2video", "-bf", 2, "-g", 10),
+    "mpeg1.mpg": ("-c:v", "mpeg1video", "-g", 10),
+    "a.vob": ("-c:v", "mpeg2video", "-g", 10),
+    "a.h264": ("-c:v", "libx264", "-bf", 2, "-g", 10),
+    "a.hevc": ("-c:v", "libx265", "-x265-params", "keyint=10:log-level=none:pools=none"),
+    "a.m2v": ("-c:v", "mpeg2video", "-g", 10),
+    "a.m1v": ("-c:v", "mpeg1video", "-g", 10),
+}
+# What may stand in front of a stream, or the share of it that is cut off there.
+FRONTS = {
+    "zeros": bytes(64),
+    "many zeros": bytes(1000),
+    "ones": b"\xff" * 1000,
+    "text": b"HTTP/1.1 200 OK\r\n\r\n",
+    "an ID3 tag": b"ID3\x04\0\0\0\0\0\x0fTIT2\0\0\0\x05\0\0\0abcd",
+    "one byte less": 0.0,
+    "a cut": 0.3,
+}
+PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1\0\0\0\1\x08\6\0\0\0\x1f\x15\xc4\x89"
 
 
 def test_a_file_of_every_suffix_is_known_by_its_magic(tmp_path):
@@ -73,6 +109,39 @@ def test_anything_else_is_refused_by_what_it_looks_like(name, tmp_path):
     with pytest.raises(VideoFault, match=looks_like) as caught:
         sniff(path)
     assert caught.value.fault_class == fault_class
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_behind_other_bytes_or_without_its_beginning_is_read_as_ffmpeg_reads_it(name, tmp_path):
+    options = (*STREAMS[name], "-vf", "noise=alls=16:allf=t:all_seed=1", "-pix_fmt", "yuv420p")
+    whole, path = make_clip(tmp_path / name, *options, count=60), tmp_path / "a.bin"
+    data, demuxer = whole.read_bytes(), sniff(whole)
+    if name == "a204.ts":  # as a receiver stores packets: with their error correction
+        data = b"".join(data[i : i + 188] + bytes(range(16)) for i in range(0, len(data), 188))
+    fronts = FRONTS | ({"a PNG header": PNG} if demuxer == "mpegts" else {})
+    for kind, front in fronts.items():
+        path.write_bytes(data[1 + int(front * len(data)) :] if isinstance(front, float) else front + data)
+        assert sniff(path) == demuxer, kind
+        video = decode_video(DecodeRequest(path, Sampling(8), KeepSize()))
+        truth = shown(path)
+        assert abs(video.source_frames - len(truth.frames)) <= (kind == "a cut"), kind
+        if kind != "a cut":
+            assert video.source_frames == 60 and len(set(numbers(video.frames))) == 8, kind
+
+
+def test_an_image_in_front_of_a_program_stream_stays_an_image(tmp_path):
+    path = make_clip(tmp_path / "a.mpg", "-c:v", "mpeg2video")
+    path.write_bytes(PNG + path.read_bytes())
+    with pytest.raises(VideoFault, match="a PNG image"):
+        sniff(path)
+
+
+def test_a_container_that_ffmpeg_does_not_find_behind_other_bytes_is_refused(tmp_path):
+    for name in ("a.mp4", "a.mkv", "a.avi"):
+        path = write_clip(tmp_path / name, codec="mpeg4")
+        path.write_bytes(bytes(64) + path.read_bytes())
+        with pytest.raises(VideoFault, match="unknown binary data"):
+            sniff(path)
 
 
 def test_what_is_no_file_is_never_opened(tmp_path):

@@ -1,0 +1,351 @@
+"""What the headers of packets say without decoding: which packets show a frame, and in which order frames are shown.
+
+Containers tell neither in some files. VP8, VP9, AV1 and MPEG-4 may store packets of their own for frames that others
+refer to and no player shows, or for no frame at all. AVI and raw streams state no presentation times.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import av
+import numpy as np
+
+_VOP = b"\x00\x00\x01\xb6"  # the start code of a frame of MPEG-4
+#: Codecs whose headers tell the order in which frames are shown.
+ORDERED_CODECS = ("h264", "mpeg4", "mpeg1video")
+# The start of a frame that refers to a later one, by its type; frames have one type.
+_B_FRAMES = {
+    "mpeg4": re.compile(_VOP + rb"[\x80-\xbf]"),
+    "mpeg1video": re.compile(rb"\x00\x00\x01\x00.[\x18-\x1f\x58-\x5f\x98-\x9f\xd8-\xdf]", re.DOTALL),
+}
+_KEYFRAME = re.compile(_VOP + rb"[\x00-\x3f]")
+_MAX_EMPTY_VOP = 19  # bytes of a frame that is not coded, at most; FFmpeg's own bound
+_VOL = re.compile(rb"\x00\x00\x01[\x20-\x2f](.{4,32})", re.DOTALL)
+_PACKED = re.compile(rb"DivX\d+(?:b|Build)\d+p")  # as XviD and DivX mark packets of two frames
+_H264_SLICES, _H264_IDR, _H264_PARAMETERS = (1, 2, 5), 5, 7  # kinds of units
+_H264_HIGH = (44, 83, 86, 100, 110, 118, 122, 128, 138, 139, 134, 135, 244)  # profiles whose parameters state chroma
+_H264_HEADER_BYTES, _SLICE_HEADER_BYTES = 512, 32
+_SEARCHED_BYTES = 4096  # bytes of a packet in which its first picture begins
+
+
+class _Bits:
+    """The bits of some bytes, read from the left; zeros follow the end."""
+
+    def __init__(self, data: bytes) -> None:
+        self._value, self._left = int.from_bytes(data, "big") << 64, 8 * len(data) + 64
+
+    def read(self, count: int) -> int:
+        """Read ``count`` bits as a number."""
+        self._left = max(0, self._left - count)
+        return self._value >> self._left & ((1 << count) - 1)
+
+    def read_ue(self) -> int:
+        """Read a number in the code of H.264: as many zeros as bits follow the first one."""
+        n_zeros = 0
+        while self._left and not self.read(1):
+            n_zeros += 1
+        return (1 << n_zeros) - 1 + self.read(n_zeros)
+
+
+def shows_vp8(data: memoryview) -> bool:
+    """Return True if a packet of VP8 shows a frame; alternate references are stored only to be referred to."""
+    return bool(data[0] & 0x10)
+
+
+def shows_vp9(data: memoryview) -> bool:
+    """Return True if one of the frames in a packet of VP9 is shown; there are several in a superframe."""
+    marker, starts = data[-1], [0]
+    width, count = 1 + (marker >> 3 & 3), 1 + (marker & 7)
+    index_bytes = 2 + width * count
+    if marker >> 5 == 0b110 and len(data) > index_bytes and data[-index_bytes] == marker:
+        sizes = bytes(data[1 - index_bytes : -1])
+        for i in range(0, width * (count - 1), width):
+            starts.append(starts[-1] + int.from_bytes(sizes[i : i + width], "little"))
+    return any(_shows_vp9_frame(data[start]) for start in starts if start < len(data))
+
+
+def _shows_vp9_frame(byte: int) -> bool:
+    """Return True if a frame of VP9 that begins with this byte is shown, or shows another."""
+    shift = 0 if byte & 0x30 == 0x30 else 1  # profile 3 has a bit more
+    return bool(byte >> shift & 0b101)  # show_existing_frame, frame_type, show_frame
+
+
+def shows_av1(data: memoryview) -> bool:
+    """Return True if a frame header in a packet of AV1 shows a frame, or the packet has no frame header to read."""
+    place, has_header = 0, False
+    while place < len(data):
+        kind, place = data[place], place + 1 + (data[place] >> 2 & 1)
+        size, shift = 0, 0
+        while kind & 2 and place < len(data):
+            size |= (data[place] & 0x7F) << shift
+            place, shift = place + 1, shift + 7
+            if not data[place - 1] & 0x80:
+                break
+        if kind >> 3 & 15 in (3, 6) and place < len(data):  # a frame header, a frame
+            has_header = True
+            if data[place] & 0x90:  # show_existing_frame, frame_type (2 bits), show_frame
+                return True
+        place = place + size if kind & 2 else len(data)
+    return not has_header
+
+
+_CHECKS = {"vp8": shows_vp8, "vp9": shows_vp9, "av1": shows_av1}
+
+
+class ShownPackets:
+    """Tells which packets of a stream show a frame, as far as the codec's headers say so.
+
+    Call ``shows`` for each packet in order.
+    """
+
+    def __init__(self, codec: str, extradata: bytes) -> None:
+        """Read the parameters in ``extradata``, as the container keeps them for the decoder."""
+        self._check = _CHECKS.get(codec)
+        self._reads_vops = codec == "mpeg4"
+        self._clock_bits = read_clock_bits(extradata)
+
+    def shows(self, packet: av.Packet) -> bool:
+        """Return True if a packet shows a frame; also where it is too short to tell."""
+        if self._check is not None:
+            return self._check(memoryview(packet))
+        if not self._reads_vops:
+            return True
+        if packet.is_keyframe:
+            self._clock_bits = read_clock_bits(bytes(memoryview(packet)[:_SEARCHED_BYTES])) or self._clock_bits
+        return packet.size > _MAX_EMPTY_VOP or not self._clock_bits or is_coded(bytes(packet), self._clock_bits)
+
+
+def read_clock_bits(data: bytes) -> int:
+    """Return the bits of the clock in each frame header of MPEG-4, as the header of its layer in ``data`` says.
+
+    The result is 0 where there is no such header.
+    """
+    match = _VOL.search(data)
+    if match is None:
+        return 0
+    bits = _Bits(match[1])
+    bits.read(9)
+    version = bits.read(7) >> 3 if bits.read(1) else 1
+    if bits.read(4) == 15:  # a pixel's shape in numbers
+        bits.read(16)
+    if bits.read(1):
+        bits.read(3)
+        if bits.read(1):
+            bits.read(79)
+    if bits.read(2) == 3 and version != 1:
+        bits.read(4)
+    bits.read(1)
+    return max(1, (bits.read(16) - 1).bit_length())
+
+
+def is_coded(data: bytes, clock_bits: int) -> bool:
+    """Return False if a frame of MPEG-4 has no content: players go on showing the frame before it."""
+    place = data.find(_VOP)
+    if place < 0:
+        return True
+    bits = _Bits(data[place + 4 :])
+    bits.read(2)
+    while bits.read(1):
+        pass
+    bits.read(2 + clock_bits)
+    return bool(bits.read(1))
+
+
+def is_keyframe(packet: av.Packet) -> bool:
+    """Return True if a packet of MPEG-4 holds a keyframe."""
+    return _KEYFRAME.search(packet) is not None
+
+
+def is_packed(data: bytes) -> bool:
+    """Return True if parameters of MPEG-4 say that a packet may hold two frames, and the next packet then none."""
+    return _PACKED.search(data) is not None
+
+
+class _H264Parameters(NamedTuple):
+    """What a sequence parameter set of H.264 says about the headers of slices."""
+
+    frame_bits: int
+    order_type: int
+    order_bits: int
+    has_planes: bool
+    only_frames: bool
+
+    @classmethod
+    def read(cls, data: bytes) -> _H264Parameters:
+        """Read a parameter set, from the byte behind its unit's header on."""
+        bits = _Bits(data)
+        profile, has_planes = bits.read(8), False
+        bits.read(16)
+        bits.read_ue()
+        if profile in _H264_HIGH:
+            if chroma_444 := bits.read_ue() == 3:
+                has_planes = bool(bits.read(1))
+            bits.read_ue()
+            bits.read_ue()
+            bits.read(1)
+            for size in [16] * 6 + [64] * (6 if chroma_444 else 2) if bits.read(1) else []:
+                if bits.read(1):
+                    _skip_scaling_list(bits, size)
+        frame_bits, order_type, order_bits = 4 + bits.read_ue(), bits.read_ue(), 0
+        if order_type == 0:
+            order_bits = 4 + bits.read_ue()
+        elif order_type == 1:
+            bits.read(1)
+            bits.read_ue()
+            bits.read_ue()
+            for _ in range(min(bits.read_ue(), 255)):
+                bits.read_ue()
+        bits.read_ue()
+        bits.read(1)
+        bits.read_ue()
+        bits.read_ue()
+        return cls(frame_bits, order_type, order_bits, has_planes, bool(bits.read(1)))
+
+
+def _skip_scaling_list(bits: _Bits, size: int) -> None:
+    """Read past a scaling list of H.264: differences, up to the one that says that the rest is equal."""
+    scale = 8
+    for _ in range(size):
+        number = bits.read_ue()
+        scale = (scale + (number + 1 >> 1) * (1 if number & 1 else -1)) % 256
+        if scale == 0:
+            return
+
+
+class H264Picture(NamedTuple):
+    """What the header of a picture's first slice says."""
+
+    starts_order: bool
+    is_reference: bool
+    frame_number: int
+    order: int | None  # the low bits of its place in the order, None where headers do not state it
+    field: int | None  # 0 for a top field, 1 for a bottom field, None for a frame
+
+
+class H264Headers:
+    """Reads the headers of H.264 pictures. Call ``read`` for each packet in file order."""
+
+    def __init__(self, extradata: bytes) -> None:
+        """Read the parameter sets that the container keeps for the decoder."""
+        self._length_bytes = 1 + (extradata[4] & 3) if extradata[:1] == b"\x01" and len(extradata) > 6 else 0
+        self._parameters: _H264Parameters | None = None
+        if self._length_bytes:
+            size = int.from_bytes(extradata[6:8], "big")
+            self._parameters = _H264Parameters.read(_unescape(extradata[9 : 8 + size]))
+        else:
+            self.read(extradata)
+
+    @property
+    def order_bits(self) -> int:
+        """The bits of ``H264Picture.order``; 0 where headers do not state it."""
+        return self._parameters.order_bits if self._parameters else 0
+
+    @property
+    def in_stored_order(self) -> bool:
+        """Whether pictures are shown in the order in which they are stored."""
+        return self._parameters is not None and self._parameters.order_type == 2
+
+    def read(self, data: bytes) -> H264Picture | None:
+        """Return the header of the picture in a packet; None where there is none, or its parameters are not known."""
+        for place in self._units(data):
+            kind = data[place] & 31
+            if kind == _H264_PARAMETERS:
+                self._parameters = _H264Parameters.read(_unescape(data[place + 1 : place + _H264_HEADER_BYTES]))
+            elif kind in _H264_SLICES:
+                slice_header = _unescape(data[place + 1 : place + 1 + _SLICE_HEADER_BYTES])
+                return self._read_slice(data[place], slice_header)
+        return None
+
+    def _units(self, data: bytes) -> Iterator[int]:
+        """Yield where units begin: behind start codes, or behind their lengths."""
+        place = 0
+        while self._length_bytes and place + self._length_bytes < len(data):
+            start = place + self._length_bytes
+            yield start
+            place = start + int.from_bytes(data[place:start], "big")
+        while not self._length_bytes and 0 <= (place := data.find(b"\x00\x00\x01", place)) < len(data) - 3:
+            place += 3
+            yield place
+
+    def _read_slice(self, unit: int, data: bytes) -> H264Picture | None:
+        """Read the header of a slice; ``unit`` is the header of its unit."""
+        parameters, bits = self._parameters, _Bits(data)
+        if parameters is None:
+            return None
+        for _ in range(3):
+            bits.read_ue()
+        bits.read(2 if parameters.has_planes else 0)
+        frame_number, field = bits.read(parameters.frame_bits), None
+        if not parameters.only_frames and bits.read(1):
+            field = bits.read(1)
+        starts_order = unit & 31 == _H264_IDR
+        if starts_order:
+            bits.read_ue()
+        order = bits.read(parameters.order_bits) if parameters.order_type == 0 else None
+        return H264Picture(starts_order, bool(unit & 0x60), frame_number, order, field)
+
+
+def _unescape(data: bytes) -> bytes:
+    """Return the content of a unit without the bytes that keep start codes out of it."""
+    return data.replace(b"\x00\x00\x03", b"\x00\x00")
+
+
+class ShownOrder:
+    """Finds the order in which the packets of a stream of one of ORDERED_CODECS are shown.
+
+    Call ``add`` for each packet that shows a frame, in file order, then ``find_ranks``.
+    """
+
+    def __init__(self, codec: str, extradata: bytes) -> None:
+        """Read the parameters in ``extradata``, as the container keeps them for the decoder."""
+        self._codec, self._headers = codec, H264Headers(extradata) if codec == "h264" else None
+        # What packets are sorted by: the number of the part that has an order of its own, then a place in the part.
+        self._keys: list[tuple[int, int]] = []
+        self._part, self._high, self._low = 0, 0, 0  # of H.264, the high and low bits of the last reference's place
+        self._reference = -1  # of MPEG-1 and MPEG-4, the number of the last frame that others may refer to
+        self._is_known = True
+
+    def add(self, packet: av.Packet) -> None:
+        """Read the header of the next packet."""
+        if self._headers is None:
+            self._add_frame(is_b_frame=_B_FRAMES[self._codec].search(packet) is not None)
+        else:
+            self._add_picture(self._headers.read(bytes(packet)), self._headers)
+
+    def _add_picture(self, picture: H264Picture | None, headers: H264Headers) -> None:
+        """Add the next picture of H.264, whose place is counted from the last IDR picture on."""
+        if picture is None or picture.field is not None or (picture.order is None and not headers.in_stored_order):
+            self._is_known = False
+            return
+        self._part += picture.starts_order
+        if picture.order is None:
+            self._keys.append((self._part, len(self._keys)))
+            return
+        if picture.starts_order:
+            self._high = self._low = 0
+        period = 1 << headers.order_bits
+        turns = (self._low - picture.order >= period // 2) - (picture.order - self._low > period // 2)
+        high = self._high + turns * period
+        self._keys.append((self._part, high + picture.order))
+        if picture.is_reference:
+            self._high, self._low = high, picture.order
+
+    def _add_frame(self, *, is_b_frame: bool) -> None:
+        """Add the next frame of MPEG-1 or MPEG-4: a B-frame is shown at once, any other when the next other comes."""
+        number = len(self._keys)
+        self._keys.append((0, number))
+        if not is_b_frame:
+            if self._reference >= 0:
+                self._keys[self._reference] = (0, number)
+            self._reference, self._keys[number] = number, (1, 0)
+
+    def find_ranks(self) -> list[int] | None:
+        """Return the number of each packet in the order in which they are shown; None if headers do not tell it."""
+        if not self._is_known or len(set(self._keys)) < len(self._keys):
+            return None
+        order = sorted(range(len(self._keys)), key=self._keys.__getitem__)
+        ranks: list[int] = np.argsort(order).tolist()
+        return ranks

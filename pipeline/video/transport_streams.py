@@ -1,0 +1,220 @@
+"""Films that go on under another PID of their transport stream, as after a change of programs or in joined captures.
+
+FFmpeg makes a stream of each PID, and reads none that comes up late. Players follow the new tables. So the packets of
+the later PIDs get the PID of the first while the file is read, and the tables that announce them are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from io import BufferedReader
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.rows import PARTLY_READ
+from pipeline.video.containers import open_regular
+
+_RUN = re.compile(rb"G(?:(?:.{187}G){4}|(?:.{191}G){4}|(?:.{203}G){4})", re.DOTALL)
+_PACKET_BYTES = 188
+_BLOCK_BYTES = 2**23  # read at a time
+_KEPT_BYTES = 1024  # of a block without packets, in which the next packets may begin
+_NO_PID = 0x1FFF  # of packets that demuxers leave out
+# Video by the number of its type in a program's table.
+_VIDEO_TYPES = {1: "mpeg1video", 2: "mpeg2video", 0x10: "mpeg4", 0x1B: "h264", 0x24: "hevc", 0x33: "vvc", 0xEA: "vc1"}
+_PART_BYTES = 2**15  # of a file, in which it is known where a PID has its first and its last packet
+_MAX_OVERLAP = 0.02  # share of a PID's bytes in which it may begin while another one ends
+
+
+class _Video(NamedTuple):
+    """A PID that tables announce as video.
+
+    Attributes:
+        kind: its type in the tables.
+        program: the number of the first program that lists it.
+        announced: the position of that program's table in the file, bytes.
+        spans: number of a part of the file -> the positions of the first and the last packet in it.
+    """
+
+    pid: int
+    kind: int
+    program: int
+    announced: int
+    spans: dict[int, list[int]]
+
+    @property
+    def first(self) -> int:
+        """The position of the first packet, bytes."""
+        return min(first for first, _ in self.spans.values())
+
+    @property
+    def n_bytes(self) -> int:
+        """The bytes of the file between its packets."""
+        return sum(last - first for first, last in self.spans.values())
+
+
+class Continuation(NamedTuple):
+    """How a film goes on behind the last packet of its first PID, or before the first.
+
+    Attributes:
+        positions: [n] bytes, ascending: the packets that get another PID.
+        pids: [n], their new PIDs.
+        note: what is not read, for the video's row; empty where nothing is left out.
+    """
+
+    positions: NDArray[np.int64]
+    pids: NDArray[np.int64]
+    note: str
+
+
+class ContinuedFile:
+    """A transport stream, open for reading, whose packets have the PIDs of a ``Continuation``. Close it after use."""
+
+    def __init__(self, path: str, continuation: Continuation) -> None:
+        """Open the file. Raises VideoFault where that fails."""
+        self._file, self._continuation = open_regular(path), continuation
+        self.seek, self.tell, self.close = self._file.seek, self._file.tell, self._file.close
+
+    def read(self, size: int) -> bytes:
+        """Read up to ``size`` bytes."""
+        start = self._file.tell()
+        data = np.frombuffer(bytearray(self._file.read(size)), np.uint8)
+        positions, pids, _ = self._continuation
+        changed = slice(*np.searchsorted(positions, [start - 2, start + len(data)]))
+        for offset, mask, values in ((1, 0xE0, pids[changed] >> 8), (2, 0, pids[changed] & 0xFF)):
+            places = positions[changed] + offset - start
+            is_inside = (places >= 0) & (places < len(data))
+            places = places[is_inside]
+            data[places] = (data[places] & mask) | values[is_inside].astype(np.uint8)
+        return data.tobytes()
+
+
+def find_continuation(path: str, pid: int) -> Continuation | None:
+    """Find the other PIDs under which the film of one PID is stored before or behind it; None if there are none.
+
+    These are PIDs of the same codec that have packets elsewhere in the file, and that no table lists beside the first
+    one. Of several programs the PID's own comes first. The whole file is read. Raises VideoFault where it cannot be.
+    """
+    videos, together, tables, size = _list_videos(path)
+    main = videos.get(pid)
+    if main is None:
+        return None
+    film, others = [main], list[_Video]()
+    for video in sorted(videos.values(), key=lambda video: (video.program != main.program, video.first)):
+        if all(_alternate(video, part) and frozenset((video.pid, part.pid)) not in together for part in film):
+            (film if video.kind == main.kind else others).append(video)
+    film.sort(key=lambda video: video.first)
+    new_pids = {video.pid: film[0].pid for video in film[1:]}
+    note = ""
+    if others:
+        n_bytes = sum(video.n_bytes for video in others)
+        kinds = ", ".join(f"{_VIDEO_TYPES[video.kind]} in PID {video.pid}" for video in others)
+        note = f"{PARTLY_READ}: {n_bytes / size:.0%} of the file is another stream of video, {kinds}"
+    if not film[1:]:
+        return Continuation(np.zeros(0, np.int64), np.zeros(0, np.int64), note) if note else None
+    announced = min(video.announced for video in film[1:])
+    positions, pids = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+    with open_regular(path) as file:
+        for places, packets in _iter_packets(file):
+            old_pids = _read_pids(packets)
+            lookup = np.arange(_NO_PID + 1)
+            lookup[list(new_pids)] = film[0].pid
+            found = lookup[old_pids]
+            found[np.isin(old_pids, [0, *tables]) & (places >= announced)] = _NO_PID
+            changed = found != old_pids
+            positions.append(places[changed])
+            pids.append(found[changed])
+    return Continuation(np.concatenate(positions), np.concatenate(pids), note)
+
+
+def _alternate(video: _Video, other: _Video) -> bool:
+    """Return True if two PIDs never have packets at the same time, but where one ends and the other begins."""
+    both = ((video.spans[part], other.spans[part]) for part in video.spans.keys() & other.spans.keys())
+    overlap = sum(max(0, min(one[1], two[1]) - max(one[0], two[0])) for one, two in both)
+    return overlap <= _MAX_OVERLAP * min(video.n_bytes, other.n_bytes)
+
+
+def _list_videos(path: str) -> tuple[dict[int, _Video], set[frozenset[int]], set[int], int]:
+    """List the video PIDs of a file; return them with the pairs that share a table, the tables' PIDs and its size."""
+    announced: dict[int, tuple[int, int, int]] = {}
+    spans: dict[int, dict[int, list[int]]] = {}
+    together, tables, end = set[frozenset[int]](), set[int](), 1
+    with open_regular(path) as file:
+        for places, packets in _iter_packets(file):
+            pids = _read_pids(packets)
+            keys = places // _PART_BYTES << 13 | pids
+            for key, number in zip(*np.unique(keys, return_index=True), strict=True):
+                spans.setdefault(int(key) & _NO_PID, {}).setdefault(int(key) >> 13, [int(places[number])] * 2)
+            for key, number in zip(*np.unique(keys[::-1], return_index=True), strict=True):
+                spans[int(key) & _NO_PID][int(key) >> 13][1] = int(places[-1 - number])
+            for number in np.flatnonzero((pids == 0) & (packets[:, 1] & 0x40 > 0)):
+                tables.update(_read_program_pids(packets[number].tobytes()))
+            for number in np.flatnonzero(np.isin(pids, list(tables)) & (packets[:, 1] & 0x40 > 0)):
+                program, kinds = _read_program(packets[number].tobytes())
+                for pid, kind in kinds.items():
+                    announced.setdefault(pid, (kind, program, int(places[number])))
+                together.update(frozenset((a, b)) for a in kinds for b in kinds if a < b)
+            end = int(places[-1]) + _PACKET_BYTES
+    videos = {
+        pid: _Video(pid, kind, program, place, spans[pid])
+        for pid, (kind, program, place) in announced.items()
+        if pid in spans
+    }
+    return videos, together, tables, end
+
+
+def _iter_packets(file: BufferedReader) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
+    """Yield packets block by block: their positions in the file, [n] bytes, and their bytes, [n,188] uint8."""
+    start, rest = 0, b""
+    while block := file.read(_BLOCK_BYTES):
+        data, place = rest + block, 0
+        while match := _RUN.search(data, place):
+            place, step = match.start(), (len(match[0]) - 1) // 4
+            count = (len(data) - place - _PACKET_BYTES) // step + 1
+            view = np.frombuffer(data, np.uint8, offset=place)
+            packets = np.lib.stride_tricks.as_strided(view, (count, _PACKET_BYTES), (step, 1), writeable=False)
+            lost = np.flatnonzero(packets[:, 0] != ord("G"))
+            n_good = int(lost[0]) if len(lost) else count
+            if n_good:
+                yield start + place + step * np.arange(n_good), packets[:n_good]
+            place += n_good * step
+            if n_good == count:
+                break
+        else:
+            place = max(place, len(data) - _KEPT_BYTES)
+        start, rest = start + place, data[place:]
+
+
+def _read_pids(packets: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Return the PID of each packet, [n]."""
+    return (packets[:, 1].astype(np.int64) & 0x1F) << 8 | packets[:, 2]
+
+
+def _read_section(packet: bytes) -> bytes:
+    """Return the section that begins in a packet, behind the length in its header, as far as the packet holds it."""
+    payload = packet[4 + (1 + packet[4] if packet[3] & 0x20 else 0) :]
+    section = payload[1 + payload[0] :] if payload else b""
+    length = int.from_bytes(section[1:3], "big") & 0xFFF
+    return section[3 : max(3, 3 + length - 4)]  # a checksum ends it
+
+
+def _read_program_pids(packet: bytes) -> Iterator[int]:
+    """Yield the PIDs of the programs' tables that a packet of the table of programs lists."""
+    section = _read_section(packet)
+    for place in range(5, len(section) - 3, 4):
+        if section[place : place + 2] != b"\0\0":  # the network's own table
+            yield int.from_bytes(section[place + 2 : place + 4], "big") & 0x1FFF
+
+
+def _read_program(packet: bytes) -> tuple[int, Mapping[int, int]]:
+    """Return the number of a program and its video, PID -> type, from the packet with the beginning of its table."""
+    section, kinds = _read_section(packet), dict[int, int]()
+    place = 9 + (int.from_bytes(section[7:9], "big") & 0xFFF)
+    while place + 5 <= len(section):
+        kind, pid = section[place], int.from_bytes(section[place + 1 : place + 3], "big") & 0x1FFF
+        if kind in _VIDEO_TYPES:
+            kinds[pid] = kind
+        place += 5 + (int.from_bytes(section[place + 3 : place + 5], "big") & 0xFFF)
+    return int.from_bytes(section[:2], "big"), kinds
