@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -48,7 +49,24 @@ def _call(work: Callable[[], T]) -> T:
 def count_cores() -> int:
     """Count the CPUs that this process may use, by its container's limit (as Ray counts) and its affinity."""
     by_affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else sys.maxsize
-    return max(1, min(int(get_num_cpus(override_docker_cpu_warning=True)), by_affinity))
+    return max(1, min(int(_count_cpus()), by_affinity))
+
+
+def read_fraction_of_cpu() -> float | None:
+    """Return the CPU limit of this process's container if it is below one CPU, which Ray counts as none; else None."""
+    cpus = _count_cpus()
+    return cpus if cpus < 1 else None
+
+
+def _count_cpus() -> float:
+    """Count this machine's CPUs by its container's limit, which may be a fraction."""
+    # Ray warns that it truncates the number, which is not worth a line.
+    logging.getLogger(get_num_cpus.__module__).addFilter(_is_not_about_fractions)
+    return float(get_num_cpus(override_docker_cpu_warning=True, truncate=False))
+
+
+def _is_not_about_fractions(record: logging.LogRecord) -> bool:
+    return "fractional cpus" not in record.getMessage()
 
 
 class RayDisk(NamedTuple):
