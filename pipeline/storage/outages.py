@@ -64,6 +64,10 @@ class Outages:
         until = time.time() - MIN_OUTAGE_S
         return tuple(outage for outage in [*self._own_outages.values()] if outage.since <= until)
 
+    def list_places(self) -> list[str]:
+        """Return the names of the stores that do not answer, once a line about each was printed."""
+        return [*self._announced]
+
     def take_reports(self, outages: Collection[Outage]) -> None:
         """Replace the outages of the workers by their latest reports."""
         self._workers = {outage.place: outage for outage in sorted(outages, key=lambda outage: -outage.since)}
