@@ -31,19 +31,32 @@ from pipeline.runner.head import Head, HeadLost
 from pipeline.runner.heartbeats import WorkerReport, heartbeats_of
 from pipeline.runner.last_writes import LAST_WRITES_S, NO_ANSWER, seconds_left, write_last
 from pipeline.runner.monitor import Monitor
-from pipeline.runner.nodes import NodeLog, find_full_disks
+from pipeline.runner.nodes import DiskSearch, NodeLog, find_full_disks, find_known_full_disks
 from pipeline.runner.progress import reporter
 from pipeline.runner.run_record import Outcome, RunFile
 from pipeline.runner.shards import TICK_S, RunGraph, Shard, Shards
 from pipeline.runner.stages import Plan, end_workers
-from pipeline.runner.watchdog import ClusterChanged, DiskFull, Fetcher, Growth, Watchdog, is_still_running
+from pipeline.runner.watchdog import (
+    SHRUNK_S,
+    ClusterChanged,
+    DiskFull,
+    Fetcher,
+    Growth,
+    Watchdog,
+    is_still_running,
+)
 from pipeline.storage.outages import OUTAGES, announce_outages
 from pipeline.storage.stores import Store
 
 O = TypeVar("O", bound=RunOptions)  # noqa: E741 - beside T and S
 T = TypeVar("T", bound=Sized)
 S = TypeVar("S", bound=Outcome)
-FREE_SPACE = "Free space on them, or start these nodes with --temp-dir or --object-spilling-directory on another disk"
+FREE_SPACE = (
+    "Free space on them, or start these nodes with --temp-dir or --object-spilling-directory on another disk "
+    "(RAY_TMPDIR where the command itself starts Ray)"
+)
+# With a full disk Ray cannot start workers. A run in which nothing moves waits so long for free space.
+_FULL_S = 60.0
 # Workers that start, or a cluster that ends with the run, do not answer. A stop does not wait for them.
 _STOP_LOOK_S = 5.0
 _END_S = 60.0  # for the thread of an interrupted graph, where this process or Ray stood still
@@ -233,6 +246,7 @@ class GraphRun(Generic[T]):
         self._n_done_before = n_done
         self._growth = Growth(plan, options.max_gpus)
         self._head = Head(driver.say)
+        self._named_disks: dict[str, str] = {}
 
     def run(self) -> None:
         """Run the graph to its end and commit its shards.
@@ -330,20 +344,43 @@ class GraphRun(Generic[T]):
             if isinstance(error, ray.exceptions.RayError) and not self._head.answers():
                 raise HeadLost(self._head.describe_loss()) from error
             why = (isinstance(error, ray.exceptions.RayError) and self._watchdog.failure()) or describe_cause(error)
-            if full := self._find_full_disks(error):
-                if self._driver.can_run_on(sum_resources({**self._driver.excluded_nodes, **full})):
-                    raise DiskFull(full) from error
-                why += f"; {DiskFull(full)}, and no other node can run all stages. {FREE_SPACE}; then rerun the command"
+            disks = self._find_full_disks(error)
+            if disks.full:
+                raise self._make_disk_error(disks.full, why) from error
+            if disks.silent:
+                nodes = ", ".join(sorted(disks.silent.values()))
+                why += f"; no process started on {nodes}, as on a full disk: look at Ray's folder there"
             raise RunFailed(why) from error
         if n_missing := len(self._items) - reporter.progress.done:
             raise RunFailed(f"{n_missing} of {len(self._items)} {item}s have no row. Rerun the command")
 
-    def _find_full_disks(self, error: Exception) -> dict[str, str]:
-        """Return the nodes with full disks after an error of Ray: id -> host and folder; {} for any other error."""
+    def _find_full_disks(self, error: Exception) -> DiskSearch:
+        """Search for full disks after an error of Ray; nothing is found for any other error."""
         with suppress(Exception):  # a cluster that does not answer: the error itself says more
             if isinstance(error, ray.exceptions.RayError):
-                return find_full_disks(self._driver.excluded_nodes, spilling_failed=is_out_of_disk(error))
-        return {}
+                reported = self._watchdog.report.full_disks
+                return find_full_disks(self._driver.excluded_nodes, reported, spilling_failed=is_out_of_disk(error))
+        return DiskSearch({}, {})
+
+    def _make_disk_error(self, full: dict[str, str], why: str) -> DiskFull | RunFailed:
+        """Return DiskFull if other nodes can run all stages, else the error that ends the run because of ``why``."""
+        if self._driver.can_run_on(sum_resources({**self._driver.excluded_nodes, **full})):
+            return DiskFull(full)
+        return RunFailed(
+            f"{why}; {DiskFull(full)}, and no other node can run all stages. {FREE_SPACE}; then rerun the command"
+        )
+
+    def _look_at_disks(self, report: WorkerReport) -> None:
+        """Name full disks while nothing moves, and end the graph after _FULL_S if no worker has an item in hand."""
+        still_s, full = self._watchdog.still_s, dict[str, str]()
+        if still_s > SHRUNK_S:
+            with suppress(Exception):  # a cluster that does not answer: the watchdog will tell
+                full = find_known_full_disks(self._driver.excluded_nodes, report.full_disks)
+        if full and not self._named_disks:
+            self._driver.say(f"note: {DiskFull(full)}, and nothing moves. Ray cannot start workers there. {FREE_SPACE}")
+        self._named_disks = full
+        if full and still_s > _FULL_S and not any(report.inside.values()):
+            raise self._make_disk_error(full, f"no {self._plan.wording.item} moved for {still_s:.0f} s")
 
     def _commit(self, shard: Shard) -> None:
         """Commit a shard, count its items as progress, and restart the stall timer."""
@@ -374,6 +411,7 @@ class GraphRun(Generic[T]):
         self._look_at_nodes(report)
         if (why := driver.find_stop_reason(report)) is not None:
             raise RunFailed(why)
+        self._look_at_disks(report)
         self._watchdog.check()
         if (speed := progress.pace.speed()) is not None and progress.progress.busy:
             self._growth.look(progress.progress, speed, self._replan(speed.n_left))

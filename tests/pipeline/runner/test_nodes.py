@@ -11,8 +11,9 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.resources import plan_resources
 from pipeline.runner import cluster
 from pipeline.runner.cluster import choose_device, find_failing_nodes
+from pipeline.runner.disks import RayDisk
 from pipeline.runner.heartbeats import NodeTally, WorkerReport
-from pipeline.runner.nodes import NodeLog, RayDisk, count_cores, find_full_disks, read_fraction_of_cpu
+from pipeline.runner.nodes import DiskSearch, NodeLog, count_cores, find_full_disks, read_fraction_of_cpu
 from tests.pipeline.rays import PLAIN, ray_here
 
 GIB = 2**30
@@ -92,7 +93,7 @@ def test_a_disk_takes_no_more_than_up_to_rays_limit():
 def test_a_disk_that_takes_what_the_object_store_holds_is_not_full(spilling_failed):
     """Full ones end or shrink a run in the tests of jobs."""
     with ray_here(*PLAIN):
-        assert find_full_disks(spilling_failed=spilling_failed) == {}
+        assert find_full_disks(spilling_failed=spilling_failed) == DiskSearch({}, {})
 
 
 @pytest.mark.parametrize(
