@@ -85,9 +85,12 @@ def find_known_full_disks(without: Collection[str], reported: Mapping[str, str])
     The driver measures the disks of its own node. ``reported`` has the full disks of nodes by the workers' heartbeats,
     node id -> folder.
     """
-    own_disks = {ray.get_runtime_context().get_node_id(): RayDisk.describe_full()}
-    known = {node: disk for node, disk in {**reported, **own_disks}.items() if disk and node not in without}
-    return {node: f"{name} ({known[node]})" for name, node, _ in iter_alive_nodes() if node in known}
+    own_disk, known = RayDisk.describe_full(), dict(reported)
+    if own_disk:
+        known[ray.get_runtime_context().get_node_id()] = own_disk
+    return {
+        node: f"{name} ({known[node]})" for name, node, _ in iter_alive_nodes() if node in known and node not in without
+    }
 
 
 def find_full_disks(

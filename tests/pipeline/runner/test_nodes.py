@@ -9,11 +9,18 @@ from ray._private import utils
 from pipeline.errors import UsageError
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.resources import plan_resources
-from pipeline.runner import cluster
+from pipeline.runner import cluster, nodes
 from pipeline.runner.cluster import choose_device, find_failing_nodes
 from pipeline.runner.disks import RayDisk
 from pipeline.runner.heartbeats import NodeTally, WorkerReport
-from pipeline.runner.nodes import DiskSearch, NodeLog, count_cores, find_full_disks, read_fraction_of_cpu
+from pipeline.runner.nodes import (
+    DiskSearch,
+    NodeLog,
+    count_cores,
+    find_full_disks,
+    iter_alive_nodes,
+    read_fraction_of_cpu,
+)
 from tests.pipeline.rays import PLAIN, ray_here
 
 GIB = 2**30
@@ -94,6 +101,20 @@ def test_a_disk_that_takes_what_the_object_store_holds_is_not_full(spilling_fail
     """Full ones end or shrink a run in the tests of jobs."""
     with ray_here(*PLAIN):
         assert find_full_disks(spilling_failed=spilling_failed) == DiskSearch({}, {})
+
+
+@pytest.mark.slow
+def test_a_node_that_starts_no_process_is_named_and_its_full_disk_by_what_workers_reported(monkeypatch):
+    monkeypatch.setattr(nodes, "_ANSWER_S", 0.0)
+    with ray_here(*PLAIN) as (node,):
+        (name,) = [name for name, _, _ in iter_alive_nodes()]
+        assert find_full_disks() == DiskSearch({}, {node: name})
+        assert find_full_disks(reported={node: "/spill, 97% full"}) == DiskSearch(
+            {node: f"{name} (/spill, 97% full)"}, {}
+        )
+        monkeypatch.setattr(RayDisk, "describe_full", lambda: "/ray, 99% full")  # of the driver's own node
+        assert find_full_disks() == DiskSearch({node: f"{name} (/ray, 99% full)"}, {})
+        assert find_full_disks({node}) == DiskSearch({}, {})
 
 
 @pytest.mark.parametrize(
