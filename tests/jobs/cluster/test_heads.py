@@ -57,9 +57,8 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
         def whole() -> str:
             text = scrape()
             rows = {status: values(text, "ray_gstep_rows_total", status=status, item="video") for status in counted}
-            has_ended = values(text, "ray_gstep_runs_ended_total", status="finished") == [1]
-            whole = has_ended and values(text, "ray_gstep_failures_total", stage="decode") == [2]
-            return text if whole and rows == counted else ""
+            failures, ended = (values(text, f"ray_gstep_{name}_total") for name in ("failures", "runs_ended"))
+            return text if (rows, failures, ended) == (counted, [2], [1]) else ""
 
         after = wait_until(whole, scrape, 60, meanwhile=pause)
     assert f"{len(kept)} of {len(ids) + 2} videos are in the cache already" in said
