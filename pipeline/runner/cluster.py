@@ -132,7 +132,7 @@ def _initialise(say: Callable[[str], object], start_options: Mapping[str, Any]) 
     since the kernel kills Ray's processes with the thread that started them.
     """
     start_result, import_result = Future[None](), Future[None]()
-    forks = start_options and sys.platform == "linux" and (FORKS_ON_GPU_NODES or not torch.cuda.device_count())
+    forks = bool(start_options) and sys.platform == "linux" and (FORKS_ON_GPU_NODES or not torch.cuda.device_count())
     # Workers that are started ahead belong to no job, and the server would import Ray for them alone.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 

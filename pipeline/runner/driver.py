@@ -278,7 +278,7 @@ class GraphRun(Generic[T]):
                     self._flush(shards, ending)
                 if is_stop:
                     ending.add_note(f"{self._count_done()} have a row now")
-                elif isinstance(ending, HeadLost) or ending.__cause__ is not None:
+                elif isinstance(ending, RunFailed) and (isinstance(ending, HeadLost) or ending.__cause__ is not None):
                     ending.args = (f"the run stopped after {self._count_done()}: {ending}",)
                 raise
             finally:

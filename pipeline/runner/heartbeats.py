@@ -116,7 +116,7 @@ class WorkerReport:
         crashed_processes: the last crashed processes of workers.
         outages: stores that do not answer a worker, each since the first worker noticed.
         workers: node id -> stage -> number of its workers there.
-        full_disks: node id -> the disk there that takes nothing more of Ray, by the last report of a worker.
+        full_disks: node id -> the disk there that is too full to start a worker, by the last report of a worker.
     """
 
     inside: dict[str, list[str]] = field(default_factory=dict)

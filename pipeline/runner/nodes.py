@@ -80,7 +80,7 @@ class DiskSearch(NamedTuple):
 
 
 def find_known_full_disks(without: Collection[str], reported: Mapping[str, str]) -> dict[str, str]:
-    """Return the living nodes that are known to have a full disk, except ``without``; no node is asked.
+    """Return the living nodes known to have a disk too full to start a worker, except ``without``; no node is asked.
 
     The driver measures the disks of its own node. ``reported`` has the full disks of nodes by the workers' heartbeats,
     node id -> folder.

@@ -17,7 +17,8 @@ from pathlib import Path
 from ray._private.utils import get_ray_address_file
 
 _KEPT_SESSIONS = 3  # ended sessions whose logs stay
-_STARTING_S = 600.0  # a younger session may belong to a command that has not locked it yet
+_LOCK = "gstep.lock"  # a file in a session; only sessions that have it are deleted, not those of ``ray start``
+_LOCKED_S = 60.0  # a younger file may not be locked yet
 _locks: list[int] = []  # descriptors that hold the locks of this process's sessions
 
 
@@ -59,8 +60,8 @@ def _make_private(folder: Path) -> None:
 
 def lock_session(folder: str) -> None:
     """Keep a session's folder from being deleted by other commands while this process runs."""
-    with suppress(OSError):  # a file system without locks: the session is deleted once it is old
-        _locks.append(os.open(folder, os.O_RDONLY))
+    with suppress(OSError):  # a full disk: the session is never deleted
+        _locks.append(os.open(f"{folder}/{_LOCK}", os.O_RDWR | os.O_CREAT, 0o600))
         fcntl.flock(_locks[-1], fcntl.LOCK_SH)
 
 
@@ -70,12 +71,12 @@ def _is_own(info: os.stat_result) -> bool:
 
 def _delete_ended_sessions(folder: Path) -> None:
     """Delete spilled objects of ended sessions, and all but the last _KEPT_SESSIONS sessions. Raises nothing."""
-    sessions = sorted(path for path in folder.glob("session_2*") if not path.is_symlink())
-    for number, session in enumerate(reversed(sessions)):
+    for number, lock in enumerate(sorted(folder.glob(f"session_2*/{_LOCK}"), reverse=True)):
+        session = lock.parent
         with suppress(OSError):
-            if time.time() - session.stat().st_mtime < _STARTING_S:
+            if time.time() - lock.stat().st_mtime < _LOCKED_S:
                 continue
-            descriptor = os.open(session, os.O_RDONLY)
+            descriptor = os.open(lock, os.O_RDWR)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while a process uses the session
                 useless = [session] if number >= _KEPT_SESSIONS else list(session.glob("ray_spilled_objects*"))

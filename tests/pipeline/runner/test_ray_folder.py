@@ -1,6 +1,5 @@
 """The folder of Ray's sessions: who may enter it, and what stays of ended sessions."""
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runner.ray_folder import find_ray_folder, make_ray_folder
+from pipeline.runner.ray_folder import find_ray_folder, lock_session, make_ray_folder
 from tests.jobs.jobs import clips, run
 
 OWN = f"ray-{os.geteuid()}"  # the private folder around Ray's
@@ -67,22 +66,23 @@ def test_a_name_that_somebody_else_took_is_refused_with_the_remedy(base, kind):
 
 
 def test_of_ended_sessions_three_stay_without_what_they_spilled(base):
+    """Sessions of ``ray start``, which may lie in the same folder, are left alone."""
     folder = make_ray_folder()
-    sessions = [folder / f"session_2026-01-0{day}_00-00-00_000000_{day}" for day in range(1, 7)]
-    for session in sessions:
-        for name in ("logs", "ray_spilled_objects_abc"):
-            (session / name).mkdir(parents=True)
-        os.utime(session, (0, 0))
-    (folder / "session_latest").symlink_to(sessions[-1])
-    (folder / "other").mkdir()
-    (folder / "session_2026-01-07_00-00-00_000000_7" / "ray_spilled_objects_abc").mkdir(parents=True)  # just started
-    descriptor = os.open(sessions[0], os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)  # as the command that uses it does
+    sessions = {name: folder / f"session_2026-01-0{day}_00-00-00_000000_1" for day, name in enumerate("abcdefg", 1)}
+    for name, session in sessions.items():
+        for part in ("logs", "ray_spilled_objects_abc"):
+            (session / part).mkdir(parents=True)
+        if name != "c":  # which is of ``ray start``
+            (session / "gstep.lock").touch()
+            if name != "g":  # which has just started
+                os.utime(session / "gstep.lock", (0, 0))
+    (folder / "session_latest").symlink_to(sessions["g"])
+    lock_session(str(sessions["a"]))
+    os.utime(sessions["a"] / "gstep.lock", (0, 0))
     make_ray_folder()
-    os.close(descriptor)
-    spilled = {path.parent.name[-1] for path in folder.glob("session_2*/ray_spilled*")}
-    assert {path.name[-1] for path in folder.glob("session_2*")} == {"1", "5", "6", "7"} and spilled == {"1", "7"}
-    assert (folder / "other").exists() and (folder / "session_latest").exists()
+    assert {name for name, session in sessions.items() if session.exists()} == set("acefg")
+    spilled = {name for name, session in sessions.items() if list(session.glob("ray_spilled*"))}
+    assert spilled == set("acg") and (folder / "session_latest").exists()
 
 
 @pytest.fixture
@@ -101,3 +101,4 @@ def test_a_run_keeps_ray_in_the_folder(shared, tmp_path):
     assert [path.name for path in shared.iterdir()] == [OWN]
     assert (shared / OWN).stat().st_mode & 0o777 == 0o700
     assert list((shared / OWN / "ray" / "session_latest" / "logs").glob("raylet*"))
+    assert (shared / OWN / "ray" / "session_latest" / "gstep.lock").exists()
