@@ -12,7 +12,7 @@ from typing import NamedTuple
 import ray
 
 _SPILL_VARIABLE, _SPILL_LIMIT = "RAY_local_fs_capacity_threshold", 0.95  # Ray's name and default
-_MIN_FREE_BYTES = 2**20  # with less, a worker may not even write its log
+MIN_FREE_BYTES = 2**20  # with less, a worker may not even write its log
 _SPILL_FOLDER = "--fallback_directory="  # an argument of a node's own process of Ray
 
 
@@ -61,7 +61,7 @@ class RayDisk(NamedTuple):
     @classmethod
     def describe_full(cls) -> str:
         """Describe the disk of this node that is so full that no worker can start; "" if there is none."""
-        return next((str(disk) for disk in cls.measure() if disk.free < _MIN_FREE_BYTES), "")
+        return next((str(disk) for disk in cls.measure() if disk.free < MIN_FREE_BYTES), "")
 
 
 def _find_ray_folders() -> Iterator[str]:

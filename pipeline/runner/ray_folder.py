@@ -6,6 +6,7 @@ session, and with them its workers.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -15,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ray._private.utils import get_ray_address_file
+
+from pipeline.runner.disks import MIN_FREE_BYTES
 
 _KEPT_SESSIONS = 3  # ended sessions whose logs stay
 _LOCK = "gstep.lock"  # a file in a session; only sessions that have it are deleted, not those of ``ray start``
@@ -39,12 +42,18 @@ def find_ray_folder() -> Path:
 def make_ray_folder() -> Path:
     """Create the folder if needed, delete what ended sessions left in it, and return it. No other user can enter it.
 
-    Raises OSError, also if ``ray-UID`` is a link or belongs to another user.
+    Raises OSError, also if the disk is full, or if ``ray-UID`` is a link or belongs to another user.
     """
     folder = find_ray_folder()
     if folder.parent.name == f"ray-{os.geteuid()}":
         _make_private(folder.parent)
+    folder.mkdir(parents=True, exist_ok=True)
     _delete_ended_sessions(folder)
+    disk = shutil.disk_usage(folder)
+    if disk.total and disk.free < MIN_FREE_BYTES:  # Ray would wait for its processes for a minute
+        raise OSError(
+            errno.ENOSPC, "the disk is full: free space on it, or name another one with RAY_TMPDIR", str(folder)
+        )
     return folder
 
 

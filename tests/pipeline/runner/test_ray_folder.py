@@ -5,9 +5,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pipeline.runner import ray_folder
 from pipeline.runner.ray_folder import find_ray_folder, lock_session, make_ray_folder
 from tests.jobs.jobs import clips, run
 
@@ -35,7 +37,13 @@ def test_no_other_user_can_enter_the_folder(base, mode):
 def test_in_a_private_folder_ray_has_its_own_name(base):
     """Its path is not longer than before."""
     base.chmod(0o700)
-    assert make_ray_folder() == base / "ray" and list(base.iterdir()) == []
+    assert make_ray_folder() == base / "ray"
+
+
+def test_a_full_disk_is_named_before_ray_starts(base, monkeypatch):
+    monkeypatch.setattr(ray_folder.shutil, "disk_usage", lambda folder: SimpleNamespace(total=2**40, free=4096))
+    with pytest.raises(OSError, match=r"the disk is full: free space on it, .* RAY_TMPDIR: '.*ray'"):
+        make_ray_folder()
 
 
 @pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR", None])
