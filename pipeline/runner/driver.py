@@ -277,7 +277,7 @@ class GraphRun(Generic[T]):
                 if shards.has_unwritten and not is_store_away:
                     self._flush(shards, ending)
                 if is_stop:
-                    ending.add_note(f"{self._count_done()} have a row now")
+                    ending.add_note(f"this run has written rows for {self._count_done()}")
                 elif isinstance(ending, RunFailed) and (isinstance(ending, HeadLost) or ending.__cause__ is not None):
                     ending.args = (f"the run stopped after {self._count_done()}: {ending}",)
                 raise

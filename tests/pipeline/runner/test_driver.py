@@ -334,7 +334,7 @@ def test_a_stop_says_how_many_items_have_a_row_after_the_last_writes(tmp_path, m
     monkeypatch.setattr(driver, "TICK_S", 0.05)
     with pytest.raises(KeyboardInterrupt) as caught:
         Waiting(tmp_path, *"abcde", ending=Mock(side_effect=KeyboardInterrupt())).run()
-    assert caught.value.__notes__ == ["3 of 5 words have a row now"]
+    assert caught.value.__notes__ == ["this run has written rows for 3 of 5 words"]
 
 
 class FullDisk(Waiting):
