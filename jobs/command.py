@@ -156,7 +156,7 @@ def run_command(
     argv: Sequence[str] | None,
     find_overridden: Callable[[argparse.Namespace], Iterable[str]] = lambda flags: (),
     usual: Collection[str] = (),
-    interrupt_message: str = "interrupted. Committed rows are saved. Rerun the same command to resume",
+    interrupt_message: str = "interrupted. The run is ending. Rerun the same command to resume",
 ) -> int:
     """Parse ``argv`` and the file of ``--config`` into a ``config``, and do the ``work``; return the exit code.
 

@@ -31,6 +31,7 @@ from pipeline.rows import TodoRow, VideoRecord
 from pipeline.runner.access import workers_import_this
 from pipeline.runner.cluster import connect, private_ray
 from pipeline.runner.prefork.server import forking_workers
+from pipeline.runner.ray_folder import make_ray_folder
 from pipeline.video.source import Source
 
 _NODE = {"object_store_memory": 512 * 2**20, "include_dashboard": False, "include_log_monitor": False}
@@ -156,8 +157,9 @@ def run_job(work: Work) -> dict[str, float]:
             with forking_workers(), private_ray():  # as a job's own Ray
                 cluster = Cluster()
                 stack.callback(cluster.shutdown)
+                folder = str(make_ray_folder())
                 for _ in range(work.nodes):
-                    cluster.add_node(**_NODE, num_cpus=cpus, memory=cpus * 2**32)
+                    cluster.add_node(**_NODE, num_cpus=cpus, memory=cpus * 2**32, temp_dir=folder)
             stack.enter_context(workers_import_this())
             ray.init(cluster.address, logging_level="error", log_to_driver=False)
         stack.callback(ray.shutdown)

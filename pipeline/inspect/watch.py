@@ -215,4 +215,6 @@ def _render(run: RunProgress, rate: float) -> RenderableType:
             busy = f"{run.now.busy[stage]:.0%}" if stage in run.now.busy else "-"
             table.add_row(stage, str(waiting), busy, "the bottleneck" if stage == run.now.bottleneck else "")
         lines.append(table)
+        if run.now.bottleneck not in {"", *run.now.waiting}:
+            lines.append(Text(f"bottleneck: {run.now.bottleneck}"))
     return Group(*lines)

@@ -29,6 +29,7 @@ from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.live import LiveShards
 from pipeline.cache.reader import TokenCache, TokenOrder, count_tokens
 from pipeline.errors import RunFailed, printable
+from pipeline.runner.ray_folder import find_ray_folder
 
 _REACH_S = 10.0
 _TRIES = 3  # attempts to reach a cluster; Ray waits 40 s for each answer, which a busy one may need
@@ -42,8 +43,8 @@ _TOKEN = (
 def find_address() -> str | None:
     """Return the address of the cluster that ``ray.init()`` would join: RAY_ADDRESS, or one started by ``ray start``.
 
-    Returns None where Ray starts a cluster of its own. Raises RunFailed for the address of a job server, and where
-    nothing listens.
+    Returns None where Ray starts a cluster of its own. Raises RunFailed for the address of a job server, where nothing
+    listens, and if another user (not root) left the address, since joining a cluster runs its code here.
     """
     environment_address = os.environ.get("RAY_ADDRESS", "")
     address = environment_address or read_ray_address()
@@ -54,7 +55,13 @@ def find_address() -> str | None:
             f"RAY_ADDRESS is {address}, the address of a job server: put ray job submit --working-dir . -- before the "
             "command, or name the cluster itself, HOST:6379"
         )
-    _check_listens(address, None if environment_address else Path(get_ray_address_file(None)))
+    file = None if environment_address else Path(get_ray_address_file(None))
+    if file is not None and file.stat().st_uid not in {0, os.geteuid()}:  # every user may write to its folder
+        raise RunFailed(
+            f"another user left the address of a Ray cluster in {file}, and that cluster could run its code here: "
+            f"RAY_ADDRESS={address} joins it, {_ALONE}"
+        )
+    _check_listens(address, file)
     return address
 
 
@@ -148,8 +155,8 @@ def describe_startup_failure(error: Exception | None, address: str | None) -> st
         return f"Ray cannot be joined at {address}: {description}; {check}, or {_ALONE}"
     return (
         f"Ray cannot be started on this machine: {description}; if the machine is busy, try again "
-        "later; else look at Ray's logs (RAY_TMPDIR, else /tmp/ray, in session_latest/logs), at the free space of /tmp "
-        "and /dev/shm and the free memory, or name a short path with RAY_TMPDIR"
+        f"later; else look at Ray's logs ({find_ray_folder()}/session_latest/logs), at the free space there and in "
+        "/dev/shm and the free memory, or name a short path with RAY_TMPDIR"
     )
 
 

@@ -138,7 +138,10 @@ class Claim:
         """
         if why := write_last(error, self._leave):
             stale_s = MAX_MISSED_BEATS * self._heartbeat_s
-            error.add_note(f"the note of this run was not deleted, and blocks other runs for {stale_s:g} s: {why}")
+            error.add_note(
+                f"the note of this run was not deleted: {why}. A run that starts on another machine within "
+                f"{stale_s:g} s waits that long at most"
+            )
 
     def _leave(self) -> None:
         """End the claim: wait up to one interval for the last beat, then delete this run's note. Raises OSError."""

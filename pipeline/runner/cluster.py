@@ -20,6 +20,7 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -37,7 +38,9 @@ from pipeline.runner.access import (
     workers_import_this,
 )
 from pipeline.runner.heartbeats import NodeTally
+from pipeline.runner.nodes import read_fraction_of_cpu
 from pipeline.runner.prefork.server import forking_workers
+from pipeline.runner.ray_folder import lock_session, make_ray_folder
 from pipeline.runner.stages import OOM_RETRIES, configure_ray_data
 
 _LOOK_S = 1.0
@@ -92,21 +95,35 @@ def _join_or_start(say: Callable[[str], object]) -> None:
         began = time.monotonic()
         try:
             with explained_end(address):
-                _initialise(say, starts=address is None)
+                _initialise(say, _make_start_options(say) if address is None else {})
             break
         except Exception as error:  # Ray raises plain exceptions if one of its processes does not start
             took_s = time.monotonic() - began
             if last or address is not None or took_s < SLOW_START_S:
                 raise RunFailed(describe_startup_failure(error, address)) from error
             say(f"note: Ray did not start in {took_s:.0f} s; trying once more")
+    if address is None:
+        lock_session(ray._private.worker._global_node.get_session_dir_path())
     _take_back_sigterm()
     say(_describe_cluster())
     atexit.unregister(_shut_down)  # so that it runs once, however often this process connects
     atexit.register(_shut_down)
 
 
-def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
-    """Call ``ray.init()``, which ``starts`` or joins a cluster.
+def _make_start_options(say: Callable[[str], object]) -> dict[str, Any]:
+    """Return the options of ``ray.init()`` that start a Ray here: its folder, and a CPU where Ray would count none.
+
+    Creates the folder. Raises OSError.
+    """
+    options: dict[str, Any] = {"_temp_dir": str(make_ray_folder())}
+    if fraction := read_fraction_of_cpu():
+        say(f"note: this container may use {fraction:g} CPUs, which Ray would count as none. They count as one CPU")
+        options["num_cpus"] = 1
+    return options
+
+
+def _initialise(say: Callable[[str], object], start_options: Mapping[str, Any]) -> None:
+    """Call ``ray.init()``, which starts a Ray with ``start_options``, or joins a cluster if there are none.
 
     Ctrl-C and SIGTERM interrupt the wait. Then Ray is shut down, and KeyboardInterrupt raised.
 
@@ -115,15 +132,16 @@ def _initialise(say: Callable[[str], object], *, starts: bool) -> None:
     since the kernel kills Ray's processes with the thread that started them.
     """
     start_result, import_result = Future[None](), Future[None]()
-    forks = starts and sys.platform == "linux" and (FORKS_ON_GPU_NODES or not torch.cuda.device_count())
+    forks = bool(start_options) and sys.platform == "linux" and (FORKS_ON_GPU_NODES or not torch.cuda.device_count())
     # Workers that are started ahead belong to no job, and the server would import Ray for them alone.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
     def initialise() -> None:
         """Call ``ray.init()``, pass its result or error on, and stay: Ray's processes end with this thread."""
         try:
+            options = {"include_dashboard": False, "job_config": job, **start_options}
             with private_ray(), forking_workers() if forks else nullcontext():
-                ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False, job_config=job)
+                ray.init(logging_level="warning", log_to_driver=False, **options)
         except BaseException as error:  # noqa: BLE001 - it is the main thread's
             start_result.set_exception(error)
         else:
@@ -300,7 +318,10 @@ def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object])
     connect(say)
     cluster, device = wait_for_gpus(options.min_gpus, options.stall_timeout, say), options.device
     if cluster.get("CPU", 0.0) <= 0:
-        raise UsageError("the Ray cluster has no CPUs at this moment: start its worker nodes first")
+        raise UsageError(
+            "the Ray cluster has no CPUs at this moment: start its worker nodes first. Ray counts none on a node whose "
+            "container may use less than one CPU: give it one, or start the node by ray start --num-cpus=1"
+        )
     gpus = cluster.get("GPU", 0.0)
     if device == "cuda" and gpus < 1:
         raise UsageError("--device cuda: the Ray cluster has no GPU")

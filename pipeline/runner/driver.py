@@ -27,22 +27,36 @@ from pipeline.errors import RunFailed
 from pipeline.options import RunOptions
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import check_device, describe_cause, is_out_of_disk, sum_resources
+from pipeline.runner.head import Head, HeadLost
 from pipeline.runner.heartbeats import WorkerReport, heartbeats_of
 from pipeline.runner.last_writes import LAST_WRITES_S, NO_ANSWER, seconds_left, write_last
 from pipeline.runner.monitor import Monitor
-from pipeline.runner.nodes import NodeLog, find_full_disks
+from pipeline.runner.nodes import DiskSearch, NodeLog, find_full_disks, find_known_full_disks
 from pipeline.runner.progress import reporter
 from pipeline.runner.run_record import Outcome, RunFile
 from pipeline.runner.shards import TICK_S, RunGraph, Shard, Shards
 from pipeline.runner.stages import Plan, end_workers
-from pipeline.runner.watchdog import ClusterChanged, DiskFull, Fetcher, Growth, Watchdog, is_still_running
+from pipeline.runner.watchdog import (
+    SHRUNK_S,
+    ClusterChanged,
+    DiskFull,
+    Fetcher,
+    Growth,
+    Watchdog,
+    is_still_running,
+)
 from pipeline.storage.outages import OUTAGES, announce_outages
 from pipeline.storage.stores import Store
 
 O = TypeVar("O", bound=RunOptions)  # noqa: E741 - beside T and S
 T = TypeVar("T", bound=Sized)
 S = TypeVar("S", bound=Outcome)
-FREE_SPACE = "Free space on them, or start these nodes with --temp-dir or --object-spilling-directory on another disk"
+FREE_SPACE = (
+    "Free space on them, or start these nodes with --temp-dir or --object-spilling-directory on another disk "
+    "(RAY_TMPDIR where the command itself starts Ray)"
+)
+# With a full disk Ray cannot start workers. A run in which nothing moves waits so long for free space.
+_FULL_S = 60.0
 # Workers that start, or a cluster that ends with the run, do not answer. A stop does not wait for them.
 _STOP_LOOK_S = 5.0
 _END_S = 60.0  # for the thread of an interrupted graph, where this process or Ray stood still
@@ -189,13 +203,15 @@ class Driver(ABC, Generic[O, T, S]):
         Nodes whose disk is full are excluded from then on. Raises RunFailed if the graph or the store fails, if nothing
         moves for ``options.stall_timeout`` seconds, or if rows are missing.
         """
+        n_done = 0
         while len(items):
             plan = self.plan(items)
             try:
                 with heartbeats_of(tuple(plan.wording.stages)) as heartbeats:
-                    return GraphRun(self, items, plan, heartbeats).run()
+                    return GraphRun(self, items, plan, heartbeats, n_done).run()
             except ClusterChanged as why:
-                items = self.select_unfinished(items)
+                n_items, items = len(items), self.select_unfinished(items)
+                n_done += n_items - len(items)
                 if is_still_running(_END_S):
                     raise RunFailed(f"{why}, but the previous workers do not end. Rerun the command") from None
                 end_workers()
@@ -205,6 +221,8 @@ class Driver(ABC, Generic[O, T, S]):
                     self.say(f"note: {why}. {reschedule} other nodes. {FREE_SPACE}")
                 else:
                     self.say(f"note: {why}. {reschedule} current nodes")
+            except HeadLost:
+                raise  # the workers end with their nodes, and nobody could be asked for them
             except RunFailed:
                 end_workers()  # they would keep resources from the next run of this process
                 raise
@@ -213,20 +231,29 @@ class Driver(ABC, Generic[O, T, S]):
 class GraphRun(Generic[T]):
     """One graph while it runs: it commits every shard as it is written, and looks at the workers meanwhile."""
 
-    def __init__(self, driver: Driver[Any, T, Any], items: T, plan: Plan, heartbeats: ActorHandle) -> None:
-        """Set up one graph for ``items``; its shards are numbered on from the driver's next free number."""
+    def __init__(
+        self, driver: Driver[Any, T, Any], items: T, plan: Plan, heartbeats: ActorHandle, n_done: int = 0
+    ) -> None:
+        """Set up one graph for ``items``; its shards are numbered on from the driver's next free number.
+
+        ``n_done`` items of the run have a row by earlier graphs.
+        """
         options = driver.options
         self._driver, self._items, self._plan, self._heartbeats = driver, items, plan, heartbeats
         self._reporter = reporter(driver.console, len(items), options.log_interval, plan.wording)
         self._first_shard = driver.n_shards
         self._n_taken = 0  # items that came out of the graph, an upper bound of those that are not committed yet
+        self._n_done_before = n_done
         self._growth = Growth(plan, options.max_gpus)
+        self._head = Head(driver.say)
+        self._named_disks: dict[str, str] = {}
 
     def run(self) -> None:
         """Run the graph to its end and commit its shards.
 
         Raises RunFailed (also if rows are missing at the end) or ClusterChanged. Before either, or Ctrl-C, finished
-        work is flushed, unless the store failed. The last report of the workers is read in any case.
+        work is flushed, unless the store failed. The errors say how many items have a row after that. The last report
+        of the workers is read in any case.
         """
         driver = self._driver
         self._look_at_nodes(WorkerReport())
@@ -249,16 +276,26 @@ class GraphRun(Generic[T]):
                 is_store_away = isinstance(ending.__cause__, OSError)  # a failed store would fail again
                 if shards.has_unwritten and not is_store_away:
                     self._flush(shards, ending)
+                if is_stop:
+                    ending.add_note(f"this run has written rows for {self._count_done()}")
+                elif isinstance(ending, RunFailed) and (isinstance(ending, HeadLost) or ending.__cause__ is not None):
+                    ending.args = (f"the run stopped after {self._count_done()}: {ending}",)
                 raise
             finally:
                 self._take_last_report(is_stop)
 
+    def _count_done(self) -> str:
+        """Return how many items of the run have a row, in words."""
+        n_done, n_items = self._reporter.progress.done, len(self._items)
+        return f"{self._n_done_before + n_done} of {self._n_done_before + n_items} {self._plan.wording.item}s"
+
     def _take_last_report(self, is_stop: bool) -> None:
         """Read the workers' report once more, and record and show it; ``is_stop``: an interrupt ends the run."""
         driver = self._driver
-        report = self._watchdog.read_latest(_STOP_LOOK_S if is_stop else self._watchdog.every_s)
+        is_short = is_stop or not self._head.answers()
+        report = self._watchdog.read_latest(_STOP_LOOK_S if is_short else self._watchdog.every_s)
         OUTAGES.take_reports(report.outages)
-        driver.monitor.look(report, self._reporter.progress)
+        driver.monitor.look(report, self._reporter.current)
         if not is_stop:
             self._look_at_nodes(report)
         driver.take_last_report(report)
@@ -295,6 +332,7 @@ class GraphRun(Generic[T]):
         try:
             with Fetcher(graph.batches()) as batches:
                 while not batches.is_at_end or shards.finish():
+                    self._head.look()
                     self._look_when_due()
                     if not batches.is_at_end and shards.has_room() and (batch := batches.next(TICK_S)) is not None:
                         shards.take(batch)
@@ -303,22 +341,46 @@ class GraphRun(Generic[T]):
                     for shard in shards.iter_written():
                         self._commit(shard)
         except (ray.exceptions.RayError, OSError) as error:
+            if isinstance(error, ray.exceptions.RayError) and not self._head.answers():
+                raise HeadLost(self._head.describe_loss()) from error
             why = (isinstance(error, ray.exceptions.RayError) and self._watchdog.failure()) or describe_cause(error)
-            of = f"{reporter.progress.done} of {len(self._items)} {item}s"
-            if full := self._find_full_disks(error):
-                if self._driver.can_run_on(sum_resources({**self._driver.excluded_nodes, **full})):
-                    raise DiskFull(full) from error
-                why += f"; {DiskFull(full)}, and no other node can run all stages. {FREE_SPACE}; then rerun the command"
-            raise RunFailed(f"the run stopped after {of}: {why}") from error
+            disks = self._find_full_disks(error)
+            if disks.full:
+                raise self._make_disk_error(disks.full, why) from error
+            if disks.silent:
+                nodes = ", ".join(sorted(disks.silent.values()))
+                why += f"; no process started on {nodes}, as on a full disk: look at Ray's folder there"
+            raise RunFailed(why) from error
         if n_missing := len(self._items) - reporter.progress.done:
             raise RunFailed(f"{n_missing} of {len(self._items)} {item}s have no row. Rerun the command")
 
-    def _find_full_disks(self, error: Exception) -> dict[str, str]:
-        """Return the nodes with full disks after an error of Ray: id -> host and folder; {} for any other error."""
+    def _find_full_disks(self, error: Exception) -> DiskSearch:
+        """Search for full disks after an error of Ray; nothing is found for any other error."""
         with suppress(Exception):  # a cluster that does not answer: the error itself says more
             if isinstance(error, ray.exceptions.RayError):
-                return find_full_disks(self._driver.excluded_nodes, spilling_failed=is_out_of_disk(error))
-        return {}
+                reported = self._watchdog.report.full_disks
+                return find_full_disks(self._driver.excluded_nodes, reported, spilling_failed=is_out_of_disk(error))
+        return DiskSearch({}, {})
+
+    def _make_disk_error(self, full: dict[str, str], why: str) -> DiskFull | RunFailed:
+        """Return DiskFull if other nodes can run all stages, else the error that ends the run because of ``why``."""
+        if self._driver.can_run_on(sum_resources({**self._driver.excluded_nodes, **full})):
+            return DiskFull(full)
+        return RunFailed(
+            f"{why}; {DiskFull(full)}, and no other node can run all stages. {FREE_SPACE}; then rerun the command"
+        )
+
+    def _look_at_disks(self, report: WorkerReport) -> None:
+        """Name full disks while nothing moves, and end the graph after _FULL_S if no worker has an item in hand."""
+        still_s, full = self._watchdog.still_s, dict[str, str]()
+        if still_s > SHRUNK_S:
+            with suppress(Exception):  # a cluster that does not answer: the watchdog will tell
+                full = find_known_full_disks(self._driver.excluded_nodes, report.full_disks)
+        if full and not self._named_disks:
+            self._driver.say(f"note: {DiskFull(full)}, and nothing moves. Ray cannot start workers there. {FREE_SPACE}")
+        self._named_disks = full
+        if full and still_s > _FULL_S and not any(report.inside.values()):
+            raise self._make_disk_error(full, f"no {self._plan.wording.item} moved for {still_s:.0f} s")
 
     def _commit(self, shard: Shard) -> None:
         """Commit a shard, count its items as progress, and restart the stall timer."""
@@ -336,22 +398,23 @@ class GraphRun(Generic[T]):
 
         It may ask an autoscaler for more nodes.
         """
-        if time.monotonic() - self._looked_at < self._watchdog.every_s:
+        if time.monotonic() - self._looked_at < self._watchdog.every_s or not self._head.answers():
             return
+        self._looked_at = time.monotonic()
         driver, progress = self._driver, self._reporter
         self._watchdog.grow(len(self._items))
         report = self._watchdog.read()
         OUTAGES.take_reports(report.outages)
         self._grow_reporter()
         progress.stages(report)
-        driver.monitor.look(report, progress.progress)
+        driver.monitor.look(report, progress.current)
         self._look_at_nodes(report)
         if (why := driver.find_stop_reason(report)) is not None:
             raise RunFailed(why)
+        self._look_at_disks(report)
         self._watchdog.check()
         if (speed := progress.pace.speed()) is not None and progress.progress.busy:
             self._growth.look(progress.progress, speed, self._replan(speed.n_left))
-        self._looked_at = time.monotonic()
 
     def _grow_reporter(self) -> None:
         """Show the number of items known by now, and whether more will come."""
@@ -360,11 +423,12 @@ class GraphRun(Generic[T]):
     def _look_at_nodes(self, report: WorkerReport) -> None:
         """Log nodes that joined or were lost. Nothing is raised if the cluster does not answer."""
         with suppress(Exception):  # a cluster that does not answer: the watchdog will tell
-            self._driver.nodes.look(report, self._plan)
+            if self._head.answers():  # else Ray would wait for it
+                self._driver.nodes.look(report, self._plan)
 
     def _replan(self, n_items: int) -> Plan | None:
         """Plan ``n_items`` for the current cluster; None if it does not answer or no plan is possible."""
         try:
-            return self._driver.replan(n_items)
+            return self._driver.replan(n_items) if self._head.answers() else None
         except Exception:  # noqa: BLE001 - a cluster that does not answer has not grown
             return None

@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 
 from gstep.errors import is_gpu_broken, is_out_of_memory
 from pipeline.errors import printable
+from pipeline.runner.disks import RayDisk
 from pipeline.runner.heartbeats import REPORT_S, SELDOM_S, Crash, ProgressDelta, Worker
 from pipeline.storage.outages import OUTAGES, Outage
 
@@ -86,6 +87,7 @@ class Heartbeat:
         self._in_hand: list[ItemsInHand] = []
         self._last_report: list[str] = []  # the items in hand of the last report
         self._last_outages: tuple[Outage, ...] = ()
+        self._full_disk = self._last_full_disk = ""  # of this node, measured now and then
         self._reporting = threading.RLock()  # reports must be sent in the order of events
 
     def start(self) -> None:
@@ -184,6 +186,7 @@ class Heartbeat:
         every_s, asked_at, ask_s = REPORT_S, time.monotonic(), _SOON_S
         while True:
             time.sleep(every_s)
+            self._full_disk = RayDisk.describe_full()
             if time.monotonic() - asked_at >= ask_s:  # an actor that does not answer has too much to do, or is gone
                 every_s = self._ask("every_s", otherwise=max(every_s, min(SELDOM_S, 2 * every_s)))
                 asked_at, ask_s = time.monotonic(), min(_LATER_S, 2 * ask_s)
@@ -192,7 +195,7 @@ class Heartbeat:
                 idle = (
                     self._delta._replace(up_s=0.0) == ProgressDelta() and self._list_held_items() == self._last_report
                 )
-                idle &= OUTAGES.report() == self._last_outages
+                idle &= (OUTAGES.report(), self._full_disk) == (self._last_outages, self._last_full_disk)
                 if not idle or self._delta.up_s >= _IDLE_S:
                     self._report()
 
@@ -238,8 +241,9 @@ class Heartbeat:
             return
         items, outages = self._list_held_items(), OUTAGES.report()
         with suppress(Exception):  # a dead actor or a full backlog must not fail an item
-            self._heartbeats.state.remote(self._stage, self._me, items, self._delta, outages)
-            self._delta, self._last_report, self._last_outages = ProgressDelta(), items, outages
+            self._heartbeats.state.remote(self._stage, self._me, items, self._delta, outages, self._full_disk)
+            self._delta, self._last_report = ProgressDelta(), items
+            self._last_outages, self._last_full_disk = outages, self._full_disk
 
     @cached_property
     def _me(self) -> Worker:

@@ -116,6 +116,7 @@ class WorkerReport:
         crashed_processes: the last crashed processes of workers.
         outages: stores that do not answer a worker, each since the first worker noticed.
         workers: node id -> stage -> number of its workers there.
+        full_disks: node id -> the disk there that is too full to start a worker, by the last report of a worker.
     """
 
     inside: dict[str, list[str]] = field(default_factory=dict)
@@ -132,6 +133,7 @@ class WorkerReport:
     crashed_processes: list[CrashedProcess] = field(default_factory=list)
     outages: list[Outage] = field(default_factory=list)
     workers: dict[str, dict[str, int]] = field(default_factory=dict)
+    full_disks: dict[str, str] = field(default_factory=dict)
 
 
 _RESTARTS = 3
@@ -215,6 +217,7 @@ class Heartbeats:
         self._up_s, self._busy_s = dict.fromkeys(stages, 0.0), dict.fromkeys(stages, 0.0)
         self._faults: Counter[FailureKind] = Counter()
         self._outages: dict[Worker, Collection[Outage]] = {}
+        self._full_disks: dict[str, str] = {}  # by node id
         self._moves = 0
         self._failure: str | None = None
 
@@ -226,15 +229,17 @@ class Heartbeats:
         items: Sequence[str],
         delta: ProgressDelta,
         outages: Collection[Outage] = (),
+        full_disk: str = "",
     ) -> None:
         """Record a worker of ``stage``: its items now, its counts since its last report, stores that do not answer.
 
-        Replaces the worker's items and outages; adds its counts.
+        Replaces the worker's items and outages, and the full disk of its node; adds its counts.
         """
         self._processes[stage][worker.name] = worker
         self._outages.pop(worker, None)
         if outages:
             self._outages[worker] = outages
+        self._full_disks[worker.node] = full_disk
         if items:
             self._in_hand[stage][worker.name] = items
         else:
@@ -389,6 +394,7 @@ class Heartbeats:
             crashed_processes=list(self._crashed_processes),
             outages=self._list_outages(),
             workers=self._count_workers(),
+            full_disks={node: disk for node, disk in self._full_disks.items() if disk},
         )
 
     def _count_workers(self) -> dict[str, dict[str, int]]:

@@ -17,16 +17,18 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import NamedTuple, Protocol, TypedDict
 
 import ray
 from ray.util import metrics as ray_metrics
 
 from pipeline.errors import printable
+from pipeline.runner.head import HeadLost
 from pipeline.runner.heartbeats import CrashedProcess, FailureKind, WorkerReport
 from pipeline.runner.progress import Progress
-from pipeline.runner.run_record import RUNS
+from pipeline.runner.run_record import RUNS, name_ending
+from pipeline.storage.outages import OUTAGES
 from pipeline.storage.stores import Store
 
 
@@ -40,13 +42,17 @@ class Monitor:
         self._store = store
         self._faults: Counter[FailureKind] = Counter()
         self._moves = 0
+        self._is_started = False
         self.metrics = Metrics(run_id)
         self._logs = WorkerLogs(partial(store.put, self._name))
 
     def __enter__(self) -> Monitor:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Export the end of the run, and stop listening. Without its head a run vanishes, as an alert says then."""
+        if self._is_started and not isinstance(error, HeadLost):
+            self.metrics.count("runs_ended", 1, status=name_ending(kind))
         self._logs.close()
 
     @property
@@ -56,8 +62,14 @@ class Monitor:
 
     def start(self) -> None:
         """Begin to listen to the workers. Call it once Ray is joined."""
+        self._is_started = True
         self._logs.start()
         self.metrics.set("last_row_time", time.time())
+        OUTAGES.record = self._record_outage
+
+    def _record_outage(self, place: str, since: float) -> None:
+        """Record the time since which a store does not answer, 0 once it answers again."""
+        self.metrics.set("outage_start_time", since, store=place)
 
     def look(self, report: WorkerReport, at: Progress) -> None:
         """Update the log of crashed workers, the claim's note and the metrics from a report of the workers.
@@ -113,6 +125,12 @@ METRICS: Mapping[str, _Metric] = MappingProxyType(
         ),
         "last_row_time": _Metric(
             ray_metrics.Gauge, "when the last row was committed, or the run began, in seconds since 1970"
+        ),
+        "outage_start_time": _Metric(
+            ray_metrics.Gauge, "since when a store does not answer, in seconds since 1970; 0 while it does", ("store",)
+        ),
+        "runs_ended": _Metric(
+            ray_metrics.Counter, "1 once the run has ended: finished, failed, cancelled", ("status",)
         ),
     }
 )

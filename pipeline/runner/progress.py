@@ -16,6 +16,7 @@ from rich.console import Console
 
 from pipeline.runner.heartbeats import WorkerReport
 from pipeline.runner.stages import Wording
+from pipeline.storage.outages import OUTAGES
 
 _LOOKS = 4  # stored reports: busy shares are measured over the three intervals between them, half a minute
 # Busy shares: from the first on a stage counts as always busy; below the second it slows nothing down.
@@ -34,7 +35,7 @@ class Progress:
         ahead: results of each stage before the last, by its word: {"decoded": 9}.
         busy: stage -> share of the last half minute in which its workers had items in hand, 0 to 1.
         waiting: stage -> items in its queue or in hand.
-        bottleneck: the slowest stage; "" before it is measured.
+        bottleneck: the slowest stage, or a store that does not answer; "" before it is measured.
         note: a line for the user; "" if only the numbers are new.
     """
 
@@ -61,8 +62,8 @@ class Progress:
     def load(self) -> str:
         """A text about the busy shares and the bottleneck, "" before they are measured."""
         shares = " ".join(f"{stage} {share:.0%}" for stage, share in self.busy.items())
-        limit = f" (bottleneck: {self.bottleneck})" if self.bottleneck else ""
-        return f"busy: {shares}{limit}" if shares else ""
+        limit = f"bottleneck: {self.bottleneck}" if self.bottleneck else ""
+        return f"busy: {shares}{limit and f' ({limit})'}" if shares else limit
 
 
 def stage_counts(ahead: Mapping[str, int]) -> str:
@@ -250,9 +251,15 @@ class Reporter:
     def __exit__(self, *error: object) -> None:
         """End the display."""
 
+    @property
+    def current(self) -> Progress:
+        """The current counts; the bottleneck is a store while it does not answer, since all stages wait for it."""
+        places = OUTAGES.list_places()
+        return replace(self.progress, bottleneck=f"no answer from {', '.join(places)}") if places else self.progress
+
     def show(self) -> None:
         """Show the current counts."""
-        self._tell(self.progress)
+        self._tell(self.current)
 
     def grow(self, total: int, *, is_final: bool = True) -> None:
         """Set the number of known items, which grows while archives are indexed; ``is_final``: no more will come."""
@@ -308,11 +315,11 @@ class BarReporter(Reporter):
     def __init__(self, console: Console, total: int, words: Wording) -> None:
         """Make the bar; it is drawn inside the ``with`` block."""
         super().__init__(total, words)
-        texts = (words.doing, "{task.fields[more]}", "{task.fields[pace]}")  # the pace is formatted at each refresh
+        texts = (words.doing, "{task.fields[more]}", "{task.fields[pace]}")  # both are formatted at each refresh
         doing, more, pace = map(rich_progress.TextColumn, texts)
         bar = rich_progress.SpinnerColumn(), doing, rich_progress.BarColumn(), rich_progress.MofNCompleteColumn()
         self._bar = rich_progress.Progress(*bar, more, pace, console=console)
-        self._task = self._bar.add_task(words.doing, total=total, more="", pace=self.pace)
+        self._task = self._bar.add_task(words.doing, total=total, more=self, pace=self.pace)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -323,10 +330,12 @@ class BarReporter(Reporter):
 
     def show(self) -> None:
         """Give the current counts to the bar, which draws itself."""
-        more = ", ".join(
-            filter(None, (f"{self.progress.failed} failed{stage_counts(self.progress.ahead)}", self.progress.load))
-        )
-        self._bar.update(self._task, completed=self.progress.done, total=self.progress.total, more=more)
+        self._bar.update(self._task, completed=self.progress.done, total=self.progress.total)
+
+    def __str__(self) -> str:
+        """Return the text behind the bar: failed items, the results of each stage, and its load."""
+        progress = self.current
+        return ", ".join(filter(None, (f"{progress.failed} failed{stage_counts(progress.ahead)}", progress.load)))
 
 
 class LineReporter(Reporter):
@@ -364,4 +373,4 @@ class LineReporter(Reporter):
     def _print_line(self) -> None:
         """Print the counts, the rate and the time left."""
         pace = str(self.pace)
-        self._console.print(f"{self.progress}, {pace}" if pace else str(self.progress), highlight=False, soft_wrap=True)
+        self._console.print(", ".join(filter(None, (str(self.current), pace))), highlight=False, soft_wrap=True)

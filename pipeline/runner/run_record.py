@@ -71,7 +71,7 @@ class RunFile:
 
         Without ``value`` the store's OSError is raised.
         """
-        status = "finished" if kind is None else "cancelled" if issubclass(kind, KeyboardInterrupt) else "failed"
+        status = name_ending(kind)
         if value is None:
             self.save(status=status, ended=now(), error=None)
         else:  # an unreachable store must not hide the error that ended the run
@@ -87,6 +87,11 @@ class RunFile:
         """Add fields to the record, and write it."""
         self.note(**news)
         self._store.put(f"{RUNS}/{self._record['run_id']}.json", json.dumps(self._record, indent=2).encode())
+
+
+def name_ending(kind: type[BaseException] | None) -> str:
+    """Return the status of a run that ended with an exception of this kind; None for a run without an exception."""
+    return "finished" if kind is None else "cancelled" if issubclass(kind, KeyboardInterrupt) else "failed"
 
 
 def read_record(store: Store, name: str) -> RunRecord:

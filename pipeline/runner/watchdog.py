@@ -49,6 +49,9 @@ class Watchdog:
         timeout_s: seconds without movement after which the run fails.
         total: the number of items known so far.
         available_resources: returns the resources of the nodes that the graph may use now.
+
+    Attributes:
+        report: the last report that was read.
     """
 
     heartbeats: ActorHandle
@@ -61,10 +64,15 @@ class Watchdog:
     def __post_init__(self) -> None:
         """Start the stall timer, and note whether the cluster has room for all workers now."""
         self._did_fit, _ = self._check_fit()
-        self._report = WorkerReport()
+        self.report = WorkerReport()
         self._pending_answer: ray.ObjectRef | None = None
         self._movement_at = self.clock()
         self.every_s = min(_MAX_LOOK_S, self.timeout_s / 10)
+
+    @property
+    def still_s(self) -> float:
+        """Seconds since the last movement."""
+        return self.clock() - self._movement_at
 
     def record_movement(self) -> None:
         """Reset the stall timer."""
@@ -81,10 +89,10 @@ class Watchdog:
 
         If the workers' actor does not answer in ``every_s`` seconds, the last report is returned.
         """
-        before, report = self._report.n_moves, self._read(self.every_s)
+        before, report = self.report.n_moves, self._read(self.every_s)
         if report.n_moves != before:
             self.record_movement()
-        self._report = report
+        self.report = report
         return report
 
     def check(self) -> None:
@@ -93,7 +101,7 @@ class Watchdog:
         Raise ClusterChanged after SHRUNK_S already, if nodes were lost and the remaining nodes can run all stages.
         Nodes are lost if all workers fitted when the graph started and do not fit now.
         """
-        still_s = self.clock() - self._movement_at
+        still_s = self.still_s
         if SHRUNK_S < still_s <= self.timeout_s and self._did_fit and self._has_shrunk():
             raise ClusterChanged("nodes were lost and nothing moves")
         if still_s > self.timeout_s:
@@ -140,9 +148,9 @@ class Watchdog:
             self._pending_answer = self._pending_answer or self.heartbeats.read.remote()
             report: WorkerReport = ray.get(self._pending_answer, timeout=within_s)
         except ray.exceptions.GetTimeoutError:
-            return self._report
+            return self.report
         except ray.exceptions.RayError:
-            report = self._report
+            report = self.report
         self._pending_answer = None
         return report
 
@@ -154,10 +162,10 @@ class Watchdog:
         """
         item = self.plan.wording.item
         for stage, words in reversed(list(self.plan.wording.stages.items())):
-            items = self._report.inside.get(stage)
+            items = self.report.inside.get(stage)
             if items:
                 return f"{stage} holds {len(items)} ({printable(items[0])}) and does not move; {words.remedy}"
-        n_left = {"": self.total, **self._report.n_passed_on}  # "" stands for the manifest, before the first stage
+        n_left = {"": self.total, **self.report.n_passed_on}  # "" stands for the manifest, before the first stage
         for before, stage in reversed(list(pairwise(n_left))):
             waiting = n_left[before] - n_left[stage]
             if waiting >= self.plan.min_items_to_start(stage, more_expected=n_left[before] < self.total):

@@ -33,10 +33,12 @@ class Outages:
 
     Attributes:
         say: prints a line for the user; outside a run it is a warning of ``logging``.
+        record: gets the name of a store and the time since which it does not answer, 0 once it answers again.
     """
 
     def __init__(self) -> None:
         self.say: Callable[[str], object] = logging.getLogger(__name__).warning
+        self.record: Callable[[str, float], object] = _ignore
         self._own_outages: dict[str, Outage] = {}  # by place, of this process's requests
         self._workers: dict[str, Outage] = {}
         self._announced: dict[str, Outage] = {}
@@ -64,6 +66,10 @@ class Outages:
         until = time.time() - MIN_OUTAGE_S
         return tuple(outage for outage in [*self._own_outages.values()] if outage.since <= until)
 
+    def list_places(self) -> list[str]:
+        """Return the names of the stores that do not answer, once a line about each was printed."""
+        return [*self._announced]
+
     def take_reports(self, outages: Collection[Outage]) -> None:
         """Replace the outages of the workers by their latest reports."""
         self._workers = {outage.place: outage for outage in sorted(outages, key=lambda outage: -outage.since)}
@@ -75,12 +81,18 @@ class Outages:
         for place, outage in lasting.items():
             if place not in self._announced:
                 self._announced[place] = outage
+                self.record(place, outage.since)
                 since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(outage.since))
                 self.say(f"note: the store {place} fails since {since} ({outage.why}). Requests are tried again")
         for place in self._announced.keys() - lasting.keys():
             with suppress(KeyError):  # another thread has printed the line
                 took_s = time.time() - self._announced.pop(place).since
+                self.record(place, 0.0)
                 self.say(f"note: the store {place} answers again, after {took_s:.0f} s")
+
+
+def _ignore(place: str, since: float) -> None:
+    """Record nothing."""
 
 
 #: The outages of this process.
@@ -95,4 +107,4 @@ def announce_outages(say: Callable[[str], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        OUTAGES.say = before
+        OUTAGES.say, OUTAGES.record = before, _ignore

@@ -7,10 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from pipeline.inputs.tar_and_zip import Tar
 from pipeline.prune.summary import Summary
 from pipeline.runner import driver, watchdog
 from pipeline.runner.stages import end_workers
-from tests.jobs.faults import files, tiny_videos
+from tests.jobs.faults import Driver, files, tiny_videos
 from tests.jobs.hostile import let_through
-from tests.jobs.jobs import assert_complete, run_here
+from tests.jobs.jobs import assert_complete, environment, run_here
 from tests.jobs.processes import raylets
 from tests.pipeline.rays import growing_ray, hold_cpu, ray_here
 from tests.pipeline.tars import write_tar
@@ -208,6 +209,39 @@ def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path, node_of_a_small
     folder = node_of_a_small_disk.get("object_spilling_directory", "/")
     assert f" {full[:6]} ({folder}" in line and "% full" in line
     assert " on the other nodes. Free space on them, or start these nodes with --temp-dir" in line
+
+
+def stand_still_briefly() -> None:
+    """Let this driver wait seconds instead of a minute for free space on a disk that keeps workers from starting."""
+    driver.SHRUNK_S, driver._FULL_S, watchdog._MAX_LOOK_S = 3.0, 6.0, 1.0
+
+
+def test_a_full_disk_on_which_no_worker_can_start_ends_the_run_with_its_folder(tmp_path):
+    """The disk of Ray's folder fills up once Ray has started, and stays full: no process can write its log."""
+    disk = Path(tempfile.mkdtemp(prefix="disk-", dir="/tmp"))  # a short path, for sockets
+    command = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", disk]
+    if shutil.which("mount") is None or subprocess.run(command, check=False).returncode:
+        pytest.skip("this user may not mount a disk")
+    try:
+        tiny_videos(tmp_path / "videos", 4)
+        argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--num-frames", "2", "--log-interval", "1"]
+        (tmp_path / "log").touch()
+        run = Driver(argv, tmp_path / "log", stand_still_briefly, **{**environment(), "RAY_TMPDIR": str(disk)})
+        run.until(lambda: "Ray at " in run.output, "Ray starts")
+        with (disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        assert run.wait() == 1, run.output
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+        disk.rmdir()
+    (last,) = [line for line in run.output.splitlines() if " failed: " in line]
+    assert re.search(rf"no video moved for \d+ s; the disk is full on \S+ \w{{6}} \({disk}/\S+, 100% full\)", last), (
+        last
+    )
+    assert "Free space on them, or start these nodes with" in last and last.endswith("then rerun the command")
+    (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").glob("*.json")]
+    assert record["status"] == "failed" and "the disk is full on" in record["error"]
 
 
 def test_a_full_disk_of_the_only_node_ends_the_run_with_its_folder(tmp_path):

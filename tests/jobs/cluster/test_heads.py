@@ -15,6 +15,7 @@ import ray
 from pipeline import TokenCache
 from tests.interpreter import run_python
 from tests.jobs.faults import Driver, files, tiny_videos
+from tests.jobs.hostile import let_through
 from tests.jobs.jobs import committed, environment, shut_ray_down_in_the_end
 from tests.jobs.processes import assert_all_gone, family
 from tests.pipeline.rays import growing_ray
@@ -56,8 +57,8 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
         def whole() -> str:
             text = scrape()
             rows = {status: values(text, "ray_gstep_rows_total", status=status, item="video") for status in counted}
-            whole = rows == counted and values(text, "ray_gstep_failures_total", stage="decode") == [2]
-            return text if whole else ""
+            failures, ended = (values(text, f"ray_gstep_{name}_total") for name in ("failures", "runs_ended"))
+            return text if (rows, failures, ended) == (counted, [2], [1]) else ""
 
         after = wait_until(whole, scrape, 60, meanwhile=pause)
     assert f"{len(kept)} of {len(ids) + 2} videos are in the cache already" in said
@@ -81,6 +82,28 @@ def test_a_run_goes_on_under_another_head_whose_port_has_its_metrics(tmp_path):
     assert all(len(share) == 1 and 0 <= share[0] <= 1 for share in shares.values()), shares
     assert values(meanwhile, "ray_gstep_queue", stage="decode") and values(meanwhile, "ray_gstep_items_left")
     assert values(meanwhile, "ray_gstep_last_row_time")[0] > started
+
+
+def test_a_run_whose_head_is_lost_ends_with_the_cause_and_a_record(tmp_path):
+    """Ray itself would end the driver after a minute, without a line."""
+    ids = tiny_videos(tmp_path / "videos", 8)
+    cache = tmp_path / "c"
+    argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2", "--decode-workers", "1"]
+    argv += ["--decoder", "tests.jobs.hostile:StuckDecoder", "--videos-per-shard", "1", "--log-interval", "1"]
+    let_through(tmp_path / "videos", 3)
+    driver = Driver(argv, tmp_path / "log", **environment())
+    driver.until(lambda: files(cache, "videos"), "the first commit")
+    processes = family(driver.pid)
+    (head,) = [pid for pid, title in processes.items() if title.partition(" ")[0].endswith("/gcs_server")]
+    os.kill(head, signal.SIGKILL)
+    assert driver.wait() == 1, driver.output
+    (last,) = [line for line in driver.output.splitlines() if " failed: " in line]
+    stopped = r"the run stopped after (\d) of 8 videos: the head process of Ray on this machine .* has ended, "
+    (n_done,) = re.search(stopped + ".* Rerun the same command to resume", last).groups()
+    assert int(n_done) == len(TokenCache(cache).video_ids) < len(ids)
+    (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
+    assert record["status"] == "failed" and "the head process of Ray" in record["error"]
+    assert not list((cache / "runs").glob("*.running"))
 
 
 def scrape(busy=()):

@@ -65,6 +65,18 @@ def test_a_cluster_that_does_not_answer_is_told_by_its_address(monkeypatch, left
         find_address()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_an_address_that_another_user_left_is_joined_only_by_name(monkeypatch, left):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        left(address)
+        os.chown(get_ray_address_file(None), 12345, -1)
+        with pytest.raises(RunFailed, match=rf"RAY_ADDRESS={address} joins it, RAY_ADDRESS=local uses this machine"):
+            find_address()
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        assert find_address() == address
+
+
 def test_the_token_of_a_cluster_of_ones_own_is_in_the_environment_alone(own_machine):
     set_cluster_token()
     token = os.environ.pop("RAY_AUTH_TOKEN")

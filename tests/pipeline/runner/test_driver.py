@@ -231,7 +231,7 @@ def test_what_ray_raises_is_told_in_the_words_of_the_worker_and_what_came_out_is
 
     monkeypatch.setattr(driver, "heartbeats_of", lambda stages: nullcontext(handle_of(read)))
     run = WordRun(tmp_path, *"abc", "?", "d")
-    with pytest.raises(RunFailed, match=rf"stopped after [02] of 5 words: .*{said}"):
+    with pytest.raises(RunFailed, match=rf"stopped after 3 of 5 words: .*{said}"):
         run.run()
     assert "stopping: flushing finished work" in run.said and sorted(run.on_disk()) == list("abc")
 
@@ -318,6 +318,54 @@ def test_bundles_that_are_not_full_do_not_pass_for_words_that_were_not_written(t
         run.run()
     assert sorted(run.on_disk()) == sorted({*"abc"} - {lost})
     assert [note[: len(notes[0])] for note in getattr(caught.value, "__notes__", ())] == notes
+
+
+def test_the_items_of_earlier_graphs_count_in_the_line_of_a_run_that_stops(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "_MAX_LOOK_S", 0.05)
+    monkeypatch.setattr(driver, "TICK_S", 0.05)
+    run = Waiting(tmp_path, *"abcd", "?", ending=Mock(side_effect=ClusterChanged("nodes were lost")))
+    with pytest.raises(RunFailed, match=r"the run stopped after 4 of 5 words: .*the node is gone"):
+        run.run()
+    assert run.graphs == 2 and sorted(run.on_disk()) == list("abcd")
+
+
+def test_a_stop_says_how_many_items_have_a_row_after_the_last_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "_MAX_LOOK_S", 0.05)
+    monkeypatch.setattr(driver, "TICK_S", 0.05)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        Waiting(tmp_path, *"abcde", ending=Mock(side_effect=KeyboardInterrupt())).run()
+    assert caught.value.__notes__ == ["this run has written rows for 3 of 5 words"]
+
+
+class FullDisk(Waiting):
+    """A run on a node whose disk is full, in which nothing moves after three words."""
+
+    def can_run_on(self, cluster: dict[str, float]) -> bool:
+        return self.has_others
+
+    has_others = False
+
+
+@pytest.mark.parametrize("has_others", [False, True])
+def test_a_run_that_stands_still_beside_a_full_disk_names_it(tmp_path, monkeypatch, has_others):
+    """With other nodes the rest is rescheduled there."""
+    monkeypatch.setattr(watchdog, "_MAX_LOOK_S", 0.05)
+    monkeypatch.setattr(driver, "TICK_S", 0.05)
+    monkeypatch.setattr(driver, "SHRUNK_S", 0.1)
+    monkeypatch.setattr(driver, "_FULL_S", 0.3)
+    monkeypatch.setattr(driver, "sum_resources", lambda nodes, most=None: {})
+    monkeypatch.setattr(driver, "find_known_full_disks", lambda without, known: {"n": "host n (/ray, 100% full)"})
+    run = FullDisk(tmp_path, *"abcde", ending=Mock(return_value=None))
+    run.has_others = has_others
+    if has_others:
+        assert run.run().n_missing == 0 and run.excluded_nodes == {"n": "host n (/ray, 100% full)"}
+    else:
+        with pytest.raises(
+            RunFailed, match=r"no word moved for 0 s; the disk is full on host n \(/ray, 100% full\), an"
+        ):
+            run.run()
+    assert run.said.count("note: the disk is full on host n (/ray, 100% full), and nothing moves. ") == 1
+    assert "Free space on them, or start these nodes with --temp-dir" in run.said
 
 
 @pytest.mark.parametrize(("ending", "last"), [(KeyboardInterrupt(), [5.0]), (RunFailed("bad"), [0.05, "nodes"])])

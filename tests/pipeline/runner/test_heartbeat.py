@@ -424,3 +424,12 @@ def test_a_worker_ends_at_once_and_runs_nothing_of_rays_end(heartbeats, tmp_path
     del worker
     assert_all_gone([pid])
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_disk_on_which_no_worker_can_start_is_reported_until_it_has_room():
+    heartbeats, delta = Heartbeats(STAGES, Clock()), ProgressDelta()
+    heartbeats.state("decode", worker("a"), ["x"], delta, (), "/ray, 100% full")
+    node = worker("a").node
+    assert heartbeats.read().full_disks == {node: "/ray, 100% full"}
+    heartbeats.state("encode", worker("a"), [], delta)
+    assert heartbeats.read().full_disks == {}

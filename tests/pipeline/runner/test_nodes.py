@@ -1,15 +1,62 @@
 """What a run says of its nodes, which of their disks it takes for full, and which nodes a second pass leaves out."""
 
+from functools import partial
+
 import pytest
 import ray
+from ray._private import utils
 
+from pipeline.errors import UsageError
+from pipeline.prune.config import PruneConfig
 from pipeline.prune.resources import plan_resources
-from pipeline.runner.cluster import find_failing_nodes
+from pipeline.runner import cluster, nodes
+from pipeline.runner.cluster import choose_device, find_failing_nodes
+from pipeline.runner.disks import RayDisk
 from pipeline.runner.heartbeats import NodeTally, WorkerReport
-from pipeline.runner.nodes import NodeLog, RayDisk, find_full_disks
+from pipeline.runner.nodes import (
+    DiskSearch,
+    NodeLog,
+    count_cores,
+    find_full_disks,
+    iter_alive_nodes,
+    read_fraction_of_cpu,
+)
 from tests.pipeline.rays import PLAIN, ray_here
 
 GIB = 2**30
+
+#: Files of a container's limit, by the version of the kernel's control groups, and the CPUs that they allow.
+LIMITS = [
+    ({"cpu_quota_file_name": "50000", "cpu_period_file_name": "100000"}, 0.5),
+    ({"cpu_max_file_name": "50000 100000"}, 0.5),
+    ({"cpu_max_file_name": "99999 100000"}, 0.99999),
+    ({"cpu_max_file_name": "100000 100000"}, None),
+    ({"cpu_max_file_name": "150000 100000"}, None),
+    ({"cpu_max_file_name": "max 100000"}, None),
+]
+
+
+@pytest.mark.parametrize(("files", "fraction"), LIMITS)
+def test_a_container_with_less_than_one_cpu_counts_as_one_cpu(tmp_path, monkeypatch, caplog, files, fraction):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    names = "cpu_quota_file_name", "cpu_period_file_name", "cpu_max_file_name", "cpuset_file_name"
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    places = {name: str(tmp_path / name) for name in names}
+    monkeypatch.setattr(utils, "_get_docker_cpus", partial(utils._get_docker_cpus, **places))
+    said = list[str]()
+    options = cluster._make_start_options(said.append)
+    assert (options.get("num_cpus"), read_fraction_of_cpu()) == (1 if fraction else None, fraction)
+    assert count_cores() >= 1 and caplog.messages == []
+    about = f"note: this container may use {fraction:g} CPUs, " if fraction else ""
+    assert [line for line in said if not line.startswith(about)] == [] and len(said) == bool(fraction)
+
+
+def test_a_cluster_without_cpus_is_named_with_what_may_have_caused_it(monkeypatch):
+    monkeypatch.setattr(cluster, "connect", lambda say: {})
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    with pytest.raises(UsageError, match=r"container may use less than one CPU: give it one, or .* --num-cpus=1"):
+        choose_device(PruneConfig(), "auto", print)
 
 
 def node(name: str, cpus: float = 4.0) -> dict[str, object]:
@@ -53,7 +100,21 @@ def test_a_disk_takes_no_more_than_up_to_rays_limit():
 def test_a_disk_that_takes_what_the_object_store_holds_is_not_full(spilling_failed):
     """Full ones end or shrink a run in the tests of jobs."""
     with ray_here(*PLAIN):
-        assert find_full_disks(spilling_failed=spilling_failed) == {}
+        assert find_full_disks(spilling_failed=spilling_failed) == DiskSearch({}, {})
+
+
+@pytest.mark.slow
+def test_a_node_that_starts_no_process_is_named_and_its_full_disk_by_what_workers_reported(monkeypatch):
+    monkeypatch.setattr(nodes, "_ANSWER_S", 0.0)
+    with ray_here(*PLAIN) as (node,):
+        (name,) = [name for name, _, _ in iter_alive_nodes()]
+        assert find_full_disks() == DiskSearch({}, {node: name})
+        assert find_full_disks(reported={node: "/spill, 97% full"}) == DiskSearch(
+            {node: f"{name} (/spill, 97% full)"}, {}
+        )
+        monkeypatch.setattr(RayDisk, "describe_full", lambda: "/ray, 99% full")  # of the driver's own node
+        assert find_full_disks() == DiskSearch({node: f"{name} (/ray, 99% full)"}, {})
+        assert find_full_disks({node}) == DiskSearch({}, {})
 
 
 @pytest.mark.parametrize(

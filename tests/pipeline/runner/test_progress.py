@@ -11,6 +11,7 @@ from pipeline.prune.resources import PRUNING
 from pipeline.runner import progress as progress_module
 from pipeline.runner.heartbeats import WorkerReport
 from pipeline.runner.progress import LineReporter, Listening, OneLine, Pace, Progress, reporter
+from pipeline.storage.outages import OUTAGES, Outage, announce_outages
 from tests.waiting import wait_until
 
 
@@ -32,6 +33,25 @@ def test_an_interval_of_centuries_prints_no_line_and_ends_no_thread(monkeypatch)
         progress._ticker.join(0.2)
         assert progress._ticker.is_alive() and not text.getvalue()
     assert text.getvalue().count("\n") == 1
+
+
+def test_a_store_that_does_not_answer_is_the_bottleneck_of_all_displays_though_no_report_comes(monkeypatch):
+    """The driver itself may wait for the store, and looks at no worker then."""
+    monkeypatch.setattr(progress_module, "EARLY_S", 3600)  # only the line at the end
+    busy = dict.fromkeys(PRUNING.stages, 30.0)
+    line, bar, told = io.StringIO(), io.StringIO(), list[Progress]()
+    consoles = Console(file=line, width=200), Console(file=bar, force_terminal=True, width=200), Listening(told.append)
+    for console in consoles:
+        with announce_outages(lambda text: None), reporter(console, 10, 3600, PRUNING) as progress:
+            progress.stages(WorkerReport(up_s=busy, busy_s=busy))
+            assert progress.current.bottleneck == "write"
+            OUTAGES.note_failure(Outage("s3://b", 0.0, "503 SlowDown"))
+            progress.show()
+    assert "write 100% (bottleneck: no answer from s3://b)" in line.getvalue()
+    assert "(bottleneck: no answer from s3://b)" in bar.getvalue()
+    assert [at.bottleneck for at in told] == ["", "write", "no answer from s3://b"]
+    OUTAGES.clear()
+    assert str(Progress(item="video", total=2, bottleneck="x")) == "0/2 videos, 0 failed, bottleneck: x"
 
 
 def test_a_terminal_gets_a_bar():

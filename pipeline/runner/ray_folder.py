@@ -1,0 +1,95 @@
+"""The folder for the Ray sessions that this user's commands start: private, and cleaned of ended sessions.
+
+Ray's default, ``/tmp/ray``, may be written by every user of the machine. Whoever writes there reaches the sockets of a
+session, and with them its workers.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from ray._private.utils import get_ray_address_file
+
+from pipeline.runner.disks import MIN_FREE_BYTES
+
+_KEPT_SESSIONS = 3  # ended sessions whose logs stay
+_LOCK = "gstep.lock"  # a file in a session; only sessions that have it are deleted, not those of ``ray start``
+_LOCKED_S = 60.0  # a younger file may not be locked yet
+_locks: list[int] = []  # descriptors that hold the locks of this process's sessions
+
+
+def find_ray_folder() -> Path:
+    """Return the path of the folder; nothing is created.
+
+    It lies in RAY_TMPDIR, else in TMPDIR, else in /tmp, under Ray's own name if only this user can enter that folder.
+    Elsewhere it is ``ray-UID/ray``: Ray opens its folder to every user, so a private folder is around it. The path is
+    short, since the path of a socket has at most 107 bytes.
+    """
+    default = Path(get_ray_address_file(None)).parent
+    with suppress(OSError):  # it does not exist yet
+        if _is_own(base := default.parent.stat()) and not stat.S_IMODE(base.st_mode) & 0o077:
+            return default
+    return default.with_name(f"ray-{os.geteuid()}") / default.name
+
+
+def make_ray_folder() -> Path:
+    """Create the folder if needed, delete what ended sessions left in it, and return it. No other user can enter it.
+
+    Raises OSError, also if the disk is full, or if ``ray-UID`` is a link or belongs to another user.
+    """
+    folder = find_ray_folder()
+    if folder.parent.name == f"ray-{os.geteuid()}":
+        _make_private(folder.parent)
+    folder.mkdir(parents=True, exist_ok=True)
+    _delete_ended_sessions(folder)
+    disk = shutil.disk_usage(folder)
+    if disk.total and disk.free < MIN_FREE_BYTES:  # Ray would wait for its processes for a minute
+        raise OSError(
+            errno.ENOSPC, "the disk is full: free space on it, or name another one with RAY_TMPDIR", str(folder)
+        )
+    return folder
+
+
+def _make_private(folder: Path) -> None:
+    """Create a folder with mode 0700, or set the mode of an own folder. Raises OSError."""
+    with suppress(FileExistsError):
+        folder.mkdir(0o700, parents=True)
+    info = folder.lstat()
+    if not (stat.S_ISDIR(info.st_mode) and _is_own(info)):
+        raise PermissionError(f"{folder} is a link or belongs to another user: remove it, or set RAY_TMPDIR")
+    folder.chmod(0o700)
+
+
+def lock_session(folder: str) -> None:
+    """Keep a session's folder from being deleted by other commands while this process runs."""
+    with suppress(OSError):  # a full disk: the session is never deleted
+        _locks.append(os.open(f"{folder}/{_LOCK}", os.O_RDWR | os.O_CREAT, 0o600))
+        fcntl.flock(_locks[-1], fcntl.LOCK_SH)
+
+
+def _is_own(info: os.stat_result) -> bool:
+    return info.st_uid == os.geteuid()
+
+
+def _delete_ended_sessions(folder: Path) -> None:
+    """Delete spilled objects of ended sessions, and all but the last _KEPT_SESSIONS sessions. Raises nothing."""
+    for number, lock in enumerate(sorted(folder.glob(f"session_2*/{_LOCK}"), reverse=True)):
+        session = lock.parent
+        with suppress(OSError):
+            if time.time() - lock.stat().st_mtime < _LOCKED_S:
+                continue
+            descriptor = os.open(lock, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while a process uses the session
+                useless = [session] if number >= _KEPT_SESSIONS else list(session.glob("ray_spilled_objects*"))
+                for path in useless:
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(descriptor)
