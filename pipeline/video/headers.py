@@ -57,6 +57,8 @@ def shows_vp8(data: memoryview) -> bool:
 
 def shows_vp9(data: memoryview) -> bool:
     """Return True if one of the frames in a packet of VP9 is shown; there are several in a superframe."""
+    if _shows_vp9_frame(data[0]):
+        return True
     marker, starts = data[-1], [0]
     width, count = 1 + (marker >> 3 & 3), 1 + (marker & 7)
     index_bytes = 2 + width * count
@@ -93,26 +95,25 @@ def shows_av1(data: memoryview) -> bool:
 
 
 _CHECKS = {"vp8": shows_vp8, "vp9": shows_vp9, "av1": shows_av1}
+#: Codecs that may store packets that show no frame.
+HIDING_CODECS = (*_CHECKS, "mpeg4")
 
 
 class ShownPackets:
-    """Tells which packets of a stream show a frame, as far as the codec's headers say so.
+    """Tells which packets of a stream of one of HIDING_CODECS show a frame.
 
     Call ``shows`` for each packet in order.
     """
 
     def __init__(self, codec: str, extradata: bytes) -> None:
         """Read the parameters in ``extradata``, as the container keeps them for the decoder."""
-        self._check = _CHECKS.get(codec)
-        self._reads_vops = codec == "mpeg4"
+        self._check = _CHECKS.get(codec)  # None for MPEG-4
         self._clock_bits = read_clock_bits(extradata)
 
     def shows(self, packet: av.Packet) -> bool:
         """Return True if a packet shows a frame; also where it is too short to tell."""
         if self._check is not None:
             return self._check(memoryview(packet))
-        if not self._reads_vops:
-            return True
         if packet.is_keyframe:
             self._clock_bits = read_clock_bits(bytes(memoryview(packet)[:_SEARCHED_BYTES])) or self._clock_bits
         return packet.size > _MAX_EMPTY_VOP or not self._clock_bits or is_coded(bytes(packet), self._clock_bits)
