@@ -51,8 +51,11 @@ class _Bits:
 
 
 def shows_vp8(data: memoryview) -> bool:
-    """Return True if a packet of VP8 shows a frame; alternate references are stored only to be referred to."""
-    return bool(data[0] & 0x10)
+    """Return True if a packet of VP8 shows a frame; alternate references are stored only to be referred to.
+
+    Keyframes always do: a keyframe that says otherwise is damage, as are zeros.
+    """
+    return bool(data[0] & 0x10) or not data[0] & 1
 
 
 def shows_vp9(data: memoryview) -> bool:
@@ -70,9 +73,9 @@ def shows_vp9(data: memoryview) -> bool:
 
 
 def _shows_vp9_frame(byte: int) -> bool:
-    """Return True if a frame of VP9 that begins with this byte is shown, or shows another."""
+    """Return True if a frame of VP9 that begins with this byte is shown, or shows another, or is none of VP9."""
     shift = 0 if byte & 0x30 == 0x30 else 1  # profile 3 has a bit more
-    return bool(byte >> shift & 0b101)  # show_existing_frame, frame_type, show_frame
+    return byte >> 6 != 0b10 or bool(byte >> shift & 0b101)  # show_existing_frame, frame_type, show_frame
 
 
 def shows_av1(data: memoryview) -> bool:

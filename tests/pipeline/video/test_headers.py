@@ -12,7 +12,7 @@ import pytest
 from pipeline.video import decode, probe
 from pipeline.video.containers import sniff
 from pipeline.video.decode import DecodeRequest, decode_video
-from pipeline.video.headers import read_clock_bits
+from pipeline.video.headers import read_clock_bits, shows_av1, shows_vp8, shows_vp9
 from pipeline.video.packets import VideoPackets, open_container
 from pipeline.video.sampling import Sampling
 from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
@@ -106,6 +106,11 @@ def test_packets_that_show_no_frame_count_as_none(name, tmp_path):
     packets.close()
     assert any(packet.hidden for packet in packets.table)
     assert_as_shown(path)
+
+
+def test_zeros_are_damage_and_no_hidden_frame():
+    zeros = memoryview(bytes(100))
+    assert shows_vp8(zeros) and shows_vp9(zeros) and shows_av1(zeros)
 
 
 @pytest.mark.parametrize("max_kept_bytes", [2**20, 0])
