@@ -38,8 +38,9 @@ class _Bits:
         self._value, self._left = int.from_bytes(data, "big") << 64, 8 * len(data) + 64
 
     def read(self, count: int) -> int:
-        """Read ``count`` bits as a number."""
-        self._left = max(0, self._left - count)
+        """Read ``count`` bits as a number, or those that are left."""
+        count = min(count, self._left)
+        self._left -= count
         return self._value >> self._left & ((1 << count) - 1)
 
     def read_ue(self) -> int:
@@ -193,9 +194,9 @@ class _H264Parameters(NamedTuple):
             for size in [16] * 6 + [64] * (6 if chroma_444 else 2) if bits.read(1) else []:
                 if bits.read(1):
                     _skip_scaling_list(bits, size)
-        frame_bits, order_type, order_bits = 4 + bits.read_ue(), bits.read_ue(), 0
+        frame_bits, order_type, order_bits = min(16, 4 + bits.read_ue()), bits.read_ue(), 0
         if order_type == 0:
-            order_bits = 4 + bits.read_ue()
+            order_bits = min(16, 4 + bits.read_ue())
         elif order_type == 1:
             bits.read(1)
             bits.read_ue()
