@@ -251,7 +251,8 @@ class _Decoding:
             holes_text = "".join(f"; nothing decodes {hole}" for hole in scanned.holes[:_MAX_HOLES])
             note = note or f"{BY_DECODING}: {error}{holes_text}"
             video = self._read(scanned, last, clip)
-        return replace(video, backend_note=note or index.packets.note if index.packets else note)
+        unread = index.packets.note if index.packets is not None else ""
+        return replace(video, backend_note="; ".join(filter(None, (note, unread))))
 
     def _read(self, index: VideoIndex, backend: str, clip: tuple[float | None, float | None]) -> DecodedVideo:
         """Choose the frames of the ``clip`` (start, end in seconds) by ``index``, and read them with one decoder.

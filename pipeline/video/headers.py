@@ -38,8 +38,9 @@ class _Bits:
         self._value, self._left = int.from_bytes(data, "big") << 64, 8 * len(data) + 64
 
     def read(self, count: int) -> int:
-        """Read ``count`` bits as a number."""
-        self._left = max(0, self._left - count)
+        """Read ``count`` bits as a number, or those that are left."""
+        count = min(count, self._left)
+        self._left -= count
         return self._value >> self._left & ((1 << count) - 1)
 
     def read_ue(self) -> int:
@@ -51,12 +52,17 @@ class _Bits:
 
 
 def shows_vp8(data: memoryview) -> bool:
-    """Return True if a packet of VP8 shows a frame; alternate references are stored only to be referred to."""
-    return bool(data[0] & 0x10)
+    """Return True if a packet of VP8 shows a frame; alternate references are stored only to be referred to.
+
+    Keyframes always do: a keyframe that says otherwise is damage, as are zeros.
+    """
+    return bool(data[0] & 0x10) or not data[0] & 1
 
 
 def shows_vp9(data: memoryview) -> bool:
     """Return True if one of the frames in a packet of VP9 is shown; there are several in a superframe."""
+    if _shows_vp9_frame(data[0]):
+        return True
     marker, starts = data[-1], [0]
     width, count = 1 + (marker >> 3 & 3), 1 + (marker & 7)
     index_bytes = 2 + width * count
@@ -68,9 +74,9 @@ def shows_vp9(data: memoryview) -> bool:
 
 
 def _shows_vp9_frame(byte: int) -> bool:
-    """Return True if a frame of VP9 that begins with this byte is shown, or shows another."""
+    """Return True if a frame of VP9 that begins with this byte is shown, or shows another, or is none of VP9."""
     shift = 0 if byte & 0x30 == 0x30 else 1  # profile 3 has a bit more
-    return bool(byte >> shift & 0b101)  # show_existing_frame, frame_type, show_frame
+    return byte >> 6 != 0b10 or bool(byte >> shift & 0b101)  # show_existing_frame, frame_type, show_frame
 
 
 def shows_av1(data: memoryview) -> bool:
@@ -93,26 +99,25 @@ def shows_av1(data: memoryview) -> bool:
 
 
 _CHECKS = {"vp8": shows_vp8, "vp9": shows_vp9, "av1": shows_av1}
+#: Codecs that may store packets that show no frame.
+HIDING_CODECS = (*_CHECKS, "mpeg4")
 
 
 class ShownPackets:
-    """Tells which packets of a stream show a frame, as far as the codec's headers say so.
+    """Tells which packets of a stream of one of HIDING_CODECS show a frame.
 
     Call ``shows`` for each packet in order.
     """
 
     def __init__(self, codec: str, extradata: bytes) -> None:
         """Read the parameters in ``extradata``, as the container keeps them for the decoder."""
-        self._check = _CHECKS.get(codec)
-        self._reads_vops = codec == "mpeg4"
+        self._check = _CHECKS.get(codec)  # None for MPEG-4
         self._clock_bits = read_clock_bits(extradata)
 
     def shows(self, packet: av.Packet) -> bool:
         """Return True if a packet shows a frame; also where it is too short to tell."""
         if self._check is not None:
             return self._check(memoryview(packet))
-        if not self._reads_vops:
-            return True
         if packet.is_keyframe:
             self._clock_bits = read_clock_bits(bytes(memoryview(packet)[:_SEARCHED_BYTES])) or self._clock_bits
         return packet.size > _MAX_EMPTY_VOP or not self._clock_bits or is_coded(bytes(packet), self._clock_bits)
@@ -189,9 +194,9 @@ class _H264Parameters(NamedTuple):
             for size in [16] * 6 + [64] * (6 if chroma_444 else 2) if bits.read(1) else []:
                 if bits.read(1):
                     _skip_scaling_list(bits, size)
-        frame_bits, order_type, order_bits = 4 + bits.read_ue(), bits.read_ue(), 0
+        frame_bits, order_type, order_bits = min(16, 4 + bits.read_ue()), bits.read_ue(), 0
         if order_type == 0:
-            order_bits = 4 + bits.read_ue()
+            order_bits = min(16, 4 + bits.read_ue())
         elif order_type == 1:
             bits.read(1)
             bits.read_ue()

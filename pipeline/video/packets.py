@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import dropwhile, islice
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from av.error import FFmpegError
 from av.stream import Disposition
 
 from pipeline.errors import VideoFault
-from pipeline.video.headers import ORDERED_CODECS, ShownOrder, ShownPackets, is_keyframe, is_packed
+from pipeline.video.headers import HIDING_CODECS, ORDERED_CODECS, ShownOrder, ShownPackets, is_keyframe, is_packed
 from pipeline.video.transport_streams import Continuation, ContinuedFile, find_continuation
 
 MAX_PIXELS = 8192 * 8192  # largest frame: 200 MB in RGB
@@ -249,9 +249,12 @@ class VideoPackets:
         """Yield packets number ``start`` to ``stop`` - 1, from memory, or from the file where they are not kept."""
         kept = self._kept_packets
         packets = kept[start:stop] if kept is not None else islice(self._read_again(start), stop - start)
+        return self._rank(packets, start) if self.is_ranked else iter(packets)
+
+    def _rank(self, packets: Iterable[av.Packet], start: int) -> Iterator[av.Packet]:
+        """Yield packets, number ``start`` and those behind it, with the times of the table."""
         for number, packet in enumerate(packets, start):
-            if self.is_ranked:
-                packet.pts = self.table[number].pts
+            packet.pts = self.table[number].pts
             yield packet
 
     def _lacks_times(self) -> bool:
@@ -293,7 +296,7 @@ class VideoPackets:
         else none stays.
         """
         size, has_gaps, extradata = 0, False, self.stream.codec_context.extradata or b""
-        shown = ShownPackets(self.codec, extradata)
+        shown = ShownPackets(self.codec, extradata) if self.codec in HIDING_CODECS else None
         order = ShownOrder(self.codec, extradata) if self.lacks_times and self.codec in ORDERED_CODECS else None
         for packet in self._readable():
             if not packet.size:
@@ -301,7 +304,7 @@ class VideoPackets:
             self.n_corrupt += packet.is_corrupt
             self._largest_gap = max(self._largest_gap, (packet.pos or 0) - self._end_byte)
             self._end_byte = max(self._end_byte, (packet.pos or 0) + packet.size)
-            is_shown = shown.shows(packet)
+            is_shown = shown is None or shown.shows(packet)
             if order is not None and is_shown:
                 order.add(packet)
             has_gaps = has_gaps or (not is_shown and self.codec == "mpeg4")

@@ -12,7 +12,7 @@ import pytest
 from pipeline.video import decode, probe
 from pipeline.video.containers import sniff
 from pipeline.video.decode import DecodeRequest, decode_video
-from pipeline.video.headers import read_clock_bits
+from pipeline.video.headers import H264Headers, read_clock_bits, shows_av1, shows_vp8, shows_vp9
 from pipeline.video.packets import VideoPackets, open_container
 from pipeline.video.sampling import Sampling
 from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
@@ -106,6 +106,19 @@ def test_packets_that_show_no_frame_count_as_none(name, tmp_path):
     packets.close()
     assert any(packet.hidden for packet in packets.table)
     assert_as_shown(path)
+
+
+def test_a_parameter_set_that_states_2_to_the_60_bits_costs_no_memory():
+    zero, huge, one = "1", "0" * 60 + f"{2**60 + 1:b}", "010"  # in the code of H.264
+    bits = f"{66:08b}{0:016b}" + zero + zero + zero + huge + one + "0" + one + one + "1"
+    parameters = int(bits.ljust(-(-len(bits) // 8) * 8, "0"), 2).to_bytes(-(-len(bits) // 8), "big")
+    headers = H264Headers(b"\0\0\1\x67" + parameters)
+    assert headers.order_bits == 16 and headers.read(b"\0\0\1\x65" + b"\x88" * 30) is not None
+
+
+def test_zeros_are_damage_and_no_hidden_frame():
+    zeros = memoryview(bytes(100))
+    assert shows_vp8(zeros) and shows_vp9(zeros) and shows_av1(zeros)
 
 
 @pytest.mark.parametrize("max_kept_bytes", [2**20, 0])
