@@ -150,8 +150,9 @@ def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
     Raises ModelError if there are no safetensors files, if the index names files outside of the folder, or for an
     adapter's tensors beside or among them.
     """
-    index = {} if files.has(SINGLE) else _read_index(name, files)
-    names = sorted(set(index.values())) or ([SINGLE] if files.has(SINGLE) else files.names(".safetensors"))
+    is_single = files.has(SINGLE)
+    index = {} if is_single else _read_index(name, files)
+    names = [SINGLE] if is_single else sorted(set(index.values())) or files.names(".safetensors")
     if not names:
         files.require_any(SINGLE, INDEX)
         pickles = ", ".join(files.names(".bin", ".pt", ".pth")) or "pytorch_model.bin, *.pt, *.pth"
