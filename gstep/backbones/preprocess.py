@@ -174,7 +174,8 @@ class FixedSizePreprocessor(Preprocessor):
                 f"the preprocessor setting size={size!r} is not implemented: it must give height and width"
             )
         mean, std = rgb_triple(settings, "image_mean"), rgb_triple(settings, "image_std")
-        return cls(image_mean=mean, image_std=std, height=int(size["height"]), width=int(size["width"]))
+        height, width = positive_count(size, "height"), positive_count(size, "width")
+        return cls(image_mean=mean, image_std=std, height=height, width=width)
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
         """Return (height, width) in pixels, the same for every video."""

@@ -32,6 +32,8 @@ from gstep.families import FAMILIES
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_COPY = "copy the file again from the original checkpoint"
+
 
 @dataclass(frozen=True)
 class ModelSource(TensorSource):
@@ -104,7 +106,7 @@ class ModelSource(TensorSource):
     def stock_config(self) -> PretrainedConfig:
         """Parse config.json into transformers' configuration of the family, with its defaults; old layouts are read.
 
-        Raises ModelError if transformers is too old for the family.
+        Raises ModelError if transformers is too old for the family, or a setting has another type.
         """
         from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds, and preprocessing needs none of it
 
@@ -113,7 +115,11 @@ class ModelSource(TensorSource):
                 f"{self.name!r}: transformers {version('transformers')} does not know {self.model_type}: "
                 "pip install -U 'transformers<6', on every node"
             )
-        return CONFIG_MAPPING[self.model_type].from_dict(copy.deepcopy(self.config))
+        try:
+            return CONFIG_MAPPING[self.model_type].from_dict(copy.deepcopy(self.config))
+        except Exception as error:  # of any type: what transformers does with a wrong setting, and its own checks
+            reason = f"{type(error).__name__}: {error}"
+            raise ModelError(f"{self.name!r}: config.json is not valid ({reason}): {_COPY}") from error
 
     def pretrained(self) -> tuple[str, str | None]:
         """Return (Hugging Face id or folder, revision), the arguments of transformers' from_pretrained on this node."""
@@ -134,11 +140,57 @@ def _read_config(name: str, files: CheckpointFiles, served_methods: Collection[s
     refuse_quantized(name, config, served_methods)
     model_type = str(config.get("model_type"))
     if model_type in FAMILIES:
+        _check_numbers(name, config)
         return model_type, config
     remote = " Code that comes with a checkpoint (auto_map) is never run." if "auto_map" in config else ""
     matches = get_close_matches(model_type, FAMILIES, n=1, cutoff=0.5)
     nearest = f" The nearest is {matches[0]}: {FAMILIES[matches[0]].published}." if matches else ""
     raise ModelError(f"{name!r} has the model type {model_type!r}; known: {', '.join(FAMILIES)}.{nearest}{remote}")
+
+
+# Settings of config.json that are read without transformers, which would check their types.
+_SIZES = frozenset(
+    (
+        *("hidden_size", "out_hidden_size", "intermediate_size", "num_attention_heads", "num_heads"),
+        *("image_size", "patch_size", "temporal_patch_size", "spatial_merge_size", "window_size"),
+    )
+)
+_LAYERS = frozenset(("num_hidden_layers", "depth"))
+_IDS = frozenset(f"{kind}_token_{end}" for kind in ("image", "video") for end in ("id", "index")) | {
+    *("vision_start_token_id", "vision_end_token_id")
+}
+_LISTS = frozenset(("deepstack_visual_indexes", "fullatt_block_indexes"))
+_MAX_LAYERS, _MAX_SIZE = 2**12, 2**31
+
+
+def _check_numbers(name: str, config: Mapping[str, Any]) -> None:
+    """Raise ModelError for a part of config.json that is no object, and for an invalid size, id or number of layers.
+
+    ``name`` is the model's. More layers than any model has would keep transformers busy forever.
+    """
+
+    def is_number(value: object, least: int, end: int) -> bool:
+        return type(value) is int and least <= value < end
+
+    parts = {f"{part}.": config.get(part, {}) for part in ("text_config", "vision_config")}
+    for where, settings in {"": config, **parts}.items():
+        if not isinstance(settings, dict):
+            raise ModelError(f"{name!r}: {where[:-1]} in config.json is {settings!r}, not an object: {_COPY}")
+        for key, value in settings.items():
+            if value is None and where != "vision_config." and key != "hidden_size":
+                continue  # transformers takes its default
+            numbers = value if isinstance(value, list) else [value]
+            is_valid = (
+                (key not in _SIZES or (numbers and all(is_number(number, 1, _MAX_SIZE) for number in numbers)))
+                and (key not in _LAYERS or is_number(value, 1, _MAX_LAYERS))
+                and (key not in _IDS or is_number(value, 0, _MAX_SIZE))
+                and (
+                    key not in _LISTS
+                    or (value is numbers and all(is_number(number, 0, _MAX_SIZE) for number in numbers))
+                )
+            )
+            if not is_valid:
+                raise ModelError(f"{name!r}: {where}{key} in config.json is {value!r}, which is not valid: {_COPY}")
 
 
 def _compute_identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dict[str, Any]) -> str:
@@ -158,7 +210,9 @@ def _read_preprocessor_settings(name: str, files: CheckpointFiles) -> dict[str, 
     See video_processing_utils.py there. Raises ModelError if no file has them.
     """
     nested = (files.read_json("processor_config.json") or {}).get("video_processor")
-    if isinstance(nested, dict):
+    if nested is not None:
+        if not isinstance(nested, dict):
+            raise ModelError(f"{name!r}: video_processor in processor_config.json is no object: {_COPY}")
         return nested
     for filename in ("video_preprocessor_config.json", "preprocessor_config.json"):
         if (settings := files.read_json(filename)) is not None:

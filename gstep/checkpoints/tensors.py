@@ -103,10 +103,31 @@ def iter_tensors(source: TensorSource, rename: Callable[[str], str | None]) -> I
 
 def list_files_with(source: TensorSource, rename: Callable[[str], str | None]) -> list[str]:
     """List the safetensors files that may hold a tensor selected by ``rename``: by the index, else all files."""
-    index = None if source.weight_files == (SINGLE,) else source.files.read_json(INDEX)
-    if index is None:
+    index = {} if source.weight_files == (SINGLE,) else _read_index(source.name, source.files)
+    if not index:
         return list(source.weight_files)
-    return sorted({filename for key, filename in index["weight_map"].items() if rename(key) is not None})
+    return sorted({filename for key, filename in index.items() if rename(key) is not None})
+
+
+def _read_index(name: str, files: CheckpointFiles) -> dict[str, str]:
+    """Read the index of the shards: the name of each tensor -> the name of its file; empty without an index.
+
+    ``name`` is the model's, for messages. Raises ModelError if the index is no such mapping, or names anything else
+    than safetensors files beside it.
+    """
+    content = files.read_json(INDEX)
+    index = {} if content is None else content.get("weight_map")
+    if not isinstance(index, dict) or (content is not None and not index):
+        raise ModelError(f"{name!r}: {INDEX} has no weight_map from tensors to files: download the checkpoint again")
+    for key, filename in index.items():
+        if not isinstance(filename, str) or not filename.endswith(".safetensors"):
+            raise ModelError(
+                f"{name!r}: {INDEX} says that {key} is in {filename!r}, which names no safetensors file: download the "
+                "checkpoint again"
+            )
+        if Path(filename).name != filename:
+            raise ModelError(f"{name!r}: {INDEX} names files outside its folder: download the checkpoint again")
+    return index
 
 
 def read_tensor_types(source: TensorSource) -> dict[str, str | None] | None:
@@ -119,8 +140,8 @@ def read_tensor_types(source: TensorSource) -> dict[str, str | None] | None:
         folder = source.file("config.json").parent
         headers = [_read_header(folder / name)[1] for name in source.weight_files if (folder / name).is_file()]
         return {key: entry["dtype"] for entries in headers for key, entry in entries.items()}
-    index = None if source.weight_files == (SINGLE,) else source.files.read_json(INDEX)
-    return None if index is None else dict.fromkeys(index["weight_map"])
+    index = {} if source.weight_files == (SINGLE,) else _read_index(source.name, source.files)
+    return dict.fromkeys(index) if index else None
 
 
 def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
@@ -129,13 +150,9 @@ def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
     Raises ModelError if there are no safetensors files, if the index names files outside of the folder, or for an
     adapter's tensors beside or among them.
     """
-    index = None
-    if files.has(SINGLE):
-        names = [SINGLE]
-    elif (index := files.read_json(INDEX)) is not None:
-        names = sorted(set(index.get("weight_map", {}).values()))
-    else:
-        names = files.names(".safetensors")
+    is_single = files.has(SINGLE)
+    index = {} if is_single else _read_index(name, files)
+    names = [SINGLE] if is_single else sorted(set(index.values())) or files.names(".safetensors")
     if not names:
         files.require_any(SINGLE, INDEX)
         pickles = ", ".join(files.names(".bin", ".pt", ".pth")) or "pytorch_model.bin, *.pt, *.pth"
@@ -143,9 +160,7 @@ def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
             f"{name!r} has no safetensors weights. Pickled weights ({pickles}) are refused, because loading them can "
             "run code: convert them where you trust them, with from_pretrained and then save_pretrained of transformers"
         )
-    if any(Path(filename).name != filename for filename in names):
-        raise ModelError(f"{name!r}: {INDEX} names files outside its folder: download the checkpoint again")
-    _refuse_adapter_tensors(name, files, names, (index or {}).get("weight_map", {}))
+    _refuse_adapter_tensors(name, files, names, index)
     return tuple(names)
 
 
@@ -223,6 +238,7 @@ def refuse_quantized_tensor(name: str, tensor: str, dtype: str) -> None:
         raise ModelError(f"{name!r} is quantized ({tensor} is stored as {dtype}): {_USE}")
 
 
+_MAX_HEADER_BYTES = 10**8  # the limit of the safetensors library
 # A fine-tune has the same names, shapes and sizes as its parent: only content tells them apart.
 SAMPLE_BYTES = 4096
 
@@ -284,12 +300,15 @@ def _read_header(path: Path) -> tuple[bytes, dict[str, _TensorEntry]]:
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = file.read(length) if length < path.stat().st_size else b""
+        header = file.read(length) if length < min(path.stat().st_size, _MAX_HEADER_BYTES) else b""
     try:
         tensors = json.loads(header)
         entries = {name: entry for name, entry in tensors.items() if name != "__metadata__"}
-        sorted(entry["data_offsets"] for entry in entries.values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        for entry in entries.values():
+            start, end = entry["data_offsets"]
+            if not (type(start) is type(end) is int and 0 <= start <= end and isinstance(entry["dtype"], str)):
+                raise ValueError(f"{entry} describes no tensor")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"{path} is no safetensors file: download it again (after a git clone: git lfs pull)"
         ) from error

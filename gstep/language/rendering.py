@@ -22,6 +22,7 @@ from gstep.language.types import ChatMessage
 
 #: CPU seconds that a rendering may take in its thread; those of published templates take milliseconds.
 MAX_RENDER_S = 5.0
+_MAX_PART_S = 0.005  # added for each part of a message, of which published templates render thousands a second
 #: Bytes by which the process may grow during a rendering.
 MAX_RENDER_BYTES = 2**30
 _SLOW_STEP_S = 0.005  # CPU seconds of a single step that may have allocated much
@@ -44,7 +45,7 @@ def render_chat_template(tokenizer: Any, template: str, messages: Sequence[ChatM
     earlier_tracer = sys.gettrace()
     try:
         _refuse_powers(template)
-        sys.settrace(_LimitTracer())
+        sys.settrace(_LimitTracer(MAX_RENDER_S + _MAX_PART_S * sum(len(message["content"]) for message in messages)))
         text: str = tokenizer.apply_chat_template(
             messages, chat_template=template, tokenize=False, add_generation_prompt=True
         )
@@ -74,15 +75,16 @@ class _LimitTracer:
     Only CPU time of this thread counts, so that a busy machine cuts nothing short.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_s: float) -> None:
+        self._max_s = max_s
         self._start_s = self._last_s = time.thread_time()
         self._start_bytes = _count_resident_bytes()
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> _LimitTracer | None:
         """Check the limits; return the tracer for the lines of a template, and None for those of other code."""
         now_s = time.thread_time()
-        if now_s - self._start_s > MAX_RENDER_S:
-            raise _LimitReachedError(f"{MAX_RENDER_S:g} s of CPU time have passed")
+        if now_s - self._start_s > self._max_s:
+            raise _LimitReachedError(f"{self._max_s:.1f} s of CPU time have passed")
         if now_s - self._last_s > _SLOW_STEP_S and _count_resident_bytes() - self._start_bytes > MAX_RENDER_BYTES:
             raise _LimitReachedError(f"it takes more than {MAX_RENDER_BYTES >> 30} GiB of memory")
         self._last_s = now_s

@@ -108,6 +108,8 @@ def generation_config(source: ModelSource, config: Any) -> Any:
     """Read the checkpoint's GenerationConfig without sampling settings and limits, which the caller decides.
 
     Without generation_config.json the model's ``config`` gives it. If the file names no end token, ``config`` does.
+
+    Raises ModelError for a file that transformers does not take.
     """
     from transformers import GenerationConfig  # noqa: PLC0415 - as above
 
@@ -115,7 +117,14 @@ def generation_config(source: ModelSource, config: Any) -> Any:
     settings = source.files.read_json("generation_config.json")
     if settings is not None:
         ends = generation.eos_token_id
-        generation = GenerationConfig.from_dict({k: value for k, value in settings.items() if k not in _CALLERS})
+        try:
+            generation = GenerationConfig.from_dict({k: value for k, value in settings.items() if k not in _CALLERS})
+        except Exception as error:  # of any type, as a setting has a wrong type
+            reason = f"{type(error).__name__}: {error}"
+            raise ModelError(
+                f"{source.name!r}: generation_config.json is not valid ({reason}): copy it again from the original "
+                "checkpoint"
+            ) from error
         if generation.eos_token_id is None:  # an answer without an end would run to its last token
             generation.eos_token_id = ends
     return generation

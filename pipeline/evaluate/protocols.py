@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.generate.questions import INSTRUCTION, REASONING, list_letters
+from pipeline.generate.questions import INSTRUCTION, REASONING, list_letters, strip_letters
 from pipeline.rows import JsonObject
 
 if TYPE_CHECKING:
@@ -46,10 +46,14 @@ class PromptTemplate:
     free: str = "{question}"
 
     def text(self, question: str, options: Sequence[str]) -> str:
-        """Fill the template; braces in a question or an option stay as they are."""
+        """Fill the template; braces in a question or an option stay as they are.
+
+        Options that carry their letters already get no second ones.
+        """
         if not options:
             return self.free.format(question=question)
-        pairs = zip(list_letters(len(options)), options, strict=True)
+        texts = strip_letters(options) if "{letter}" in self.option else options
+        pairs = zip(list_letters(len(options)), texts, strict=True)
         lines = "\n".join(self.option.format(letter=letter, text=text) for letter, text in pairs)
         return self.template.format(question=question, options=lines)
 

@@ -63,6 +63,7 @@ _DECODING_OPTIONS: Mapping[str, type] = {
 _KNOWN_COLUMNS = {"question_id", "video_id", "prompt", "choices", "answer", "system", *_DECODING_OPTIONS}
 _NEEDED_TEXT = "question_id, video_id and prompt"
 _NEEDED_COLUMNS = ("question_id", "video_id", "prompt")
+_MAX_DIGITS = 10  # of an answer that may be the index of a choice
 _MAX_NAMES_BYTES = 200  # of the names of a row's columns in a message
 _ANSWER_COLUMNS = frozenset((*ANSWER_SCHEMA.names, QUESTION_EXTRA))
 MAX_LETTERS = len(ascii_uppercase)
@@ -434,7 +435,7 @@ def find_count_from_1(answers: Iterable[tuple[str | None, Sequence[str] | None]]
     numbers = [
         (int(answer), len(choices))
         for answer, choices in answers
-        if answer is not None and choices and answer.strip().isdecimal()
+        if answer is not None and choices and answer.strip().isdecimal() and len(answer) < _MAX_DIGITS
         if answer.strip() not in {text.strip() for text in (*choices, *strip_letters(choices))}
     ]
     n_beyond = sum(number == n_choices for number, n_choices in numbers)

@@ -6,13 +6,17 @@ import json
 import pickle
 import re
 import shutil
+from functools import reduce
+from operator import getitem
 
 import pytest
 
-from gstep.backbones import ModelSource
+from gstep.backbones import ModelSource, family_of
 from gstep.checkpoints.files import SHIPPED, CheckpointFiles
 from gstep.errors import ModelError
-from tests.gstep.reading import count_reading
+from gstep.language import prompt_builder
+from gstep.language.weights import generation_config
+from tests.gstep.reading import INDEX, changed_json, count_reading
 
 
 def test_files_of_a_folder_are_found_by_name_and_ending(folder):
@@ -73,6 +77,56 @@ def test_preprocessor_files_have_the_stock_precedence(folder):
     for filename in ("video_preprocessor_config.json", "preprocessor_config.json", "processor_config.json"):
         (folder / filename).unlink()
     with pytest.raises(ModelError, match=r"preprocessor_config\.json"):
+        ModelSource.resolve(folder)
+
+
+WRONG_SETTINGS = (
+    *(("config.json", ("vision_config",), "x"), ("config.json", ("text_config",), None)),
+    *(("config.json", ("vision_config", "patch_size"), value) for value in (0, "14", [], {"a": 1}, 1.5, True)),
+    ("config.json", ("vision_config", "image_size"), 10**30),
+    *(("config.json", ("text_config", "num_hidden_layers"), value) for value in (-1, 10**9)),  # which fills the memory
+    *(("config.json", ("text_config", "model_type"), value) for value in ({"a": 1}, "x")),
+    *(("config.json", ("image_grid_pinpoints",), "x"), ("config.json", ("torch_dtype",), [])),
+    *(("config.json", ("video_token_index",), -1), ("generation_config.json", ("pad_token_id",), "x")),
+    ("tokenizer_config.json", ("added_tokens_decoder",), {"x": 5}),
+    *(("video_preprocessor_config.json", ("size", "height"), value) for value in ("x", [], 0)),
+    ("processor_config.json", ("video_processor",), [1]),
+)
+
+
+@pytest.mark.parametrize(("filename", "keys", "value"), WRONG_SETTINGS)
+def test_a_setting_of_a_wrong_type_is_refused_by_name(folder, filename, keys, value):
+    with changed_json(folder / filename) as content:
+        *parents, key = keys
+        reduce(getitem, parents, content)[key] = value
+    with pytest.raises(ModelError, match=r"valid|object|no tokenizer|setting height"):
+        source = ModelSource.resolve(folder)
+        family = family_of(source)
+        family.preprocessor()
+        family.static()
+        generation_config(source, prompt_builder(source).config)
+
+
+@pytest.mark.parametrize("value", [5, None, ["a"], {}, "", "..", "x.bin", "../x.safetensors", "/x.safetensors"])
+def test_an_index_that_names_no_files_beside_it_is_refused(sharded, value):
+    with changed_json(sharded / INDEX) as content:
+        content["weight_map"]["image_newline"] = value
+    with pytest.raises(ModelError, match=rf"{INDEX} (says that image_newline is in|names files outside)"):
+        ModelSource.resolve(sharded)
+    for weight_map in (value, [value], None):
+        with changed_json(sharded / INDEX) as content:
+            content["weight_map"] = weight_map
+        with pytest.raises(ModelError, match=f"{INDEX} has no weight_map"):
+            ModelSource.resolve(sharded)
+
+
+@pytest.mark.parametrize("entry", [{}, {"dtype": 5}, {"data_offsets": ["a", "b"]}, {"data_offsets": [-4, 0]}, 5])
+def test_a_header_of_a_weight_file_that_describes_no_tensors_is_refused(folder, entry):
+    path = folder / "model.safetensors"
+    content = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    header = json.dumps({"x": {**content, **entry} if entry and isinstance(entry, dict) else entry}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(ModelError, match=r"is no safetensors file"):
         ModelSource.resolve(folder)
 
 

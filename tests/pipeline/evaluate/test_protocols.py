@@ -10,7 +10,7 @@ from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.parsers import RULES
-from pipeline.evaluate.protocols import LETTER, LMMS_EVAL_0_5, LMMS_EVAL_0_7, FrameRule
+from pipeline.evaluate.protocols import LETTER, LMMS_EVAL_0_5, LMMS_EVAL_0_7, FrameRule, PromptTemplate
 from pipeline.evaluate.request import frame_rule
 from pipeline.video.sampling import Sampling, choose_frames
 
@@ -127,3 +127,11 @@ def test_a_protocol_describes_itself_for_the_identity_of_results():
         "choices": "generate",
         "metric": "questions",
     }
+
+
+def test_options_that_carry_their_letters_get_no_second_ones():
+    template = PromptTemplate("{question}\n{options}", "({letter}) {text}")
+    assert template.text("Which?", ["A. square", "B. star"]) == "Which?\n(A) square\n(B) star"
+    assert template.text("Who?", ["A. Lincoln", "G. Bush"]) == "Who?\n(A) A. Lincoln\n(B) G. Bush"
+    plain = PromptTemplate("{question}\n{options}")
+    assert plain.text("Which?", ["A. square", "B. star"]) == "Which?\nA. square\nB. star"
