@@ -29,6 +29,8 @@ from gstep.lazy import did_you_mean
 
 #: Trained checkpoints that come with this package; each has its model card.
 SHIPPED: Mapping[str, Path] = {"shapes": Path(__file__).parent / "shipped" / "shapes"}
+# Every repository on the Hub has this file. No model needs it, so only a download of the whole repository fetches it.
+_IN_EVERY_REPOSITORY = ".gitattributes"
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,15 @@ class CheckpointFiles:
         revision: the commit sha of a Hugging Face id, else None.
         published: the files that every published checkpoint of the family has. If the Hub is out of reach, ``find``
             never takes one of them for absent without evidence.
+        usual: the files that some published checkpoints of the family lack. If the Hub is out of reach, such a file
+            counts as absent only if the whole repository was downloaded.
     """
 
     kind: Literal["folder", "hub", "shipped", "tiny"]
     location: str
     revision: str | None = None
     published: frozenset[str] = frozenset()
+    usual: frozenset[str] = frozenset()
 
     @classmethod
     def locate(cls, model: str, revision: str | None = None) -> CheckpointFiles:
@@ -75,11 +80,13 @@ class CheckpointFiles:
         """Return the local path of a file, downloaded or built if need be; None if the checkpoint has no such file.
 
         Raises ModelError if the Hub is out of reach and its cache neither has the file nor knows that there is none.
-        Such a file counts as absent only if it is neither ``required`` nor one of ``published``, and if HF_HUB_OFFLINE
-        is set or all ``published`` files are there: settings must not depend on a network that fails in between.
+        Such a file counts as absent only if it is neither ``required`` nor one of ``published`` (nor of ``usual``,
+        unless the whole repository was downloaded), and if HF_HUB_OFFLINE is set or all ``published`` files are there:
+        settings must not depend on a network that fails in between.
         """
         if self.revision is not None:
-            is_required = required or filename in self.published or not self._is_downloaded()
+            expected = self.published if self._is_cached(_IN_EVERY_REPOSITORY) else self.published | self.usual
+            is_required = required or filename in expected or not self._is_downloaded()
             cached = _fetch(self.location, self.revision, filename, required=is_required)
             return None if cached is None else Path(cached)
         path = self.folder() / filename
@@ -93,9 +100,11 @@ class CheckpointFiles:
 
     def _is_downloaded(self) -> bool:
         """Return True if nothing will be downloaded, or all files that the family publishes have been."""
-        return constants.HF_HUB_OFFLINE or all(
-            try_to_load_from_cache(self.location, name, revision=self.revision) for name in self.published
-        )
+        return constants.HF_HUB_OFFLINE or all(map(self._is_cached, self.published))
+
+    def _is_cached(self, filename: str) -> bool:
+        """Return True if the Hub client's cache has a file."""
+        return isinstance(try_to_load_from_cache(self.location, filename, revision=self.revision), str)
 
     def require_any(self, *filenames: str) -> None:
         """Raise ModelError if the Hub is out of reach and its cache cannot tell whether any of the files exists."""

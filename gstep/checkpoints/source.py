@@ -69,7 +69,8 @@ class ModelSource(TensorSource):
         files = CheckpointFiles.locate(name, revision)
         refuse_adapter_files(name, files)
         model_type, config = _read_config(name, files, SERVED if quantized else ())
-        files = replace(files, published=frozenset(FAMILIES[model_type].files))
+        family = FAMILIES[model_type]
+        files = replace(files, published=frozenset(family.files), usual=frozenset(family.usual_files))
         weight_files = find_weight_files(name, files)
         identity = _compute_identity(files, weight_files, config)
         return cls(name, identity, files, weight_files, model_type, config, _read_preprocessor_settings(name, files))

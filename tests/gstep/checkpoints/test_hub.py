@@ -87,7 +87,8 @@ def test_a_download_by_the_hubs_client_is_complete(hub_cache, folder, monkeypatc
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_file_that_the_family_publishes_and_the_cache_lacks_is_not_taken_for_absent(offline_hub, folder, name):
-    published = TYPES[ModelSource.resolve(name).model_type].files
+    family = TYPES[ModelSource.resolve(name).model_type]
+    published = (*family.files, *family.usual_files)
     put_in_hub_cache(offline_hub, folder)
     snapshot = offline_hub / f"models--{REPO.replace('/', '--')}" / "snapshots" / COMMIT
     unused = {"preprocessor_config.json"} if "video_preprocessor_config.json" in published else set()
@@ -95,6 +96,13 @@ def test_a_file_that_the_family_publishes_and_the_cache_lacks_is_not_taken_for_a
         content = (snapshot / missing).rename(snapshot / "elsewhere")
         with pytest.raises(ModelError, match=rf"{missing} .*is not in the cache.*HF_HUB_OFFLINE is set"):
             use_all()
+        (snapshot / ".gitattributes").touch()  # the whole repository was downloaded
+        if missing in family.usual_files:
+            use_all()
+        else:
+            with pytest.raises(ModelError, match=rf"{missing} .*is not in the cache"):
+                use_all()
+        (snapshot / ".gitattributes").unlink()
         content.rename(snapshot / missing)
     use_all()
 
