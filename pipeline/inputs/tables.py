@@ -140,8 +140,8 @@ def read_parts(
 ) -> Iterator[TableRows]:
     """Yield the rows of ``read_rows`` in parts that fit memory.
 
-    The rows of a .parquet stay in Arrow, and so do those of an Arrow file, which is read for its column ``paths`` only.
-    That column, if given, serves as ``uri``, and as ``video_id`` if there is no such column.
+    The rows of a .parquet stay in Arrow. The column ``paths``, if given, serves as ``uri``, and as ``video_id`` if the
+    file has no such column; a file that is no .parquet is then an Arrow file.
     """
     if find_suffix(name) == ".parquet":
         with pq.ParquetFile(file) as shard:
@@ -390,8 +390,11 @@ def cell_text(value: object, name: str) -> str:
         except UnicodeDecodeError as error:
             raise ValueError(f"{name} is {value!r}, bytes that are not UTF-8") from error
     # pandas makes floats of whole numbers in a column with gaps. Beyond 2**53 a float has lost digits.
-    if isinstance(value, Decimal) or (isinstance(value, Real) and abs(value) < _MAX_WHOLE_FLOAT):
-        value = int(value) if math.isfinite(value) and value == int(value) and not isinstance(value, bool) else value
+    if isinstance(value, Decimal):
+        value = int(value) if value.is_finite() and value == int(value) else value
+    elif isinstance(value, Real) and not isinstance(value, Integral):
+        number = float(value)
+        value = int(number) if number.is_integer() and abs(number) < _MAX_WHOLE_FLOAT else value
     if isinstance(value, bool) or not isinstance(value, str | Integral | UUID):
         raise ValueError(f"{name} is {value!r}, of type {type(value).__name__}: expected text, or a whole number")
     try:
