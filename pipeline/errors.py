@@ -340,7 +340,7 @@ def describe_near(wrong: str, near: str) -> str:
         return near
     if normalize("NFC", wrong) != normalize("NFC", near):
         return f"{near} (it differs only by blanks, slashes or characters that look alike: {near!a})"
-    form = next(form for form in (*_FORMS, "mixed") if form == "mixed" or is_normalized(form, near))
+    form = next((form for form in _FORMS if is_normalized(form, near)), "mixed")
     return f"{near} (it differs only by its Unicode form, {form}: {near!a})"
 
 

@@ -1,4 +1,4 @@
-"""Ids that a user may have meant by an id that does not exist. A million ids take a tenth of a second."""
+"""Ids that a user may have meant by an id that does not exist. A million ids take half a second at most."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.errors import QuestionsError
-from pipeline.inputs.tables import UserRow, UserValue, is_nan, is_text, shown_as
+from pipeline.inputs.tables import UserRow, UserValue, is_nan, is_text, plain_type, shown_as
 
 _PREFIX = "question_"  # of a carried column whose name the answers need for a column of their own
 
@@ -49,11 +49,9 @@ def _as_column(values: Sequence[UserValue], declared_type: pa.DataType | None) -
     """Return values as a column: of the declared type if they fit, else of the type that all have, else as text.
 
     Among texts NaN is a gap, as pandas has gaps in the dicts of a table's rows.
-    A declared dictionary counts as the type of its values.
+    A declared type counts as its ``plain_type``.
     """
-    if declared_type is not None and pa.types.is_dictionary(declared_type):
-        declared_type = declared_type.value_type
-    for kind in () if declared_type is None else (declared_type,), ():
+    for kind in () if declared_type is None else (plain_type(declared_type),), ():
         try:
             array = pa.array(values, *kind)
             pq.write_table(pa.table({"": array.slice(0, 0)}), io.BytesIO())

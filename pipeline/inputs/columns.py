@@ -31,7 +31,16 @@ from pipeline.inputs.archive import (
 )
 from pipeline.inputs.arrow_files import RecordBatches
 from pipeline.inputs.listings import find_suffix
-from pipeline.inputs.tables import UNREADABLE, UserRow, UserValue, batch_rows, carried_json, plain_type, shown_as
+from pipeline.inputs.tables import (
+    UNREADABLE,
+    UserRow,
+    UserValue,
+    batch_rows,
+    carried_json,
+    plain_column,
+    plain_type,
+    shown_as,
+)
 
 _ROWS = 2**12  # rows of the small columns that are read at once
 _MAX_GROUP_BYTES = 2**26  # bytes of a row group that memory holds
@@ -117,7 +126,8 @@ class Table(Archive):
         starts = [*accumulate(batches.lengths, initial=0)]
         piece = bisect_right(starts, row) - 1
         if self._place[:2] != (column, piece) or row < self._place[2]:
-            self._rows = (value for part in batches.read(piece, [column]) for value in part.column(0))
+            at_once = 1 if isinstance(batches, _RowGroups) else _ROWS  # a record batch is in memory as a whole
+            self._rows = (value for part in batches.read(piece, [column], at_once) for value in part.column(0))
             self._place = column, piece, starts[piece]
         for _ in range(row - self._place[2]):
             next(self._rows)
@@ -208,7 +218,7 @@ def _chunks(group: pq.RowGroupMetaData, columns: Sequence[str]) -> Iterator[tupl
 
 def _list_paths(column: pa.Array) -> list[str | None]:
     """Return the path of each row of a column of structs; None for a row with bytes, and for a row without a path."""
-    column = column.storage if isinstance(column, pa.ExtensionArray) else column
+    column = plain_column(column)
     fields = dict(zip((field.name for field in column.type), column.flatten(), strict=True))
     rows = _rows(pa.RecordBatch.from_arrays([fields[_PATH]], [_PATH]))
     paths = [shown_as(path) if (path := row[_PATH]) is not None else None for row in rows]
@@ -228,8 +238,8 @@ def _rows(batch: pa.RecordBatch) -> list[UserRow]:
     try:
         rows = batch_rows(batch)
     except UnicodeDecodeError:  # Parquet readers take any bytes for text
-        plain = [column.dictionary_decode() if _is_dictionary(column.type) else column for column in batch.columns]
-        raw = [column.cast(pa.large_binary()) if _is_text(column.type) else column for column in plain]
+        plain = map(plain_column, batch.columns)
+        raw = [column.cast(pa.large_binary()) if _is_text(plain_type(column.type)) else column for column in plain]
         rows = batch_rows(pa.RecordBatch.from_arrays(raw, batch.schema.names))
     return rows
 
@@ -295,8 +305,7 @@ def holds_paths(file: RandomFile, column: str) -> bool:
 def _is_binary(kind: pa.DataType) -> bool:
     """Return True if a column's values are bytes."""
     types = pa.types
-    is_variable = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
-    return bool(is_variable or types.is_fixed_size_binary(kind))
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
 
 
 def _is_small(kind: pa.DataType) -> bool:
@@ -307,9 +316,4 @@ def _is_small(kind: pa.DataType) -> bool:
 
 def _is_text(kind: pa.DataType) -> bool:
     """Return True if a column's values are text."""
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
-
-
-def _is_dictionary(kind: pa.DataType) -> bool:
-    """Return True if a column's values stand in a dictionary, as those of pandas' categories do."""
-    return bool(pa.types.is_dictionary(kind))
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from pipeline.errors import ManifestError
 from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER_FILES, LeftOut, is_apple_double
 from pipeline.storage.hub import Files
-from pipeline.storage.s3 import SCHEME, ObjectInfo, check_uri, has_query
+from pipeline.storage.s3 import SCHEME, ObjectInfo, check_uri, has_query, is_s3
 
 # Which files of a folder or glob count as videos. A file that is named outright may have any name.
 VIDEO_SUFFIXES = frozenset(
@@ -149,7 +149,8 @@ def check_listed(uri: str) -> str | None:
 def check_named(uri: str, prefixes: Iterable[str]) -> str | None:
     """Return the reason why an object in a manifest must not be read; None if it lies below one of ``prefixes``."""
     bucket, _, key = uri.partition("://")[2].partition("/")  # of the hub: "datasets"
-    if has_query(uri) or not key or key.endswith("/") or check_listed(uri) or not _BUCKET.fullmatch(bucket):
+    is_key = bool(key) and not key.endswith("/") and (is_s3(uri) or "//" not in key)  # only S3 has empty segments
+    if not is_key or has_query(uri) or check_listed(uri) or not _BUCKET.fullmatch(bucket):
         return BAD_ADDRESS
     return None if any(uri.startswith(prefix) for prefix in prefixes) else OUTSIDE_PREFIXES
 

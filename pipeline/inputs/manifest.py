@@ -255,8 +255,8 @@ def _refuse_compressed(videos: str) -> None:
 _COMPRESSED_SUFFIX = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4|Z)|tgz|tbz2?|txz|tzst)$")
 _TABLES = "several VIDEOS (a row's id is its column video_id; without one, its path or its table and number: add one)"
 _NO_TABLE = (
-    "--column names a column of .parquet and .arrow files, and there is none among them (of a folder with videos too "
-    "name the tables by a glob); a .jsonl or .csv has its paths in the column uri"
+    "--column names a column of .parquet, .arrow and .feather files, and there is none among them (of a folder with "
+    "videos too name the tables by a glob); a .jsonl or .csv has its paths in the column uri"
 )
 _NO_CLIPS = (
     "--clips-from is for tars and tables with a column of bytes; the clips of files stand in a manifest (or table of "

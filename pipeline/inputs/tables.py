@@ -37,7 +37,7 @@ _MAX_WHOLE_FLOAT = 2**53
 _MAX_DEPTH = 100  # of lists and objects in each other; Python fails at some hundred, sooner where its stack is full
 _TOO_DEEP = f"it has lists or objects that are nested more than {_MAX_DEPTH} deep"
 _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
-_TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_integer)
+_TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer)
 # Errors of reading a table; the file is at fault.
 UNREADABLE = (OSError, UnicodeDecodeError, OverflowError, pa.ArrowException)
 
@@ -80,10 +80,28 @@ def parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of the values that a column of a dictionary or of an extension type stores."""
-    while pa.types.is_dictionary(kind) or isinstance(kind, pa.BaseExtensionType):
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind.storage_type
-    return kind
+    """Return the type of a column's values: without dictionaries, extension types and views.
+
+    Arrow can neither filter nor join views of text and bytes, which Polars writes.
+    """
+    if pa.types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if isinstance(kind, pa.BaseExtensionType):
+        return plain_type(kind.storage_type)
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(plain_type(field.type)) for field in kind])
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        make_list = pa.list_ if pa.types.is_list(kind) else pa.large_list
+        return make_list(kind.value_field.with_type(plain_type(kind.value_type)))
+    return {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}.get(kind, kind)
+
+
+def plain_column(column: pa.Array) -> pa.Array:
+    """Return a column without a dictionary and an extension type of its own."""
+    column = column.storage if isinstance(column, pa.ExtensionArray) else column
+    if isinstance(column, pa.DictionaryArray):
+        column = column.dictionary.cast(plain_type(column.dictionary.type)).take(column.indices)
+    return column
 
 
 def batch_rows(batch: pa.RecordBatch) -> list[UserRow]:
@@ -122,8 +140,8 @@ def read_parts(
 ) -> Iterator[TableRows]:
     """Yield the rows of ``read_rows`` in parts that fit memory.
 
-    The rows of a .parquet stay in Arrow, and so do those of an Arrow file, which is read for its column ``paths`` only.
-    That column, if given, serves as ``uri``, and as ``video_id`` if there is no such column.
+    The rows of a .parquet stay in Arrow. The column ``paths``, if given, serves as ``uri``, and as ``video_id`` if the
+    file has no such column; a file that is no .parquet is then an Arrow file.
     """
     if find_suffix(name) == ".parquet":
         with pq.ParquetFile(file) as shard:
@@ -232,10 +250,9 @@ class _ArrowRows:
         column = self._column(name)
         if column is None or column.null_count:
             return None
-        kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-        if not any(check(kind) for check in _TEXTS):
+        if not any(check(plain_type(column.type)) for check in _TEXTS):
             return None
-        column = column.cast(kind).cast(pa.string())
+        column = plain_column(column).cast(pa.string())
         if column.null_count:  # a dictionary may hold a null
             return None
         column.validate(full=True)  # Parquet readers take any bytes for text
@@ -373,8 +390,11 @@ def cell_text(value: object, name: str) -> str:
         except UnicodeDecodeError as error:
             raise ValueError(f"{name} is {value!r}, bytes that are not UTF-8") from error
     # pandas makes floats of whole numbers in a column with gaps. Beyond 2**53 a float has lost digits.
-    if isinstance(value, Decimal) or (isinstance(value, Real) and abs(value) < _MAX_WHOLE_FLOAT):
-        value = int(value) if math.isfinite(value) and value == int(value) and not isinstance(value, bool) else value
+    if isinstance(value, Decimal):
+        value = int(value) if value.is_finite() and value == int(value) else value
+    elif isinstance(value, Real) and not isinstance(value, Integral):
+        number = float(value)
+        value = int(number) if number.is_integer() and abs(number) < _MAX_WHOLE_FLOAT else value
     if isinstance(value, bool) or not isinstance(value, str | Integral | UUID):
         raise ValueError(f"{name} is {value!r}, of type {type(value).__name__}: expected text, or a whole number")
     try:

@@ -57,7 +57,7 @@ def prune_videos(
         raise UsageError("clips_from is for tars and tables with a column of bytes; rows have start_s and end_s")
     if given_rows is not None and config.column is not None:
         raise UsageError(
-            "column is for .parquet and .arrow files, named by a text; paths and rows have no other column"
+            "column is for .parquet, .arrow and .feather files, named by a text; paths and rows have no other column"
         )
     with run_here():
         summary = PruneRun(config, make_console(progress), given_rows, list_failed=True).run()

@@ -125,7 +125,7 @@ class CachedReplies:
             with store_usage_errors():
                 cache = TokenCache(self._arguments.cache, store=self._cache)
                 self._ids = CachedIds(cache.video_ids, cache.failed)
-        video_ids, absent = [], []
+        video_ids, absent = list[str](), list[str]()
         for question in questions:
             try:
                 video = self._ids.find(question.key)

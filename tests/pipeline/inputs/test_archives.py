@@ -266,7 +266,7 @@ def test_a_column_is_refused_where_there_is_no_table(tmp_path):
     (tmp_path / "m.csv").write_text("video_id,uri,clip\na,whole.mp4,clip.mp4\n")
     write_zip(tmp_path / "a.zip")
     for named in ("m.csv", "a.zip", "."):
-        with pytest.raises(ManifestError, match=r"--column names a column of .parquet and .arrow files, and there is"):
+        with pytest.raises(ManifestError, match=r"--column names a column of .parquet, .arrow and .feather files"):
             rows(f"{tmp_path}/{named}", "clip")
     write_parquet(tmp_path / "t.parquet", files={"t.mp4": b"t"})
     both = read_manifest([f"{tmp_path}/m.csv", f"{tmp_path}/t.parquet"], indexing=Indexing(ArchiveOptions("video")))

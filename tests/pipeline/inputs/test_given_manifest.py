@@ -56,7 +56,12 @@ def test_a_file_uri_holds_a_path_alone(here):
 ROWS = [{"video_id": "a", "uri": "x.mp4", "start_s": 1.0, "topic": "cats"}, {"video_id": "b", "uri": "y.mp4"}]
 
 
-@pytest.mark.parametrize("kind", [list, tuple, iter, pa.Table.from_pylist, polars.DataFrame])
+def make_categories(rows):
+    """The dictionaries of Polars hold views of text."""
+    return polars.DataFrame(rows, schema_overrides={"video_id": polars.Categorical, "uri": polars.Categorical})
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter, pa.Table.from_pylist, polars.DataFrame, make_categories])
 def test_rows_are_those_of_a_manifest_in_the_current_folder(here, kind):
     (here / "m.jsonl").write_text(
         '{"video_id": "a", "uri": "x.mp4", "start_s": 1, "topic": "cats"}\n{"video_id": "b", "uri": "y.mp4"}'
