@@ -170,6 +170,10 @@ class LocalStore:
         folder_descriptor = os.open(path.parent, os.O_RDONLY, dir_fd=root)
         try:
             os.fsync(folder_descriptor)  # so that the rename survives a power cut
+        except OSError as error:
+            # SMB, 9p and some FUSE mounts cannot sync a folder. The file itself is synced and has its name by now.
+            if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}:
+                raise
         finally:
             os.close(folder_descriptor)
 
