@@ -157,7 +157,10 @@ def command_line(arguments: Sequence[str], variables: Mapping[str, str]) -> str:
 
 def _store_variables(config: ServeConfig) -> dict[str, str]:
     """Return the variables that lead vLLM's processes to the store that the flags name."""
-    return {} if config.s3_endpoint is None else {"AWS_ENDPOINT_URL": config.s3_endpoint}
+    if config.s3_endpoint is None:
+        return {}
+    names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+    return {**dict.fromkeys(names, config.s3_endpoint), "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "false"}
 
 
 def served_cache(config: ServeConfig) -> ServedCache:

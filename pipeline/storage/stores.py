@@ -65,7 +65,7 @@ def store_at(place: str | Path, objects: Objects | None = None) -> Store:
         raise UsageError("the name of a cache or of results is empty: name a folder or s3://bucket/prefix")
     if is_s3(text):
         check_uri(text)
-        return ObjectStore(text, objects or Objects.from_environment())
+        return ObjectStore(text, (objects or Objects.from_environment()).for_store())
     if text.startswith(SCHEMES):
         return ObjectStore(text, ArrowObjects.at(text))
     if "://" in text and not text.startswith("file:///"):
