@@ -18,7 +18,7 @@ from typing import NamedTuple
 from pipeline.errors import ManifestError
 from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER_FILES, LeftOut, is_apple_double
 from pipeline.storage.hub import Files
-from pipeline.storage.s3 import SCHEME, ObjectInfo, check_uri
+from pipeline.storage.s3 import SCHEME, ObjectInfo, check_uri, is_s3
 
 # Which files of a folder or glob count as videos. A file that is named outright may have any name.
 VIDEO_SUFFIXES = frozenset(
@@ -155,11 +155,13 @@ def check_named(uri: str, prefixes: Iterable[str]) -> str | None:
 
 
 def root_prefix(root: str) -> str:
-    """Return a ``--video-root`` on S3 as the prefix of all below it; no request. Raises ManifestError."""
-    check_uri(root)
+    """Return a ``--video-root`` in a store as the prefix of all below it; no request. Raises ManifestError."""
+    if is_s3(root):
+        check_uri(root)
     prefix = f"{root.rstrip('/')}/"
     if check_named(f"{prefix}x", [prefix]):
-        raise ManifestError(f"--video-root {root}: expected s3://BUCKET or s3://BUCKET/PREFIX")
+        expected = "s3://BUCKET or s3://BUCKET/PREFIX" if is_s3(root) else "hf://datasets/USER/NAME"
+        raise ManifestError(f"--video-root {root}: expected {expected}")
     return prefix
 
 

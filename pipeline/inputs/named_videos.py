@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -21,6 +21,7 @@ from pipeline.inputs.listings import BAD_ADDRESS, CONTROL, OUTSIDE_PREFIXES, che
 from pipeline.inputs.tables import TableRows, UserRow, carried_json, number_of, text_in
 from pipeline.keys import column_keys, find_repeated
 from pipeline.rows import ManifestRow
+from pipeline.storage.hub import is_remote
 from pipeline.storage.s3 import is_s3
 
 # ``uri`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what a
@@ -55,8 +56,14 @@ _SEGMENT_DOTS = r"/\.\.?(/|$)"
 class Roots(NamedTuple):
     """The places that may be read: files below these folders, objects below these prefixes."""
 
-    folders: list[Path]
-    prefixes: list[str]
+    folders: Sequence[Path] = ()
+    prefixes: Sequence[str] = ()
+
+    def contains(self, uri: str) -> bool:
+        """Return True if a path, with its links followed, or an object lies below one of these places."""
+        if is_remote(uri):
+            return check_named(uri, self.prefixes) is None
+        return uri.startswith("/") and "\0" not in uri and Judge(self.folders)(uri) is None
 
 
 class Judge:

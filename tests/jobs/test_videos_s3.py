@@ -94,10 +94,10 @@ def test_a_folder_on_s3_by_workers_that_have_no_credentials_of_their_own(
     assert kinds(server) == [("LIST", "")]
     server.requests.clear()
     page = tmp_path / "page.html"
-    assert inspect.main([str(cache), names[1], "--html", str(page)]) == 0
+    assert inspect.main([str(cache), names[1], "--html", str(page), "--video-root", server.uri()]) == 0
     assert "with pictures" in capsys.readouterr().out
     assert kinds(server) == [("GET", f"/all/{names[1]}")]
     assert files_with(SECRET, tmp_path) == files_with(KEY, tmp_path) == []
     server.upload(f"all/{names[1]}", b"longer" * 10**6)
-    assert inspect.main([str(cache), names[1], "--html", str(page)]) == 0
+    assert inspect.main([str(cache), names[1], "--html", str(page), "--video-root", server.uri()]) == 0
     assert "changed since" in capsys.readouterr().out
