@@ -123,6 +123,9 @@ def test_live_says_what_differs_and_what_is_gone(pruned, tmp_path):
     live = {item["video_id"]: item for item in record["live"]}
     assert live[CLIPS[1]]["state"] == "source-gone"
     assert live[CLIPS[0]]["state"] == "same" and list(live[CLIPS[0]]["versions"]) == ["torch"]
+    code, record, said = document_of(verify, [str(out), "--live", "2", "--video-root", str(tmp_path)])
+    assert code == 0 and {item["state"] for item in record["live"]} == {"source-gone"}, said
+    assert "only below folders and prefixes that you name" in " ".join(said.split())
     run["config"]["decode_timeout"] = 0.001
     file.write_text(json.dumps(run))
     code, failed, said = document_of(verify, [str(out), "--live", "2", "--video-root", "/"])
