@@ -61,7 +61,7 @@ _REMEDIES: Mapping[str, str] = {
     "InvalidRegionError": "AWS_REGION is no name of a region",
     "ParamValidationError": "the bucket or the key is not one that S3 takes",
 }
-_ENVIRONMENT = {
+_ENVIRONMENT: Mapping[str, tuple[str, ...]] = {
     "endpoint_url": (),  # ``find_endpoint`` asks botocore, which also looks into files
     "region_name": ("AWS_REGION", "AWS_DEFAULT_REGION"),
     "aws_access_key_id": ("AWS_ACCESS_KEY_ID",),
@@ -322,6 +322,10 @@ class Objects:
         """Remove the secrets of these settings, and addresses, from a text."""
         secrets = [self._settings[name] for name in _SECRET if name in self._settings]
         secrets += [value.partition("://")[2] for value in secrets if "://" in value]
+        signer = self._describe_signer()[0]
+        # Credentials of a file or a role; their properties would fetch new ones.
+        names = ("access_key", "secret_key", "token", "_access_key", "_secret_key", "_token")
+        secrets += [value for name, value in vars(signer).items() if name in names] if signer is not None else []
         for value in sorted(filter(None, secrets), key=len, reverse=True):
             text = text.replace(value, "***")
         return _ACCESS_KEY.sub("***", _ADDRESS.sub("***", text))
@@ -339,8 +343,11 @@ class Objects:
         """
         if self._client_of_process is None or self._client_of_process[0] != os.getpid():
             session = start_session(self._settings.get("profile_name"))
+            is_driver = self._unsigned is None
             self._decide(session)
-            client = _connect(session, self._settings, self._patience, unsigned=bool(self._unsigned))
+            # A node with credentials of its own, as of a role, signs though the driver has none.
+            unsigned = bool(self._unsigned) and (is_driver or session.get_credentials() is None)
+            client = _connect(session, self._settings, self._patience, unsigned=unsigned)
             client.meta.events.register("before-call.s3", _note_start)
             if self._requester_pays:
                 client.meta.events.register("before-call.s3", _offer_to_pay)
@@ -447,7 +454,7 @@ def _slice(answer: Any, start: int, end: int | None) -> Slice:
 
 
 def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsigned: bool) -> Any:
-    """Make a client of botocore with these settings; ``unsigned`` counts only if this process has no credentials."""
+    """Make a client of botocore with these settings."""
     from botocore import UNSIGNED  # noqa: PLC0415 - only where a store is used
     from botocore.config import Config  # noqa: PLC0415
 
@@ -462,7 +469,7 @@ def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsi
         connect_timeout=_CONNECT_S * patience,
         read_timeout=_SILENT_S * patience,
         max_pool_connections=64,  # more than any pool of threads here: beyond it urllib3 logs the endpoint
-        signature_version=UNSIGNED if unsigned and session.get_credentials() is None else None,
+        signature_version=UNSIGNED if unsigned else None,
         **(options if "endpoint_url" in settings else {}),
     )
     keywords = {name: value for name, value in settings.items() if name != "profile_name"}

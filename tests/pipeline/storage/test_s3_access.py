@@ -294,10 +294,10 @@ def test_an_endpoint_has_the_same_settings_wherever_it_is_configured(server, mon
     of_worker.put("b", b"x")
     assert of_worker.read("a") == b"x" and not any("CHECKSUM" in name for headers in sent for name in headers)
     assert {request.path.split("/")[1] for request in server.requests} == {server.bucket}  # by path
-    server.fail("GET", "c/a", 400, f"Bad-{server.url}/x")
+    server.fail("GET", "c/a", 400, f"Bad-{server.url}/x-{SECRET}")
     with pytest.raises(OSError, match="Bad") as error:
         of_worker.read("a")
-    assert server.url not in str(error.value)
+    assert server.url not in str(error.value) and SECRET not in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["", "[default]\nignore_configured_endpoint_urls = true\nendpoint_url = URL\n"])
