@@ -27,7 +27,7 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, NamedTuple
 
-from pipeline.errors import UsageError
+from pipeline.errors import UsageError, printable
 from pipeline.storage.downloads import Download, write_download
 from pipeline.storage.outages import OUTAGES, Outage
 from pipeline.storage.s3_access import (
@@ -156,7 +156,7 @@ class Objects:
         The workers get these settings from here, so the variables need to be set for the driver alone. Temporary
         credentials among them may expire: from then on each process takes what it finds itself, as botocore does.
         """
-        settings = {
+        settings: dict[str, Any] = {
             name: next((os.environ[variable] for variable in variables if os.environ.get(variable)), None)
             for name, variables in _ENVIRONMENT.items()
         }
@@ -489,7 +489,7 @@ def _describe_failure(response: tuple[Any, Mapping[str, Any]] | None, error: Exc
 
     if response is None:
         return _Failure(type(error).__name__, True) if isinstance(error, ConnectionError | HTTPClientError) else None
-    status, code = response[0].status_code, response[1].get("Error", {}).get("Code", "")
+    status, code = response[0].status_code, printable(response[1].get("Error", {}).get("Code") or "")
     if status in _AWAY or code in _AWAY_CODES:
         return _Failure(f"{status} {code}" if code not in ("", str(status)) else str(status), True)
     return _Failure(f"{status} {code}", False) if status == 500 else None
