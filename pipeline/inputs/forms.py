@@ -24,10 +24,6 @@ FORMS: dict[str, Callable[[RandomFile], Archive]] = {".tar": Tar, ".zip": Zip, "
 OF_COLUMNS = frozenset({".parquet", ".arrow"})
 
 
-#: Why a source is not read again.
-NAME_ROOTS = "the sources that a cache names are read only below folders and prefixes that you name"
-
-
 class ArchiveMember(NamedTuple):
     """A video in an archive or table: the archive's address, and the member in it."""
 
@@ -70,7 +66,8 @@ def fetch_again(
     uri = row["uri"] if video is None else video.archive
     if not roots.contains(uri):
         folder = (without_secrets(uri) if "://" in uri else uri).rpartition("/")[0] or "/"
-        raise VideoFault("policy", f"{NAME_ROOTS}: for this one --video-root {shlex.quote(folder)}")
+        reason = "the sources that a cache names are read only below folders and prefixes that you name"
+        raise VideoFault("policy", f"{reason}: for this one --video-root {shlex.quote(folder)}")
     return make_fetch(video, objects, row.get("source_mark"))
 
 

@@ -167,17 +167,20 @@ def test_credentials_that_are_partial_or_out_of_reach_never_make_a_read_unsigned
 
 
 @contextmanager
-def metadata(status):
-    """A metadata service of an instance that answers each request for a role so."""
+def answering(status, token_status=None, body=b"", **headers):
+    """A server that answers everything with this status, and a PUT, if there is another for it, with that."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(200 if self.command == "PUT" and status != 500 else status)
-            self.send_header("Content-Length", "4")
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response((token_status or status) if self.command == "PUT" else status)
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(b"role")
+            self.wfile.write(body)
 
-        do_PUT = do_GET  # noqa: N815
+        do_HEAD = do_PUT = do_POST = do_GET  # noqa: N815
 
         def log_message(self, *arguments):
             pass
@@ -194,7 +197,7 @@ def metadata(status):
 @pytest.mark.parametrize(("status", "unsigned"), [(404, True), (403, True), (500, False), (200, False), (None, False)])
 def test_a_metadata_service_that_fails_counts_as_credentials(server, monkeypatch, status, unsigned):
     """404: there is no role. 200: there is one, and its credentials are no JSON. None: a configured service is away."""
-    with metadata(status or 404) as url:
+    with answering(status or 404, 500 if status == 500 else 200, b"role") as url:
         monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")
         monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", url if status else "http://127.0.0.1:9")
         objects = reaches(server, {}, monkeypatch)
@@ -328,36 +331,9 @@ def test_the_driver_decides_for_the_objects_that_a_local_manifest_names(server, 
         read(Objects.from_environment())
 
 
-@contextmanager
-def refusing(status, **headers):
-    """A server that answers everything with this status."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name.replace("_", "-"), value)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        do_HEAD = do_PUT = do_POST = do_GET  # noqa: N815
-
-        def log_message(self, *arguments):
-            pass
-
-    service = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=service.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{service.server_port}"
-    finally:
-        service.shutdown()
-        service.server_close()
-
-
 @pytest.mark.parametrize("status", [401, 403])
 def test_azure_names_its_credentials(monkeypatch, status):
-    with refusing(status, x_ms_error_code="AuthenticationFailed") as url:
+    with answering(status, x_ms_error_code="AuthenticationFailed") as url:
         settings = f"AccountName=account;AccountKey=c2VjcmV0;BlobEndpoint={url}/account"
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", settings)
         store = store_at("az://box/c")
@@ -385,7 +361,7 @@ def test_the_hub_names_the_place_of_the_token(monkeypatch, tmp_path, status, cod
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.setenv("HF_TOKEN", token)
     HfFileSystem.clear_instance_cache()
-    with refusing(status, **({"X_Error_Code": code} if code else {})) as url:
+    with answering(status, **({"X_Error_Code": code} if code else {})) as url:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
         monkeypatch.setattr("huggingface_hub.hf_file_system.constants.ENDPOINT", url)
         with pytest.raises(kind, match=why) as error:
