@@ -193,6 +193,18 @@ class Objects:
                 OUTAGES.say(_UNSIGNED)
         self._decided = True
 
+    def _start_session(self) -> Any:
+        """Start a session of botocore; a node may lack the driver's profile if its credentials are not needed."""
+        from botocore.exceptions import ProfileNotFound  # noqa: PLC0415 - only where a store is used
+
+        try:
+            return start_session(self._settings.get("profile_name"))
+        except ProfileNotFound:
+            if not self._decided or not (self._unsigned or self._settings.keys() & _KEYS):
+                raise
+            del self._settings["profile_name"]
+            return start_session(None)
+
     def _copy(self, **changes: Any) -> Objects:
         return Objects(**{**self._state(), **changes})
 
@@ -342,7 +354,7 @@ class Objects:
         A forked process makes its own: an inherited client would share connections with the parent.
         """
         if self._client_of_process is None or self._client_of_process[0] != os.getpid():
-            session = start_session(self._settings.get("profile_name"))
+            session = self._start_session()
             is_driver = self._unsigned is None
             self._decide(session)
             # A node with credentials of its own, as of a role, signs though the driver has none.
