@@ -30,6 +30,7 @@ from jobs.frame.json_document import (
     print_document,
     stdout_as_stderr,
 )
+from pipeline.console import CleanConsole
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.options import likely_share
 from pipeline.options import share as share_or_percent
@@ -47,7 +48,7 @@ _SAME_SIGNAL_S, _MAX_STOP_S, _MAX_EXIT_S, _LOOK_S = 1.0, 25.0, 3.0, 0.2
 _SHORT_WIDTH = 118  # columns of the help of the usual options, which then fits on a screen
 
 
-class LogConsole(Console):
+class LogConsole(CleanConsole):
     """A console for messages on stderr: plain on a terminal; in a log each message is one line with its time."""
 
     def __init__(self) -> None:
@@ -273,7 +274,7 @@ def _finish(
         _print_error(console, f"failed: {error}")
         return CommandResult(1, error_record(error))
     except refusals as error:
-        # Printed without the time of a log line, because nothing was started.
+        # Printed without the time of a log line, because nothing was started, and with the message's own newlines.
         Console.print(console, f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return CommandResult(2, error_record(error))
     if not isinstance(result, CommandResult):
@@ -283,7 +284,7 @@ def _finish(
             out = _wide_console()
             for item in result.output:
                 is_line = isinstance(item, str)
-                out.print(item, highlight=False, markup=not is_line, soft_wrap=is_line)
+                out.print(item, highlight=False, soft_wrap=is_line)
     except OSError as error:  # a full disk, say
         _print_error(console, f"failed: {error}")
         return CommandResult(1, error_record(error))
@@ -353,8 +354,8 @@ def file_in_folder(text: str) -> Path:
 
 def _wide_console() -> Console:
     """Make a console for tables: as wide as the terminal, or 200 columns for a file or a pipe."""
-    console = Console()
-    return console if console.is_terminal else Console(width=200)
+    console = CleanConsole()
+    return console if console.is_terminal else CleanConsole(width=200)
 
 
 class _Interruption:

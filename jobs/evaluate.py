@@ -10,6 +10,7 @@ from rich.console import Console
 from jobs.command import EXIT_CODES, Parser, import_libraries, overridden_sampling, run_command
 from jobs.frame.json_document import CommandResult
 from jobs.frame.stores import make_say
+from pipeline.console import clean
 from pipeline.evaluate.config import EvaluateConfig
 
 EPILOG = """\
@@ -60,7 +61,7 @@ def _write_tables(config: EvaluateConfig, console: Console) -> CommandResult:
     layout, say = lay_out(config), make_say(console)
     for line in layout.missing:
         say(f"note: {line}")
-    print(markdown(*layout.tables))
+    print(clean(markdown(*layout.tables)))
     say(f"{layout.out}: {', '.join(layout.files)}")
     return CommandResult(
         0, {"out": layout.out, "files": layout.files, "missing": layout.missing, **layout.tables[0].as_record()}

@@ -46,9 +46,9 @@ def _generate(config: GenerateConfig, console: Console) -> CommandResult:
     summary = AnswerRun(config, console).run()
     rows = f'read_answers({json.dumps(config.out)}).select(["question_id", "answer"]).slice(0, 5).to_pylist()'
     code = f'from pipeline import read_answers; print(*{rows}, sep="\\n")'
-    read = f"\nread the first: python -c {shlex.quote(code)}"
+    read = f"read the first: python -c {shlex.quote(code)}"
     ended = summary.exit_code(config.failure_limit(summary.n_questions))
-    return CommandResult(ended, {"out": config.out, **summary.as_record()}, [render_answers(summary), read])
+    return CommandResult(ended, {"out": config.out, **summary.as_record()}, [render_answers(summary), "", read])
 
 
 if __name__ == "__main__":

@@ -9,12 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from jobs.command import Parser, run_to_exit_code
 from jobs.frame.flags import add_flags, from_flags
 from jobs.frame.json_document import CommandResult, add_json, print_lines
-from jobs.frame.stores import make_objects, make_say
+from jobs.frame.stores import add_video_root, make_objects, make_say
+from pipeline.console import CleanConsole
 from pipeline.errors import CorruptShard, NotACache, UnknownVideo
 from pipeline.options import S3Options, share
 from pipeline.rows import JsonObject
@@ -53,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="with a video: write a page that shows the kept tokens in its frames"
     )
+    add_video_root(parser, "with --html: show frames of")
     parser.add_argument(
         "--watch",
         action="store_true",
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _check_flags(parser, arguments)
     return run_to_exit_code(
         lambda: _inspect(arguments),
-        Console(stderr=True),
+        CleanConsole(stderr=True),
         failures=(CorruptShard, OSError),
         refusals=(ValueError, UnknownVideo),
         interrupt_message="interrupted: the run itself continues" if arguments.watch else "interrupted",
@@ -81,6 +81,8 @@ def _check_flags(parser: Parser, arguments: argparse.Namespace) -> None:
     for flag in ("failed", "watch"):
         if getattr(arguments, flag) and arguments.item is not None:
             parser.error(f"--{flag} goes with no ID")
+    if arguments.video_root and arguments.html is None:
+        parser.error("--video-root goes with --html")
     if arguments.failed and arguments.watch:
         parser.error("--failed goes with no --watch")
 
@@ -100,7 +102,7 @@ def _inspect(arguments: argparse.Namespace) -> CommandResult:
     if arguments.watch:
         from pipeline.inspect.watch import wait_for_cache  # noqa: PLC0415
 
-        wait_for_cache(store, make_say(Console(stderr=True)))
+        wait_for_cache(store, make_say(CleanConsole(stderr=True)))
     if store.exists(HEADER):
         return _show_cache(store, arguments, objects)
     if store.exists(ANSWERS_HEADER):
@@ -160,7 +162,7 @@ def _show_cache(store: Store, arguments: argparse.Namespace, objects: Objects) -
     if arguments.html is not None:
         from pipeline.inspect.page import write_page  # noqa: PLC0415 - only the page needs the decoders
 
-        line = write_page(cache, video_id, arguments.html, ratio, objects)
+        line = write_page(cache, video_id, arguments.html, ratio, objects, arguments.video_root)
         return CommandResult(0, {"cache": str(store), "video_id": video_id, "page": str(arguments.html)}, [line])
     if not arguments.json:
         return CommandResult(0, {}, [report.video_report(cache, video_id, ratio)])
@@ -174,7 +176,7 @@ def _show_run(cache: TokenCache, arguments: argparse.Namespace) -> CommandResult
     """
     from pipeline.inspect.watch import watch  # noqa: PLC0415
 
-    run = watch(cache, Console(stderr=arguments.json))
+    run = watch(cache, CleanConsole(stderr=arguments.json))
     record = None if run is None else asdict(run)
     return CommandResult(
         int(run is not None and run.status != "finished"), {"cache": str(cache.store), "last_run": record}
@@ -188,7 +190,7 @@ def _show_failures(failures: Failures, record: JsonObject, arguments: argparse.N
     if not arguments.json:
         print_lines(failed_lines(failures))
         if failures:
-            make_say(Console(stderr=True))("note: rerun the command that wrote them with --retry-failed to retry")
+            make_say(CleanConsole(stderr=True))("note: rerun the command that wrote them with --retry-failed to retry")
     return CommandResult(0, {**record, "n_failed": len(failures), "failed": failures})
 
 

@@ -58,7 +58,7 @@ def _prune(config: PruneConfig, console: Console) -> CommandResult:
         todo = make_forecast(config, console)
         return CommandResult(0, todo.as_record(), [render_forecast(todo)])
     summary = PruneRun(config, console).run()
-    look = f"\nlook inside: python -m jobs.inspect {shlex.quote(config.out)}"
+    look = f"look inside: python -m jobs.inspect {shlex.quote(config.out)}"
     limit = config.infrastructure_limit(summary.n_videos)
     failure = ""
     if summary.n_outside > limit:
@@ -67,7 +67,7 @@ def _prune(config: PruneConfig, console: Console) -> CommandResult:
             f"GPU memory), more than {limit}. Check nodes, mounts, credentials and GPUs, then rerun with --retry-failed"
         )
     code = summary.exit_code(config.failure_limit(summary.n_videos), limit)
-    return CommandResult(code, {"out": config.out, **summary.as_record()}, [render(summary), look], failure)
+    return CommandResult(code, {"out": config.out, **summary.as_record()}, [render(summary), "", look], failure)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,10 @@ examples:
 """
 
 #: The options that --help shows.
-USUAL = ("cache", "caches", "model", "retention_ratio", "tensor_parallel", "host", "port", "api_key", "print_command")
+USUAL = (
+    *("cache", "caches", "model", "retention_ratio", "tensor_parallel"),
+    *("host", "port", "api_key", "no_key", "print_command"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

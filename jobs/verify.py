@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jobs.command import Parser, count
 from jobs.frame.json_document import CommandResult, add_json
-from jobs.frame.stores import add_cache, add_keep_minutes, run_on_stores
+from jobs.frame.stores import add_cache, add_keep_minutes, add_video_root, run_on_stores
 from pipeline.options import positive
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ def _find_conflict(arguments: argparse.Namespace) -> str | None:
     """Return the error message for flags that exclude each other, or None."""
     if arguments.model is not None and not arguments.live:
         return "--model goes with --live"
+    if arguments.live and not arguments.video_root:
+        return "--live reads sources, only below folders and prefixes that you name: add --video-root"
+    if arguments.video_root and not arguments.live:
+        return "--video-root goes with --live"
     if arguments.repair and arguments.live:
         return "--repair and --live do not go together: repair first"
     if arguments.sample and (arguments.repair or arguments.clean):
@@ -83,6 +87,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--live", type=count, default=0, metavar="K", help="encode K random videos again from their sources"
     )
+    add_video_root(parser, "with --live: encode again")
     parser.add_argument(
         "--sample",
         type=count,
@@ -103,7 +108,7 @@ def _verify(arguments: argparse.Namespace, objects: Objects, console: Console) -
     from pipeline.storage.stores import store_at  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.verify.verify import Verification, verify  # noqa: PLC0415
 
-    names = ("jobs", "clean", "repair", "live", "sample", "seed", "model", "log_interval")
+    names = ("jobs", "clean", "repair", "live", "sample", "seed", "model", "log_interval", "video_root")
     keep = timedelta(minutes=arguments.keep_minutes)
     request = Verification(**{name: getattr(arguments, name) for name in names}, keep=keep, objects=objects)
     report = verify(store_at(arguments.cache, objects), request, console)

@@ -95,10 +95,13 @@ class S3Options:
 
     s3_endpoint: str | None = option(
         None,
-        "address of the S3 API, where it is not Amazon's (default: AWS_ENDPOINT_URL)",
+        "address of the S3 API, where it is not Amazon's (default: AWS_ENDPOINT_URL, or that of the AWS profile)",
         metavar="URL",
         secret=True,
         group="S3",
+    )
+    s3_requester_pays: bool = option(
+        False, "read videos and questions also from buckets whose owners let the reader pay, and pay for it"
     )
 
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import cast
 
-from rich.console import Console
-
 from jobs.command import Parser, run_to_exit_code
 from jobs.frame.json_document import CommandResult, add_json
+from pipeline.console import CleanConsole
 from pipeline.errors import ManifestError, RunFailed, VideoFault
 
 #: A measurement's name -> its line of help. Its module, ``jobs.benchmark.NAME``, has ``add_flags`` and ``run``.
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     return run_to_exit_code(
         lambda: cast(CommandResult, arguments.run(arguments)),
-        Console(stderr=True),
+        CleanConsole(stderr=True),
         failures=(ManifestError, RunFailed, VideoFault),
         document=arguments.json,
     )

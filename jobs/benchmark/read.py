@@ -344,7 +344,11 @@ def _run_s3_server() -> Iterator[tuple[_CountedObjects, Any]]:
             if server.poll() is not None or time.monotonic() > deadline:
                 raise RunFailed(f"moto's server did not start: see {' '.join(command)}")
             time.sleep(0.1)
-        access = {"aws_access_key_id": "read", "aws_secret_access_key": "read", "region_name": "us-east-1"}
+        access: dict[str, Any] = {
+            "aws_access_key_id": "read",
+            "aws_secret_access_key": "read",
+            "region_name": "us-east-1",
+        }
         client = boto3.client("s3", endpoint_url=address, **access)
         client.create_bucket(Bucket=BUCKET)
         yield _CountedObjects(patience=1.0, answered=True, endpoint_url=address, **access), client

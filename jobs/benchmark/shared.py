@@ -15,8 +15,9 @@ from statistics import median
 from typing import TypeVar
 
 import torch
-from rich.console import Console
 from rich.table import Table
+
+from pipeline.console import CleanConsole
 
 T = TypeVar("T")
 _WORDS = {"", "method", "tokens of", "way"}  # titles of columns without numbers
@@ -63,7 +64,7 @@ def _read_cpu_name() -> str:
 
 def say(line: str) -> None:
     """Print a line of progress on stderr."""
-    Console(stderr=True).print(line, style="dim", markup=False, highlight=False)
+    CleanConsole(stderr=True).print(line, style="dim", markup=False, highlight=False)
 
 
 def figure_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> Table:

@@ -20,5 +20,6 @@ ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility \
 USER 1000
 WORKDIR /home/ray
 EXPOSE 8000
-# SIGTERM reaches the server itself, which lets requests end. The key comes from VLLM_API_KEY.
+# SIGTERM reaches the server itself, which lets requests end. The key comes from VLLM_API_KEY: without it the server
+# does not start, unless --no-key is an argument.
 ENTRYPOINT ["python", "-m", "jobs.serve", "--host", "0.0.0.0"]

@@ -90,7 +90,8 @@ def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, item_
             keywords[key] = item.metadata[key]
     kind = value_type(hint)
     if kind is bool:
-        keywords["action"] = argparse.BooleanOptionalAction  # a flag must be able to override a file
+        # A flag must be able to override a file; the opposite of --no-x would be --no-no-x.
+        keywords["action"] = "store_true" if item.name.startswith("no_") else argparse.BooleanOptionalAction
     elif get_origin(hint) is list:
         keywords["type"] = share if item.metadata.get("share") else get_args(hint)[0]
         # A flag can take several values only if no positional word follows it.

@@ -29,6 +29,15 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cache", metavar="CACHE", help=help_text)
 
 
+def add_video_root(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """Add ``--video-root``; the help says what sources are read for, beginning with ``purpose``."""
+    help_text = (
+        f"{purpose} sources in this folder or s3://bucket/prefix ('sample': the sample clips); may be repeated. What a "
+        "cache names elsewhere is not read"
+    )
+    parser.add_argument("--video-root", action="append", default=[], metavar="DIR", help=help_text)
+
+
 def add_keep_minutes(parser: argparse.ArgumentParser, help_text: str) -> None:
     """Add ``--keep-minutes``, the time for which replaced files stay for their readers."""
     parser.add_argument("--keep-minutes", type=_parse_minutes, default=10.0, metavar="M", help=f"{help_text} [10]")
@@ -73,7 +82,7 @@ def make_objects(config: S3Options) -> Objects:
     """Make the client of object stores from a command's S3 options and the environment."""
     from pipeline.storage.s3 import Objects  # noqa: PLC0415 - --help and a mistyped flag answer at once
 
-    return Objects.from_environment(config.s3_endpoint)
+    return Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
 
 
 def make_say(console: Console) -> Say:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from jobs.command import Parser, add_commands, run_to_exit_code
 from jobs.testbed import make
+from pipeline.console import CleanConsole
 
 EPILOG = """\
 examples:
@@ -28,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("python -m jobs.testbed", description=__doc__, epilog=EPILOG)
     add_commands(parser, COMMANDS)
     arguments = parser.parse_args(argv)
-    console = Console(stderr=True)
+    console = CleanConsole(stderr=True)
     return run_to_exit_code(lambda: arguments.run(arguments, console), console, failures=(OSError,))
 
 

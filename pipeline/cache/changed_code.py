@@ -18,7 +18,7 @@ from pipeline.cache.header import HEADER, CacheHeader, CacheIdentity, fingerprin
 from pipeline.cache.live import Ledger, LiveVideos
 from pipeline.cache.table import parse_file_name, read_file
 from pipeline.cache.writer import commit_records
-from pipeline.errors import IdentityMismatch, UsageError
+from pipeline.errors import IdentityMismatch, UsageError, printable
 from pipeline.own_code import file_of, hash_code
 from pipeline.storage.stores import Store
 
@@ -98,7 +98,7 @@ def refuse_changed_code(place: object, methods: Iterable[str], result_name: str)
         place: the cache or the answers.
         result_name: the results of the old code: "tokens" or "answers".
     """
-    lines = [f"{name}{_where(name)}" for name in dict.fromkeys(methods)]
+    lines = [printable(f"{name}{_where(name)}") for name in dict.fromkeys(methods)]
     if lines:
         raise IdentityMismatch(
             f"{place} has {result_name} by other code, and one output has one kind. Changed since:\n  "

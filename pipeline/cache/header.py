@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
 
 from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION, VERSIONS, digest
-from pipeline.errors import NotACache, UsageError
+from pipeline.errors import NotACache, UsageError, printable
 from pipeline.own_code import hash_code
 from pipeline.rows import Json, JsonObject
 from pipeline.storage.stores import Store
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # a header is read without torch
 
 HEADER = "cache.json"
 CHECKSUM = "checksum"
+_MAX_LINE_BYTES = 2**14  # of a difference in an error: a prompt, say
 
 
 class ModelIdentity(TypedDict):
@@ -187,7 +188,7 @@ def list_differences(
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             lines += list_differences(a, b, f"{prefix}{key}.", old_subject, new_subject)
         elif a != b:
-            lines.append(f"{prefix}{key}: {old_subject} {a!r}, {new_subject} {b!r}")
+            lines.append(printable(f"{prefix}{key}: {old_subject} {a!r}, {new_subject} {b!r}", _MAX_LINE_BYTES))
     return lines
 
 

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.errors import describe_near, normalise_look
+from pipeline.errors import describe_near, normalise_look, printable
 
 MAX_SUGGESTIONS = 3  # likely ids that a message names
 _MAX_CANDIDATES = 1000  # ids that are compared letter by letter
@@ -17,7 +17,7 @@ _MAX_CANDIDATES = 1000  # ids that are compared letter by letter
 def did_you_mean_id(wrong: str, ids: pa.ChunkedArray) -> str:
     """Return ``"; did you mean A, B?"`` with the ids nearest to a ``wrong`` one, or "" where none is near."""
     likely = [describe_near(wrong, video_id) for video_id in near_ids(wrong, ids)]
-    return f"; did you mean {', '.join(likely)}?" if likely else ""
+    return f"; did you mean {printable(', '.join(likely))}?" if likely else ""
 
 
 def near_ids(wrong: str, ids: pa.ChunkedArray) -> list[str]:

@@ -67,7 +67,7 @@ class Doctor:
 
     def _check_store(self) -> Iterator[Finding]:
         """Try the store from here, and from each node of a cluster that has several."""
-        objects = Objects.from_environment(self._config.s3_endpoint)
+        objects = Objects.from_environment(self._config.s3_endpoint, self._config.s3_requester_pays)
         store = reachable(store_at(self._config.out, objects))
         yield from check_store(store)
         if not self._cluster or len(list(iter_alive_nodes())) < 2:

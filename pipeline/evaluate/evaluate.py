@@ -155,7 +155,7 @@ def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
     Prints the number of questions without a right answer, which are left out. Raises UsageError if ``out`` has other
     results.
     """
-    store = store_at(config.out, Objects.from_environment(config.s3_endpoint))
+    store = store_at(config.out, Objects.from_environment(config.s3_endpoint, config.s3_requester_pays))
     identity = {"scored": config.score}
     match_results(store, identity)
     scored = score_answers(config)

@@ -164,7 +164,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     Prints notes, such as questions whose videos the cache lacks. Raises UsageError.
     """
     assert config.benchmark is not None  # the config refuses a request without it
-    objects = Objects.from_environment(config.s3_endpoint)
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
     store, cache = store_at(config.out, objects), config.cache or config.in_out(CACHE_FOLDER)
     check_out(store)
     benchmark = find_benchmark(config.benchmark)
@@ -393,7 +393,7 @@ def data_folder(request: EvaluateRequest) -> Path:
 _PASSED_ON = (
     *("revision", "dtype", "device", "attn", "min_gpus", "max_gpus", "join"),
     *("retry_failed", "max_attempts"),
-    *("stall_timeout", "flush_seconds", "log_interval", "s3_endpoint"),
+    *("stall_timeout", "flush_seconds", "log_interval", "s3_endpoint", "s3_requester_pays"),
 )
 
 

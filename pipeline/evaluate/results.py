@@ -225,7 +225,7 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
     Raises UsageError (nothing was written) for missing or damaged results, or an ``out`` that holds something else.
     Raises it also for two places of one benchmark, unlike models, frames or protocols, and a reference that is no row.
     """
-    objects = Objects.from_environment(config.s3_endpoint)
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
     store = store_at(config.out, objects)
     if store.has_other_files() and (store.exists(RESULTS_HEADER) or not store.exists(TABLES_JSON)):
         raise NotResults(f"{store} exists and holds something else than {TABLES_JSON}: name another place with --out")

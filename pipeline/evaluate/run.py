@@ -243,7 +243,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
     Several places are compared. Raises UsageError for a place without answers to score, and a method that is there
     twice. Raises it also if a place holds other questions than the first place, or answers with other settings.
     """
-    objects = Objects.from_environment(config.s3_endpoint)
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
     first, tables, arms = QuestionCollector(), list[pa.Table](), dict[str, MethodAtRatio]()
     settings: JsonObject = {}
     for place in config.score:

@@ -31,7 +31,7 @@ from pipeline.cache.live import read_states, sort_by_rule
 from pipeline.cache.merging import KEEP
 from pipeline.cache.schema import READ_THREADS, column, open_parquet, write_parquet
 from pipeline.cache.table import check_content, make_small_name
-from pipeline.errors import CorruptShard, NotAnswers, QuestionFaultClass, QuestionsChanged
+from pipeline.errors import CorruptShard, NotAnswers, QuestionFaultClass, QuestionsChanged, printable
 from pipeline.generate.carried import add_carried, concat_answers, make_carried_columns
 from pipeline.generate.config import GenerateConfig
 from pipeline.inputs.tables import carried_json
@@ -495,7 +495,7 @@ def describe_change(question: QuestionRecord, answer: AnswerRecord) -> str | Non
     for name in COMPARED_COLUMNS:
         before, now = answer.get(name), question.get(name)
         if before != now:
-            return f"{question['question_id']}: {name} was {_shorten(before)}, is {_shorten(now)}"
+            return f"{printable(question['question_id'])}: {name} was {_shorten(before)}, is {_shorten(now)}"
     return None
 
 

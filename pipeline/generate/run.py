@@ -194,7 +194,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         Raises UsageError, CorruptShard.
         """
         config = self.options
-        objects = Objects.from_environment(config.s3_endpoint)
+        objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
         if self._given_questions is not None:
             self.questions = self._given_questions
         elif config.questions is not None:

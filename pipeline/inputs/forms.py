@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shlex
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from pipeline.errors import VideoFault
 from pipeline.inputs.archive import Archive, ArchiveOptions, Member, RandomFile, merge_spans, open_archive
 from pipeline.inputs.columns import Table
 from pipeline.inputs.listings import find_suffix
+from pipeline.inputs.named_videos import Roots, without_secrets
 from pipeline.inputs.tar_and_zip import Tar, Zip
 from pipeline.keys import mark_key
 from pipeline.rows import VideoRow
@@ -58,9 +60,20 @@ def make_fetch(
     return fetch
 
 
-def fetch_again(row: VideoRow, objects: Objects) -> Callable[[Callable[[bytes], object], int], int] | None:
-    """Return ``make_fetch`` for the video of a row of the videos table, at its current position in the archive."""
+def fetch_again(
+    row: VideoRow, objects: Objects, roots: Roots
+) -> Callable[[Callable[[bytes], object], int], int] | None:
+    """Return ``make_fetch`` for the video of a row of the videos table, at its current position in the archive.
+
+    Call it before anything of a row is read: whoever made the cache chose the address, and this user's credentials
+    would be sent there. Raises VideoFault("policy") unless it lies below ``roots``.
+    """
     video = find_member(row["uri"], row["source_offset"], row["source_size"])
+    uri = row["uri"] if video is None else video.archive
+    if not roots.contains(uri):
+        folder = (without_secrets(uri) if "://" in uri else uri).rpartition("/")[0] or "/"
+        reason = "the sources that a cache names are read only below folders and prefixes that you name"
+        raise VideoFault("policy", f"{reason}: for this one --video-root {shlex.quote(folder)}")
     return make_fetch(video, objects, row.get("source_mark"))
 
 

@@ -156,11 +156,13 @@ def check_named(uri: str, prefixes: Iterable[str]) -> str | None:
 
 
 def root_prefix(root: str) -> str:
-    """Return a ``--video-root`` on S3 as the prefix of all below it; no request. Raises ManifestError."""
-    check_uri(root)
+    """Return a ``--video-root`` in a store as the prefix of all below it; no request. Raises ManifestError."""
+    if is_s3(root):
+        check_uri(root)
     prefix = f"{root.rstrip('/')}/"
     if check_named(f"{prefix}x", [prefix]):
-        raise ManifestError(f"--video-root {root}: expected s3://BUCKET or s3://BUCKET/PREFIX")
+        expected = "s3://BUCKET or s3://BUCKET/PREFIX" if is_s3(root) else "hf://datasets/USER/NAME"
+        raise ManifestError(f"--video-root {root}: expected {expected}")
     return prefix
 
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from pipeline.errors import ManifestError, near_file
+from pipeline.errors import ManifestError, near_file, store_usage_errors
 from pipeline.inputs.archive import open_archive
 from pipeline.inputs.columns import holds_paths
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
@@ -39,7 +40,7 @@ from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Ro
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, TableRows, given_parts, is_text, read_parts
 from pipeline.keys import ROWS_AT_ONCE, mark_key
 from pipeline.storage.hub import is_remote, reach
-from pipeline.storage.s3 import Objects, check_uri, has_query, is_s3
+from pipeline.storage.s3 import SCHEME, Objects, check_uri, has_query, is_s3
 
 
 class Listed(NamedTuple):
@@ -65,7 +66,7 @@ def read_manifest(
     Raises ManifestError (a UsageError) where the list cannot be made: no such folder, no video in it, an unreadable
     manifest, a missing or duplicate ``video_id``.
     """
-    roots, indexing = _roots(video_roots), indexing or Indexing()
+    roots, indexing = sort_roots(video_roots), indexing or Indexing()
     indexing.roots = roots
     objects = objects or Objects.from_environment()
     column = indexing.options.column
@@ -222,7 +223,7 @@ def _manifest_at(uri: str, roots: Roots, objects: Objects, paths: str | None = N
     with file:
         try:
             parts = read_parts(uri, file, "video_id and uri", "video_id", paths)
-            return _unique_videos(uri, named_videos, parts, "the manifest has no rows")
+            return _decide_access(_unique_videos(uri, named_videos, parts, "the manifest has no rows"), objects)
         except UNREADABLE as error:
             raise ManifestError(f"{uri}: cannot be read as a manifest: {error}") from error
 
@@ -236,6 +237,20 @@ def _unique_videos(name: str, named_videos: NamedVideos, parts: Iterable[TableRo
     if not tables:
         raise ManifestError(f"{name}: {none}")
     return require_unique_ids(pa.Table.from_batches(tables, MANIFEST_SCHEMA), name)
+
+
+def _decide_access(videos: pa.Table, objects: Objects) -> pa.Table:
+    """Settle how the objects among these videos are reached, since workers may be the first to read one.
+
+    Returns the table as it is. Raises UsageError if the configuration of S3 cannot be used.
+    """
+    is_object = pc.and_(pc.starts_with(videos["uri"], SCHEME), pc.is_null(videos["policy"]))
+    if (first := pc.index(is_object, True).as_py()) >= 0:
+        uri = videos["uri"][first].as_py()
+        check_uri(uri)
+        with store_usage_errors():
+            objects.decide(uri)
+    return videos
 
 
 def _refuse_compressed(videos: str) -> None:
@@ -265,11 +280,19 @@ _NO_CLIPS = (
 _ONE_BY_ONE = "several VIDEOS (an id is the path in the folder that was named; name the folder of all, or quote a glob)"
 
 
-def _roots(video_roots: Sequence[str]) -> Roots:
-    """Sort ``--video-root`` into folders and prefixes on S3. Raises ManifestError for a folder that is not there."""
+def sort_roots(video_roots: Sequence[str]) -> Roots:
+    """Sort ``--video-root`` into folders and prefixes. Raises ManifestError for a folder that is not there.
+
+    "sample" is the folder of the sample clips, unless there is a folder of that name.
+    """
+    is_sample = "sample" in video_roots and not os.path.isdir("sample")  # noqa: PTH112 - as above
     roots = Roots(
-        [Path(root) for root in video_roots if not is_s3(root)],
-        [root_prefix(root) for root in video_roots if is_s3(root)],
+        [
+            _sample_folder() if is_sample and root == "sample" else Path(root)
+            for root in video_roots
+            if not is_remote(root)
+        ],
+        [root_prefix(root) for root in video_roots if is_remote(root)],
     )
     for root in roots.folders:
         if not os.path.isdir(root):  # noqa: PTH112 - as above
@@ -442,22 +465,25 @@ def _from_store(videos: str, roots: Roots, objects: Objects, forms: frozenset[st
     return _make_listed(places, videos=bool(videos_found))
 
 
-def given_manifest(rows: object, video_roots: Sequence[str] = ()) -> pa.Table:
+def given_manifest(rows: object, video_roots: Sequence[str] = (), objects: Objects | None = None) -> pa.Table:
     """List the videos that a caller has at hand, as MANIFEST_SCHEMA, in their order; an iterator is used up.
 
     Args:
         rows: paths or s3:// objects, each of which may be read, with its last segment as ``video_id``; or rows (dicts,
             or a table that Arrow takes) with video_id and uri, as of a manifest that lies in the current folder.
+        objects: the access to S3; None makes it from the environment.
 
-    Raises ManifestError for a row that makes no sense, no row at all, and a missing or duplicate ``video_id``.
+    Raises ManifestError for a row that makes no sense, no row at all, and a missing or duplicate ``video_id``;
+    UsageError if the configuration of S3 cannot be used.
     """
-    roots = _roots(video_roots)
+    roots = sort_roots(video_roots)
     if isinstance(rows, Iterator):
         rows = list(rows)
     if isinstance(rows, list | tuple) and rows and all(isinstance(path, str | os.PathLike) for path in rows):
         rows, roots = _called_by_name([os.fspath(path) for path in rows], roots)
     parts = given_parts("videos", rows, "video_id and uri")
-    return _unique_videos("videos", NamedVideos("videos", Path.cwd(), roots), parts, "there is none in it")
+    videos = _unique_videos("videos", NamedVideos("videos", Path.cwd(), roots), parts, "there is none in it")
+    return _decide_access(videos, objects or Objects.from_environment())
 
 
 def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, str]], Roots]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -56,8 +56,14 @@ _SEGMENT_DOTS = r"/\.\.?(/|$)"
 class Roots(NamedTuple):
     """The places that may be read: files below these folders, objects below these prefixes."""
 
-    folders: list[Path]
-    prefixes: list[str]
+    folders: Sequence[Path] = ()
+    prefixes: Sequence[str] = ()
+
+    def contains(self, uri: str) -> bool:
+        """Return True if a path, with its links followed, or an object lies below one of these places."""
+        if is_remote(uri):
+            return check_named(uri, self.prefixes) is None
+        return uri.startswith("/") and "\0" not in uri and Judge(self.folders)(uri) is None
 
 
 class Judge:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from pipeline.cache.header import CacheIdentity
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TIERS
 from pipeline.errors import UsageError
+from pipeline.inputs.manifest import sort_roots
 from pipeline.inspect.report import frames_of, identity_facts, source_facts, source_frames
 from pipeline.inspect.thumbnails import Pictures, source_pictures
 from pipeline.rows import VideoRow
@@ -54,6 +56,7 @@ def write_page(
     file: Path,
     retention_ratio: float | None = None,
     objects: Objects | None = None,
+    video_roots: Sequence[str] = (),
 ) -> str:
     """Write the page of one video, over an existing file; return a line for the user about it.
 
@@ -63,7 +66,7 @@ def write_page(
         raise UsageError(f"{file}: the folder {file.parent} does not exist")
     if file.is_dir():
         raise UsageError(f"{file}: is a folder; name a file for the page")
-    page = video_page(cache, video_id, retention_ratio, objects)
+    page = video_page(cache, video_id, retention_ratio, objects, video_roots)
     try:
         size = file.write_bytes(page.html.encode())
     except OSError as error:
@@ -73,19 +76,26 @@ def write_page(
 
 
 def video_page(
-    cache: TokenCache, video_id: str, retention_ratio: float | None = None, objects: Objects | None = None
+    cache: TokenCache,
+    video_id: str,
+    retention_ratio: float | None = None,
+    objects: Objects | None = None,
+    video_roots: Sequence[str] = (),
 ) -> Page:
     """Render the page of one video; the slider starts at ``retention_ratio``, by default at all that is stored.
 
-    The source is decoded again for pictures. Without the source the page has none, and ``missing`` says why.
-    ``objects`` fetches the frames of a video on S3 again; by default as the environment says.
+    The source is decoded again for pictures, if it lies below one of ``video_roots`` (folders and prefixes). Without
+    the source the page has none, and ``missing`` says why. ``objects`` fetches the frames of a video on S3 again; by
+    default as the environment says.
 
-    Raises UnknownVideo, FailedVideo, RatioNotCached, CorruptShard, and ValueError for a ratio that makes no sense.
+    Raises ManifestError for a root that is not there, UnknownVideo, FailedVideo, RatioNotCached, CorruptShard, and
+    ValueError for a ratio that makes no sense.
     """
     if retention_ratio is not None:
         cache.get(video_id, retention_ratio)  # raises for a ratio that the cache cannot serve
     video = cache.get(video_id, order="selection")
-    pictures = source_pictures(video.metadata, cache.identity["sampling"], objects or Objects.from_environment())
+    objects, roots = objects or Objects.from_environment(), sort_roots(video_roots)
+    pictures = source_pictures(video.metadata, cache.identity["sampling"], objects, roots)
     return draw_page(video, cache.identity, pictures, retention_ratio)
 
 

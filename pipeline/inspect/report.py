@@ -20,7 +20,7 @@ from pipeline.cache.header import CacheIdentity, fingerprint
 from pipeline.cache.live import Ledger, LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.table import parse_file_name
-from pipeline.inputs.listings import CONTROL
+from pipeline.console import clean_line
 from pipeline.inspect.watch import latest_run
 from pipeline.prune.summary import Summary, render, summarise
 from pipeline.rows import Json, JsonObject, VideoRow
@@ -97,7 +97,7 @@ def _videos(cache: TokenCache, limit: int = 20) -> RenderableType:
         row = cache.metadata(video_id)
         decoder = f"{row['backend']} {row['backend_version'] or ''}"
         table.add_row(
-            Text(video_id), str(len(row["frame_indices"])), str(row["n_total"]), str(row["n_tokens"]), decoder
+            Text(video_id), str(len(row["frame_indices"])), str(row["n_total"]), str(row["n_tokens"]), Text(decoder)
         )
     more = [f"... and {len(ids) - limit} more"] if len(ids) > limit else []
     return Group(table, *more)
@@ -111,7 +111,7 @@ def video_report(cache: TokenCache, video_id: str, retention_ratio: float | None
     row = cache.metadata(video_id)
     if row["status"] != "ok":
         how = "" if row["status"] == "removed" else f"{row['error_class']} in {row['error_stage']}: "
-        return Group(facts_table(source_facts(row)), Text(f"{row['status']}  {how}{row['error_message']}"))
+        return Group(facts_table(source_facts(row)), Text(clean_line(f"{row['status']}  {how}{row['error_message']}")))
     kept_per_frame = _kept_per_frame(cache, row, retention_ratio)
     title = f"{sum(kept_per_frame)} of {row['n_total']} tokens kept ({sum(kept_per_frame) / row['n_total']:.1%})"
     return Group(facts_table(source_facts(row)), "", _frames(row, kept_per_frame, title))
@@ -223,10 +223,10 @@ def failed_lines(failures: Failures) -> Iterator[str]:
 
 
 def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
-    """Render (name, value) a line. Both come from files, so they are never read as markup or commands of a terminal."""
+    """Render (name, value) a line, on any console. Both come from files."""
     table = Table.grid(padding=(0, 2))
     for name, value in facts:
-        table.add_row(Text(CONTROL.sub(" ", name)), Text(CONTROL.sub(" ", value)))
+        table.add_row(Text(clean_line(name)), Text(clean_line(value)))
     return table
 
 

@@ -12,6 +12,7 @@ from gstep.backbones.preprocess import resize_frames
 from pipeline.cache.header import SamplingIdentity
 from pipeline.errors import ReplacedSource, VideoFault
 from pipeline.inputs.forms import fetch_again
+from pipeline.inputs.named_videos import Roots
 from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodedVideo, DecodeRequest
@@ -50,20 +51,26 @@ class Pictures:
     missing: str = ""
 
 
-def source_pictures(row: VideoRow, sampling: SamplingIdentity, objects: Objects) -> Pictures:
+def source_pictures(row: VideoRow, sampling: SamplingIdentity, objects: Objects, roots: Roots) -> Pictures:
     """Decode a video's sampled frames again as JPEGs; there are none if its source file is gone or changed.
 
     The file is decoded in a child process that may crash or hang without harm. Only the very frames that the row names
-    are shown, of a file with the hash that the row names. ``sampling`` is the one in the cache's identity.
+    are shown, of a file with the hash that the row names, which must lie below ``roots``. ``sampling`` is the one in
+    the cache's identity.
     """
     try:
-        return Pictures(to_jpegs(_decode_again(row, sampling, objects).frames))
+        return Pictures(to_jpegs(_decode_again(row, sampling, objects, roots).frames))
     except VideoFault as fault:
-        return Pictures([], fault.message if fault.fault_class == "io" else f"decoding failed: {fault}")
+        is_unread = fault.fault_class in ("io", "policy")
+        return Pictures([], fault.message if is_unread else f"decoding failed: {fault}")
 
 
-def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: Objects) -> DecodedVideo:
-    """Decode the source file again. Raises VideoFault, "io" where it is not the file that the cache was made from."""
+def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: Objects, roots: Roots) -> DecodedVideo:
+    """Decode the source file again.
+
+    Raises VideoFault, "io" where it is not the file that the cache was made from, "policy" where it is not below
+    ``roots``.
+    """
     request = DecodeRequest(
         path=row["uri"],
         sampling=_sampling(sampling),
@@ -71,7 +78,7 @@ def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: Objects) -
         start_s=row["start_s"],
         end_s=row["end_s"],
     )  # with the default decoder: a row must not choose what code runs here
-    with same_source(row, objects, fetch_again(row, objects)) as source, DecodeSandbox() as sandbox:
+    with same_source(row, objects, fetch_again(row, objects, roots)) as source, DecodeSandbox() as sandbox:
         video = source.decode(sandbox, request)
     if video.source_hash != row["source_hash"]:
         raise ReplacedSource("the source file has changed since: its hash is another one")

@@ -19,6 +19,7 @@ from rich.text import Text
 from pipeline.cache.header import HEADER, fingerprint
 from pipeline.cache.live import Ledger
 from pipeline.cache.reader import TokenCache
+from pipeline.console import clean_line
 from pipeline.errors import CorruptShard, NotACache
 from pipeline.runner.claim import Holder, describe_holder, find_holder
 from pipeline.runner.progress import Progress
@@ -201,7 +202,7 @@ def looks(store: Store, made_with: str, every_s: float) -> Iterator[tuple[RunPro
 
 def _render(run: RunProgress, rate: float) -> RenderableType:
     """Render the state of a run, with ``rate`` in videos a second, and how busy the workers of each stage are."""
-    lines: list[RenderableType] = [Text(run.describe())]
+    lines: list[RenderableType] = [Text(clean_line(run.describe()))]
     if run.status == "running":
         left_s = run.estimate_left_s(rate)
         time_left = "" if left_s is None else f", {left_s:.0f} s left"
@@ -213,7 +214,7 @@ def _render(run: RunProgress, rate: float) -> RenderableType:
         table = Table("stage", "to do", "busy", "", show_edge=False)
         for stage, waiting in run.now.waiting.items():
             busy = f"{run.now.busy[stage]:.0%}" if stage in run.now.busy else "-"
-            table.add_row(stage, str(waiting), busy, "the bottleneck" if stage == run.now.bottleneck else "")
+            table.add_row(Text(stage), str(waiting), busy, "the bottleneck" if stage == run.now.bottleneck else "")
         lines.append(table)
         if run.now.bottleneck not in {"", *run.now.waiting}:
             lines.append(Text(f"bottleneck: {run.now.bottleneck}"))

@@ -25,7 +25,7 @@ from pipeline.video.sandbox import InThisProcess
 OPTIONS = frozenset(
     {"model", "revision", "siglip", "device", "dtype", "attn", "retention_ratio", "pruner", "pruner_param", "seed"}
     | {"num_frames", "frame_rule", "fps", "max_frames", "snap_to_keyframes", "min_pixels", "max_pixels"}
-    | {"max_video_tokens", "decoder", "fetch_memory", "s3_endpoint"}
+    | {"max_video_tokens", "decoder", "fetch_memory", "s3_endpoint", "s3_requester_pays"}
 )
 _DIM_FACTOR = 3  # divides the brightness of pruned tokens in a picture
 

@@ -229,7 +229,7 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
         check_decoder_device(config.decoder, "cpu")
     return Recipe(
         config=config,
-        objects=objects or Objects.from_environment(config.s3_endpoint),
+        objects=objects or Objects.from_environment(config.s3_endpoint, config.s3_requester_pays),
         source=source,
         pruner=pruner,
         retention_ratio=pruner.nominal_ratio(config.retention_ratio),

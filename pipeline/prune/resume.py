@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.cache.live import Ledger
-from pipeline.errors import SourceChanged, UsageError, describe_near
+from pipeline.errors import SourceChanged, UsageError, describe_near, printable
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE, clip_keys, column_keys
 from pipeline.prune.changes import find_replaced
@@ -140,9 +140,8 @@ def select_remaining(
         n_changed += int(state.changed.sum())
         for index in np.flatnonzero(state.changed)[: _MAX_EXAMPLES - len(examples)].tolist():
             row, old = part.slice(index, 1).to_pylist()[0], ledger.read(int(state.rows[index]))
-            examples.append(
-                _describe_change(row, old, int(state.sizes[index]), is_replaced=bool(state.replaced[index]))
-            )
+            change = _describe_change(row, old, int(state.sizes[index]), is_replaced=bool(state.replaced[index]))
+            examples.append(printable(change))
         redone = state.named | (state.changed & (config.on_changed == "redo"))
         left_alone = state.failed & ~state.retried & ~redone
         kinds = {

@@ -138,7 +138,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         nothing is started.
         """
         config = self.options
-        self._objects = Objects.from_environment(config.s3_endpoint)
+        self._objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
         self.store, self.run_id = store_at(config.out, self._objects), new_run_id()
         check_out(self.store)
         self._redo = None if config.redo is None else pa.array(read_ids("redo", config.redo), pa.string())
@@ -177,7 +177,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             for name in config.videos if len(config.videos) == 1 else ():
                 refuse_other_files(videos, name, self._objects)
         else:
-            videos = given_manifest(self._given_videos, config.video_root)
+            videos = given_manifest(self._given_videos, config.video_root, self._objects)
         for kind, remedy in self.indexing.left_out.remedies.items():
             count = self.indexing.left_out.counts()[kind]
             self.say(f"note: left out: {format_counts({kind: count})}. {remedy}")

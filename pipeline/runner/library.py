@@ -13,6 +13,7 @@ from typing import TypeVar
 import ray
 from rich.console import Console
 
+from pipeline.console import CleanConsole
 from pipeline.errors import TooManyFailed
 from pipeline.options import RunOptions, check
 from pipeline.runner.progress import Listening, OneLine, Progress
@@ -39,7 +40,7 @@ def make_console(progress: ProgressOption) -> Console:
     if progress is not True:
         check(callable(progress), "progress", "True, False or a function", progress)
         return Listening(progress)
-    return Listening(OneLine()) if Console().is_jupyter else Console(stderr=True)
+    return Listening(OneLine()) if Console().is_jupyter else CleanConsole(stderr=True)
 
 
 def check_outcome(summary: S, config: RunOptions, n_items: int, infrastructure_limit: int | None = None) -> S:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 from rich import progress as rich_progress
 from rich.console import Console
 
+from pipeline.console import CleanConsole
 from pipeline.runner.heartbeats import WorkerReport
 from pipeline.runner.stages import Wording
 from pipeline.storage.outages import OUTAGES
@@ -120,7 +121,7 @@ def find_bottleneck(busy: Mapping[str, float]) -> str:
     return saturated_stages[-1] if saturated_stages else busiest
 
 
-class Listening(Console):
+class Listening(CleanConsole):
     """A console that passes its lines, and progress, to the function ``tell``.
 
     An exception of ``tell`` ends the run.

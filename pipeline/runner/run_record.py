@@ -15,12 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypedDict
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from pipeline.cache.schema import TOKENS
 from pipeline.cache.token_shard import parse_run_id, parse_shard_id
+from pipeline.console import CleanConsole
 from pipeline.errors import BUGS, Fault, UsageError, printable
 from pipeline.rows import Json, JsonObject
 from pipeline.runner.last_writes import write_last
@@ -259,16 +260,14 @@ class Outcome:
             table.add_column(name, overflow="fold", justify="right" if name == f"{item}s" else "left")
         for name, count in self.failures.items():
             example, message = self.examples[name]
-            # Ids and messages come from files and must not be read as markup.
-            table.add_row(
-                name, str(count), Text(f"{example}: {message}"), Text(faults[name].remedy if name in faults else "")
-            )
+            remedy = faults[name].remedy if name in faults else ""
+            table.add_row(Text(name), str(count), Text(f"{example}: {message}"), Text(remedy))
         return table
 
 
 def as_text(renderable: RenderableType) -> str:
     """Render a Rich object as plain text."""
-    console = Console(file=io.StringIO(), width=120, force_jupyter=False)
+    console = CleanConsole(file=io.StringIO(), width=120, force_jupyter=False)
     with console.capture() as capture:
         console.print(renderable)
     return "\n".join(line.rstrip() for line in capture.get().rstrip().split("\n"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
+import os
 import socket
 from dataclasses import dataclass
 
@@ -10,6 +12,12 @@ from pipeline.errors import UsageError
 from pipeline.generate.config import PromptOptions
 from pipeline.options import S3Options, check, check_choices, check_ratio, engine_values, option, positive
 from pipeline.rows import Json
+
+KEY = "VLLM_API_KEY"
+MISSING_KEY = (
+    f"other machines can reach this server, and it has no key. Set {KEY} or --api-key; or give --no-key, to answer "
+    "everyone who reaches it"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +60,12 @@ class ServeConfig(PromptOptions, S3Options):
     port: int = option(8000, "port to listen on", metavar="PORT")
     api_key: str | None = option(
         None,
-        "the key that clients must send (default: VLLM_API_KEY; without both the server asks for no key)",
+        "the key that clients must send (default: VLLM_API_KEY). Without both the server asks for no key; then --host "
+        "must be a loopback address",
         metavar="KEY",
         secret=True,
     )
+    no_key: bool = option(False, "without a key, also listen on an address that other machines can reach")
 
     print_command: bool = option(False, "print the command of vLLM's own server that does the same, and exit")
     refresh_seconds: float = option(10.0, "look for new, redone and removed videos this often, in seconds", metavar="S")
@@ -76,11 +86,20 @@ class ServeConfig(PromptOptions, S3Options):
         check(0 < self.port < 65536, "port", "in [1, 65535]", self.port)
         if self.api_key is not None and not self.api_key.strip():
             raise UsageError("--api-key must not be empty")
+        if self.no_key and self.api_key is not None:
+            raise UsageError("--no-key and --api-key do not go together")
+        if self.needs_key and self.api_key is None and not os.environ.get(KEY, "").strip():
+            raise UsageError(f"--host {self.host!r}: {MISSING_KEY}")
         check(positive(self.refresh_seconds), "refresh_seconds", "above 0", self.refresh_seconds)
         check(self.max_request_bytes >= 1024, "max_request_bytes", "at least 1024", self.max_request_bytes)
         check(0 <= self.shutdown_timeout < math.inf, "shutdown_timeout", "0 or above", self.shutdown_timeout)
         self.engine_params()
         self.named_caches()
+
+    @property
+    def needs_key(self) -> bool:
+        """True if other machines may reach the server, and ``no_key`` does not allow that without a key."""
+        return not self.no_key and not _is_loopback(self.host)
 
     def engine_params(self) -> dict[str, Json]:
         """Return the values of ``--engine-param`` by name, spelled as vLLM's EngineArgs spells it."""
@@ -98,6 +117,15 @@ class ServeConfig(PromptOptions, S3Options):
                 raise UsageError(f"--cache takes NAME=PLACE, each NAME once, got {text!r}")
             places[name] = place
         return places
+
+
+def _is_loopback(host: str) -> bool:
+    """Return True if every address of a host is a loopback address; an empty host is all addresses of the machine."""
+    try:
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host or None, None, flags=socket.AI_PASSIVE)}
+    except (OSError, UnicodeError):  # no such host; :func:`check_port` says so
+        return False
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 def check_port(host: str, port: int) -> None:

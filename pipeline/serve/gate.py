@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
+from pipeline.errors import UsageError
+from pipeline.serve.config import KEY, MISSING_KEY
 from pipeline.serve.prompts import CachedPrompts, ServedCache, find_prompts
 
 Scope = dict[str, Any]
@@ -20,7 +22,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-KEY = "VLLM_API_KEY"
 OPEN_PATHS = frozenset(("/health", "/ping"))  # routes that load balancers ask without a key, also while the server ends
 RETRY_AFTER_S = 10
 # A body that is too large is read up to this many times the limit, so that the client gets the error.
@@ -79,9 +80,15 @@ class RequestGate:
                 self._busy -= 1
 
     def _start(self, state: Any) -> None:
-        """Open the caches, take over SIGTERM, and hide the model's path from clients. Raises as CachedPrompts."""
+        """Open the caches, take over SIGTERM, and hide the model's path from clients.
+
+        Raises UsageError if the server needs a key and has none, and as CachedPrompts.
+        """
         self._state = state
-        self._prompts = find_prompts(ServedCache.from_config(state.vllm_config))
+        served = ServedCache.from_config(state.vllm_config)
+        if served.needs_key and not self._key.strip():  # a printed command may run in another environment
+            raise UsageError(MISSING_KEY)
+        self._prompts = find_prompts(served)
         for model in state.openai_serving_models.base_model_paths:
             model.model_path = model.name  # else /v1/models tells everybody where the model lies
         loop = asyncio.get_running_loop()

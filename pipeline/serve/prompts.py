@@ -93,6 +93,7 @@ class ServedCache:
         held_bytes: of tokens that are kept in memory for later questions.
         max_request_bytes: of a request's body.
         shutdown_timeout: seconds that requests have to end after SIGTERM.
+        needs_key: True if the server must not start without a key.
     """
 
     cache: str
@@ -107,6 +108,7 @@ class ServedCache:
     held_bytes: int = 2**30
     max_request_bytes: int = 2**20
     shutdown_timeout: float = 30.0
+    needs_key: bool = False
 
     @classmethod
     def from_config(cls, config: VllmConfig) -> ServedCache:

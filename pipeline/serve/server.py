@@ -29,8 +29,8 @@ from pipeline.errors import UsageError, store_usage_errors, usage_errors
 from pipeline.generate.engines.vllm import check_installed, refuse_reserved
 from pipeline.generate.model import choose_model
 from pipeline.serve import CONFIG, MODE
-from pipeline.serve.config import ServeConfig
-from pipeline.serve.gate import KEY, RequestGate
+from pipeline.serve.config import KEY, ServeConfig
+from pipeline.serve.gate import RequestGate
 from pipeline.serve.prompts import CachedPrompts, ServedCache
 from pipeline.storage.stores import store_at
 
@@ -42,6 +42,7 @@ _RESERVED_ARGUMENTS = RESERVED_OPTIONS | {
         "allowed_media_domains",
         "allowed_local_media_path",
         "enable_scale_out",
+        "grpc",  # another server, without the gate
         "middleware",
         "shutdown_timeout",
         "additional_config",
@@ -156,7 +157,10 @@ def command_line(arguments: Sequence[str], variables: Mapping[str, str]) -> str:
 
 def _store_variables(config: ServeConfig) -> dict[str, str]:
     """Return the variables that lead vLLM's processes to the store that the flags name."""
-    return {} if config.s3_endpoint is None else {"AWS_ENDPOINT_URL": config.s3_endpoint}
+    if config.s3_endpoint is None:
+        return {}
+    names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+    return {**dict.fromkeys(names, config.s3_endpoint), "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "false"}
 
 
 def served_cache(config: ServeConfig) -> ServedCache:
@@ -180,6 +184,7 @@ def served_cache(config: ServeConfig) -> ServedCache:
         held_bytes=config.held_bytes,
         max_request_bytes=config.max_request_bytes,
         shutdown_timeout=config.shutdown_timeout,
+        needs_key=config.needs_key,
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -26,6 +27,10 @@ from pipeline.storage.s3 import ObjectInfo, Slice, Upload
 SCHEMES = ("gs://", "az://")
 # Arrow's own limit is 15 minutes, for which a machine without credentials would say nothing.
 _GOOGLE_RETRIES = timedelta(minutes=1)
+_IS_REFUSED = re.compile(
+    r"\b40[13] (?:Forbidden|Unauthorized)|AuthenticationFailed|\bDefaultAzureCredential\b"
+    r"|\bPERMISSION_DENIED\b|\bUNAUTHENTICATED\b|\bOAuth2 access token\b"
+)
 _AZURE = {"BlobEndpoint": "blob_storage_authority", "AccountName": "account_name", "AccountKey": "account_key"}
 
 
@@ -64,7 +69,12 @@ class ArrowObjects:
         try:
             yield self._connection[1], uri.removeprefix(self._scheme).rstrip("/")
         except OSError as error:
-            raise OSError(error.errno or errno.EIO, str(error).partition(" Details:")[0], uri) from None
+            message = str(error).partition(" Details:")[0].partition("\n")[0]
+            if isinstance(error, FileNotFoundError) or not _IS_REFUSED.search(message):
+                raise OSError(error.errno or errno.EIO, message, uri) from None
+            source = _describe_credentials(self._scheme)
+            message += f"; the credentials from {source} are wrong, have expired or do not allow this"
+            raise PermissionError(errno.EACCES, message, uri) from None
 
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
         """Yield the objects of a folder in order of their names, with ``deep`` also the objects of its subfolders.
@@ -119,6 +129,16 @@ class ArrowObjects:
 
     def abort(self, upload: Upload) -> None:
         """Clean nothing up: these stores have no pending uploads."""
+
+
+def _describe_credentials(scheme: str) -> str:
+    """Say where the credentials of a store come from, without a part of them."""
+    if scheme == "gs://":
+        path = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+        return f"{path} (GOOGLE_APPLICATION_CREDENTIALS)" if path else "the login of gcloud or the machine's account"
+    variables = ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_KEY")
+    name = next((name for name in variables if os.environ.get(name)), None)
+    return f"the environment ({name})" if name else "the machine's identity"
 
 
 def _azure_settings(uri: str) -> dict[str, str]:

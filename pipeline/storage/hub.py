@@ -6,8 +6,10 @@ The endpoint and the token are those that huggingface_hub finds on each node (HF
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UsageError
@@ -133,7 +135,24 @@ def _connect_to(uri: str) -> Iterator[tuple[Any, str]]:
     try:
         yield HfFileSystem(), uri.removeprefix(SCHEME)
     except FileNotFoundError as error:
-        raise FileNotFoundError(errno.ENOENT, f"the hub has no such file ({type(error).__name__})", uri) from None
+        message = f"the hub has no such file ({type(error).__name__})"
+        if "repository not found" in str(error):  # said of a private one, too
+            message = f"the hub has no such repository, or does not show it: {_describe_token()} to read it"
+        raise FileNotFoundError(errno.ENOENT, message, uri) from None
     except Exception as error:  # noqa: BLE001 - its clients raise errors of several libraries
         reason = str(error).strip().split("\n", 1)[0]
+        if getattr(getattr(error, "response", None), "status_code", None) in (401, 403):
+            message = f"the hub refuses the request: {reason}; {_describe_token()}"
+            raise PermissionError(errno.EACCES, message, uri) from None
         raise OSError(errno.EIO, f"the hub does not answer: {type(error).__name__}: {reason}", uri) from None
+
+
+def _describe_token() -> str:
+    """Say where the token comes from that may be wrong, without a part of it, or that there is none."""
+    from huggingface_hub import constants  # noqa: PLC0415 - only where the hub is used
+
+    variables = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+    name = next((name for name in variables if os.environ.get(name)), None)
+    if name is None and not Path(constants.HF_TOKEN_PATH).exists():
+        return "no credentials are configured: set HF_TOKEN, or run hf auth login,"
+    return f"check that the credentials (the token of {name or constants.HF_TOKEN_PATH}) are valid and allowed"

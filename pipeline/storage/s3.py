@@ -24,12 +24,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
-from pipeline.errors import UsageError
+from pipeline.errors import UsageError, printable
 from pipeline.storage.downloads import Download, write_download
 from pipeline.storage.outages import OUTAGES, Outage
+from pipeline.storage.s3_access import (
+    EXPIRED_CODES,
+    explain_failure,
+    explain_refusal,
+    find_endpoint,
+    lacks_credentials,
+    start_session,
+)
 
 SCHEME = "s3://"
 _RETRIES = 4  # how often a range whose download broke is asked for again
@@ -48,27 +56,27 @@ _ERRNO_BY_STATUS: Mapping[int, int] = {
     404: errno.ENOENT,
     416: errno.ERANGE,
 }
-_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
 _REMEDIES: Mapping[str, str] = {
-    "NoCredentialsError": _CREDENTIALS,
-    "PartialCredentialsError": _CREDENTIALS,
-    "ProfileNotFound": "AWS_PROFILE names no profile of this machine",
     "NoRegionError": "set AWS_REGION",
     "InvalidRegionError": "AWS_REGION is no name of a region",
     "ParamValidationError": "the bucket or the key is not one that S3 takes",
 }
-_ENVIRONMENT = {
-    "endpoint_url": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+_ENVIRONMENT: Mapping[str, tuple[str, ...]] = {
+    "endpoint_url": (),  # ``find_endpoint`` asks botocore, which also looks into files
     "region_name": ("AWS_REGION", "AWS_DEFAULT_REGION"),
     "aws_access_key_id": ("AWS_ACCESS_KEY_ID",),
     "aws_secret_access_key": ("AWS_SECRET_ACCESS_KEY",),
     "aws_session_token": ("AWS_SESSION_TOKEN",),
     "profile_name": ("AWS_PROFILE",),
 }
-#: Codes of a store's reply about expired credentials; a reply to HEAD has no code.
-_EXPIRED_CODES = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
+_KEYS = frozenset({"aws_access_key_id", "aws_secret_access_key", "aws_session_token"})
 _SECRET = ("endpoint_url", "aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _ADDRESS = re.compile(r"\bhttps?://[^\s\"'<>]+")
+_ACCESS_KEY = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{8,}")
+_UNSIGNED = (
+    "note: no AWS credentials are configured. Sources on S3 are read unsigned, which only public buckets allow. For "
+    "others set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+)
 
 
 class ObjectInfo(NamedTuple):
@@ -106,22 +114,44 @@ class Objects:
     Every method takes ``s3://bucket/key``, and tries again for minutes what a store that is busy or away does not
     answer (``pipeline.storage.outages``). Raises OSError (FileNotFoundError, PermissionError, FileExistsError) that
     names the URI.
+
+    It reads sources (videos, questions); ``for_store`` returns the client that also writes. The first request, or
+    ``decide``, settles what the configuration leaves open: the endpoint, and whether sources are read unsigned. A
+    pickled client takes the decision along.
     """
 
-    def __init__(self, *, patience: float = 1.0, answered: bool = False, **settings: str | None) -> None:
+    def __init__(
+        self,
+        *,
+        patience: float = 1.0,
+        answered: bool = False,
+        decided: bool = False,
+        unsigned: bool | None = None,
+        requester_pays: bool = False,
+        **settings: str | None,
+    ) -> None:
         """Take ``settings``, keywords of a client (see ``_ENVIRONMENT``); botocore searches for other settings itself.
 
-        No request is sent. ``patience`` scales the time that a store may take; below 1 a request is sent twice at most.
-        ``answered`` is True if the store has ever answered these settings.
+        No request is sent.
+
+        Args:
+            patience: scales the time that a store may take; below 1 a request is sent twice at most.
+            answered: True if the store has ever answered these settings.
+            decided: True if the settings have the configured endpoint.
+            unsigned: True for requests without a signature where a process finds no credentials. None leaves it open,
+                which is for clients without keys that read at their owners' cost.
+            requester_pays: accept the cost of reads from buckets whose owners want that.
         """
         assert not (settings.keys() - _ENVIRONMENT.keys()), settings.keys()
         self._settings = {name: value for name, value in settings.items() if value}
-        self._patience, self._answered = patience, answered
+        self._patience, self._answered, self._decided = patience, answered, decided
+        self._unsigned = False if requester_pays or self._settings.keys() & _KEYS else unsigned
+        self._requester_pays = requester_pays
         self._client_of_process: tuple[int, Any] | None = None  # (process, client)
 
     @classmethod
-    def from_environment(cls, endpoint: str | None = None) -> Objects:
-        """Make the client from the AWS_* variables of this process; ``endpoint`` (a flag) overrides its variable.
+    def from_environment(cls, endpoint: str | None = None, requester_pays: bool = False) -> Objects:
+        """Make the client from the AWS_* variables of this process; ``endpoint`` (a flag) overrides the configured one.
 
         The workers get these settings from here, so the variables need to be set for the driver alone. Temporary
         credentials among them may expire: from then on each process takes what it finds itself, as botocore does.
@@ -130,14 +160,61 @@ class Objects:
             name: next((os.environ[variable] for variable in variables if os.environ.get(variable)), None)
             for name, variables in _ENVIRONMENT.items()
         }
-        return cls(**(settings | ({"endpoint_url": endpoint} if endpoint else {})))
+        return cls(requester_pays=requester_pays, **{**settings, "endpoint_url": endpoint})
 
     def impatient(self) -> Objects:
         """Return a client that gives up after two tries of 14 seconds, for requests that are useless when late."""
-        return Objects(patience=0.2, answered=self._answered, **self._settings)
+        return self._copy(patience=0.2)
+
+    def for_store(self) -> Objects:
+        """Return the client of a cache or of results: its requests are always signed, and say nothing of who pays."""
+        if self._unsigned is False and not self._requester_pays:
+            return self
+        return self._copy(unsigned=False, requester_pays=False)
+
+    def decide(self, uri: str) -> None:
+        """Settle what the configuration leaves open, before the client travels to workers. Sends no request to a store.
+
+        Raises OSError that names ``uri``, if the configuration cannot be used.
+        """
+        with self._errors(uri):
+            if self._decided and self._unsigned is not None:
+                return
+            self._decide(start_session(self._settings.get("profile_name")))
+
+    def _decide(self, session: Any) -> None:
+        """Look up the endpoint and the region, and whether there are credentials; a note says that there are none."""
+        if not self._decided:
+            found = {"endpoint_url": find_endpoint(session), "region_name": session.get_config_variable("region")}
+            self._settings = {name: value for name, value in found.items() if value} | self._settings
+        if self._unsigned is None:
+            self._unsigned = lacks_credentials(session)
+            if self._unsigned:
+                OUTAGES.say(_UNSIGNED)
+        self._decided = True
+
+    def _start_session(self) -> Any:
+        """Start a session of botocore; a node may lack the driver's profile if its credentials are not needed."""
+        from botocore.exceptions import ProfileNotFound  # noqa: PLC0415 - only where a store is used
+
+        try:
+            return start_session(self._settings.get("profile_name"))
+        except ProfileNotFound:
+            if not self._decided or not (self._unsigned or self._settings.keys() & _KEYS):
+                raise
+            del self._settings["profile_name"]
+            return start_session(None)
+
+    def _copy(self, **changes: Any) -> Objects:
+        return Objects(**{**self._state(), **changes})
+
+    def _state(self) -> dict[str, Any]:
+        """Return the keywords that make an equal client."""
+        state = {"patience": self._patience, "answered": self._answered, "decided": self._decided}
+        return state | {"unsigned": self._unsigned, "requester_pays": self._requester_pays, **self._settings}
 
     def __reduce__(self) -> tuple[Callable[[], Objects], tuple[()]]:
-        return partial(Objects, patience=self._patience, answered=self._answered, **self._settings), ()
+        return partial(Objects, **self._state()), ()
 
     def __repr__(self) -> str:
         return "Objects(...)"
@@ -257,9 +334,13 @@ class Objects:
         """Remove the secrets of these settings, and addresses, from a text."""
         secrets = [self._settings[name] for name in _SECRET if name in self._settings]
         secrets += [value.partition("://")[2] for value in secrets if "://" in value]
+        signer = self._describe_signer()[0]
+        # Credentials of a file or a role; their properties would fetch new ones.
+        names = ("access_key", "secret_key", "token", "_access_key", "_secret_key", "_token")
+        secrets += [value for name, value in vars(signer).items() if name in names] if signer is not None else []
         for value in sorted(filter(None, secrets), key=len, reverse=True):
             text = text.replace(value, "***")
-        return _ADDRESS.sub("***", text)
+        return _ACCESS_KEY.sub("***", _ADDRESS.sub("***", text))
 
     def _request(self, operation: str, uri: str, **more: object) -> Any:
         """Return the answer to one request about an object. Raises OSError that names the URI."""
@@ -273,8 +354,15 @@ class Objects:
         A forked process makes its own: an inherited client would share connections with the parent.
         """
         if self._client_of_process is None or self._client_of_process[0] != os.getpid():
-            client = _connect(dict(self._settings), self._patience)
+            session = self._start_session()
+            is_driver = self._unsigned is None
+            self._decide(session)
+            # A node with credentials of its own, as of a role, signs though the driver has none.
+            unsigned = bool(self._unsigned) and (is_driver or session.get_credentials() is None)
+            client = _connect(session, self._settings, self._patience, unsigned=unsigned)
             client.meta.events.register("before-call.s3", _note_start)
+            if self._requester_pays:
+                client.meta.events.register("before-call.s3", _offer_to_pay)
             client.meta.events.register_first("needs-retry.s3", self._delay)
             client.meta.events.register_first("needs-retry.s3", partial(_renew, client, self._settings))
             self._client_of_process = os.getpid(), client
@@ -306,6 +394,11 @@ class Objects:
             return None
         return random.uniform(0.5, 1) * min(_MAX_DELAY_S, 0.2 * 1.6**attempts)
 
+    def _describe_signer(self) -> tuple[Any, str | None]:
+        """Return the credentials that sign this process's requests, or None, and the profile."""
+        client = self._client_of_process[1] if self._client_of_process is not None else None
+        return client and client._request_signer._credentials, self._settings.get("profile_name")
+
     @contextmanager
     def _errors(self, uri: str) -> Iterator[None]:
         """Convert errors inside the context to OSError that names the URI, without endpoint and credentials."""
@@ -317,18 +410,21 @@ class Objects:
         except ClientError as error:
             status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
             error_fields = error.response.get("Error", {})
-            text = self.redact(
-                f"{error_fields.get('Code', status)}: {error_fields.get('Message', 'the store gives no reason')}"
-            )
-            if error_fields.get("Code") in _EXPIRED_CODES:
-                text += "; rerun the command with new credentials"
+            code = error_fields.get("Code") or str(status)
+            text = self.redact(f"{code}: {error_fields.get('Message') or 'the store gives no reason'}")
+            text += explain_refusal(status, code, *self._describe_signer())
             # OSError makes its subclasses (FileNotFoundError and so on) by the number.
             raise OSError(_ERRNO_BY_STATUS.get(status, errno.EIO), text, uri) from None
         except (BotoCoreError, HTTPError, ValueError) as error:  # the original text names the endpoint
             name = type(error).__name__
-            remedy = _REMEDIES.get(name, "check --s3-endpoint (AWS_ENDPOINT_URL) and the network")
+            remedy = explain_failure(error, self._settings.get("profile_name")) or _REMEDIES.get(
+                name, "check --s3-endpoint (AWS_ENDPOINT_URL) and the network"
+            )
             raise OSError(errno.EIO, f"the object store cannot be used: {name}; {remedy}", uri) from None
         except OSError as error:
+            if error.filename not in (None, uri):  # its absence is not that of the object
+                message = f"the credentials cannot be read from {error.filename}: {error.strerror}"
+                raise OSError(errno.EIO, message, uri) from None
             raise OSError(error.errno or errno.EIO, self.redact(error.strerror or str(error)), uri) from None
 
 
@@ -378,13 +474,13 @@ def _slice(answer: Any, start: int, end: int | None) -> Slice:
     return Slice(data, size)
 
 
-def _connect(settings: dict[str, str], patience: float) -> Any:
-    """Make a client of botocore with these settings; "profile_name" is taken out of the mapping."""
-    from botocore.config import Config  # noqa: PLC0415 - only where a store is used
+def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsigned: bool) -> Any:
+    """Make a client of botocore with these settings."""
+    from botocore import UNSIGNED  # noqa: PLC0415 - only where a store is used
+    from botocore.config import Config  # noqa: PLC0415
 
-    session = _start_session(settings.pop("profile_name", None))
     # Stores that are not Amazon's: all take addresses by path, but not all take the checksums that boto3 adds.
-    options: dict[str, str | dict[str, str]] = {
+    options: dict[str, Any] = {
         "s3": {"addressing_style": "path"},
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
@@ -394,29 +490,11 @@ def _connect(settings: dict[str, str], patience: float) -> Any:
         connect_timeout=_CONNECT_S * patience,
         read_timeout=_SILENT_S * patience,
         max_pool_connections=64,  # more than any pool of threads here: beyond it urllib3 logs the endpoint
+        signature_version=UNSIGNED if unsigned else None,
         **(options if "endpoint_url" in settings else {}),
     )
-    return session.create_client("s3", config=config, **settings)
-
-
-def _start_session(profile: str | None) -> Any:
-    """Start a session of botocore, which finds settings and credentials as boto3 does.
-
-    Sessions share the description of S3's interface. It takes longer to read than all the rest of a client.
-    """
-    from botocore.session import Session  # noqa: PLC0415 - only where a store is used
-
-    session = Session(profile=profile)
-    session.register_component("data_loader", _interfaces(session.get_config_variable("data_path")))
-    return session
-
-
-@cache
-def _interfaces(folders: str | None) -> Any:
-    """Return the loader of botocore's descriptions of interfaces, which keeps them; ``folders`` may have more."""
-    from botocore.loaders import create_loader  # noqa: PLC0415 - only where a store is used
-
-    return create_loader(folders)
+    keywords = {name: value for name, value in settings.items() if name != "profile_name"}
+    return session.create_client("s3", config=config, **keywords)
 
 
 class _Failure(NamedTuple):
@@ -432,7 +510,7 @@ def _describe_failure(response: tuple[Any, Mapping[str, Any]] | None, error: Exc
 
     if response is None:
         return _Failure(type(error).__name__, True) if isinstance(error, ConnectionError | HTTPClientError) else None
-    status, code = response[0].status_code, response[1].get("Error", {}).get("Code", "")
+    status, code = response[0].status_code, printable(response[1].get("Error", {}).get("Code") or "")
     if status in _AWAY or code in _AWAY_CODES:
         return _Failure(f"{status} {code}" if code not in ("", str(status)) else str(status), True)
     return _Failure(f"{status} {code}", False) if status == 500 else None
@@ -445,6 +523,11 @@ def _note_start(params: Mapping[str, Any], context: dict[str, Any], **_: object)
     """Note with a request where it goes and when it was first sent."""
     bucket = context["input_params"]["Bucket"]
     context |= {_PLACE: f"{SCHEME}{bucket}", _SENT: time.time()}
+
+
+def _offer_to_pay(params: dict[str, Any], **_: object) -> None:
+    """Say in a request that its sender pays for it."""
+    params["headers"]["x-amz-request-payer"] = "requester"
 
 
 def _renew(
@@ -462,9 +545,9 @@ def _renew(
         return None
     signer = client._request_signer
     code = response[1].get("Error", {}).get("Code")
-    if code not in _EXPIRED_CODES and (code, response[1]["ResponseMetadata"]["HTTPStatusCode"]) != ("400", 400):
+    if code not in EXPIRED_CODES and (code, response[1]["ResponseMetadata"]["HTTPStatusCode"]) != ("400", 400):
         return None
-    credentials = _start_session(settings.get("profile_name")).get_credentials()
+    credentials = start_session(settings.get("profile_name")).get_credentials()
     if credentials is None:
         return None
     signer._credentials = credentials  # another thread may have set the same after this request was signed

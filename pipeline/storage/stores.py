@@ -65,7 +65,7 @@ def store_at(place: str | Path, objects: Objects | None = None) -> Store:
         raise UsageError("the name of a cache or of results is empty: name a folder or s3://bucket/prefix")
     if is_s3(text):
         check_uri(text)
-        return ObjectStore(text, objects or Objects.from_environment())
+        return ObjectStore(text, (objects or Objects.from_environment()).for_store())
     if text.startswith(SCHEMES):
         return ObjectStore(text, ArrowObjects.at(text))
     if "://" in text and not text.startswith("file:///"):
@@ -170,6 +170,10 @@ class LocalStore:
         folder_descriptor = os.open(path.parent, os.O_RDONLY, dir_fd=root)
         try:
             os.fsync(folder_descriptor)  # so that the rename survives a power cut
+        except OSError as error:
+            # SMB, 9p and some FUSE mounts cannot sync a folder. The file itself is synced and has its name by now.
+            if error.errno not in {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}:
+                raise
         finally:
             os.close(folder_descriptor)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import fields, replace
 
@@ -24,6 +25,7 @@ from pipeline.cache.reader import TokenCache
 from pipeline.cache.writer import KeptTokens, VideoItem
 from pipeline.errors import ReplacedSource, UsageError, VideoFault, usage_errors
 from pipeline.inputs.forms import fetch_again
+from pipeline.inputs.manifest import sort_roots
 from pipeline.options import check_options
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
@@ -51,14 +53,15 @@ class LiveCheck:
     Raises UsageError where the cache does not say how, or what it says cannot be had here.
     """
 
-    def __init__(self, cache: TokenCache, model: str | None, objects: Objects) -> None:
+    def __init__(self, cache: TokenCache, model: str | None, objects: Objects, video_roots: Sequence[str] = ()) -> None:
         """Load the model of the newest run of ``cache`` to this machine's GPU or CPU, which may download its files.
 
         Args:
             model: where the model is now; None if the run's record still tells.
             objects: reads sources on S3.
+            video_roots: folders and prefixes, below which sources are read.
         """
-        store = cache.store
+        store, self._roots = cache.store, sort_roots(video_roots)
         self._cache, self._objects = cache, objects
         run = newest_record(store)
         if run is None:
@@ -100,7 +103,9 @@ class LiveCheck:
         except ReplacedSource as fault:
             return LiveResult(video_id, "source-changed", fault.message)
         except VideoFault as fault:
-            return LiveResult(video_id, "source-gone" if fault.fault_class == "io" else "failed", fault.message)
+            return LiveResult(
+                video_id, "source-gone" if fault.fault_class in ("io", "policy") else "failed", fault.message
+            )
         assert encoded.kept is not None  # encode_one raises where a video fails
         kept_tokens, codec = encoded.kept, self._cache.codec
         if codec is not BFLOAT16:  # what a reader of such a cache gets
@@ -118,13 +123,15 @@ class LiveCheck:
         return replace(result, versions=versions_of(row, run, encoded.record))
 
     def _encode_again(self, row: VideoRow, decoder: VideoDecoder) -> VideoItem:
-        """Encode the video as a run would now. Raises VideoFault, "io" where the source is gone, else "internal".
+        """Encode the video as a run would now.
+
+        Raises VideoFault, "io" where the source is gone, "policy" where it must not be read, else "internal".
 
         Raises ReplacedSource where the source is another file now.
         """
         where = row["uri"], row["start_s"], row["end_s"], row["source_size"]
         todo = todo_row(row["video_id"], *where, row["attempts"], row["source_offset"])
-        with same_source(row, self._objects, fetch_again(row, self._objects)) as source:
+        with same_source(row, self._objects, fetch_again(row, self._objects, self._roots)) as source:
             record, frames = decoder.decode_one(todo, source)
         if frames is None:
             raise VideoFault("internal", f"{record['error_class']}: {record['error_message']}")

@@ -72,6 +72,7 @@ class Verification:
         model: the model's folder or id, where it is not where the run found it.
         objects: how sources on S3 are read; None for what the environment says.
         log_interval: seconds between lines of progress.
+        video_root: folders and prefixes, below which ``live`` reads sources.
     """
 
     jobs: int = 2
@@ -84,6 +85,7 @@ class Verification:
     model: str | None = None
     objects: Objects | None = None
     log_interval: float = 30.0
+    video_root: Sequence[str] = ()
 
 
 def verify(store: Store, request: Verification, console: Console) -> Report:
@@ -240,7 +242,9 @@ class _Verification:
         from pipeline.verify.live_check import LiveCheck  # noqa: PLC0415 - models and decoders load only for this
 
         cache = TokenCache(str(self.store), store=self.store, live=live)
-        return LiveCheck(cache, self.request.model, self.request.objects or Objects.from_environment())
+        return LiveCheck(
+            cache, self.request.model, self.request.objects or Objects.from_environment(), self.request.video_root
+        )
 
     def _sample(self, places: Places) -> Places:
         """Draw the rows whose tokens are read, and note the chance that they miss damage."""

@@ -36,6 +36,7 @@ class Corpus:
 
     def __init__(self, folder: Path, server: S3Server) -> None:
         self.folder, self.server = folder, server
+        self.roots = ["--video-root", str(folder), "--video-root", server.uri()]
         self.cache = folder / "cache"
         folder.mkdir()
         rows = [{"video_id": "file", "uri": "f.mp4"}, {"video_id": "object", "uri": server.uri("o.mp4")}]
@@ -107,7 +108,7 @@ def test_other_content_of_the_same_size_is_noticed_and_the_same_content_is_kept(
     assert all(f"{name}" in text for name in FORMS)
     assert f"still has {len(a)} bytes, but other content" in text
 
-    code, record, said = document_of(verify, [str(corpus.cache), "--live", "11"])
+    code, record, said = document_of(verify, [str(corpus.cache), "--live", "11", *corpus.roots])
     changed = {item["video_id"].removesuffix(".mp4") for item in record["live"] if item["state"] == "source-changed"}
     assert code == 1 and changed == {*FORMS} and "nothing is wrong" not in said
     assert {problem["class"] for problem in record["problems"]} == {"source-changed"}
@@ -121,7 +122,7 @@ def test_other_content_of_the_same_size_is_noticed_and_the_same_content_is_kept(
     assert {name for name in IDS if after[name] != before[name]} == {*FORMS}
     assert {after[name] for name in FORMS} == {after["t.tar/new"]}
     assert {name for name, attempts in corpus.values("attempts").items() if attempts == 2} == {*FORMS}
-    assert verify.main([str(corpus.cache), "--live", "14"]) == 0
+    assert verify.main([str(corpus.cache), "--live", "14", *corpus.roots]) == 0
 
     ids = tmp_path / "ids.txt"
     ids.write_text("t.tar/b.mp4\nfile\n")

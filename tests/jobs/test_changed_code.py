@@ -186,7 +186,7 @@ def test_a_run_records_a_method_and_who_reads_the_cache_needs_no_such_module(pla
         read = run_here(command, [str(cache), *options])
         assert read.returncode == 0, read.stdout
     assert "mine:Mine" in read.stdout
-    again = run_here(verify, [str(cache), "--live", "1"])
+    again = run_here(verify, [str(cache), "--live", "1", "--video-root", "/"])
     assert again.returncode == 2 and "what a cache says chooses no code" in " ".join(again.stdout.split())
 
 

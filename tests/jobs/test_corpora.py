@@ -89,10 +89,12 @@ def test_every_form_gives_equal_tokens(one_ray, corpus, tokens_of_files, tmp_pat
     data = (corpus / "a.tar").read_bytes()
     assert data[row["source_offset"] :].startswith((corpus / "files" / "bikes.mp4").read_bytes())
     assert TokenCache(tmp_path / "a.parquet").metadata("bikes.mp4")["manifest"] == {"says": "bikes.mp4"}
-    assert verify.main([str(tmp_path / "a.tar"), "--live", "4"]) == 0
+    assert verify.main([str(tmp_path / "a.tar"), "--live", "4", "--video-root", "/"]) == 0
     for form in forms:  # nothing else in a cache minds where its videos lie
         video_id = TokenCache(tmp_path / form).video_ids[0]
-        shown = run_here(inspect, [str(tmp_path / form), video_id, "--html", str(tmp_path / "page.html")])
+        shown = run_here(
+            inspect, [str(tmp_path / form), video_id, "--html", str(tmp_path / "page.html"), "--video-root", "/"]
+        )
         assert shown.returncode == 0 and "with pictures" in shown.stdout
     forbid_ray(monkeypatch)
     for form, more in forms.items():

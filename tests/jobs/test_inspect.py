@@ -30,7 +30,7 @@ def cache(tmp_path_factory) -> TokenCache:
 
 def test_html_is_written_with_pictures(cache, tmp_path, capsys):
     file = tmp_path / "page.html"
-    assert inspect.main([str(cache.store), "--html", str(file), VIDEO]) == 0
+    assert inspect.main([str(cache.store), "--html", str(file), "--video-root", "/", VIDEO]) == 0
     assert len(pictures_of(file.read_text())) == FRAMES
     assert f"{VIDEO} with pictures of its frames" in " ".join(capsys.readouterr().out.split())
 
@@ -55,6 +55,7 @@ def test_what_cannot_be_shown_is_refused(cache, tmp_path, capsys, video_id, file
     [
         (["--retention-ratio", "0.1"], "--retention-ratio goes with a video"),
         (["--html", "page.html"], "--html goes with a video: name its ID"),
+        (["--video-root", "/"], "--video-root goes with --html"),
         ([VIDEO, "--watch"], "--watch goes with no ID"),
         (["--failed", "--watch"], "--failed goes with no --watch"),
     ],

@@ -56,9 +56,17 @@ def test_a_repair_says_what_it_did_and_what_to_do_next(cache, capsys):
 def test_what_cannot_be_done_is_refused(cache, tmp_path, capsys):
     assert verify.main([str(tmp_path / "nowhere")]) == 2
     assert "no cache.json" in capsys.readouterr().err
-    assert verify.main([str(cache), "--live", "1"]) == 2  # its runs left no record
+    assert verify.main([str(cache), "--live", "1", "--video-root", "/"]) == 2  # its runs left no record
     assert "which model" in capsys.readouterr().err
-    wrong = ("--jobs 0", "--model tiny", "--repair --live 1", "--sample 1 --seed -1", "--log-interval nan")
+    wrong = (
+        "--jobs 0",
+        "--model tiny",
+        "--live 1",
+        "--video-root /",
+        "--repair --live 1 --video-root /",
+        "--sample 1 --seed -1",
+        "--log-interval nan",
+    )
     for flags in wrong:
         with pytest.raises(SystemExit, match="2"):
             verify.main([str(cache), *flags.split()])
@@ -81,7 +89,7 @@ def test_live_finds_what_was_changed_with_every_checksum(pruned, tmp_path, monke
     forbid_ray(monkeypatch)
     out = tmp_path / "c"
     shutil.copytree(pruned, out)
-    code, record, said = document_of(verify, [str(out), "--live", "9"])
+    code, record, said = document_of(verify, [str(out), "--live", "9", "--video-root", "/"])
     assert code == 0, said
     live = record["live"]
     assert sorted(item["video_id"] for item in live) == sorted(CLIPS)
@@ -90,7 +98,7 @@ def test_live_finds_what_was_changed_with_every_checksum(pruned, tmp_path, monke
         assert item["versions"] == {}
     rewrite_tokens(LocalStore(out), CLIPS[0], other_tokens)
     assert run_here(verify, [str(out)]).returncode == 0  # the bytes are what their checksums say
-    code, record, said = document_of(verify, [str(out), "--live", "9"])
+    code, record, said = document_of(verify, [str(out), "--live", "9", "--video-root", "/"])
     assert code == 1 and "beyond rounding" in said
     assert [problem["video_id"] for problem in record["problems"]] == [CLIPS[0]]
     (changed,) = (item for item in record["live"] if item["state"] == "different")
@@ -108,24 +116,27 @@ def test_live_says_what_differs_and_what_is_gone(pruned, tmp_path):
     file.write_text(json.dumps(run))
     gone.rename(gone.with_suffix(".away"))
     try:
-        code, record, said = document_of(verify, [str(out), "--live", "2"])
+        code, record, said = document_of(verify, [str(out), "--live", "2", "--video-root", "/"])
     finally:
         gone.with_suffix(".away").rename(gone)
     assert code == 0, said
     live = {item["video_id"]: item for item in record["live"]}
     assert live[CLIPS[1]]["state"] == "source-gone"
     assert live[CLIPS[0]]["state"] == "same" and list(live[CLIPS[0]]["versions"]) == ["torch"]
+    code, record, said = document_of(verify, [str(out), "--live", "2", "--video-root", str(tmp_path)])
+    assert code == 0 and {item["state"] for item in record["live"]} == {"source-gone"}, said
+    assert "only below folders and prefixes that you name" in " ".join(said.split())
     run["config"]["decode_timeout"] = 0.001
     file.write_text(json.dumps(run))
-    code, failed, said = document_of(verify, [str(out), "--live", "2"])
+    code, failed, said = document_of(verify, [str(out), "--live", "2", "--video-root", "/"])
     assert code == 1 and {item["state"] for item in failed["live"]} == {"failed"}
     assert {problem["class"] for problem in failed["problems"]} == {"live-failed"} and "timeout" in said
     run["config"]["decode_timeout"] = 120.0
     run["config"]["model"] = "tiny-qwen3-vl"
     file.write_text(json.dumps(run))
-    done = run_here(verify, [str(out), "--live", "1"])
+    done = run_here(verify, [str(out), "--live", "1", "--video-root", "/"])
     assert done.returncode == 2 and "model.type: the cache has 'llava_onevision'" in done.stdout
-    assert run_here(verify, [str(out), "--live", "1", "--model", "tiny"]).returncode == 0
+    assert run_here(verify, [str(out), "--live", "1", "--video-root", "/", "--model", "tiny"]).returncode == 0
 
 
 @pytest.mark.slow

@@ -94,10 +94,42 @@ def test_a_folder_on_s3_by_workers_that_have_no_credentials_of_their_own(
     assert kinds(server) == [("LIST", "")]
     server.requests.clear()
     page = tmp_path / "page.html"
-    assert inspect.main([str(cache), names[1], "--html", str(page)]) == 0
+    assert inspect.main([str(cache), names[1], "--html", str(page), "--video-root", server.uri()]) == 0
     assert "with pictures" in capsys.readouterr().out
     assert kinds(server) == [("GET", f"/all/{names[1]}")]
     assert files_with(SECRET, tmp_path) == files_with(KEY, tmp_path) == []
     server.upload(f"all/{names[1]}", b"longer" * 10**6)
-    assert inspect.main([str(cache), names[1], "--html", str(page)]) == 0
+    assert inspect.main([str(cache), names[1], "--html", str(page), "--video-root", server.uri()]) == 0
     assert "changed since" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["public", "requester"])
+def test_workers_read_as_the_driver_decided(server, one_ray, tmp_path, monkeypatch, kind):
+    """The workers have no file of AWS and no variable, and the driver sends no request of its own before theirs."""
+    headers, app = [], server._app
+
+    def record(environ, start):
+        headers.append({name: value for name, value in environ.items() if name.startswith("HTTP_")})
+        return app(environ, start)
+
+    monkeypatch.setattr(server, "_app", record)
+    key = f"{kind}/a.mp4"
+    server.upload(key, clips()[0].read_bytes())
+    server.client.put_object_acl(Bucket=server.bucket, Key=key, ACL="public-read")
+    headers.clear()
+    (tmp_path / "config").write_text(f"[profile mine]\nendpoint_url = {server.url}\nregion = us-east-1\n")
+    (tmp_path / "m.csv").write_text(f"video_id,uri\na,{server.uri(key)}\n")
+    nothing = dict.fromkeys(server.environment(), "")
+    files = {"AWS_CONFIG_FILE": str(tmp_path / "config"), "AWS_SHARED_CREDENTIALS_FILE": "/dev/null"}
+    options = {**nothing, **files, "AWS_PROFILE": "mine", "AWS_EC2_METADATA_DISABLED": "true"}
+    flags = []
+    if kind == "requester":
+        flags = ["--s3-requester-pays"]
+        options |= {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
+    argv = [str(tmp_path / "m.csv"), "--out", str(tmp_path / "c"), "--video-root", server.uri(), "--num-frames", "4"]
+    done = run("jobs.prune", *argv, *flags, **options, RAY_ADDRESS=one_ray)
+    assert done.returncode == 0 and TokenCache(tmp_path / "c").video_ids == ["a"], done.stdout
+    assert ("Sources on S3 are read unsigned" in done.stdout) == (kind == "public")
+    assert len(headers) == 1  # a GET of a worker
+    payer = headers[0].get("HTTP_X_AMZ_REQUEST_PAYER")
+    assert ("HTTP_AUTHORIZATION" in headers[0], payer) == ((False, None) if kind == "public" else (True, "requester"))

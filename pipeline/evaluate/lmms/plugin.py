@@ -8,8 +8,8 @@ from typing import Any
 
 from lmms_eval.api.instance import Instance
 from lmms_eval.api.model import lmms
-from rich.console import Console
 
+from pipeline.console import CleanConsole
 from pipeline.errors import UsageError
 from pipeline.evaluate.lmms.answering import CachedReplies
 from pipeline.evaluate.lmms.arguments import Arguments
@@ -36,7 +36,7 @@ class GstepCached(lmms):  # type: ignore[misc]
                 "python -m jobs.evaluate or jobs.generate answers the same questions"
             )
         self._arguments = Arguments.read(model_args)
-        self._replies = CachedReplies(self._arguments, Console(stderr=True))
+        self._replies = CachedReplies(self._arguments, CleanConsole(stderr=True))
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
         """Return a reply to each request. Raise UsageError, UnknownVideo or RunFailed."""

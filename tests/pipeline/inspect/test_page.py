@@ -27,7 +27,7 @@ from tests.pipeline.pages import FRAMES, PREPROCESSOR, SIDE, VIDEO, build, data_
 def page(cache, tmp_path_factory) -> Path:
     """The page of the clip, with pictures."""
     file = tmp_path_factory.mktemp("page") / "page.html"
-    assert "with pictures of its frames" in write_page(cache, VIDEO, file)
+    assert "with pictures of its frames" in write_page(cache, VIDEO, file, video_roots=["/"])
     return file
 
 
@@ -123,7 +123,7 @@ def test_temporal_patches_are_drawn_by_their_grid_over_their_first_frames(decode
     store.put("cache.json", serialise_header(header))
     columns = {**make_decoding_columns(video, 1), "uri": str(decoded[0]), "model_extra": json.dumps({"grid": [5, 9]})}
     write_shard(store, "run", encoded(VIDEO, random_tokens(0, (4, 45, 16)), 0.25, "gstep", **columns))
-    html = video_page(TokenCache(tmp_path / "c"), VIDEO).html
+    html = video_page(TokenCache(tmp_path / "c"), VIDEO, video_roots=["/"]).html
     assert data_of(html)["grid"] == [5, 9] and data_of(html)["frames"] == 4
     assert html.count('viewBox="0 0 9 5"') == 4
     shown = decode_video(DecodeRequest(decoded[0], Sampling(7), Thumbnails(224))).frames[::2]

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeline.errors import UsageError
 from pipeline.serve import CONFIG
-from pipeline.serve.gate import KEY, VIDEOS, RequestGate
+from pipeline.serve.config import KEY
+from pipeline.serve.gate import VIDEOS, RequestGate
 from pipeline.serve.prompts import ServedCache, find_prompts
 from tests.pipeline.asking import tiny_cache
 
@@ -120,6 +122,16 @@ def test_the_key_is_asked_for_whatever_the_route(cache, monkeypatch):
     found, opened, websocket, seen = with_server(cache, use)
     assert set(map(tuple, found.values())) == {(401, 401, 401, 401, 200, 200)} and len(seen) == 2 * len(found)
     assert opened == [200, 200] and websocket == [{"type": "websocket.close", "code": 1008}]
+
+
+@pytest.mark.parametrize("key", [None, "", " \n"])
+def test_a_server_that_needs_a_key_does_not_start_without_one(cache, monkeypatch, key):
+    """A printed command may run where the variable is not set."""
+    monkeypatch.delenv(KEY, raising=False)
+    if key is not None:
+        monkeypatch.setenv(KEY, key)
+    with pytest.raises(UsageError, match=f"it has no key. Set {KEY}"):
+        with_server(cache, Server.ended, needs_key=True)
 
 
 @pytest.mark.parametrize(

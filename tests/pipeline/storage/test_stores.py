@@ -110,6 +110,29 @@ def test_a_write_that_the_system_refuses_in_mid_file_changes_nothing_and_names_t
     assert {path.name: path.read_bytes() for path in (tmp_path / "d").iterdir()} == {"kept": b"old"}
 
 
+def test_a_mount_that_cannot_sync_a_folder_takes_files(tmp_path, monkeypatch):
+    """SMB, 9p and some FUSE mounts. A fault of the file itself, or another of the folder, is one."""
+    sync, faults = os.fsync, {}
+
+    def refuse(descriptor):
+        kind = "folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"
+        if kind in faults:
+            raise OSError(faults[kind], os.strerror(faults[kind]))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    store = LocalStore(tmp_path / "c")
+    store.make()
+    for number in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):
+        faults["folder"] = number
+        for name in ("a", "d/e/a"):
+            store.put(name, b"x")
+            assert store.read(name) == b"x"
+    for faults in ({"folder": errno.EIO}, {"file": errno.EINVAL}, {"file": errno.ENOTSUP}):
+        with pytest.raises(OSError, match=os.strerror(*faults.values())):
+            store.put("b", b"x")
+
+
 def test_a_folder_whose_inode_number_changes_is_the_same_folder(tmp_path, monkeypatch):
     """As some file systems in user space have it; one that took its place has other times too."""
     store = LocalStore(tmp_path / "c")

@@ -1,0 +1,370 @@
+"""How stores are reached: the configured endpoint, credentials and their names in errors, public buckets and payers."""
+
+import os
+import pickle
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.cache.reader import TokenCache
+from pipeline.errors import UsageError
+from pipeline.inputs.manifest import given_manifest, read_manifest
+from pipeline.storage.hub import HubFiles
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import store_at
+from tests.pipeline.s3 import KEY, REGION, SECRET, TOKEN, S3Server
+
+KEYS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
+PROFILE = f"aws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n"
+STATEMENT = "told to fail"  # as the server's errors say
+
+
+@pytest.fixture(scope="module")
+def shared_server():
+    with S3Server("access") as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server, monkeypatch, tmp_path):
+    """A store with a public object, of which this process knows the region alone; ``tmp_path`` has the AWS files."""
+    server = shared_server.renew()
+    for name in [name for name in os.environ if name.startswith(("AWS_", "BOTO"))]:
+        monkeypatch.delenv(name)
+    for name, value in {
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_REGION": REGION,
+        "AWS_CONFIG_FILE": str(tmp_path / "config"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
+        "HOME": str(tmp_path),
+    }.items():
+        monkeypatch.setenv(name, value)
+    server.client.put_object(Bucket=server.bucket, Key="v/a.mp4", Body=b"video", ACL="public-read")
+    server.client.put_bucket_acl(Bucket=server.bucket, ACL="public-read")
+    server.requests.clear()
+    return server
+
+
+@pytest.fixture
+def sent(shared_server, monkeypatch):
+    """The headers of each request, of all that the server gets."""
+    headers, app = [], shared_server._app
+
+    def record(environ, start):
+        headers.append({name.removeprefix("HTTP_"): value for name, value in environ.items() if name[:5] == "HTTP_"})
+        return app(environ, start)
+
+    monkeypatch.setattr(shared_server, "_app", record)
+    return headers
+
+
+def reaches(server, environ, monkeypatch):
+    for name, value in {"AWS_ENDPOINT_URL": server.url, **environ}.items():
+        monkeypatch.setenv(name, value)
+    return Objects.from_environment()
+
+
+REFUSALS = [
+    *((code, 403, "are wrong") for code in ("InvalidAccessKeyId", "SignatureDoesNotMatch")),
+    ("InvalidToken", 400, "are wrong"),
+    ("AuthorizationHeaderMalformed", 400, "are wrong, or not those of this store or region"),
+    ("ExpiredToken", 400, "have expired: rerun the command with new credentials"),
+    ("AccessDenied", 403, "do not allow this"),
+    ("Unheard", 401, "do not allow this"),
+    ("RequestTimeTooSkewed", 403, "are refused because the clock of this machine is wrong"),
+]
+
+
+@pytest.mark.parametrize(("code", "status", "why"), REFUSALS)
+def test_a_refusal_says_where_the_credentials_came_from(server, monkeypatch, tmp_path, code, status, why):
+    server.fail("GET", "v/a.mp4", status, code)
+    server.fail("PUT", "v/a.mp4", status, code)
+    environment = reaches(server, KEYS, monkeypatch)
+    for name in KEYS:
+        monkeypatch.delenv(name)
+    (tmp_path / "credentials").write_text(f"[default]\n{PROFILE}[work]\n{PROFILE}")
+    (tmp_path / "config").write_text(f"[profile other]\n{PROFILE}")
+    objects = {"the environment (AWS_ACCESS_KEY_ID)": pickle.loads(pickle.dumps(environment))}  # noqa: S301
+    for profile, file in (("default", "credentials"), ("work", "credentials"), ("other", "config")):
+        monkeypatch.setenv("AWS_PROFILE", profile)
+        objects[f"profile {profile} of {tmp_path / file}"] = Objects.from_environment()
+    for source, client in objects.items():
+        for ask in (client.read, lambda uri, client=client: store_at(uri[:-8], client).put("v/a.mp4", b"x")):
+            with pytest.raises(OSError, match=code) as error:
+                ask(server.uri("v/a.mp4"))
+            assert f"the credentials from {source} {why}" in str(error.value)
+            assert not any(part in str(error.value) for part in (KEY[:8], KEY[-6:], SECRET[:8], server.url))
+
+
+@pytest.mark.parametrize("status", [400, 401, 403])
+def test_a_refusal_without_a_text_names_the_credentials_too(server, monkeypatch, status):
+    server.fail("HEAD", "c/cache.json", status)
+    server.fail("GET", "c/cache.json", status, "")
+    objects = reaches(server, KEYS, monkeypatch)
+    for ask in (objects.size, objects.exists, lambda uri: TokenCache(uri.rpartition("/")[0])):
+        with pytest.raises((OSError, UsageError), match=r"credentials from the environment \(AWS_ACCESS_KEY_ID\)"):
+            ask(server.uri("c/cache.json"))
+
+
+def test_what_is_not_about_credentials_does_not_name_them(server, monkeypatch):
+    objects = reaches(server, KEYS, monkeypatch)
+    for code, status in (("InvalidObjectState", 403), ("NoSuchKey", 404), ("InvalidRequest", 400)):
+        server.fail("GET", "v/a.mp4", status, code)
+        with pytest.raises(OSError, match=code) as error:
+            objects.read(server.uri("v/a.mp4"))
+        assert "credentials" not in str(error.value)
+
+
+#: What is configured, as files and variables, and what an error says.
+UNUSABLE = {
+    "key": ({}, {"AWS_ACCESS_KEY_ID": KEY}, "credentials in the environment are partial: aws_secret_access_key"),
+    "secret": ({}, {"AWS_SECRET_ACCESS_KEY": SECRET}, "environment are partial: aws_access_key_id is missing"),
+    "token": ({}, {"AWS_SESSION_TOKEN": TOKEN}, "no credentials in the environment"),
+    "role": ({}, {"AWS_ROLE_ARN": "arn:aws:iam::1:role/r"}, "no credentials in the environment"),
+    "web": (
+        {},
+        {"AWS_WEB_IDENTITY_TOKEN_FILE": "/no", "AWS_ROLE_ARN": "arn:aws:iam::1:role/r"},
+        "credentials cannot be read from /no",
+    ),
+    "container": (
+        {},
+        {"AWS_CONTAINER_CREDENTIALS_FULL_URI": "http://127.0.0.1:9/x"},
+        "credentials cannot be had from container-role",
+    ),
+    "file-key": ({"credentials": f"[default]\naws_access_key_id = {KEY}\n"}, {}, "credentials in profile default of"),
+    "file-secret": ({"credentials": f"[default]\naws_secret_access_key = {SECRET}\n"}, {}, "no credentials in the env"),
+    "other-profile": (
+        {"config": f"[profile work]\n{PROFILE}"},
+        {},
+        "no credentials in the environment, in profile def",
+    ),
+    "no-profile": ({}, {"AWS_PROFILE": "gone"}, r"AWS_PROFILE names a profile \(gone\) that the files of credentials"),
+    "process": ({"config": "[default]\ncredential_process = /no/x\n"}, {}, "credentials cannot be read from /no/x"),
+    "failing-process": ({"config": "[default]\ncredential_process = false\n"}, {}, "cannot be had from custom-process"),
+    "sso": (
+        {"config": "[default]\nsso_start_url = https://x\nsso_region = r\nsso_account_id = 1\nsso_role_name = n"},
+        {},
+        "have expired: run aws sso login",
+    ),
+    "broken": ({"config": "[default\n"}, {}, "the files of credentials cannot be used"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_credentials_that_are_partial_or_out_of_reach_never_make_a_read_unsigned(server, monkeypatch, tmp_path, case):
+    files, environ, why = UNUSABLE[case]
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    objects = reaches(server, environ, monkeypatch)
+    with pytest.raises(OSError, match=why) as error:
+        objects.read(server.uri("v/a.mp4"))
+    assert not server.requests and not any(secret in str(error.value) for secret in (KEY, SECRET, TOKEN))
+    assert not isinstance(error.value, FileNotFoundError)  # of the object
+
+
+@contextmanager
+def answering(status, token_status=None, body=b"", **headers):
+    """A server that answers everything with this status, and a PUT, if there is another for it, with that."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response((token_status or status) if self.command == "PUT" else status)
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_HEAD = do_PUT = do_POST = do_GET  # noqa: N815
+
+        def log_message(self, *arguments):
+            pass
+
+    service = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=service.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{service.server_port}"
+    finally:
+        service.shutdown()
+        service.server_close()
+
+
+@pytest.mark.parametrize(("status", "unsigned"), [(404, True), (403, True), (500, False), (200, False), (None, False)])
+def test_a_metadata_service_that_fails_counts_as_credentials(server, monkeypatch, status, unsigned):
+    """404: there is no role. 200: there is one, and its credentials are no JSON. None: a configured service is away."""
+    with answering(status or 404, 500 if status == 500 else 200, b"role") as url:
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "false")
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", url if status else "http://127.0.0.1:9")
+        objects = reaches(server, {}, monkeypatch)
+        if unsigned:
+            assert objects.read(server.uri("v/a.mp4")) == b"video"
+        else:
+            with pytest.raises(OSError, match="no credentials in the environment"):
+                objects.read(server.uri("v/a.mp4"))
+
+
+def test_a_public_bucket_is_read_without_keys_and_only_read(server, monkeypatch, sent, caplog):
+    objects = reaches(server, {}, monkeypatch)
+    (info,) = objects.list(server.uri("v/"))
+    of_worker = pickle.loads(pickle.dumps(objects))  # noqa: S301
+    assert of_worker.read(info.uri) == b"video" and of_worker.info(info.uri) == info
+    assert of_worker.read_slice(info.uri, -2).data == b"eo"
+    assert not any("AUTHORIZATION" in headers for headers in sent) and len(sent) == 4
+    assert [record.message[:44] for record in caplog.records if "credentials" in record.message] == [
+        "note: no AWS credentials are configured. Sou"
+    ]
+    server.fail("GET", "private/a.mp4", 403)
+    with pytest.raises(PermissionError, match="no credentials are configured, and a request without them is refused"):
+        objects.read(server.uri("private/a.mp4"))
+    sent.clear()
+    for store in (store_at(server.uri("c"), objects), store_at(server.uri("v"), of_worker), store_at(server.uri("v"))):
+        for ask in (lambda store: store.put("a", b"x"), lambda store: store.read("a.mp4"), lambda s: s.list_files("")):
+            with pytest.raises(OSError, match="no credentials in the environment, in profile default of"):
+                ask(store)
+    assert not sent
+
+
+def test_a_node_with_credentials_signs_what_the_driver_could_not(server, monkeypatch, sent):
+    of_worker = pickle.dumps(reaches(server, {}, monkeypatch))
+    decided = Objects.from_environment()
+    decided.decide(server.uri())
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    for data in (of_worker, pickle.dumps(decided)):
+        assert pickle.loads(data).read(server.uri("v/a.mp4")) == b"video"  # noqa: S301
+    assert all("AUTHORIZATION" in headers for headers in sent) and len(sent) == 2
+
+
+@pytest.mark.parametrize("environ", [KEYS, {}])
+def test_a_requester_pays_for_reads_of_sources_alone(server, monkeypatch, tmp_path, sent, environ):
+    if not environ:
+        (tmp_path / "credentials").write_text(f"[default]\n{PROFILE}")
+    reaches(server, environ, monkeypatch)
+    objects = Objects.from_environment(requester_pays=True)
+    (info,) = objects.list(server.uri("v/"))
+    of_worker = pickle.loads(pickle.dumps(objects))  # noqa: S301
+    assert of_worker.read(info.uri) == b"video" and of_worker.impatient().size(info.uri) == 5
+    assert [headers.get("X_AMZ_REQUEST_PAYER") for headers in sent] == ["requester"] * 3
+    assert all("x-amz-request-payer" in headers["AUTHORIZATION"] for headers in sent)  # signed
+    sent.clear()
+    for store in (store_at(server.uri("c"), objects), store_at(server.uri("c"), of_worker)):
+        store.put("a", b"x")
+        assert store.read("a") == b"x" and store.list_files("") and store.exists("a")
+    assert len(sent) == 8 and not any("X_AMZ_REQUEST_PAYER" in headers for headers in sent)
+
+
+def test_a_requester_who_pays_has_credentials(server, monkeypatch, sent):
+    reaches(server, {}, monkeypatch)
+    with pytest.raises(OSError, match="no credentials in the environment"):
+        Objects.from_environment(requester_pays=True).read(server.uri("v/a.mp4"))
+    assert not sent
+
+
+#: How an endpoint is configured: the file, and variables.
+ENDPOINTS = {
+    "variable": ("", {"AWS_ENDPOINT_URL": "URL"}),
+    "variable-of-s3": ("", {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ENDPOINT_URL_S3": "URL"}),
+    "profile": ("[default]\nendpoint_url = URL\n", {}),
+    "named-profile": ("[profile minio]\nendpoint_url = URL\nregion = r\n", {"AWS_PROFILE": "minio"}),
+    "services": (
+        "[default]\nservices = mine\nendpoint_url = http://127.0.0.1:9\n[services mine]\ns3 =\n  endpoint_url = URL\n",
+        {},
+    ),
+    "variable-first": ("[default]\nendpoint_url = http://127.0.0.1:9\n", {"AWS_ENDPOINT_URL": "URL"}),
+}
+
+
+@pytest.mark.parametrize("case", ENDPOINTS)
+def test_an_endpoint_has_the_same_settings_wherever_it_is_configured(server, monkeypatch, tmp_path, sent, case):
+    text, environ = ENDPOINTS[case]
+    (tmp_path / "config").write_text(text.replace("URL", server.url))
+    (tmp_path / "credentials").write_text(f"[{environ.get('AWS_PROFILE', 'default')}]\n{PROFILE}")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value.replace("URL", server.url))
+    store = store_at(server.uri("c"))
+    store.put("a", b"x")
+    assert [headers for headers in sent if any("CHECKSUM" in name for name in headers)] == []
+    data = pickle.dumps(store)  # a worker may have no such file and no such variable
+    (tmp_path / "config").unlink()
+    for name in environ:
+        monkeypatch.delenv(name)
+    of_worker = pickle.loads(data)  # noqa: S301
+    of_worker.put("b", b"x")
+    assert of_worker.read("a") == b"x" and not any("CHECKSUM" in name for headers in sent for name in headers)
+    assert {request.path.split("/")[1] for request in server.requests} == {server.bucket}  # by path
+    server.fail("GET", "c/a", 400, f"Bad-{server.url}/x-{SECRET}")
+    with pytest.raises(OSError, match="Bad") as error:
+        of_worker.read("a")
+    assert server.url not in str(error.value) and SECRET not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "[default]\nignore_configured_endpoint_urls = true\nendpoint_url = URL\n"])
+def test_configured_endpoints_can_be_ignored_but_not_the_flag(server, monkeypatch, tmp_path, text):
+    (tmp_path / "config").write_text(text.replace("URL", server.url))
+    if not text:
+        monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
+    objects = reaches(server, KEYS, monkeypatch)
+    objects.decide(server.uri())
+    assert "endpoint_url" not in objects._settings and "amazonaws.com" in objects._client().meta.endpoint_url
+    assert Objects.from_environment(server.url).read(server.uri("v/a.mp4")) == b"video"
+
+
+def test_the_driver_decides_for_the_objects_that_a_local_manifest_names(server, monkeypatch, tmp_path, caplog):
+    """No request of the driver's own reaches the store before its workers' do."""
+    table = pa.table({"video_id": ["a"], "uri": [server.uri("v/a.mp4")]})
+    pq.write_table(table, tmp_path / "m.parquet")
+    (tmp_path / "config").write_text(f"[default]\nendpoint_url = {server.url}\n")
+    for read in (
+        lambda objects: read_manifest(str(tmp_path / "m.parquet"), [server.uri()], objects),
+        lambda objects: given_manifest(table, [server.uri()], objects),
+    ):
+        objects = Objects.from_environment()
+        read(objects)
+        assert not server.requests and (objects._unsigned, objects._settings["endpoint_url"]) == (True, server.url)
+    monkeypatch.setenv("AWS_PROFILE", "gone")
+    with pytest.raises(UsageError, match="names a profile"):
+        read(Objects.from_environment())
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_azure_names_its_credentials(monkeypatch, status):
+    with answering(status, x_ms_error_code="AuthenticationFailed") as url:
+        settings = f"AccountName=account;AccountKey=c2VjcmV0;BlobEndpoint={url}/account"
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", settings)
+        store = store_at("az://box/c")
+        for ask in (lambda: store.read("a"), lambda: store.put("a", b"x"), lambda: store.list_files("")):
+            with pytest.raises(
+                PermissionError, match=r"from the environment \(AZURE_STORAGE_CONNECTION_STRING\)"
+            ) as error:
+                ask()
+            assert "c2VjcmV0" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "token", "kind", "why"),
+    [
+        (401, "", "hf_abcdef", PermissionError, "the token of HF_TOKEN"),
+        (401, "RepoNotFound", "hf_abcdef", FileNotFoundError, "the token of HF_TOKEN"),
+        (401, "RepoNotFound", "", FileNotFoundError, "no credentials are configured: set HF_TOKEN"),
+        (403, "GatedRepo", "hf_abcdef", FileNotFoundError, "the token of HF_TOKEN"),
+    ],
+)
+def test_the_hub_names_the_place_of_the_token(monkeypatch, tmp_path, status, code, token, kind, why):
+    from huggingface_hub import constants  # noqa: PLC0415
+    from huggingface_hub.hf_file_system import HfFileSystem  # noqa: PLC0415
+
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv("HF_TOKEN", token)
+    HfFileSystem.clear_instance_cache()
+    with answering(status, **({"X_Error_Code": code} if code else {})) as url:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+        monkeypatch.setattr("huggingface_hub.hf_file_system.constants.ENDPOINT", url)
+        with pytest.raises(kind, match=why) as error:
+            HubFiles().size("hf://datasets/some/one/a.mp4")
+    HfFileSystem.clear_instance_cache()
+    assert "abcdef" not in str(error.value) and "credentials" in str(error.value)
