@@ -24,6 +24,8 @@ Status = Literal["ok", "failed", "removed"]
 JSON_COLUMNS: tuple[Literal["manifest", "model_extra", "runtime"], ...] = ("manifest", "model_extra", "runtime")
 #: The beginning of a video's ``backend_note`` where the decoder that was asked for served all the same.
 BY_DECODING = "index made by decoding"
+#: The beginning of the part of a video's ``backend_note``, the last one, that says that its frame size changes.
+SIZES_DIFFER = "frame sizes differ"
 #: A JSON value, and a JSON object that is only read.
 Json = str | int | float | bool | None | Sequence["Json"] | Mapping[str, "Json"]
 JsonObject = Mapping[str, Json]

@@ -104,7 +104,7 @@ VIDEO_SCHEMA = pa.schema(
         column("n_total", pa.int32(), "tokens before pruning, M = T*N"),
         column("hidden_size", pa.int32(), "D"),
         column("decode_warnings", pa.int32(), "warnings the decoder printed: frames may be damaged"),
-        column("backend_note", pa.string(), "why the decoder tried first did not serve; empty where it did"),
+        column("backend_note", pa.string(), "why the decoder tried first did not serve; whether frame sizes differ"),
         column("color_transfer", pa.string(), "FFmpeg's name of the source's transfer function; null: not stated"),
         column("sample_aspect_ratio", pa.string(), "W:H of the source's pixels as shown; null: not stated"),
         column("uneven_positions", pa.int32(), "patches not where positions in time put them; null: none have times"),

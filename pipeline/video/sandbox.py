@@ -99,7 +99,7 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
         except VideoFault as fault:
             fault.attempts = 2
             raise
-        return replace(video, attempts=2, backend_note=f"{first.backend}: {first.message}")
+        return replace(video, attempts=2).with_note(f"{first.backend}: {first.message}")
 
     def _attempt(self, request: DecodeRequest, descriptor: int | None, deadline: float) -> DecodedVideo:
         """Send one request to the child and wait for its answer until ``deadline`` (monotonic). Raises VideoFault.

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from gstep.backbones.preprocess import resize_frames
 from pipeline.video.containers import sniff
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.decoders import DECODERS, PyavDecoder, choose_decoders, decoder_version, load_decoder
@@ -69,7 +70,8 @@ def index_of(path):
 def frames_of(decoder_class, index, indices):
     decoder = decoder_class(index)
     try:
-        return np.concatenate(list(decoder.read(np.asarray(indices))))
+        size = index.height, index.width  # to which frames of another one are resized here
+        return np.concatenate([resize_frames(chunk, size) for chunk in decoder.read(np.asarray(indices))])
     finally:
         decoder.close()
 
