@@ -214,10 +214,13 @@ class PyavDecoder:
             missing_times = deque(run.times)
             times = None if decodes_all else run.times
             self._orientation = self._index.orientation
+            degrees = 0 if self._orientation == Orientation() else None
             for number, frame in enumerate(self._packets.decode_frames(run.start, run.stop, times, self._codec)):
                 if run.start and frame.pts == table[run.start].pts and not _starts_a_group(frame):
                     raise IndexMismatch(f"the frame at {frame.pts} is no keyframe, as the file says")
-                self._orientation = read_orientation(frame) or self._orientation
+                if frame.rotation != degrees:  # first, since side data that was looked at keeps its frame in memory
+                    degrees = frame.rotation
+                    self._orientation = read_orientation(frame) or self._orientation
                 time = number if pts is None else frame.pts
                 if time is None or time < missing_times[0]:
                     continue

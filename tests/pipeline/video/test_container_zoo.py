@@ -180,6 +180,25 @@ def write_matrix(folder: Path, matrix: tuple[int, int, int, int]) -> Path:
     return folder / "a.mp4"
 
 
+@pytest.mark.parametrize(("name", "turns"), [("a.ts", (None, 90)), ("a.mkv", (180, 270)), ("a.mp4", (90, None))])
+def test_a_turn_that_the_codec_states_and_that_changes(decode, tmp_path, name, turns):
+    """A part that states none keeps that of the part before it."""
+    parts = []
+    for number, turn in enumerate(turns):
+        marks = ("-bsf:v", f"h264_metadata=display_orientation=insert:rotate={turn}") if turn else ()
+        parts.append(make_clip(tmp_path / f"{number}.h264", *X264, "-bf", 0, *marks, count=15, first=15 * number))
+    (tmp_path / "both.h264").write_bytes(b"".join(part.read_bytes() for part in parts))
+    ffmpeg("-r", 25, "-i", tmp_path / "both.h264", "-c", "copy", tmp_path / name)
+    if turns[1] is None:
+        assert_as_shown(decode, tmp_path / name)
+        return
+    log = ffmpeg("-i", tmp_path / name, "-vf", "showinfo", "-f", "null", "-")
+    assert (log.count(" s:96x64"), log.count(" s:64x96")) == (15, 15)
+    for start_s, size in ((0.0, (96, 64)), (0.6, (64, 96)), (0.8, (64, 96))):
+        video = decode_video(DecodeRequest(tmp_path / name, Sampling(4), KeepSize(), start_s, start_s + 0.4))
+        assert (video.source_width, video.source_height) == size == video.frames.shape[2:0:-1]
+
+
 SMALL, LARGE = (64, 96), (128, 192)
 SIZES_NOTE = "frame sizes differ: 2 sizes from 96x64 to 192x128"
 RESIZED = {  # name: the raw stream's suffix, how it is made
