@@ -12,7 +12,6 @@ import math
 import os
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -44,11 +43,13 @@ from pipeline.video.frame_folders import (
 from pipeline.video.packets import MAX_PIXELS
 from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
 from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, count_repeated, snap_frames
+from pipeline.video.shared_frames import create_memory
 
 #: Returns an array of the shape [T,h,w,3] for the frames of a video.
 Allocate = Callable[[tuple[int, ...]], Frames]
 # A line of FFmpeg's log, except the one that is normal where decoding begins at an open group.
 _FFMPEG_LINE = re.compile(rb"^\[[^\]]+ @ 0x[0-9a-f]+\] (?!mmco: unref short failure)", re.MULTILINE)
+_MAX_LOG_BYTES = 4 * 2**20  # some 60,000 lines
 _MAX_HOLES = 3  # in a note about a damaged file
 _CREDENTIALS = re.compile(r"(\w+://)[^/@\s]+@")
 _TORCH_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|alloc_cpu", re.IGNORECASE)
@@ -121,7 +122,7 @@ class DecodedVideo:
         backend_version: its version.
         backend_note: why the decoder tried first did not serve, and that the frame size changes; empty for neither.
         decode_warnings: lines FFmpeg logged as errors while it read the file, or else holes in what decodes; above 0,
-            frames may be damaged.
+            frames may be damaged. Beyond some 60,000 lines there may have been more.
         color_transfer: the transfer function of the colours, as FFmpeg calls it; None where the file states none.
         sample_aspect_ratio: width by height of a shown pixel ("16:15"); None where the file does not state it.
         source_size: bytes of the file.
@@ -385,25 +386,31 @@ def count_warnings() -> Iterator[Callable[[], int]]:
     """Catch FFmpeg's log lines, and yield a function that returns the number of error lines so far.
 
     FFmpeg writes to file descriptor 2, which is redirected for the whole process; Python's own stderr still goes to its
-    old target.
+    old target. Between two calls of the function, lines beyond _MAX_LOG_BYTES are dropped and not counted: broken data
+    may give a hundred times its size of them.
     """
     av.logging.restore_default_callback()  # to the descriptor: PyAV's own handler would drop the lines
     av.logging.set_libav_level(av.logging.ERROR)
     sys.stderr.flush()
     python_stderr, descriptor = sys.stderr, os.dup(2)
-    with tempfile.TemporaryFile() as log, os.fdopen(descriptor, "w", errors="replace", buffering=1) as stderr_copy:
-        os.dup2(log.fileno(), 2)
+    log, n_lines = create_memory(_MAX_LOG_BYTES), 0
+    with os.fdopen(descriptor, "w", errors="replace", buffering=1) as stderr_copy:
+        os.dup2(log, 2)
         sys.stderr = stderr_copy
 
         def count() -> int:
-            log.seek(0)
-            return len(_FFMPEG_LINE.findall(log.read()))
+            nonlocal n_lines
+            size = min(os.lseek(log, 0, os.SEEK_CUR), _MAX_LOG_BYTES)
+            n_lines += len(_FFMPEG_LINE.findall(os.pread(log, size, 0)))
+            os.lseek(log, 0, os.SEEK_SET)  # descriptor 2 shares this position
+            return n_lines
 
         try:
             yield count
         finally:
             sys.stderr = python_stderr
             os.dup2(descriptor, 2)
+            os.close(log)
 
 
 def convert_error(error: Exception, backend: str | None) -> VideoFault:
@@ -418,8 +425,8 @@ def convert_error(error: Exception, backend: str | None) -> VideoFault:
 
 def _fault_class(error: Exception) -> FaultClass:
     """Return the fault class of an exception raised while a video was read; "internal" for an unknown kind."""
-    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
-        return "out-of-memory"
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) in (errno.ENOMEM, errno.EFBIG):
+        return "out-of-memory"  # files, as those in memory that hold frames, have the same limit
     if isinstance(error, RuntimeError) and _TORCH_OUT_OF_MEMORY.search(str(error)):
         return "out-of-memory"  # torch has no class of its own for this on CPUs
     if isinstance(error, DecoderNotFoundError | PatchWelcomeError):

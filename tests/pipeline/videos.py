@@ -6,6 +6,7 @@ import ctypes
 import json
 import mmap
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from fractions import Fraction
@@ -269,6 +270,15 @@ class Spacious(BadReader):
     def read(self, indices: Any) -> Any:
         reserved = mmap.mmap(-1, 2**40, prot=0, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         raise VideoFault("internal", f"{len(reserved)} bytes reserved")
+
+
+class Sprawling(BadReader):
+    """Makes a file of 4 GiB, of which the disk stores nothing."""
+
+    def read(self, indices: Any) -> Any:
+        with tempfile.TemporaryFile() as file:
+            file.truncate(2**32)
+        raise VideoFault("internal", "there is no limit")
 
 
 class Raising(BadReader):
