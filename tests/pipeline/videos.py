@@ -294,7 +294,8 @@ class Revealing(BadReader):
 
         import torch  # noqa: PLC0415
 
-        limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_CORE)]
+        kinds = (resource.RLIMIT_AS, resource.RLIMIT_CORE, resource.RLIMIT_FSIZE)
+        limits = [resource.getrlimit(kind)[0] for kind in kinds]
         seen = {"env": [n for n in os.environ if "TOKEN" in n or n.startswith("AWS_")], "limits": limits}
         first = Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0")
         seen["first"] = [text for text in first if text.startswith(("AWS_", "HF_TOKEN", "PLAIN"))]

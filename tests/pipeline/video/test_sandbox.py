@@ -145,8 +145,8 @@ def test_the_child_is_confined(clip, monkeypatch):
         niceness = os.getpriority(os.PRIO_PROCESS, seen["pid"])
     assert seen["env"] == [] and seen["threads"] == 1
     assert os.nice(0) < niceness or niceness == 19  # whoever launches a GPU's kernels goes first
-    address_space, core = seen["limits"]
-    assert core == 0 and 2**30 < address_space < 2**34
+    address_space, core, file_size = seen["limits"]
+    assert core == 0 and 2**30 == file_size < address_space < 2**34
 
 
 def test_a_child_sees_the_gpus_that_its_worker_was_given_after_the_fork_server_began(clip, monkeypatch):
