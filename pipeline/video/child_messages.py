@@ -21,7 +21,7 @@ from pipeline.errors import FAULTS, VideoFault, printable
 from pipeline.video.decode import DecodedVideo
 from pipeline.video.shared_frames import Handover
 
-_MAX_BYTES = 2**16  # bytes of a message in JSON, whose texts have 1 KB at most
+_MAX_BYTES = 2**16  # bytes of a message's JSON, whose texts have 1 KB at most
 _MAX_FRAMES = 2**22  # frames of a video, of which a message has the numbers and times
 _MAX_WAIT_S = 1e6  # a pipe is polled for 2^31 ms at most
 _FIELDS: Mapping[str, Any] = {
@@ -61,12 +61,13 @@ def send_video(pipe: Connection, video: DecodedVideo, handover: Handover) -> Non
     for name, value in fields.items():
         if isinstance(value, str):
             fields[name] = printable(value)
-    _send(pipe, {"video": fields, "shape": video.frames.shape, "handover": handover})
-    pipe.send_bytes(np.asarray(video.frame_indices, "<i8").tobytes() + np.asarray(video.timestamps, "<f8").tobytes())
+    arrays = np.asarray(video.frame_indices, "<i8").tobytes() + np.asarray(video.timestamps, "<f8").tobytes()
+    _send(pipe, {"video": fields, "shape": video.frames.shape, "handover": handover}, arrays)
 
 
-def _send(pipe: Connection, message: Mapping[str, Any]) -> None:
-    pipe.send_bytes(json.dumps(message, default=np.generic.item).encode())
+def _send(pipe: Connection, message: Mapping[str, Any], arrays: bytes = b"") -> None:
+    """Send a line of JSON and the bytes of arrays behind it."""
+    pipe.send_bytes(json.dumps(message, default=np.generic.item).encode() + b"\n" + arrays)
 
 
 def receive(pipe: Connection, deadline: float, max_frame_bytes: int) -> str | VideoFault | VideoMessage:
@@ -79,14 +80,17 @@ def receive(pipe: Connection, deadline: float, max_frame_bytes: int) -> str | Vi
     Raises TimeoutError, EOFError or OSError at the end of the pipe, WrongMessage for anything else than a message.
     """
     try:
-        match json.loads(_read(pipe, deadline, _MAX_BYTES)):
+        data = _read(pipe, deadline, _MAX_BYTES + 16 * _MAX_FRAMES)
+        line, _, arrays = data.partition(b"\n")
+        if len(line) > _MAX_BYTES:
+            raise WrongMessage(f"its text has {len(line)} bytes, more than {_MAX_BYTES}")
+        match json.loads(line):
             case {"text": str(text)}:
                 return printable(text)
             case {"fault": [str(fault_class), str(message), str() | None as backend]} if fault_class in FAULTS:
                 return VideoFault(fault_class, message, backend=backend)  # type: ignore[arg-type]
             case {"video": dict(fields), "shape": [*shape], "handover": [*handover]}:
                 checked_shape = _check_shape(shape, max_frame_bytes)
-                arrays = _read(pipe, deadline, 16 * checked_shape[0])
                 return VideoMessage(
                     _make_video(fields, checked_shape[0], arrays), checked_shape, _check_handover(handover)
                 )

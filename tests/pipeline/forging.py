@@ -70,8 +70,8 @@ class Forger:
         **fields: object,
     ) -> None:
         message = {"video": self.fields | fields, "shape": shape or self.shape, "handover": handover}
-        self.pipe.send_bytes(json.dumps(message, default=lambda value: value.item()).encode())
-        self.pipe.send_bytes(self.arrays if arrays is None else arrays)
+        text = json.dumps(message, default=lambda value: value.item())
+        self.pipe.send_bytes(f"{text}\n".encode() + (self.arrays if arrays is None else arrays))
         if descriptor is not None:
             reduction.send_handle(self.pipe, descriptor, os.getppid())
 
@@ -128,7 +128,8 @@ ATTACKS: dict[str, Callable[[Forger], object]] = {
     "NoMemory": lambda f: f.video(handover=NEW, descriptor=os.open("/dev/zero", os.O_RDWR)),
     "HalfALength": lambda f: f.raw(b"\0\0"),
     "HalfAMessage": lambda f: f.raw(struct.pack("!i", 100) + b"{"),
-    "HalfAVideo": lambda f: f.text(json.dumps({"video": f.fields, "shape": f.shape, "handover": OK}, default=int)),
+    "LongText": lambda f: f.text(json.dumps({"text": "x" * 2**17})),
+    "NoArrays": lambda f: f.video(arrays=b""),
     "NoDescriptorAtAll": lambda f: f.video(handover=NEW),
 }
 

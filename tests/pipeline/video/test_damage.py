@@ -191,7 +191,7 @@ def test_ffmpeg_s_log_takes_no_more_memory_than_it_may(clips, tmp_path, monkeypa
             found.append(count())
             assert count() == found[-1]
     assert found[0] > 10 * found[1] > 100
-    assert convert_error(path).fault_class == "corrupt"
+    assert decode_frames(path).decode_warnings > 0
 
 
 def test_a_line_that_does_not_fit_in_the_log_blocks_nobody(capfd):
