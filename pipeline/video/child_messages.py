@@ -57,10 +57,8 @@ def send_fault(pipe: Connection, fault: VideoFault) -> None:
 
 def send_video(pipe: Connection, video: DecodedVideo, handover: Handover) -> None:
     """Send a decoded video but for its pixels, which are in shared memory."""
-    fields = {name: getattr(video, name) for name in _FIELDS}
-    for name, value in fields.items():
-        if isinstance(value, str):
-            fields[name] = printable(value)
+    values = ((name, getattr(video, name)) for name in _FIELDS)
+    fields = {name: printable(value) if isinstance(value, str) else value for name, value in values}
     arrays = np.asarray(video.frame_indices, "<i8").tobytes() + np.asarray(video.timestamps, "<f8").tobytes()
     _send(pipe, {"video": fields, "shape": video.frames.shape, "handover": handover}, arrays)
 

@@ -330,6 +330,8 @@ class _Decoding:
         sizes: list[tuple[int, int]] = []
         n_done = 0
         for chunk in chunks:
+            if chunk.ndim != 4 or chunk.shape[3] != 3:
+                raise IndexMismatch(f"frames of shape {chunk.shape[1:]}, which are no RGB")
             source = chunk.shape[1:3]
             if not sizes or math.prod(source) > math.prod(sizes[-1]):
                 size = self._find_target_size(len(indices), *source)
@@ -367,7 +369,7 @@ def _describe_sizes(sizes: set[tuple[int, int]]) -> str:
     """Return the note about a video of frames of several sizes (height, width); "" for one size."""
     if len(sizes) == 1:
         return ""
-    (height, width), *_, (max_height, max_width) = sorted(sizes, key=math.prod)
+    (height, width), *_, (max_height, max_width) = sorted(sorted(sizes), key=math.prod)
     return f"{SIZES_DIFFER}: {len(sizes)} sizes from {width}x{height} to {max_width}x{max_height}"
 
 

@@ -123,7 +123,7 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
             if descriptor is not None:
                 reduction.send_handle(child.pipe, descriptor, child.process.pid)
             child.pipe.send(request)
-            while True:
+            while time.monotonic() < deadline:  # a child might send names of decoders without end
                 message = receive(child.pipe, deadline, child.max_frame_bytes)
                 _check_backend(message, request)
                 if isinstance(message, VideoMessage):
@@ -131,6 +131,7 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
                 if isinstance(message, VideoFault):
                     raise message
                 backend = message
+            raise TimeoutError
         except VideoFault:
             raise
         except TimeoutError as error:
@@ -198,7 +199,8 @@ class _Child:
     def take_frames(self, message: VideoMessage, deadline: float) -> DecodedVideo:
         """Return the video of a message with the frames that were handed over.
 
-        Raises WrongMessage where they were not, TimeoutError where nothing comes until the ``deadline`` (monotonic).
+        Raises WrongMessage where they were not, TimeoutError where nothing comes until the ``deadline`` (monotonic),
+        EOFError where the child ends before.
         """
         descriptor = None
         try:
@@ -207,9 +209,9 @@ class _Child:
                 descriptor = reduction.recv_handle(self.pipe)
             frames = self.received.frames(message.handover, descriptor, message.shape)
             return replace(message.video, frames=frames)
-        except TimeoutError:
+        except (TimeoutError, EOFError):
             raise
-        except (OSError, EOFError, RuntimeError, AssertionError) as error:  # also where there is no descriptor
+        except (OSError, RuntimeError, AssertionError) as error:  # also where there is no descriptor
             raise WrongMessage(f"no frames came with it: {error}") from error
         finally:
             if descriptor is not None:
@@ -338,7 +340,8 @@ def _limit_memory(memory_mb: int, on_gpu: bool) -> str:
         for limited, n_bytes in ((resource.RLIMIT_FSIZE, 0), (kind, own_bytes)):
             limit = min(n_bytes + memory_mb * 2**20, 2**63 - 1)
             _, hard = resource.getrlimit(limited)
-            resource.setrlimit(limited, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+            limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(limited, (limit, limit))
     except (OSError, ValueError) as error:
         return f"decode processes run without a memory limit: {error}"
     return ""

@@ -130,6 +130,7 @@ ATTACKS: dict[str, Callable[[Forger], object]] = {
     "HalfAMessage": lambda f: f.raw(struct.pack("!i", 100) + b"{"),
     "LongText": lambda f: f.text(json.dumps({"text": "x" * 2**17})),
     "NoArrays": lambda f: f.video(arrays=b""),
+    "Flood": lambda f: [f.text(json.dumps({"text": f.fields["backend"]})) for _ in iter(int, 1)],
     "NoDescriptorAtAll": lambda f: f.video(handover=NEW),
 }
 
