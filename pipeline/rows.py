@@ -24,8 +24,10 @@ Status = Literal["ok", "failed", "removed"]
 JSON_COLUMNS: tuple[Literal["manifest", "model_extra", "runtime"], ...] = ("manifest", "model_extra", "runtime")
 #: The beginning of a video's ``backend_note`` where the decoder that was asked for served all the same.
 BY_DECODING = "index made by decoding"
-#: Its beginning where the film goes on in a stream that was not read.
+#: The beginning of the part of a video's ``backend_note`` that says that the film continues in a stream that was not read.
 PARTLY_READ = "only a part was read"
+#: The beginning of the last part of a video's ``backend_note``, which says that its frame size changes.
+SIZES_DIFFER = "frame sizes differ"
 #: A JSON value, and a JSON object that is only read.
 Json = str | int | float | bool | None | Sequence["Json"] | Mapping[str, "Json"]
 JsonObject = Mapping[str, Json]

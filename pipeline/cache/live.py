@@ -28,7 +28,7 @@ from pipeline.cache.table import TableFile, VideosTable, add_places, empty_rows,
 from pipeline.cache.token_shard import parse_run_id, read_footer_ids
 from pipeline.errors import INFRASTRUCTURE_CLASSES, ON_THE_GPU, CorruptShard
 from pipeline.keys import find, keys_of, tie_keys
-from pipeline.rows import BY_DECODING, PARTLY_READ, VideoRow
+from pipeline.rows import BY_DECODING, PARTLY_READ, SIZES_DIFFER, VideoRow
 from pipeline.storage.stores import Store, request_threads
 
 T = TypeVar("T")
@@ -336,8 +336,8 @@ class Ledger:
         notes = pc.fill_null(notes, "")
         if not pc.any(pc.not_equal(notes, "")).as_py():
             return np.zeros(len(notes), np.uint8)
-        for other_note in (BY_DECODING, PARTLY_READ):
-            notes = pc.if_else(pc.starts_with(notes, other_note), "", notes)
+        notes = pc.replace_substring_regex(notes, f"(^|; )({PARTLY_READ}|{SIZES_DIFFER}).*", "")
+        notes = pc.if_else(pc.starts_with(notes, BY_DECODING), "", notes)
         notes = pc.replace_substring_regex(notes, r" [0-9]+\b", " N")
         return _assign_numbers(notes, self.notes, _MAX_NOTES).astype(np.uint8)
 

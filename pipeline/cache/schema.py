@@ -105,7 +105,9 @@ VIDEO_SCHEMA = pa.schema(
         column("hidden_size", pa.int32(), "D"),
         column("decode_warnings", pa.int32(), "warnings the decoder printed: frames may be damaged"),
         column(
-            "backend_note", pa.string(), "why the decoder tried first did not serve, or what was not read; else empty"
+            "backend_note",
+            pa.string(),
+            "why the decoder tried first did not serve; what was not read; whether frame sizes differ; else empty",
         ),
         column("color_transfer", pa.string(), "FFmpeg's name of the source's transfer function; null: not stated"),
         column("sample_aspect_ratio", pa.string(), "W:H of the source's pixels as shown; null: not stated"),

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import math
 import os
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -24,10 +24,11 @@ import numpy as np
 from av.error import DecoderNotFoundError, FFmpegError, PatchWelcomeError
 from numpy.typing import ArrayLike, NDArray
 
+from gstep.backbones.preprocess import resize_frames
 from gstep.errors import TooFewFrames, UnsupportedVideo
 from pipeline.errors import FaultClass, VideoFault
 from pipeline.own_code import locate_own_error
-from pipeline.rows import BY_DECODING
+from pipeline.rows import BY_DECODING, SIZES_DIFFER
 from pipeline.video.containers import count_missing_bytes, has_overstated_table, open_regular, sniff
 from pipeline.video.damage import check_decodable
 from pipeline.video.decoders import DECODERS, Frames, choose_decoders, find_version, load_decoder
@@ -39,13 +40,16 @@ from pipeline.video.frame_folders import (
     round_to_frames,
     sample_file,
 )
+from pipeline.video.packets import MAX_PIXELS
 from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
 from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, count_repeated, snap_frames
+from pipeline.video.shared_frames import create_memory
 
 #: Returns an array of the shape [T,h,w,3] for the frames of a video.
 Allocate = Callable[[tuple[int, ...]], Frames]
 # A line of FFmpeg's log, except the one that is normal where decoding begins at an open group.
 _FFMPEG_LINE = re.compile(rb"^\[[^\]]+ @ 0x[0-9a-f]+\] (?!mmco: unref short failure)", re.MULTILINE)
+_MAX_LOG_BYTES = 4 * 2**20  # some 60,000 lines
 _MAX_HOLES = 3  # in a note about a damaged file
 _CREDENTIALS = re.compile(r"(\w+://)[^/@\s]+@")
 _TORCH_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|alloc_cpu", re.IGNORECASE)
@@ -110,14 +114,16 @@ class DecodedVideo:
         source_frames: frames in the file.
         clip_frames: frames in the clip [start_s, end_s).
         n_repeated: how many of the T frames repeat an earlier one.
-        source_width: pixels of the stored frames, turned as they are shown; ``sample_aspect_ratio`` stretches nothing.
+        source_width: pixels of the largest stored frame among them, turned as it is shown; ``sample_aspect_ratio``
+            stretches nothing.
         source_height: likewise.
         codec: of the video stream, as FFmpeg calls it.
         backend: the decoder that served: a name of ``decoders.DECODERS`` or an import path.
         backend_version: its version.
-        backend_note: why the decoder tried first did not serve, or what of the film was not read; else empty.
+        backend_note: why the decoder tried first did not serve, what of the film was not read, and whether the frame
+            size changes, separated by semicolons; empty if there is nothing to say.
         decode_warnings: lines FFmpeg logged as errors while it read the file, or else holes in what decodes; above 0,
-            frames may be damaged.
+            frames may be damaged. Beyond some 60,000 lines there may have been more.
         color_transfer: the transfer function of the colours, as FFmpeg calls it; None where the file states none.
         sample_aspect_ratio: width by height of a shown pixel ("16:15"); None where the file does not state it.
         source_size: bytes of the file.
@@ -150,6 +156,10 @@ class DecodedVideo:
     attempts: int = 1
     color_transfer: str | None = None
     sample_aspect_ratio: str | None = None
+
+    def with_note(self, note: str) -> DecodedVideo:
+        """Return the video with another note before its own one."""
+        return replace(self, backend_note="; ".join(filter(None, (note, self.backend_note))))
 
 
 def frames_array(shape: tuple[int, ...]) -> Frames:
@@ -252,7 +262,7 @@ class _Decoding:
             note = note or f"{BY_DECODING}: {error}{holes_text}"
             video = self._read(scanned, last, clip)
         unread = index.packets.note if index.packets is not None else ""
-        return replace(video, backend_note="; ".join(filter(None, (note, unread))))
+        return video.with_note("; ".join(filter(None, (note, unread))))
 
     def _read(self, index: VideoIndex, backend: str, clip: tuple[float | None, float | None]) -> DecodedVideo:
         """Choose the frames of the ``clip`` (start, end in seconds) by ``index``, and read them with one decoder.
@@ -273,8 +283,9 @@ class _Decoding:
         self._announce(backend)
         kind = load_decoder(backend)
         with closing(kind(index)) as decoder:
-            frames = self._resize_frames(decoder.read(np.unique(indices)), indices, index)
+            frames, sizes = self._resize_frames(decoder.read(np.unique(indices)), indices)
             version = find_version(kind) if ":" in backend else str(decoder.version)
+        height, width = sizes[-1]
         return DecodedVideo(
             frames=frames,
             frame_indices=indices,
@@ -285,11 +296,12 @@ class _Decoding:
             source_frames=len(index.timestamps),
             clip_frames=stop - first,
             n_repeated=count_repeated(indices),
-            source_width=index.width,
-            source_height=index.height,
+            source_width=width,
+            source_height=height,
             codec=index.codec,
             backend=backend,
             backend_version=version,
+            backend_note=_describe_sizes({*sizes, (index.height, index.width)}),
             decode_warnings=self._check(index, clip),  # again: decoding may have met what reading had not
             color_transfer=index.color_transfer,
             sample_aspect_ratio=index.sample_aspect_ratio,
@@ -304,30 +316,64 @@ class _Decoding:
         n_unread = int(index.packets is not None and index.packets.note != "")
         return max(n_corrupt, n_unread, len(check_decodable(index, clip, max(n_corrupt, self._warnings()))))
 
-    def _resize_frames(self, chunks: Iterator[Frames], indices: NDArray[np.int64], index: VideoIndex) -> Frames:
-        """Return the chosen frames [T,h,w,3], resized for the model; ``chunks`` are the distinct frames of ``indices``.
+    def _resize_frames(
+        self, chunks: Iterator[Frames], indices: NDArray[np.int64]
+    ) -> tuple[Frames, list[tuple[int, int]]]:
+        """Return the chosen frames [T,h,w,3], resized for the model, and the sizes (H, W) they had, the largest last.
 
-        Chunks are resized as they come, so that full-size frames never pile up; then repeated frames are copied. Raises
-        VideoFault for a shape that the model does not take, IndexMismatch for other frames than the index has.
+        ``chunks`` are the distinct frames of ``indices``. The model's size follows from the largest frame. Chunks are
+        resized as they come, so that full-size frames never pile up: where a later frame is larger than all before it,
+        the resized frames before it are resized once more. Then repeated frames are copied.
+
+        Raises VideoFault for a shape that the model does not take, IndexMismatch for another number of frames.
         """
+        unique, inverse = np.unique(indices, return_inverse=True)
+        repeats = len(unique) < len(indices)
+        allocate = frames_array if repeats else self._allocate
+        sizes: list[tuple[int, int]] = []
+        n_done = 0
+        for chunk in chunks:
+            if chunk.ndim != 4 or chunk.shape[3] != 3:
+                raise IndexMismatch(f"frames of shape {chunk.shape[1:]}, which are no RGB")
+            source = chunk.shape[1:3]
+            if not sizes or math.prod(source) > math.prod(sizes[-1]):
+                size = self._find_target_size(len(indices), *source)
+                if not sizes:
+                    frames = allocate((len(unique), *size, 3))
+                elif size != frames.shape[1:3]:
+                    resized_frames = resize_frames(frames[:n_done], size)  # before its memory is used again
+                    frames = allocate((len(unique), *size, 3))
+                    frames[:n_done] = resized_frames
+                sizes.append(source)
+            elif source not in sizes:
+                sizes.insert(0, source)
+            resize = self._request.preprocessor.resize if source == sizes[-1] else resize_frames
+            frames[n_done : n_done + len(chunk)] = resize(chunk, size)
+            n_done += len(chunk)
+        if n_done != len(unique):
+            raise IndexMismatch(f"the decoder delivered {n_done} of {len(unique)} frames")
+        if repeats:
+            frames = frames.take(inverse, axis=0, out=self._allocate((len(indices), *size, 3)))
+        return frames, sizes
+
+    def _find_target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
+        """Return the (height, width) to resize frames of this size to. Raises VideoFault if the model takes none."""
+        if height * width > MAX_PIXELS:
+            raise VideoFault("unsupported", f"frames of {width}x{height} are larger than {MAX_PIXELS} pixels")
         try:
-            size = self._request.preprocessor.target_size(len(indices), index.height, index.width)
+            return self._request.preprocessor.target_size(n_frames, height, width)
         except TooFewFrames as error:
             raise VideoFault("too-short", str(error)) from error
         except UnsupportedVideo as error:
             raise VideoFault("unsupported", str(error)) from error
-        unique, inverse = np.unique(indices, return_inverse=True)
-        repeats = len(unique) < len(indices)
-        frames = (frames_array if repeats else self._allocate)((len(unique), *size, 3))
-        n_done = 0
-        for chunk in chunks:
-            if chunk.shape[1:] != (index.height, index.width, 3):
-                raise IndexMismatch(f"frames of shape {chunk.shape[1:]} in a video of {index.height}x{index.width}")
-            frames[n_done : n_done + len(chunk)] = self._request.preprocessor.resize(chunk, size)
-            n_done += len(chunk)
-        if n_done != len(unique):
-            raise IndexMismatch(f"the decoder delivered {n_done} of {len(unique)} frames")
-        return frames.take(inverse, axis=0, out=self._allocate((len(indices), *size, 3))) if repeats else frames
+
+
+def _describe_sizes(sizes: set[tuple[int, int]]) -> str:
+    """Return the note about a video of frames of several sizes (height, width); "" for one size."""
+    if len(sizes) == 1:
+        return ""
+    (height, width), *_, (max_height, max_width) = sorted(sorted(sizes), key=math.prod)
+    return f"{SIZES_DIFFER}: {len(sizes)} sizes from {width}x{height} to {max_width}x{max_height}"
 
 
 def fingerprint(path: str | Path) -> tuple[int, str]:
@@ -345,25 +391,31 @@ def count_warnings() -> Iterator[Callable[[], int]]:
     """Catch FFmpeg's log lines, and yield a function that returns the number of error lines so far.
 
     FFmpeg writes to file descriptor 2, which is redirected for the whole process; Python's own stderr still goes to its
-    old target.
+    old target. Between two calls of the function, lines beyond _MAX_LOG_BYTES are dropped and not counted: broken data
+    may give a hundred times its size of them.
     """
     av.logging.restore_default_callback()  # to the descriptor: PyAV's own handler would drop the lines
     av.logging.set_libav_level(av.logging.ERROR)
     sys.stderr.flush()
     python_stderr, descriptor = sys.stderr, os.dup(2)
-    with tempfile.TemporaryFile() as log, os.fdopen(descriptor, "w", errors="replace", buffering=1) as stderr_copy:
-        os.dup2(log.fileno(), 2)
+    log, n_lines = create_memory(_MAX_LOG_BYTES), 0
+    with os.fdopen(descriptor, "w", errors="replace", buffering=1) as stderr_copy:
+        os.dup2(log, 2)
         sys.stderr = stderr_copy
 
         def count() -> int:
-            log.seek(0)
-            return len(_FFMPEG_LINE.findall(log.read()))
+            nonlocal n_lines
+            size = min(os.lseek(log, 0, os.SEEK_CUR), _MAX_LOG_BYTES)
+            n_lines += len(_FFMPEG_LINE.findall(os.pread(log, size, 0)))
+            os.lseek(log, 0, os.SEEK_SET)  # descriptor 2 shares this position
+            return n_lines
 
         try:
             yield count
         finally:
             sys.stderr = python_stderr
             os.dup2(descriptor, 2)
+            os.close(log)
 
 
 def convert_error(error: Exception, backend: str | None) -> VideoFault:
@@ -378,8 +430,8 @@ def convert_error(error: Exception, backend: str | None) -> VideoFault:
 
 def _fault_class(error: Exception) -> FaultClass:
     """Return the fault class of an exception raised while a video was read; "internal" for an unknown kind."""
-    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
-        return "out-of-memory"
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) in (errno.ENOMEM, errno.EFBIG):
+        return "out-of-memory"  # files, as those in memory that hold frames, have the same limit
     if isinstance(error, RuntimeError) and _TORCH_OUT_OF_MEMORY.search(str(error)):
         return "out-of-memory"  # torch has no class of its own for this on CPUs
     if isinstance(error, DecoderNotFoundError | PatchWelcomeError):

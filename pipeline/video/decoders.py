@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections import deque
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -16,9 +17,10 @@ from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
 from gstep.lazy import LazyTable, load_object
+from pipeline.errors import VideoFault
 from pipeline.own_code import hash_code, is_own
 from pipeline.video.packets import Run
-from pipeline.video.probe import IndexMismatch, Orientation, VideoIndex
+from pipeline.video.probe import IndexMismatch, Orientation, VideoIndex, read_orientation
 
 Frames = NDArray[np.uint8]
 
@@ -33,6 +35,8 @@ DECODERS: LazyTable = LazyTable(
 )
 CODE = " code "  # in the version of a user's decoder, before the hash of its code
 _PACKAGES = {"pyav": "av", "decord": "decord", "torchcodec": "torchcodec"}
+# Pixel formats of which FFmpeg copies the chroma samples, wherever they are said to lie.
+_WITHOUT_SITING = ("yuv420p", "yuvj420p")
 _CHUNK_FRAMES = 8
 _CHUNK_BYTES = 64 * 2**20
 
@@ -52,8 +56,9 @@ class FrameDecoder(Protocol):
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
         """Yield the frames that ``indices`` (distinct, ascending) name, in this order.
 
-        They come in chunks of [k,H,W,3] uint8 RGB, turned as they are shown, with H and W of the index. Chunks are
-        small (``chunk_length``), so that memory stays bounded. May raise any exception.
+        They come in chunks of [k,H,W,3] uint8 RGB, turned as they are shown. H and W are those of the index, or of the
+        frame itself where the frame size changes within the file. Chunks are small (``chunk_length``), so that memory
+        stays bounded. May raise any exception.
         """
 
     def close(self) -> None:
@@ -96,8 +101,8 @@ def chunk_length(height: int, width: int) -> int:
 class LibraryDecoder:
     """The base of decoders that let another library read the file once more, for files it is known to get right.
 
-    Raises IndexMismatch for files whose frames the library may get wrong, or where it counts other frames than the
-    index. The library's own error is raised for what it cannot read.
+    Raises IndexMismatch for files whose frames the library may get wrong, or where it counts other frames or has
+    another frame size than the index. The library's own error is raised for what it cannot read.
     """
 
     def __init__(self, index: VideoIndex) -> None:
@@ -135,8 +140,12 @@ class LibraryDecoder:
         Libraries believe what a file says of its keyframes.
         """
         _check_keyframes(self._index, indices)
+        index = self._index
         for start in range(0, len(indices), self._chunk):
-            yield self.frames(indices[start : start + self._chunk].tolist())
+            frames = self.frames(indices[start : start + self._chunk].tolist())
+            if frames.shape[1:] != (index.height, index.width, 3):
+                raise IndexMismatch(f"frames of shape {frames.shape[1:]} in a video of {index.height}x{index.width}")
+            yield frames
 
     def close(self) -> None:
         """Release the file."""
@@ -158,9 +167,11 @@ class PyavDecoder:
         self._packets = index.packets
         self._codec: av.CodecContext | None = None  # a decoder to use instead of the stream's own, as on a GPU
         self._reformatter = VideoReformatter()
+        self._plain_marks = _PlainMarks()
+        self._orientation = index.orientation
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
-        """Yield frames one by one (see ``FrameDecoder.read``), scaled to the first one's size where theirs differs."""
+        """Yield frames one by one, each in its own size; see ``FrameDecoder.read``."""
         for frame in self._iter_frames(indices):
             yield self._pixels(frame)[None]
 
@@ -168,26 +179,32 @@ class PyavDecoder:
         """Leave the packets open: they belong to the index."""
 
     def _pixels(self, frame: av.VideoFrame) -> Frames:
-        """Convert a decoded frame to [H,W,3] uint8 RGB as shown, scaled to the size of the index.
+        """Convert a decoded frame to [H,W,3] uint8 RGB as shown, in its own size.
 
-        The pixels are copied only if they are turned or padded.
+        The pixels are copied only if they are turned or padded. Raises VideoFault("unsupported") for a color matrix
+        that FFmpeg does not convert.
         """
-        index = self._index
-        width, height = index.width, index.height
-        if index.orientation.transpose:
-            width, height = height, width
-        if frame.interlaced_frame:
-            frame = _without_fields(frame)
-        # One reformatter and one thread: for each frame, FFmpeg would set up a scaler with a thread for every core.
-        rgb: Any = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BICUBIC", threads=1)
+        width, height = frame.width, frame.height
+        if frame.interlaced_frame or frame.format.name not in _WITHOUT_SITING:
+            frame = self._plain_marks.set_on(frame)
+        try:
+            # One reformatter and one thread: for each frame, FFmpeg would set up a scaler with a thread for every core.
+            rgb: Any = self._reformatter.reformat(frame, format="rgb24", interpolation="BICUBIC", threads=1)
+        except OSError as error:
+            if error.errno != errno.ENOTSUP:
+                raise
+            matrix = f"its color matrix (number {int(frame.colorspace)} of H.273)"
+            raise VideoFault("unsupported", f"FFmpeg cannot convert the video to RGB from {matrix}") from error
         rows = np.frombuffer(rgb.planes[0], np.uint8).reshape(height, rgb.planes[0].line_size)
-        return np.ascontiguousarray(turn_frame(rows[:, : 3 * width].reshape(height, width, 3), index.orientation))
+        return np.ascontiguousarray(turn_frame(rows[:, : 3 * width].reshape(height, width, 3), self._orientation))
 
     def _iter_frames(self, indices: NDArray[np.int64]) -> Iterator[av.VideoFrame]:
         """Yield the decoded frames number ``indices`` of the file, from no more packets than they need.
 
         Frames are told apart by their presentation times, or by counting from the beginning of a file without any.
-        Raises IndexMismatch where a frame does not come out, or the file marks a frame as a keyframe that is none.
+        Sets ``_orientation`` to that of the frame: its own display matrix, else the last one since the run's keyframe,
+        else that of the index. Raises IndexMismatch where a frame does not come out, or the file marks a frame as a
+        keyframe that is none.
         """
         table, pts = self._packets.table, self._index.pts
         # Where frames are counted, or damage shifts them, no run can begin at a keyframe.
@@ -196,9 +213,14 @@ class PyavDecoder:
         for run in [Run(0, len(table), tuple(frame_times))] if decodes_all else self._packets.runs(frame_times):
             missing_times = deque(run.times)
             times = None if decodes_all else run.times
+            self._orientation = self._index.orientation
+            degrees = 0 if self._orientation == Orientation() else None
             for number, frame in enumerate(self._packets.decode_frames(run.start, run.stop, times, self._codec)):
                 if run.start and frame.pts == table[run.start].pts and not _starts_a_group(frame):
                     raise IndexMismatch(f"the frame at {frame.pts} is no keyframe, as the file says")
+                if frame.rotation != degrees:  # first, since side data that was looked at keeps its frame in memory
+                    degrees = frame.rotation
+                    self._orientation = read_orientation(frame) or self._orientation
                 time = number if pts is None else frame.pts
                 if time is None or time < missing_times[0]:
                     continue
@@ -228,18 +250,29 @@ def _check_keyframes(index: VideoIndex, indices: NDArray[np.int64]) -> None:
             raise IndexMismatch(f"the frame at {table[number].pts} is no keyframe, as the file says")
 
 
-def _without_fields(frame: av.VideoFrame) -> av.VideoFrame:
-    """Return the frame marked as progressive, so that FFmpeg scales its chroma as one picture.
+class _PlainMarks:
+    """A filter that marks frames as progressive and of no stated chroma location; their pixels stay the same.
 
-    The models' own loaders (decord, torchcodec) do so; FFmpeg would scale them field by field.
+    The models' own loaders (decord, torchcodec) and the ffmpeg command line convert a frame's chroma as one picture,
+    and do not shift it by its stated location. FFmpeg's scaler, by itself, would do both.
     """
-    graph = av.filter.Graph()
-    source = graph.add_buffer(
-        width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base or Fraction(1, 25)
-    )
-    graph.link_nodes(source, graph.add("setfield", "prog"), graph.add("buffersink")).configure()
-    graph.push(frame)
-    return graph.pull()
+
+    def __init__(self) -> None:
+        self._graph, self._shape = av.filter.Graph(), (0, 0, "")
+
+    def set_on(self, frame: av.VideoFrame) -> av.VideoFrame:
+        """Return the frame with these marks; the filter is set up again where the shape of frames changes."""
+        shape = frame.width, frame.height, frame.format.name
+        if shape != self._shape:
+            self._graph, self._shape = av.filter.Graph(), shape
+            time_base = frame.time_base or Fraction(1, 25)
+            source = self._graph.add_buffer(
+                width=frame.width, height=frame.height, format=frame.format, time_base=time_base
+            )
+            marks = self._graph.add("setparams", "field_mode=prog:chroma_location=unspecified")
+            self._graph.link_nodes(source, marks, self._graph.add("buffersink")).configure()
+        self._graph.push(frame)
+        return self._graph.pull()
 
 
 def _starts_a_group(frame: av.VideoFrame) -> bool:

@@ -192,20 +192,18 @@ def index_frames(path: str) -> VideoIndex:
 
 
 class JpegDecoder:
-    """The ``FrameDecoder`` of JPEG folders; frames of another size than the first one's are scaled to it."""
+    """The ``FrameDecoder`` of JPEG folders; each frame comes in its own size."""
 
     version = str(av.__version__)
 
     def __init__(self, index: VideoIndex) -> None:
-        self._index = index
+        self._path = index.path
         self._names = frame_names(index.path)
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
         """Yield frames one by one; see ``FrameDecoder.read``."""
-        size = {"width": self._index.width, "height": self._index.height}
         for i in indices.tolist():
-            picture = _decode_frame(self._index.path, self._names[i])
-            yield picture.to_ndarray(format="rgb24", interpolation="BICUBIC", **size)[None]
+            yield _decode_frame(self._path, self._names[i]).to_ndarray(format="rgb24", interpolation="BICUBIC")[None]
 
     def close(self) -> None:
         """Release nothing: no file stays open."""

@@ -50,7 +50,7 @@ class VideoIndex:
         demuxer: name of FFmpeg's demuxer, as ``containers.sniff`` gave it.
         stream: index of the stream in the file.
         codec: name of the codec.
-        width: pixels, as shown (after rotation).
+        width: pixels of the first frame, as shown (after rotation); later frames may have another size.
         height: likewise.
         pixel_format: of the first frame, as FFmpeg calls it.
         fps: average frames a second of the whole file.
@@ -121,7 +121,7 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
             raise packets.fault
         raise VideoFault("corrupt", f"none of the {len(packets.table)} packets of the video stream can be decoded")
     shown_packets = [p for p in packets.table if not p.hidden]
-    orientation = _read_orientation(first)
+    orientation = read_orientation(first) or _AS_STORED
     height, width = (first.width, first.height) if orientation.transpose else (first.height, first.width)
     index = VideoIndex(
         path=path,
@@ -273,8 +273,8 @@ def _goes_on(times: Sequence[int], demuxer: str) -> bool:
     return all(0 <= b - a < most for a, b in pairwise(times))
 
 
-def _read_orientation(frame: av.VideoFrame) -> Orientation:
-    """Return the turn in the display matrix of a frame; none without a matrix, or with one of zeros.
+def read_orientation(frame: av.VideoFrame) -> Orientation | None:
+    """Return the turn in the display matrix of a frame; None without a matrix. A matrix of zeros turns nothing.
 
     A turn within half a degree of a quarter turn is one, as for the ffmpeg command line.
 
@@ -282,7 +282,7 @@ def _read_orientation(frame: av.VideoFrame) -> Orientation:
     """
     side_data = frame.side_data.get("DISPLAYMATRIX")
     if side_data is None:
-        return _AS_STORED
+        return None
     # x' = a*x + c*y and y' = b*x + d*y, in 16.16 fixed point
     a, b, _, c, d = (int(v) for v in np.frombuffer(bytes(side_data), dtype="<i4", count=5))
     across, along = min(abs(a), abs(d)), min(abs(b), abs(c))

@@ -5,7 +5,7 @@ that has imported the heavy libraries once, so that a replacement takes millisec
 
 This is plain ``multiprocessing`` with one pipe that only the child holds the other end of: however the child ends, even
 halfway through an answer, the parent reads end-of-file. A process pool that shares queues and locks with its workers
-cannot promise that.
+cannot promise that. The parent unpickles nothing that the child sends, since a hostile video may run code there.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing import connection, reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,16 +32,25 @@ from typing import Any
 
 from pipeline.errors import VideoFault
 from pipeline.video import decode
+from pipeline.video.child_messages import (
+    VideoMessage,
+    WrongMessage,
+    receive,
+    send_fault,
+    send_text,
+    send_video,
+    wait_for,
+)
 from pipeline.video.decode import DecodedVideo, DecodeRequest, convert_error, decode_video
 from pipeline.video.decoders import choose_decoders
 from pipeline.video.fork_server import fork_ahead
-from pipeline.video.shared_frames import Handover, ReceivedFrames, SharedFrames
+from pipeline.video.frame_folders import JPEGS
+from pipeline.video.shared_frames import ReceivedFrames, SharedFrames
 
 _LOG = logging.getLogger(__name__)
 # Above the niceness of the worker, so that the thread which launches a GPU's kernels does not wait for decoders' turns.
 _NICER = 5
 _START_S = 120.0  # seconds for a child to start; the first waits for the fork server's imports
-_MAX_WAIT_S = 1e6  # a pipe is polled for 2^31 ms at most
 _PRELOAD = ["numpy", "torch", "av", decode.__name__]
 _SECRET_NAMES = ("AWS_", "AZURE_", "GOOGLE_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _SECRET_PARTS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "API_KEY", "ACCESS_KEY", "PRIVATE_KEY")
@@ -99,7 +109,7 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
         except VideoFault as fault:
             fault.attempts = 2
             raise
-        return replace(video, attempts=2, backend_note=f"{first.backend}: {first.message}")
+        return replace(video, attempts=2).with_note(f"{first.backend}: {first.message}")
 
     def _attempt(self, request: DecodeRequest, descriptor: int | None, deadline: float) -> DecodedVideo:
         """Send one request to the child and wait for its answer until ``deadline`` (monotonic). Raises VideoFault.
@@ -113,18 +123,23 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
             if descriptor is not None:
                 reduction.send_handle(child.pipe, descriptor, child.process.pid)
             child.pipe.send(request)
-            while True:
-                if not child.pipe.poll(min(_MAX_WAIT_S, max(0.0, deadline - time.monotonic()))):
-                    self.close()
-                    raise VideoFault("timeout", f"not decoded within {self._timeout_s:g} s", backend=backend)
-                answer = child.pipe.recv()
-                if isinstance(answer, VideoFault):
-                    raise answer
-                if isinstance(answer, tuple):
-                    return child.with_frames(*answer)
-                backend = str(answer)
+            while time.monotonic() < deadline:  # a child might send names of decoders without end
+                message = receive(child.pipe, deadline, child.max_frame_bytes)
+                _check_backend(message, request)
+                if isinstance(message, VideoMessage):
+                    return child.take_frames(message, deadline)
+                if isinstance(message, VideoFault):
+                    raise message
+                backend = message
+            raise TimeoutError
         except VideoFault:
             raise
+        except TimeoutError as error:
+            self.close()
+            raise VideoFault("timeout", f"not decoded within {self._timeout_s:g} s", backend=backend) from error
+        except WrongMessage as error:
+            self.close()
+            raise VideoFault("crash", f"the decode process sent a wrong message: {error}", backend=backend) from error
         except (EOFError, OSError) as error:
             self._child = None
             raise _make_crash_fault(child.end_code(), backend) from error
@@ -164,6 +179,7 @@ class _Child:
         context.set_forkserver_preload(_PRELOAD)
         self.pipe, child_pipe = context.Pipe()
         self.received = ReceivedFrames()
+        self.max_frame_bytes = memory_mb * 2**20
         # Ray names a worker's GPUs when it starts; what the child is forked from may have begun before that.
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if on_gpu else None
         self.process = context.Process(
@@ -173,21 +189,30 @@ class _Child:
             self.process.start()
         child_pipe.close()  # the child now holds the only other end: when it dies, reading here ends
         try:
-            if not self.pipe.poll(_START_S):
-                raise EOFError
-            note = self.pipe.recv()
-        except (EOFError, OSError) as error:
+            note = receive(self.pipe, time.monotonic() + _START_S, 0)
+        except (EOFError, OSError, WrongMessage) as error:
             self.end()
             raise VideoFault("internal", "the decode process did not start; its stderr says why") from error
         if note:
             _LOG.warning("%s", note)
 
-    def with_frames(self, video: DecodedVideo, handover: Handover) -> DecodedVideo:
-        """Return the video with the frames that were handed over. Raises OSError where they were not."""
-        descriptor = reduction.recv_handle(self.pipe) if handover.new else None
+    def take_frames(self, message: VideoMessage, deadline: float) -> DecodedVideo:
+        """Return the video of a message with the frames that were handed over.
+
+        Raises WrongMessage where they were not, TimeoutError where nothing comes until the ``deadline`` (monotonic),
+        EOFError where the child ends before.
+        """
+        descriptor = None
         try:
-            shape = len(video.frame_indices), *video.frames.shape[1:]
-            return replace(video, frames=self.received.frames(handover, descriptor, shape))
+            if message.handover.new:
+                wait_for(self.pipe, deadline)
+                descriptor = reduction.recv_handle(self.pipe)
+            frames = self.received.frames(message.handover, descriptor, message.shape)
+            return replace(message.video, frames=frames)
+        except (TimeoutError, EOFError):
+            raise
+        except (OSError, RuntimeError, AssertionError) as error:  # also where there is no descriptor
+            raise WrongMessage(f"no frames came with it: {error}") from error
         finally:
             if descriptor is not None:
                 os.close(descriptor)
@@ -209,6 +234,14 @@ class _Child:
         code: int | None = self.process.exitcode
         self.end()
         return code
+
+
+def _check_backend(message: str | VideoFault | VideoMessage, request: DecodeRequest) -> None:
+    """Raise WrongMessage if a message names a decoder that the request does not allow: names may be imported later."""
+    video = message.video if isinstance(message, VideoMessage) else message
+    name = video if isinstance(video, str) else video.backend
+    if name not in (*choose_decoders(request.decoder), JPEGS, None):
+        raise WrongMessage("it names another decoder than requested")
 
 
 @contextmanager
@@ -242,22 +275,22 @@ def _serve(pipe: Connection, memory_mb: int, on_gpu: bool, gpus: str | None) -> 
     """
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-    pipe.send(_confine(memory_mb, on_gpu))
+    send_text(pipe, _confine(memory_mb, on_gpu))
     shared_frames = SharedFrames()
     while True:
         try:
             video = _answer(pipe, shared_frames)
             handover, descriptor = shared_frames.hand_over()
-            pipe.send((replace(video, frames=video.frames[:0]), handover))  # pixels are in shared memory
+            send_video(pipe, video, handover)
             if descriptor is not None:
                 reduction.send_handle(pipe, descriptor, os.getppid())
                 os.close(descriptor)
         except (EOFError, BrokenPipeError):
             return
         except VideoFault as fault:
-            pipe.send(fault)
+            send_fault(pipe, fault)
         except Exception as error:  # noqa: BLE001 - a request that cannot be unpickled, an answer that does not fit
-            pipe.send(convert_error(error, None))
+            send_fault(pipe, convert_error(error, None))
 
 
 def _answer(pipe: Connection, shared_frames: SharedFrames) -> DecodedVideo:
@@ -272,7 +305,7 @@ def _answer(pipe: Connection, shared_frames: SharedFrames) -> DecodedVideo:
         request: DecodeRequest = pipe.recv()
         if descriptor is not None:
             request = replace(request, path=f"/proc/self/fd/{descriptor}")  # each opening has a position of its own
-        return decode_video(request, pipe.send, shared_frames.allocate)
+        return decode_video(request, partial(send_text, pipe), shared_frames.allocate)
     finally:
         if descriptor is not None:
             os.close(descriptor)
@@ -297,14 +330,18 @@ def _confine(memory_mb: int, on_gpu: bool) -> str:
 def _limit_memory(memory_mb: int, on_gpu: bool) -> str:
     """Let this process grow by ``memory_mb`` MiB from here, and return a note if the platform has no such limit.
 
-    If ``on_gpu``, only private memory that can be written counts, otherwise all of the address space.
+    If ``on_gpu``, only private memory that can be written counts, otherwise all of the address space. No file that it
+    writes grows beyond ``memory_mb`` MiB either; memory that is shared with other processes is a file.
     """
     kind, field = (resource.RLIMIT_DATA, 5) if on_gpu else (resource.RLIMIT_AS, 0)
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[field])
-        limit = min(pages * resource.getpagesize() + memory_mb * 2**20, 2**63 - 1)
-        _, hard = resource.getrlimit(kind)
-        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+        own_bytes = pages * resource.getpagesize()
+        for limited, n_bytes in ((resource.RLIMIT_FSIZE, 0), (kind, own_bytes)):
+            limit = min(n_bytes + memory_mb * 2**20, 2**63 - 1)
+            _, hard = resource.getrlimit(limited)
+            limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(limited, (limit, limit))
     except (OSError, ValueError) as error:
         return f"decode processes run without a memory limit: {error}"
     return ""

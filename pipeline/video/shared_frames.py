@@ -59,7 +59,7 @@ class SharedFrames:
             self._current = number, self._idle.pop(number)
         else:
             self._n_pieces += 1
-            self._descriptor = _create_memory(max(1, size))
+            self._descriptor = create_memory(max(1, size))
             self._current = self._n_pieces, mmap.mmap(self._descriptor, 0)
         return np.frombuffer(self._current[1], np.uint8, size).reshape(shape)
 
@@ -119,6 +119,8 @@ class ReceivedFrames:
         if descriptor is not None:
             if not _keeps_its_size(descriptor):
                 raise OSError("the decode process handed over frames in memory that may shrink")
+            if os.fstat(descriptor).st_size > max(1, size):  # mapping it would fill all of it
+                raise OSError(f"the decode process handed over more than {size:,} bytes of frames")
             self._pieces[handover.number] = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | _AT_ONCE)
         memory = self._pieces.get(handover.number)
         if memory is None or len(memory) < size:
@@ -138,10 +140,11 @@ def _keeps_its_size(descriptor: int) -> bool:
     return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
 
 
-def _create_memory(size: int) -> int:
-    """Create ``size`` bytes of memory, sealed against shrinking under a reader, and return its descriptor.
+def create_memory(size: int) -> int:
+    """Create ``size`` bytes of memory, sealed at that size, and return its descriptor.
 
-    A platform without such memory gets a temporary file without a name.
+    It does not shrink under a reader, and writing beyond its end fails. A platform without such memory gets a temporary
+    file without a name.
     """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("frames", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -150,5 +153,5 @@ def _create_memory(size: int) -> int:
             descriptor = os.dup(file.fileno())
     os.ftruncate(descriptor, size)
     with suppress(AttributeError, OSError):  # not every platform has seals
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return descriptor

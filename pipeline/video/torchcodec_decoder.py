@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from importlib.metadata import version
 from typing import ClassVar
 
@@ -15,9 +14,6 @@ except RuntimeError as error:  # its own message is several pages long
     raise ImportError("torchcodec finds no shared libraries of FFmpeg here: apt-get install ffmpeg") from error
 
 
-# Codecs of which torchcodec converts more than 8 bits a sample otherwise: by up to 100 levels on test patterns.
-_DEEP_DIFFERS = ("h264", "hevc")
-_DEEP = re.compile(r"\d\d[lb]e$")
 # What torchcodec does for the degrees that it finds in the container.
 _TURNS = {
     0: Orientation(),
@@ -32,14 +28,6 @@ class TorchcodecDecoder(LibraryDecoder):
 
     version = version("torchcodec")
     device: ClassVar[str] = "cpu"
-
-    @classmethod
-    def reason_against(cls, index: VideoIndex) -> str:
-        """Return the first reason to expect other frames than PyAV's; on a GPU colours differ by design."""
-        deep = index.codec in _DEEP_DIFFERS and _DEEP.search(index.pixel_format)
-        if deep and cls.device == "cpu":
-            return f"its pixels are {index.pixel_format}"
-        return LibraryDecoder.reason_against(index)
 
     def open(self, index: VideoIndex) -> VideoDecoder:
         """Open the file with torchcodec, which reads it whole to count its frames.

@@ -43,11 +43,15 @@ def make_clip(path: Path, *options: object, count: int = 32, size: tuple[int, in
     return path
 
 
-def shown(path: Path) -> Shown:
-    """Return every frame that ffmpeg shows of a file: of its choice of stream, upright, at the size of the first."""
+def shown(path: Path, size: tuple[int, int] | None = None) -> Shown:
+    """Return every frame that ffmpeg shows of a file: of its choice of stream, upright, at the size of the first.
+
+    ``size`` is another (height, width) to scale them to.
+    """
     raw = path.with_name(f"{path.name}.rgb")
+    scale = f"scale={size[1]}:{size[0]}," if size else ""
     log = ffmpeg(
-        *("-threads", 1, "-i", path, "-an", "-fps_mode", "passthrough", "-vf", "showinfo"),
+        *("-threads", 1, "-i", path, "-an", "-fps_mode", "passthrough", "-vf", f"{scale}showinfo"),
         *("-f", "rawvideo", "-pix_fmt", "rgb24", raw),
     )
     times, widths, heights = zip(*_SHOWN.findall(log), strict=True)

@@ -6,6 +6,7 @@ import ctypes
 import json
 import mmap
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from fractions import Fraction
@@ -143,26 +144,28 @@ def _options(codec: str) -> dict[str, str]:
     }.get(codec, {})
 
 
-def two_sizes_clip(path: Path, codec: str = "libx264") -> Path:
-    """Write 30 numbered frames; from number 15 on they are twice as large, in the same stream."""
-    small, large = (64, 96), (128, 192)
+def two_sizes_clip(
+    path: Path, codec: str = "libx264", sizes: Sequence[tuple[int, int]] = ((64, 96), (128, 192))
+) -> Path:
+    """Write 15 numbered frames of each of ``sizes`` in one stream; by default, the later are twice as large."""
     with av.open(str(path), "w") as out:
-        stream = add_stream(out, codec, small, 25, 10, "yuv420p", None)
+        stream = add_stream(out, codec, sizes[0], 25, 10, "yuv420p", None)
         for number in range(15):
-            encode(out, stream, number, small, None)
+            encode(out, stream, number, sizes[0], None)
         out.mux(stream.encode(None))
-        second = av.CodecContext.create(codec, "w")
-        second.height, second.width = large
-        second.pix_fmt, second.time_base, second.framerate = "yuv420p", Fraction(1, 25), Fraction(25)
-        second.options = _options(codec) | ({"x264-params": "repeat-headers=1"} if codec == "libx264" else {})
-        packets = []
-        for number in range(15, 30):
-            frame = av.VideoFrame.from_ndarray(numbered_frame(number, *large), format="rgb24")
-            frame.pts, frame.time_base = number, Fraction(1, 25)
-            packets += second.encode(frame)
-        for packet in packets + second.encode(None):
-            packet.stream = stream
-            out.mux(packet)
+        for part, size in enumerate(sizes[1:], start=1):
+            encoder = av.CodecContext.create(codec, "w")
+            encoder.height, encoder.width = size
+            encoder.pix_fmt, encoder.time_base, encoder.framerate = "yuv420p", Fraction(1, 25), Fraction(25)
+            encoder.options = _options(codec) | ({"x264-params": "repeat-headers=1"} if codec == "libx264" else {})
+            packets = []
+            for number in range(15 * part, 15 * part + 15):
+                frame = av.VideoFrame.from_ndarray(numbered_frame(number, *size), format="rgb24")
+                frame.pts, frame.time_base = number, Fraction(1, 25)
+                packets += encoder.encode(frame)
+            for packet in packets + encoder.encode(None):
+                packet.stream = stream
+                out.mux(packet)
     return path
 
 
@@ -269,6 +272,15 @@ class Spacious(BadReader):
         raise VideoFault("internal", f"{len(reserved)} bytes reserved")
 
 
+class Sprawling(BadReader):
+    """Makes a file of 4 GiB, of which the disk stores nothing."""
+
+    def read(self, indices: Any) -> Any:
+        with tempfile.TemporaryFile() as file:
+            file.truncate(2**32)
+        raise VideoFault("internal", "there is no limit")
+
+
 class Raising(BadReader):
     def read(self, indices: Any) -> Any:
         raise ValueError("\x1b[31mred\x1b[0m s3://key:secret@host/x " + 2000 * "x")
@@ -282,7 +294,8 @@ class Revealing(BadReader):
 
         import torch  # noqa: PLC0415
 
-        limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_CORE)]
+        kinds = (resource.RLIMIT_AS, resource.RLIMIT_CORE, resource.RLIMIT_FSIZE)
+        limits = [resource.getrlimit(kind)[0] for kind in kinds]
         seen = {"env": [n for n in os.environ if "TOKEN" in n or n.startswith("AWS_")], "limits": limits}
         first = Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0")
         seen["first"] = [text for text in first if text.startswith(("AWS_", "HF_TOKEN", "PLAIN"))]

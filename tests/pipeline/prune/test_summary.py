@@ -13,6 +13,7 @@ from pipeline.cache.live import Ledger
 from pipeline.cache.merging import merge
 from pipeline.errors import FAULTS, VideoFault
 from pipeline.prune.summary import Summary, render, summarise
+from pipeline.rows import SIZES_DIFFER
 from tests.paths import ROOT
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 
@@ -111,13 +112,13 @@ def test_what_rows_remark_on_their_videos_is_a_line_each(tmp_path):
     missing, other = "decord: ModuleNotFoundError: No module named 'decord'", "decord: IndexMismatch: it is rotated"
     counted = "decord: IndexMismatch: of H.264 the decoder counts {} frames, the file lists 250"
     remarks = [
-        {"backend_note": missing, "color_transfer": "smpte2084"},
+        {"backend_note": f"{missing}; {SIZES_DIFFER}: 2 sizes from 96x64 to 192x128", "color_transfer": "smpte2084"},
         {"backend_note": missing, "color_transfer": "arib-std-b67", "sample_aspect_ratio": "16:15"},
         {"backend_note": other, "color_transfer": "bt709", "sample_aspect_ratio": "1:1"},
         {"backend_note": counted.format(249), "uneven_positions": 3, "shared_positions": 0},
         {"backend_note": counted.format(12), "uneven_positions": 0, "shared_positions": 8},
         {"backend_note": "index made by decoding: the frame at 78848 does not come out", "uneven_positions": 1},
-        *({"backend_note": "", "decode_warnings": 7} for _ in range(5)),
+        *({"backend_note": f"{SIZES_DIFFER}: 3 sizes", "decode_warnings": 7} for _ in range(5)),
         {},
     ]
     failed = {"color_transfer": "smpte2084", "decode_warnings": 1}

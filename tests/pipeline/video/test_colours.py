@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 
+from pipeline.errors import VideoFault
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
@@ -62,6 +63,36 @@ def test_high_dynamic_range_changes_no_pixel(tmp_path):
         pictures[1].frames, pictures[2].frames
     )
     assert np.abs(pictures[0].frames - shown(tmp_path / f"{PQ}.mp4").frames[[0, 2, 4, 7]].astype(int)).mean() < 2
+
+
+@pytest.mark.parametrize("space", ["bt709", "bt2020nc", "smpte170m", "smpte240m", "fcc", "unknown"])
+@pytest.mark.parametrize(
+    ("name", "codec", "pixels"),
+    [
+        *(("a.mp4", X264, pixels) for pixels in ("yuv420p", "yuvj420p", "yuv420p10le", "yuv422p10le", "yuv444p10le")),
+        *(("b.mkv", X265, pixels) for pixels in ("yuv422p", "yuv420p10le", "yuv420p12le", "gbrp10le")),
+        ("c.webm", VP9, "yuv420p10le"),
+        ("d.mov", ("-c:v", "prores"), "yuv422p10le"),
+        ("e.avi", ("-c:v", "dvvideo", "-r", "30000/1001", "-s", "720x480"), "yuv411p"),
+    ],
+)
+def test_colours_are_those_of_ffmpeg_to_the_bit(name, codec, pixels, space, tmp_path):
+    """Whatever the depth, the matrix, and the place that the codec states for the samples of chroma."""
+    if pixels == "gbrp10le" and space != "unknown":
+        pytest.skip("RGB has no matrix")
+    marks = ("-vf", f"format={pixels},setparams=colorspace={space}")
+    path = make_clip(tmp_path / name, *codec, "-pix_fmt", pixels, *marks, count=3)
+    video = decode_video(DecodeRequest(path, Sampling(3), KeepSize()))
+    assert np.array_equal(video.frames, shown(path).frames[video.frame_indices])
+
+
+@pytest.mark.parametrize("space", ["bt2020c", "ycgco"])
+def test_a_matrix_that_ffmpeg_does_not_convert_is_unsupported(space, tmp_path):
+    path = make_clip(tmp_path / "a.mp4", *X264, "-vf", f"format=yuv420p,setparams=colorspace={space}", count=3)
+    with pytest.raises(
+        VideoFault, match=r"cannot convert the video to RGB from its color matrix \(number \d+ of H.273"
+    ):
+        decode_frames(path)
 
 
 @pytest.mark.parametrize(

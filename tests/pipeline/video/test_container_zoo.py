@@ -13,12 +13,15 @@ import av
 import numpy as np
 import pytest
 
+from gstep.backbones.preprocess import FixedSizePreprocessor, PerFramePreprocessor, PerVideoPreprocessor
+from gstep.backbones.qwen2_5_vl import Qwen2_5VL
+from gstep.backbones.qwen3_vl import Qwen3VL
 from pipeline.errors import VideoFault
-from pipeline.video.decode import DecodedVideo, DecodeRequest
+from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
-from tests.pipeline.videos import KeepSize, add_stream, encode
+from tests.pipeline.videos import KeepSize, add_stream, encode, two_sizes_clip
 
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-crf", 10, "-g", 16, "-pix_fmt", "yuv420p")
 X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-crf", 10, "-x265-params", "pools=none:frame-threads=1:keyint=16")
@@ -91,9 +94,16 @@ def decode():
         yield decode
 
 
-def assert_as_shown(decode: Callable[[Path, int], DecodedVideo], path: Path, *, exact_start: bool = True) -> None:
-    """All frames, and five far apart, are what ffmpeg shows."""
-    truth = shown(path)
+def assert_as_shown(
+    decode: Callable[[Path, int], DecodedVideo],
+    path: Path,
+    *,
+    exact_start: bool = True,
+    size: tuple[int, int] | None = None,
+    note: str = "",
+) -> None:
+    """All frames, and five far apart, are what ffmpeg shows, at ``size`` where it differs from the first frame's."""
+    truth = shown(path, size)
     assert len(truth.frames) > 1
     for count in (len(truth.frames), 5):
         video = decode(path, count)
@@ -103,7 +113,8 @@ def assert_as_shown(decode: Callable[[Path, int], DecodedVideo], path: Path, *, 
         assert np.abs(late if exact_start else late - late[0]).max() < 1e-3
         expected = truth.frames[video.frame_indices].astype(int)
         assert np.abs(video.frames - expected).mean(axis=(1, 2, 3)).max() < NEAR
-        assert (video.backend, video.backend_note, video.decode_warnings) == ("pyav", "", 0)
+        assert (video.backend, video.decode_warnings) == ("pyav", 0)
+        assert video.backend_note == note or (note and video.backend_note.endswith(f"; {note}"))
 
 
 @pytest.mark.parametrize("name", CLIPS)
@@ -169,16 +180,86 @@ def write_matrix(folder: Path, matrix: tuple[int, int, int, int]) -> Path:
     return folder / "a.mp4"
 
 
-@pytest.mark.parametrize(("name", "larger"), [("a.mp4", True), ("a.mkv", False), ("a.ts", True)])
-def test_a_size_that_changes_on_the_way(decode, tmp_path, name, larger):
-    sizes = [(64, 96), (128, 192)] if larger else [(128, 192), (64, 96)]
-    parts = [
-        make_clip(tmp_path / f"{i}.h264", *X264, "-bf", 0, count=16, size=size, first=16 * i)
-        for i, size in enumerate(sizes)
-    ]
+@pytest.mark.parametrize(("name", "turns"), [("a.ts", (None, 90)), ("a.mkv", (180, 270)), ("a.mp4", (90, None))])
+def test_a_turn_that_the_codec_states_and_that_changes(decode, tmp_path, name, turns):
+    """A part that states none keeps that of the part before it."""
+    parts = []
+    for number, turn in enumerate(turns):
+        marks = ("-bsf:v", f"h264_metadata=display_orientation=insert:rotate={turn}") if turn else ()
+        parts.append(make_clip(tmp_path / f"{number}.h264", *X264, "-bf", 0, *marks, count=15, first=15 * number))
     (tmp_path / "both.h264").write_bytes(b"".join(part.read_bytes() for part in parts))
     ffmpeg("-r", 25, "-i", tmp_path / "both.h264", "-c", "copy", tmp_path / name)
-    assert_as_shown(decode, tmp_path / name)
+    if turns[1] is None:
+        assert_as_shown(decode, tmp_path / name)
+        return
+    log = ffmpeg("-i", tmp_path / name, "-vf", "showinfo", "-f", "null", "-")
+    assert (log.count(" s:96x64"), log.count(" s:64x96")) == (15, 15)
+    for start_s, size in ((0.0, (96, 64)), (0.6, (64, 96)), (0.8, (64, 96))):
+        video = decode_video(DecodeRequest(tmp_path / name, Sampling(4), KeepSize(), start_s, start_s + 0.4))
+        assert (video.source_width, video.source_height) == size == video.frames.shape[2:0:-1]
+
+
+SMALL, LARGE = (64, 96), (128, 192)
+SIZES_NOTE = "frame sizes differ: 2 sizes from 96x64 to 192x128"
+RESIZED = {  # name: the raw stream's suffix, how it is made
+    "a.mp4": ("h264", (*X264, "-bf", 0)),
+    "a.mkv": ("h264", (*X264, "-bf", 0)),
+    "a.ts": ("h264", (*X264, "-bf", 0)),
+    "hevc.mkv": ("libx265", ()),
+    "mpeg2.ts": ("m2v", ("-c:v", "mpeg2video", "-q:v", 2)),
+    "vp8.webm": ("libvpx", ()),
+    "vp9.webm": ("libvpx-vp9", ()),
+    "av1.mkv": ("libsvtav1", ()),
+}
+
+
+def write_resized(folder: Path, name: str, sizes: list[tuple[int, int]]) -> Path:
+    """Write 16 frames of each of these sizes, in one stream."""
+    kind, options = RESIZED[name]
+    if kind.startswith("lib"):
+        return two_sizes_clip(folder / name, kind, sizes=sizes)
+    parts = [
+        make_clip(folder / f"{i}.{kind}", *options, count=15, size=size, first=15 * i) for i, size in enumerate(sizes)
+    ]
+    (folder / f"both.{kind}").write_bytes(b"".join(part.read_bytes() for part in parts))
+    ffmpeg("-fflags", "+genpts", "-r", 25, "-i", folder / f"both.{kind}", "-c", "copy", folder / name)
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        *((name, sizes) for name in RESIZED for sizes in ((SMALL, LARGE), (LARGE, SMALL))),
+        ("a.ts", (SMALL, LARGE, SMALL)),
+        ("vp9.webm", (LARGE, SMALL, LARGE)),
+    ],
+)
+def test_a_size_that_changes_on_the_way(decode, tmp_path, name, sizes):
+    """The largest of the sampled frames decides, whichever comes first, and the row says that sizes differ."""
+    path = write_resized(tmp_path, name, list(sizes))
+    assert_as_shown(decode, path, size=LARGE, note=SIZES_NOTE)
+    for number, size in enumerate(sizes):
+        clip = DecodeRequest(path, Sampling(4), KeepSize(), 0.6 * number, 0.6 * number + 0.6)
+        video = decode_video(clip)
+        assert (video.source_height, video.source_width) == size
+        assert video.backend_note.endswith(SIZES_NOTE) == (size != sizes[0])
+
+
+def test_models_get_the_size_that_follows_from_the_largest_frame(tmp_path):
+    """Frames before it were resized by then."""
+    path = write_resized(tmp_path, "a.ts", [SMALL, (640, 480)])
+    truth = shown(path, (640, 480)).frames
+    for preprocessor in (
+        FixedSizePreprocessor((0, 0, 0), (1, 1, 1), height=384, width=384),
+        PerFramePreprocessor.from_settings(Qwen2_5VL.pixel_defaults),
+        PerVideoPreprocessor.from_settings(Qwen3VL.pixel_defaults),
+    ):
+        for start_s, end_s in ((None, None), (0.6, 1.2)):
+            video = decode_video(DecodeRequest(path, Sampling(5), preprocessor, start_s, end_s))
+            size = preprocessor.target_size(5, 640, 480)
+            assert video.frames.shape == (5, *size, 3)
+            expected = preprocessor.resize(truth[video.frame_indices], size).numpy().astype(int)
+            assert np.abs(video.frames - expected).mean(axis=(1, 2, 3)).max() < NEAR
 
 
 @pytest.mark.parametrize(("name", "default"), [("a.mp4", 1), ("a.mkv", 0), ("a.ts", 1)])

@@ -4,7 +4,10 @@ Clips of 100 numbered frames at 25 a second are made by ffmpeg, and a part of th
 in a sparse download. How many frames are left is what ffmpeg itself shows.
 """
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,9 +16,10 @@ import numpy as np
 import pytest
 
 from pipeline.errors import VideoFault
+from pipeline.video import decode
 from pipeline.video.containers import sniff
 from pipeline.video.damage import MAX_LOST, Hole, check_decodable
-from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
+from pipeline.video.decode import DecodedVideo, DecodeRequest, count_warnings, decode_video
 from pipeline.video.packets import VideoPackets
 from pipeline.video.probe import VideoIndex, probe, scan
 from pipeline.video.sampling import Sampling
@@ -158,6 +162,49 @@ def test_a_frame_that_does_not_decode_costs_no_other(name, clips, tmp_path):
     video = decode_frames(path, num_frames=COUNT)
     assert (video.source_frames, video.decode_warnings > 0) == (len(truth.timestamps), True)
     assert np.abs(video.frames[:40].astype(int) - truth.frames[video.frame_indices[:40]]).mean() < 2
+
+
+def write_log_bomb(clip: Path, into: Path) -> Path:
+    """Copy an H.264 file with tiny slices in place of all frames but the first: each gives a line of FFmpeg's log."""
+    data = bytearray(clip.read_bytes())
+    with av.open(str(clip)) as container:
+        places = [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size]
+    for start, size in places[1:]:
+        n_slices, rest = divmod(size - 5, 6)
+        data[start : start + size] = (
+            b"\0\0\0\2\x41\x9a" * n_slices + (rest + 1).to_bytes(4, "big") + b"\x41" * (rest + 1)
+        )
+    into.write_bytes(data)
+    return into
+
+
+def test_ffmpeg_s_log_takes_no_more_memory_than_it_may(clips, tmp_path, monkeypatch):
+    """Broken slices give many times their size of it. Up to the limit all lines count."""
+    path = write_log_bomb(clips("h264.mp4"), tmp_path / "a.mp4")
+    found = []
+    for limit in (decode._MAX_LOG_BYTES, 2**11):
+        monkeypatch.setattr(decode, "_MAX_LOG_BYTES", limit)
+        with count_warnings() as count:
+            packets = VideoPackets(str(path), sniff(path))
+            list(packets.decode_frames(0, len(packets.table)))
+            packets.close()
+            found.append(count())
+            assert count() == found[-1]
+    assert found[0] > 10 * found[1] > 100
+    assert decode_frames(path).decode_warnings > 0
+
+
+def test_a_line_that_does_not_fit_in_the_log_blocks_nobody(capfd):
+    line = b"[h264 @ 0x1] error while decoding MB 1 2\n"
+    with count_warnings() as count:
+        subprocess.run([sys.executable, "-c", f"import os; os.write(2, {line!r} * 10**6)"], check=False)  # of 40 MB
+        subprocess.run([sys.executable, "-c", f"import os; os.write(2, {line!r})"], check=False)
+        n_lines = count()
+        assert abs(n_lines - decode._MAX_LOG_BYTES // len(line)) <= 1
+        os.write(2, line)
+        assert count() == n_lines + 1
+    os.write(2, b"behind it\n")
+    assert capfd.readouterr().err == "behind it\n"
 
 
 def test_av1_goes_on_behind_an_error_that_its_decoder_does_not_recover_from(tmp_path):

@@ -41,6 +41,15 @@ def test_the_whole_folder_with_its_provenance(frames):
     assert video.source_hash.startswith("blake2b:")
 
 
+def test_frames_of_several_sizes_get_the_largest(few, tmp_path):
+    larger = write_jpegs(tmp_path / "larger", 3, (128, 192))
+    (larger / "00003.jpg").rename(few / "00003.jpg")
+    video = decode_video(request(few, 3))
+    assert numbers(video.frames) == [1, 2, 3] and video.frames.shape == (3, 128, 192, 3)
+    assert (video.source_width, video.source_height) == (192, 128)
+    assert video.backend_note == "frame sizes differ: 2 sizes from 96x64 to 192x128"
+
+
 @pytest.mark.parametrize(
     ("start_s", "end_s", "first", "last"),
     [

@@ -16,6 +16,7 @@ from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from tests.paths import ROOT
+from tests.pipeline.forging import ATTACKS
 from tests.pipeline.videos import KeepSize, decord_killer, numbers, sample, write_clip
 from tests.waiting import wait_until
 
@@ -62,6 +63,34 @@ def test_a_bad_decoder_costs_one_video(sandbox, clip, decoder, fault_class, exit
         assert (fault.fault_class, fault.exit_signal, fault.attempts) == (fault_class, exit_signal, 1)
         assert message in fault.message and fault.backend == f"tests.pipeline.videos:{decoder}"
         assert numbers(sandbox.decode(request(clip)).frames) == np.linspace(0, 29, 8, dtype=int).tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name != "Honest"])
+def test_a_child_that_was_taken_over_costs_its_video_and_runs_nothing_here(sandbox, clip, name, tmp_path):
+    video = tmp_path / "v.mp4"
+    video.write_bytes(clip.read_bytes())
+    stops = name in ("HalfALength", "HalfAMessage", "NoDescriptorAtAll", "Flood")
+    sandbox.decode(request(clip))  # the child is up: only the limit counts below
+    sandbox._timeout_s, usual = 2.0 if stops else 60.0, sandbox._timeout_s
+    wanted = DecodeRequest(video, Sampling(2), KeepSize(), decoder=f"tests.pipeline.forging:{name}")
+    fault = convert_error(sandbox, wanted)
+    sandbox._timeout_s = usual
+    assert (fault.fault_class, fault.exit_signal) == ("timeout" if stops else "crash", None)
+    assert stops or "the decode process sent a wrong message" in fault.message
+    assert [path.name for path in tmp_path.iterdir()] == ["v.mp4"] and "antigravity" not in sys.modules
+    assert numbers(sandbox.decode(request(clip)).frames) == np.linspace(0, 29, 8, dtype=int).tolist()
+
+
+def test_what_forgers_change_is_an_honest_answer(sandbox, clip):
+    wanted = DecodeRequest(clip, Sampling(2), KeepSize(), decoder="tests.pipeline.forging:Honest")
+    video = sandbox.decode(wanted)
+    assert (video.frames.shape, video.frame_indices.tolist(), video.codec) == ((2, 64, 96, 3), [0, 29], "h264")
+
+
+def test_no_file_that_a_child_writes_grows_beyond_its_memory(clip):
+    with DecodeSandbox(memory_mb=512) as sandbox:
+        fault = convert_error(sandbox, request(clip, "Sprawling"))
+    assert fault.fault_class == "out-of-memory" and "File too large" in fault.message
 
 
 def test_beside_a_gpu_memory_that_is_written_is_limited_and_addresses_are_not(clip):
@@ -116,8 +145,8 @@ def test_the_child_is_confined(clip, monkeypatch):
         niceness = os.getpriority(os.PRIO_PROCESS, seen["pid"])
     assert seen["env"] == [] and seen["threads"] == 1
     assert os.nice(0) < niceness or niceness == 19  # whoever launches a GPU's kernels goes first
-    address_space, core = seen["limits"]
-    assert core == 0 and 2**30 < address_space < 2**34
+    address_space, core, file_size = seen["limits"]
+    assert core == 0 and 2**30 == file_size < address_space < 2**34
 
 
 def test_a_child_sees_the_gpus_that_its_worker_was_given_after_the_fork_server_began(clip, monkeypatch):

@@ -1,0 +1,173 @@
+"""The messages of a decode process to its parent: JSON and arrays of numbers, which hold no code.
+
+A hostile video may have taken over the decode process. So the parent reads no more bytes than a message may have,
+waits no longer than its caller allows, and checks the type and range of every value before anything uses it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, get_type_hints
+
+import numpy as np
+
+from pipeline.errors import FAULTS, VideoFault, printable
+from pipeline.video.decode import DecodedVideo
+from pipeline.video.shared_frames import Handover
+
+_MAX_BYTES = 2**16  # bytes of a message's JSON, whose texts have 1 KB at most
+_MAX_FRAMES = 2**22  # frames of a video, of which a message has the numbers and times
+_MAX_WAIT_S = 1e6  # a pipe is polled for 2^31 ms at most
+_FIELDS: Mapping[str, Any] = {
+    name: kind
+    for name, kind in get_type_hints(DecodedVideo).items()
+    if name not in ("frames", "frame_indices", "timestamps")
+}
+# The bits of integers that are no int32 in the videos table.
+_BITS = {"source_size": 63, "source_frames": 63, "clip_frames": 63, "source_sample": 64}
+
+
+class WrongMessage(Exception):  # noqa: N818
+    """What a decode process sent is no message of ours."""
+
+
+class VideoMessage(NamedTuple):
+    """A decoded video without its pixels, the shape [T,h,w,3] of its frames, and the message about their memory."""
+
+    video: DecodedVideo
+    shape: tuple[int, int, int, int]
+    handover: Handover
+
+
+def send_text(pipe: Connection, text: str) -> None:
+    """Send a text: first a note about the process itself, later the name of each decoder that it tries."""
+    _send(pipe, {"text": text})
+
+
+def send_fault(pipe: Connection, fault: VideoFault) -> None:
+    """Send the fault of a video; its message has 1 KB at most."""
+    _send(pipe, {"fault": [fault.fault_class, fault.message, fault.backend]})
+
+
+def send_video(pipe: Connection, video: DecodedVideo, handover: Handover) -> None:
+    """Send a decoded video but for its pixels, which are in shared memory."""
+    values = ((name, getattr(video, name)) for name in _FIELDS)
+    fields = {name: printable(value) if isinstance(value, str) else value for name, value in values}
+    arrays = np.asarray(video.frame_indices, "<i8").tobytes() + np.asarray(video.timestamps, "<f8").tobytes()
+    _send(pipe, {"video": fields, "shape": video.frames.shape, "handover": handover}, arrays)
+
+
+def _send(pipe: Connection, message: Mapping[str, Any], arrays: bytes = b"") -> None:
+    """Send a line of JSON and the bytes of arrays behind it."""
+    pipe.send_bytes(json.dumps(message, default=np.generic.item).encode() + b"\n" + arrays)
+
+
+def receive(pipe: Connection, deadline: float, max_frame_bytes: int) -> str | VideoFault | VideoMessage:
+    """Receive the next message of a decode process; a fault is returned, not raised.
+
+    Args:
+        deadline: until when to wait for all of it (monotonic), also if only a part comes.
+        max_frame_bytes: bytes that all frames of a video may have together.
+
+    Raises TimeoutError, EOFError or OSError at the end of the pipe, WrongMessage for anything else than a message.
+    """
+    try:
+        data = _read(pipe, deadline, _MAX_BYTES + 16 * _MAX_FRAMES)
+        line, _, arrays = data.partition(b"\n")
+        if len(line) > _MAX_BYTES:
+            raise WrongMessage(f"its text has {len(line)} bytes, more than {_MAX_BYTES}")
+        match json.loads(line):
+            case {"text": str(text)}:
+                return printable(text)
+            case {"fault": [str(fault_class), str(message), str() | None as backend]} if fault_class in FAULTS:
+                return VideoFault(fault_class, message, backend=backend)  # type: ignore[arg-type]
+            case {"video": dict(fields), "shape": [*shape], "handover": [*handover]}:
+                checked_shape = _check_shape(shape, max_frame_bytes)
+                return VideoMessage(
+                    _make_video(fields, checked_shape[0], arrays), checked_shape, _check_handover(handover)
+                )
+    except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
+        raise WrongMessage(f"{type(error).__name__}: {error}") from error
+    raise WrongMessage("it is of no known kind")
+
+
+def wait_for(pipe: Connection, deadline: float) -> None:
+    """Wait until there is something to read, or the pipe ended. Raises TimeoutError at the ``deadline`` (monotonic)."""
+    if not pipe.poll(min(_MAX_WAIT_S, max(0.0, deadline - time.monotonic()))):
+        raise TimeoutError
+
+
+def _read(pipe: Connection, deadline: float, max_bytes: int) -> bytes:
+    """Read a message as ``Connection.send_bytes`` frames it: four bytes of its length, then the bytes.
+
+    ``Connection.recv_bytes`` would wait for the rest of a message without end.
+    """
+    (size,) = struct.unpack("!i", _read_exactly(pipe, deadline, 4))
+    if not 0 <= size <= max_bytes:
+        raise WrongMessage(f"it has {size} bytes, more than {max_bytes}")
+    return _read_exactly(pipe, deadline, size)
+
+
+def _read_exactly(pipe: Connection, deadline: float, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        wait_for(pipe, deadline)
+        part = os.read(pipe.fileno(), size - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def _is_int(value: object, least: int, end: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < end
+
+
+def _check_shape(shape: list[Any], max_frame_bytes: int) -> tuple[int, int, int, int]:
+    """Return the shape [T,h,w,3] of a video's frames. Raises WrongMessage for another one, or for too many bytes."""
+    if len(shape) != 4 or not all(_is_int(n, 1, 2**31) for n in shape) or shape[3] != 3 or shape[0] > _MAX_FRAMES:
+        raise WrongMessage("the shape of its frames is none")
+    if math.prod(shape) > max_frame_bytes:
+        raise WrongMessage(f"its frames have {math.prod(shape)} bytes, more than {max_frame_bytes}")
+    n_frames, height, width, channels = shape
+    return n_frames, height, width, channels
+
+
+def _check_handover(handover: list[Any]) -> Handover:
+    """Return the message about a video's memory. Raises WrongMessage if it is none."""
+    match handover:
+        case [int(number), bool(new), [*dropped]] if all(_is_int(n, 0, 2**63) for n in [number, *dropped]):
+            return Handover(number, new, tuple(dropped))
+    raise WrongMessage("it does not say which memory has the frames")
+
+
+def _make_video(fields: dict[Any, Any], n_frames: int, arrays: bytes) -> DecodedVideo:
+    """Make the video of a message's values, without pixels. Raises WrongMessage for a missing or wrong value."""
+    if fields.keys() != _FIELDS.keys() or len(arrays) != 16 * n_frames:
+        raise WrongMessage("values are missing")
+    for name, value in fields.items():
+        is_valid = isinstance(value, _FIELDS[name]) and not isinstance(value, bool)
+        if isinstance(value, int):
+            is_valid = is_valid and _is_int(value, 0, 2 ** _BITS.get(name, 31))
+        if isinstance(value, float):
+            is_valid = is_valid and math.isfinite(value)
+        if not is_valid:
+            raise WrongMessage(f"{name} has a wrong value")
+    indices = np.frombuffer(arrays, "<i8", n_frames)
+    timestamps = np.frombuffer(arrays, "<f8", n_frames, offset=8 * n_frames)
+    if indices[0] < 0 or (np.diff(indices) < 0).any() or not np.isfinite(timestamps).all():
+        raise WrongMessage("its frames are not numbered in order, or have no times")
+    texts = {name: printable(value) for name, value in fields.items() if isinstance(value, str)}
+    no_frames = np.empty((0, 0, 0, 3), np.uint8)
+    return DecodedVideo(
+        frames=no_frames,
+        frame_indices=indices.astype(np.int64),
+        timestamps=timestamps.astype(np.float64),
+        **fields | texts,
+    )
