@@ -76,7 +76,7 @@ def store_at(place: str | Path, objects: Objects | None = None) -> Store:
 
 def check_name(name: str) -> str:
     """Return ``name``, or raise FileNotFoundError if it leads out of the root: names come from untrusted files."""
-    if name.startswith("/") or ".." in name.split("/"):
+    if name.startswith("/") or ".." in name.split("/") or "\0" in name:
         raise FileNotFoundError(errno.ENOENT, "the name leads out of the cache", name)
     return name
 
@@ -204,7 +204,9 @@ class LocalStore:
             return Slice(os.pread(file.fileno(), max(0, last - first), first), size)
 
     def open(self, name: str) -> LocalFile:
-        """Open a file for random access, which threads may share. Raises FileNotFoundError."""
+        """Open a file for random access, which threads may share. Raises FileNotFoundError, for a folder too."""
+        if not self.exists(name):  # a folder, or a pipe that would wait for a writer: names come from untrusted files
+            raise FileNotFoundError(errno.ENOENT, "no such file", str(self.root / name))
         return LocalFile(pa.memory_map(str(self._path(name)), "r"))
 
     def names(self, folder: str, suffix: str) -> list[str]:
@@ -234,7 +236,9 @@ class LocalStore:
         check_name(name)
         try:
             return stat.S_ISREG(self._stat(name).st_mode)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG}:
+                raise
             return False
 
     def age(self, name: str) -> timedelta:

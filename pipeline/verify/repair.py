@@ -70,7 +70,7 @@ def list_shard_ids(store: Store, name: str, report: Report) -> list[str]:
     """
     try:
         return list_videos(store, name)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         report.notes.append(f"{name} cannot be read, so its videos are unknown: {error}")
         return []
 
