@@ -233,8 +233,11 @@ def _take(source: Store, out: Store, name: str) -> int | None:
     if source is out or out.exists(name):
         return None
     of_tokens = name.startswith(TOKENS)
-    if of_tokens and source.folder is not None and isinstance(out, LocalStore) and out.link(name, source.folder / name):
-        return 0
+    if of_tokens and source.folder is not None and isinstance(out, LocalStore):
+        file = source.folder / name
+        # A symbolic link in a cache from elsewhere may lead to any file of this machine: its content is checked below.
+        if file.resolve() == source.folder.resolve() / name and out.link(name, file):
+            return 0
     data = source.read(name)
     if not name.startswith(RUNS) and not parse_file_name(name).is_sorted:
         check_content(source, name, data, "rows" if of_tokens else "commit")

@@ -143,6 +143,10 @@ class LocalStore:
         files = (path.relative_to(root) for path in paths if path.is_file())
         return root.is_file() or any(path.suffix != NOTE and path.parts[0] != INDEXES for path in files)
 
+    def find_link(self, folders: Sequence[str]) -> str | None:
+        """Return the first of these folders below the root that is a symbolic link; None where none is."""
+        return next((folder for folder in folders if (self.root / folder).is_symlink()), None)
+
     def impatient(self) -> LocalStore:
         """Return the same store with short time limits, for requests that are useless when late."""
         return self
@@ -150,7 +154,8 @@ class LocalStore:
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         """Write a file in one atomic step: it is complete under ``name`` afterwards, or absent. Raises OSError.
 
-        Missing folders below the root are made; a file of that name is replaced.
+        Missing folders below the root are made; a file of that name is replaced. Raises OSError too if a folder below
+        the root is a symbolic link, as a cache from elsewhere may have: nothing outside the root is written or deleted.
         """
         root, path = self._descriptor(), PurePosixPath(check_name(name))
         temporary = str(path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"))
@@ -246,10 +251,12 @@ class LocalStore:
         return datetime.now(UTC) - datetime.fromtimestamp(self._stat(name).st_mtime, UTC)
 
     def delete(self, name: str) -> None:
-        """Remove a file; nothing happens where there is none. Raises OSError."""
-        check_name(name)
+        """Remove a file; nothing happens where there is none. Raises OSError, also for a linked folder as ``put``."""
+        root, path = self._descriptor(), PurePosixPath(check_name(name))
         with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._descriptor())
+            for folder in path.parents[:-1]:
+                _refuse_link(folder, root)
+            os.unlink(name, dir_fd=root)
 
     def uploads(self) -> Iterator[Upload]:
         """Yield the pending uploads below the root, which the store bills. Raises OSError."""
@@ -266,14 +273,24 @@ class LocalStore:
 def _make_folders(path: PurePosixPath, root: int) -> int:
     """Make the folders between the open root and a file, never the root itself; return the root's mode.
 
-    New folders get this mode.
+    New folders get this mode. Raises OSError for a folder that is a symbolic link.
     """
     mode = stat.S_IMODE(os.fstat(root).st_mode)
     for folder in reversed(path.parents[:-1]):  # a root that is gone took all its rows with it
-        with suppress(FileExistsError):
+        try:
             os.mkdir(folder, dir_fd=root)
+        except FileExistsError:
+            _refuse_link(folder, root)
+        else:
             _share(folder, root, mode)
     return mode
+
+
+def _refuse_link(folder: PurePosixPath, root: int) -> None:
+    """Raise OSError if a folder below the open root is a symbolic link. Raises FileNotFoundError without a folder."""
+    if stat.S_ISLNK(os.stat(folder, dir_fd=root, follow_symlinks=False).st_mode):
+        message = "this folder is a symbolic link, so files elsewhere would change; put the folder itself here"
+        raise OSError(errno.ELOOP, message, str(folder))
 
 
 def _share(name: PurePath | str, root: int, mode: int) -> None:
@@ -314,6 +331,9 @@ class ObjectStore:
     @property
     def folder(self) -> None:
         return None
+
+    def find_link(self, folders: Sequence[str]) -> None:
+        """Return None: a store of objects has no links."""
 
     def impatient(self) -> ObjectStore:
         return ObjectStore(self.root, self.objects.impatient())

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -31,7 +30,7 @@ from pipeline.cache.near_ids import near_ids
 from pipeline.cache.reader import map_in_order
 from pipeline.cache.schema import TOKENS
 from pipeline.cache.table import VideosTable, add_places, list_table_files, read_file
-from pipeline.cache.token_shard import parse_shard_id, read_footer_ids, read_videos
+from pipeline.cache.token_shard import is_shard_name, parse_shard_id, read_footer_ids, read_videos
 from pipeline.cache.writer import SHARD_BYTES, commit_records, make_bundles, put_token_shard
 from pipeline.errors import CorruptShard, printable
 from pipeline.rows import JsonObject, VideoRecord, VideoRow
@@ -160,11 +159,13 @@ class _Removal:
         """Return the token shards of each removed video: those its rows name, or that its removed row recorded."""
         shards: dict[str, set[str]] = {video_id: set() for video_id in self._ids}
         for row in self._read_removed().select(["video_id", "status", "token_shard", "model_extra"]).to_pylist():
-            is_removed = row["status"] == "removed" and row["model_extra"] is not None
+            is_removed = row["status"] == "removed"
             shards[row["video_id"]] |= (
-                set(json.loads(row["model_extra"])[_SHARDS_KEY]) if is_removed else {row["token_shard"]}
+                _read_shard_names(row["model_extra"])
+                if is_removed
+                else set(filter(is_shard_name, [row["token_shard"]]))
             )
-        return {video_id: names - {None} for video_id, names in shards.items()}
+        return shards
 
     def mark(self, reason: str) -> None:
         """Commit a "removed" row for each video without such a row, also for unknown ids, and read the rows again.
@@ -255,6 +256,15 @@ class _Removal:
         """
         own_shards = set().union(*self._shards_by_video.values())
         return sorted(name for name in own_shards - self._live_shards() if self._store.exists(name))
+
+
+def _read_shard_names(text: str | None) -> set[str]:
+    """Read the token shards that a removed row names; names of other files are left out."""
+    try:
+        names = json.loads(text or "{}").get(_SHARDS_KEY, ())
+        return set(filter(is_shard_name, names))
+    except (ValueError, RecursionError, AttributeError, TypeError):
+        return set()
 
 
 @dataclass
@@ -348,9 +358,9 @@ def _delete_emptied(store: Store, live: pa.Table, keep: timedelta, result: JoinR
     """
     live_shards = set(live["token_shard"].to_pylist())
     for record in store.names(RUNS, ".json"):
-        shards = cast(list[str], read_record(store, record).get(_EMPTIED_KEY, []))
-        if shards and store.age(record) >= keep:
-            for name in shards:
+        shards = read_record(store, record).get(_EMPTIED_KEY)
+        if isinstance(shards, list) and store.age(record) >= keep:
+            for name in filter(is_shard_name, shards):
                 if name not in live_shards and store.exists(name):
                     store.delete(name)
                     result.deleted.append(name)
