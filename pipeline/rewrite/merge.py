@@ -16,7 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache.header import HEADER, CacheHeader, fingerprint, list_differences, read_header, serialise_header
+from pipeline.cache.dataset_card import write_new_header
+from pipeline.cache.header import HEADER, CacheHeader, fingerprint, list_differences, read_header
 from pipeline.cache.live import RULE_COLUMNS, LiveVideos, find_live, make_rule_columns, select_ok
 from pipeline.cache.merging import merge
 from pipeline.cache.schema import TOKENS
@@ -110,7 +111,7 @@ def merge_caches(
     with Claim(out, result.run_id, say):
         check_place(out, header)
         if not out.exists(HEADER):
-            out.put(HEADER, serialise_header(header))
+            write_new_header(out, header)
         about = {"merged_from": [str(store) for store in stores if store is not out]}
         with RunFile(out, {**provenance(result.run_id, _VERSIONS), **about}):
             _take_videos(stores, union, identity, out, result, say)

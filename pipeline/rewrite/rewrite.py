@@ -27,6 +27,7 @@ from pipeline.cache.changed_code import (
     restart_cache,
 )
 from pipeline.cache.codecs import BFLOAT16
+from pipeline.cache.dataset_card import write_new_header
 from pipeline.cache.header import (
     HEADER,
     CacheHeader,
@@ -34,7 +35,6 @@ from pipeline.cache.header import (
     find_codec,
     fingerprint,
     read_header,
-    serialise_header,
 )
 from pipeline.cache.live import LiveVideos, fill_nulls, read_states, sort_by_shard
 from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES, try_merge
@@ -164,7 +164,7 @@ def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: boo
         if check_place(out, job.header, redo=redo):
             restart_cache(out, read_header(out), job.header["identity"], result.run_id)
         elif not out.names(VIDEOS, ".parquet"):
-            out.put(HEADER, serialise_header(job.header))
+            write_new_header(out, job.header)
         made_with = fingerprint(read_header(out)["identity"])
         todo = _todo(job.source, out, made_with, result)
         if len(todo):

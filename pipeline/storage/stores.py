@@ -27,6 +27,7 @@ from pipeline.storage.s3 import Objects, Slice, Upload, check_uri, is_s3
 NOTE = ".running"  # suffix of the notes of runs; see pipeline.runner.claim
 TEMPORARY = ".tmp-"  # prefix of the name of a file that is not complete yet
 INDEXES = "sources"  # the folder of a cache with the indexes of archives, a file each
+CARD = "README.md"  # of a cache, for datasets; a user's own stays
 _READERS = 16
 
 
@@ -134,14 +135,14 @@ class LocalStore:
             raise UsageError(f"{self}: the folder cannot be made: {error.strerror}") from error
 
     def has_other_files(self) -> bool:
-        """Return True if the root holds anything besides notes of runs, indexes of archives and unfinished files.
+        """Return True if the root holds anything besides notes, indexes of archives, CARD and unfinished files.
 
         Also True if the root is a file.
         """
         root = self.root
         paths = (path for path in root.rglob("*") if not path.name.startswith(TEMPORARY))
         files = (path.relative_to(root) for path in paths if path.is_file())
-        return root.is_file() or any(path.suffix != NOTE and path.parts[0] != INDEXES for path in files)
+        return root.is_file() or any(path.suffix != NOTE and path.parts[0] not in {INDEXES, CARD} for path in files)
 
     def find_link(self, folders: Sequence[str]) -> str | None:
         """Return the first of these folders below the root that is a symbolic link; None where none is."""
@@ -347,8 +348,8 @@ class ObjectStore:
 
     def has_other_files(self) -> bool:
         first = islice(self.objects.list(f"{self.root}/", deep=True), 10_000)
-        indexes = f"{self.root}/{INDEXES}/"
-        return any(not info.uri.endswith(NOTE) and not info.uri.startswith(indexes) for info in first)
+        names = (info.uri.removeprefix(f"{self.root}/") for info in first)
+        return any(not name.endswith(NOTE) and name.partition("/")[0] not in {INDEXES, CARD} for name in names)
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         self.objects.put(self._uri(name), data)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pipeline import TokenCache
+from pipeline.cache.dataset_card import has_own_card
 from pipeline.cache.header import fingerprint
 from pipeline.cache.merging import merge_fully
 from pipeline.errors import CorruptShard, IdentityMismatch, NotACache, RemovedVideo, UsageError, VideoFault
@@ -73,7 +74,7 @@ def test_the_union_is_by_the_rule_and_leaves_its_sources_as_they_are(two, tmp_pa
     before, out = [bytes_of(store) for store in two], LocalStore(tmp_path / "c")
     done = merge_caches(two, out, quiet)
     assert_whole(out, *two)
-    assert (done.videos, done.equal, done.linked, done.copied) == (4, 2, 4, 0)
+    assert (done.videos, done.equal, done.linked, done.copied) == (4, 2, 4, 0) and has_own_card(out)
     assert [bytes_of(store) for store in two] == before
     assert len(shards(out)) == 4 and all(file.stat().st_nlink == 2 for file in shards(out))  # "both" is there once
     again = merge_caches(two, out, quiet)
