@@ -109,21 +109,41 @@ def remove_videos(
     result = RemovalResult(new_run_id(), len(ids))
     record: JsonObject = {**provenance(result.run_id, _VERSIONS), "removed": len(ids), "reason": reason}
     with Claim(store, result.run_id, say), RunFile(store, record):
-        removal = _Removal(store, identity, result, frozenset(ids))
-        removal.mark(reason)
-        removal.find_others()
-        result.deleted += removal.forget()
-        removal.move_others()
-        removal.merge(keep)
-        if unused := removal.unused():
-            if keep:
-                say(f"waiting {keep.total_seconds() / 60:g} minutes for readers of {len(unused)} token shards")
-                time.sleep(keep.total_seconds())
-            for name in unused:
-                store.delete(name)
-            result.deleted += unused
-        result.deleted += removal.merge(keep)
+        _erase(store, _Removal(store, identity, result, frozenset(ids)), reason, say, keep)
     return result
+
+
+def erase_removed(store: Store, identity: str, run_id: str) -> RemovalResult:
+    """Erase what is left of all removed videos but their removed rows: rows and tokens that came from other caches.
+
+    Nothing is kept for readers, who find moved videos by themselves. The caller holds the claim of the run ``run_id``.
+    Raises CorruptShard where a token shard is damaged, and OSError.
+    """
+    rows = LiveVideos.read(store, identity, ("video_id", "status"))[1]
+    ids = frozenset(rows.filter(pc.equal(rows["status"], "removed"))["video_id"].to_pylist())
+    result = RemovalResult(run_id, len(ids))
+    if ids:
+        removal = _Removal(store, identity, result, ids)
+        _erase(store, removal, "removed from another cache", lambda line: None, timedelta(0))
+    return result
+
+
+def _erase(store: Store, removal: _Removal, reason: str, say: Callable[[str], object], keep: timedelta) -> None:
+    """Carry out a removal; raises as ``remove_videos``, which says what ``keep`` does."""
+    result = removal.result
+    removal.mark(reason)
+    removal.find_others()
+    result.deleted += removal.forget()
+    removal.move_others()
+    removal.merge(keep)
+    if unused := removal.unused():
+        if keep:
+            say(f"waiting {keep.total_seconds() / 60:g} minutes for readers of {len(unused)} token shards")
+            time.sleep(keep.total_seconds())
+        for name in unused:
+            store.delete(name)
+        result.deleted += unused
+    result.deleted += removal.merge(keep)
 
 
 class _Removal:
@@ -134,7 +154,7 @@ class _Removal:
     """
 
     def __init__(self, store: Store, identity: str, result: RemovalResult, ids: frozenset[str]) -> None:
-        self._store, self._identity, self._result, self._ids = store, identity, result, ids
+        self._store, self._identity, self.result, self._ids = store, identity, result, ids
         videos, _ = LiveVideos.read(store, identity, ("video_id",))  # which finds the files of another identity
         self._identities = [identity, *sorted(filter(None, {*videos.table.foreign.values()}))]
         self._rows = self._read()
@@ -188,11 +208,11 @@ class _Removal:
                 if video_id not in live or live[video_id]["status"] != "removed"
             ]
             if rows:
-                commit_records(self._store, self._result.run_id, 0, rows, made_with=identity)
-        self._result.unknown = sorted(self._ids.difference(self._rows["video_id"].to_pylist()))
-        for video_id in self._result.unknown[:_MAX_EXAMPLES]:
+                commit_records(self._store, self.result.run_id, 0, rows, made_with=identity)
+        self.result.unknown = sorted(self._ids.difference(self._rows["video_id"].to_pylist()))
+        for video_id in self.result.unknown[:_MAX_EXAMPLES]:
             if likely := [name for name in near_ids(video_id, list_nameable_ids(self._rows)) if name not in self._ids]:
-                self._result.likely[video_id] = likely
+                self.result.likely[video_id] = likely
         self._rows = self._read()
 
     def find_others(self) -> None:
@@ -205,7 +225,7 @@ class _Removal:
         names, live_shards = self._store.names(TOKENS, ".parquet"), self._live_shards()
         for name, ids in zip(names, map_in_order(self._read_ids, names, 8, 16), strict=True):
             if ids is None and name in live_shards:
-                self._result.unread.append(name)
+                self.result.unread.append(name)
                 continue
             for video_id in self._ids if ids is None else self._ids.intersection(ids):
                 self._shards_by_video[video_id].add(name)
@@ -236,10 +256,10 @@ class _Removal:
                 number += 1
                 rows = full.read_rows(ok.filter(pc.equal(ok["token_shard"], name)))
                 records = move_videos(
-                    self._store, self._result.run_id, sorted(rows, key=lambda row: row["first_row_group"])
+                    self._store, self.result.run_id, sorted(rows, key=lambda row: row["first_row_group"])
                 )
-                commit_records(self._store, self._result.run_id, number, records, made_with=identity)
-                self._result.moved += len(records)
+                commit_records(self._store, self.result.run_id, number, records, made_with=identity)
+                self.result.moved += len(records)
 
     def merge(self, keep: timedelta) -> list[str]:
         """Merge the table, which leaves out the rows of removed videos; return the files of earlier merges it deleted.
