@@ -20,9 +20,8 @@ from pipeline.rows import VideoRow
 _MIN_LIMIT: Final = 2**25  # bytes that any file may unpack to
 _BYTES_PER_STORED_BYTE: Final = 256  # beyond that; rows have hashes of their own, so they shrink thirtyfold at most
 _LEVEL_BYTES: Final = 4  # Arrow's levels of nesting and nulls, for each value
-_ZSTD_RATIO: Final = 2**15  # a zstd block of 4 bytes unpacks to 128 KiB at most
 _WIDTHS: Final = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
-_CODECS: Final = frozenset({"UNCOMPRESSED", "ZSTD"})  # that caches are written with
+_RATIOS: Final = {"UNCOMPRESSED": 1, "ZSTD": 2**15}  # a zstd block of 4 bytes unpacks to 128 KiB at most
 
 _MAX_HIDDEN_SIZE: Final = 2**24
 # Columns without which the tokens of an ok video cannot be read, or not checked.
@@ -51,6 +50,7 @@ def check_unpacked(
     chunks = [
         (group.column(number), metadata.schema.column(number))
         for group in map(metadata.row_group, groups)
+        if group.num_rows  # of an empty one Arrow reads nothing
         for number in numbers
     ]
     for estimate in (_estimate, _measure):  # the headers of all pages are read only if the footer leaves doubt
@@ -140,10 +140,10 @@ def _estimate(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View
     ValueError.
     """
     width = _WIDTHS.get(schema.physical_type, schema.length)
-    if not width or schema.max_repetition_level:
+    ratio = _RATIOS.get(chunk.compression)
+    if not width or schema.max_repetition_level or ratio is None:
         return _measure(chunk, schema, view)
     n_values, n_packed = _read_sizes(chunk)
-    ratio = 1 if chunk.compression == "UNCOMPRESSED" else _ZSTD_RATIO
     return n_values * (width + _LEVEL_BYTES), n_packed * ratio
 
 
@@ -163,8 +163,8 @@ def _measure(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View)
 
 
 def _read_sizes(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
-    """Return the values and the stored bytes of a chunk. Raises ValueError for impossible ones, or another codec."""
+    """Return the values and the stored bytes of a chunk. Raises ValueError for numbers below 0."""
     n_values, n_packed = int(chunk.num_values), int(chunk.total_compressed_size)
-    if min(n_values, n_packed) < 0 or chunk.compression not in _CODECS:
-        raise ValueError(f"{n_values} values in {n_packed} bytes, compressed by {chunk.compression}, as no cache is")
+    if min(n_values, n_packed) < 0:
+        raise ValueError(f"its footer has a column of {n_values} values in {n_packed} bytes")
     return n_values, n_packed

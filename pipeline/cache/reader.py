@@ -104,6 +104,11 @@ class TokenCache:
         return list(self._live.table.foreign)
 
     @property
+    def stray_files(self) -> list[str]:
+        """Files beside the videos table that are none of its files; their rows stand in the table, and are left out."""
+        return list(self._live.strays)
+
+    @property
     def identity(self) -> CacheIdentity:
         """The identity that all rows of this cache share."""
         return self.header["identity"]

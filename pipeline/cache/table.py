@@ -57,6 +57,8 @@ _THREADS = 8  # threads that parse small files
 _PLACE = (pa.field("file", pa.string()), pa.field("row", pa.int32()))
 _SORTED_NAME = re.compile(r"sorted-(\d+)-([0-9a-f]{16})-([0-9a-f]{16})-(\d+)-(\d+)-([0-9a-f]{32})\.parquet")
 
+_TABLE_NAME = re.compile(r".+-[0-9a-f]{32}\.parquet", re.DOTALL)
+
 
 class TableFile(NamedTuple):
     """The facts in the name of a table's file.
@@ -88,9 +90,42 @@ class TableFile(NamedTuple):
         return self.first <= high <= self.last
 
 
+class TableListing(NamedTuple):
+    """The files of the videos table, sorted by name, and the names of stray files beside them, which are left out."""
+
+    files: list[TableFile]
+    strays: list[str]
+
+
 def list_table_files(store: Store) -> list[TableFile]:
-    """List the files of the videos table, sorted by name: one listing. Raises OSError."""
-    return [parse_file_name(name) for name in store.names(VIDEOS, ".parquet")]
+    """List the files of the videos table, sorted by name; raises as ``list_table``."""
+    return list_table(store).files
+
+
+def list_table(store: Store) -> TableListing:
+    """List the files of the videos table and the stray files beside them: one listing, unless there are stray files.
+
+    Raises CorruptShard for a stray file that must not be left out (``pipeline.cache.strays``), and OSError.
+    """
+    listing = split_names(store.names(VIDEOS, ".parquet"))
+    if listing.strays:
+        from pipeline.cache.strays import find_stray_fault  # noqa: PLC0415 - which reads tables by this module
+
+        for name in listing.strays:
+            if fault := find_stray_fault(store, name, listing.files):
+                raise CorruptShard(fault.message, "commit")
+    return listing
+
+
+def split_names(names: Sequence[str]) -> TableListing:
+    """Split the names in the table's folder into the table's files and stray files."""
+    files = [parse_file_name(name) for name in names if is_table_name(name)]
+    return TableListing(files, [name for name in names if not is_table_name(name)])
+
+
+def is_table_name(name: str) -> bool:
+    """Return True if a file's name is that of a file of the table: it ends in a hash, whatever the content is."""
+    return _TABLE_NAME.fullmatch(PurePosixPath(name).name) is not None
 
 
 def parse_file_name(name: str) -> TableFile:

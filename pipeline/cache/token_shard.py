@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
@@ -32,6 +33,7 @@ from pipeline.storage.random_access import Fetched, LocalFile, RangedObject
 from pipeline.storage.stores import Store
 
 Spans = list[tuple[int, int]]
+_SHARD_NAME = re.compile(r".+-[0-9a-f]{16}-[0-9a-f]{32}\.parquet", re.DOTALL)
 
 
 class TokenRows(NamedTuple):
@@ -366,6 +368,11 @@ def read_footer_ids(store: Store, token_shard: str) -> list[str]:
 def is_shard_name(name: object) -> bool:
     """Return True if ``name`` is a path of a file right in the folder of token shards: names come from files."""
     return isinstance(name, str) and name.startswith(f"{TOKENS}/") and "/" not in name[len(TOKENS) + 1 :]
+
+
+def has_shard_form(name: str) -> bool:
+    """Return True if a file's name has the form of a token shard's: it ends in two hashes, whatever the content is."""
+    return _SHARD_NAME.fullmatch(PurePosixPath(name).name) is not None
 
 
 def parse_run_id(token_shard: str) -> str:

@@ -62,6 +62,8 @@ def cache_report(cache: TokenCache, counts: CacheCounts) -> RenderableType:
     facts.append(("table", f"{files['small']} small files, {files['sorted']} sorted ones"))
     if ledger.foreign:
         facts.append(("left out", f"{len(ledger.foreign)} files that were made with other settings"))
+    if ledger.strays:
+        facts.append(("left out", f"{', '.join(ledger.strays)}: no files of the videos table"))
     run = latest_run(cache.store, ledger)
     if run is not None:
         facts.append(("last run", run.describe()))
@@ -81,7 +83,7 @@ def cache_record(cache: TokenCache, counts: CacheCounts) -> JsonObject:
     return {
         "cache": str(cache.store),
         "identity": cast(JsonObject, cache.identity),
-        "table": {**_files_of(ledger), "foreign": list(ledger.foreign)},
+        "table": {**_files_of(ledger), "foreign": list(ledger.foreign), "strays": list(ledger.strays)},
         "last_run": None if run is None else asdict(run),
         **counts.summary.standing(),
     }

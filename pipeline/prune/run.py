@@ -206,6 +206,8 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
                 f"warning: {len(foreign)} files of {self.store}/{VIDEOS} were made with other settings than its "
                 f"header. Their rows do not count. First file: {foreign[0]}"
             )
+        if strays := self.ledger.strays:
+            self.say(f"note: {strays[0]} is no file of the videos table ({len(strays)} such files): left out")
         if lost_ids := self.ledger.lost(self._committed):
             self.say(f"warning: {format_lost(len(lost_ids), lost_ids)}")
         if self._redo is not None:

@@ -253,8 +253,9 @@ class LocalStore:
 
     def delete(self, name: str) -> None:
         """Remove a file; nothing happens where there is none. Raises OSError, also for a linked folder as ``put``."""
-        root, path = self._descriptor(), PurePosixPath(check_name(name))
+        path = PurePosixPath(check_name(name))
         with suppress(FileNotFoundError):
+            root = self._descriptor()
             for folder in path.parents[:-1]:
                 _refuse_link(folder, root)
             os.unlink(name, dir_fd=root)
