@@ -22,7 +22,6 @@ _BYTES_PER_STORED_BYTE: Final = 256  # beyond that; rows have hashes of their ow
 _LEVEL_BYTES: Final = 4  # Arrow's levels of nesting and nulls, for each value
 _WIDTHS: Final = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
 _RATIOS: Final = {"UNCOMPRESSED": 1, "ZSTD": 2**15}  # a zstd block of 4 bytes unpacks to 128 KiB at most
-
 _MAX_HIDDEN_SIZE: Final = 2**24
 # Columns without which the tokens of an ok video cannot be read, or not checked.
 _NEEDED_COLUMNS = (

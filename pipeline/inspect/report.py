@@ -83,7 +83,11 @@ def cache_record(cache: TokenCache, counts: CacheCounts) -> JsonObject:
     return {
         "cache": str(cache.store),
         "identity": cast(JsonObject, cache.identity),
-        "table": {**_files_of(ledger), "foreign": list(ledger.foreign), "strays": list(ledger.strays)},
+        "table": {
+            **_files_of(ledger),
+            "foreign": list(ledger.foreign),
+            **({"strays": list(ledger.strays)} if ledger.strays else {}),
+        },
         "last_run": None if run is None else asdict(run),
         **counts.summary.standing(),
     }

@@ -24,7 +24,7 @@ from pipeline.cache.dataset_card import write_new_header
 from pipeline.cache.header import HEADER, CacheHeader, fingerprint, list_differences, read_header
 from pipeline.cache.live import RULE_COLUMNS, LiveVideos, find_live, make_rule_columns, select_ok
 from pipeline.cache.merging import merge
-from pipeline.cache.schema import TOKENS, VIDEO_SCHEMA
+from pipeline.cache.schema import TOKENS
 from pipeline.cache.table import build_table, check_content, parse_file_name, serialise_small
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.rewrite.rewrite import check_place
@@ -228,8 +228,9 @@ def _take_removed_rows(stores: Sequence[Store], identity: str, out: Store, resul
     """Bring the removed rows of the caches into ``out``, before other rows of these videos. Raises as ``_take``."""
     rows: list[VideoRow] = []
     for source in stores if result.removed else ():
-        table = LiveVideos.open(source, identity).rows_of(result.removed, VIDEO_SCHEMA.names)
-        rows += table.filter(pc.equal(table["status"], "removed")).select(VIDEO_SCHEMA.names).to_pylist()
+        live = LiveVideos.open(source, identity)
+        states = live.live(("status",))
+        rows += live.table.read_rows(states.filter(pc.equal(states["status"], "removed")))
     if rows:
         out.put(*serialise_small(result.run_id, 0, build_table(rows), identity))
 
