@@ -103,7 +103,7 @@ def _videos(cache: TokenCache, limit: int = 20) -> RenderableType:
         row = cache.metadata(video_id)
         decoder = f"{row['backend']} {row['backend_version'] or ''}"
         table.add_row(
-            Text(video_id), str(len(row["frame_indices"])), str(row["n_total"]), str(row["n_tokens"]), decoder
+            Text(video_id), str(len(row["frame_indices"] or ())), str(row["n_total"]), str(row["n_tokens"]), decoder
         )
     more = [f"... and {len(ids) - limit} more"] if len(ids) > limit else []
     return Group(table, *more)
