@@ -52,11 +52,13 @@ def _compact(arguments: argparse.Namespace, objects: Objects, console: Console) 
     from pipeline.cache.live import Ledger  # noqa: PLC0415
     from pipeline.cache.merging import merge  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.prune.summary import format_lost  # noqa: PLC0415
+    from pipeline.runner.claim import refuse_links  # noqa: PLC0415
     from pipeline.runner.run_record import list_committed_shards  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
     from pipeline.verify.moves import JoinResult, join_tokens  # noqa: PLC0415
 
     store, say = store_at(arguments.cache, objects), make_say(console)
+    refuse_links(store)
     identity = fingerprint(read_header(store)["identity"])
     committed = list_committed_shards(store)
     keep = timedelta(minutes=arguments.keep_minutes)

@@ -24,7 +24,7 @@ Status = Literal["ok", "failed", "removed"]
 JSON_COLUMNS: tuple[Literal["manifest", "model_extra", "runtime"], ...] = ("manifest", "model_extra", "runtime")
 #: The beginning of a video's ``backend_note`` where the decoder that was asked for served all the same.
 BY_DECODING = "index made by decoding"
-#: The beginning of the part of a video's ``backend_note`` that says that the film continues in a stream that was not read.
+#: The beginning of the part of it that says that the film continues in a stream that was not read.
 PARTLY_READ = "only a part was read"
 #: The beginning of the last part of a video's ``backend_note``, which says that its frame size changes.
 SIZES_DIFFER = "frame sizes differ"

@@ -17,6 +17,7 @@ from gstep.lazy import load_object
 from pipeline.cache.header import HEADER, CacheHeader, CacheIdentity, fingerprint, list_differences, serialise_header
 from pipeline.cache.live import Ledger, LiveVideos
 from pipeline.cache.table import parse_file_name, read_file
+from pipeline.cache.token_shard import is_shard_name
 from pipeline.cache.writer import commit_records
 from pipeline.errors import IdentityMismatch, UsageError, printable
 from pipeline.own_code import file_of, hash_code
@@ -161,7 +162,8 @@ def delete_superseded(store: Store, header: CacheHeader) -> list[str]:
     tables = [name for name, made_with in ledger.foreign.items() if made_with in fingerprints] if ledger else []
     shards = set[str]()
     for name in tables:
-        shards |= set(read_file(store, parse_file_name(name), ("token_shard",))["token_shard"].to_pylist()) - {None}
+        rows = read_file(store, parse_file_name(name), ("token_shard",))
+        shards |= set(filter(is_shard_name, rows["token_shard"].to_pylist()))
     names = [*tables, *sorted(shards)]  # a token shard goes after the rows that name it
     for name in names:
         store.delete(name)

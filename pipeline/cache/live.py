@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from pipeline.cache.near_ids import did_you_mean_id
 from pipeline.cache.schema import KEY_COLUMNS, LATER
-from pipeline.cache.table import TableFile, VideosTable, add_places, empty_rows, list_table_files
+from pipeline.cache.table import TableFile, VideosTable, add_places, empty_rows, list_table
 from pipeline.cache.token_shard import parse_run_id, read_footer_ids
 from pipeline.errors import INFRASTRUCTURE_CLASSES, ON_THE_GPU, CorruptShard
 from pipeline.keys import find, keys_of, tie_keys
@@ -207,6 +207,7 @@ class Ledger:
         notes: reasons for another decoder than requested, by number, with numbers in the text replaced by N; 0 is "".
         hidden_size: D of the tokens; 0 while no video is ok.
         names: the files that were read; ``starts`` is the number of the first row of each.
+        strays: files beside the table that are none of its files, and are left out.
         n_rows: rows of all files, live or not.
     """
 
@@ -220,6 +221,7 @@ class Ledger:
         self._table = VideosTable(store, made_with, keep=2)  # all files are read once, and few rows again
         self._newer: Ledger | None = None  # the table after merges that deleted files of this ledger
         self.names: list[str] = []
+        self.strays: list[str] = []
         self.starts: list[int] = []
         self.n_rows = 0
         self.columns = _empty_columns(0)
@@ -260,7 +262,8 @@ class Ledger:
     def _read_new_files(self) -> None:
         """Read the files that were never read. Raises CorruptShard, OSError; ``columns`` are as before then."""
         known_names = {*self.names, *self.foreign}
-        new = [file for file in list_table_files(self._store) if file.name not in known_names]
+        files, self.strays = list_table(self._store)
+        new = [file for file in files if file.name not in known_names]
         n_known = len(self.names)
         parts = [self.columns]
         small = self._table.read_small([file.name for file in new if not file.is_sorted], _LEDGER_READS)
@@ -504,11 +507,14 @@ class LiveVideos:
         table: the cache's table, for single rows and for the files that are left out.
         small: LIVE_COLUMNS of the live rows among the small files, with ``file`` and ``row``.
         files: all files of the table when this was opened.
+        strays: files beside the table that are none of its files, and are left out.
         sorted: the sorted files among them.
     """
 
-    def __init__(self, table: VideosTable, small: pa.Table, files: Sequence[TableFile] = ()) -> None:
-        self.table, self.small, self.files = table, small, list(files)
+    def __init__(
+        self, table: VideosTable, small: pa.Table, files: Sequence[TableFile] = (), strays: Sequence[str] = ()
+    ) -> None:
+        self.table, self.small, self.files, self.strays = table, small, list(files), list(strays)
         self.sorted = [file for file in self.files if file.is_sorted]
         self._row_in_small = {video_id: row for row, video_id in enumerate(small["video_id"].to_pylist())}
 
@@ -520,10 +526,10 @@ class LiveVideos:
         """
 
         def read_small_files() -> LiveVideos:
-            table, files = VideosTable(store, made_with, _MAX_OPEN_FILES), list_table_files(store)
+            table, (files, strays) = VideosTable(store, made_with, _MAX_OPEN_FILES), list_table(store)
             small = table.read_small([file.name for file in files if not file.is_sorted], LIVE_COLUMNS)
             rows = pa.concat_tables([empty_rows(LIVE_COLUMNS), *(add_places(rows, name) for name, rows in small)])
-            return cls(table, select_live_rows(rows.combine_chunks()), files)
+            return cls(table, select_live_rows(rows.combine_chunks()), files, strays)
 
         return _retry(read_small_files)
 
@@ -541,7 +547,7 @@ class LiveVideos:
         return _retry(read_all_files)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LiveVideos, (self.table, self.small, self.files)
+        return LiveVideos, (self.table, self.small, self.files, self.strays)
 
     def find(self, video_id: str) -> RowPlace | None:
         """Find the live row of a video, or None; at most two reads of each level of sorted files.

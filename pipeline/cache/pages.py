@@ -16,13 +16,28 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-_HEADER = 256  # bytes in which a page's header ends: those written here take some 32
+_HEADER = 256  # bytes in which the header of a page of vectors ends: those written here take some 32
 _VARINT = 10  # bytes of the longest number
+_MAX_DEPTH = 4  # structs inside structs; a page's header has three
 # Kinds of values in Thrift's compact protocol, and the fields of Parquet's PageHeader and DataPageHeader.
-_TRUE, _FALSE, _INTS, _STRUCT = 1, 2, (4, 5, 6), 12
-_KIND, _SIZE, _STORED_SIZE, _CRC, _DATA_PAGE = 1, 2, 3, 4, 5
-_ROWS, _ENCODING = 1, 2
+_TRUE, _FALSE, _INTS, _BINARY, _STRUCT = 1, 2, (4, 5, 6), 8, 12
+_KIND, _SIZE, _STORED_SIZE, _CRC, _DATA_PAGE, _DATA_PAGE_2 = 1, 2, 3, 4, 5, 8
+_ROWS, _ENCODING, _ENCODING_2 = 1, 2, 4
 _IS_DATA_PAGE, _IS_PLAIN = 0, 0
+
+
+class PageSize(NamedTuple):
+    """The claims of a page's header.
+
+    Attributes:
+        n_bytes: the bytes that it unpacks to.
+        n_values: its values, nulls and empty lists too; 0 for a page without data.
+        is_plain: whether its values are stored one after the other, so that they take no more than ``n_bytes``.
+    """
+
+    n_bytes: int
+    n_values: int
+    is_plain: bool
 
 
 class Pages(NamedTuple):
@@ -86,7 +101,7 @@ def _pages(data: memoryview, n_rows: int, n_bytes: int) -> Iterator[tuple[int, m
     """
     at, n_left = 0, n_rows
     while n_left > 0:
-        header, n_header = _header(data[at : at + _HEADER])
+        header, n_header = read_page_header(data[at : at + _HEADER])
         rows, size = header.get((_DATA_PAGE, _ROWS), 0), header.get((_SIZE,), 0)
         kind, encoding = header.get((_KIND,)), header.get((_DATA_PAGE, _ENCODING))
         page = data[at + n_header : at + n_header + size]
@@ -99,20 +114,36 @@ def _pages(data: memoryview, n_rows: int, n_bytes: int) -> Iterator[tuple[int, m
         at, n_left = at + n_header + size, n_left - rows
 
 
-def _header(data: memoryview) -> tuple[dict[tuple[int, ...], int], int]:
+def iter_page_sizes(data: memoryview) -> Iterator[PageSize]:
+    """Yield what the header of each page in a column chunk claims. Raises ValueError for a header of another form."""
+    at = 0
+    while at < len(data):
+        header, n_header = read_page_header(data[at:])
+        n_bytes, n_stored = header.get((_SIZE,), -1), header.get((_STORED_SIZE,), -1)
+        if n_bytes < 0 or n_stored < 0:
+            raise ValueError("a page without a header that says its size")
+        n_values = header.get((_DATA_PAGE, _ROWS), header.get((_DATA_PAGE_2, _ROWS), 0))
+        encoding = header.get((_DATA_PAGE, _ENCODING), header.get((_DATA_PAGE_2, _ENCODING_2)))
+        yield PageSize(n_bytes, n_values, encoding == _IS_PLAIN)
+        at += n_header + n_stored
+
+
+def read_page_header(data: memoryview) -> tuple[dict[tuple[int, ...], int], int]:
     """Parse a page's header: (its numbers by path of fields, its bytes); ({}, 0) where it holds anything else."""
     numbers: dict[tuple[int, ...], int] = {}
     try:
-        return numbers, _struct(bytes(data), 0, (), numbers)
+        return numbers, _struct(data.cast("B"), 0, (), numbers)  # Arrow's views are of signed bytes
     except (IndexError, ValueError):
         return {}, 0
 
 
-def _struct(data: bytes, at: int, path: tuple[int, ...], numbers: dict[tuple[int, ...], int]) -> int:
+def _struct(data: memoryview, at: int, path: tuple[int, ...], numbers: dict[tuple[int, ...], int]) -> int:
     """Read a struct of Thrift's compact protocol into ``numbers``, by path of fields; return the offset behind it.
 
-    Raises ValueError and IndexError.
+    Texts, as in statistics, are skipped. Raises ValueError and IndexError.
     """
+    if len(path) > _MAX_DEPTH:
+        raise ValueError("structs inside structs, which no header has")
     field = 0
     while (head := data[at]) != 0:
         field, kind, at = field + (head >> 4), head & 15, at + 1
@@ -120,6 +151,9 @@ def _struct(data: bytes, at: int, path: tuple[int, ...], numbers: dict[tuple[int
             raise ValueError("a field whose number does not follow from the one before")
         if kind in _INTS:
             numbers[*path, field], at = _number(data, at)
+        elif kind == _BINARY:
+            n_bytes, at = _varint(data, at)
+            at += n_bytes
         elif kind == _STRUCT:
             at = _struct(data, at, (*path, field), numbers)
         elif kind not in (_TRUE, _FALSE):
@@ -127,12 +161,18 @@ def _struct(data: bytes, at: int, path: tuple[int, ...], numbers: dict[tuple[int
     return at + 1
 
 
-def _number(data: bytes, at: int) -> tuple[int, int]:
+def _number(data: memoryview, at: int) -> tuple[int, int]:
     """Decode a zigzag varint: (value, where it ends). Raises ValueError, IndexError."""
+    value, end = _varint(data, at)
+    return (value >> 1) ^ -(value & 1), end
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """Decode a varint: (value, where it ends). Raises ValueError, IndexError."""
     value = 0
     for i in range(_VARINT):
         byte = data[at + i]
         value |= (byte & 127) << 7 * i
         if byte < 128:
-            return (value >> 1) ^ -(value & 1), at + i + 1
+            return value, at + i + 1
     raise ValueError("a number without an end")

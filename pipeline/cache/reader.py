@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from gstep.evidence import name_of
 from gstep.types import budget_for
+from pipeline.cache.bounds import iter_count_faults
 from pipeline.cache.cached_video import CachedVideo, build_video, decode_newline
 from pipeline.cache.codecs import TokenCodec
 from pipeline.cache.header import CacheIdentity, deepstack_levels, find_codec, fingerprint, read_header
@@ -28,7 +29,7 @@ from pipeline.cache.schema import token_schema
 from pipeline.cache.table import VideosTable
 from pipeline.cache.token_shard import TokenRows, TokenShard, sort_by_index
 from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, RatioNotCached, RemovedVideo, UnknownVideo
-from pipeline.rows import JSON_COLUMNS, VideoRow
+from pipeline.rows import JSON_COLUMNS, Json, VideoRow
 from pipeline.storage.random_access import Fetched, LoadedOnce
 from pipeline.storage.stores import Store, request_threads, store_at
 
@@ -101,6 +102,11 @@ class TokenCache:
     def foreign_files(self) -> list[str]:
         """Files of the videos table with another identity; their rows are left out."""
         return list(self._live.table.foreign)
+
+    @property
+    def stray_files(self) -> list[str]:
+        """Files beside the videos table that are none of its files; their rows stand in the table, and are left out."""
+        return list(self._live.strays)
 
     @property
     def identity(self) -> CacheIdentity:
@@ -346,7 +352,7 @@ class TokenCache:
     def rows_to_read(self, row: VideoRow, reading: Reading) -> TokenRows:
         """Return the request for the token rows of a video.
 
-        Raises RemovedVideo, FailedVideo, RatioNotCached and ValueError.
+        Raises RemovedVideo, FailedVideo, RatioNotCached, ValueError, and CorruptShard if the row contradicts itself.
         """
         if row["status"] == "removed":
             raise RemovedVideo(f"{row['video_id']!r} was removed from {self.store}: {row['error_message']}")
@@ -354,6 +360,8 @@ class TokenCache:
             raise FailedVideo(
                 f"{row['video_id']!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"] or ""
             )
+        if fault := next(iter_count_faults(row), None):
+            raise CorruptShard(f"{self.store}: the row of {row['video_id']!r} contradicts itself: {fault}", "rows")
         return TokenRows(row, count_tokens(row, reading.retention_ratio), reading.columns, reading.near)
 
     def _read_videos(self, videos: Sequence[TokenRows], reading: Reading) -> list[CachedVideo]:
@@ -384,15 +392,20 @@ class TokenCache:
     def _read_video(self, rows: TokenRows, reading: Reading, shard: TokenShard, fetched: Fetched | None) -> CachedVideo:
         """Read the video's first token rows and only their row groups; the whole video if it is verified."""
         is_stored_order, row = reading.order == "selection", rows.row
+        shard.check_width(row["hidden_size"], self.deepstack_levels, self.codec)
         if reading.verify:
             shard.require(rows.columns)
             table = shard.read_checked(row).select(list(rows.columns)).slice(0, rows.keep)
+            check_positions(row, table)
             return build_video(
                 row, table, self.header, reading.evidence, None if is_stored_order else sort_by_index(table)
             )
         if is_stored_order:
-            return build_video(row, shard.read(rows, fetched), self.header, reading.evidence)
+            table = shard.read(rows, fetched)
+            check_positions(row, table)
+            return build_video(row, table, self.header, reading.evidence)
         by_index = shard.read_by_index(rows, fetched)
+        check_positions(row, by_index.table)
         return build_video(row, by_index.table, self.header, reading.evidence, by_index.order, by_index.vectors)
 
     @contextmanager
@@ -412,6 +425,15 @@ def check_list(names: Sequence[str], name: str) -> None:
     """Raise ValueError for a text instead of a list of names: its letters would be taken for names."""
     if isinstance(names, str):
         raise ValueError(f"{name} must be a list of names, got {names!r}: write [{names!r}]")
+
+
+def check_positions(row: VideoRow, table: pa.Table) -> None:
+    """Raise CorruptShard if a token's position is outside its video: readers make arrays of that length."""
+    for name, end in (("index", row["n_total"]), ("frame", row["n_frames"])):
+        column = table[name]
+        values = column.to_numpy()
+        if column.null_count or values.min() < 0 or values.max() >= end:
+            raise CorruptShard(f"{row['token_shard']}: the column {name} is not from 0 to {end - 1}", "rows")
 
 
 def count_tokens(row: VideoRow, retention_ratio: float | None) -> int:
@@ -438,8 +460,15 @@ def count_tokens(row: VideoRow, retention_ratio: float | None) -> int:
 
 
 def parse_json_columns(row: VideoRow) -> VideoRow:
-    """Return ``row`` with the columns that hold JSON parsed."""
-    values = {name: None if row[name] is None else json.loads(row[name]) for name in JSON_COLUMNS}
+    """Return ``row`` with the columns that hold JSON parsed. Raises CorruptShard if one holds no object."""
+    values: dict[str, Json] = {}
+    for name in JSON_COLUMNS:
+        try:
+            values[name] = None if row[name] is None else json.loads(row[name])
+        except (ValueError, RecursionError):
+            values[name] = ""
+        if not isinstance(values[name], dict | None):
+            raise CorruptShard(f"{name} of {row['video_id']!r} is no JSON object; restore the file of its row", "rows")
     return cast(VideoRow, {**row, **values})
 
 

@@ -29,6 +29,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from pipeline.cache.bounds import check_unpacked, find_leaves, find_span, read_bounded
 from pipeline.cache.schema import (
     FOOTER_TAIL,
     MADE_WITH,
@@ -55,6 +56,8 @@ _FILES_AT_ONCE = 64  # small files whose content is in memory at once
 _THREADS = 8  # threads that parse small files
 _PLACE = (pa.field("file", pa.string()), pa.field("row", pa.int32()))
 _SORTED_NAME = re.compile(r"sorted-(\d+)-([0-9a-f]{16})-([0-9a-f]{16})-(\d+)-(\d+)-([0-9a-f]{32})\.parquet")
+
+_TABLE_NAME = re.compile(r".+-[0-9a-f]{32}\.parquet", re.DOTALL)
 
 
 class TableFile(NamedTuple):
@@ -87,9 +90,42 @@ class TableFile(NamedTuple):
         return self.first <= high <= self.last
 
 
+class TableListing(NamedTuple):
+    """The files of the videos table, sorted by name, and the names of stray files beside them, which are left out."""
+
+    files: list[TableFile]
+    strays: list[str]
+
+
 def list_table_files(store: Store) -> list[TableFile]:
-    """List the files of the videos table, sorted by name: one listing. Raises OSError."""
-    return [parse_file_name(name) for name in store.names(VIDEOS, ".parquet")]
+    """List the files of the videos table, sorted by name; raises as ``list_table``."""
+    return list_table(store).files
+
+
+def list_table(store: Store) -> TableListing:
+    """List the files of the videos table and the stray files beside them: one listing, unless there are stray files.
+
+    Raises CorruptShard for a stray file that must not be left out (``pipeline.cache.strays``), and OSError.
+    """
+    listing = split_names(store.names(VIDEOS, ".parquet"))
+    if listing.strays:
+        from pipeline.cache.strays import find_stray_fault  # noqa: PLC0415 - which reads tables by this module
+
+        for name in listing.strays:
+            if fault := find_stray_fault(store, name, listing.files):
+                raise CorruptShard(fault.message, "commit")
+    return listing
+
+
+def split_names(names: Sequence[str]) -> TableListing:
+    """Split the names in the table's folder into the table's files and stray files."""
+    files = [parse_file_name(name) for name in names if is_table_name(name)]
+    return TableListing(files, [name for name in names if not is_table_name(name)])
+
+
+def is_table_name(name: str) -> bool:
+    """Return True if a file's name is that of a file of the table: it ends in a hash, whatever the content is."""
+    return _TABLE_NAME.fullmatch(PurePosixPath(name).name) is not None
 
 
 def parse_file_name(name: str) -> TableFile:
@@ -125,14 +161,14 @@ def parse_small(
     """Parse the bytes ``data`` of the small file ``name``: (its rows, the fingerprint of their identity or None).
 
     Only ``columns`` are read; a later column that the file lacks is null. None reads all columns of the file.
-    Raises CorruptShard if the content does not have the hash in its name.
+    Raises CorruptShard if the content does not have the hash in its name, or cannot be read.
     """
     check_content(store, name, data)
-    file = open_parquet(pa.BufferReader(data))
-    schema = file.schema_arrow  # built anew by each access
-    names = None if columns is None else [name for name in columns if name in schema.names]
-    table = file.read(columns=names, use_threads=READ_THREADS)
-    return complete_columns(table, columns), _read_made_with(schema.metadata)
+    try:
+        table = read_bounded(data, columns)
+    except (pa.ArrowException, ValueError) as error:
+        raise CorruptShard(f"{store}/{name}: it cannot be read: {error}; restore the file", "commit") from error
+    return complete_columns(table, columns), _read_made_with(table.schema.metadata)
 
 
 def _read_made_with(metadata: Mapping[bytes, bytes] | None) -> str | None:
@@ -197,15 +233,22 @@ class SortedFile:
         tail = store.read_slice(file.name, -file.n_tail)
         if hex_digest(tail.data) != file.tail_hash:
             raise self.corrupt("its end is not the one that its name tells")
-        n_footer = parse_footer_length(tail.data[-FOOTER_TAIL:])
-        self._metadata: pq.FileMetaData = parse_footer(tail.data[-n_footer:])
         self.n_bytes = tail.size
-        if self._metadata.num_rows != file.rows:
-            raise self.corrupt(f"it has {self._metadata.num_rows} rows, where its name has {file.rows}")
+        try:
+            self._parse_tail(tail.data)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self.corrupt(f"its end cannot be read: {error}") from error
+
+    def _parse_tail(self, tail: bytes) -> None:
+        """Set the attributes that the tail has. Raises CorruptShard, and ValueError, OSError, ArrowException."""
+        n_footer = parse_footer_length(tail[-FOOTER_TAIL:])
+        self._metadata: pq.FileMetaData = parse_footer(tail[-n_footer:])
+        if self._metadata.num_rows != self.file.rows:
+            raise self.corrupt(f"it has {self._metadata.num_rows} rows, where its name has {self.file.rows}")
         n_groups = self._metadata.num_row_groups
         self.group_rows: int = self._metadata.row_group(0).num_rows if n_groups else 0
-        self.firsts: list[int] = np.frombuffer(tail.data, "<u8", n_groups).tolist()
-        numbers: NDArray[np.uint32] = np.frombuffer(tail.data[8 * n_groups : -n_footer], "<u4")
+        self.firsts: list[int] = np.frombuffer(tail, "<u8", n_groups).tolist()
+        numbers: NDArray[np.uint32] = np.frombuffer(tail[8 * n_groups : -n_footer], "<u4")
         self._crcs = numbers.reshape(n_groups, self._metadata.num_columns)
         self.schema: pa.Schema = self._metadata.schema.to_arrow_schema()
         self.metadata: dict[bytes, bytes] = self._metadata.metadata or {}
@@ -226,9 +269,10 @@ class SortedFile:
         """
         names = [name for name in self.schema.names if columns is None or name in columns]
         stretches = [stretch for group in groups for stretch in self._read_stretches(group, frozenset(names))]
-        source = pa.PythonFile(Fetched(stretches, self.n_bytes, _refuse_unread), mode="r")
+        fetched = Fetched(stretches, self.n_bytes, _refuse_unread)
         try:
-            file = open_parquet(source, self._metadata)
+            check_unpacked(self._metadata, groups, find_leaves(self._metadata, names), fetched.view, self.n_bytes)
+            file = open_parquet(pa.PythonFile(fetched, mode="r"), self._metadata)
             table = file.read_row_groups(list(groups), columns=names, use_threads=READ_THREADS)
         except (pa.ArrowException, ValueError) as error:
             raise self.corrupt(f"it cannot be read: {error}") from error
@@ -264,14 +308,7 @@ def _refuse_unread(start: int, end: int) -> Stretch:
 
 def _spans(metadata: pq.FileMetaData, group: int) -> list[tuple[int, int]]:
     """Return the bytes [start, end) of each column of a row group."""
-    columns = (metadata.row_group(group).column(i) for i in range(metadata.num_columns))
-    spans = []
-    for column in columns:
-        start = column.data_page_offset
-        if column.has_dictionary_page and column.dictionary_page_offset is not None:
-            start = min(start, column.dictionary_page_offset)
-        spans.append((start, start + column.total_compressed_size))
-    return spans
+    return [find_span(metadata.row_group(group).column(i)) for i in range(metadata.num_columns)]
 
 
 class VideosTable:

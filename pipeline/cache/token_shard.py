@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
@@ -13,14 +14,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from pipeline.cache.bounds import check_unpacked, find_leaves, read_bounded
+from pipeline.cache.codecs import TokenCodec
 from pipeline.cache.pages import plain_columns, plain_pages, put_rows
-from pipeline.cache.schema import FOOTER_TAIL, READ_THREADS, digest, open_parquet, parse_footer, parse_footer_length
+from pipeline.cache.schema import (
+    FOOTER_TAIL,
+    READ_THREADS,
+    TOKENS,
+    digest,
+    open_parquet,
+    parse_footer,
+    parse_footer_length,
+    token_schema,
+)
 from pipeline.errors import CorruptShard
 from pipeline.rows import VideoRow
 from pipeline.storage.random_access import Fetched, LocalFile, RangedObject
 from pipeline.storage.stores import Store
 
 Spans = list[tuple[int, int]]
+_SHARD_NAME = re.compile(r".+-[0-9a-f]{16}-[0-9a-f]{32}\.parquet", re.DOTALL)
 
 
 class TokenRows(NamedTuple):
@@ -73,6 +86,8 @@ class TokenShard:
         """
         self.name = name
         self._label = f"{store}/{name}"
+        if not is_shard_name(name):  # a row of someone's cache
+            raise CorruptShard(f"{store}: the videos row names {name!r}, which is no file in {TOKENS}/", "missing")
         try:
             self._source = store.open(name)
             footer = _footer(self._source)
@@ -88,6 +103,8 @@ class TokenShard:
         self._names = frozenset(self.schema.names)
         self._plain_columns = plain_columns(self.metadata)
         self._thread_local = local()  # one Parquet reader per thread
+        self._bounded: set[tuple[int, tuple[str, ...]]] = set()  # row groups and columns that fit in memory
+        self._widths: set[int] = set()  # the hidden sizes that the columns have
 
     def spans(self, rows: TokenRows) -> Spans:
         """Return the byte ranges [start, end) of the rows: one range, unless other columns lie between.
@@ -111,7 +128,9 @@ class TokenShard:
 
         ``fetched`` has their bytes already, and belongs to one thread.
         """
-        return self._read_columns(rows, rows.columns, fetched or self.fetch_all([rows]))
+        fetched = fetched or self.fetch_all([rows])
+        self._check_bounds(rows, fetched)
+        return self._read_columns(rows, rows.columns, fetched)
 
     def read_by_index(self, rows: TokenRows, fetched: Fetched | None = None) -> ByIndex:
         """Read the rows, with the vector columns in order of ``index``. The columns must include ``index``.
@@ -119,6 +138,7 @@ class TokenShard:
         Raises CorruptShard, OSError.
         """
         fetched = fetched or self.fetch_all([rows])
+        self._check_bounds(rows, fetched)
         table = self._read_columns(rows, [name for name in rows.columns if name not in self._plain_columns], fetched)
         order = sort_by_index(table)
         positions = np.empty_like(order)
@@ -145,6 +165,37 @@ class TokenShard:
         """Raise CorruptShard if the shard lacks one of the columns."""
         if lacking := sorted(set(columns) - self._names):
             raise CorruptShard(f"{self._label}: it has no column {', '.join(lacking)}", "schema")
+
+    def check_width(self, hidden_size: int, levels: int, codec: TokenCodec) -> None:
+        """Raise CorruptShard unless the columns have the types of tokens of ``hidden_size`` numbers by a codec."""
+        if hidden_size in self._widths:
+            return
+        schema = token_schema(hidden_size, levels, codec=codec)
+        self.require(schema.names)
+        for column in schema:
+            kind = self.schema.field(column.name).type
+            if kind != column.type:
+                raise CorruptShard(f"{self._label}: {column.name} is {kind}, where the row has {column.type}", "schema")
+        self._widths.add(hidden_size)
+
+    def _check_bounds(self, rows: TokenRows, fetched: Fetched | None) -> None:
+        """Raise CorruptShard if the rows would unpack to far more than the file can hold, before they are unpacked."""
+        columns = tuple(rows.columns)
+        groups = [group for group in self._groups(rows) if (group, columns) not in self._bounded]
+        if not groups:
+            return
+        counts = rows.row["row_counts"]
+        for group in groups:
+            n_rows, n_due = self.metadata.row_group(group).num_rows, counts[group - rows.row["first_row_group"]]
+            if n_rows != n_due:
+                raise CorruptShard(f"{self._label}: row group {group} has {n_rows} rows, its row says {n_due}", "rows")
+        with self._faults():
+            view = (fetched or self._source).view
+            try:
+                check_unpacked(self.metadata, groups, find_leaves(self.metadata, columns), view, self.n_bytes)
+            except ValueError as error:
+                raise CorruptShard(f"{self._label}: {error}") from error
+        self._bounded.update((group, columns) for group in groups)
 
     def _read_columns(self, rows: TokenRows, columns: Sequence[str], fetched: Fetched | None) -> pa.Table:
         """Read the rows with Arrow, which checks every page's checksum, as stored. Raises CorruptShard, OSError."""
@@ -274,9 +325,8 @@ def _find_span(group: pq.RowGroupMetaData, names: Collection[str]) -> tuple[int,
 
 
 def list_videos(store: Store, token_shard: str) -> list[str]:
-    """List the ids of the videos in a token shard. Raises OSError, ArrowException if it cannot be read."""
-    data = pa.BufferReader(store.read(token_shard))
-    return list(open_parquet(data).read(columns=["video_id"]).column(0).unique().to_pylist())
+    """List the ids of the videos in a token shard. Raises OSError, ValueError, ArrowException if it cannot be read."""
+    return list(read_bounded(store.read(token_shard), ["video_id"]).column(0).unique().to_pylist())
 
 
 def read_videos(store: Store, rows: Sequence[VideoRow]) -> list[pa.Table]:
@@ -313,6 +363,16 @@ def read_footer_ids(store: Store, token_shard: str) -> list[str]:
         if isinstance(error, OSError) and error.filename:
             raise  # of the store; an OSError of Arrow names no file
         raise CorruptShard(f"{store}/{token_shard}: {error}", "footer") from error
+
+
+def is_shard_name(name: object) -> bool:
+    """Return True if ``name`` is a path of a file right in the folder of token shards: names come from files."""
+    return isinstance(name, str) and name.startswith(f"{TOKENS}/") and "/" not in name[len(TOKENS) + 1 :]
+
+
+def has_shard_form(name: str) -> bool:
+    """Return True if a file's name has the form of a token shard's: it ends in two hashes, whatever the content is."""
+    return _SHARD_NAME.fullmatch(PurePosixPath(name).name) is not None
 
 
 def parse_run_id(token_shard: str) -> str:

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from gstep import PRUNERS, make_pruner
 from pipeline.cache.codecs import BFLOAT16
+from pipeline.cache.dataset_card import has_own_card
 from pipeline.cache.header import HEADER, SamplingIdentity, find_codec, list_differences
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TOKENS, VIDEOS
@@ -61,7 +62,7 @@ from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_null
 from pipeline.runner.claim import Claim
 from pipeline.runner.run_record import RUNS, new_run_id
 from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import Store, store_at
+from pipeline.storage.stores import CARD, Store, store_at
 
 MANIFEST = "videos.jsonl"
 _SNAP = "snap_to_keyframes_s"  # key of a cache's sampling
@@ -225,6 +226,7 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
     with Claim(cache, new_run_id(), notify):
         cache.put(DROPPING, b"")
         names = [HEADER] if cache.exists(HEADER) else []
+        names += [CARD] if has_own_card(cache) else []
         names += [
             file.name for folder in folders for file in cache.list_files(folder) if _OWN_FILES.fullmatch(file.name)
         ]

@@ -62,6 +62,8 @@ def cache_report(cache: TokenCache, counts: CacheCounts) -> RenderableType:
     facts.append(("table", f"{files['small']} small files, {files['sorted']} sorted ones"))
     if ledger.foreign:
         facts.append(("left out", f"{len(ledger.foreign)} files that were made with other settings"))
+    if ledger.strays:
+        facts.append(("left out", f"{', '.join(ledger.strays)}: no files of the videos table"))
     run = latest_run(cache.store, ledger)
     if run is not None:
         facts.append(("last run", run.describe()))
@@ -81,7 +83,11 @@ def cache_record(cache: TokenCache, counts: CacheCounts) -> JsonObject:
     return {
         "cache": str(cache.store),
         "identity": cast(JsonObject, cache.identity),
-        "table": {**_files_of(ledger), "foreign": list(ledger.foreign)},
+        "table": {
+            **_files_of(ledger),
+            "foreign": list(ledger.foreign),
+            **({"strays": list(ledger.strays)} if ledger.strays else {}),
+        },
         "last_run": None if run is None else asdict(run),
         **counts.summary.standing(),
     }
@@ -97,7 +103,11 @@ def _videos(cache: TokenCache, limit: int = 20) -> RenderableType:
         row = cache.metadata(video_id)
         decoder = f"{row['backend']} {row['backend_version'] or ''}"
         table.add_row(
-            Text(video_id), str(len(row["frame_indices"])), str(row["n_total"]), str(row["n_tokens"]), Text(decoder)
+            Text(video_id),
+            str(len(row["frame_indices"] or ())),
+            str(row["n_total"]),
+            str(row["n_tokens"]),
+            Text(decoder),
         )
     more = [f"... and {len(ids) - limit} more"] if len(ids) > limit else []
     return Group(table, *more)

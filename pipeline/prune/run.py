@@ -23,6 +23,7 @@ from rich.console import Console
 from gstep.backbones import family_of
 from gstep.checkpoints.tensors import tower_hash
 from pipeline.cache.changed_code import delete_superseded, restart_cache
+from pipeline.cache.dataset_card import write_new_header
 from pipeline.cache.header import (
     HEADER,
     deepstack_levels,
@@ -30,7 +31,6 @@ from pipeline.cache.header import (
     fingerprint,
     made_with,
     read_header,
-    serialise_header,
 )
 from pipeline.cache.live import REMOVED, TIMED_STAGES, Ledger
 from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES, try_merge
@@ -207,6 +207,8 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
                 f"warning: {len(foreign)} files of {self.store}/{VIDEOS} were made with other settings than its "
                 f"header. Their rows do not count. First file: {foreign[0]}"
             )
+        if strays := self.ledger.strays:
+            self.say(f"note: {strays[0]} is no file of the videos table ({len(strays)} such files): left out")
         if lost_ids := self.ledger.lost(self._committed):
             self.say(f"warning: {format_lost(len(lost_ids), lost_ids)}")
         self._listed, self.manifest = (keep_stored_ids(videos, self.ledger) for videos in (self._listed, self.manifest))
@@ -316,7 +318,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         check_decoder_device(config.decoder, device)
         with usage_errors():
             if not self.store.names(VIDEOS, ".parquet"):
-                self.store.put(HEADER, serialise_header(recipe.header(dtype, family_of(recipe.source).static())))
+                write_new_header(self.store, recipe.header(dtype, family_of(recipe.source).static()))
                 self.ledger = Ledger(self.store, made_with(self.store))  # the header may be new
             stages = recipe.stages(device, dtype)
             encode = replace(stages.encode, tower_hash=tower_hash(recipe.source))

@@ -1,8 +1,12 @@
-"""``jobs.merge``: one cache of several that were made alike. Token shards are linked or copied, never rewritten.
+"""``jobs.merge``: one cache of several that were made alike. Token shards are linked or copied.
 
 A cache is a set of rows and of files that never change, so the merged cache is the union of both sets. The header comes
 first, then the token shards that a live row of the union names, then the files of the tables, whose rows then count. At
 last these files are merged, which leaves out superseded rows. Rerun the command after an interrupt.
+
+Nothing of a video stays that any of the caches has removed. Its removed rows come before all other rows, so that no
+interrupt makes it live again. At the end its other rows and its name in records are erased, and token shards with its
+tokens are written again without them.
 """
 
 from __future__ import annotations
@@ -16,17 +20,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache.header import HEADER, CacheHeader, fingerprint, list_differences, read_header, serialise_header
+from pipeline.cache.dataset_card import write_new_header
+from pipeline.cache.header import HEADER, CacheHeader, fingerprint, list_differences, read_header
 from pipeline.cache.live import RULE_COLUMNS, LiveVideos, find_live, make_rule_columns, select_ok
 from pipeline.cache.merging import merge
 from pipeline.cache.schema import TOKENS
-from pipeline.cache.table import check_content, parse_file_name
+from pipeline.cache.table import build_table, check_content, parse_file_name, serialise_small
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.rewrite.rewrite import check_place
+from pipeline.rows import VideoRow
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import provenance
 from pipeline.runner.run_record import RUNS, RunFile, new_run_id
 from pipeline.storage.stores import LocalStore, Store, request_threads
+from pipeline.verify.moves import erase_removed
 
 OnEqual = Literal["rule", "refuse"]
 _COLUMNS = ("video_id", *RULE_COLUMNS, "clip_key", "source_size", "earlier_attempts", "token_shard", "checksum")
@@ -48,7 +55,8 @@ class MergedCaches:
         linked: token shards that share their bytes with the cache they are from.
         copied: token shards that were copied, ``copied_bytes`` in all.
         foreign: files of tables that were left out, since their rows were made with other settings.
-        removed: videos that one of the caches has removed, and whose tokens another's token shards still hold.
+        removed: videos that one of the caches has removed: all but their removed rows is left out.
+        moved: other videos that were written to new token shards, since theirs had tokens of a removed video too.
     """
 
     run_id: str
@@ -59,6 +67,7 @@ class MergedCaches:
     copied_bytes: int = 0
     foreign: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
+    moved: int = 0
 
     def lines(self) -> Iterator[str]:
         """Yield lines for the user about the result."""
@@ -67,10 +76,7 @@ class MergedCaches:
         if self.foreign:
             yield f"warning: {len(self.foreign)} files were made with other settings and left out: {self.foreign[0]}"
         if self.removed:
-            yield (
-                f"warning: {len(self.removed):,} videos were removed from a cache, and token shards of another "
-                "still hold their tokens: run jobs.remove with these ids (--json lists them) on the merged cache"
-            )
+            yield f"{len(self.removed):,} removed videos stay removed; {self.moved:,} others moved to new token shards"
 
 
 class _Union(NamedTuple):
@@ -110,13 +116,14 @@ def merge_caches(
     with Claim(out, result.run_id, say):
         check_place(out, header)
         if not out.exists(HEADER):
-            out.put(HEADER, serialise_header(header))
+            write_new_header(out, header)
         about = {"merged_from": [str(store) for store in stores if store is not out]}
         with RunFile(out, {**provenance(result.run_id, _VERSIONS), **about}):
             _take_videos(stores, union, identity, out, result, say)
             for source in stores:
                 for name in source.names(RUNS, ".json"):
                     _take(source, out, name)
+            result.moved = erase_removed(out, identity, result.run_id).moved
             merge(out, identity, everything=True)
     return result
 
@@ -182,6 +189,7 @@ def _take_videos(
     for tries_left in reversed(range(_TRIES)):
         try:
             _take_live_tokens(stores, union.rows, out, result, say)
+            _take_removed_rows(stores, identity, out, result)
             for source, files in zip(stores, union.files, strict=True):
                 for name in files:
                     _take(source, out, name)
@@ -204,7 +212,7 @@ def _take_live_tokens(
     winners = rows.take(pa.array(order))
     live = select_ok(winners)
     result.videos, result.equal = len(order), len(rows) - len(order)
-    result.removed = _find_removed(rows, winners)
+    result.removed = winners.filter(pc.equal(winners["status"], "removed"))["video_id"].to_pylist()
     for number, source in enumerate(stores):
         names = live.filter(pc.equal(live["cache"], number))["token_shard"].unique().to_pylist()
         with request_threads(_THREADS) as pool:
@@ -216,13 +224,15 @@ def _take_live_tokens(
                     say(f"{n_taken:,} of {len(names):,} token shards of {source}")
 
 
-def _find_removed(rows: pa.Table, winners: pa.Table) -> list[str]:
-    """Return the ids of removed videos whose tokens lie in a token shard that the merged cache needs for others."""
-    removed = winners.filter(pc.equal(winners["status"], "removed"))["video_id"]
-    with_tokens = select_ok(rows)
-    held = with_tokens.filter(pc.is_in(with_tokens["video_id"], removed)).select(["video_id", "token_shard"])
-    needed = {*select_ok(winners)["token_shard"].unique().to_pylist()} if len(held) else set()
-    return sorted({row["video_id"] for row in held.to_pylist() if row["token_shard"] in needed})
+def _take_removed_rows(stores: Sequence[Store], identity: str, out: Store, result: MergedCaches) -> None:
+    """Bring the removed rows of the caches into ``out``, before other rows of these videos. Raises as ``_take``."""
+    rows: list[VideoRow] = []
+    for source in stores if result.removed else ():
+        live = LiveVideos.open(source, identity)
+        states = live.live(("status",))
+        rows += live.table.read_rows(states.filter(pc.equal(states["status"], "removed")))
+    if rows:
+        out.put(*serialise_small(result.run_id, 0, build_table(rows), identity))
 
 
 def _take(source: Store, out: Store, name: str) -> int | None:
@@ -233,8 +243,11 @@ def _take(source: Store, out: Store, name: str) -> int | None:
     if source is out or out.exists(name):
         return None
     of_tokens = name.startswith(TOKENS)
-    if of_tokens and source.folder is not None and isinstance(out, LocalStore) and out.link(name, source.folder / name):
-        return 0
+    if of_tokens and source.folder is not None and isinstance(out, LocalStore):
+        file = source.folder / name
+        # A symbolic link in a cache from elsewhere may lead to any file of this machine: its content is checked below.
+        if file.resolve() == source.folder.resolve() / name and out.link(name, file):
+            return 0
     data = source.read(name)
     if not name.startswith(RUNS) and not parse_file_name(name).is_sorted:
         check_content(source, name, data, "rows" if of_tokens else "commit")

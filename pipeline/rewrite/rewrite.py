@@ -1,7 +1,8 @@
 """One cache made of another: read it video by video, change each, and commit shard by shard. ``jobs.recode`` is here.
 
 A kill leaves at most token shards that no row names. A rerun resumes from the existing rows: a video is
-done again only where the source's row counts for more than the copy's by the rule of ``pipeline.cache.live``.
+done again only where the source's row counts for more than the copy's by the rule of ``pipeline.cache.live``. Of a
+video that the source has removed since, only the removed row stays.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pipeline.cache.changed_code import (
     restart_cache,
 )
 from pipeline.cache.codecs import BFLOAT16
+from pipeline.cache.dataset_card import write_new_header
 from pipeline.cache.header import (
     HEADER,
     CacheHeader,
@@ -34,7 +36,6 @@ from pipeline.cache.header import (
     find_codec,
     fingerprint,
     read_header,
-    serialise_header,
 )
 from pipeline.cache.live import LiveVideos, fill_nulls, read_states, sort_by_shard
 from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES, try_merge
@@ -49,6 +50,7 @@ from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import provenance
 from pipeline.runner.run_record import COMMITTED_KEY, RunFile, check_out, new_run_id, newest_record
 from pipeline.storage.stores import Store
+from pipeline.verify.moves import erase_removed
 
 _VERSIONS = ("gstep-cache", "torch", "pyarrow")
 _SHARD_VIDEOS = 1024
@@ -164,7 +166,7 @@ def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: boo
         if check_place(out, job.header, redo=redo):
             restart_cache(out, read_header(out), job.header["identity"], result.run_id)
         elif not out.names(VIDEOS, ".parquet"):
-            out.put(HEADER, serialise_header(job.header))
+            write_new_header(out, job.header)
         made_with = fingerprint(read_header(out)["identity"])
         todo = _todo(job.source, out, made_with, result)
         if len(todo):
@@ -172,6 +174,8 @@ def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: boo
             record = RunFile(out, {**provenance(result.run_id, _VERSIONS), **about})
             with record:
                 _stream(job, todo, out, record, result, say)
+        erase_removed(out, made_with, result.run_id)  # also what an interrupted rewrite has left
+        if len(todo):
             delete_superseded(out, read_header(out))
             try_merge(out, made_with, MAX_WAITING_AT_END, say)
     result.seconds = time.monotonic() - start

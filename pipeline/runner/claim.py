@@ -19,15 +19,17 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import TypedDict, cast
 
+from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.errors import CacheLocked, UsageError
 from pipeline.rows import JsonObject
 from pipeline.runner.last_writes import write_last
 from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RUNS
-from pipeline.storage.stores import NOTE, Store
+from pipeline.storage.stores import INDEXES, NOTE, Store
 
 HEARTBEAT_S = 10.0
 MAX_MISSED_BEATS = 6  # missed beats after which a run counts as ended
+_FOLDERS = (TOKENS, VIDEOS, RUNS, INDEXES, "answers", "repaired")  # of caches and answers
 
 
 class Holder(TypedDict, total=False):
@@ -62,7 +64,8 @@ _OPEN: set[str] = set()  # the run ids of the claims that this process has now
 class Claim:
     """A note in ``store`` that this run writes to it, renewed by a thread while the ``with`` block lasts.
 
-    Entering raises CacheLocked if another run writes there, unless ``join``; UsageError if the store takes no files.
+    Entering raises CacheLocked if another run writes there, unless ``join``; UsageError if the store takes no files, or
+    one of its folders is a symbolic link.
     It may wait a minute for a beat of another run.
     """
 
@@ -100,6 +103,7 @@ class Claim:
 
     def __enter__(self) -> Claim:
         """Write the note, look for other runs, and start the thread that renews the note."""
+        refuse_links(self._store)
         _OPEN.add(self._me["run_id"])
         try:
             self._beat(self._store)
@@ -207,6 +211,15 @@ class Claim:
             if now.get("beat") != holder.get("beat"):
                 return True
         return False
+
+
+def refuse_links(store: Store) -> None:
+    """Raise UsageError if a folder that commands write to and delete from is a symbolic link; the root may be one."""
+    if (folder := store.find_link(_FOLDERS)) is not None:
+        raise UsageError(
+            f"{store}/{folder} is a symbolic link, so files elsewhere would be written and deleted: put the folder "
+            "itself there, or link the whole place"
+        )
 
 
 def find_holder(store: Store) -> Holder | None:

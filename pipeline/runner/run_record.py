@@ -99,7 +99,7 @@ def read_record(store: Store, name: str) -> RunRecord:
     """Read the record in the file ``name``; {} where it is missing or unreadable, since it is provenance only."""
     try:
         record = json.loads(store.read(name))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     is_usable = isinstance(record, dict) and isinstance(record.get("versions", {}), dict)
     usable_record: RunRecord = record if is_usable else {}
@@ -119,7 +119,7 @@ def read_committed(store: Store, run_id: str) -> frozenset[str] | None:
     """Return the ids of the token shards that a run recorded as committed; None where its record cannot be read."""
     try:
         return frozenset(map(str, json.loads(store.read(f"{RUNS}/{run_id}.json")).get(COMMITTED_KEY, [])))
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError):
         return None
 
 

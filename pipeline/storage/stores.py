@@ -27,6 +27,7 @@ from pipeline.storage.s3 import Objects, Slice, Upload, check_uri, is_s3
 NOTE = ".running"  # suffix of the notes of runs; see pipeline.runner.claim
 TEMPORARY = ".tmp-"  # prefix of the name of a file that is not complete yet
 INDEXES = "sources"  # the folder of a cache with the indexes of archives, a file each
+CARD = "README.md"  # of a cache, for datasets; a user's own stays
 _READERS = 16
 
 
@@ -76,7 +77,7 @@ def store_at(place: str | Path, objects: Objects | None = None) -> Store:
 
 def check_name(name: str) -> str:
     """Return ``name``, or raise FileNotFoundError if it leads out of the root: names come from untrusted files."""
-    if name.startswith("/") or ".." in name.split("/"):
+    if name.startswith("/") or ".." in name.split("/") or "\0" in name:
         raise FileNotFoundError(errno.ENOENT, "the name leads out of the cache", name)
     return name
 
@@ -134,14 +135,18 @@ class LocalStore:
             raise UsageError(f"{self}: the folder cannot be made: {error.strerror}") from error
 
     def has_other_files(self) -> bool:
-        """Return True if the root holds anything besides notes of runs, indexes of archives and unfinished files.
+        """Return True if the root holds anything besides notes, indexes of archives, CARD and unfinished files.
 
         Also True if the root is a file.
         """
         root = self.root
         paths = (path for path in root.rglob("*") if not path.name.startswith(TEMPORARY))
         files = (path.relative_to(root) for path in paths if path.is_file())
-        return root.is_file() or any(path.suffix != NOTE and path.parts[0] != INDEXES for path in files)
+        return root.is_file() or any(path.suffix != NOTE and path.parts[0] not in {INDEXES, CARD} for path in files)
+
+    def find_link(self, folders: Sequence[str]) -> str | None:
+        """Return the first of these folders below the root that is a symbolic link; None where none is."""
+        return next((folder for folder in folders if (self.root / folder).is_symlink()), None)
 
     def impatient(self) -> LocalStore:
         """Return the same store with short time limits, for requests that are useless when late."""
@@ -150,7 +155,8 @@ class LocalStore:
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         """Write a file in one atomic step: it is complete under ``name`` afterwards, or absent. Raises OSError.
 
-        Missing folders below the root are made; a file of that name is replaced.
+        Missing folders below the root are made; a file of that name is replaced. Raises OSError too if a folder below
+        the root is a symbolic link, as a cache from elsewhere may have: nothing outside the root is written or deleted.
         """
         root, path = self._descriptor(), PurePosixPath(check_name(name))
         temporary = str(path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"))
@@ -208,7 +214,9 @@ class LocalStore:
             return Slice(os.pread(file.fileno(), max(0, last - first), first), size)
 
     def open(self, name: str) -> LocalFile:
-        """Open a file for random access, which threads may share. Raises FileNotFoundError."""
+        """Open a file for random access, which threads may share. Raises FileNotFoundError, for a folder too."""
+        if not self.exists(name):  # a folder, or a pipe that would wait for a writer: names come from untrusted files
+            raise FileNotFoundError(errno.ENOENT, "no such file", str(self.root / name))
         return LocalFile(pa.memory_map(str(self._path(name)), "r"))
 
     def names(self, folder: str, suffix: str) -> list[str]:
@@ -238,7 +246,9 @@ class LocalStore:
         check_name(name)
         try:
             return stat.S_ISREG(self._stat(name).st_mode)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG}:
+                raise
             return False
 
     def age(self, name: str) -> timedelta:
@@ -246,10 +256,13 @@ class LocalStore:
         return datetime.now(UTC) - datetime.fromtimestamp(self._stat(name).st_mtime, UTC)
 
     def delete(self, name: str) -> None:
-        """Remove a file; nothing happens where there is none. Raises OSError."""
-        check_name(name)
+        """Remove a file; nothing happens where there is none. Raises OSError, also for a linked folder as ``put``."""
+        path = PurePosixPath(check_name(name))
         with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self._descriptor())
+            root = self._descriptor()
+            for folder in path.parents[:-1]:
+                _refuse_link(folder, root)
+            os.unlink(name, dir_fd=root)
 
     def uploads(self) -> Iterator[Upload]:
         """Yield the pending uploads below the root, which the store bills. Raises OSError."""
@@ -266,14 +279,24 @@ class LocalStore:
 def _make_folders(path: PurePosixPath, root: int) -> int:
     """Make the folders between the open root and a file, never the root itself; return the root's mode.
 
-    New folders get this mode.
+    New folders get this mode. Raises OSError for a folder that is a symbolic link.
     """
     mode = stat.S_IMODE(os.fstat(root).st_mode)
     for folder in reversed(path.parents[:-1]):  # a root that is gone took all its rows with it
-        with suppress(FileExistsError):
+        try:
             os.mkdir(folder, dir_fd=root)
+        except FileExistsError:
+            _refuse_link(folder, root)
+        else:
             _share(folder, root, mode)
     return mode
+
+
+def _refuse_link(folder: PurePosixPath, root: int) -> None:
+    """Raise OSError if a folder below the open root is a symbolic link. Raises FileNotFoundError without a folder."""
+    if stat.S_ISLNK(os.stat(folder, dir_fd=root, follow_symlinks=False).st_mode):
+        message = "this folder is a symbolic link, so files elsewhere would change; put the folder itself here"
+        raise OSError(errno.ELOOP, message, str(folder))
 
 
 def _share(name: PurePath | str, root: int, mode: int) -> None:
@@ -315,6 +338,9 @@ class ObjectStore:
     def folder(self) -> None:
         return None
 
+    def find_link(self, folders: Sequence[str]) -> None:
+        """Return None: a store of objects has no links."""
+
     def impatient(self) -> ObjectStore:
         return ObjectStore(self.root, self.objects.impatient())
 
@@ -327,8 +353,8 @@ class ObjectStore:
 
     def has_other_files(self) -> bool:
         first = islice(self.objects.list(f"{self.root}/", deep=True), 10_000)
-        indexes = f"{self.root}/{INDEXES}/"
-        return any(not info.uri.endswith(NOTE) and not info.uri.startswith(indexes) for info in first)
+        names = (info.uri.removeprefix(f"{self.root}/") for info in first)
+        return any(not name.endswith(NOTE) and name.partition("/")[0] not in {INDEXES, CARD} for name in names)
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         self.objects.put(self._uri(name), data)

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from gstep.evidence import is_per_frame
 from gstep.types import budget_for
+from pipeline.cache.bounds import iter_count_faults
 from pipeline.cache.cached_video import ONE_NUMBER
 from pipeline.cache.header import CacheHeader, deepstack_levels, find_codec, fingerprint, read_declared_method
 from pipeline.cache.live import INDEX_COLUMNS
@@ -35,11 +36,6 @@ from pipeline.verify.report import Kind, Problem
 _MAGIC = 4  # bytes of "PAR1" before the first row group
 Place = tuple[str, int]  # a file of the videos table and a row in it
 JUDGED_COLUMNS = (*INDEX_COLUMNS, "run_id", "token_shard")  # columns of every row that stay in memory
-_NEEDED_COLUMNS = (
-    *("token_shard", "first_row_group", "row_counts", "footer_hash", "checksum", "retention_ratio", "nested"),
-    *("n_tokens", "n_total", "n_frames", "tokens_per_frame", "hidden_size"),
-    *("frame_indices", "timestamps", "kept_per_frame"),
-)
 
 
 @dataclass(frozen=True)
@@ -144,27 +140,19 @@ def row_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
             yield "a failed video with a token shard"
     elif row["status"] != "ok":
         yield f"its status is {row['status']!r}, neither ok, failed nor removed"
-    elif lacking := [name for name, value in row.items() if name in _NEEDED_COLUMNS and value is None]:
-        yield f"an ok video without {', '.join(lacking)}"
+    elif faults := list(iter_count_faults(row)):
+        yield from faults
     else:
-        yield from _count_faults(row, header)
+        yield from _ratio_faults(row, header)
         yield from _frame_faults(row)
     for name in JSON_COLUMNS:
         if row[name] is not None and not is_json(row[name]):
             yield f"{name} is not JSON"
 
 
-def _count_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
-    """Yield the contradictions in a row's token counts and retention ratio, then those of ``_layout_faults``.
-
-    A contradiction that makes further checks meaningless is the last.
-    """
+def _ratio_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
+    """Yield the contradictions of a row's ratio, method, row groups and width with the header."""
     n_tokens, n_total, ratio = row["n_tokens"], row["n_total"], row["retention_ratio"]
-    if n_total < 1 or n_total != row["n_frames"] * row["tokens_per_frame"]:
-        yield f"n_total is {n_total}, not {row['n_frames']} x {row['tokens_per_frame']}"
-        return
-    if not 1 <= n_tokens <= n_total:
-        yield f"n_tokens is {n_tokens} of {n_total}"
     stored_ratio = header["identity"].get("retention_ratio")
     if not 0 < ratio <= 1 or abs(ratio - stored_ratio) > 1e-9:
         yield f"it is stored at retention ratio {ratio}, the cache at {stored_ratio}"
@@ -174,34 +162,15 @@ def _count_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
         yield f"{n_tokens} tokens, where {method_of(header)} keeps {budget_for(ratio, n_total)} of {n_total}"
     if method is not None and row["nested"] != method.nested:
         yield f"nested is {row['nested']}, which {method_of(header)} is not"
-    yield from _layout_faults(row, header)
-
-
-def _layout_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
-    """Yield the contradictions in a row's row groups, width and counts per frame."""
-    n_tokens, n_total, ratio = row["n_tokens"], row["n_total"], row["retention_ratio"]
     if row["row_counts"] != tier_row_counts(n_total, n_tokens, ratio, nested=row["nested"]):
         yield f"its row groups of {row['row_counts']} rows do not end at the tiers of {n_tokens} tokens"
-    if row["first_row_group"] < 0:
-        yield f"its first row group is {row['first_row_group']}"
     if row["hidden_size"] != header.get("hidden_size", row["hidden_size"]):
         yield f"tokens of {row['hidden_size']} numbers, in a cache of {header['hidden_size']}"
-    if len(row["kept_per_frame"]) != row["n_frames"] or sum(row["kept_per_frame"]) != n_tokens:
-        yield f"kept_per_frame does not sum to {n_tokens} tokens in {row['n_frames']} frames"
-    if row["temporal_density"] is not None and len(row["temporal_density"]) != row["n_frames"]:
-        yield f"{len(row['temporal_density'])} temporal densities of {row['n_frames']} frames"
 
 
 def _frame_faults(row: VideoRow) -> Iterator[str]:
-    """Yield the contradictions in a row's frame indices and timestamps."""
+    """Yield the contradictions in a row's frame indices and timestamps, which have one length."""
     frames, seconds = np.asarray(row["frame_indices"]), np.asarray(row["timestamps"], dtype=np.float64)
-    n_frames = row["n_frames"]
-    if len(frames) != len(seconds) or not len(frames) or n_frames < 1:
-        yield f"{len(frames)} frame_indices and {len(seconds)} timestamps"
-        return
-    per_t = math.ceil(len(frames) / n_frames)  # two on Qwen, where the last may be alone
-    if math.ceil(len(frames) / per_t) != n_frames:
-        yield f"{len(frames)} sampled frames cannot make {n_frames} of the model's"
     end = row["source_frames"] if row["source_frames"] is not None else math.inf
     if frames[0] < 0 or frames[-1] >= end or (np.diff(frames) < 0).any():
         yield f"frame_indices do not ascend within the source's {end} frames"

@@ -5,16 +5,17 @@ The tables forget by themselves: a removal moves the other videos and deletes wh
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import PurePosixPath
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from pipeline.cache.bounds import read_bounded
 from pipeline.cache.schema import TOKENS, VIDEOS
+from pipeline.cache.table import is_table_name
+from pipeline.cache.token_shard import has_shard_form
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.indexes import forget_members
 from pipeline.inputs.listings import VIDEO_SUFFIXES, find_suffix
@@ -25,6 +26,7 @@ from pipeline.verify.report import KEPT_IN
 
 _FOLDERS = ("", TOKENS, VIDEOS, RUNS, INDEXES, KEPT_IN)
 _INSTEAD = "(removed)"
+_MAGIC = b"PAR1"
 # Fields of a record that name no video: a short id must not change a version or a shard.
 _KEPT_KEYS = frozenset(
     {"run_id", "host", "versions", "status", "device", "dtype", "resources", "token_shards", "emptied"}
@@ -53,6 +55,22 @@ def forget_videos(store: Store, ids: Collection[str], uris: Collection[str]) -> 
                 store.delete(file.name)
                 deleted_names.append(file.name)
     return deleted_names
+
+
+def list_strays_with(store: Store, ids: Collection[str]) -> list[str]:
+    """List files in the folders of tables that are none of the cache's, as copies and backups, and may hold the videos.
+
+    Their names are not a table's file's or a token shard's. Raises OSError.
+    """
+    names = []
+    for folder, is_own in ((VIDEOS, is_table_name), (TOKENS, has_shard_form)):
+        for file in store.list_files(folder):
+            if file.size and not is_own(file.name):
+                data = store.read(file.name)
+                is_parquet = data.startswith(_MAGIC)
+                if _may_hold(data, ids) if is_parquet else any(video_id.encode() in data for video_id in ids):
+                    names.append(file.name)
+    return names
 
 
 def _stems(texts: Iterable[str]) -> list[str]:
@@ -110,9 +128,9 @@ def _part(name: str, part: Json, patterns: Collection[re.Pattern[str]]) -> Json:
 
 
 def _may_hold(data: bytes, ids: Collection[str]) -> bool:
-    """Return True if a file of the videos table has a row of one of the videos, or cannot be read."""
+    """Return True if a Parquet file has a row of one of the videos, or cannot be read."""
     try:
-        table = pq.read_table(io.BytesIO(data), columns=["video_id"])
+        table = read_bounded(data, ["video_id"])
     except (pa.ArrowException, OSError, ValueError):
         return True
-    return not set(ids).isdisjoint(table["video_id"].to_pylist())
+    return "video_id" in table.column_names and not set(ids).isdisjoint(table["video_id"].to_pylist())

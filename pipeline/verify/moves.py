@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -31,7 +30,7 @@ from pipeline.cache.near_ids import near_ids
 from pipeline.cache.reader import map_in_order
 from pipeline.cache.schema import TOKENS
 from pipeline.cache.table import VideosTable, add_places, list_table_files, read_file
-from pipeline.cache.token_shard import parse_shard_id, read_footer_ids, read_videos
+from pipeline.cache.token_shard import has_shard_form, is_shard_name, parse_shard_id, read_footer_ids, read_videos
 from pipeline.cache.writer import SHARD_BYTES, commit_records, make_bundles, put_token_shard
 from pipeline.errors import CorruptShard, describe_near, printable
 from pipeline.rows import JsonObject, VideoRecord, VideoRow
@@ -39,7 +38,7 @@ from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import provenance
 from pipeline.runner.run_record import COMMITTED_KEY, RUNS, RunFile, new_run_id, read_record
 from pipeline.storage.stores import Store
-from pipeline.verify.forget import forget_videos
+from pipeline.verify.forget import forget_videos, list_strays_with
 
 _COLUMNS = ("video_id", *RULE_COLUMNS, "token_shard", "model_extra", "uri")
 # Key in a removed row's model_extra: the shards that held the video, for a later run of the removal.
@@ -70,6 +69,7 @@ class RemovalResult:
         moved: other videos whose tokens were rewritten.
         deleted: files that held the videos.
         unread: damaged token shards of other videos, which may hold tokens of the removed ones too.
+        strays: files in the cache's folders that are none of its files, as copies, and may hold the videos.
     """
 
     run_id: str
@@ -79,6 +79,7 @@ class RemovalResult:
     moved: int = 0
     deleted: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
+    strays: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
         """Yield lines for the user about the result."""
@@ -95,6 +96,8 @@ class RemovalResult:
                 f"note: {len(self.unread):,} damaged token shards of other videos, e.g. {self.unread[0]}, may hold "
                 "tokens of the videos: run jobs.verify CACHE --repair, then this command again"
             )
+        for name in self.strays:
+            yield f"warning: {name} is no file of this cache, and may hold the videos: delete it if it does"
 
 
 def remove_videos(
@@ -111,21 +114,42 @@ def remove_videos(
     result = RemovalResult(new_run_id(), len(ids))
     record: JsonObject = {**provenance(result.run_id, _VERSIONS), "removed": len(ids), "reason": reason}
     with Claim(store, result.run_id, say), RunFile(store, record):
-        removal = _Removal(store, identity, result, frozenset(ids))
-        removal.mark(reason)
-        removal.find_others()
-        result.deleted += removal.forget()
-        removal.move_others()
-        removal.merge(keep)
-        if unused := removal.unused():
-            if keep:
-                say(f"waiting {keep.total_seconds() / 60:g} minutes for readers of {len(unused)} token shards")
-                time.sleep(keep.total_seconds())
-            for name in unused:
-                store.delete(name)
-            result.deleted += unused
-        result.deleted += removal.merge(keep)
+        _erase(store, _Removal(store, identity, result, frozenset(ids)), reason, say, keep)
     return result
+
+
+def erase_removed(store: Store, identity: str, run_id: str) -> RemovalResult:
+    """Erase what is left of all removed videos but their removed rows: rows and tokens that came from other caches.
+
+    Nothing is kept for readers, who find moved videos by themselves. The caller holds the claim of the run ``run_id``.
+    Raises CorruptShard where a token shard is damaged, and OSError.
+    """
+    rows = LiveVideos.read(store, identity, ("video_id", "status"))[1]
+    ids = frozenset(rows.filter(pc.equal(rows["status"], "removed"))["video_id"].to_pylist())
+    result = RemovalResult(run_id, len(ids))
+    if ids:
+        removal = _Removal(store, identity, result, ids)
+        _erase(store, removal, "removed from another cache", lambda line: None, timedelta(0))
+    return result
+
+
+def _erase(store: Store, removal: _Removal, reason: str, say: Callable[[str], object], keep: timedelta) -> None:
+    """Carry out a removal; raises as ``remove_videos``, which says what ``keep`` does."""
+    result = removal.result
+    removal.mark(reason)
+    removal.find_others()
+    result.deleted += removal.forget()
+    removal.move_others()
+    removal.merge(keep)
+    if unused := removal.unused():
+        if keep:
+            say(f"waiting {keep.total_seconds() / 60:g} minutes for readers of {len(unused)} token shards")
+            time.sleep(keep.total_seconds())
+        for name in unused:
+            store.delete(name)
+        result.deleted += unused
+    result.deleted += removal.merge(keep)
+    result.strays = list_strays_with(store, removal.ids)
 
 
 class _Removal:
@@ -136,7 +160,7 @@ class _Removal:
     """
 
     def __init__(self, store: Store, identity: str, result: RemovalResult, ids: frozenset[str]) -> None:
-        self._store, self._identity, self._result, self._ids = store, identity, result, ids
+        self._store, self._identity, self.result, self.ids = store, identity, result, ids
         videos, _ = LiveVideos.read(store, identity, ("video_id",))  # which finds the files of another identity
         self._identities = [identity, *sorted(filter(None, {*videos.table.foreign.values()}))]
         self._rows = self._read()
@@ -154,18 +178,20 @@ class _Removal:
 
     def _read_removed(self) -> pa.Table:
         """Select all rows of the removed videos."""
-        ids = pa.array(sorted(self._ids), pa.string())
+        ids = pa.array(sorted(self.ids), pa.string())
         return self._rows.filter(pc.is_in(self._rows["video_id"], value_set=ids))
 
     def _find_shards(self) -> dict[str, set[str]]:
         """Return the token shards of each removed video: those its rows name, or that its removed row recorded."""
-        shards: dict[str, set[str]] = {video_id: set() for video_id in self._ids}
+        shards: dict[str, set[str]] = {video_id: set() for video_id in self.ids}
         for row in self._read_removed().select(["video_id", "status", "token_shard", "model_extra"]).to_pylist():
-            is_removed = row["status"] == "removed" and row["model_extra"] is not None
+            is_removed = row["status"] == "removed"
             shards[row["video_id"]] |= (
-                set(json.loads(row["model_extra"])[_SHARDS_KEY]) if is_removed else {row["token_shard"]}
+                _read_shard_names(row["model_extra"])
+                if is_removed
+                else set(filter(is_shard_name, [row["token_shard"]]))
             )
-        return {video_id: names - {None} for video_id, names in shards.items()}
+        return shards
 
     def mark(self, reason: str) -> None:
         """Commit a "removed" row for each video without such a row, also for unknown ids, and read the rows again.
@@ -174,7 +200,7 @@ class _Removal:
         """
         for identity in self._identities:
             live = {row["video_id"]: row for row in self._live(identity).to_pylist()}
-            ids = self._ids if identity == self._identity else self._ids & live.keys()
+            ids = self.ids if identity == self._identity else self.ids & live.keys()
             rows: list[VideoRecord] = [
                 {
                     "video_id": video_id,
@@ -188,11 +214,11 @@ class _Removal:
                 if video_id not in live or live[video_id]["status"] != "removed"
             ]
             if rows:
-                commit_records(self._store, self._result.run_id, 0, rows, made_with=identity)
-        self._result.unknown = sorted(self._ids.difference(self._rows["video_id"].to_pylist()))
-        for video_id in self._result.unknown[:_MAX_EXAMPLES]:
-            if likely := [name for name in near_ids(video_id, list_nameable_ids(self._rows)) if name not in self._ids]:
-                self._result.likely[video_id] = likely
+                commit_records(self._store, self.result.run_id, 0, rows, made_with=identity)
+        self.result.unknown = sorted(self.ids.difference(self._rows["video_id"].to_pylist()))
+        for video_id in self.result.unknown[:_MAX_EXAMPLES]:
+            if likely := [name for name in near_ids(video_id, list_nameable_ids(self._rows)) if name not in self.ids]:
+                self.result.likely[video_id] = likely
         self._rows = self._read()
 
     def find_others(self) -> None:
@@ -200,14 +226,17 @@ class _Removal:
 
         These are shards of earlier attempts, of runs beside another one and of merged caches, whose rows merges drop,
         and of killed runs, which have no rows. A shard that cannot be read counts as one that holds all the videos,
-        unless a live row names it: ``unread`` of the result gets such shards.
+        unless a live row names it: ``unread`` of the result gets such shards. A file of another name counts only if
+        it can be read.
         """
         names, live_shards = self._store.names(TOKENS, ".parquet"), self._live_shards()
         for name, ids in zip(names, map_in_order(self._read_ids, names, 8, 16), strict=True):
             if ids is None and name in live_shards:
-                self._result.unread.append(name)
+                self.result.unread.append(name)
                 continue
-            for video_id in self._ids if ids is None else self._ids.intersection(ids):
+            if ids is None and not has_shard_form(name):
+                continue  # somebody's own file, which ``strays`` names
+            for video_id in self.ids if ids is None else self.ids.intersection(ids):
                 self._shards_by_video[video_id].add(name)
 
     def _read_ids(self, name: str) -> Collection[str] | None:
@@ -223,7 +252,7 @@ class _Removal:
 
     def forget(self) -> list[str]:
         """Take what is said of the videos out of the files beside the tables; return the names of deleted files."""
-        return forget_videos(self._store, self._ids, set(self._read_removed()["uri"].to_pylist()) - {""})
+        return forget_videos(self._store, self.ids, set(self._read_removed()["uri"].to_pylist()) - {""})
 
     def move_others(self) -> None:
         """Copy the other videos of token shards that hold a removed video to new shards, and commit their rows."""
@@ -236,10 +265,10 @@ class _Removal:
                 number += 1
                 rows = full.read_rows(ok.filter(pc.equal(ok["token_shard"], name)))
                 records = move_videos(
-                    self._store, self._result.run_id, sorted(rows, key=lambda row: row["first_row_group"])
+                    self._store, self.result.run_id, sorted(rows, key=lambda row: row["first_row_group"])
                 )
-                commit_records(self._store, self._result.run_id, number, records, made_with=identity)
-                self._result.moved += len(records)
+                commit_records(self._store, self.result.run_id, number, records, made_with=identity)
+                self.result.moved += len(records)
 
     def merge(self, keep: timedelta) -> list[str]:
         """Merge the table, which leaves out the rows of removed videos; return the files of earlier merges it deleted.
@@ -256,6 +285,15 @@ class _Removal:
         """
         own_shards = set().union(*self._shards_by_video.values())
         return sorted(name for name in own_shards - self._live_shards() if self._store.exists(name))
+
+
+def _read_shard_names(text: str | None) -> set[str]:
+    """Read the token shards that a removed row names; names of other files are left out."""
+    try:
+        names = json.loads(text or "{}").get(_SHARDS_KEY, ())
+        return set(filter(is_shard_name, names))
+    except (ValueError, RecursionError, AttributeError, TypeError):
+        return set()
 
 
 @dataclass
@@ -349,9 +387,9 @@ def _delete_emptied(store: Store, live: pa.Table, keep: timedelta, result: JoinR
     """
     live_shards = set(live["token_shard"].to_pylist())
     for record in store.names(RUNS, ".json"):
-        shards = cast(list[str], read_record(store, record).get(_EMPTIED_KEY, []))
-        if shards and store.age(record) >= keep:
-            for name in shards:
+        shards = read_record(store, record).get(_EMPTIED_KEY)
+        if isinstance(shards, list) and store.age(record) >= keep:
+            for name in filter(is_shard_name, shards):
                 if name not in live_shards and store.exists(name):
                     store.delete(name)
                     result.deleted.append(name)

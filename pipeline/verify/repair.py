@@ -70,7 +70,7 @@ def list_shard_ids(store: Store, name: str, report: Report) -> list[str]:
     """
     try:
         return list_videos(store, name)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         report.notes.append(f"{name} cannot be read, so its videos are unknown: {error}")
         return []
 
@@ -95,8 +95,9 @@ class Repair:
         Raises RunFailed where no video would be left, or where a file has another schema. Raises CorruptShard and
         OSError if the store does not give the bytes that it gave just before; another repair resumes there.
         """
-        if mismatch := next((problem for problem in self._report.problems if problem.kind is Kind.SCHEMA), None):
-            raise RunFailed(f"{self._store} has a file with other settings: move {mismatch.shard} away first")
+        for problem in self._report.problems:
+            if problem.kind in {Kind.SCHEMA, Kind.STRAY}:
+                raise RunFailed(f"{self._store} has a file that is none of this cache: move {problem.shard} away first")
         present = live.filter(pc.not_equal(live["status"], "removed"))  # removed videos stay removed
         wrong = dict.fromkeys(set(bad).intersection(_places(present)), _CONTRADICTS)
         ok = select_ok(live)
@@ -258,7 +259,7 @@ def _find_removable(store: Store, report: Report, commits: Collection[str] | Non
     """
     if not report.orphans:
         return []
-    unread = {Kind.COMMIT, Kind.LOST, Kind.SCHEMA, Kind.UNREADABLE, Kind.FINGERPRINT}
+    unread = {Kind.COMMIT, Kind.LOST, Kind.SCHEMA, Kind.UNREADABLE, Kind.FINGERPRINT, Kind.STRAY}
     doubtful = any(p.kind in unread and (p.shard or "").startswith(VIDEOS) for p in report.problems)
     if doubtful or (commits is not None and not set(store.names(VIDEOS, ".parquet")) <= set(commits)):
         which = "is damaged, foreign or lost" if doubtful else "came meanwhile"

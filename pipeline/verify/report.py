@@ -35,6 +35,7 @@ class Kind(StrEnum):
         "the shard belongs to a cache of other settings: move it there, and its token shards, or let --repair set it "
         "aside",
     )
+    STRAY = "stray", "rename the file if its rows belong to this cache, or move it out of videos/; nothing deletes it"
     ROW = "row", "the row contradicts itself: report it; --repair marks its video for another attempt of jobs.prune"
     MISSING = "missing", _REDO
     FOOTER = "footer", _REDO

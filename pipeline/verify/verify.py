@@ -23,9 +23,10 @@ from pipeline.cache.live import select_live_rows, select_ok
 from pipeline.cache.merging import KEEP
 from pipeline.cache.reader import TokenCache, map_in_order
 from pipeline.cache.schema import TOKENS, VIDEOS
-from pipeline.cache.table import VideosTable, empty_rows
+from pipeline.cache.strays import StrayFault, find_stray_fault
+from pipeline.cache.table import TableFile, VideosTable, empty_rows, split_names
 from pipeline.cache.token_shard import parse_run_id, parse_shard_id
-from pipeline.errors import NotACache
+from pipeline.errors import CorruptShard, NotACache
 from pipeline.runner.claim import Claim, describe_holder, find_holder
 from pipeline.runner.progress import reporter
 from pipeline.runner.run_record import RUNS, new_run_id, read_committed
@@ -126,6 +127,7 @@ class _Verification:
         self.store, self.request, self.console, self.sound, self.claimed = store, request, console, sound, claimed
         self.report = Report(str(store))
         self._commits: dict[str, CheckedCommit] = {}  # the files of the table that were checked
+        self._strays: set[str] = set()  # the files beside it that were checked
 
     def carry_out(self) -> Report:
         """Check the cache, and clean or repair it where asked; return the report. Raises as ``verify``.
@@ -209,7 +211,8 @@ class _Verification:
         report, store = self.report, self.store
         check = partial(check_commit, store, header=header)
         for tries_left in reversed(range(_TRIES)):
-            names = store.names(VIDEOS, ".parquet")
+            files, strays = split_names(store.names(VIDEOS, ".parquet"))
+            names = [file.name for file in files]
             self._commits = {name: self._commits[name] for name in names if name in self._commits}
             new = [name for name in names if name not in self._commits]
             n_gone = 0
@@ -222,10 +225,26 @@ class _Verification:
                 self._commits[name] = answer
             if not n_gone:
                 break
+        self._check_strays(strays, files)
         report.counts["videos_shards"] = len(self._commits)
         tables = [answer.rows for answer in self._commits.values() if answer.rows is not None]
         bad = {(name, place) for name, answer in self._commits.items() for place in answer.bad}
         return pa.concat_tables([empty_rows(JUDGED_COLUMNS), *tables]), bad
+
+    def _check_strays(self, names: Sequence[str], files: Sequence[TableFile]) -> None:
+        """Compare the rows of stray files with those of the table's files, once; ``report`` gets problems and notes."""
+        for name in sorted({*names} - self._strays):
+            self._strays.add(name)
+            try:
+                fault = find_stray_fault(self.store, name, files)
+            except (CorruptShard, OSError) as error:
+                message = f"{self.store}/{name} is no file of the videos table, and cannot be compared with it: {error}"
+                fault = StrayFault(message, has_rows=True)
+            if fault is None:
+                self.report.notes.append(f"{name} is no file of the videos table, which has its rows: it is left out")
+            else:
+                kind = Kind.STRAY if fault.has_rows else Kind.COMMIT
+                self.report.problems.append(Problem(kind, fault.message, name))
 
     def _count(self, live: pa.Table) -> None:
         """Add the counts of ok, failed and removed videos to the report."""
@@ -309,7 +328,7 @@ class _Verification:
         report.orphans += [file for file in shards if file.name not in all_shards]
         report.superseded += [file for file in shards if file.name in all_shards and file.name not in live_shards]
         known_ids = set(live["video_id"].to_pylist())
-        if any(problem.kind in {Kind.COMMIT, Kind.FINGERPRINT} for problem in report.problems):
+        if any(problem.kind in {Kind.COMMIT, Kind.FINGERPRINT, Kind.STRAY} for problem in report.problems):
             return  # the rows of such orphans were in those files
         committed_names = _committed_orphans(store, report.orphans, without_record=not known_ids)
         lost_shards = [
@@ -345,7 +364,7 @@ class _Verification:
 
 def _may_come_back(report: Report) -> bool:
     """Return True if a lost or damaged file of the table may be restored, so that its token shards must stay."""
-    return any(problem.kind in {Kind.COMMIT, Kind.LOST, Kind.FINGERPRINT} for problem in report.problems)
+    return any(problem.kind in {Kind.COMMIT, Kind.LOST, Kind.FINGERPRINT, Kind.STRAY} for problem in report.problems)
 
 
 def _committed_orphans(store: Store, orphans: Collection[FileInfo], *, without_record: bool) -> Iterator[str]:

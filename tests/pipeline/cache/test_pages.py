@@ -41,7 +41,11 @@ def written(**more) -> bytes:
     return file.getvalue()
 
 
-PAGES = {"as-written-here": write_parquet(table()).to_pybytes(), "several": written(data_page_size=100)}
+PAGES = {
+    "as-written-here": write_parquet(table()).to_pybytes(),
+    "several": written(data_page_size=100),
+    "with-statistics": written(write_statistics=True),
+}
 
 
 @pytest.mark.parametrize("data", PAGES.values(), ids=PAGES)
@@ -58,7 +62,6 @@ def test_rows_go_to_their_places(data):
         {"compression": "zstd"},
         {"use_dictionary": True},
         {"write_page_checksum": False},
-        {"write_statistics": True},
         {"data_page_version": "2.0"},
         {"column_encoding": {"token": "BYTE_STREAM_SPLIT", "n": "PLAIN"}},
     ],

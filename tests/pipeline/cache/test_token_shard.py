@@ -1,10 +1,14 @@
 """Rows that a token shard does not have are refused with the kind of damage; verify/test_checks.py damages bytes."""
 
+import errno
+
 import pytest
 
 from pipeline import CorruptShard, TokenCache
 from pipeline.cache.token_shard import TokenRows, TokenShard
+from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import make_cache, random_tokens
+from tests.pipeline.damage import rewrite_row
 
 COLUMNS = ("video_id", "index", "token")
 
@@ -29,8 +33,26 @@ def test_rows_and_columns_that_are_not_there_are_refused(tmp_path, change, keep,
     assert caught.value.kind == kind
 
 
+class Locked(LocalStore):
+    """A store that refuses to open files."""
+
+    def open(self, name):
+        raise PermissionError(errno.EACCES, "Permission denied", name)
+
+
 def test_a_store_that_fails_is_no_damage(tmp_path):
-    (tmp_path / "shard").mkdir()
-    with pytest.raises(OSError) as caught:
-        TokenShard(make_cache(tmp_path, {}), "shard", "")
-    assert not isinstance(caught.value, CorruptShard)
+    with pytest.raises(PermissionError):
+        TokenShard(Locked(tmp_path), "tokens/shard.parquet", "")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", None, "tokens", "tokens/", "videos/x", "tokens/folder", "tokens/..", "tokens/x\0", f"tokens/{'x' * 999}"],
+)
+def test_a_name_of_no_token_shard_is_damage(tmp_path, name):
+    """A bare OSError ended jobs.inspect, and a folder's name came from somebody's videos table."""
+    store = make_cache(tmp_path, {"a": random_tokens(0, (4, 25, 16))})
+    (tmp_path / "tokens" / "folder").mkdir()
+    rewrite_row(store, "a", lambda row: row.update(token_shard=name))
+    with pytest.raises(CorruptShard, match=r"(token_shard|which is no file|missing)"):
+        TokenCache(tmp_path).get("a")

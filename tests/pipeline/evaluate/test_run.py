@@ -8,6 +8,7 @@ import ray
 from rich.console import Console
 
 from gstep.backbones import ModelSource
+from pipeline.cache.dataset_card import write_new_header
 from pipeline.cache.header import HEADER, read_header
 from pipeline.cache.merging import merge
 from pipeline.cache.reader import TokenCache
@@ -128,12 +129,13 @@ def test_dropping_tokens_deletes_what_a_cache_is_made_of_and_nothing_else(asked)
     shards = [*cache.names("tokens", ".parquet"), *cache.names("videos", ".parquet")]
     assert len(shards) == 2
     merge(cache, None, everything=True)  # one more file
+    write_new_header(cache, read_header(cache))  # with a README.md
     (cache.root / "notes.txt").write_text("mine")
     (cache.root / "tokens" / "mine").mkdir()
     (cache.root / "videos" / "holiday.mp4").write_bytes(b"mine")
     messages = io.StringIO()
     drop_tokens(request, Console(file=messages, width=300))
-    assert f"{cache}: 4 files deleted (--drop-tokens); the answers stay" in messages.getvalue()
+    assert f"{cache}: 5 files deleted (--drop-tokens); the answers stay" in messages.getvalue()
     left = {path.relative_to(cache.root).as_posix() for path in cache.root.rglob("*")}
     assert left == {"notes.txt", "tokens", "tokens/mine", "videos", "videos/holiday.mp4"}
     assert answers.names("answers", ".parquet")
@@ -169,8 +171,9 @@ def test_a_part_of_a_cache_is_no_cache_to_anybody_and_is_dropped_by_the_next_run
             drop_tokens(request, QUIET)
     store = LocalStore(request.cache)
     assert not store.exists(HEADER) and len(store.names("tokens", ".parquet")) == 1
+    store.put("README.md", b"my notes")
     drop_tokens(request, QUIET)
-    assert not store.has_other_files()
+    assert not store.has_other_files() and store.read("README.md") == b"my notes"
 
 
 @pytest.fixture

@@ -1,13 +1,16 @@
 """Caches that were made alike become one: rows by the rule, token shards as they are, and kills harm nothing."""
 
 import hashlib
+import json
 from datetime import timedelta
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from pipeline import TokenCache
-from pipeline.cache.header import fingerprint
+from pipeline.cache.dataset_card import has_own_card
+from pipeline.cache.header import fingerprint, made_with
 from pipeline.cache.merging import merge_fully
 from pipeline.errors import CorruptShard, IdentityMismatch, NotACache, RemovedVideo, UsageError, VideoFault
 from pipeline.rewrite import merge as merge_module
@@ -73,7 +76,7 @@ def test_the_union_is_by_the_rule_and_leaves_its_sources_as_they_are(two, tmp_pa
     before, out = [bytes_of(store) for store in two], LocalStore(tmp_path / "c")
     done = merge_caches(two, out, quiet)
     assert_whole(out, *two)
-    assert (done.videos, done.equal, done.linked, done.copied) == (4, 2, 4, 0)
+    assert (done.videos, done.equal, done.linked, done.copied) == (4, 2, 4, 0) and has_own_card(out)
     assert [bytes_of(store) for store in two] == before
     assert len(shards(out)) == 4 and all(file.stat().st_nlink == 2 for file in shards(out))  # "both" is there once
     again = merge_caches(two, out, quiet)
@@ -135,20 +138,81 @@ def test_a_removed_video_stays_removed(two, tmp_path):
         assert len(shards(out)) == 2
 
 
-def test_tokens_of_a_removed_video_that_come_with_those_of_another_are_told_and_can_be_removed(two, tmp_path):
-    remove_videos(two[0], ["gone"], "licence", quiet, timedelta(0))
-    videos = [encoded(name, random_tokens(seed, SHAPE), 0.25, "gstep") for seed, name in enumerate(("gone", "stays"))]
-    both = write_header(tmp_path / "both", hidden_size=8)
-    write_shard(both, "both0", *videos)
-    out = LocalStore(tmp_path / "c")
-    done = merge_caches([*two, both], out, quiet)
-    assert done.removed == ["gone"] and any("1 videos were removed" in line for line in done.lines())
-    before = TokenCache(out.root).get("stays").tokens
-    (shard,) = {path.name for path in shards(out)} & {path.name for path in shards(both)}
-    assert remove_videos(out, ["gone"], "licence", quiet, timedelta(0)).moved == 1
-    assert shard not in {path.name for path in shards(out)}
-    assert torch.equal(TokenCache(out.root).get("stays").tokens, before)
-    assert merge_caches(two, out, quiet).removed == []
+SECRET = "a caption of the takedown"
+
+
+def mentions(root, store_with_tokens, video_id):
+    """Name the files of a cache that hold a video's caption or tokens, packed or not."""
+    values = TokenCache(store_with_tokens).get(video_id, order="selection").tokens
+    tokens = values.contiguous().view(torch.int16).numpy().tobytes()
+    files = []
+    for path in (path for path in root.rglob("*") if path.is_file()):
+        data = path.read_bytes()
+        text = str(pq.read_table(path).to_pylist()) if path.suffix == ".parquet" else ""
+        has_uri = path.suffix != ".parquet" and b"videos/gone" in data
+        held = SECRET in text or SECRET.encode() in data or tokens in data or has_uri or "videos/gone" in text
+        files += [path.relative_to(root).as_posix()] * held
+    return files
+
+
+def secret_cache(folder, run, *names, attempts=1):
+    """A cache with the videos in one token shard, "gone" with a caption, and a record of its run that names it."""
+    store = write_header(folder, hidden_size=8)
+    more = {"manifest": json.dumps({"caption": SECRET}), "attempts": attempts}
+    videos = [
+        encoded(name, random_tokens(5, SHAPE), 0.25, "gstep", **(more if name == "gone" else {})) for name in names
+    ]
+    write_shard(store, run, *videos)
+    record = {"run_id": run, "videos": 2, "config": {"videos": ["/videos/gone"]}, "error": "/videos/gone: cut off"}
+    store.put(f"runs/{run}.json", json.dumps(record).encode())
+    return store
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("into", [False, True])
+def test_nothing_stays_of_a_video_that_one_cache_has_removed(tmp_path, order, merged, into):
+    """Small files with its caption and shared token shards were linked from the other caches."""
+    first = secret_cache(tmp_path / "a", "a", "one", "gone")
+    second = secret_cache(tmp_path / "b", "b", "stays", "gone", attempts=2)
+    third = secret_cache(tmp_path / "d", "d", "gone")  # the row is superseded, and no token shard of it is taken
+    write_shard(third, "d2", encoded("gone", random_tokens(6, SHAPE), 0.25, "gstep", attempts=3))
+    before = secret_cache(tmp_path / "before", "b", "stays", "gone", attempts=2).root
+    remove_videos(first, ["gone"], "licence", quiet, timedelta(0))
+    if merged:
+        for store in (first, second, third):
+            merge_fully(store, made_with(store))
+    tokens = TokenCache(second.root).get("stays").tokens
+    sources = [(first, second, third)[number] for number in order]
+    out = second if into else LocalStore(tmp_path / "c")
+    done = merge_caches(sources, out, quiet)
+    assert done.removed == ["gone"] and done.moved == 1
+    assert mentions(out.root, before, "gone") == []
+    assert TokenCache(out.root).video_ids == ["one", "stays"] and kinds(verified(out)) == []
+    assert torch.equal(TokenCache(out.root).get("stays", verify=True).tokens, tokens)
+    with pytest.raises(RemovedVideo, match="licence"):
+        TokenCache(out.root).get("gone")
+    again = merge_caches(sources, out, quiet)
+    assert again.moved == 0 and mentions(out.root, before, "gone") == []
+
+
+def test_an_interrupted_merge_shows_no_removed_video_and_a_rerun_erases_it(tmp_path):
+    first, second = secret_cache(tmp_path / "a", "a", "one", "gone"), secret_cache(tmp_path / "b", "b", "stays", "gone")
+    before = secret_cache(tmp_path / "before", "b", "gone").root
+    remove_videos(first, ["gone"], "licence", quiet, timedelta(0))
+    for allowed in range(60):
+        out = Dying(tmp_path / f"c{allowed}")
+        out.left = allowed
+        try:
+            merge_caches([second, first], out, quiet)
+        except KeyboardInterrupt:
+            if (out.root / "cache.json").exists():
+                assert "gone" not in TokenCache(out.root)
+            merge_caches([second, first], LocalStore(out.root), quiet)
+        else:
+            break
+        assert mentions(out.root, before, "gone") == [] and TokenCache(out.root).video_ids == ["one", "stays"]
+    assert allowed > 10
 
 
 def test_the_same_command_ends_what_was_stopped_anywhere(two, tmp_path):

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -107,6 +108,11 @@ def test_what_was_done_again_in_the_source_is_taken_in_and_what_was_removed_stay
     assert found.video_ids == ["a", "b", "bad", "d", "e", "f"] and found.failed == {}
     whole = TokenCache(tmp_path / "whole").get("bad")
     assert torch.equal(found.get("bad").index, whole.index)
+    remove_videos(source, ["d"], "asked", lambda line: None, timedelta(0))
+    assert recode.main(argv) == 0 and "d" not in TokenCache(tmp_path / "out")
+    for file in (tmp_path / "out").rglob("*.parquet"):  # its tokens and its row stayed
+        rows = pq.read_table(file).select(["video_id", *({"uri"} & {*pq.read_schema(file).names})]).to_pylist()
+        assert not [row for row in rows if row["video_id"] == "d" and row.get("uri") != ""]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,169 @@
+"""Limits on what files of a cache may unpack to, checked before Arrow unpacks them.
+
+A Parquet file of some kilobytes can claim gigabytes: by zstd, by a dictionary, or by a run of one list value. Arrow
+allocates what the file claims. The files of this project are far below the limit, also with thousands of equal texts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.cache.pages import iter_page_sizes
+from pipeline.cache.schema import READ_THREADS, open_parquet
+from pipeline.rows import VideoRow
+
+_MIN_LIMIT: Final = 2**25  # bytes that any file may unpack to
+_BYTES_PER_STORED_BYTE: Final = 256  # beyond that; rows have hashes of their own, so they shrink thirtyfold at most
+_LEVEL_BYTES: Final = 4  # Arrow's levels of nesting and nulls, for each value
+_WIDTHS: Final = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
+_RATIOS: Final = {"UNCOMPRESSED": 1, "ZSTD": 2**15}  # a zstd block of 4 bytes unpacks to 128 KiB at most
+_MAX_HIDDEN_SIZE: Final = 2**24
+# Columns without which the tokens of an ok video cannot be read, or not checked.
+_NEEDED_COLUMNS = (
+    *("token_shard", "first_row_group", "row_counts", "footer_hash", "checksum", "retention_ratio", "nested"),
+    *("n_tokens", "n_total", "n_frames", "tokens_per_frame", "hidden_size"),
+    *("frame_indices", "timestamps", "kept_per_frame"),
+)
+_LISTS = ("row_counts", "frame_indices", "timestamps", "kept_per_frame")
+
+View = Callable[[int, int], memoryview]
+
+
+def check_unpacked(
+    metadata: pq.FileMetaData, groups: Iterable[int], numbers: Sequence[int], view: View, n_bytes: int
+) -> None:
+    """Raise ValueError if columns of row groups would unpack to far more than a file of ``n_bytes`` can hold.
+
+    Args:
+        metadata: of the file.
+        groups: the row groups that are to be read.
+        numbers: the columns that are to be read, as of ``find_leaves``.
+        view: returns bytes [start, end) of the file.
+    """
+    limit = _MIN_LIMIT + _BYTES_PER_STORED_BYTE * n_bytes
+    chunks = [
+        (group.column(number), metadata.schema.column(number))
+        for group in map(metadata.row_group, groups)
+        if group.num_rows  # of an empty one Arrow reads nothing
+        for number in numbers
+    ]
+    for estimate in (_estimate, _measure):  # the headers of all pages are read only if the footer leaves doubt
+        total = largest = 0
+        for chunk, schema in chunks:
+            stays, passes = estimate(chunk, schema, view)
+            total, largest = total + stays, max(largest, passes)
+        if total + largest <= limit:
+            return
+    raise ValueError(f"it unpacks to {total + largest:,} bytes, too many for a file of {n_bytes:,} bytes")
+
+
+def find_leaves(metadata: pq.FileMetaData, names: Collection[str]) -> list[int]:
+    """Return the numbers of the Parquet columns that make up the columns ``names`` of a file."""
+    paths = (metadata.schema.column(number).path for number in range(metadata.num_columns))
+    return [number for number, path in enumerate(paths) if path.partition(".")[0] in names]
+
+
+def read_bounded(data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read a whole Parquet file from memory, with page checksums, if what it unpacks to is bounded.
+
+    Only those of ``columns`` that it has are read; None reads all. Raises ValueError and ArrowException.
+    """
+    file = open_parquet(pa.BufferReader(data))
+    metadata, own_names = file.metadata, file.schema_arrow.names  # built anew by each access
+    names = own_names if columns is None else [name for name in columns if name in own_names]
+    is_flat = metadata.num_columns == len(own_names)  # then each column is one of Parquet's
+    numbers = [own_names.index(name) for name in names] if is_flat else find_leaves(metadata, names)
+    whole = memoryview(data)
+    check_unpacked(metadata, range(metadata.num_row_groups), numbers, lambda start, end: whole[start:end], len(data))
+    return file.read(columns=names, use_threads=READ_THREADS)
+
+
+def iter_count_faults(row: VideoRow) -> Iterator[str]:
+    """Yield the contradictions between the counts and the lists of an ok row of the videos table.
+
+    A row without them has counts that are bounded by its lists, which were read. A fault that makes others meaningless
+    is the last.
+    """
+    if lacking := [name for name, value in row.items() if name in _NEEDED_COLUMNS and value is None]:
+        yield f"an ok video without {', '.join(lacking)}"
+        return
+    if nulls := [name for name in _LISTS if None in row[name]]:  # type: ignore[literal-required]
+        yield f"nulls in {', '.join(nulls)}"
+        return
+    n_tokens, n_total, n_frames = row["n_tokens"], row["n_total"], row["n_frames"]
+    if n_total < 1 or n_frames < 1 or n_total != n_frames * row["tokens_per_frame"]:
+        yield f"n_total is {n_total}, not {n_frames} x {row['tokens_per_frame']}"
+        return
+    if not 1 <= n_tokens <= n_total:
+        yield f"n_tokens is {n_tokens} of {n_total}"
+    if min(row["row_counts"], default=0) < 1 or sum(row["row_counts"]) != n_tokens:
+        yield f"its row groups of {row['row_counts']} rows do not hold {n_tokens} tokens"
+    if row["first_row_group"] < 0:
+        yield f"its first row group is {row['first_row_group']}"
+    if not 1 <= row["hidden_size"] <= _MAX_HIDDEN_SIZE:
+        yield f"its tokens have {row['hidden_size']} numbers"
+    yield from _iter_list_faults(row)
+
+
+def _iter_list_faults(row: VideoRow) -> Iterator[str]:
+    """Yield the contradictions between the numbers of frames and tokens of a row and the lengths of its lists."""
+    n_tokens, n_frames = row["n_tokens"], row["n_frames"]
+    if len(row["kept_per_frame"]) != n_frames or sum(row["kept_per_frame"]) != n_tokens:
+        yield f"kept_per_frame does not sum to {n_tokens} tokens in {n_frames} frames"
+    if row["temporal_density"] is not None and len(row["temporal_density"]) != n_frames:
+        yield f"{len(row['temporal_density'])} temporal densities of {n_frames} frames"
+    n_sampled, n_seconds = len(row["frame_indices"]), len(row["timestamps"])
+    if n_sampled != n_seconds or not n_sampled:
+        yield f"{n_sampled} frame_indices and {n_seconds} timestamps"
+    elif math.ceil(n_sampled / math.ceil(n_sampled / n_frames)) != n_frames:  # two a frame on Qwen, the last alone
+        yield f"{n_sampled} sampled frames cannot make {n_frames} of the model's"
+
+
+def find_span(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
+    """Return the bytes [start, end) of a column chunk in its file."""
+    start = chunk.data_page_offset
+    if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
+        start = min(start, chunk.dictionary_page_offset)
+    return start, start + chunk.total_compressed_size
+
+
+def _estimate(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View) -> tuple[int, int]:
+    """Return a limit on the unpacked bytes of a chunk, and on those of its pages, by the footer alone where it tells.
+
+    Arrow unpacks one column after the other, so that pages of two columns are never in memory at once. Raises
+    ValueError.
+    """
+    width = _WIDTHS.get(schema.physical_type, schema.length)
+    ratio = _RATIOS.get(chunk.compression)
+    if not width or schema.max_repetition_level or ratio is None:
+        return _measure(chunk, schema, view)
+    n_values, n_packed = _read_sizes(chunk)
+    return n_values * (width + _LEVEL_BYTES), n_packed * ratio
+
+
+def _measure(chunk: pq.ColumnChunkMetaData, schema: pq.ColumnSchema, view: View) -> tuple[int, int]:
+    """Return what ``_estimate`` does by the headers of the chunk's pages. Raises ValueError."""
+    width = _WIDTHS.get(schema.physical_type, schema.length)
+    n_values, n_packed = _read_sizes(chunk)
+    if width and not schema.max_repetition_level and chunk.compression == "UNCOMPRESSED":
+        return n_values * (width + _LEVEL_BYTES), n_packed
+    pages = list(iter_page_sizes(view(*find_span(chunk))))
+    n_bytes, n_values = sum(page.n_bytes for page in pages), max(n_values, sum(page.n_values for page in pages))
+    if width:
+        return n_values * (width + _LEVEL_BYTES), n_bytes
+    # A text of a dictionary may stand in every row.
+    text = 0 if all(page.is_plain for page in pages) else max(page.n_bytes for page in pages)
+    return n_bytes + n_values * (4 + text + _LEVEL_BYTES), 0
+
+
+def _read_sizes(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
+    """Return the values and the stored bytes of a chunk. Raises ValueError for numbers below 0."""
+    n_values, n_packed = int(chunk.num_values), int(chunk.total_compressed_size)
+    if min(n_values, n_packed) < 0:
+        raise ValueError(f"its footer has a column of {n_values} values in {n_packed} bytes")
+    return n_values, n_packed

@@ -1,0 +1,80 @@
+"""Files in the folder of the videos table that are none of its files: copies, renamed files, and somebody's own.
+
+A stray file is left out if that changes no live row. If it does, nothing is read: it may be a file of the table under
+another name, and its rows, a removal say, must not be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.cache.bounds import read_bounded
+from pipeline.cache.live import RULE_COLUMNS, find_live, make_rule_columns
+from pipeline.cache.schema import MADE_WITH, VIDEOS, hex_digest
+from pipeline.cache.table import TableFile, VideosTable, make_small_name
+from pipeline.storage.stores import Store
+
+
+class StrayFault(NamedTuple):
+    """Why a stray file must not be left out, and whether it has rows that would be live in the table."""
+
+    message: str
+    has_rows: bool
+
+
+def find_stray_fault(store: Store, name: str, files: Sequence[TableFile]) -> StrayFault | None:
+    """Describe why a stray file must not be left out; None if its rows stand in ``files``, or better rows do.
+
+    Raises CorruptShard if one of ``files`` is damaged, FileNotFoundError if one was merged away, and OSError.
+    """
+    try:
+        data = store.read(name)
+    except FileNotFoundError:  # moved away since it was listed
+        return None
+    if any(file.name.endswith(f"-{hex_digest(data)}.parquet") for file in files):
+        return None
+    try:
+        rows = _read_rule_columns(data)
+        ids = _find_better(store, rows, files)
+    except (pa.ArrowException, ValueError, KeyError) as error:
+        return StrayFault(f"{store}/{name} is no file of the videos table ({error}): move it out of {VIDEOS}/", False)
+    if not ids:
+        return None
+    own_name = make_small_name(VIDEOS, "renamed", 0, data)
+    message = (
+        f"{store}/{name} does not have the name of a file of the videos table, and no such file has {len(ids):,} of "
+        f"its rows, e.g. of {ids[0]!r}: rename it to {own_name} if its rows belong to this cache, or move it out of "
+        f"{VIDEOS}/"
+    )
+    return StrayFault(message, True)
+
+
+def _read_rule_columns(data: bytes) -> pa.Table:
+    """Read the columns of a stray file by which rows are compared; its identity is in the metadata.
+
+    Raises ArrowException, ValueError, and KeyError for a column that is missing.
+    """
+    columns = ("video_id", *RULE_COLUMNS)
+    return read_bounded(data, columns).select(columns)
+
+
+def _find_better(store: Store, rows: pa.Table, files: Sequence[TableFile]) -> list[str]:
+    """Return the ids of ``rows`` that would be live beside the rows of ``files`` with the same identity."""
+    made_with = (rows.schema.metadata or {}).get(MADE_WITH.encode())
+    videos = VideosTable(store, None if made_with is None else made_with.decode())
+    rows = rows.replace_schema_metadata(None)
+    tables = [
+        part for _, part in videos.read_small([file.name for file in files if not file.is_sorted], rows.column_names)
+    ]
+    for file in files:
+        if file.is_sorted and (sorted_file := videos.open_sorted(file.name)) is not None:
+            tables += sorted_file.parts(rows.column_names)
+    tables = [table.filter(pc.is_in(table["id_high"], value_set=rows["id_high"].combine_chunks())) for table in tables]
+    table_rows = pa.concat_tables([rows.schema.empty_table(), *tables])
+    live, _ = find_live(make_rule_columns(pa.concat_tables([table_rows, rows]).combine_chunks()))
+    strays = live[live >= len(table_rows)] - len(table_rows)  # of rows alike, the first counts
+    return sorted(set(rows["video_id"].take(pa.array(strays)).to_pylist()))
