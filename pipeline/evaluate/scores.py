@@ -58,7 +58,8 @@ SCORE_SCHEMA = pa.schema(
     ]
 )
 
-
+#: Nullable columns that came after the version of results, and the date since when files have them.
+LATER_COLUMNS: Mapping[str, str] = dict.fromkeys(("finish", "weak", "decode_warnings"), "2026-11-26")
 # Columns of an answer that its score has too.
 _SAME = ("finish", "choice_scores", "n_kept", "n_total", "kept_per_frame", "decode_warnings")
 _NEEDED_COLUMNS = ["question_id", "status", "error_class", "answer", "choice", *_SAME]

@@ -29,7 +29,7 @@ from pipeline.cache.header import (
 )
 from pipeline.cache.live import read_states, sort_by_rule
 from pipeline.cache.merging import KEEP
-from pipeline.cache.schema import READ_THREADS, column, open_parquet, write_parquet
+from pipeline.cache.schema import READ_THREADS, column, complete_columns, open_parquet, write_parquet
 from pipeline.cache.table import check_content, make_small_name
 from pipeline.errors import CorruptShard, NotAnswers, QuestionFaultClass, QuestionsChanged
 from pipeline.generate.carried import add_carried, concat_answers, make_carried_columns
@@ -99,6 +99,8 @@ ANSWER_SCHEMA = pa.schema(
         column("decoding", pa.string(), "JSON: method, system message and the options that were in effect"),
     ]
 )
+#: Nullable columns that came after the schema version, and the date since when files have them.
+LATER_COLUMNS: Mapping[str, str] = {"decode_warnings": "2026-11-26", "method_code": "2026-11-27"}
 
 
 class LateIdentity(PrunerIdentity):
@@ -397,32 +399,36 @@ def _to_json_lines(table: pa.Table) -> bytes:
 def _parse(store: Store, name: str, data: bytes) -> pa.Table:
     """Convert a shard's bytes, Parquet or JSON lines, to a table: ANSWER_SCHEMA, then carried columns.
 
-    ``method_code`` is null in older shards. Older shards have their carried columns as JSON in one column, which is
-    unpacked. Only the mark of a merged file stays in the metadata.
+    A column of LATER_COLUMNS that an older shard lacks is null. Older shards have their carried columns as JSON in one
+    column, which is unpacked. Only the mark of a merged file stays in the metadata.
 
-    Raises CorruptShard if the bytes do not fit the checksum in the shard's name.
+    Raises CorruptShard if the bytes do not fit the checksum in the shard's name, or a column is missing or of a wrong
+    type.
     """
     check_content(store, name, data)
     metadata: dict[bytes, bytes] = {}
     if PurePosixPath(name).suffix == SUFFIXES["parquet"]:
-        shard = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
-        metadata = {key: text for key, text in (shard.schema.metadata or {}).items() if key == _MERGED_KEY}
-        if "method_code" not in shard.column_names:  # made before there was the column
-            shard = shard.append_column("method_code", pa.nulls(len(shard), pa.string()))
-        table = shard.select(ANSWER_SCHEMA.names).cast(ANSWER_SCHEMA)
-        carried_table = shard.drop_columns([name for name in ANSWER_SCHEMA.names if name in shard.column_names])
+        table = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
+        metadata = {key: text for key, text in (table.schema.metadata or {}).items() if key == _MERGED_KEY}
+        carried_table = table.drop_columns([name for name in ANSWER_SCHEMA.names if name in table.column_names])
         carried_columns = dict(zip(carried_table.column_names, carried_table.columns, strict=True))
         extra = carried_columns.pop(QUESTION_EXTRA, None)
         extras = [] if extra is None else extra.to_pylist()
     else:
         lines = data.decode().split("\n")  # splitlines would cut at characters that JSON leaves as they are
         rows = [json.loads(line) for line in lines if line]
-        table = pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)
-        extras = [row.pop(QUESTION_EXTRA, None) for row in rows]
         own_names = frozenset(ANSWER_SCHEMA.names)
+        present_fields = [ANSWER_SCHEMA.field(key) for key in own_names.intersection(*rows)]
+        table = pa.Table.from_pylist(rows, schema=pa.schema(present_fields))
+        extras = [row.pop(QUESTION_EXTRA, None) for row in rows]
         carried_columns = make_carried_columns(
             [{key: row[key] for key in row if key not in own_names} for row in rows], own_names, {}
         )
+    try:
+        table = complete_columns(table, ANSWER_SCHEMA.names, ANSWER_SCHEMA, LATER_COLUMNS, f"{store}/{name}")
+        table = table.cast(ANSWER_SCHEMA)
+    except (pa.ArrowException, ValueError) as error:
+        raise CorruptShard(f"{store}/{name}: {error}; restore the file", "schema") from error
     if any(extras):
         carried_columns |= make_carried_columns([json.loads(text or "{}") for text in extras], ANSWER_SCHEMA.names, {})
     for key, values in carried_columns.items():
