@@ -18,11 +18,11 @@ from pipeline.cache.schema import complete_columns, write_parquet
 from pipeline.errors import CorruptShard, IdentityMismatch, NotResults, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.config import RESULTS_HEADER, EvaluateConfig
 from pipeline.evaluate.forms import latex, markdown
 from pipeline.evaluate.page import report_page
 from pipeline.evaluate.protocols import QUESTIONS
-from pipeline.evaluate.request import RESULTS_HEADER, read_results_header, write_results_header
+from pipeline.evaluate.request import read_results_header, write_results_header
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import LATER_COLUMNS, SCORE_SCHEMA, SCORES
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, arms_of, is_named, score_matrix
@@ -334,7 +334,8 @@ def read_scores(
 ) -> pa.Table:
     """Read ``columns`` of a place's scores.
 
-    Raises NotResults for a missing or damaged file, and for a wrong column or score. Raises it, too, unless every arm has exactly one score of each question.
+    Raises NotResults for a missing or damaged file, and for a wrong column or score. Raises it, too, unless every
+    arm has exactly one score of each question.
 
     Args:
         published: whether the right answers are, so that every answer must have a score.

@@ -82,13 +82,15 @@ def score_table(
 ) -> pa.Table:
     """Return rows of SCORE_SCHEMA, arm by arm: each question under each arm.
 
-    A question without an answer counts as failed.
+    A question without an answer counts as failed. A question that was removed under some arm is left out.
 
     Args:
         arms: by the label that the answers have as their ``pruning``; answers of other labels are ignored.
         answers: live rows of ANSWER_SCHEMA.
         protocol: whose rule reads replies.
     """
+    removed_ids = set(answers.filter(pc.equal(answers["status"], "removed"))["question_id"].to_pylist())
+    items = [item for item in items if item.question_id not in removed_ids]
     tables = [SCORE_SCHEMA.empty_table()]
     for label, arm in arms.items():
         own_answers = answers.filter(pc.equal(answers["pruning"], label)).select(_NEEDED_COLUMNS)

@@ -41,7 +41,7 @@ from pipeline.storage.stores import Store, store_at
 ANSWERS_VERSION = 2
 KEYS = ("question_id", "pruning")
 _LIVE_KEYS = (*KEYS, "method_code")  # rows of one question by different code are separate
-_MERGED_KEY = b"merged"  # metadata key of a merged file: a JSON list of the files it was made of
+MERGED_KEY = b"merged"  # metadata key of a merged file: a JSON list of the files it was made of
 HEADER = "answers.json"
 ANSWERS = "answers"
 QUESTION_EXTRA = "question_extra"  # in old answers: JSON of the carried columns
@@ -69,9 +69,9 @@ ANSWER_SCHEMA = pa.schema(
             pa.string(),
             "hash of the code of your own methods that pruned; null where none did",
         ),
-        column("status", pa.string(), "'ok' or 'failed'", nullable=False),
+        column("status", pa.string(), "'ok', 'failed' or 'removed'", nullable=False),
         column("error_class", pa.string(), " ".join(get_args(QuestionFaultClass))),
-        column("error_message", pa.string(), "at most 1 KB, printable"),
+        column("error_message", pa.string(), "at most 1 KB, printable; why a removed answer was removed"),
         column("retryable", pa.bool_(), "whether another attempt may succeed"),
         column("attempts", pa.int32(), "how often this question was asked, over all runs", nullable=False),
         column("answer", pa.string(), "what was generated; the letter or text of the choice where choices were scored"),
@@ -295,7 +295,7 @@ class AnswersTable:
         names = self.names()
         new = [name for name in names if name not in self._tables]
         for name, data in zip(new, self._store.read_all(new), strict=True):
-            self._tables[name] = _parse(self._store, name, data)
+            self._tables[name] = parse_shard(self._store, name, data)
         return names
 
     def live(self) -> pa.Table:
@@ -321,7 +321,8 @@ class AnswersTable:
 def select_live(rows: pa.Table) -> pa.Table:
     """Select the live row of each question, pruning and code from rows of ANSWER_SCHEMA, sorted by question_id.
 
-    The rule is that of videos: ok before failed, most attempts; then the earliest run, and the first answer.
+    The rule is that of videos: removed before ok before failed, most attempts; then the earliest run, and the first
+    answer.
     """
     if len(rows) == 0:
         return rows
@@ -338,10 +339,10 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
     file is at least ``keep`` old. Files of JSON lines are left alone. Raises CorruptShard, OSError.
     """
     names = store.names(ANSWERS, SUFFIXES["parquet"])
-    tables = {name: _parse(store, name, data) for name, data in zip(names, store.read_all(names), strict=True)}
+    tables = {name: parse_shard(store, name, data) for name, data in zip(names, store.read_all(names), strict=True)}
     merged_names: set[str] = set()
     for name, table in tables.items():
-        sources = tables.keys() & set(json.loads((table.schema.metadata or {}).get(_MERGED_KEY, b"[]")))
+        sources = tables.keys() & set(json.loads((table.schema.metadata or {}).get(MERGED_KEY, b"[]")))
         merged_names |= sources
         if sources and store.age(name) >= keep:
             for old in sorted(sources):
@@ -349,7 +350,7 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
     waiting = [name for name in names if name not in merged_names]
     if len(waiting) > at_least:
         live = select_live(concat_answers([tables[name] for name in waiting]))
-        data = write_parquet(live.replace_schema_metadata({_MERGED_KEY: json.dumps(waiting)}))
+        data = write_parquet(live.replace_schema_metadata({MERGED_KEY: json.dumps(waiting)}))
         store.put(make_small_name(ANSWERS, "merged", 0, data), data)
 
 
@@ -382,7 +383,7 @@ def commit_answers(
     Args:
         number: of the shard in this run; part of the file's name.
         form: "parquet" or "jsonl".
-        questions: their carried columns are added to the rows, by question_id.
+        questions: their carried columns are added to the rows, by question_id; removed rows get nulls.
     """
     table = pa.Table.from_pylist([{**row, "run_id": run_id} for row in rows], schema=ANSWER_SCHEMA)
     if questions is not None:
@@ -396,7 +397,7 @@ def _to_json_lines(table: pa.Table) -> bytes:
     return "".join(carried_json(row, ensure_ascii=False) + "\n" for row in table.to_pylist()).encode()
 
 
-def _parse(store: Store, name: str, data: bytes) -> pa.Table:
+def parse_shard(store: Store, name: str, data: bytes) -> pa.Table:
     """Convert a shard's bytes, Parquet or JSON lines, to a table: ANSWER_SCHEMA, then carried columns.
 
     A column of LATER_COLUMNS that an older shard lacks is null. Older shards have their carried columns as JSON in one
@@ -409,7 +410,7 @@ def _parse(store: Store, name: str, data: bytes) -> pa.Table:
     metadata: dict[bytes, bytes] = {}
     if PurePosixPath(name).suffix == SUFFIXES["parquet"]:
         table = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
-        metadata = {key: text for key, text in (table.schema.metadata or {}).items() if key == _MERGED_KEY}
+        metadata = {key: text for key, text in (table.schema.metadata or {}).items() if key == MERGED_KEY}
         carried_table = table.drop_columns([name for name in ANSWER_SCHEMA.names if name in table.column_names])
         carried_columns = dict(zip(carried_table.column_names, carried_table.columns, strict=True))
         extra = carried_columns.pop(QUESTION_EXTRA, None)
@@ -450,16 +451,19 @@ def select_remaining_questions(
     codes: Mapping[str, str | None],
     config: GenerateConfig,
     cached_ids: Collection[str],
+    removed_ids: Collection[str] = (),
 ) -> list[QuestionRecord]:
     """Return the questions that a run must ask, under each pruning, with the number of the attempt.
 
     A failed row counts as an answer unless ``--retry-failed``. Then the question is asked again if it has changed, has
-    attempts left, or failed for lack of videos that are cached now.
+    attempts left, or failed for lack of videos that are cached now. A removed row is final. A question about a removed
+    video that has no good answer gets such a row.
 
     Args:
         live: the live rows of these questions under these prunings.
         codes: pruning -> its code (``find_code``).
         cached_ids: ids of videos with tokens.
+        removed_ids: ids of videos that were removed from the cache or from the answers.
 
     Raises QuestionsChanged if a question with a good answer has changed.
     """
@@ -477,6 +481,10 @@ def select_remaining_questions(
             remaining.append({**question, "attempts": 1})
         elif answer["status"] == "ok":
             changes += [change] if change else []
+        elif answer["status"] == "removed":
+            continue
+        elif not set(question["video_ids"]).isdisjoint(removed_ids):
+            remaining.append({**question, "attempts": answer["attempts"] + 1})
         elif config.retry_failed:
             lacked_videos = answer["error_class"] in {"unknown-video", "failed-video"}
             videos_came = lacked_videos and all(video_id in cached_ids for video_id in answer["video_ids"])
@@ -521,6 +529,33 @@ def refuse_changed_questions(changes: Sequence[str], store: Store) -> None:
         )
 
 
+def format_removed(
+    store: Store, live: pa.Table, remaining: Sequence[QuestionRecord], reasons: Mapping[str, str]
+) -> list[str]:
+    """Return lines for the user about questions whose videos were removed; [] if there are none.
+
+    Args:
+        live: the live rows of the questions.
+        reasons: the reason for each removed video.
+    """
+    lines = []
+    barred = [(row["question_id"], reasons[name]) for row in remaining for name in row["video_ids"] if name in reasons]
+    if barred:
+        n_questions = len({name for name, _ in barred})
+        name, reason = barred[0]
+        lines.append(
+            f"note: {n_questions} questions are about removed videos, e.g. {name}: {reason}. They are not asked, and "
+            "count as neither failed nor missing"
+        )
+    good = live.filter(pc.equal(live["status"], "ok")).select(["question_id", "video_ids"]).to_pylist()
+    if names := [row["question_id"] for row in good if not reasons.keys().isdisjoint(row["video_ids"])]:
+        lines.append(
+            f"note: {len(names)} answers are about videos that were removed since, e.g. {names[0]}. {store} keeps "
+            f"them: python -m jobs.remove {store} --ids FILE --reason TEXT removes them too"
+        )
+    return lines
+
+
 def format_answered(
     live: pa.Table, n_questions: int, remaining: Sequence[QuestionRecord], config: GenerateConfig
 ) -> list[str]:
@@ -530,10 +565,12 @@ def format_answered(
         live: the live rows of the questions.
         n_questions: questions times prunings.
     """
+    n_removed = pc.sum(pc.equal(live["status"], "removed")).as_py() or 0
+    n_questions -= n_removed
     n_with_answers = n_questions - len(remaining)
     if not n_with_answers:
         return []
-    failed_rows = live.filter(pc.not_equal(live["status"], "ok"))
+    failed_rows = live.filter(pc.equal(live["status"], "failed"))
     keys = set(zip(*(failed_rows[name].to_pylist() for name in KEYS), strict=True))
     n_failed = len(keys - {answer_key(question) for question in remaining})
     text = f"{n_with_answers} of {n_questions} questions have their answers already"
