@@ -30,7 +30,7 @@ from pipeline.generate.answers import (
     read_answers_header,
 )
 from pipeline.inputs.tables import carried_json
-from pipeline.rows import JsonObject
+from pipeline.rows import JsonObject, QuestionRecord
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import provenance
 from pipeline.runner.forget import delete_unfinished, forget_in_runs, iter_texts
@@ -88,6 +88,33 @@ def read_barred(store: Store) -> dict[str, str]:
     return barred
 
 
+def format_removed(
+    store: Store, live: pa.Table, remaining: Sequence[QuestionRecord], reasons: Mapping[str, str]
+) -> list[str]:
+    """Return lines for the user about questions whose videos were removed; [] if there are none.
+
+    Args:
+        live: the live rows of the questions.
+        reasons: the reason for each removed video.
+    """
+    lines = []
+    barred = [(row["question_id"], reasons[name]) for row in remaining for name in row["video_ids"] if name in reasons]
+    if barred:
+        n_questions = len({name for name, _ in barred})
+        name, reason = barred[0]
+        lines.append(
+            f"note: {n_questions} questions are about removed videos, e.g. {name}: {reason}. They are not asked, and "
+            "count as neither failed nor missing"
+        )
+    good = live.filter(pc.equal(live["status"], "ok")).select(["question_id", "video_ids"]).to_pylist()
+    if names := [row["question_id"] for row in good if not reasons.keys().isdisjoint(row["video_ids"])]:
+        lines.append(
+            f"note: {len(names)} answers are about videos that were removed since, e.g. {names[0]}. {store} keeps "
+            f"them: python -m jobs.remove {store} --ids FILE --reason TEXT removes them too"
+        )
+    return lines
+
+
 def bar_videos(store: Store, run_id: str, reasons: Mapping[str, str]) -> None:
     """Bar videos, id -> the reason, from answers or results; those that are barred already keep their reason."""
     barred = read_barred(store)
@@ -129,8 +156,8 @@ class _Removal:
         """Forget the texts in the records of runs, then in the files of answers, and delete what held them."""
         names, result = AnswersTable(self._store).names(), self._result
         held_names, removed_texts, other_texts, video_ids = list[str](), set[str](), set[str](), set[str]()
-        for name in names:
-            table = parse_shard(self._store, name, self._store.read(name))
+        for name, data in zip(names, self._store.read_all(names), strict=True):
+            table = parse_shard(self._store, name, data)
             is_removed = self._find_rows(table)
             video_ids.update(pc.list_flatten(table["video_ids"]).to_pylist())
             removed_rows, other_rows = table.filter(is_removed), table.filter(pc.invert(is_removed))

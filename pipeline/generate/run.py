@@ -47,7 +47,6 @@ from pipeline.generate.answers import (
     format_answered,
     format_encoded_again,
     format_new_targets,
-    format_removed,
     match_answers,
     read_answers_header,
     select_remaining_questions,
@@ -65,7 +64,7 @@ from pipeline.generate.questions import (
     read_given_questions,
     read_questions,
 )
-from pipeline.generate.removal import read_barred
+from pipeline.generate.removal import format_removed, read_barred
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.options import make_config
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls

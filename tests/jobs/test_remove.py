@@ -24,6 +24,7 @@ from tests.jobs.test_stored import VERSIONS, succeed, unpack
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.evaluate.egoschema import UIDS, write_authors
 from tests.pipeline.evaluate.layouts import commit_replies
+from tests.pipeline.s3 import S3Server
 
 QUIET = Console(quiet=True)
 TEXTS = ("Which animal", "a cat", "a dog", "animals", "alike", "a.mp4 is")  # of the questions about a.mp4
@@ -167,6 +168,24 @@ def test_a_removal_that_is_stopped_leaves_nothing_to_a_second_one(tmp_path, monk
     remove_from("answers")
     assert not [text for text in TEXTS if text in all_text(Path("answers"))]
     assert read_answers("answers")["status"].to_pylist() == ["removed", "ok", "removed", "failed"]
+
+
+def test_answers_and_results_on_s3_are_removed_from_alike(stored, monkeypatch):
+    with S3Server("removal") as server:
+        server.reach(monkeypatch)
+        for name in ("lines", "results"):
+            for path in (stored / name).rglob("*"):
+                if path.is_file():
+                    server.upload(path.relative_to(stored).as_posix(), path.read_bytes())
+        remove_from(server.uri("lines"), server.uri("results"))
+        keys = [item["Key"] for item in server.client.list_objects_v2(Bucket=server.bucket)["Contents"]]
+        for key in keys:
+            path = stored / "s3" / key
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(server.client.get_object(Bucket=server.bucket, Key=key)["Body"].read())
+        assert not [text for text in TEXTS if text in all_text(stored / "s3")]
+        assert read_answers(server.uri("lines"))["status"].to_pylist() == ["removed", "ok", "removed", "failed"]
+        assert {"results/tables.md", "results/scores.parquet"} < set(keys)
 
 
 def test_unknown_ids_are_barred_and_likely_ones_named(tmp_path, monkeypatch):
