@@ -120,7 +120,7 @@ def _find_questions(
                 f"note: the answers that were scored cannot be read ({error}): a question about several videos is "
                 "removed here only if the first of them is. Run this command where they are"
             )
-    return list_removed(tables, ids)
+    return list_removed(tables, frozenset(ids))
 
 
 def _drop_rows(store: Store, ids: Collection[str], question_ids: Collection[str]) -> None:

@@ -298,7 +298,7 @@ def list_removed(answers: Iterable[pa.Table], barred: Collection[str]) -> list[s
             row["question_id"]
             for table in answers
             for row in table.select(["question_id", "status", "video_ids"]).to_pylist()
-            if row["status"] == REMOVED or not set(row["video_ids"]).isdisjoint(barred)
+            if row["status"] == REMOVED or any(video_id in barred for video_id in row["video_ids"])
         }
     )
 

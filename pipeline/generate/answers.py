@@ -41,7 +41,7 @@ from pipeline.storage.stores import Store, store_at
 ANSWERS_VERSION = 2
 KEYS = ("question_id", "pruning")
 _LIVE_KEYS = (*KEYS, "method_code")  # rows of one question by different code are separate
-MERGED_KEY = b"merged"  # metadata key of a merged file: a JSON list of the files it was made of
+_MERGED_KEY = b"merged"  # metadata key of a merged file: a JSON list of the files it was made of
 HEADER = "answers.json"
 ANSWERS = "answers"
 QUESTION_EXTRA = "question_extra"  # in old answers: JSON of the carried columns
@@ -342,7 +342,7 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
     tables = {name: parse_shard(store, name, data) for name, data in zip(names, store.read_all(names), strict=True)}
     merged_names: set[str] = set()
     for name, table in tables.items():
-        sources = tables.keys() & set(json.loads((table.schema.metadata or {}).get(MERGED_KEY, b"[]")))
+        sources = tables.keys() & set(json.loads((table.schema.metadata or {}).get(_MERGED_KEY, b"[]")))
         merged_names |= sources
         if sources and store.age(name) >= keep:
             for old in sorted(sources):
@@ -350,7 +350,7 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
     waiting = [name for name in names if name not in merged_names]
     if len(waiting) > at_least:
         live = select_live(concat_answers([tables[name] for name in waiting]))
-        data = write_parquet(live.replace_schema_metadata({MERGED_KEY: json.dumps(waiting)}))
+        data = write_parquet(live.replace_schema_metadata({_MERGED_KEY: json.dumps(waiting)}))
         store.put(make_small_name(ANSWERS, "merged", 0, data), data)
 
 
@@ -410,7 +410,7 @@ def parse_shard(store: Store, name: str, data: bytes) -> pa.Table:
     metadata: dict[bytes, bytes] = {}
     if PurePosixPath(name).suffix == SUFFIXES["parquet"]:
         table = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
-        metadata = {key: text for key, text in (table.schema.metadata or {}).items() if key == MERGED_KEY}
+        metadata = {key: text for key, text in (table.schema.metadata or {}).items() if key == _MERGED_KEY}
         carried_table = table.drop_columns([name for name in ANSWER_SCHEMA.names if name in table.column_names])
         carried_columns = dict(zip(carried_table.column_names, carried_table.columns, strict=True))
         extra = carried_columns.pop(QUESTION_EXTRA, None)
@@ -483,7 +483,7 @@ def select_remaining_questions(
             changes += [change] if change else []
         elif answer["status"] == "removed":
             continue
-        elif not set(question["video_ids"]).isdisjoint(removed_ids):
+        elif any(video_id in removed_ids for video_id in question["video_ids"]):
             remaining.append({**question, "attempts": answer["attempts"] + 1})
         elif config.retry_failed:
             lacked_videos = answer["error_class"] in {"unknown-video", "failed-video"}

@@ -40,6 +40,7 @@ from pipeline.storage.stores import Store
 REMOVED = "removed"  # folder, and status of the rows
 _KEYS = ("question_id", "video_ids", "pruning", "method_code", "attempts")  # columns that a removed row keeps
 _MAX_EXAMPLES = 5  # unknown ids that a result names
+_MAX_ROWS_AS_OBJECTS = 4096
 _VERSIONS = ("gstep-cache", "pyarrow")
 
 
@@ -97,6 +98,8 @@ def format_removed(
         live: the live rows of the questions.
         reasons: the reason for each removed video.
     """
+    if not reasons:
+        return []
     lines = []
     barred = [(row["question_id"], reasons[name]) for row in remaining for name in row["video_ids"] if name in reasons]
     if barred:
@@ -155,31 +158,35 @@ class _Removal:
     def run(self) -> None:
         """Forget the texts in the records of runs, then in the files of answers, and delete what held them."""
         names, result = AnswersTable(self._store).names(), self._result
-        held_names, removed_texts, other_texts, video_ids = list[str](), set[str](), set[str](), set[str]()
-        for name, data in zip(names, self._store.read_all(names), strict=True):
-            table = parse_shard(self._store, name, data)
-            is_removed = self._find_rows(table)
+        held_names, removed_texts, video_ids = list[str](), set[str](), set[str]()
+        for name, table in self._read(names):
             video_ids.update(pc.list_flatten(table["video_ids"]).to_pylist())
-            removed_rows, other_rows = table.filter(is_removed), table.filter(pc.invert(is_removed))
+            removed_rows = table.filter(self._find_rows(table))
             result.questions += removed_rows["question_id"].to_pylist()
-            other_texts |= _list_texts(other_rows)
             with_texts = removed_rows.filter(pc.not_equal(removed_rows["status"], REMOVED))
             if len(with_texts):
                 held_names.append(name)
-                removed_texts |= _list_texts(with_texts)
+                removed_texts.update(_iter_texts(with_texts))
                 result.answers += len(with_texts)
+        for _, table in self._read(names if removed_texts else []):  # texts that other answers have too stay
+            removed_texts.difference_update(_iter_texts(table.filter(pc.invert(self._find_rows(table)))))
         result.questions = sorted(set(result.questions))
         result.unknown = sorted(self._ids - video_ids)
         for video_id in result.unknown[:_MAX_EXAMPLES]:
             if likely := near_ids(video_id, pa.chunked_array([sorted(video_ids - self._ids)], pa.string())):
                 result.likely[video_id] = likely
         # First, since the files of answers alone tell a later run of this command which texts these are.
-        forget_in_runs(self._store, self._ids, removed_texts - other_texts)
+        forget_in_runs(self._store, self._ids, removed_texts)
         for number, name in enumerate(held_names):
             self._rewrite(number, name)
         for name in held_names:
             self._store.delete(name)
         result.deleted += [*held_names, *delete_unfinished(self._store, ("", ANSWERS, RUNS, REMOVED))]
+
+    def _read(self, names: Sequence[str]) -> Iterator[tuple[str, pa.Table]]:
+        """Yield the name and the rows of each file of answers. Raises CorruptShard, OSError."""
+        for name, data in zip(names, self._store.read_all(names), strict=True):
+            yield name, parse_shard(self._store, name, data)
 
     def _find_rows(self, table: pa.Table) -> pa.Array:
         """Return a mask of the rows about removed videos."""
@@ -216,13 +223,15 @@ class _Removal:
         return carried_json({**dict.fromkeys(row), **keys, **self._new_values}, ensure_ascii=False)
 
 
-def _list_texts(rows: pa.Table) -> set[str]:
-    """List the texts of answers, carried columns and system messages included, but not their keys."""
-    texts: set[str] = set()
+def _iter_texts(rows: pa.Table) -> Iterator[str]:
+    """Yield the texts of answers, carried columns and system messages included, but not their keys.
+
+    Each comes as it is, and as a message shows it.
+    """
     names = {*rows.column_names} - {*_KEYS, "run_id", "status", "error_class", "finish"}
-    for row in rows.select(sorted(names)).to_pylist():
-        if decoding := row.pop("decoding"):
-            row["decoding"] = json.loads(decoding).get("system")
-        for text in iter_texts(row):
-            texts |= {text, printable(text)}  # as it is, and as a message would show it
-    return {text for text in texts if text.strip()}
+    for batch in rows.select(sorted(names)).to_batches(max_chunksize=_MAX_ROWS_AS_OBJECTS):
+        for row in batch.to_pylist():
+            row["decoding"] = None if row["decoding"] is None else json.loads(row["decoding"]).get("system")
+            for text in iter_texts(row):
+                if text.strip():
+                    yield from (text, printable(text))
