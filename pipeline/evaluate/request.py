@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
@@ -25,11 +26,13 @@ from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import (
     HEADER,
     CacheIdentity,
+    fingerprint,
     list_differences,
     read_header,
     read_header_file,
     serialise_header,
 )
+from pipeline.cache.live import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import digest
 from pipeline.errors import IdentityMismatch, NotACache, NotResults, UsageError, store_usage_errors, usage_errors
@@ -230,11 +233,18 @@ def _leave_removed(questions: LoadedQuestions, answers: Store, console: Console)
 
 
 def _note_uncached(questions: LoadedQuestions, place: Store, console: Console) -> None:
-    """Print a note if questions are about videos that the cache in ``place`` lacks; they will count as wrong."""
+    """Print a note if questions are about videos that the cache in ``place`` lacks; they will count as wrong.
+
+    Questions about removed videos are not scored.
+    """
     with store_usage_errors():
         cache = TokenCache(str(place), store=place)
-    absent = [(item, name) for item in questions.items for name in item.video_ids if name not in cache]
-    if absent:
+        absent_ids = {name for item in questions.items for name in item.video_ids if name not in cache}
+        if not absent_ids:
+            return
+        rows = LiveVideos.open(place, fingerprint(cache.identity)).rows_of(absent_ids, ("video_id", "status"))
+    absent_ids.difference_update(rows.filter(pc.equal(rows["status"], "removed"))["video_id"].to_pylist())
+    if absent := [(item, name) for item in questions.items for name in item.video_ids if name in absent_ids]:
         n_questions = len({item.question_id for item, _ in absent})
         console.print(
             f"note: {n_questions} of {len(questions.items)} questions are about videos that {place} lacks, e.g. "

@@ -1,8 +1,9 @@
 """Answers on disk: the columns, the settings that all rows share, the live rows, and the questions still to ask.
 
 ``answers.json`` holds the settings, ``answers/<shard>.parquet`` or ``.jsonl`` a row a question (failed questions too),
-``runs/<run_id>.json`` the provenance. A question's live row follows the rule for videos
-(``pipeline.cache.live``). A question under several prunings has a live row for each pruning.
+``runs/<run_id>.json`` the provenance. ``removed/`` bars videos (``pipeline.generate.removal``). A question's live row
+follows the rule for videos (``pipeline.cache.live``). A question under several prunings has a live row for each
+pruning.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """jobs.remove on answers and results: no byte of the removed texts is left, and nothing about the videos is asked."""
 
+import io
 import json
 from datetime import timedelta
 from pathlib import Path
@@ -259,6 +260,22 @@ def test_a_submission_loses_the_removed_questions_and_keeps_the_servers_scores(t
         assert UIDS[0] not in json.loads(Path(f"r/submissions/{name}.json").read_text())
     assert json.loads(form.read_text()) == {"gstep@0.25": 40.0}
     assert UIDS[0] not in pq.read_table("r/scores.parquet")["question_id"].to_pylist()
+
+
+def test_an_evaluation_of_a_cache_leaves_out_the_questions_about_its_removed_videos(tmp_path):
+    cache = tiny_cache(tmp_path / "c", ("a",), failed=("b",), ratio=1.0, method="none")
+    remove_videos(cache, ["a"], "asked for", lambda line: None, timedelta(0))
+    file = write_questions(tmp_path / "q.jsonl", [{**row, "answer": "x"} for row in ROWS])
+    said = io.StringIO()
+    given = {"benchmark": str(file), "out": str(tmp_path / "r"), "method": ["gstep"], "retention_ratio": [0.25]}
+    request = prepare(EvaluateConfig(**given, cache=str(cache)), Console(file=said, width=300))
+    assert "1 of 2 questions are about videos that" in said.getvalue()  # it failed, and counts as wrong
+    done = answer_and_score(request, QUIET)
+    assert set(done.scores["question_id"].to_pylist()) == {"b"} and [
+        item.question_id for item in done.loaded.items
+    ] == ["b"]
+    assert (done.answers.n_removed, done.answers.n_failed, done.answers.n_missing) == (2, 2, 0)
+    assert answer_and_score(request, QUIET).answers.n_new == 0
 
 
 def test_a_cache_below_results_is_removed_from_too_and_one_that_is_dropped_leaves_its_bars(tmp_path, monkeypatch):
