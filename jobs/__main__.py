@@ -21,7 +21,7 @@ COMMANDS = {
     "recode": ("jobs.recode", "store the tokens of a cache by another codec"),
     "reprune": ("jobs.reprune", "prune a cache of all tokens by another method, without videos"),
     "merge": ("jobs.merge", "merge caches that were made alike into one"),
-    "remove": ("jobs.remove", "remove videos from a cache for good"),
+    "remove": ("jobs.remove", "remove videos from a cache, answers or results for good"),
     "doctor": ("jobs.doctor", "check a machine or a cluster before a run: slow or wrong parts, and their remedies"),
     "serve": ("jobs.serve", "an OpenAI chat API on a cache, by vLLM"),
     "benchmark": ("jobs.benchmark.__main__", "measure this package on this machine"),

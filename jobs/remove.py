@@ -1,4 +1,4 @@
-"""Remove videos from a cache for good: their tokens and all their records."""
+"""Remove videos from a cache, answers or results for good: their tokens, texts and all their records."""
 
 from __future__ import annotations
 
@@ -11,32 +11,47 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jobs.command import Parser
+from jobs.command import Parser, import_libraries
 from jobs.frame.json_document import CommandResult, add_json
-from jobs.frame.stores import add_cache, add_keep_minutes, make_say, run_on_stores
+from jobs.frame.stores import Say, add_keep_minutes, make_say, run_on_stores
 from pipeline.options import read_ids
 
 if TYPE_CHECKING:
+    from pipeline.generate.removal import AnswersRemoval
     from pipeline.storage.s3 import Objects
+    from pipeline.storage.stores import Store
+    from pipeline.verify.moves import RemovalResult
 
 EPILOG = """\
-For takedowns, licences, privacy. Readers refuse the videos at once (RemovedVideo), and no run encodes them again. Their
-files are deleted after --keep-minutes, for readers of other videos; the command waits for that. Stored indexes, the
-records and logs of runs, and CACHE/repaired/ are cleaned of the videos too. A row with the id, the time and the reason
-stays, which bars the id.
+For takedowns, licences, privacy. The ids and the reason stay, which bars the ids. The records and logs of runs are
+cleaned of the videos too.
 
-Exit code: 0 removed; 1 a file is damaged, or the store failed; 2 usage, no cache, or a run writes to it;
+CACHE    readers refuse the videos at once (RemovedVideo), and no run encodes them again. Their files are deleted after
+         --keep-minutes, for readers of other videos; the command waits for that. Stored indexes and CACHE/repaired/ are
+         cleaned too.
+ANSWERS  of jobs.generate: questions about the videos become rows of status "removed" without any text. Neither they nor
+         new questions about the videos are asked again. A question about several videos is removed with any of them.
+RESULTS  of jobs.evaluate: the same for their answers, and for RESULTS/cache. Scores, tables, page and submissions are
+         written again without these questions.
+
+A cache and the answers made from it are separate places: run the command for each.
+
+Exit code: 0 removed; 1 a file is damaged, or the store failed; 2 usage, none of these places, or a run writes to it;
 130 interrupted: rerun the same command to finish.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Remove videos from a cache for good; return the exit code."""
+    """Remove videos from a cache, answers or results for good; return the exit code."""
     parser = Parser("python -m jobs.remove", description=__doc__, epilog=EPILOG)
-    add_cache(parser)
+    parser.add_argument(
+        "place",
+        metavar="CACHE|ANSWERS|RESULTS",
+        help="the folder, or the s3://, gs:// or az:// prefix, that jobs.prune, jobs.generate or jobs.evaluate wrote",
+    )
     parser.add_argument("--ids", required=True, metavar="FILE", help="a video_id a line, as jobs.inspect shows them")
-    parser.add_argument("--reason", required=True, metavar="TEXT", help="why; it stays in the cache")
-    add_keep_minutes(parser, "keep the videos' files for M minutes for readers of other videos")
+    parser.add_argument("--reason", required=True, metavar="TEXT", help="why; it stays with the ids")
+    add_keep_minutes(parser, "keep the videos' files of a cache for M minutes for readers of other videos")
     add_json(parser)
 
     def find_conflict(arguments: argparse.Namespace) -> str | None:
@@ -47,19 +62,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _remove(arguments: argparse.Namespace, objects: Objects, console: Console) -> CommandResult:
-    """Remove the videos listed in ``--ids`` for ``--reason``, print the result, and return its record.
+    """Remove the videos listed in ``--ids`` for ``--reason``, print what was done, and return its record.
 
-    Waits ``--keep-minutes`` for readers before it deletes files. Raises as ``remove_videos``, and UsageError.
+    Removal from results includes the cache below them. Waits ``--keep-minutes`` for readers before it deletes files
+    of a cache. Raises as ``remove_videos``, ``remove_answers`` and ``remove_results``, and UsageError.
     """
-    from pipeline.storage.stores import store_at  # noqa: PLC0415 - Arrow loads after the flags are checked
+    # Arrow loads after the flags are checked.
+    from pipeline.cache.header import HEADER  # noqa: PLC0415
+    from pipeline.evaluate.config import CACHE_FOLDER, RESULTS_HEADER  # noqa: PLC0415
+    from pipeline.generate.answers import HEADER as ANSWERS_HEADER  # noqa: PLC0415
+    from pipeline.generate.removal import remove_answers  # noqa: PLC0415
+    from pipeline.storage.stores import store_at  # noqa: PLC0415
     from pipeline.verify.moves import remove_videos  # noqa: PLC0415
 
-    store, say = store_at(arguments.cache, objects), make_say(console)
-    keep = timedelta(minutes=arguments.keep_minutes)
-    result = remove_videos(store, read_ids("ids", arguments.ids), arguments.reason, say, keep)
+    store, say = store_at(arguments.place, objects), make_say(console)
+    ids, reason, keep = read_ids("ids", arguments.ids), arguments.reason, timedelta(minutes=arguments.keep_minutes)
+    if store.exists(ANSWERS_HEADER):
+        return _report("answers", store, remove_answers(store, ids, reason, say), say)
+    if not store.exists(RESULTS_HEADER):
+        return _report("cache", store, remove_videos(store, ids, reason, say, keep), say)
+    with import_libraries(console):
+        from pipeline.evaluate.removal import remove_results  # noqa: PLC0415
+
+    results = _report("results", store, remove_results(store, ids, reason, say, objects), say)
+    cache = store_at(f"{store}/{CACHE_FOLDER}", objects)
+    if not cache.exists(HEADER):
+        return results
+    tokens = _report("cache", cache, remove_videos(cache, ids, reason, say, keep), say)
+    return CommandResult(0, {"results": results.record, "cache": tokens.record})
+
+
+def _report(kind: str, store: Store, result: RemovalResult | AnswersRemoval, say: Say) -> CommandResult:
+    """Print the lines of a removal, and return its record; ``kind`` is the key of the place in it."""
     for line in result.lines():
         say(line)
-    return CommandResult(0, {"cache": str(store), **asdict(result)})
+    return CommandResult(0, {kind: str(store), **asdict(result)})
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pipeline.errors import (
     QuestionFault,
     QuestionFaultClass,
     VideoFault,
+    printable,
 )
 
 Status = Literal["ok", "failed", "removed"]
@@ -239,6 +240,25 @@ def is_infrastructure_error(record: VideoRecord) -> bool:
         return False
     on_the_gpu = record["error_class"] == "out-of-memory" and record["error_stage"] in ON_THE_GPU
     return record["error_class"] in INFRASTRUCTURE_CLASSES or on_the_gpu
+
+
+def removed_answer(question: QuestionRecord | AnswerRecord, reason: str) -> AnswerRecord:
+    """Return the row that stands for a question about a removed video: its keys and the reason, and none of its texts.
+
+    ``attempts`` stays, since it decides between the rows of a question.
+    """
+    row: AnswerRecord = {
+        "question_id": question["question_id"],
+        "video_ids": question["video_ids"],
+        "prompt": "",
+        "status": "removed",
+        "error_message": printable(reason),
+        "attempts": question["attempts"],
+    }
+    for name in ("pruning", "method_code"):
+        if name in question:
+            row[name] = question[name]
+    return row
 
 
 def failed_answer(question: QuestionRecord | AnswerRecord, fault: QuestionFault) -> AnswerRecord:

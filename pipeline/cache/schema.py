@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from gstep.evidence import is_per_frame
 from gstep.types import budget_for
 from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec
+from pipeline.errors import CorruptShard
 
 TOKENS, VIDEOS = "tokens", "videos"  # folders of a cache
 SCHEMA_VERSION = 3
@@ -173,13 +174,41 @@ VIDEO_SCHEMA = pa.schema(
         column("source_sample", pa.uint64(), "a hash of the file's size and of 16 KiB at its start, middle and end"),
     ]
 )
-# Nullable columns that came later: a cache without them is whole.
-LATER = (
-    *("clip_fps", "color_transfer", "sample_aspect_ratio", "uneven_positions", "shared_positions"),
-    *("source_mark", "source_sample"),
+#: Nullable columns that came after the schema version, and the date since when files have them.
+LATER: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("color_transfer", "sample_aspect_ratio", "uneven_positions", "shared_positions"), "2026-11-26"
+        ),
+        "clip_fps": "2026-11-26",
+        **dict.fromkeys(("source_mark", "source_sample"), "2026-11-27"),
+    }
 )
 # Columns by which rows of one id are found and compared, computed from the others.
 KEY_COLUMNS = ("id_high", "id_low", "clip_key", "rewritten", "earlier_attempts", "tie_break")
+
+
+def complete_columns(
+    table: pa.Table, columns: Sequence[str], schema: pa.Schema, later: Collection[str], place: str
+) -> pa.Table:
+    """Return ``columns`` of the rows of a stored file, in this order and without the file's metadata.
+
+    All tables of this project are read through this function: videos, answers and scores.
+
+    Args:
+        schema: of the table that the file is a part of.
+        later: the columns that older files lack; they are null there.
+        place: the file's name in messages.
+
+    Raises CorruptShard if the file lacks any other column.
+    """
+    missing_names = set(columns).difference(table.schema.names)
+    if lost_names := sorted(missing_names.difference(later)):
+        raise CorruptShard(f"{place}: it has no column {', '.join(lost_names)}; restore the file", "schema")
+    for name in missing_names:
+        field = schema.field(name)
+        table = table.append_column(field, pa.nulls(len(table), field.type))
+    return table.select(list(columns)).replace_schema_metadata(None)
 
 
 def tier_row_counts(n_total: int, n_kept: int, retention_ratio: float, *, nested: bool) -> list[int]:

@@ -32,10 +32,12 @@ from numpy.typing import NDArray
 from pipeline.cache.bounds import check_unpacked, find_leaves, find_span, read_bounded
 from pipeline.cache.schema import (
     FOOTER_TAIL,
+    LATER,
     MADE_WITH,
     READ_THREADS,
     VIDEO_SCHEMA,
     VIDEOS,
+    complete_columns,
     hex_digest,
     open_parquet,
     parse_footer,
@@ -161,33 +163,23 @@ def parse_small(
     """Parse the bytes ``data`` of the small file ``name``: (its rows, the fingerprint of their identity or None).
 
     Only ``columns`` are read; a later column that the file lacks is null. None reads all columns of the file.
-    Raises CorruptShard if the content does not have the hash in its name, or cannot be read.
+    Raises CorruptShard if the content does not have the hash in its name, cannot be read, or lacks another column.
     """
     check_content(store, name, data)
     try:
         table = read_bounded(data, columns)
     except (pa.ArrowException, ValueError) as error:
         raise CorruptShard(f"{store}/{name}: it cannot be read: {error}; restore the file", "commit") from error
-    return complete_columns(table, columns), _read_made_with(table.schema.metadata)
+    made_with = _read_made_with(table.schema.metadata)
+    if columns is not None:
+        table = complete_columns(table, columns, VIDEO_SCHEMA, LATER, f"{store}/{name}")
+    return table, made_with
 
 
 def _read_made_with(metadata: Mapping[bytes, bytes] | None) -> str | None:
     """Return the fingerprint of the rows' identity from a file's metadata; None without one."""
     made_with = (metadata or {}).get(MADE_WITH.encode())
     return None if made_with is None else made_with.decode()
-
-
-def complete_columns(table: pa.Table, columns: Sequence[str] | None) -> pa.Table:
-    """Return ``columns`` of rows, null for a later column that the table lacks, without the table's metadata.
-
-    None returns the table as it is.
-    """
-    if columns is None:
-        return table
-    for name in set(columns).difference(table.schema.names):
-        field = VIDEO_SCHEMA.field(name)
-        table = table.append_column(field, pa.nulls(len(table), field.type))
-    return table.select(list(columns)).replace_schema_metadata(None)
 
 
 def serialise_sorted(
@@ -276,7 +268,9 @@ class SortedFile:
             table = file.read_row_groups(list(groups), columns=names, use_threads=READ_THREADS)
         except (pa.ArrowException, ValueError) as error:
             raise self.corrupt(f"it cannot be read: {error}") from error
-        return complete_columns(table, columns)
+        if columns is None:
+            return table
+        return complete_columns(table, columns, VIDEO_SCHEMA, LATER, f"{self._store}/{self.file.name}")
 
     def parts(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
         """Yield all rows in order, some row groups at a time; ``columns`` as of ``read``."""

@@ -161,7 +161,7 @@ def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
     scored = score_answers(config)
     if scored.n_left_out:
         console.print(f"note: {scored.n_left_out} questions have no answer to compare with, and are left out")
-    table, files = write_results(store, scored, _present_answers(config), identity)
+    table, files = write_results(store, scored, present_answers(config), identity)
     return Evaluation(done=scored, table=table, out=config.out, files=files)
 
 
@@ -195,7 +195,7 @@ def _make_presentation(request: EvaluateRequest, scored: ScoredQuestions) -> Pre
     )
 
 
-def _present_answers(config: EvaluateConfig) -> Presentation:
+def present_answers(config: EvaluateConfig) -> Presentation:
     """Describe the results of scored answers of jobs.generate for tables and page."""
     benchmark = Benchmark(name="answers", title="Answers", protocols=(LETTER,), splits=(Split("split", "Split"),))
     return Presentation(

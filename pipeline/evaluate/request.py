@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
@@ -25,18 +26,20 @@ from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.header import (
     HEADER,
     CacheIdentity,
+    fingerprint,
     list_differences,
     read_header,
     read_header_file,
     serialise_header,
 )
+from pipeline.cache.live import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import digest
 from pipeline.errors import IdentityMismatch, NotACache, NotResults, UsageError, store_usage_errors, usage_errors
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
-from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.config import ANSWERS_FOLDER, CACHE_FOLDER, RESULTS_HEADER, EvaluateConfig
 from pipeline.evaluate.protocols import FrameRule, Protocol
 from pipeline.evaluate.scores import question_table
 from pipeline.generate.answer_setup import drop_evidence
@@ -52,6 +55,7 @@ from pipeline.generate.answers import (
 from pipeline.generate.engines import ENGINES, describe_engine
 from pipeline.generate.late_pruning import PruningSpec, describe_prunings, is_whole, resolve_pruning
 from pipeline.generate.model import check_model, choose_model
+from pipeline.generate.removal import read_barred
 from pipeline.options import EngineOptions
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import list_needed_evidence, make_sampling, resolve, sampling_settings
@@ -66,8 +70,6 @@ Grid = Mapping[str, PruningSpec | None]
 #: Minimum tokens for a reply of a model whose chat template opens a thought.
 MIN_THOUGHT_TOKENS = 2048
 _RESULTS_VERSION = 1
-RESULTS_HEADER = "evaluation.json"
-ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"  # in the layouts of jobs.generate and jobs.prune
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +174,8 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     if config.max_new_tokens is not None:
         protocol = replace(protocol, max_new_tokens=config.max_new_tokens)
     questions = benchmark.load(config.data, [*map(Path, config.video_root)]).first(config.limit)
+    answers_store = store_at(config.in_out(ANSWERS_FOLDER), objects)
+    questions = _leave_removed(questions, answers_store, console)
     cache_store = store_at(cache, objects)
     cache_identity = _read_cache_identity(cache_store, is_named=config.cache is not None)
     source = _model(config, cache_identity)
@@ -182,7 +186,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     with usage_errors():
         builder = prompt_builder(source, thought="closed" if config.close_thought else "open")
     _check_thought(protocol, questions, source, builder)
-    grid = _arms(config, source, builder, store_at(config.in_out(ANSWERS_FOLDER), objects))
+    grid = _arms(config, source, builder, answers_store)
     videos = videos_of(config, grid, protocol, source, cache, cache_identity)
     if cache_identity is not None and videos is None:
         check_frames(config, protocol, source, cache, cache_identity)
@@ -191,7 +195,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
         methods = _describe_methods(grid, made_identity, source, builder, cache, config)
     assert made_identity is not None  # _describe_methods refuses a request without a cache
     with store_usage_errors():
-        answers = _match_answers(store_at(config.in_out(ANSWERS_FOLDER), objects), made_identity, methods, config)
+        answers = _match_answers(answers_store, made_identity, methods, config)
     request = EvaluateRequest(
         config=config,
         benchmark=benchmark,
@@ -212,12 +216,35 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     return request
 
 
+def _leave_removed(questions: LoadedQuestions, answers: Store, console: Console) -> LoadedQuestions:
+    """Return the questions that are about no video removed from the results, and print how many are left out.
+
+    Raises UsageError if none is left.
+    """
+    with store_usage_errors():
+        barred = read_barred(answers)
+    items = tuple(item for item in questions.items if barred.keys().isdisjoint(item.video_ids))
+    if n_removed := len(questions.items) - len(items):
+        line = f"{n_removed} of {len(questions.items)} questions are about videos that were removed from the results"
+        if not items:
+            raise UsageError(f"{line}: none is left")
+        console.print(f"note: {line}: they are left out", highlight=False, markup=False, soft_wrap=True)
+    return replace(questions, items=items)
+
+
 def _note_uncached(questions: LoadedQuestions, place: Store, console: Console) -> None:
-    """Print a note if questions are about videos that the cache in ``place`` lacks; they will count as wrong."""
+    """Print a note if questions are about videos that the cache in ``place`` lacks; they will count as wrong.
+
+    Questions about removed videos are not scored.
+    """
     with store_usage_errors():
         cache = TokenCache(str(place), store=place)
-    absent = [(item, name) for item in questions.items for name in item.video_ids if name not in cache]
-    if absent:
+        absent_ids = {name for item in questions.items for name in item.video_ids if name not in cache}
+        if not absent_ids:
+            return
+        rows = LiveVideos.open(place, fingerprint(cache.identity)).rows_of(absent_ids, ("video_id", "status"))
+    absent_ids.difference_update(rows.filter(pc.equal(rows["status"], "removed"))["video_id"].to_pylist())
+    if absent := [(item, name) for item in questions.items for name in item.video_ids if name in absent_ids]:
         n_questions = len({item.question_id for item, _ in absent})
         console.print(
             f"note: {n_questions} of {len(questions.items)} questions are about videos that {place} lacks, e.g. "

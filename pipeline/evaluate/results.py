@@ -14,17 +14,17 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.cache.header import ModelIdentity, list_differences
-from pipeline.cache.schema import write_parquet
-from pipeline.errors import IdentityMismatch, NotResults, UsageError
+from pipeline.cache.schema import complete_columns, write_parquet
+from pipeline.errors import CorruptShard, IdentityMismatch, NotResults, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.config import RESULTS_HEADER, EvaluateConfig
 from pipeline.evaluate.forms import latex, markdown
 from pipeline.evaluate.page import report_page
 from pipeline.evaluate.protocols import QUESTIONS
-from pipeline.evaluate.request import RESULTS_HEADER, read_results_header, write_results_header
+from pipeline.evaluate.request import read_results_header, write_results_header
 from pipeline.evaluate.run import ScoredQuestions
-from pipeline.evaluate.scores import SCORE_SCHEMA, SCORES
+from pipeline.evaluate.scores import LATER_COLUMNS, SCORE_SCHEMA, SCORES
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, arms_of, is_named, score_matrix
 from pipeline.evaluate.submissions import FORM, unknown_names, with_server_scores
 from pipeline.evaluate.table import ResultsTable
@@ -325,24 +325,32 @@ def _read(place: str, objects: Objects) -> _Results:
     return _Results(place, benchmark, identity, about, scores, notes)
 
 
-def read_scores(place: str, store: Store, *, published: bool) -> pa.Table:
-    """Read a place's scores. Raises NotResults for a missing or damaged file, or a wrong column or score.
+def read_scores(
+    place: str,
+    store: Store,
+    *,
+    published: bool,
+    columns: Sequence[str] = (*_NEEDED_COLUMNS, *LATER_COLUMNS),
+) -> pa.Table:
+    """Read ``columns`` of a place's scores.
 
-    Raises NotResults, too, unless every arm has exactly one score of each question.
+    Raises NotResults for a missing or damaged file, and for a wrong column or score. Raises it, too, unless every
+    arm has exactly one score of each question.
 
     Args:
         published: whether the right answers are, so that every answer must have a score.
     """
     remedy = "run its python -m jobs.evaluate to the end"
     try:
-        scores = pq.read_table(pa.BufferReader(store.read(SCORES)))
+        stored_table = pq.read_table(pa.BufferReader(store.read(SCORES)))
+        scores = complete_columns(stored_table, columns, SCORE_SCHEMA, LATER_COLUMNS, SCORES)
     except FileNotFoundError:
         raise NotResults(f"{place} has no {SCORES} yet: {remedy}") from None
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, CorruptShard) as error:
         raise NotResults(f"{place}: {SCORES} is damaged ({error}): {remedy}") from error
-    kinds: Mapping[str, pa.DataType] = {field.name: field.type for field in scores.schema}
-    looked_at = (*_NEEDED_COLUMNS, *sorted(_OPTIONAL & kinds.keys()))
-    if wrong := [name for name in looked_at if kinds.get(name) != SCORE_SCHEMA.field(name).type]:
+    # Without these columns the counts of cut and weak replies are unknown, not 0.
+    scores = scores.drop_columns(sorted(_OPTIONAL.difference(stored_table.column_names)))
+    if wrong := [field.name for field in scores.schema if field.type != SCORE_SCHEMA.field(field.name).type]:
         raise NotResults(f"{place}: {SCORES} has no {wrong[0]} as it should be: {remedy}")
     ok = scores.filter(pc.equal(scores["status"], "ok"))["score"]
     if published and (ok.null_count or not pc.all(pc.and_(pc.greater_equal(ok, 0), pc.less_equal(ok, 1))).as_py()):

@@ -9,29 +9,30 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from rich.console import Console
 
 from gstep import PRUNERS, make_pruner
 from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.dataset_card import has_own_card
-from pipeline.cache.header import HEADER, SamplingIdentity, find_codec, list_differences
+from pipeline.cache.header import HEADER, SamplingIdentity, find_codec, fingerprint, list_differences, read_header
+from pipeline.cache.live import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.errors import NotAnswers, RunFailed, UsageError
 from pipeline.evaluate.benchmarks.annotations import NotAskable
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector
 from pipeline.evaluate.benchmarks.own import clusters_of
-from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.config import ANSWERS_FOLDER, RESULTS_HEADER, EvaluateConfig
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import (
-    ANSWERS_FOLDER,
-    RESULTS_HEADER,
     EvaluateRequest,
     data_folder,
     match_results,
@@ -53,6 +54,7 @@ from pipeline.generate.answers import (
 )
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.config import GenerateConfig
+from pipeline.generate.removal import REMOVED, bar_videos, read_barred
 from pipeline.generate.run import AnswerRun
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.prune.config import PruneConfig
@@ -122,9 +124,14 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
         for label, spec in request.grid.items()
     }
     scores = score_table(request.loaded.items, arms, live, request.protocol)
+    if not len(scores):
+        raise UsageError(f"{request.store}: every question is about a removed video, and none is left to score")
     # The facts in the header have been about the earlier scores until now.
     write_results_header(request.store, request.identity, request.about)
-    return ScoredQuestions(loaded=request.loaded, scores=scores, answers=answers, videos=videos)
+    scored_ids = set(pc.unique(scores["question_id"]).to_pylist())
+    items = tuple(item for item in request.loaded.items if item.question_id in scored_ids)
+    loaded = replace(request.loaded, items=items)
+    return ScoredQuestions(loaded=loaded, scores=scores, answers=answers, videos=videos)
 
 
 def _answers_store(request: EvaluateRequest) -> Store:
@@ -153,7 +160,7 @@ def _find_unanswered(request: EvaluateRequest) -> list[Item]:
         good = row["status"] == "ok"
         if good and (text := describe_change(questions[row["question_id"]], row)):
             changes.append(text)
-        counts[row["question_id"]] += good or not request.config.retry_failed
+        counts[row["question_id"]] += row["status"] != "failed" or not request.config.retry_failed
     refuse_changed_questions(changes, request.store)
     return [item for item in request.loaded.items if counts[item.question_id] < len(request.grid)]
 
@@ -211,8 +218,9 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
 def drop_tokens(request: EvaluateRequest, console: Console) -> None:
     """Delete the cache of all tokens, and no file that a run did not write. Do nothing if there is no cache.
 
-    The header is deleted first, so that a half-deleted cache is no cache. The mark DROPPING is written before that and
-    deleted last: with it a later run finishes a deletion that was killed.
+    The videos that were removed from the cache are barred from the answers first, since nothing else knows of them
+    afterwards. The header is deleted before other files, so that a half-deleted cache is no cache. The mark DROPPING is
+    written before that and deleted last: with it a later run finishes a deletion that was killed.
 
     Raises CacheLocked if a run writes to the cache, and UsageError if the cache is a link: its target may be another
     user's.
@@ -223,7 +231,9 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
     if not (cache.exists(HEADER) or cache.exists(DROPPING)):
         return
     notify = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    with Claim(cache, new_run_id(), notify):
+    with Claim(cache, run_id := new_run_id(), notify):
+        if cache.exists(HEADER):
+            _bar_removed(cache, _answers_store(request), run_id)
         cache.put(DROPPING, b"")
         names = [HEADER] if cache.exists(HEADER) else []
         names += [CARD] if has_own_card(cache) else []
@@ -239,6 +249,14 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
     notify(f"{cache}: {len(names)} files deleted (--drop-tokens); the answers stay")
 
 
+def _bar_removed(cache: Store, answers: Store, run_id: str) -> None:
+    """Bar the videos that were removed from a cache from its answers."""
+    columns = ("video_id", "status", "error_message")
+    _, rows = LiveVideos.read(cache, fingerprint(read_header(cache)["identity"]), columns)
+    removed_rows = rows.filter(pc.equal(rows["status"], "removed"))
+    bar_videos(answers, run_id, {row["video_id"]: row["error_message"] for row in removed_rows.to_pylist()})
+
+
 def score_answers(config: EvaluateConfig) -> ScoredQuestions:
     """Score the answers that jobs.generate gave to questions with a right answer, by the rule of the protocol "letter".
 
@@ -248,9 +266,11 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
     first, tables, arms = QuestionCollector(), list[pa.Table](), dict[str, MethodAtRatio]()
     settings: JsonObject = {}
-    for place in config.score:
-        store = store_at(place, objects)
-        live, identity = read_answers(place, store=store), read_answers_header(store)["identity"]
+    answers = [read_answers(place, store=store_at(place, objects)) for place in config.score]
+    removed_ids = list_removed(answers, read_barred(store_at(config.out, objects)))
+    for place, rows in zip(config.score, answers, strict=True):
+        live = rows.filter(pc.invert(pc.is_in(rows["question_id"], value_set=pa.array(removed_ids, pa.string()))))
+        identity = read_answers_header(store_at(place, objects))["identity"]
         arm, collector = _arm(identity), _collect_answered(live)
         if arm in arms.values():
             raise UsageError(f"--score {place}: {arm.method} at {arm.ratio:g} is there twice; name each once")
@@ -271,6 +291,18 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
     scores = score_table(items, arms, pa.concat_tables(tables), LETTER)
     n_left_out = sum(fault.left_out for fault in questions.faults)
     return ScoredQuestions(loaded=replace(questions, items=tuple(items)), scores=scores, n_left_out=n_left_out)
+
+
+def list_removed(answers: Iterable[pa.Table], barred: Collection[str]) -> list[str]:
+    """List the ids of the questions that are removed in one of these tables, or about a ``barred`` video."""
+    return sorted(
+        {
+            row["question_id"]
+            for table in answers
+            for row in table.select(["question_id", "status", "video_ids"]).to_pylist()
+            if row["status"] == REMOVED or any(video_id in barred for video_id in row["video_ids"])
+        }
+    )
 
 
 def _collect_answered(live: pa.Table) -> QuestionCollector:

@@ -58,7 +58,8 @@ SCORE_SCHEMA = pa.schema(
     ]
 )
 
-
+#: Nullable columns that came after the version of results, and the date since when files have them.
+LATER_COLUMNS: Mapping[str, str] = dict.fromkeys(("finish", "weak", "decode_warnings"), "2026-11-26")
 # Columns of an answer that its score has too.
 _SAME = ("finish", "choice_scores", "n_kept", "n_total", "kept_per_frame", "decode_warnings")
 _NEEDED_COLUMNS = ["question_id", "status", "error_class", "answer", "choice", *_SAME]
@@ -81,13 +82,15 @@ def score_table(
 ) -> pa.Table:
     """Return rows of SCORE_SCHEMA, arm by arm: each question under each arm.
 
-    A question without an answer counts as failed.
+    A question without an answer counts as failed. A question that was removed under some arm is left out.
 
     Args:
         arms: by the label that the answers have as their ``pruning``; answers of other labels are ignored.
         answers: live rows of ANSWER_SCHEMA.
         protocol: whose rule reads replies.
     """
+    removed_ids = set(answers.filter(pc.equal(answers["status"], "removed"))["question_id"].to_pylist())
+    items = [item for item in items if item.question_id not in removed_ids]
     tables = [SCORE_SCHEMA.empty_table()]
     for label, arm in arms.items():
         own_answers = answers.filter(pc.equal(answers["pruning"], label)).select(_NEEDED_COLUMNS)

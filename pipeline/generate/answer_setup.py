@@ -25,7 +25,7 @@ from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import ENGINES, choose_batch_size, describe_engine
 from pipeline.generate.late_pruning import LatePruning, PruningSpec, describe_prunings, resolve_pruning
 from pipeline.generate.questions import AnswerMode, describe_decoding
-from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, without_nulls
+from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, removed_answer, without_nulls
 from pipeline.storage.stores import Store
 
 # Columns that are read from the videos table, with the columns that TokenCache needs.
@@ -80,18 +80,31 @@ class PromptForecast:
 
     Attributes:
         videos: the live rows of the questions' videos, by id.
+        removed: the reason for each video that was removed, from the cache or from the answers.
     """
 
-    def __init__(self, setup: AnswerSetup, builder: PromptBuilder, near: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        setup: AnswerSetup,
+        builder: PromptBuilder,
+        near: Mapping[str, str] | None = None,
+        barred: Mapping[str, str] | None = None,
+    ) -> None:
         """Read the rows.
 
         Args:
             near: id without a row -> a suggestion of similar ids, for messages.
+            barred: id of a video that was removed from the answers -> the reason.
         """
         self._setup = setup
         self._builder = builder
         self._near = near or {}
         self.videos = {row["video_id"]: without_nulls(row, VideoRecord) for row in setup.live.to_pylist()}
+        self.removed = {
+            video_id: f"{video_id!r} was removed from the cache {setup.cache}: {row.get('error_message', '')}"
+            for video_id, row in self.videos.items()
+            if row["status"] == "removed"
+        } | {video_id: f"{video_id!r} was removed from the answers: {why}" for video_id, why in (barred or {}).items()}
 
     @cached_property
     def cached(self) -> dict[str, VideoRecord]:
@@ -154,23 +167,26 @@ class PromptForecast:
         console.print(f"note: {text}: they become rows of class prompt-too-long", highlight=False, markup=False)
 
     def split(self, questions: Sequence[QuestionRecord]) -> tuple[list[QuestionRecord], list[AnswerRecord]]:
-        """Split questions into (questions for the model, error rows that follow from the cache alone)."""
+        """Split questions into (questions for the model, rows that need no model: failed and removed ones)."""
         for_model: list[QuestionRecord] = []
-        failed_rows: list[AnswerRecord] = []
+        rows: list[AnswerRecord] = []
         for question in questions:
-            row = self._failure(question)
+            row = self._settle(question)
             if row is None:
                 for_model.append(question)
             else:
-                failed_rows.append(row)
-        return for_model, failed_rows
+                rows.append(row)
+        return for_model, rows
 
-    def _failure(self, question: QuestionRecord) -> AnswerRecord | None:
-        """Return the error row of a question whose videos are missing, removed, failed or too long; else None.
+    def _settle(self, question: QuestionRecord) -> AnswerRecord | None:
+        """Return the row of a question whose videos are removed, missing, failed or too long; else None.
 
         A question is too long here if its visual tokens alone exceed the context.
         """
         cache, rows = self._setup.cache, []
+        for video_id in question["video_ids"]:
+            if video_id in self.removed:
+                return removed_answer(question, self.removed[video_id])
         for video_id in question["video_ids"]:
             row = self.videos.get(video_id)
             if row is None:
@@ -179,9 +195,6 @@ class PromptForecast:
                     message += f"{near} Correct the question, or prune the video; then --retry-failed"
                 else:
                     message += ": prune it, then --retry-failed"
-                return failed_answer(question, QuestionFault("unknown-video", message))
-            if row["status"] == "removed":
-                message = f"{video_id!r} was removed from the cache {cache}: {row.get('error_message', '')}"
                 return failed_answer(question, QuestionFault("unknown-video", message))
             if row["status"] != "ok":
                 message = f"{video_id!r} failed: {row['error_class']}: {row['error_message']}"

@@ -1,8 +1,9 @@
 """Answers on disk: the columns, the settings that all rows share, the live rows, and the questions still to ask.
 
 ``answers.json`` holds the settings, ``answers/<shard>.parquet`` or ``.jsonl`` a row a question (failed questions too),
-``runs/<run_id>.json`` the provenance. A question's live row follows the rule for videos
-(``pipeline.cache.live``). A question under several prunings has a live row for each pruning.
+``runs/<run_id>.json`` the provenance. ``removed/`` bars videos (``pipeline.generate.removal``). A question's live row
+follows the rule for videos (``pipeline.cache.live``). A question under several prunings has a live row for each
+pruning.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pipeline.cache.header import (
 )
 from pipeline.cache.live import read_states, sort_by_rule
 from pipeline.cache.merging import KEEP
-from pipeline.cache.schema import READ_THREADS, column, open_parquet, write_parquet
+from pipeline.cache.schema import READ_THREADS, column, complete_columns, open_parquet, write_parquet
 from pipeline.cache.table import check_content, make_small_name
 from pipeline.errors import CorruptShard, NotAnswers, QuestionFaultClass, QuestionsChanged, printable
 from pipeline.generate.carried import add_carried, concat_answers, make_carried_columns
@@ -69,9 +70,9 @@ ANSWER_SCHEMA = pa.schema(
             pa.string(),
             "hash of the code of your own methods that pruned; null where none did",
         ),
-        column("status", pa.string(), "'ok' or 'failed'", nullable=False),
+        column("status", pa.string(), "'ok', 'failed' or 'removed'", nullable=False),
         column("error_class", pa.string(), " ".join(get_args(QuestionFaultClass))),
-        column("error_message", pa.string(), "at most 1 KB, printable"),
+        column("error_message", pa.string(), "at most 1 KB, printable; why a removed answer was removed"),
         column("retryable", pa.bool_(), "whether another attempt may succeed"),
         column("attempts", pa.int32(), "how often this question was asked, over all runs", nullable=False),
         column("answer", pa.string(), "what was generated; the letter or text of the choice where choices were scored"),
@@ -99,6 +100,8 @@ ANSWER_SCHEMA = pa.schema(
         column("decoding", pa.string(), "JSON: method, system message and the options that were in effect"),
     ]
 )
+#: Nullable columns that came after the schema version, and the date since when files have them.
+LATER_COLUMNS: Mapping[str, str] = {"decode_warnings": "2026-11-26", "method_code": "2026-11-27"}
 
 
 class LateIdentity(PrunerIdentity):
@@ -293,7 +296,7 @@ class AnswersTable:
         names = self.names()
         new = [name for name in names if name not in self._tables]
         for name, data in zip(new, self._store.read_all(new), strict=True):
-            self._tables[name] = _parse(self._store, name, data)
+            self._tables[name] = parse_shard(self._store, name, data)
         return names
 
     def live(self) -> pa.Table:
@@ -319,7 +322,8 @@ class AnswersTable:
 def select_live(rows: pa.Table) -> pa.Table:
     """Select the live row of each question, pruning and code from rows of ANSWER_SCHEMA, sorted by question_id.
 
-    The rule is that of videos: ok before failed, most attempts; then the earliest run, and the first answer.
+    The rule is that of videos: removed before ok before failed, most attempts; then the earliest run, and the first
+    answer.
     """
     if len(rows) == 0:
         return rows
@@ -336,7 +340,7 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
     file is at least ``keep`` old. Files of JSON lines are left alone. Raises CorruptShard, OSError.
     """
     names = store.names(ANSWERS, SUFFIXES["parquet"])
-    tables = {name: _parse(store, name, data) for name, data in zip(names, store.read_all(names), strict=True)}
+    tables = {name: parse_shard(store, name, data) for name, data in zip(names, store.read_all(names), strict=True)}
     merged_names: set[str] = set()
     for name, table in tables.items():
         sources = tables.keys() & set(json.loads((table.schema.metadata or {}).get(_MERGED_KEY, b"[]")))
@@ -380,7 +384,7 @@ def commit_answers(
     Args:
         number: of the shard in this run; part of the file's name.
         form: "parquet" or "jsonl".
-        questions: their carried columns are added to the rows, by question_id.
+        questions: their carried columns are added to the rows, by question_id; removed rows get nulls.
     """
     table = pa.Table.from_pylist([{**row, "run_id": run_id} for row in rows], schema=ANSWER_SCHEMA)
     if questions is not None:
@@ -394,35 +398,39 @@ def _to_json_lines(table: pa.Table) -> bytes:
     return "".join(carried_json(row, ensure_ascii=False) + "\n" for row in table.to_pylist()).encode()
 
 
-def _parse(store: Store, name: str, data: bytes) -> pa.Table:
+def parse_shard(store: Store, name: str, data: bytes) -> pa.Table:
     """Convert a shard's bytes, Parquet or JSON lines, to a table: ANSWER_SCHEMA, then carried columns.
 
-    ``method_code`` is null in older shards. Older shards have their carried columns as JSON in one column, which is
-    unpacked. Only the mark of a merged file stays in the metadata.
+    A column of LATER_COLUMNS that an older shard lacks is null. Older shards have their carried columns as JSON in one
+    column, which is unpacked. Only the mark of a merged file stays in the metadata.
 
-    Raises CorruptShard if the bytes do not fit the checksum in the shard's name.
+    Raises CorruptShard if the bytes do not fit the checksum in the shard's name, or a column is missing or of a wrong
+    type.
     """
     check_content(store, name, data)
     metadata: dict[bytes, bytes] = {}
     if PurePosixPath(name).suffix == SUFFIXES["parquet"]:
-        shard = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
-        metadata = {key: text for key, text in (shard.schema.metadata or {}).items() if key == _MERGED_KEY}
-        if "method_code" not in shard.column_names:  # made before there was the column
-            shard = shard.append_column("method_code", pa.nulls(len(shard), pa.string()))
-        table = shard.select(ANSWER_SCHEMA.names).cast(ANSWER_SCHEMA)
-        carried_table = shard.drop_columns([name for name in ANSWER_SCHEMA.names if name in shard.column_names])
+        table = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
+        metadata = {key: text for key, text in (table.schema.metadata or {}).items() if key == _MERGED_KEY}
+        carried_table = table.drop_columns([name for name in ANSWER_SCHEMA.names if name in table.column_names])
         carried_columns = dict(zip(carried_table.column_names, carried_table.columns, strict=True))
         extra = carried_columns.pop(QUESTION_EXTRA, None)
         extras = [] if extra is None else extra.to_pylist()
     else:
         lines = data.decode().split("\n")  # splitlines would cut at characters that JSON leaves as they are
         rows = [json.loads(line) for line in lines if line]
-        table = pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)
-        extras = [row.pop(QUESTION_EXTRA, None) for row in rows]
         own_names = frozenset(ANSWER_SCHEMA.names)
+        present_fields = [ANSWER_SCHEMA.field(key) for key in own_names.intersection(*rows)]
+        table = pa.Table.from_pylist(rows, schema=pa.schema(present_fields))
+        extras = [row.pop(QUESTION_EXTRA, None) for row in rows]
         carried_columns = make_carried_columns(
             [{key: row[key] for key in row if key not in own_names} for row in rows], own_names, {}
         )
+    try:
+        table = complete_columns(table, ANSWER_SCHEMA.names, ANSWER_SCHEMA, LATER_COLUMNS, f"{store}/{name}")
+        table = table.cast(ANSWER_SCHEMA)
+    except (pa.ArrowException, ValueError) as error:
+        raise CorruptShard(f"{store}/{name}: {error}; restore the file", "schema") from error
     if any(extras):
         carried_columns |= make_carried_columns([json.loads(text or "{}") for text in extras], ANSWER_SCHEMA.names, {})
     for key, values in carried_columns.items():
@@ -444,16 +452,19 @@ def select_remaining_questions(
     codes: Mapping[str, str | None],
     config: GenerateConfig,
     cached_ids: Collection[str],
+    removed_ids: Collection[str] = (),
 ) -> list[QuestionRecord]:
     """Return the questions that a run must ask, under each pruning, with the number of the attempt.
 
     A failed row counts as an answer unless ``--retry-failed``. Then the question is asked again if it has changed, has
-    attempts left, or failed for lack of videos that are cached now.
+    attempts left, or failed for lack of videos that are cached now. A removed row is final. A question about a removed
+    video that has no good answer gets such a row.
 
     Args:
         live: the live rows of these questions under these prunings.
         codes: pruning -> its code (``find_code``).
         cached_ids: ids of videos with tokens.
+        removed_ids: ids of videos that were removed from the cache or from the answers.
 
     Raises QuestionsChanged if a question with a good answer has changed.
     """
@@ -471,6 +482,10 @@ def select_remaining_questions(
             remaining.append({**question, "attempts": 1})
         elif answer["status"] == "ok":
             changes += [change] if change else []
+        elif answer["status"] == "removed":
+            continue
+        elif any(video_id in removed_ids for video_id in question["video_ids"]):
+            remaining.append({**question, "attempts": answer["attempts"] + 1})
         elif config.retry_failed:
             lacked_videos = answer["error_class"] in {"unknown-video", "failed-video"}
             videos_came = lacked_videos and all(video_id in cached_ids for video_id in answer["video_ids"])
@@ -524,10 +539,12 @@ def format_answered(
         live: the live rows of the questions.
         n_questions: questions times prunings.
     """
+    n_removed = pc.sum(pc.equal(live["status"], "removed")).as_py() or 0
+    n_questions -= n_removed
     n_with_answers = n_questions - len(remaining)
     if not n_with_answers:
         return []
-    failed_rows = live.filter(pc.not_equal(live["status"], "ok"))
+    failed_rows = live.filter(pc.equal(live["status"], "failed"))
     keys = set(zip(*(failed_rows[name].to_pylist() for name in KEYS), strict=True))
     n_failed = len(keys - {answer_key(question) for question in remaining})
     text = f"{n_with_answers} of {n_questions} questions have their answers already"

@@ -71,12 +71,13 @@ def _as_text(value: Any) -> str:
 def add_carried(answers: pa.Table, questions: pa.Table, own_names: Collection[str]) -> pa.Table:
     """Return answers with the columns that their questions carry: all columns of ``questions`` besides ``own_names``.
 
-    An answer without its question gets nulls.
+    An answer without its question gets nulls, and so does a removed answer.
     """
     names = [name for name in questions.column_names if name not in own_names]
     if not names:
         return answers
-    rows = pc.index_in(answers["question_id"], value_set=questions["question_id"].combine_chunks())
+    ids = pc.if_else(pc.equal(answers["status"], "removed"), pa.scalar(None, pa.string()), answers["question_id"])
+    rows = pc.index_in(ids, value_set=questions["question_id"].combine_chunks())
     for name in names:
         answers = answers.append_column(questions.schema.field(name), questions[name].take(rows))
     return answers

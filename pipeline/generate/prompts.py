@@ -24,14 +24,22 @@ from gstep.language.prompt import text_ids
 from gstep.pruners import method_name
 from gstep.pruners.base import Pruner
 from pipeline.cache.reader import TokenCache, TokenOrder
-from pipeline.errors import CorruptShard, FailedVideo, MethodFails, OwnCodeError, QuestionFault, UnknownVideo
+from pipeline.errors import (
+    CorruptShard,
+    FailedVideo,
+    MethodFails,
+    OwnCodeError,
+    QuestionFault,
+    RemovedVideo,
+    UnknownVideo,
+)
 from pipeline.generate.answer_setup import AnswerSetup, make_length_fault
 from pipeline.generate.engines import Engine
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.model import make_prompt_builder
 from pipeline.generate.questions import AnswerMode, add_choices, list_letters
 from pipeline.own_code import locate_own_error
-from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer
+from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, removed_answer
 from pipeline.runner.heartbeat import POISON, Heartbeat, exit_after_gpu_fault
 from pipeline.runner.heartbeats import describe_crashes
 
@@ -293,6 +301,8 @@ class PromptMaker:
             fault = error
         except FailedVideo as error:
             fault = QuestionFault("failed-video", str(error))
+        except RemovedVideo as error:  # since the run began
+            return removed_answer(question, str(error))
         except UnknownVideo as error:
             fault = QuestionFault("unknown-video", str(error))
         except CorruptShard as error:

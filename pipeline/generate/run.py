@@ -65,6 +65,7 @@ from pipeline.generate.questions import (
     read_given_questions,
     read_questions,
 )
+from pipeline.generate.removal import format_removed, read_barred
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.options import make_config
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
@@ -237,7 +238,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
             self.say(f"note: --pruner {config.pruner} keeps {kept}")
         order = choose_token_order(config, cache_identity, prunings)
         setup = AnswerSetup(config, source, cache, live, prunings, order)
-        self.forecast = PromptForecast(setup, builder, near)
+        self.forecast = PromptForecast(setup, builder, near, read_barred(self.store))
         self.forecast.check_ratio(cache_identity["retention_ratio"])
         self.forecast.check_context(self.questions, self.console)
         self.setup = replace(setup, largest_video=self.forecast.largest_video())
@@ -274,8 +275,11 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         codes = {name: find_code(self.identity, name) for name in prunings}
         live = self.table.select_live_of(self.questions, prunings)
         to_ask = self.questions.select(QUESTION_SCHEMA.names)
-        questions = select_remaining_questions(self.store, live, to_ask, codes, self.options, cached_videos)
+        removed = self.forecast.removed
+        questions = select_remaining_questions(self.store, live, to_ask, codes, self.options, cached_videos, removed)
         for line in format_answered(live, self.n_questions, questions, self.options):
+            self.say(line)
+        for line in format_removed(self.store, live, questions, removed):
             self.say(line)
         for line in format_encoded_again(self.store, live, self._video_runs):
             self.say(line)
@@ -293,24 +297,24 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         return len(self.questions) * len(self.setup.prunings)
 
     def process(self, todo: list[QuestionRecord]) -> None:
-        """Commit the error rows that follow from the cache alone, then answer the other questions on Ray, if any.
+        """Commit the rows that need no model, then answer the other questions on Ray, if any.
 
         Writes the header of the answers first. Joins or starts the cluster only if a question needs a model. Raises
         UsageError before any row is written, RunFailed.
         """
         config = self.options
-        for_model, failed_rows = self.forecast.split(todo)
+        for_model, settled_rows = self.forecast.split(todo)
         if for_model:  # before any row is written: the cluster may lack the resources of the flags
             self.device, self.dtype = self.choose_device()
         write_answers_header(self.store, self._merge_identity())
         about: JsonObject = {"config": config.as_record(), "questions": len(todo)}
         self.run_file = RunFile(self.store, {**provenance(self.run_id, _RECORDED_VERSIONS), **about})
         with self.run_file:
-            for start in range(0, len(failed_rows), config.questions_per_shard):
-                part = failed_rows[start : start + config.questions_per_shard]
+            for start in range(0, len(settled_rows), config.questions_per_shard):
+                part = settled_rows[start : start + config.questions_per_shard]
                 commit_answers(self.store, self.run_id, self.n_shards, part, config.format, self.questions)
                 self.n_shards += 1
-            self.n_failed += len(failed_rows)
+            self.n_failed += sum(row["status"] == "failed" for row in settled_rows)
             if for_model:
                 self.run_file.save(device=self.device, dtype=self.dtype)
                 self.answer(for_model)
@@ -389,7 +393,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         # An interrupt may have come after the same rows were counted.
         uncounted = [answer for answer in answers if answer_key(answer) not in self.answered_keys]
         self.answered_keys.update(map(answer_key, uncounted))
-        n_failed = sum(answer["status"] != "ok" for answer in uncounted)
+        n_failed = sum(answer["status"] == "failed" for answer in uncounted)
         self.n_failed += n_failed
         self.monitor.count_rows("question", len(uncounted) - n_failed, n_failed)
         if (number + 1) % MAX_WAITING_FILES == 0:

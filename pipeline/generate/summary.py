@@ -27,7 +27,7 @@ class AnswerSummary(Outcome):
     """The counts over the questions of a file, with mean tokens and seconds.
 
     Attributes:
-        n_questions: questions of the file times prunings.
+        n_questions: questions of the file times prunings, without removed ones.
         visual_tokens: in a prompt that was answered, on average.
         prompt_tokens: text and visual tokens in such a prompt, on average.
         new_tokens: generated tokens, in all.
@@ -35,6 +35,7 @@ class AnswerSummary(Outcome):
         n_warned: answers about videos that were decoded with warnings.
         n_warned_videos: these videos; of several in one prompt, all count as one.
         warned: the first of them.
+        n_removed: questions about removed videos, which are not counted otherwise.
         seconds: of this run, by the work: load, prefill, decode; each batch counts once.
     """
 
@@ -46,7 +47,14 @@ class AnswerSummary(Outcome):
     n_cut: int = 0
     n_warned: int = 0
     n_warned_videos: int = 0
+    n_removed: int = 0
     warned: list[str] = field(default_factory=list)
+
+    def exit_code(self, failure_limit: int, infrastructure_limit: int | None = None) -> int:
+        """Return 0 if every question is about a removed video, else the exit code for the counts of failures."""
+        if self.n_removed and not self.n_questions:
+            return 0
+        return super().exit_code(failure_limit, infrastructure_limit)
 
     def __str__(self) -> str:
         return as_text(render_answers(self))
@@ -65,13 +73,15 @@ def summarise_answers(
     """
     rows = live.select(list(_COLUMNS)).to_pylist()
     good = [row for row in rows if row["status"] == "ok"]
-    bad = [row for row in rows if row["status"] != "ok"]
+    bad = [row for row in rows if row["status"] == "failed"]
+    n_removed = len(rows) - len(good) - len(bad)
     failures, examples = count_failures(bad, "question_id")
     with_warnings = [row for row in good if (row["decode_warnings"] or 0) > 0]
     warned_videos = list(dict.fromkeys(" + ".join(row["video_ids"]) for row in with_warnings))
     new_good = [row for row in good if (row["question_id"], row["pruning"]) in new]
     return AnswerSummary(
-        n_questions=n_questions,
+        n_questions=n_questions - n_removed,
+        n_removed=n_removed,
         n_ok=len(good),
         failures=failures,
         examples=examples,
@@ -99,6 +109,8 @@ def render_answers(summary: AnswerSummary) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     counts = f"{summary.n_ok} answered, {summary.n_failed} failed, {summary.n_missing} without a row"
     table.add_row("questions", counts)
+    if summary.n_removed:
+        table.add_row("removed", f"{summary.n_removed} questions about removed videos, which are never asked")
     table.add_row("tokens", f"{summary.visual_tokens:.0f} visual of {summary.prompt_tokens:.0f} in a prompt on average")
     cut = f"; {summary.n_cut:,} answers were cut by max_new_tokens" if summary.n_cut else ""
     table.add_row("answers", f"{summary.new_tokens:,} tokens generated{cut}")

@@ -92,7 +92,9 @@ def answers_report(answers: Answers) -> RenderableType:
     for name in ("question", "video", *(["pruning"] if answers.prunings else []), "prompt", "answer", "target"):
         table.add_column(name, overflow="fold")
     for row in answers.rows.slice(0, MAX_SHOWN).to_pylist():
-        answer = row["answer"] if row["status"] == "ok" else f"failed: {row['error_class']}"
+        answer = {"ok": row["answer"], "removed": f"removed: {row['error_message']}"}.get(
+            row["status"], f"failed: {row['error_class']}"
+        )
         pruning = [row["pruning"] or ""] if answers.prunings else []
         videos = ", ".join(row["video_ids"])
         cells = [row["question_id"], videos, *pruning, *map(_shorten, (row["prompt"], answer, row["target"]))]
@@ -129,7 +131,8 @@ def _facts(answers: Answers) -> Iterator[tuple[str, str]]:
             yield name, flat(identity[name])
     if counts.n_warned:
         yield "warnings", format_warned(counts)
-    yield "questions", f"{counts.n_ok} answered, {counts.n_failed} failed"
+    removed = f", {counts.n_removed} removed" if counts.n_removed else ""
+    yield "questions", f"{counts.n_ok} answered, {counts.n_failed} failed{removed}"
     tokens = f"{counts.visual_tokens:.0f} visual of {counts.prompt_tokens:.0f} in a prompt on average"
     yield "tokens", f"{tokens}, {counts.new_tokens:,} generated"
 
@@ -147,6 +150,8 @@ def _question_facts(row: AnswerRecord) -> Iterator[tuple[str, str]]:
         yield f"choice {number}", choice if score is None else f"{choice}  (log-probability {score:.3f})"
     if row["status"] == "ok":
         yield "answer", row["answer"] or ""
+    elif row["status"] == "removed":
+        yield "removed", row["error_message"] or ""
     else:
         yield "failed", f"{row['error_class']}: {row['error_message']}"
     if row["target"] is not None:

@@ -41,6 +41,7 @@ class RunRecord(TypedDict, total=False):
         estimated: whether ``videos`` is an estimate, while archives are not all indexed.
         error: the error that ended the run, if any.
         ended_by: the limit of hours that ended the run, if any.
+        token_shards: the ids of its committed token shards (COMMITTED_KEY).
     """
 
     run_id: str
@@ -55,6 +56,7 @@ class RunRecord(TypedDict, total=False):
     ended: str
     error: str | None
     ended_by: str
+    token_shards: list[str]
 
 
 class RunFile:
@@ -101,7 +103,11 @@ def read_record(store: Store, name: str) -> RunRecord:
         record = json.loads(store.read(name))
     except (OSError, ValueError, RecursionError):
         return {}
-    is_usable = isinstance(record, dict) and isinstance(record.get("versions", {}), dict)
+    is_usable = (
+        isinstance(record, dict)
+        and isinstance(record.get("versions", {}), dict)
+        and isinstance(record.get(COMMITTED_KEY, []), list)
+    )
     usable_record: RunRecord = record if is_usable else {}
     return usable_record
 
@@ -117,10 +123,8 @@ def newest_record(store: Store) -> RunRecord | None:
 
 def read_committed(store: Store, run_id: str) -> frozenset[str] | None:
     """Return the ids of the token shards that a run recorded as committed; None where its record cannot be read."""
-    try:
-        return frozenset(map(str, json.loads(store.read(f"{RUNS}/{run_id}.json")).get(COMMITTED_KEY, [])))
-    except (OSError, ValueError, RecursionError, AttributeError, TypeError):
-        return None
+    record = read_record(store, f"{RUNS}/{run_id}.json")
+    return frozenset(map(str, record.get("token_shards", []))) if record else None
 
 
 def list_committed_shards(store: Store) -> list[str]:

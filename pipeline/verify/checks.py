@@ -17,12 +17,11 @@ from pipeline.cache.bounds import iter_count_faults
 from pipeline.cache.cached_video import ONE_NUMBER
 from pipeline.cache.header import CacheHeader, deepstack_levels, find_codec, fingerprint, read_declared_method
 from pipeline.cache.live import INDEX_COLUMNS
-from pipeline.cache.schema import LATER, VIDEO_SCHEMA, tier_row_counts, token_schema
+from pipeline.cache.schema import LATER, VIDEO_SCHEMA, complete_columns, tier_row_counts, token_schema
 from pipeline.cache.table import (
     SortedFile,
     TableFile,
     add_places,
-    complete_columns,
     is_same_identity,
     parse_file_name,
     parse_small,
@@ -85,7 +84,7 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
         message = f"{store}/{name}: its rows were made with other settings, and no reader takes them"
         return CheckedCommit(None, [Problem(Kind.FINGERPRINT, message, name)], n_bytes)
     problems = []
-    table = complete_columns(table, VIDEO_SCHEMA.names)
+    table = complete_columns(table, VIDEO_SCHEMA.names, VIDEO_SCHEMA, LATER, f"{store}/{name}")
     if file.is_sorted and (fault := _sorted_fault(table, file)):
         problems.append(Problem(Kind.COMMIT, f"{store}/{name}: {fault}", name))
     bad = set()

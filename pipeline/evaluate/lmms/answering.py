@@ -99,7 +99,10 @@ class CachedReplies:
         ]
         if failures:
             self._refuse_or_warn(
-                [f"{question.where}: {row['error_class']}: {row['error_message']}" for question, row in failures]
+                [
+                    f"{question.where}: {row.get('error_class', 'removed')}: {row['error_message']}"
+                    for question, row in failures
+                ]
             )
         return [question.reply(rows_by_id[question.question_id].get("answer", "")) for question in questions]
 

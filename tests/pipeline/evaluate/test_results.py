@@ -342,7 +342,7 @@ def with_scores(rows, scores):
         (lambda root: (root / "evaluation.json").unlink(), "no results of python -m jobs.evaluate"),
         (
             lambda root: change_scores(root, lambda rows: rows.drop_columns(["cluster"])),
-            "has no cluster as it should be",
+            "it has no column cluster",
         ),
         (lambda root: change_scores(root, lambda rows: rows.slice(0, len(rows) - 5)), "has no score of question"),
         (

@@ -231,7 +231,7 @@ def test_a_question_on_a_removed_video_costs_no_other_one(job_of, tmp_path):
     remove_videos(LocalStore(tmp_path / "c"), ["a"], "asked for", lambda line: None, timedelta(0))
     job = job_of(ROWS[::4])
     ask, (row,) = job.forecast.split(unanswered(job))
-    assert [r["question_id"] for r in ask] == ["since"] and row["error_class"] == "unknown-video"
+    assert [r["question_id"] for r in ask] == ["since"] and (row["status"], row["prompt"]) == ("removed", "")
     assert "'a' was removed from the cache" in row["error_message"] and row["error_message"].endswith(": asked for")
 
 

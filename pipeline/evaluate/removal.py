@@ -1,0 +1,176 @@
+"""The removal of videos from results for good: from answers, scores, tables, page and submissions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.cache.header import ModelIdentity
+from pipeline.cache.schema import write_parquet
+from pipeline.errors import NotAnswers, NotResults
+from pipeline.evaluate.benchmarks import find_benchmark
+from pipeline.evaluate.benchmarks.items import LoadedQuestions
+from pipeline.evaluate.config import ANSWERS_FOLDER, EvaluateConfig
+from pipeline.evaluate.evaluate import present_answers
+from pipeline.evaluate.request import read_results_header
+from pipeline.evaluate.results import (
+    REPORT,
+    TABLES_JSON,
+    TABLES_MD,
+    TABLES_TEX,
+    Presentation,
+    read_scores,
+    write_results,
+)
+from pipeline.evaluate.run import MANIFEST, ScoredQuestions, list_removed
+from pipeline.evaluate.scores import SCORE_SCHEMA, SCORES
+from pipeline.evaluate.statistics import ORIGINAL
+from pipeline.evaluate.submissions import FOLDER, FORM
+from pipeline.generate.answers import read_answers
+from pipeline.generate.removal import AnswersRemoval, bar_videos, remove_answers
+from pipeline.rows import JsonObject
+from pipeline.runner.forget import delete_unfinished
+from pipeline.runner.run_record import new_run_id
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import Store, store_at
+
+_PAGES = "pages"  # folder of older results: pages with the frames of some videos
+_WRITTEN = (SCORES, TABLES_MD, TABLES_TEX, TABLES_JSON, REPORT)
+
+
+@dataclass
+class ResultsRemoval(AnswersRemoval):
+    """The result of a removal from results.
+
+    Attributes:
+        scores: rows of scores that were removed now.
+        left: questions that are still scored.
+        written: files that were made again.
+    """
+
+    scores: int = 0
+    left: int = 0
+    written: Sequence[str] = ()
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines for the user about the result."""
+        yield from super().lines()
+        files = f": {', '.join(self.written)}" if self.written else ""
+        yield f"{self.scores:,} scores removed, {self.left:,} questions are left{files}"
+
+
+def remove_results(
+    store: Store, ids: Sequence[str], reason: str, say: Callable[[str], object], objects: Objects
+) -> ResultsRemoval:
+    """Remove videos from the results of an evaluation for ``reason``; repeat it to resume.
+
+    The scores of other questions stay as they are, and the tables are computed from them. A cache below the results is
+    left as it is.
+
+    Raises NotResults, NotAnswers, UsageError, CacheLocked, CorruptShard and OSError.
+    """
+    identity = cast(JsonObject, read_results_header(store)["identity"])
+    if "scored" in identity:
+        bar_videos(store, new_run_id(), dict.fromkeys(ids, reason))
+        result = ResultsRemoval("", len(ids))
+    else:
+        answers = store_at(f"{store}/{ANSWERS_FOLDER}", objects)
+        result = ResultsRemoval(**vars(remove_answers(answers, ids, reason, say)))
+    removed_ids = _find_questions(store, identity, ids, objects, say)
+    try:
+        scores = read_scores(str(store), store, published=False, columns=SCORE_SCHEMA.names)
+    except NotResults:  # not there, or damaged: what was made of them holds the texts all the same
+        scores = SCORE_SCHEMA.empty_table()
+    # Of a question about several videos the scores know the first.
+    is_removed = pc.or_(
+        pc.is_in(scores["question_id"], value_set=pa.array(removed_ids, pa.string())),
+        pc.is_in(scores["video_id"], value_set=pa.array(ids, pa.string())),
+    )
+    result.questions = sorted({*removed_ids, *scores["question_id"].filter(is_removed).to_pylist()})
+    result.scores = pc.sum(is_removed).as_py() or 0
+    other_scores = scores.filter(pc.invert(is_removed))
+    result.left = pc.count_distinct(other_scores["question_id"]).as_py()
+    _drop_rows(store, frozenset(ids), frozenset(result.questions))
+    result.written = _write(store, identity, other_scores)
+    old_names = {file.name for file in store.list_files(_PAGES)}
+    if not result.left:  # nothing is left to make them of
+        old_names |= {name for name in (*_WRITTEN, *store.names(FOLDER, ".json")) if store.exists(name)} - {FORM}
+    for name in sorted(old_names):
+        store.delete(name)
+    result.deleted += [*sorted(old_names), *delete_unfinished(store, ("", FOLDER, _PAGES))]
+    return result
+
+
+def _find_questions(
+    store: Store, identity: JsonObject, ids: Sequence[str], objects: Objects, say: Callable[[str], object]
+) -> list[str]:
+    """List the questions that are removed by their answers: those of jobs.evaluate, or those that were scored."""
+    scored_places = cast(Sequence[str], identity.get("scored", [f"{store}/{ANSWERS_FOLDER}"]))
+    tables = list[pa.Table]()
+    for place in scored_places:
+        try:
+            tables.append(read_answers(place, store=store_at(place, objects)))
+        except (NotAnswers, OSError) as error:
+            say(
+                f"note: the answers that were scored cannot be read ({error}): a question about several videos is "
+                "removed here only if the first of them is. Run this command where they are"
+            )
+    return list_removed(tables, frozenset(ids))
+
+
+def _drop_rows(store: Store, ids: Collection[str], question_ids: Collection[str]) -> None:
+    """Take videos out of the manifest, and their questions out of the submissions."""
+    if store.exists(MANIFEST):
+        lines = store.read(MANIFEST).decode().split("\n")
+        other_lines = [line for line in lines if not line or json.loads(line)["video_id"] not in ids]
+        store.put(MANIFEST, "\n".join(other_lines).encode())
+    for name in store.names(FOLDER, ".json"):
+        if name != FORM:
+            choices = json.loads(store.read(name)).items()
+            left_choices = {question_id: choice for question_id, choice in choices if question_id not in question_ids}
+            store.put(name, json.dumps(left_choices, indent=1).encode())
+
+
+def _write(store: Store, identity: JsonObject, scores: pa.Table) -> list[str]:
+    """Write scores, and tables and page made of them; return the names of the files. Nothing without scores."""
+    if not len(scores):
+        return []
+    is_scored = "scored" in identity
+    benchmark = None if is_scored else find_benchmark(str(identity["benchmark"]))
+    if benchmark is not None and benchmark.submission:
+        store.put(SCORES, write_parquet(scores))
+        return [SCORES]
+    options = _read_options(store)
+    if benchmark is None:
+        places = [*cast(Sequence[str], identity["scored"])]
+        presentation = present_answers(EvaluateConfig(score=places, **options))
+    else:
+        about = cast(Mapping[str, Any], read_results_header(store).get("about", {}))
+        model = cast(ModelIdentity, identity["model"])
+        presentation = Presentation(
+            title=f"{benchmark.title}, {about.get('model', model['weights'])}",
+            benchmark=benchmark,
+            described=identity,
+            facts=[("model", str(about.get("model", ""))), ("weights", model["weights"])],
+            token_bytes=about.get("token_bytes"),
+            names=about.get("names", {}),
+            **options,
+        )
+    scored = ScoredQuestions(loaded=LoadedQuestions((), (), 0), scores=scores)
+    return write_results(store, scored, presentation)[1]
+
+
+def _read_options(store: Store) -> dict[str, Any]:
+    """Read the reference, draws and seed of the tables that are there; {} where they do not say it."""
+    try:
+        table = json.loads(store.read(TABLES_JSON))[0]
+        return {name: table[name] for name in ("draws", "seed")} | (
+            {} if table["reference"] == ORIGINAL.method else {"reference": table["reference"]}
+        )
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}

@@ -1,0 +1,237 @@
+"""The removal of answers for good: for takedowns, licences, privacy.
+
+``removed/`` has a file for each removal, with the ids of its videos. It bars them: a question about one of them is
+neither asked nor counted as failed. Its answers stay as rows of status "removed" without any text; such a row beats all
+other rows of its question. Files that held the texts are written again and deleted.
+
+Rerun the command to resume after a kill.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.cache.near_ids import near_ids
+from pipeline.cache.schema import write_parquet
+from pipeline.cache.table import check_content, make_small_name
+from pipeline.errors import printable
+from pipeline.generate.answers import (
+    ANSWERS,
+    SUFFIXES,
+    AnswersTable,
+    parse_shard,
+    read_answers_header,
+)
+from pipeline.inputs.tables import carried_json
+from pipeline.rows import JsonObject, QuestionRecord
+from pipeline.runner.claim import Claim
+from pipeline.runner.cluster import provenance
+from pipeline.runner.forget import delete_unfinished, forget_in_runs, iter_texts
+from pipeline.runner.run_record import RUNS, RunFile, new_run_id, now
+from pipeline.storage.stores import Store
+
+REMOVED = "removed"  # folder, and status of the rows
+_KEYS = ("question_id", "video_ids", "pruning", "method_code", "attempts")  # columns that a removed row keeps
+_MAX_EXAMPLES = 5  # unknown ids that a result names
+_MAX_ROWS_AS_OBJECTS = 4096
+_VERSIONS = ("gstep-cache", "pyarrow")
+
+
+@dataclass
+class AnswersRemoval:
+    """The result of a removal.
+
+    Attributes:
+        run_id: it names the record in runs/.
+        videos: ids that are barred now; ``unknown`` are those of them that no question was about.
+        likely: ids that may have been meant by the first unknown ids.
+        questions: ids of all questions about them.
+        answers: rows whose texts were removed now, superseded rows too.
+        deleted: files that held the texts.
+    """
+
+    run_id: str
+    videos: int = 0
+    unknown: list[str] = field(default_factory=list)
+    likely: dict[str, list[str]] = field(default_factory=dict)
+    questions: list[str] = field(default_factory=list)
+    answers: int = 0
+    deleted: list[str] = field(default_factory=list)
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines for the user about the result."""
+        yield (
+            f"{self.videos:,} videos removed for good from the answers, with {len(self.questions):,} questions about "
+            f"them; {self.answers:,} answers lost their texts"
+        )
+        yield f"{len(self.deleted):,} files deleted; {REMOVED}/ says why"
+        if self.unknown:
+            shown = ", ".join(self.unknown[:_MAX_EXAMPLES])
+            yield f"note: no question was about {len(self.unknown):,} of the videos, and none is asked now: {shown}"
+        for video_id, likely in self.likely.items():
+            yield f"note: no question was about {video_id}; did you mean {', '.join(likely)}?"
+
+
+def read_barred(store: Store) -> dict[str, str]:
+    """Read which videos were removed from answers or results: id -> the reason. Raises CorruptShard, OSError."""
+    barred: dict[str, str] = {}
+    for name in store.names(REMOVED, ".json"):
+        data = store.read(name)
+        check_content(store, name, data)
+        barred |= json.loads(data)["videos"]
+    return barred
+
+
+def format_removed(
+    store: Store, live: pa.Table, remaining: Sequence[QuestionRecord], reasons: Mapping[str, str]
+) -> list[str]:
+    """Return lines for the user about questions whose videos were removed; [] if there are none.
+
+    Args:
+        live: the live rows of the questions.
+        reasons: the reason for each removed video.
+    """
+    if not reasons:
+        return []
+    lines = []
+    barred = [(row["question_id"], reasons[name]) for row in remaining for name in row["video_ids"] if name in reasons]
+    if barred:
+        n_questions = len({name for name, _ in barred})
+        name, reason = barred[0]
+        lines.append(
+            f"note: {n_questions} questions are about removed videos, e.g. {name}: {reason}. They are not asked, and "
+            "count as neither failed nor missing"
+        )
+    good = live.filter(pc.equal(live["status"], "ok")).select(["question_id", "video_ids"]).to_pylist()
+    if names := [row["question_id"] for row in good if not reasons.keys().isdisjoint(row["video_ids"])]:
+        lines.append(
+            f"note: {len(names)} answers are about videos that were removed since, e.g. {names[0]}. {store} keeps "
+            f"them: python -m jobs.remove {store} --ids FILE --reason TEXT removes them too"
+        )
+    return lines
+
+
+def bar_videos(store: Store, run_id: str, reasons: Mapping[str, str]) -> None:
+    """Bar videos, id -> the reason, from answers or results; those that are barred already keep their reason."""
+    barred = read_barred(store)
+    if new := {video_id: printable(reason) for video_id, reason in reasons.items() if video_id not in barred}:
+        data = json.dumps({"videos": new, "time": now()}, indent=1).encode()
+        store.put(make_small_name(REMOVED, run_id, 0, data, ".json"), data)
+
+
+def remove_answers(store: Store, ids: Sequence[str], reason: str, say: Callable[[str], object]) -> AnswersRemoval:
+    """Remove the answers about these videos for ``reason``, and bar the videos; repeat it to resume.
+
+    A question about several videos is removed if one of them is.
+
+    Raises NotAnswers, CacheLocked where a run writes to it, CorruptShard where a file of answers is damaged, and
+    OSError.
+    """
+    read_answers_header(store)
+    result = AnswersRemoval(new_run_id(), len(ids))
+    record: JsonObject = {**provenance(result.run_id, _VERSIONS), "removed": len(ids), "reason": reason}
+    with Claim(store, result.run_id, say), RunFile(store, record):
+        bar_videos(store, result.run_id, dict.fromkeys(ids, reason))
+        _Removal(store, frozenset(ids), reason, result).run()
+    return result
+
+
+class _Removal:
+    """The steps of one removal of answers, once its videos are barred."""
+
+    def __init__(self, store: Store, ids: frozenset[str], reason: str, result: AnswersRemoval) -> None:
+        self._store, self._ids, self._result = store, ids, result
+        self._new_values: dict[str, str] = {
+            "prompt": "",
+            "status": REMOVED,
+            "run_id": result.run_id,
+            "error_message": printable(reason),
+        }
+
+    def run(self) -> None:
+        """Forget the texts in the records of runs, then in the files of answers, and delete what held them."""
+        names, result = AnswersTable(self._store).names(), self._result
+        held_names, removed_texts, video_ids = list[str](), set[str](), set[str]()
+        for name, table in self._read(names):
+            video_ids.update(pc.list_flatten(table["video_ids"]).to_pylist())
+            removed_rows = table.filter(self._find_rows(table))
+            result.questions += removed_rows["question_id"].to_pylist()
+            with_texts = removed_rows.filter(pc.not_equal(removed_rows["status"], REMOVED))
+            if len(with_texts):
+                held_names.append(name)
+                removed_texts.update(_iter_texts(with_texts))
+                result.answers += len(with_texts)
+        for _, table in self._read(names if removed_texts else []):  # texts that other answers have too stay
+            removed_texts.difference_update(_iter_texts(table.filter(pc.invert(self._find_rows(table)))))
+        result.questions = sorted(set(result.questions))
+        result.unknown = sorted(self._ids - video_ids)
+        for video_id in result.unknown[:_MAX_EXAMPLES]:
+            if likely := near_ids(video_id, pa.chunked_array([sorted(video_ids - self._ids)], pa.string())):
+                result.likely[video_id] = likely
+        # First, since the files of answers alone tell a later run of this command which texts these are.
+        forget_in_runs(self._store, self._ids, removed_texts)
+        for number, name in enumerate(held_names):
+            self._rewrite(number, name)
+        for name in held_names:
+            self._store.delete(name)
+        result.deleted += [*held_names, *delete_unfinished(self._store, ("", ANSWERS, RUNS, REMOVED))]
+
+    def _read(self, names: Sequence[str]) -> Iterator[tuple[str, pa.Table]]:
+        """Yield the name and the rows of each file of answers. Raises CorruptShard, OSError."""
+        for name, data in zip(names, self._store.read_all(names), strict=True):
+            yield name, parse_shard(self._store, name, data)
+
+    def _find_rows(self, table: pa.Table) -> pa.Array:
+        """Return a mask of the rows about removed videos."""
+        return pa.array([not self._ids.isdisjoint(ids) for ids in table["video_ids"].to_pylist()], pa.bool_())
+
+    def _rewrite(self, number: int, name: str) -> None:
+        """Write a file of answers again, without the texts of its removed rows."""
+        data, suffix = self._store.read(name), PurePosixPath(name).suffix
+        if suffix == SUFFIXES["parquet"]:
+            new_data = write_parquet(self._clear_rows(parse_shard(self._store, name, data)))
+        else:
+            lines = data.decode().split("\n")  # lines of other answers stay as they are, to the byte
+            new_data = "\n".join(line and self._clear_line(line) for line in lines).encode()
+        self._store.put(make_small_name(ANSWERS, self._result.run_id, number, new_data, suffix), new_data)
+
+    def _clear_rows(self, table: pa.Table) -> pa.Table:
+        """Return a table whose removed rows have _KEYS, the status and the reason, and nulls."""
+        is_removed = self._find_rows(table)
+        other_rows = pc.if_else(is_removed, pa.scalar(None, pa.int64()), pa.array(range(len(table)), pa.int64()))
+        for index, column in enumerate(table.schema):
+            if column.name in self._new_values:
+                value = pa.scalar(self._new_values[column.name], pa.string())
+                table = table.set_column(index, column, pc.if_else(is_removed, value, table[column.name]))
+            elif column.name not in _KEYS:
+                table = table.set_column(index, column, table[column.name].take(other_rows))
+        return table
+
+    def _clear_line(self, line: str) -> str:
+        """Return a line of JSON like a removed row, if it is about a removed video; else the line."""
+        row: dict[str, Any] = json.loads(line)
+        if self._ids.isdisjoint(row["video_ids"]):
+            return line
+        keys = {name: row.get(name) for name in _KEYS}
+        return carried_json({**dict.fromkeys(row), **keys, **self._new_values}, ensure_ascii=False)
+
+
+def _iter_texts(rows: pa.Table) -> Iterator[str]:
+    """Yield the texts of answers, carried columns and system messages included, but not their keys.
+
+    Each comes as it is, and as a message shows it.
+    """
+    names = {*rows.column_names} - {*_KEYS, "run_id", "status", "error_class", "finish"}
+    for batch in rows.select(sorted(names)).to_batches(max_chunksize=_MAX_ROWS_AS_OBJECTS):
+        for row in batch.to_pylist():
+            row["decoding"] = None if row["decoding"] is None else json.loads(row["decoding"]).get("system")
+            for text in iter_texts(row):
+                if text.strip():
+                    yield from (text, printable(text))

@@ -1,0 +1,99 @@
+"""What the records and logs of runs say of removed videos, and files that a stopped writer left unfinished."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import PurePosixPath
+
+from pipeline.inputs.forms import FORMS
+from pipeline.inputs.listings import VIDEO_SUFFIXES, find_suffix
+from pipeline.rows import Json
+from pipeline.runner.run_record import RUNS
+from pipeline.storage.stores import TEMPORARY, Store
+
+_INSTEAD = "(removed)"
+# Fields of a record that name no video: a short id must not change a version or a shard.
+_KEPT_KEYS = frozenset(
+    {"run_id", "host", "versions", "status", "device", "dtype", "resources", "token_shards", "emptied"}
+)
+_OPTIONS = frozenset({"videos", "ask", "system"})  # options of a run that may hold the texts
+_IN_ARCHIVE = re.compile(rf"({'|'.join(map(re.escape, FORMS))})/")
+
+
+def forget_in_runs(store: Store, ids: Collection[str], texts: Collection[str]) -> None:
+    """Replace ids of videos and other texts by "(removed)" in the records and logs of all runs.
+
+    An id is replaced in every form that an address gives it. Raises OSError.
+    """
+    stems = _stems([*ids, *texts, *(_IN_ARCHIVE.sub(r"\1#", video_id) for video_id in ids)])
+    for file in store.list_files(RUNS):
+        if file.name.endswith((".json", ".log")):
+            _rewrite(store, file.name, stems)
+
+
+def delete_unfinished(store: Store, folders: Iterable[str]) -> list[str]:
+    """Delete the files of these folders whose writer was stopped, and return their names. Raises OSError.
+
+    No run may be writing.
+    """
+    names = [file.name for folder in folders for file in store.list_files(folder)]
+    unfinished_names = [name for name in names if PurePosixPath(name).name.startswith(TEMPORARY)]
+    for name in unfinished_names:
+        store.delete(name)
+    return unfinished_names
+
+
+def _stems(texts: Iterable[str]) -> list[str]:
+    """Return texts without a video's suffix, the longest first: what is beside a video has its stem."""
+    stems = {text[: -len(find_suffix(text))] if find_suffix(text) in VIDEO_SUFFIXES else text for text in texts}
+    return sorted(stems - {""}, key=lambda stem: (-len(stem), stem))
+
+
+def _rewrite(store: Store, name: str, texts: Iterable[str]) -> None:
+    """Replace the texts by "(removed)" in a record or log of a run; a file without them stays as it is.
+
+    A text is replaced where it stands as a whole word, with the file suffixes behind it (.mp4). Raises OSError.
+    """
+    content = store.read(name).decode("utf-8", "replace")
+    try:
+        record: Json = json.loads(content)
+    except (ValueError, RecursionError):
+        record = content  # a log, or a record that was cut off
+    whole = "\n".join(iter_texts(record))
+    present = [text for text in texts if text in whole]
+    patterns = [re.compile(rf"(?<![\w-]){re.escape(text)}(\.\w+)*(?![\w-])") for text in present]
+    new_record = _without(record, patterns)
+    if new_record != record:
+        store.put(name, (new_record if isinstance(new_record, str) else json.dumps(new_record, indent=2)).encode())
+
+
+def iter_texts(value: Json) -> Iterator[str]:
+    """Yield the texts in a value of JSON, at any depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from iter_texts(part)
+
+
+def _without(value: Json, patterns: Collection[re.Pattern[str]]) -> Json:
+    """Return a value of JSON with "(removed)" for each match of the patterns in its texts.
+
+    Fields of _KEPT_KEYS stay, and of the options of a run all but _OPTIONS.
+    """
+    if isinstance(value, str):
+        for pattern in patterns:
+            value = pattern.sub(_INSTEAD, value)
+        return value
+    if isinstance(value, dict):
+        return {name: part if name in _KEPT_KEYS else _part(name, part, patterns) for name, part in value.items()}
+    return [_without(part, patterns) for part in value] if isinstance(value, list) else value
+
+
+def _part(name: str, part: Json, patterns: Collection[re.Pattern[str]]) -> Json:
+    """Return a part of a record without matches; of the options of a run only _OPTIONS are changed."""
+    if name != "config" or not isinstance(part, dict):
+        return _without(part, patterns)
+    return {option: _without(value, patterns) if option in _OPTIONS else value for option, value in part.items()}
