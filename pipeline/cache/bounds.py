@@ -17,7 +17,7 @@ from pipeline.cache.pages import iter_page_sizes
 from pipeline.cache.schema import READ_THREADS, open_parquet
 from pipeline.rows import VideoRow
 
-_MIN_LIMIT: Final = 2**25  # bytes that any file may unpack to
+_MIN_LIMIT: Final = 2**26  # bytes that any file may unpack to
 _BYTES_PER_STORED_BYTE: Final = 256  # beyond that; rows have hashes of their own, so they shrink thirtyfold at most
 _LEVEL_BYTES: Final = 4  # Arrow's levels of nesting and nulls, for each value
 _WIDTHS: Final = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}

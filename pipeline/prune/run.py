@@ -77,12 +77,20 @@ from pipeline.rows import JsonObject, VideoRecord, is_infrastructure_error, may_
 from pipeline.runner.cluster import choose_device, find_failing_nodes, provenance, sum_resources
 from pipeline.runner.driver import Driver
 from pipeline.runner.heartbeats import WorkerReport
-from pipeline.runner.run_record import COMMITTED_KEY, RunFile, check_out, list_committed_shards, new_run_id
+from pipeline.runner.run_record import (
+    COMMITTED_KEY,
+    RunFile,
+    check_out,
+    list_committed_shards,
+    new_run_id,
+    newest_record,
+)
 from pipeline.runner.shards import RunGraph
 from pipeline.runner.stages import Plan
 from pipeline.storage.hub import is_remote
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
+from pipeline.video.sampling import CHANGED_BY_RULES, DECODING_RULES
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord", "torchcodec")
 # Fewer failures of one class never stop a run: a missing folder may hold as many videos.
@@ -284,8 +292,10 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             self._todo, self._is_estimated = todo, not todo.is_complete
             n_videos = todo.estimate_count()
             device, dtype = self._begin(n_videos)
+            self._note_other_rules()
             record: JsonObject = {
                 **provenance(self.run_id, _RECORDED_VERSIONS),
+                "decoding_rules": DECODING_RULES,
                 "config": self.options.as_record(),
                 "device": device,
                 "dtype": dtype,
@@ -304,6 +314,15 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
                 except LimitReached as reached:
                     self.run_file.note(ended_by=str(reached))
                     self.say(f"note: {reached}. Progress is saved. Rerun the command to continue")
+
+    def _note_other_rules(self) -> None:
+        """Say if the last run on this cache made frames by other rules: rows of both versions are in one cache then."""
+        record = newest_record(self.store)
+        if record is not None and record.get("decoding_rules", 1) != DECODING_RULES:
+            self.say(
+                "note: another version of this program decoded the rows that the cache has. They stay as they are. "
+                f"This run's frames or times differ for {CHANGED_BY_RULES}. --redo IDS decodes such videos again"
+            )
 
     def _begin(self, n_videos: int) -> tuple[str, str]:
         """Join the cluster, write the header of a new cache, and set ``stages`` and ``facts``; return device and dtype.

@@ -170,7 +170,12 @@ def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: boo
         made_with = fingerprint(read_header(out)["identity"])
         todo = _todo(job.source, out, made_with, result)
         if len(todo):
-            about: JsonObject = {"rewritten_from": str(job.source.store), "config": job.config, "videos": len(todo)}
+            about: JsonObject = {
+                "rewritten_from": str(job.source.store),
+                "config": job.config,
+                "decoding_rules": (newest_record(job.source.store) or {}).get("decoding_rules", 1),
+                "videos": len(todo),
+            }
             record = RunFile(out, {**provenance(result.run_id, _VERSIONS), **about})
             with record:
                 _stream(job, todo, out, record, result, say)

@@ -36,6 +36,7 @@ class RunRecord(TypedDict, total=False):
 
     Attributes:
         versions: package -> version.
+        decoding_rules: the version of the rules that made frames of files; records of before version 2 have none.
         config: all options of the run, defaults too.
         videos: the number of videos to do.
         estimated: whether ``videos`` is an estimate, while archives are not all indexed.
@@ -48,6 +49,7 @@ class RunRecord(TypedDict, total=False):
     host: str
     pid: int
     versions: dict[str, str | None]
+    decoding_rules: int
     config: JsonObject
     videos: int
     estimated: bool

@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -97,6 +97,11 @@ class LocalStore:
         self._label = str(root)
         self.root = Path(os.path.abspath(root))  # noqa: PTH100 - workers have other working folders; links stay
         self._open_folder: _OpenFolder | None = None
+        self._makes_root = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Where a node lacks the mount, a worker must not write to a new folder on the node's own disk.
+        return {**self.__dict__, "_makes_root": False}
 
     @property
     def folder(self) -> Path:
@@ -155,9 +160,12 @@ class LocalStore:
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         """Write a file in one atomic step: it is complete under ``name`` afterwards, or absent. Raises OSError.
 
-        Missing folders below the root are made; a file of that name is replaced. Raises OSError too if a folder below
-        the root is a symbolic link, as a cache from elsewhere may have: nothing outside the root is written or deleted.
+        A file of that name is replaced. Missing folders are made. The root is made too, unless it is gone since an
+        earlier write or this store came from another process. Raises OSError too if a folder below the root is a
+        symbolic link, as a cache from elsewhere may have: nothing outside the root is written or deleted.
         """
+        if self._makes_root and self._open_folder is None:
+            self.root.mkdir(parents=True, exist_ok=True)
         root, path = self._descriptor(), PurePosixPath(check_name(name))
         temporary = str(path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}"))
         mode = _make_folders(path, root)

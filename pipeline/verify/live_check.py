@@ -36,6 +36,7 @@ from pipeline.runner.cluster import package_version
 from pipeline.runner.run_record import RUNS, RunRecord, newest_record, read_record
 from pipeline.storage.s3 import Objects
 from pipeline.verify.report import Kind, LiveResult, Problem, Report
+from pipeline.video.sampling import DECODING_RULES
 from pipeline.video.source import same_source
 
 # If the same program on the same kind of machine made both, every bit counts. Other versions and processors round
@@ -189,8 +190,11 @@ def suspicion(result: LiveResult) -> str:
 
 
 def versions_of(row: VideoRow, run: RunRecord, record: VideoRecord) -> dict[str, tuple[str, str]]:
-    """Return the versions and devices that differ from those at encoding time, as name -> (then, now)."""
-    then, now = dict(run.get("versions", {})), {name: package_version(name) for name in run.get("versions", {})}
+    """Return the versions, rules and devices that differ from those at encoding time, as name -> (then, now)."""
+    then: dict[str, object] = dict(run.get("versions", {}))
+    now: dict[str, object] = {name: package_version(name) for name in then}
+    if run:
+        then["decoding_rules"], now["decoding_rules"] = run.get("decoding_rules", 1), DECODING_RULES
     before, after = row["runtime"] or {}, json.loads(record.get("runtime") or "{}")
     if after:
         then |= {name: before.get(name) for name in _RUNTIME}

@@ -21,6 +21,14 @@ FRAME_RULES: Mapping[str, str] = {
 ROUNDED, STEPPED = "rounded", "stepped"
 #: The version of the rule by which ``fps`` takes frames. Rows of caches made by another one do not mix.
 TIME_RULE = 2
+#: The version of the rules by which a file becomes frames. One cache may have rows by several versions: the record of a
+#: run has its version, and a run says so if the cache's last run had another one.
+DECODING_RULES = 2
+#: The kinds of files whose frames or times are others than by the version before.
+CHANGED_BY_RULES = (
+    "transport streams of several PIDs, AVI and raw streams with B-frames, packets that show no frame, frame sizes "
+    "that change, colors above 8 bits"
+)
 # Times are quotients of integers; a frame at 0.1 s must count as on screen at 0.1 s. No video has frames this close.
 _EPSILON = 1e-6
 _TICKS = 2  # by which rounding moves a timestamp: its own rounding, the first frame's, and the demuxer's interpolation

@@ -27,6 +27,7 @@ from pipeline.generate.answers import ANSWER_SCHEMA, LATER_COLUMNS, AnswersTable
 from pipeline.runner.run_record import newest_record
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.live_check import read_run_config
+from pipeline.video.sampling import DECODING_RULES
 from tests.jobs.jobs import forbid_models, forbid_ray, run_here
 from tests.paths import ROOT
 from tests.pipeline.s3 import S3Server
@@ -104,7 +105,9 @@ def test_caches_of_two_versions_are_merged(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("one_ray")
 def test_new_videos_and_new_questions_join_the_stored_rows(stored, sources):
     sources.client.put_object(Bucket="stored", Key="videos/c.mp4", Body=(STORED / "videos/b.mp4").read_bytes())
-    assert "1 videos in" in succeed(prune, VIDEOS, "--out", "compacted", *SAMPLING)
+    said = succeed(prune, VIDEOS, "--out", "compacted", *SAMPLING)
+    assert "1 videos in" in said and "another version of this program decoded the rows" in " ".join(said.split())
+    assert newest_record(LocalStore(stored / "compacted"))["decoding_rules"] == DECODING_RULES
     succeed(compact, "compacted", "--keep-minutes", "0")
     assert TokenCache("compacted").video_ids == ["a.mp4", "b.mp4", "c.mp4"]
     assert "nothing is wrong" in succeed(verify, "compacted")

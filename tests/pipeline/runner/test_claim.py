@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -147,7 +148,8 @@ def test_a_clock_that_jumps_back_lets_nobody_wait_for_a_day(tmp_path):
 
 def test_a_place_that_takes_nothing_is_refused(tmp_path):
     with pytest.raises(UsageError, match="nothing can be written here"):
-        Claim(LocalStore(tmp_path / "gone"), "r", print).__enter__()
+        Claim(copy(LocalStore(tmp_path / "gone")), "r", print).__enter__()  # a worker has a copy
+    assert not (tmp_path / "gone").exists()
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "runs").write_text("a file")
     with pytest.raises(UsageError, match="nothing can be written here"):

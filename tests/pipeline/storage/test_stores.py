@@ -122,7 +122,6 @@ def test_a_mount_that_cannot_sync_a_folder_takes_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", refuse)
     store = LocalStore(tmp_path / "c")
-    store.make()
     for number in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):
         faults["folder"] = number
         for name in ("a", "d/e/a"):
