@@ -18,7 +18,7 @@ class Family(NamedTuple):
             but cannot answer questions.
         published: the names of the family's published checkpoints.
         files: the files, besides config.json, weights and chat template, that all of these checkpoints have.
-        usual_files: the files that some of these checkpoints have and others may lack. InternVL3, for example, has no
+        usual_files: the files that these checkpoints or fine-tuned ones may lack. InternVL3, for example, has no
             video_preprocessor_config.json, and InternVL3.5 has one.
     """
 
@@ -53,19 +53,22 @@ FAMILIES: Mapping[str, Family] = {
         "gstep.backbones.qwen2_5_vl:Qwen2_5VL",
         "gstep.language.qwen_vl:Qwen2_5Prompts",
         "Qwen/Qwen2.5-VL-3B, -7B, -32B and -72B-Instruct",
-        (*_FILES, _GENERATION),
+        _FILES,
+        (_GENERATION,),
     ),
     "qwen3_vl": Family(
         "gstep.backbones.qwen3_vl:Qwen3VL",
         "gstep.language.qwen_vl:Qwen3Prompts",
         "Qwen/Qwen3-VL-2B, -4B, -8B and -32B, -Instruct and -Thinking",
-        (*_FILES, _VIDEO, _GENERATION),
+        (*_FILES, _VIDEO),
+        (_GENERATION,),
     ),
     "qwen3_vl_moe": Family(
         "gstep.backbones.qwen3_vl:Qwen3VLMoe",
         "gstep.language.qwen_vl:Qwen3Prompts",
         "Qwen/Qwen3-VL-30B-A3B and -235B-A22B, -Instruct and -Thinking",
-        (*_FILES, _VIDEO, _GENERATION),
+        (*_FILES, _VIDEO),
+        (_GENERATION,),
     ),
     "qwen3_5": Family(
         "gstep.backbones.qwen3_vl:Qwen3_5",

@@ -30,7 +30,7 @@ from jobs.frame.json_document import (
     print_document,
     stdout_as_stderr,
 )
-from pipeline.console import CleanConsole
+from pipeline.console import CleanConsole, clean
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.options import likely_share
 from pipeline.options import share as share_or_percent
@@ -107,7 +107,7 @@ class Parser(argparse.ArgumentParser):
             message += did_you_mean(choice_error[1], re.findall(r"[\w.-]+", choice_error[2]))
         if self._json:
             print_document(error_record(UsageError(message)))
-        self.exit(2, f"usage: {self.prog} [options]; --help lists them\n{self.prog}: error: {message}\n")
+        self.exit(2, f"usage: {self.prog} [options]; --help lists them\n{self.prog}: error: {clean(message)}\n")
 
 
 class _HelpAll(argparse.Action):

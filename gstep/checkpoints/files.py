@@ -30,6 +30,7 @@ from gstep.lazy import did_you_mean
 #: Trained checkpoints that come with this package; each has its model card.
 SHIPPED: Mapping[str, Path] = {"shapes": Path(__file__).parent / "shipped" / "shapes"}
 # Every repository on the Hub has this file. No model needs it, so only a download of the whole repository fetches it.
+# If such a download was interrupted, weights are missing as a rule, which is an error of its own.
 _IN_EVERY_REPOSITORY = ".gitattributes"
 
 
@@ -43,8 +44,8 @@ class CheckpointFiles:
         revision: the commit sha of a Hugging Face id, else None.
         published: the files that every published checkpoint of the family has. If the Hub is out of reach, ``find``
             never takes one of them for absent without evidence.
-        usual: the files that some published checkpoints of the family lack. If the Hub is out of reach, such a file
-            counts as absent only if the whole repository was downloaded.
+        usual: the files that checkpoints of the family may lack. If the Hub is out of reach, such a file counts as
+            absent only if the whole repository was downloaded.
     """
 
     kind: Literal["folder", "hub", "shipped", "tiny"]
@@ -107,8 +108,11 @@ class CheckpointFiles:
         return isinstance(try_to_load_from_cache(self.location, filename, revision=self.revision), str)
 
     def require_any(self, *filenames: str) -> None:
-        """Raise ModelError if the Hub is out of reach and its cache cannot tell whether any of the files exists."""
-        if not any(map(self.has, filenames)):
+        """Raise ModelError if the Hub is out of reach and its cache cannot tell whether any of the files exists.
+
+        If the whole repository was downloaded, it can tell.
+        """
+        if not self._is_cached(_IN_EVERY_REPOSITORY) and not any(map(self.has, filenames)):
             for filename in filenames:
                 self.find(filename, required=True)
 
@@ -228,5 +232,5 @@ def _describe_unreachable(repo: str, filename: str) -> str:
     return (
         f"{repo!r} is no folder here, and {filename} of the model of that name is not in the cache of the Hugging Face "
         f"Hub ({constants.HF_HUB_CACHE}) and could not be fetched ({reason}): check the name, the network and, for a "
-        f"gated model, HF_TOKEN; or download the whole repository elsewhere (hf download {repo}) and pass the folder"
+        f"gated model, HF_TOKEN; or download the whole repository (hf download {repo}) and pass the folder"
     )

@@ -23,7 +23,7 @@ from gstep.language.types import ChatMessage
 #: CPU seconds that a rendering may take in its thread; those of published templates take milliseconds.
 MAX_RENDER_S = 5.0
 _MAX_PART_S = 0.005  # added for each part of a message, of which published templates render thousands a second
-#: Bytes by which the process may grow during a rendering.
+#: Bytes by which the process may grow during a rendering. Limits are checked after each step; none ends a single step.
 MAX_RENDER_BYTES = 2**30
 _SLOW_STEP_S = 0.005  # CPU seconds of a single step that may have allocated much
 _TEMPLATE_CODE = "<template>"  # Jinja's file name for the code of a template

@@ -44,7 +44,8 @@ def find_address() -> str | None:
     """Return the address of the cluster that ``ray.init()`` would join: RAY_ADDRESS, or one started by ``ray start``.
 
     Returns None where Ray starts a cluster of its own. Raises RunFailed for the address of a job server, where nothing
-    listens, and if another user (not root) left the address, since joining a cluster runs its code here.
+    listens, and if another user (not root) left the address, since joining a cluster runs its code here. An address of
+    another user at which nothing listens is ignored.
     """
     environment_address = os.environ.get("RAY_ADDRESS", "")
     address = environment_address or read_ray_address()
@@ -57,6 +58,10 @@ def find_address() -> str | None:
         )
     file = None if environment_address else Path(get_ray_address_file(None))
     if file is not None and file.stat().st_uid not in {0, os.geteuid()}:  # every user may write to its folder
+        try:
+            _check_listens(address, file)
+        except RunFailed:
+            return None
         raise RunFailed(
             f"another user left the address of a Ray cluster in {file}, and that cluster could run its code here: "
             f"RAY_ADDRESS={address} joins it, {_ALONE}"

@@ -21,6 +21,8 @@ from pipeline.runner.disks import MIN_FREE_BYTES
 
 _KEPT_SESSIONS = 3  # ended sessions whose logs stay
 _LOCK = "gstep.lock"  # a file in a session; only sessions that have it are deleted, not those of ``ray start``
+_MAX_SOCKET_BYTES = 107  # of the path of a Unix socket
+_SOCKET = "/session_2026-01-01_00-00-00_000000_{}/sockets/plasma_store"  # with the process id: Ray's longest path
 _LOCKED_S = 60.0  # a younger file may not be locked yet
 _locks: list[int] = []  # descriptors that hold the locks of this process's sessions
 
@@ -29,22 +31,32 @@ def find_ray_folder() -> Path:
     """Return the path of the folder; nothing is created.
 
     It lies in RAY_TMPDIR, else in TMPDIR, else in /tmp, under Ray's own name if only this user can enter that folder.
-    Elsewhere it is ``ray-UID/ray``: Ray opens its folder to every user, so a private folder is around it. The path is
-    short, since the path of a socket has at most 107 bytes.
+    Elsewhere it is ``ray-UID/ray``: Ray opens its folder to every user, so a private folder is around it. If its path
+    in TMPDIR is too long for sockets, it lies in /tmp.
     """
     default = Path(get_ray_address_file(None)).parent
     with suppress(OSError):  # it does not exist yet
         if _is_own(base := default.parent.stat()) and not stat.S_IMODE(base.st_mode) & 0o077:
             return default
-    return default.with_name(f"ray-{os.geteuid()}") / default.name
+    own_name = f"ray-{os.geteuid()}"
+    folder = default.with_name(own_name) / default.name
+    return Path("/tmp", own_name, default.name) if _is_too_long(folder) and "RAY_TMPDIR" not in os.environ else folder
+
+
+def _is_too_long(folder: Path) -> bool:
+    """Return True if the sockets of a session in a folder would have too long a path."""
+    return len(os.fsencode(folder)) + len(_SOCKET.format(os.getpid())) > _MAX_SOCKET_BYTES
 
 
 def make_ray_folder() -> Path:
     """Create the folder if needed, delete what ended sessions left in it, and return it. No other user can enter it.
 
-    Raises OSError, also if the disk is full, or if ``ray-UID`` is a link or belongs to another user.
+    Raises OSError, also if the path is too long, the disk is full, or ``ray-UID`` is a link or another user's.
     """
     folder = find_ray_folder()
+    if _is_too_long(folder):
+        message = "the path is too long for Ray's sockets: name a shorter folder by RAY_TMPDIR"
+        raise OSError(errno.ENAMETOOLONG, message, str(folder))
     if folder.parent.name == f"ray-{os.geteuid()}":
         _make_private(folder.parent)
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +64,7 @@ def make_ray_folder() -> Path:
     disk = shutil.disk_usage(folder)
     if disk.total and disk.free < MIN_FREE_BYTES:  # Ray would wait for its processes for a minute
         raise OSError(
-            errno.ENOSPC, "the disk is full: free space on it, or name another one with RAY_TMPDIR", str(folder)
+            errno.ENOSPC, "the disk is full: free space on it, or name another one by RAY_TMPDIR", str(folder)
         )
     return folder
 
@@ -63,7 +75,9 @@ def _make_private(folder: Path) -> None:
         folder.mkdir(0o700, parents=True)
     info = folder.lstat()
     if not (stat.S_ISDIR(info.st_mode) and _is_own(info)):
-        raise PermissionError(f"{folder} is a link or belongs to another user: remove it, or set RAY_TMPDIR")
+        raise PermissionError(
+            f"{folder} is a link or belongs to another user: remove it, or name another folder by RAY_TMPDIR"
+        )
     folder.chmod(0o700)
 
 

@@ -75,6 +75,8 @@ def test_an_address_that_another_user_left_is_joined_only_by_name(monkeypatch, l
             find_address()
         monkeypatch.setenv("RAY_ADDRESS", address)
         assert find_address() == address
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert find_address() is None  # its head has ended: the file must not end every other user's runs
 
 
 def test_the_token_of_a_cluster_of_ones_own_is_in_the_environment_alone(own_machine):

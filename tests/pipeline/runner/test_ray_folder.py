@@ -17,11 +17,19 @@ OWN = f"ray-{os.geteuid()}"  # the private folder around Ray's
 
 
 @pytest.fixture
-def base(tmp_path, monkeypatch) -> Path:
+def shared() -> Iterator[Path]:
+    """A folder for every user whose path is short enough for sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="shared-", dir="/tmp"))
+    folder.chmod(0o1777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def base(shared, monkeypatch) -> Path:
     """A temporary folder into which every user may write, as /tmp."""
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    tmp_path.chmod(0o777)
-    return tmp_path
+    monkeypatch.setenv("RAY_TMPDIR", str(shared))
+    return shared
 
 
 @pytest.mark.parametrize("mode", [0o1777, 0o755, 0o711])
@@ -69,7 +77,7 @@ def test_a_name_that_somebody_else_took_is_refused_with_the_remedy(base, kind):
     else:
         (base / OWN).mkdir()
         os.chown(base / OWN, 12345, -1)
-    with pytest.raises(PermissionError, match=f"{OWN} is a link or belongs to another user: remove it, or set RAY_TMP"):
+    with pytest.raises(PermissionError, match=f"{OWN} is a link or belongs to another user: remove it, or"):
         make_ray_folder()
 
 
@@ -93,13 +101,17 @@ def test_of_ended_sessions_three_stay_without_what_they_spilled(base):
     assert spilled == set("acg") and (folder / "session_latest").exists()
 
 
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    """A folder for every user whose path is short enough for sockets."""
-    folder = Path(tempfile.mkdtemp(prefix="shared-", dir="/tmp"))
-    folder.chmod(0o1777)
-    yield folder
-    shutil.rmtree(folder)
+def test_a_folder_too_long_for_sockets_is_replaced_or_refused(tmp_path, monkeypatch):
+    """A session's sockets have 64 bytes below the folder, and a path of 107 at most."""
+    long = tmp_path / ("long" * 10)
+    long.mkdir(mode=0o755)
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    assert find_ray_folder() == Path("/tmp", OWN, "ray")
+    monkeypatch.setenv("RAY_TMPDIR", str(long))
+    with pytest.raises(OSError, match=r"too long for Ray's sockets: name a shorter folder by RAY_TMPDIR"):
+        make_ray_folder()
 
 
 @pytest.mark.slow

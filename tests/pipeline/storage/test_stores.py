@@ -110,6 +110,20 @@ def test_a_write_that_the_system_refuses_in_mid_file_changes_nothing_and_names_t
     assert {path.name: path.read_bytes() for path in (tmp_path / "d").iterdir()} == {"kept": b"old"}
 
 
+def test_a_pipe_is_no_file(tmp_path):
+    """Reading one would wait for a writer, and what a cache from elsewhere holds is not known."""
+    os.mkfifo(tmp_path / "cache.json")
+    store = LocalStore(tmp_path)
+    for read in (
+        store.read,
+        store.open,
+        lambda name: store.read_slice(name, 0),
+        lambda name: next(store.read_all([name])),
+    ):
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            read("cache.json")
+
+
 def test_a_mount_that_cannot_sync_a_folder_takes_files(tmp_path, monkeypatch):
     """SMB, 9p and some FUSE mounts. A fault of the file itself, or another of the folder, is one."""
     sync, faults = os.fsync, {}
