@@ -38,9 +38,10 @@ class RecordBatches:
         self._has_dictionaries = False
         try:
             self.schema, self._is_stream = pa.ipc.open_file(self._source).schema, False
-            self.lengths = [_read_length(self._source, start) for start in _find_batches(self._source)]
         except pa.ArrowInvalid:
             self._scan_stream()
+        else:
+            self.lengths = _read_lengths(self._source)
         self._columns: tuple[int, ...] = ()  # the columns of the open reader
         self._reader: pa.RecordBatchFileReader | pa.RecordBatchStreamReader | None = None
         self._next = 0  # the batch of a stream at which the reader stands
@@ -105,10 +106,16 @@ def _find_batches(source: pa.MemoryMappedFile) -> list[int]:
     return [read("q", batches + 4 + _BLOCK_BYTES * number) for number in range(read("I", batches))]
 
 
-def _read_length(source: pa.MemoryMappedFile, start: int) -> int:
-    """Return the number of rows of the record batch at ``start``. Raises ArrowException."""
-    source.seek(start)
-    return _count_rows(pa.ipc.read_message(source))
+def _read_lengths(source: pa.MemoryMappedFile) -> list[int]:
+    """Return the number of rows of each record batch of a file. Raises ArrowException."""
+    lengths = list[int]()
+    try:
+        for start in _find_batches(source):
+            source.seek(start)
+            lengths.append(_count_rows(pa.ipc.read_message(source)))
+    except (EOFError, struct.error) as error:  # zeros where a batch should begin, or a footer that is cut short
+        raise pa.ArrowInvalid(f"record batch {len(lengths)} cannot be read: {error}") from error
+    return lengths
 
 
 def _count_rows(message: pa.Message) -> int:
