@@ -65,10 +65,9 @@ class RecordBatches:
     def read(self, piece: int, columns: Sequence[str], at_once: int = 1) -> Iterator[pa.RecordBatch]:
         """Yield the named columns of record batch ``piece``, ``at_once`` rows at a time. Raises ArrowException."""
         numbers = tuple(number for number, name in enumerate(self.schema.names) if name in columns)
-        if numbers:
-            batch = self._read_batch(piece, numbers)
-        else:  # a reader without a list of columns reads all columns
-            batch = pa.RecordBatch.from_struct_array(pa.array([{}] * self.lengths[piece], pa.struct([])))
+        batch = self._read_batch(piece, numbers or (0,))  # a reader without a list of columns reads all columns
+        _check_values(batch)
+        batch = batch if numbers else batch.select([])
         yield from (batch.slice(start, at_once) for start in range(0, len(batch), at_once))
 
     def _read_batch(self, piece: int, columns: tuple[int, ...]) -> pa.RecordBatch:
@@ -87,6 +86,16 @@ class RecordBatches:
             self._reader.read_next_batch()
         self._next = piece + 1
         return self._reader.read_next_batch()
+
+
+def _check_values(batch: pa.RecordBatch) -> None:
+    """Raise ArrowInvalid for values outside their buffers, which could end the process. Text may be any bytes."""
+    for column in batch.columns:
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid as error:
+            if "UTF8" not in str(error):  # it is checked after the offsets
+                raise
 
 
 def _find_batches(source: pa.MemoryMappedFile) -> list[int]:
