@@ -38,9 +38,10 @@ class RecordBatches:
         self._has_dictionaries = False
         try:
             self.schema, self._is_stream = pa.ipc.open_file(self._source).schema, False
-            self.lengths = [_read_length(self._source, start) for start in _find_batches(self._source)]
         except pa.ArrowInvalid:
             self._scan_stream()
+        else:
+            self.lengths = _read_lengths(self._source)
         self._columns: tuple[int, ...] = ()  # the columns of the open reader
         self._reader: pa.RecordBatchFileReader | pa.RecordBatchStreamReader | None = None
         self._next = 0  # the batch of a stream at which the reader stands
@@ -64,10 +65,9 @@ class RecordBatches:
     def read(self, piece: int, columns: Sequence[str], at_once: int = 1) -> Iterator[pa.RecordBatch]:
         """Yield the named columns of record batch ``piece``, ``at_once`` rows at a time. Raises ArrowException."""
         numbers = tuple(number for number, name in enumerate(self.schema.names) if name in columns)
-        if numbers:
-            batch = self._read_batch(piece, numbers)
-        else:  # a reader without a list of columns reads all columns
-            batch = pa.RecordBatch.from_struct_array(pa.array([{}] * self.lengths[piece], pa.struct([])))
+        batch = self._read_batch(piece, numbers or (0,))  # a reader without a list of columns reads all columns
+        _check_values(batch)
+        batch = batch if numbers else batch.select([])
         yield from (batch.slice(start, at_once) for start in range(0, len(batch), at_once))
 
     def _read_batch(self, piece: int, columns: tuple[int, ...]) -> pa.RecordBatch:
@@ -88,6 +88,16 @@ class RecordBatches:
         return self._reader.read_next_batch()
 
 
+def _check_values(batch: pa.RecordBatch) -> None:
+    """Raise ArrowInvalid for values outside their buffers, which could end the process. Text may be any bytes."""
+    for column in batch.columns:
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid as error:
+            if "UTF8" not in str(error):  # it is checked after the offsets
+                raise
+
+
 def _find_batches(source: pa.MemoryMappedFile) -> list[int]:
     """Return the positions of a file's record batches, from its footer (a flatbuffer that pyarrow has checked)."""
     end = source.size() - _FOOTER_END.size
@@ -105,10 +115,16 @@ def _find_batches(source: pa.MemoryMappedFile) -> list[int]:
     return [read("q", batches + 4 + _BLOCK_BYTES * number) for number in range(read("I", batches))]
 
 
-def _read_length(source: pa.MemoryMappedFile, start: int) -> int:
-    """Return the number of rows of the record batch at ``start``. Raises ArrowException."""
-    source.seek(start)
-    return _count_rows(pa.ipc.read_message(source))
+def _read_lengths(source: pa.MemoryMappedFile) -> list[int]:
+    """Return the number of rows of each record batch of a file. Raises ArrowException."""
+    lengths = list[int]()
+    try:
+        for start in _find_batches(source):
+            source.seek(start)
+            lengths.append(_count_rows(pa.ipc.read_message(source)))
+    except (EOFError, struct.error) as error:  # zeros where a batch should begin, or a footer that is cut short
+        raise pa.ArrowInvalid(f"record batch {len(lengths)} cannot be read: {error}") from error
+    return lengths
 
 
 def _count_rows(message: pa.Message) -> int:

@@ -270,11 +270,12 @@ class Indexing:
             version, uri, mark, *left_out = facts
             if (version, uri) != (_VERSION, place.uri):
                 return _Index([], LeftOut())  # it is made again
-            kept = [Member(*member) for member in members]
-            # Older versions kept no shown names, which only members of zips have.
-            if find_suffix(place.uri) == ".zip" and any("\\" in m.name and m.shown_name is None for m in kept):
+            # Older versions kept fewer fields. They took the name of a zip's member for the end of its id.
+            if find_suffix(place.uri) == ".zip" and any(
+                "\\" in member[0] and len(member) < len(Member._fields) for member in members
+            ):
                 return _Index([], LeftOut())
-            return _Index(kept, LeftOut(*left_out), mark)
+            return _Index([Member(*member) for member in members], LeftOut(*left_out), mark)
         except FileNotFoundError:
             return None
         except (

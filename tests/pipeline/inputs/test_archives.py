@@ -170,6 +170,21 @@ def test_a_kept_index_of_names_with_backslashes_is_made_again_and_forgets_member
         assert forget_members(store, (), {video_id}) == [f"sources/{kept.name}"]
 
 
+@pytest.mark.parametrize(
+    "name", [b"clips\\a.mp4", b"clips\\\xff.mp4", b"..\\a\n.mp4"], ids=["plain", "garbled", "control"]
+)
+@pytest.mark.parametrize("system", [DOS, UNIX, NTFS])
+def test_a_kept_index_with_backslashes_in_names_is_used_again(tmp_path, name, system):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+        info = zipfile.ZipInfo(name.decode("cp437"))
+        info.create_system = system
+        file.writestr(info, b"x")
+        file.writestr("z.mp4", b"z")
+    store = LocalStore(tmp_path / "cache")
+    found = rows(str(tmp_path / "a.zip"), store=store, keeps=True)
+    assert len(found) == 2 and rows(str(tmp_path / "a.zip"), store=store, only_known=True) == found
+
+
 def test_a_link_in_a_zip_is_refused_and_a_member_of_any_system_is_read(tmp_path):
     modes = {"link.mp4": stat.S_IFLNK | 0o777, "pipe.mp4": stat.S_IFIFO, "file.mp4": stat.S_IFREG | 0o644, "dos.mp4": 0}
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
