@@ -305,10 +305,10 @@ class VideoPackets:
             self._largest_gap = max(self._largest_gap, (packet.pos or 0) - self._end_byte)
             self._end_byte = max(self._end_byte, (packet.pos or 0) + packet.size)
             is_shown = shown is None or shown.shows(packet)
-            if order is not None and is_shown:
+            is_hidden = packet.is_discard or not is_shown
+            if order is not None and not is_hidden:
                 order.add(packet)
             has_gaps = has_gaps or (not is_shown and self.codec == "mpeg4")
-            is_hidden = packet.is_discard or not is_shown
             self.table.append(PacketInfo(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe, is_hidden))
             self.parameters_change = self.parameters_change or packet.has_sidedata("new_extradata")
             if self.codec == "hevc" and packet.is_keyframe:
