@@ -16,7 +16,9 @@ from av.error import FFmpegError
 from av.stream import Disposition
 
 from pipeline.errors import VideoFault
+from pipeline.rows import PARTLY_READ
 from pipeline.video.headers import HIDING_CODECS, ORDERED_CODECS, ShownOrder, ShownPackets, is_keyframe, is_packed
+from pipeline.video.joined_files import goes_on
 from pipeline.video.transport_streams import Continuation, ContinuedFile, find_continuation
 
 MAX_PIXELS = 8192 * 8192  # largest frame: 200 MB in RGB
@@ -164,6 +166,12 @@ class VideoPackets:
     def has_unread(self) -> bool:
         """True if a good part of the file lies behind its last packet."""
         return 0 < self._share < _WHOLE and self._container.size - self._end_byte > _PADDING
+
+    def note_unread(self) -> None:
+        """Set ``note`` if the film goes on behind the last packet, and nothing is noted yet."""
+        where = (self._end_byte, self.stream.id, self._continuation)
+        if self.has_unread and not self.note and goes_on(self._path, self.demuxer, *where):
+            self.note = f"{PARTLY_READ}: video goes on in the last {1 - self._share:.0%} of the file"
 
     @property
     def _share(self) -> float:
@@ -401,8 +409,9 @@ def read_packets(path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES) 
             continuation = find_continuation(path, packets.stream.id)
             if continuation is not None:
                 packets.close()
-                return VideoPackets(path, demuxer, max_kept_bytes, empty, continuation)
+                packets = VideoPackets(path, demuxer, max_kept_bytes, empty, continuation)
         if packets.table or number in empty:
+            packets.note_unread()
             return packets
         packets.close()
         empty.add(number)
