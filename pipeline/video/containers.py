@@ -60,7 +60,7 @@ _REFUSED: tuple[tuple[bytes, FaultClass, str], ...] = (
         "unsupported",
         "a compressed archive",
     ),
-    (rb".{257}ustar", "unsupported", "a tar archive"),
+    (rb".{257}ustar|.{100}(?:[0-7 ]{7}\x00){3}[0-7 ]{11}[\x00 ]", "unsupported", "a tar archive"),
     (rb".{32769}(?:CD001|BEA01|NSR0)", "unsupported", "a disc image"),
     (rb"\x06\x0e\x2b\x34\x02\x05\x01\x01\x0d\x01\x02\x01\x01", "unsupported", "an MXF container"),
     (rb"nut/multimedia container", "unsupported", "a NUT container"),

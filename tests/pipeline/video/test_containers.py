@@ -68,6 +68,7 @@ REFUSED = {
 # How files of known kinds begin in which a stream may stand; none of them is searched for it.
 FOREIGN = {
     "a tar archive": bytes(257) + b"ustar\x0000",
+    "a tar archive$": b"a.ts".ljust(100, b"\0") + b"000644 \0" * 3 + b"00000001234 ",  # before POSIX
     "an MXF container": bytes.fromhex("060e2b34020501010d010201010204"),
     "a NUT container": b"nut/multimedia container\0",
     "a RealMedia container": b".RMF\0\0\0\x12",
