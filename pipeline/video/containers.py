@@ -3,8 +3,10 @@
 FFmpeg guesses the format when it is not told, and some formats (playlists, concat scripts) name other files or hosts
 that it would then open. So the container is recognised here, and the file is opened with this demuxer alone.
 
-Some demuxers find their stream behind other bytes: a capture that begins inside a packet, padding, or the header of an
-image. These streams are recognised as far into the file as FFmpeg looks for them.
+A few demuxers find their stream behind other bytes: a capture that begins inside a packet, padding, an ID3 tag, or the
+header of an image. In a file of no known format, these streams are searched for as far as FFmpeg looks for them.
+Another container, an archive or a document is refused by its name, although a stream may stand inside it: read as a raw
+stream, it would lose its times and mix its parts.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ _MAGIC_BYTES = 4096  # bytes that are compared with the beginnings of known form
 # The tables of an MP4 file about its samples, and the bytes of an entry of each.
 _ENTRY_BYTES = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stsz": 4, b"stco": 4, b"co64": 8, b"stss": 4}
 _TABLES = re.compile(b"|".join(_ENTRY_BYTES))
-_TAR_MAGIC = 257  # the offset of "ustar"
 # Magic bytes at the start of the file -> name of FFmpeg's demuxer.
 _DEMUXERS: tuple[tuple[bytes, str], ...] = (
     (rb"[\x00-\x08]...(?:ftyp|moov|wide|free|skip|pnot)|....mdat", "mov"),
@@ -52,9 +53,36 @@ _REFUSED: tuple[tuple[bytes, FaultClass, str], ...] = (
     (rb"RIFF....WEBP", "unsupported", "a WebP image"),
     (rb"RIFF....WAVE", "unsupported", "WAV audio"),
     (rb"ID3|\xff[\xe2\xe3\xf2\xf3\xfa\xfb]", "unsupported", "MP3 audio"),
-    (rb"fLaC", "unsupported", "FLAC audio"),
+    (rb"fLaC|caff\x00\x01|FORM....AIF[FC]|\.snd|#!AMR|MThd|wvpk|MAC |TTA1|DSD ", "unsupported", "audio"),
     (rb"%PDF", "unsupported", "a PDF document"),
-    (rb"PK\x03\x04|\x1f\x8b|7z\xbc\xaf|Rar!", "unsupported", "a compressed archive"),
+    (
+        rb"PK(?:\x03\x04|\x05\x06|\x07\x08)|\x1f\x8b|7z\xbc\xaf|Rar!|BZh[1-9]|\xfd7zXZ\x00|\x28\xb5\x2f\xfd|\x04\x22\x4d\x18",
+        "unsupported",
+        "a compressed archive",
+    ),
+    (rb".{257}ustar|.{100}(?:[0-7 ]{7}\x00){3}[0-7 ]{11}[\x00 ]", "unsupported", "a tar archive"),
+    (rb".{32769}(?:CD001|BEA01|NSR0)", "unsupported", "a disc image"),
+    (rb"\x06\x0e\x2b\x34\x02\x05\x01\x01\x0d\x01\x02\x01\x01", "unsupported", "an MXF container"),
+    (rb"nut/multimedia container", "unsupported", "a NUT container"),
+    (rb"\.RMF|\.RMP", "unsupported", "a RealMedia container"),
+    (rb"\xb7\xd8\x00\x20\x37\x49\xda\x11", "unsupported", "a WTV recording"),
+    (rb"\x00\x00\x00\x00\x01\xbc", "unsupported", "a GXF container"),
+    (rb"\xf5\x46\x7a\xbd", "unsupported", "a TiVo recording"),
+    (rb"[FCZ]WS[\x01-\x32]", "unsupported", "a Flash animation"),
+    (rb"YUV4MPEG2 ", "unsupported", "uncompressed video (Y4M)"),
+    (rb"\x1f\x07\x00[\x3f\xbf]", "unsupported", "a DV recording"),
+    (rb"SDPX|XPDS|\x76\x2f\x31\x01|II\*\x00|MM\x00\*|BM....\x00{4}|\x00\x00\x00\x0cjP  ", "unsupported", "an image"),
+    (rb"....RED[12]", "unsupported", "an R3D container"),
+    (
+        rb"NSV[fs]|BIK[a-k]|KB2[a-k]|SMK[24]|MLVI|LEITCH\x00\x00|BBCD\x00|\x00\nSMJPEG|ARRI|\x84\x10\xff{4}",
+        "unsupported",
+        "another video container",
+    ),
+    (rb"RIFF(?!....AVI )|RIFX|RF64|FORM", "unsupported", "a RIFF or IFF file of another kind"),
+    (rb"\x1a\x45\xdf\xa3(?!.{1,64}(?:matroska|webm))", "unsupported", "an EBML file of another kind"),
+    (rb"\x7fELF|MZ.{58}..\x00\x00|\xcf\xfa\xed\xfe|\xca\xfe\xba\xbe", "unsupported", "a program"),
+    (rb"SQLite format 3\x00", "unsupported", "an SQLite database"),
+    (rb"PAR1|ARROW1|\x89HDF\r\n|\x93NUMPY|Obj\x01", "unsupported", "a table or array of data"),
     (rb"(?i:\s*<(?:!doctype html|html))", "unsupported", "an HTML page"),
 )
 # (offset of the sync byte, packet size) of transport streams: plain, M2TS, with error correction.
@@ -90,7 +118,7 @@ def sniff(path: str | Path) -> str:
 def recognise(head: bytes, path: str | Path) -> str:
     """Return the demuxer for a file whose first HEAD_BYTES bytes are ``head``. Raises VideoFault as ``sniff``."""
     start = head[:_MAGIC_BYTES]
-    text = start.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
+    text = head.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
     refused = next((kind for kind in _REFUSED if re.match(kind[0], text, re.DOTALL)), None)
     if refused is None and (demuxer := _match_container(start)):
         return demuxer
@@ -239,8 +267,6 @@ def _describe_content(head: bytes) -> str:
     """Describe data of no known format by its first bytes, for a fault's message."""
     if not head:
         return "an empty file"
-    if head[_TAR_MAGIC : _TAR_MAGIC + 5] == b"ustar":
-        return "a tar archive"
     try:
         text = head.decode("utf-8", "strict" if len(head) < _MAGIC_BYTES else "ignore")
     except UnicodeDecodeError:

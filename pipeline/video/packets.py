@@ -16,7 +16,9 @@ from av.error import FFmpegError
 from av.stream import Disposition
 
 from pipeline.errors import VideoFault
+from pipeline.rows import PARTLY_READ
 from pipeline.video.headers import HIDING_CODECS, ORDERED_CODECS, ShownOrder, ShownPackets, is_keyframe, is_packed
+from pipeline.video.joined_files import goes_on
 from pipeline.video.transport_streams import Continuation, ContinuedFile, find_continuation
 
 MAX_PIXELS = 8192 * 8192  # largest frame: 200 MB in RGB
@@ -165,6 +167,12 @@ class VideoPackets:
         """True if a good part of the file lies behind its last packet."""
         return 0 < self._share < _WHOLE and self._container.size - self._end_byte > _PADDING
 
+    def note_unread(self) -> None:
+        """Set ``note`` if the film goes on behind the last packet, and nothing is noted yet."""
+        where = (self._end_byte, self.stream.id, self._continuation)
+        if self.has_unread and not self.note and goes_on(self._path, self.demuxer, *where):
+            self.note = f"{PARTLY_READ}: video goes on in the last {1 - self._share:.0%} of the file"
+
     @property
     def _share(self) -> float:
         """The share of the file up to its last packet."""
@@ -305,10 +313,10 @@ class VideoPackets:
             self._largest_gap = max(self._largest_gap, (packet.pos or 0) - self._end_byte)
             self._end_byte = max(self._end_byte, (packet.pos or 0) + packet.size)
             is_shown = shown is None or shown.shows(packet)
-            if order is not None and is_shown:
+            is_hidden = packet.is_discard or not is_shown
+            if order is not None and not is_hidden:
                 order.add(packet)
             has_gaps = has_gaps or (not is_shown and self.codec == "mpeg4")
-            is_hidden = packet.is_discard or not is_shown
             self.table.append(PacketInfo(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe, is_hidden))
             self.parameters_change = self.parameters_change or packet.has_sidedata("new_extradata")
             if self.codec == "hevc" and packet.is_keyframe:
@@ -401,8 +409,9 @@ def read_packets(path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES) 
             continuation = find_continuation(path, packets.stream.id)
             if continuation is not None:
                 packets.close()
-                return VideoPackets(path, demuxer, max_kept_bytes, empty, continuation)
+                packets = VideoPackets(path, demuxer, max_kept_bytes, empty, continuation)
         if packets.table or number in empty:
+            packets.note_unread()
             return packets
         packets.close()
         empty.add(number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from io import BufferedReader
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -72,7 +73,7 @@ class Continuation(NamedTuple):
 class ContinuedFile:
     """A transport stream, open for reading, whose packets have the PIDs of a ``Continuation``. Close it after use."""
 
-    def __init__(self, path: str, continuation: Continuation) -> None:
+    def __init__(self, path: str | Path, continuation: Continuation) -> None:
         """Open the file. Raises VideoFault where that fails."""
         self._file, self._continuation = open_regular(path), continuation
         self.seek, self.tell, self.close = self._file.seek, self._file.tell, self._file.close
@@ -117,8 +118,8 @@ def find_continuation(path: str, pid: int) -> Continuation | None:
     announced = min(video.announced for video in film[1:])
     positions, pids = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
     with open_regular(path) as file:
-        for places, packets in _iter_packets(file):
-            old_pids = _read_pids(packets)
+        for places, packets in iter_packets(file):
+            old_pids = read_pids(packets)
             lookup = np.arange(_NO_PID + 1)
             lookup[list(new_pids)] = film[0].pid
             found = lookup[old_pids]
@@ -142,8 +143,8 @@ def _list_videos(path: str) -> tuple[dict[int, _Video], set[frozenset[int]], set
     spans: dict[int, dict[int, list[int]]] = {}
     together, tables, end = set[frozenset[int]](), set[int](), 1
     with open_regular(path) as file:
-        for places, packets in _iter_packets(file):
-            pids = _read_pids(packets)
+        for places, packets in iter_packets(file):
+            pids = read_pids(packets)
             keys = places // _PART_BYTES << 13 | pids
             for key, number in zip(*np.unique(keys, return_index=True), strict=True):
                 spans.setdefault(int(key) & _NO_PID, {}).setdefault(int(key) >> 13, [int(places[number])] * 2)
@@ -165,7 +166,7 @@ def _list_videos(path: str) -> tuple[dict[int, _Video], set[frozenset[int]], set
     return videos, together, tables, end
 
 
-def _iter_packets(file: BufferedReader) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
+def iter_packets(file: BufferedReader | ContinuedFile) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
     """Yield packets block by block: their positions in the file, [n] bytes, and their bytes, [n,188] uint8."""
     start, rest = 0, b""
     while block := file.read(_BLOCK_BYTES):
@@ -175,8 +176,7 @@ def _iter_packets(file: BufferedReader) -> Iterator[tuple[NDArray[np.int64], NDA
             count = (len(data) - place - _PACKET_BYTES) // step + 1
             view = np.frombuffer(data, np.uint8, offset=place)
             packets = np.lib.stride_tricks.as_strided(view, (count, _PACKET_BYTES), (step, 1), writeable=False)
-            lost = np.flatnonzero(packets[:, 0] != ord("G"))
-            n_good = int(lost[0]) if len(lost) else count
+            n_good = _count_good(packets)
             if n_good:
                 yield start + place + step * np.arange(n_good), packets[:n_good]
             place += n_good * step
@@ -187,7 +187,18 @@ def _iter_packets(file: BufferedReader) -> Iterator[tuple[NDArray[np.int64], NDA
         start, rest = start + place, data[place:]
 
 
-def _read_pids(packets: NDArray[np.uint8]) -> NDArray[np.int64]:
+def _count_good(packets: NDArray[np.uint8]) -> int:
+    """Return how many packets come before the first one without its sync byte; look no further than needed."""
+    start, step = 0, 64
+    while start < len(packets):
+        lost = np.flatnonzero(packets[start : start + step, 0] != ord("G"))
+        if len(lost):
+            return start + int(lost[0])
+        start, step = start + step, 2 * step
+    return len(packets)
+
+
+def read_pids(packets: NDArray[np.uint8]) -> NDArray[np.int64]:
     """Return the PID of each packet, [n]."""
     return (packets[:, 1].astype(np.int64) & 0x1F) << 8 | packets[:, 2]
 

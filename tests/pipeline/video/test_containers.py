@@ -54,7 +54,7 @@ REFUSED = {
     "pdf": (b"%PDF-1.7", "unsupported", "a PDF document"),
     "tar": (b"a.mp4".ljust(257, b"\0") + b"ustar\x0000", "unsupported", "a tar archive"),
     "zip": (b"PK\x03\x04", "unsupported", "a compressed archive"),
-    "other ebml": (b"\x1a\x45\xdf\xa3\x84\x42\x82\x81\x78", "unsupported", "unknown binary data"),
+    "other ebml": (b"\x1a\x45\xdf\xa3\x84\x42\x82\x81\x78", "unsupported", "an EBML file of another kind"),
     "one sync byte": (b"G" + bytes(100), "unsupported", "unknown binary data"),
     "hls with packets": (b"#EXTM3U\nfile:///etc/hostname\n" + PACKETS, "policy", "an HLS playlist"),
     "hls behind zeros": (bytes(500) + b"#EXTM3U\nfile:///etc/hostname\n", "policy", "a list of other files"),
@@ -64,6 +64,33 @@ REFUSED = {
     "concat with packets": (b"ffconcat version 1.0\n" + PACKETS, "policy", "an FFmpeg concat script"),
     "packets in an archive": (b"Rar!\x1a\x07\0" + PACKETS, "unsupported", "a compressed archive"),
     "four packets behind others": (b"\xff" * 9 + PACKETS[: 4 * 188], "unsupported", "unknown binary data"),
+}
+# How files of known kinds begin in which a stream may stand; none of them is searched for it.
+FOREIGN = {
+    "a tar archive": bytes(257) + b"ustar\x0000",
+    "a tar archive$": b"a.ts".ljust(100, b"\0") + b"000644 \0" * 3 + b"00000001234 ",  # before POSIX
+    "an MXF container": bytes.fromhex("060e2b34020501010d010201010204"),
+    "a NUT container": b"nut/multimedia container\0",
+    "a RealMedia container": b".RMF\0\0\0\x12",
+    "a WTV recording": bytes.fromhex("b7d800203749da11a64e0007e95ead8d"),
+    "a GXF container": bytes.fromhex("0000000001bc"),
+    "a TiVo recording": bytes.fromhex("f5467abd"),
+    "a Flash animation": b"FWS\x08",
+    r"uncompressed video \(Y4M\)": b"YUV4MPEG2 W64 H64\n",
+    "a DV recording": b"\x1f\x07\0\xbf",
+    "an R3D container": b"\0\0\1\0RED2",
+    "another video container": b"NSVf",
+    "an image": b"SDPX",
+    "WAV audio": b"RIFF\0\0\0\0WAVEfmt ",
+    "a RIFF or IFF file of another kind": b"RIFF\0\0\0\0AMV LIST",
+    "audio": b"caff\0\1\0\0",
+    "a compressed archive": b"\x28\xb5\x2f\xfd",
+    "a PDF document": b"%PDF-1.7\n",
+    "a disc image": bytes(32769) + b"CD001",
+    "a program": b"\x7fELF",
+    "an SQLite database": b"SQLite format 3\0",
+    "a table or array of data": b"PAR1",
+    "an EBML file of another kind": b"\x1a\x45\xdf\xa3\x84\x42\x82\x81\x78",
 }
 # Streams that FFmpeg finds behind other bytes: name -> options of ffmpeg.
 STREAMS = {
@@ -127,6 +154,25 @@ def test_a_stream_behind_other_bytes_or_without_its_beginning_is_read_as_ffmpeg_
         assert abs(video.source_frames - len(truth.frames)) <= (kind == "a cut"), kind
         if kind != "a cut":
             assert video.source_frames == 60 and len(set(numbers(video.frames))) == 8, kind
+
+
+@pytest.mark.parametrize("name", ["a.ts", "a.mpg", "a.m2v", "a.h264", "a.hevc"])
+def test_a_stream_inside_a_file_of_another_kind_is_not_read(name, tmp_path):
+    stream, path = make_clip(tmp_path / name, *STREAMS[name], "-pix_fmt", "yuv420p").read_bytes(), tmp_path / "a.mp4"
+    for looks_like, start in FOREIGN.items():
+        path.write_bytes(start.ljust(512, b"\0") + stream)
+        with pytest.raises(VideoFault, match=f"looks like {looks_like}") as caught:
+            sniff(path)
+        assert caught.value.fault_class == "unsupported"
+
+
+@pytest.mark.parametrize(
+    ("name", "looks_like"), [("a.mxf", "an MXF container"), ("a.nut", "a NUT container"), ("a.wtv", "a WTV recording")]
+)
+def test_a_container_without_a_demuxer_of_ours_is_named(name, looks_like, tmp_path):
+    path = make_clip(tmp_path / name, "-c:v", "mpeg2video", "-pix_fmt", "yuv420p")
+    with pytest.raises(VideoFault, match=looks_like):
+        sniff(path)
 
 
 def test_an_image_in_front_of_a_program_stream_stays_an_image(tmp_path):

@@ -10,6 +10,7 @@ from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
 from pipeline.video.packets import MAX_KEPT_BYTES
 from pipeline.video.probe import probe
 from pipeline.video.sampling import Sampling
+from pipeline.video.transport_streams import iter_packets
 from tests.pipeline.ffmpeg import ffmpeg, make_clip
 from tests.pipeline.videos import KeepSize, numbers
 
@@ -133,3 +134,16 @@ def test_sound_alone_behind_the_picture_is_no_part_of_the_film(tmp_path):
     ffmpeg(*sound, tmp_path / "sound.ts")
     video = decode(write_joined(tmp_path, picture, (tmp_path / "sound.ts").read_bytes()), COUNT)
     assert numbers(video.frames) == list(range(COUNT)) and (video.backend_note, video.decode_warnings) == ("", 0)
+
+
+def test_where_the_sync_is_lost_often_each_packet_is_looked_at_a_few_times(tmp_path, monkeypatch):
+    find, sizes = np.flatnonzero, list[int]()
+    monkeypatch.setattr(np, "flatnonzero", lambda values: sizes.append(values.size) or find(values))
+    packet = b"G" + bytes(187)
+    for run in (5, 63, 64, 65, 192, 193):  # packets up to a stray byte
+        path = tmp_path / f"{run}.ts"
+        path.write_bytes((packet * run + b"\0") * (10_000 // run))
+        sizes.clear()
+        with path.open("rb") as file:
+            found = sum(len(places) for places, _ in iter_packets(file))
+        assert found == 10_000 // run * run and sum(sizes) < 20 * found, run
