@@ -426,20 +426,21 @@ def strip_letters(choices: Sequence[str]) -> list[str]:
 def find_count_from_1(answers: Iterable[tuple[str | None, Sequence[str] | None]]) -> str | None:
     """Describe why the right answers seem to be counted from 1, not from 0; None if they do not.
 
-    That is so if 0 is never the right answer and the number of choices is. Answers that are the text of a choice count
-    for neither.
+    That is so if most right answers are numbers, 0 is never among them, and the number of choices is. Answers that are
+    the text of a choice are no numbers.
 
     Args:
         answers: pairs of a question's right answer and its choices, each None if it has none.
     """
+    asked = [(answer, choices) for answer, choices in answers if answer is not None and choices]
     numbers = [
         (int(answer), len(choices))
-        for answer, choices in answers
-        if answer is not None and choices and answer.strip().isdecimal() and len(answer) < _MAX_DIGITS
+        for answer, choices in asked
+        if answer.strip().isdecimal() and len(answer) < _MAX_DIGITS
         if answer.strip() not in {text.strip() for text in (*choices, *strip_letters(choices))}
     ]
     n_beyond = sum(number == n_choices for number, n_choices in numbers)
-    if not n_beyond or any(number == 0 for number, _ in numbers):
+    if not n_beyond or 2 * len(numbers) < len(asked) or any(number == 0 for number, _ in numbers):
         return None
     return (
         f"of {len(numbers)} right answers that are numbers, {n_beyond} are the number of choices and none is 0: they "

@@ -149,6 +149,7 @@ _AT_WORK_S = 10.0  # a worker that moved an item in the last 10 s counts as at w
 # second; each worker waits REPORT_S seconds or longer between two, and SELDOM_S or longer if the actor does not answer.
 REPORTS_PER_S, REPORT_S, SELDOM_S = 2000, 1.0, 8.0
 _MAX_CRASHED_PROCESSES = 100  # crashed processes, for the driver's log
+_DISK_REPORT_S = 600.0  # age of a report on a full disk beyond which it may have room, and no worker there to say so
 _BACKLOG = 1000  # pending calls a worker: if the actor hangs, they must not fill the worker's memory
 
 
@@ -217,7 +218,7 @@ class Heartbeats:
         self._up_s, self._busy_s = dict.fromkeys(stages, 0.0), dict.fromkeys(stages, 0.0)
         self._faults: Counter[FailureKind] = Counter()
         self._outages: dict[Worker, Collection[Outage]] = {}
-        self._full_disks: dict[str, str] = {}  # by node id
+        self._full_disks: dict[str, tuple[str, float]] = {}  # by node id: the disk, and when it was reported
         self._moves = 0
         self._failure: str | None = None
 
@@ -239,7 +240,7 @@ class Heartbeats:
         self._outages.pop(worker, None)
         if outages:
             self._outages[worker] = outages
-        self._full_disks[worker.node] = full_disk
+        self._full_disks[worker.node] = full_disk, self._clock()
         if items:
             self._in_hand[stage][worker.name] = items
         else:
@@ -394,7 +395,11 @@ class Heartbeats:
             crashed_processes=list(self._crashed_processes),
             outages=self._list_outages(),
             workers=self._count_workers(),
-            full_disks={node: disk for node, disk in self._full_disks.items() if disk},
+            full_disks={
+                node: disk
+                for node, (disk, at) in self._full_disks.items()
+                if disk and self._clock() - at < _DISK_REPORT_S
+            },
         )
 
     def _count_workers(self) -> dict[str, dict[str, int]]:

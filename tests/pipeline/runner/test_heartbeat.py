@@ -427,9 +427,12 @@ def test_a_worker_ends_at_once_and_runs_nothing_of_rays_end(heartbeats, tmp_path
 
 
 def test_a_disk_on_which_no_worker_can_start_is_reported_until_it_has_room():
-    heartbeats, delta = Heartbeats(STAGES, Clock()), ProgressDelta()
+    clock, delta = Clock(), ProgressDelta()
+    heartbeats, node = Heartbeats(STAGES, clock), worker("a").node
     heartbeats.state("decode", worker("a"), ["x"], delta, (), "/ray, 100% full")
-    node = worker("a").node
     assert heartbeats.read().full_disks == {node: "/ray, 100% full"}
     heartbeats.state("encode", worker("a"), [], delta)
+    assert heartbeats.read().full_disks == {}
+    heartbeats.state("encode", worker("a"), [], delta, (), "/ray, 100% full")
+    clock.now += 601  # its workers have ended, and cannot say that there is room again
     assert heartbeats.read().full_disks == {}

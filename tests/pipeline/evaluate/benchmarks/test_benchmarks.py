@@ -297,6 +297,7 @@ def test_the_right_choice_is_named_by_text_then_letter_then_index(tmp_path, choi
         ([1, 2, 2], False),  # nothing shows
         ([1, 2, 7], False),
         (["A", "b", "z"], False),
+        (["a", "b", "a", 3], False),  # one wrong answer among letters
     ],
 )
 def test_answers_that_are_counted_from_1_are_refused(tmp_path, answers, is_from_1):
