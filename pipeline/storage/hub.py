@@ -137,7 +137,7 @@ def _connect_to(uri: str) -> Iterator[tuple[Any, str]]:
     except FileNotFoundError as error:
         message = f"the hub has no such file ({type(error).__name__})"
         if "repository not found" in str(error):  # said of a private one, too
-            message = f"the hub has no such repository, or does not show it: {_describe_token()} to read it"
+            message = f"the hub has no such repository, or does not show it: {_describe_token()}"
         raise FileNotFoundError(errno.ENOENT, message, uri) from None
     except Exception as error:  # noqa: BLE001 - its clients raise errors of several libraries
         reason = str(error).strip().split("\n", 1)[0]
@@ -154,5 +154,5 @@ def _describe_token() -> str:
     variables = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
     name = next((name for name in variables if os.environ.get(name)), None)
     if name is None and not Path(constants.HF_TOKEN_PATH).exists():
-        return "no credentials are configured: set HF_TOKEN, or run hf auth login,"
+        return "no credentials are configured: set HF_TOKEN, or run hf auth login"
     return f"check that the credentials (the token of {name or constants.HF_TOKEN_PATH}) are valid and allowed"

@@ -1,8 +1,9 @@
 """S3 and stores that speak its protocol: how a run reaches them, the few requests it makes, errors that keep secrets.
 
 botocore rather than a file-system layer, because every request counts over millions of videos: a video is one GET, a
-shard one PUT, a listing one LIST a thousand keys. Endpoint and credentials come from flags and the environment alone.
-They travel to the workers in an ``Objects`` and show up nowhere: not in rows, records of runs, logs or errors.
+shard one PUT, a listing one LIST a thousand keys. Endpoint and credentials come from flags, the
+environment, and what botocore finds: profiles, files, roles. They travel
+to the workers in an ``Objects`` and show up nowhere: not in rows, records of runs, logs or errors.
 
 obstore (0.12.1, on object_store 0.14.2) was tried for every request of this class but those for pending uploads.
 It has the same counts of requests, conditional PUTs and retries, a tenth of the processor time for a small GET and of
@@ -73,6 +74,10 @@ _KEYS = frozenset({"aws_access_key_id", "aws_secret_access_key", "aws_session_to
 _SECRET = ("endpoint_url", "aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _ADDRESS = re.compile(r"\bhttps?://[^\s\"'<>]+")
 _ACCESS_KEY = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{8,}")
+# Names of parameters that select a version or may hold a secret, whatever their values end in.
+_QUERY = re.compile(
+    r"(?:x-(?:amz|goog)-|versionid|response-|sig|awsaccesskeyid|token|key-pair-id)[\w.%-]*=", re.IGNORECASE
+)
 _UNSIGNED = (
     "note: no AWS credentials are configured. Sources on S3 are read unsigned, which only public buckets allow. For "
     "others set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
@@ -439,6 +444,8 @@ def has_query(uri: str) -> bool:
     A key may have a question mark too: ``who?.mp4`` and ``watch?v=1.mp4`` are names of files.
     """
     query = uri.partition("?")[2]
+    if ("&" in query and "=" in query) or _QUERY.match(query):
+        return True
     return re.match(r"[\w.%-]+=", query) is not None and re.search(r"\.[A-Za-z]\w{1,4}$", query) is None
 
 
@@ -491,6 +498,8 @@ def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsi
         read_timeout=_SILENT_S * patience,
         max_pool_connections=64,  # more than any pool of threads here: beyond it urllib3 logs the endpoint
         signature_version=UNSIGNED if unsigned else None,
+        # The driver decided that there is no endpoint; a node must not send its requests to one of its own.
+        ignore_configured_endpoint_urls=True if "endpoint_url" not in settings else None,
         **(options if "endpoint_url" in settings else {}),
     )
     keywords = {name: value for name, value in settings.items() if name != "profile_name"}

@@ -63,11 +63,18 @@ def find_endpoint(session: Any) -> str | None:
 def lacks_credentials(session: Any) -> bool:
     """Return True if no credentials are configured anywhere: environment, files, any profile, container or instance.
 
-    Raises what botocore raises for credentials that are partial or out of reach. Those that it passes over in silence
+    Raises what botocore raises for credentials that are partial or out of reach, and OSError for a file of theirs that
+    cannot be opened, or that a variable names and that is missing. Those that it passes over in silence
     count as configured: variables without their partners, other profiles, and a failing metadata service.
     """
     if session.get_credentials() is not None or any(map(os.environ.get, _VARIABLES)):
         return False
+    for kind, variable in (("config_file", "AWS_CONFIG_FILE"), ("credentials_file", "AWS_SHARED_CREDENTIALS_FILE")):
+        try:
+            open(os.path.expanduser(session.get_config_variable(kind)), "rb").close()  # noqa: PTH111, PTH123
+        except (FileNotFoundError, NotADirectoryError):
+            if variable in os.environ:
+                raise
     profiles = session.full_config.get("profiles", {}).values()
     return not (
         any(key.startswith(_PROFILE_KEYS) for profile in profiles for key in profile) or _may_have_role(session)
@@ -151,7 +158,8 @@ def explain_failure(error: Exception, profile: str | None) -> str | None:
         place = "the environment" if provider in ("explicit", "env") else _name_files(profile)
         return f"the credentials in {place} are partial: {told.get('cred_var', 'a key')} is missing; set it too"
     if name == "ProfileNotFound":
-        return f"AWS_PROFILE names a profile ({told.get('profile')}) that the files of credentials do not have"
+        variable = "AWS_DEFAULT_PROFILE" if not profile and os.environ.get("AWS_DEFAULT_PROFILE") else "AWS_PROFILE"
+        return f"{variable} names a profile ({told.get('profile')}) that the files of credentials do not have"
     if name in ("ConfigParseError", "InvalidConfigError", "InfiniteLoopConfigError", "UnknownCredentialError"):
         return f"the files of credentials cannot be used: correct {_FILES}"
     if name in ("SSOTokenLoadError", "UnauthorizedSSOTokenError", "TokenRetrievalError") or name.startswith("Login"):
@@ -159,6 +167,8 @@ def explain_failure(error: Exception, profile: str | None) -> str | None:
     if name in ("CredentialRetrievalError", "MetadataRetrievalError", "SSOError", "InvalidIMDSEndpointError"):
         provider = told.get("provider", "the metadata service")
         return f"the credentials cannot be had from {provider}: check that it answers, or {_SET_KEYS}"
+    if name == "JSONDecodeError":
+        return f"the credentials cannot be had from credential_process, which prints no valid JSON: {_SET_KEYS}"
     return None
 
 

@@ -285,7 +285,17 @@ def test_errors_of_a_store_out_of_reach_hide_how_it_is_reached():
 
 
 @pytest.mark.parametrize(
-    "uri", ["s3://", "s3:///a", "s3://user:secret@host/a", "s3://key:sec/ret@host/a", "s3://bucket/a?versionId=1"]
+    "uri",
+    [
+        "s3://",
+        "s3:///a",
+        "s3://user:secret@host/a",
+        "s3://key:sec/ret@host/a",
+        "s3://bucket/a?versionId=1",
+        "s3://bucket/a?X-Amz-Signature=s&x-id=a.mp4",
+        "s3://bucket/a?versionId=x.y9",
+        "s3://bucket/a?sig=x.mp4",
+    ],
 )
 def test_what_is_no_address_is_refused(uri):
     with pytest.raises(UsageError, match="expected s3://BUCKET/KEY"):

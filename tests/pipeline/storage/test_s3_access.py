@@ -43,6 +43,8 @@ def server(shared_server, monkeypatch, tmp_path):
         "HOME": str(tmp_path),
     }.items():
         monkeypatch.setenv(name, value)
+    (tmp_path / "config").touch()
+    (tmp_path / "credentials").touch()
     server.client.put_object(Bucket=server.bucket, Key="v/a.mp4", Body=b"video", ACL="public-read")
     server.client.put_bucket_acl(Bucket=server.bucket, ACL="public-read")
     server.requests.clear()
@@ -145,6 +147,10 @@ UNUSABLE = {
     "no-profile": ({}, {"AWS_PROFILE": "gone"}, r"AWS_PROFILE names a profile \(gone\) that the files of credentials"),
     "process": ({"config": "[default]\ncredential_process = /no/x\n"}, {}, "credentials cannot be read from /no/x"),
     "failing-process": ({"config": "[default]\ncredential_process = false\n"}, {}, "cannot be had from custom-process"),
+    "no-json": ({"config": "[default]\ncredential_process = echo x\n"}, {}, "credentials cannot be had from"),
+    "default-profile": ({}, {"AWS_DEFAULT_PROFILE": "gone"}, r"AWS_DEFAULT_PROFILE names a profile \(gone\)"),
+    "missing-file": ({}, {"AWS_CONFIG_FILE": "/no/x"}, "credentials cannot be read from /no/x"),
+    "folder": ({}, {"AWS_SHARED_CREDENTIALS_FILE": "/tmp"}, "credentials cannot be read from /tmp"),
     "sso": (
         {"config": "[default]\nsso_start_url = https://x\nsso_region = r\nsso_account_id = 1\nsso_role_name = n"},
         {},
@@ -301,6 +307,16 @@ def test_an_endpoint_has_the_same_settings_wherever_it_is_configured(server, mon
     with pytest.raises(OSError, match="Bad") as error:
         of_worker.read("a")
     assert server.url not in str(error.value) and SECRET not in str(error.value)
+
+
+def test_a_driver_without_an_endpoint_decides_for_nodes_that_have_one(server, monkeypatch):
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    objects = Objects.from_environment()
+    objects.decide(server.uri())
+    data = pickle.dumps(objects)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    assert "amazonaws.com" in pickle.loads(data)._client().meta.endpoint_url  # noqa: S301
 
 
 @pytest.mark.parametrize("text", ["", "[default]\nignore_configured_endpoint_urls = true\nendpoint_url = URL\n"])
