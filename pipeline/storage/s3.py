@@ -1,9 +1,9 @@
 """S3 and stores that speak its protocol: how a run reaches them, the few requests it makes, errors that keep secrets.
 
 botocore rather than a file-system layer, because every request counts over millions of videos: a video is one GET, a
-shard one PUT, a listing one LIST a thousand keys. Endpoint and credentials come from flags, the
-environment, and what botocore finds: profiles, files, roles. They travel
-to the workers in an ``Objects`` and show up nowhere: not in rows, records of runs, logs or errors.
+shard one PUT, a listing one LIST a thousand keys. Endpoint and credentials come from flags, the environment, and what
+botocore finds: profiles, files, roles. They travel to the workers in an ``Objects`` and show up nowhere: not in rows,
+records of runs, logs or errors.
 
 obstore (0.12.1, on object_store 0.14.2) was tried for every request of this class but those for pending uploads.
 It has the same counts of requests, conditional PUTs and retries, a tenth of the processor time for a small GET and of
@@ -444,7 +444,7 @@ def has_query(uri: str) -> bool:
     A key may have a question mark too: ``who?.mp4`` and ``watch?v=1.mp4`` are names of files.
     """
     query = uri.partition("?")[2]
-    if ("&" in query and "=" in query) or _QUERY.match(query):
+    if any(map(_QUERY.match, query.split("&"))):
         return True
     return re.match(r"[\w.%-]+=", query) is not None and re.search(r"\.[A-Za-z]\w{1,4}$", query) is None
 

@@ -64,8 +64,8 @@ def lacks_credentials(session: Any) -> bool:
     """Return True if no credentials are configured anywhere: environment, files, any profile, container or instance.
 
     Raises what botocore raises for credentials that are partial or out of reach, and OSError for a file of theirs that
-    cannot be opened, or that a variable names and that is missing. Those that it passes over in silence
-    count as configured: variables without their partners, other profiles, and a failing metadata service.
+    cannot be opened, or that a variable names and that is missing. Those that it passes over in silence count as
+    configured: variables without their partners, other profiles, and a failing metadata service.
     """
     if session.get_credentials() is not None or any(map(os.environ.get, _VARIABLES)):
         return False
