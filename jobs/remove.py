@@ -36,8 +36,8 @@ RESULTS  of jobs.evaluate: the same for their answers, and for RESULTS/cache. Sc
 
 A cache and the answers made from it are separate places: run the command for each.
 
-Exit code: 0 removed; 1 a file is damaged, or the store failed; 2 usage, none of these places, or a run writes to it;
-130 interrupted: rerun the same command to finish.
+Exit code: 0 removed; 1 a file is damaged, or the store failed; 2 usage, none of these places, damaged scores, or a run
+writes to it; 130 interrupted: rerun the same command to finish.
 """
 
 

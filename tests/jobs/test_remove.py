@@ -302,3 +302,28 @@ def test_a_cache_below_results_is_removed_from_too_and_one_that_is_dropped_leave
     drop_tokens(request(), QUIET)
     assert not cache.exists(HEADER)
     assert read_barred(LocalStore("r/answers")) == {"a": "asked for", "b": "asked again"}
+
+
+@pytest.mark.parametrize(("place", "damage"), [("results", "read"), ("scored", "read"), ("results", "column")])
+def test_scores_that_cannot_be_read_end_a_removal_before_anything_is_deleted(tmp_path, monkeypatch, place, damage):
+    monkeypatch.chdir(unpack(tmp_path, VERSIONS[1]))
+    if damage == "column":
+        pq.write_table(pq.read_table(f"{place}/scores.parquet").drop_columns(["status"]), f"{place}/scores.parquet")
+    before = {path: path.read_bytes() for path in Path(place).rglob("*") if path.is_file()}
+    original = LocalStore.read
+
+    def read(store, name):
+        if damage == "read" and name == "scores.parquet":
+            raise OSError(110, "Connection timed out", name)
+        return original(store, name)
+
+    Path("ids.txt").write_text("a.mp4")
+    argv = [place, "--ids", "ids.txt", "--reason", "asked for"]
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "read", read)
+        done = run_here(remove, argv)
+    assert done.returncode == (1 if damage == "read" else 2)
+    assert ("Connection timed out" if damage == "read" else "it has no column status") in " ".join(done.stdout.split())
+    assert {path: path.read_bytes() for path in Path(place).rglob("*") if path.is_file()} == before
+    if damage == "read":
+        assert "2 questions are left" in remove_from(place)
