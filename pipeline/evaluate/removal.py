@@ -31,7 +31,8 @@ from pipeline.evaluate.run import MANIFEST, ScoredQuestions, list_removed
 from pipeline.evaluate.scores import SCORE_SCHEMA, SCORES
 from pipeline.evaluate.statistics import ORIGINAL
 from pipeline.evaluate.submissions import FOLDER, FORM
-from pipeline.generate.answers import read_answers
+from pipeline.generate.answers import HEADER as ANSWERS_HEADER
+from pipeline.generate.answers import AnswersTable, read_answers
 from pipeline.generate.removal import AnswersRemoval, bar_videos, remove_answers
 from pipeline.rows import JsonObject
 from pipeline.runner.forget import delete_unfinished
@@ -83,7 +84,11 @@ def remove_results(
         result = ResultsRemoval("", len(ids))
     else:
         answers = store_at(f"{store}/{ANSWERS_FOLDER}", objects)
-        result = ResultsRemoval(**vars(remove_answers(answers, ids, reason, say)))
+        if answers.exists(ANSWERS_HEADER) or AnswersTable(answers).names():
+            result = ResultsRemoval(**vars(remove_answers(answers, ids, reason, say)))
+        else:  # the evaluation was stopped before its answers
+            bar_videos(answers, new_run_id(), dict.fromkeys(ids, reason))
+            result = ResultsRemoval("", len(ids))
     removed_ids = _find_questions(store, identity, ids, objects, say)
     # Of a question about several videos the scores know the first.
     is_removed = pc.or_(

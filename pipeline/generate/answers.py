@@ -45,6 +45,7 @@ _LIVE_KEYS = (*KEYS, "method_code")  # rows of one question by different code ar
 _MERGED_KEY = b"merged"  # metadata key of a merged file: a JSON list of the files it was made of
 HEADER = "answers.json"
 ANSWERS = "answers"
+REMOVED = "removed"  # folder of the bars, and status of the rows
 QUESTION_EXTRA = "question_extra"  # in old answers: JSON of the carried columns
 PRUNINGS: Final = "prunings"  # key of the identity, where several prunings were asked
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
@@ -185,8 +186,8 @@ def write_answers_header(store: Store, identity: AnswersIdentity) -> None:
 
 
 def check_place(store: Store) -> None:
-    """Raise NotAnswers if the output has other files but no answers."""
-    if not store.exists(HEADER) and store.has_other_files():
+    """Raise NotAnswers if the output has other files but no answers; bars of videos may come before answers."""
+    if not store.exists(HEADER) and store.has_other_files() and not store.names(REMOVED, ".json"):
         raise NotAnswers(f"{store} exists and holds no answers (it has no {HEADER}): name an empty place with --out")
 
 

@@ -24,6 +24,7 @@ from pipeline.cache.table import check_content, make_small_name
 from pipeline.errors import printable
 from pipeline.generate.answers import (
     ANSWERS,
+    REMOVED,
     SUFFIXES,
     AnswersTable,
     parse_shard,
@@ -37,7 +38,6 @@ from pipeline.runner.forget import delete_unfinished, forget_in_runs, iter_texts
 from pipeline.runner.run_record import RUNS, RunFile, new_run_id, now
 from pipeline.storage.stores import Store
 
-REMOVED = "removed"  # folder, and status of the rows
 _KEYS = ("question_id", "video_ids", "pruning", "method_code", "attempts")  # columns that a removed row keeps
 _MAX_EXAMPLES = 5  # unknown ids that a result names
 _MAX_ROWS_AS_OBJECTS = 4096

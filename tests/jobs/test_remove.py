@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from pipeline.cache.header import HEADER
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.request import prepare
 from pipeline.evaluate.run import answer_and_score, drop_tokens
-from pipeline.generate.answers import commit_answers, merge_answers
+from pipeline.generate.answers import check_place, commit_answers, merge_answers
 from pipeline.generate.removal import read_barred
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.moves import remove_videos
@@ -327,3 +328,20 @@ def test_scores_that_cannot_be_read_end_a_removal_before_anything_is_deleted(tmp
     assert {path: path.read_bytes() for path in Path(place).rglob("*") if path.is_file()} == before
     if damage == "read":
         assert "2 questions are left" in remove_from(place)
+
+
+def test_results_of_an_evaluation_that_stopped_before_its_answers_are_removed_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(unpack(tmp_path, VERSIONS[1]))
+    shutil.rmtree("results/answers")
+    shutil.copytree("cache", "results/cache", dirs_exist_ok=True)
+    assert "a.mp4" in TokenCache("results/cache").video_ids
+    remove_from("results")
+    assert "a.mp4" not in TokenCache("results/cache").video_ids
+    answers = LocalStore("results/answers")
+    assert read_barred(answers) == {"a.mp4": "asked for"}
+    check_place(answers)  # a later evaluation may write its answers there
+    answers.put("answers/run-000000-0.parquet", b"")  # answers that lost their header may hold texts
+    Path("ids.txt").write_text("b.mp4")
+    done = run_here(remove, ["results", "--ids", "ids.txt", "--reason", "asked for", "--keep-minutes", "0"])
+    assert done.returncode == 2 and "no answers" in done.stdout
+    assert "b.mp4" not in TokenCache("results/cache").video_ids  # the tokens go all the same
