@@ -14,6 +14,7 @@ from rich.console import Console
 from jobs import evaluate, generate, inspect, remove
 from pipeline import TokenCache, read_answers
 from pipeline.cache.header import HEADER
+from pipeline.errors import CorruptShard
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.request import prepare
 from pipeline.evaluate.run import answer_and_score, drop_tokens
@@ -64,6 +65,8 @@ def all_text(folder: Path) -> str:
 @pytest.mark.parametrize("name", ["answers", "lines"])
 def test_removed_answers_leave_no_text_and_are_never_asked_again(stored, name):
     before = read_answers(name)
+    shard = next((stored / name / "answers").iterdir())
+    shutil.copy(shard, shard.with_name(f"{shard.stem} (1){shard.suffix}"))
     merge_answers(LocalStore(stored / name), 0)  # a merged file beside its sources
     record = next((stored / name / "runs").glob("*.json"))
     record.write_text(record.read_text().replace("text.mp4 is not", "Which animal is it?, a.mp4 is not"))
@@ -345,3 +348,17 @@ def test_results_of_an_evaluation_that_stopped_before_its_answers_are_removed_fr
     done = run_here(remove, ["results", "--ids", "ids.txt", "--reason", "asked for", "--keep-minutes", "0"])
     assert done.returncode == 2 and "no answers" in done.stdout
     assert "b.mp4" not in TokenCache("results/cache").video_ids  # the tokens go all the same
+
+
+def test_a_copy_in_removed_bars_and_a_damaged_file_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(unpack(tmp_path, VERSIONS[1]))
+    remove_from("answers")
+    (bar,) = Path("answers/removed").iterdir()
+    copy = bar.with_name("copy.json")
+    copy.write_text(bar.read_text().replace("a.mp4", "b.mp4"))
+    assert read_barred(LocalStore("answers")) == {"a.mp4": "asked for", "b.mp4": "asked for"}
+    for path, text in ((copy, "{}"), (copy, '{"videos": ["a.mp4"]}'), (bar, bar.read_text().replace("a.mp4", "c.mp4"))):
+        path.write_text(text)
+        with pytest.raises(CorruptShard, match="does not have the hash"):
+            read_barred(LocalStore("answers"))
+        path.unlink()
