@@ -36,8 +36,8 @@ RESULTS  of jobs.evaluate: the same for their answers, and for RESULTS/cache. Sc
 
 A cache and the answers made from it are separate places: run the command for each.
 
-Exit code: 0 removed; 1 a file is damaged, or the store failed; 2 usage, none of these places, or a run writes to it;
-130 interrupted: rerun the same command to finish.
+Exit code: 0 removed; 1 a file is damaged, or the store failed; 2 usage, none of these places, damaged scores, or a run
+writes to it; 130 interrupted: rerun the same command to finish.
 """
 
 
@@ -84,9 +84,15 @@ def _remove(arguments: argparse.Namespace, objects: Objects, console: Console) -
     with import_libraries(console):
         from pipeline.evaluate.removal import remove_results  # noqa: PLC0415
 
-    results = _report("results", store, remove_results(store, ids, reason, say, objects), say)
     cache = store_at(f"{store}/{CACHE_FOLDER}", objects)
-    if not cache.exists(HEADER):
+    has_cache = cache.exists(HEADER)
+    try:
+        results = _report("results", store, remove_results(store, ids, reason, say, objects), say)
+    except Exception:  # damaged answers or scores must not keep the tokens from being removed
+        if has_cache:
+            _report("cache", cache, remove_videos(cache, ids, reason, say, keep), say)
+        raise
+    if not has_cache:
         return results
     tokens = _report("cache", cache, remove_videos(cache, ids, reason, say, keep), say)
     return CommandResult(0, {"results": results.record, "cache": tokens.record})

@@ -59,6 +59,7 @@ _THREADS = 8  # threads that parse small files
 _PLACE = (pa.field("file", pa.string()), pa.field("row", pa.int32()))
 _SORTED_NAME = re.compile(r"sorted-(\d+)-([0-9a-f]{16})-([0-9a-f]{16})-(\d+)-(\d+)-([0-9a-f]{32})\.parquet")
 
+_HASHED_STEM = re.compile(r".+-[0-9a-f]{32}", re.DOTALL)
 _TABLE_NAME = re.compile(r".+-[0-9a-f]{32}\.parquet", re.DOTALL)
 
 
@@ -142,6 +143,11 @@ def parse_file_name(name: str) -> TableFile:
 def make_small_name(folder: str, run_id: str, number: int, data: bytes | pa.Buffer, suffix: str = ".parquet") -> str:
     """Name a commit with the hash of its content, which detects any flipped bit."""
     return f"{folder}/{run_id}-{number:06d}-{hex_digest(data)}{suffix}"
+
+
+def has_content_hash(name: str) -> bool:
+    """Return True if a file's name ends with a hash of its content, as the names of all commits do."""
+    return _HASHED_STEM.fullmatch(PurePosixPath(name).stem) is not None
 
 
 def check_content(store: Store, name: str, data: bytes, kind: ShardFault = "commit") -> None:

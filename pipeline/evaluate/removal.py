@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from pipeline.cache.header import ModelIdentity
 from pipeline.cache.schema import write_parquet
-from pipeline.errors import NotAnswers, NotResults
+from pipeline.errors import NotAnswers
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import ANSWERS_FOLDER, EvaluateConfig
@@ -31,7 +31,8 @@ from pipeline.evaluate.run import MANIFEST, ScoredQuestions, list_removed
 from pipeline.evaluate.scores import SCORE_SCHEMA, SCORES
 from pipeline.evaluate.statistics import ORIGINAL
 from pipeline.evaluate.submissions import FOLDER, FORM
-from pipeline.generate.answers import read_answers
+from pipeline.generate.answers import HEADER as ANSWERS_HEADER
+from pipeline.generate.answers import AnswersTable, read_answers
 from pipeline.generate.removal import AnswersRemoval, bar_videos, remove_answers
 from pipeline.rows import JsonObject
 from pipeline.runner.forget import delete_unfinished
@@ -75,17 +76,20 @@ def remove_results(
     Raises NotResults, NotAnswers, UsageError, CacheLocked, CorruptShard and OSError.
     """
     identity = cast(JsonObject, read_results_header(store)["identity"])
+    scores = SCORE_SCHEMA.empty_table()
+    if store.exists(SCORES):  # damaged scores end the command here, before anything is deleted
+        scores = read_scores(str(store), store, published=False, columns=SCORE_SCHEMA.names)
     if "scored" in identity:
         bar_videos(store, new_run_id(), dict.fromkeys(ids, reason))
         result = ResultsRemoval("", len(ids))
     else:
         answers = store_at(f"{store}/{ANSWERS_FOLDER}", objects)
-        result = ResultsRemoval(**vars(remove_answers(answers, ids, reason, say)))
+        if answers.exists(ANSWERS_HEADER) or AnswersTable(answers).names():
+            result = ResultsRemoval(**vars(remove_answers(answers, ids, reason, say)))
+        else:  # the evaluation was stopped before its answers
+            bar_videos(answers, new_run_id(), dict.fromkeys(ids, reason))
+            result = ResultsRemoval("", len(ids))
     removed_ids = _find_questions(store, identity, ids, objects, say)
-    try:
-        scores = read_scores(str(store), store, published=False, columns=SCORE_SCHEMA.names)
-    except NotResults:  # not there, or damaged: what was made of them holds the texts all the same
-        scores = SCORE_SCHEMA.empty_table()
     # Of a question about several videos the scores know the first.
     is_removed = pc.or_(
         pc.is_in(scores["question_id"], value_set=pa.array(removed_ids, pa.string())),

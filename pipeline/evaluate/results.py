@@ -335,17 +335,19 @@ def read_scores(
     """Read ``columns`` of a place's scores.
 
     Raises NotResults for a missing or damaged file, and for a wrong column or score. Raises it, too, unless every
-    arm has exactly one score of each question.
+    arm has exactly one score of each question. Raises OSError if the store cannot be read.
 
     Args:
         published: whether the right answers are, so that every answer must have a score.
     """
     remedy = "run its python -m jobs.evaluate to the end"
     try:
-        stored_table = pq.read_table(pa.BufferReader(store.read(SCORES)))
-        scores = complete_columns(stored_table, columns, SCORE_SCHEMA, LATER_COLUMNS, SCORES)
+        data = store.read(SCORES)
     except FileNotFoundError:
         raise NotResults(f"{place} has no {SCORES} yet: {remedy}") from None
+    try:
+        stored_table = pq.read_table(pa.BufferReader(data))
+        scores = complete_columns(stored_table, columns, SCORE_SCHEMA, LATER_COLUMNS, SCORES)
     except (pa.ArrowException, OSError, CorruptShard) as error:
         raise NotResults(f"{place}: {SCORES} is damaged ({error}): {remedy}") from error
     # Without these columns the counts of cut and weak replies are unknown, not 0.

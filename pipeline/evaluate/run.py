@@ -44,6 +44,7 @@ from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import (
     ANSWER_SCHEMA,
     COMPARED_COLUMNS,
+    REMOVED,
     AnswersIdentity,
     AnswersTable,
     describe_change,
@@ -54,7 +55,7 @@ from pipeline.generate.answers import (
 )
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.removal import REMOVED, bar_videos, read_barred
+from pipeline.generate.removal import bar_videos, read_barred
 from pipeline.generate.run import AnswerRun
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.prune.config import PruneConfig

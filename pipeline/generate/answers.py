@@ -30,8 +30,8 @@ from pipeline.cache.header import (
 )
 from pipeline.cache.live import read_states, sort_by_rule
 from pipeline.cache.merging import KEEP
-from pipeline.cache.schema import READ_THREADS, column, complete_columns, open_parquet, write_parquet
-from pipeline.cache.table import check_content, make_small_name
+from pipeline.cache.schema import READ_THREADS, column, complete_columns, hex_digest, open_parquet, write_parquet
+from pipeline.cache.table import check_content, has_content_hash, make_small_name
 from pipeline.errors import CorruptShard, NotAnswers, QuestionFaultClass, QuestionsChanged, printable
 from pipeline.generate.carried import add_carried, concat_answers, make_carried_columns
 from pipeline.generate.config import GenerateConfig
@@ -45,6 +45,7 @@ _LIVE_KEYS = (*KEYS, "method_code")  # rows of one question by different code ar
 _MERGED_KEY = b"merged"  # metadata key of a merged file: a JSON list of the files it was made of
 HEADER = "answers.json"
 ANSWERS = "answers"
+REMOVED = "removed"  # folder of the bars, and status of the rows
 QUESTION_EXTRA = "question_extra"  # in old answers: JSON of the carried columns
 PRUNINGS: Final = "prunings"  # key of the identity, where several prunings were asked
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
@@ -185,8 +186,8 @@ def write_answers_header(store: Store, identity: AnswersIdentity) -> None:
 
 
 def check_place(store: Store) -> None:
-    """Raise NotAnswers if the output has other files but no answers."""
-    if not store.exists(HEADER) and store.has_other_files():
+    """Raise NotAnswers if the output has other files but no answers; bars of videos may come before answers."""
+    if not store.exists(HEADER) and store.has_other_files() and not store.names(REMOVED, ".json"):
         raise NotAnswers(f"{store} exists and holds no answers (it has no {HEADER}): name an empty place with --out")
 
 
@@ -277,8 +278,8 @@ class AnswersTable:
         self._tables: dict[str, pa.Table] = {}
 
     def names(self) -> list[str]:
-        """Return the names of the committed shards, of either format."""
-        return sorted(name for suffix in SUFFIXES.values() for name in self._store.names(ANSWERS, suffix))
+        """Return the names of the committed shards, of either format; copies under other names are left out."""
+        return list_shards(self._store)[0]
 
     def rows(self) -> pa.Table:
         """Return every committed row: ANSWER_SCHEMA, then carried columns.
@@ -319,6 +320,20 @@ class AnswersTable:
         return live.filter(pc.and_(is_question, pc.is_in(live["pruning"], value_set=under)))
 
 
+def list_shards(store: Store) -> tuple[list[str], dict[str, str]]:
+    """List the shards of answers, of either format, and the copies of shards under other names: copy -> shard.
+
+    A file whose name has no hash of its content is read; it counts as a shard unless its content is that of a shard.
+    Raises OSError.
+    """
+    names = sorted(name for suffix in SUFFIXES.values() for name in store.names(ANSWERS, suffix))
+    shards = {PurePosixPath(name).stem[-32:]: name for name in names if has_content_hash(name)}
+    strays = [name for name in names if not has_content_hash(name)]
+    copies = {name: shards.get(hex_digest(store.read(name))) for name in strays}
+    copies_of = {name: shard for name, shard in copies.items() if shard is not None}
+    return [name for name in names if name not in copies_of], copies_of
+
+
 def select_live(rows: pa.Table) -> pa.Table:
     """Select the live row of each question, pruning and code from rows of ANSWER_SCHEMA, sorted by question_id.
 
@@ -337,16 +352,18 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
     """Merge the Parquet files of a table of answers into one, if more than ``at_least`` wait; only live rows stay.
 
     The sources of this merge stay, for readers. In any case the sources of earlier merges are deleted if their merged
-    file is at least ``keep`` old. Files of JSON lines are left alone. Raises CorruptShard, OSError.
+    file is at least ``keep`` old; a source with a copy under another name stays as long as the copy. Files of JSON
+    lines are left alone. Raises CorruptShard, OSError.
     """
-    names = store.names(ANSWERS, SUFFIXES["parquet"])
+    shards, copies = list_shards(store)
+    names = [name for name in shards if PurePosixPath(name).suffix == SUFFIXES["parquet"]]
     tables = {name: parse_shard(store, name, data) for name, data in zip(names, store.read_all(names), strict=True)}
     merged_names: set[str] = set()
     for name, table in tables.items():
         sources = tables.keys() & set(json.loads((table.schema.metadata or {}).get(_MERGED_KEY, b"[]")))
         merged_names |= sources
         if sources and store.age(name) >= keep:
-            for old in sorted(sources):
+            for old in sorted(sources.difference(copies.values())):
                 store.delete(old)
     waiting = [name for name in names if name not in merged_names]
     if len(waiting) > at_least:

@@ -20,12 +20,13 @@ import pyarrow.compute as pc
 
 from pipeline.cache.near_ids import near_ids
 from pipeline.cache.schema import write_parquet
-from pipeline.cache.table import check_content, make_small_name
+from pipeline.cache.table import check_content, has_content_hash, make_small_name
 from pipeline.errors import printable
 from pipeline.generate.answers import (
     ANSWERS,
+    REMOVED,
     SUFFIXES,
-    AnswersTable,
+    list_shards,
     parse_shard,
     read_answers_header,
 )
@@ -37,7 +38,6 @@ from pipeline.runner.forget import delete_unfinished, forget_in_runs, iter_texts
 from pipeline.runner.run_record import RUNS, RunFile, new_run_id, now
 from pipeline.storage.stores import Store
 
-REMOVED = "removed"  # folder, and status of the rows
 _KEYS = ("question_id", "video_ids", "pruning", "method_code", "attempts")  # columns that a removed row keeps
 _MAX_EXAMPLES = 5  # unknown ids that a result names
 _MAX_ROWS_AS_OBJECTS = 4096
@@ -80,12 +80,21 @@ class AnswersRemoval:
 
 
 def read_barred(store: Store) -> dict[str, str]:
-    """Read which videos were removed from answers or results: id -> the reason. Raises CorruptShard, OSError."""
+    """Read which videos were removed from answers or results: id -> the reason.
+
+    A file under another name, such as a copy, bars its videos too. Raises CorruptShard, OSError.
+    """
     barred: dict[str, str] = {}
     for name in store.names(REMOVED, ".json"):
         data = store.read(name)
-        check_content(store, name, data)
-        barred |= json.loads(data)["videos"]
+        try:
+            videos = json.loads(data)["videos"]
+            is_bar = all(isinstance(reason, str) for reason in videos.values())
+        except (ValueError, LookupError, TypeError, AttributeError):
+            is_bar = False
+        if not is_bar or has_content_hash(name):
+            check_content(store, name, data)
+        barred |= videos
     return barred
 
 
@@ -157,7 +166,7 @@ class _Removal:
 
     def run(self) -> None:
         """Forget the texts in the records of runs, then in the files of answers, and delete what held them."""
-        names, result = AnswersTable(self._store).names(), self._result
+        (names, copies), result = list_shards(self._store), self._result
         held_names, removed_texts, video_ids = list[str](), set[str](), set[str]()
         for name, table in self._read(names):
             video_ids.update(pc.list_flatten(table["video_ids"]).to_pylist())
@@ -179,6 +188,8 @@ class _Removal:
         forget_in_runs(self._store, self._ids, removed_texts)
         for number, name in enumerate(held_names):
             self._rewrite(number, name)
+        # Copies go first: without its shard a copy counts as damaged.
+        held_names[:0] = [copy for copy, shard in copies.items() if shard in held_names]
         for name in held_names:
             self._store.delete(name)
         result.deleted += [*held_names, *delete_unfinished(self._store, ("", ANSWERS, RUNS, REMOVED))]

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from rich.console import Console
 from jobs import evaluate, generate, inspect, remove
 from pipeline import TokenCache, read_answers
 from pipeline.cache.header import HEADER
+from pipeline.errors import CorruptShard
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.request import prepare
 from pipeline.evaluate.run import answer_and_score, drop_tokens
-from pipeline.generate.answers import commit_answers, merge_answers
+from pipeline.generate.answers import check_place, commit_answers, merge_answers
 from pipeline.generate.removal import read_barred
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.moves import remove_videos
@@ -63,6 +65,8 @@ def all_text(folder: Path) -> str:
 @pytest.mark.parametrize("name", ["answers", "lines"])
 def test_removed_answers_leave_no_text_and_are_never_asked_again(stored, name):
     before = read_answers(name)
+    shard = next((stored / name / "answers").iterdir())
+    shutil.copy(shard, shard.with_name(f"{shard.stem} (1){shard.suffix}"))
     merge_answers(LocalStore(stored / name), 0)  # a merged file beside its sources
     record = next((stored / name / "runs").glob("*.json"))
     record.write_text(record.read_text().replace("text.mp4 is not", "Which animal is it?, a.mp4 is not"))
@@ -302,3 +306,59 @@ def test_a_cache_below_results_is_removed_from_too_and_one_that_is_dropped_leave
     drop_tokens(request(), QUIET)
     assert not cache.exists(HEADER)
     assert read_barred(LocalStore("r/answers")) == {"a": "asked for", "b": "asked again"}
+
+
+@pytest.mark.parametrize(("place", "damage"), [("results", "read"), ("scored", "read"), ("results", "column")])
+def test_scores_that_cannot_be_read_end_a_removal_before_anything_is_deleted(tmp_path, monkeypatch, place, damage):
+    monkeypatch.chdir(unpack(tmp_path, VERSIONS[1]))
+    if damage == "column":
+        pq.write_table(pq.read_table(f"{place}/scores.parquet").drop_columns(["status"]), f"{place}/scores.parquet")
+    before = {path: path.read_bytes() for path in Path(place).rglob("*") if path.is_file()}
+    original = LocalStore.read
+
+    def read(store, name):
+        if damage == "read" and name == "scores.parquet":
+            raise OSError(110, "Connection timed out", name)
+        return original(store, name)
+
+    Path("ids.txt").write_text("a.mp4")
+    argv = [place, "--ids", "ids.txt", "--reason", "asked for"]
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "read", read)
+        done = run_here(remove, argv)
+    assert done.returncode == (1 if damage == "read" else 2)
+    assert ("Connection timed out" if damage == "read" else "it has no column status") in " ".join(done.stdout.split())
+    assert {path: path.read_bytes() for path in Path(place).rglob("*") if path.is_file()} == before
+    if damage == "read":
+        assert "2 questions are left" in remove_from(place)
+
+
+def test_results_of_an_evaluation_that_stopped_before_its_answers_are_removed_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(unpack(tmp_path, VERSIONS[1]))
+    shutil.rmtree("results/answers")
+    shutil.copytree("cache", "results/cache", dirs_exist_ok=True)
+    assert "a.mp4" in TokenCache("results/cache").video_ids
+    remove_from("results")
+    assert "a.mp4" not in TokenCache("results/cache").video_ids
+    answers = LocalStore("results/answers")
+    assert read_barred(answers) == {"a.mp4": "asked for"}
+    check_place(answers)  # a later evaluation may write its answers there
+    answers.put("answers/run-000000-0.parquet", b"")  # answers that lost their header may hold texts
+    Path("ids.txt").write_text("b.mp4")
+    done = run_here(remove, ["results", "--ids", "ids.txt", "--reason", "asked for", "--keep-minutes", "0"])
+    assert done.returncode == 2 and "no answers" in done.stdout
+    assert "b.mp4" not in TokenCache("results/cache").video_ids  # the tokens go all the same
+
+
+def test_a_copy_in_removed_bars_and_a_damaged_file_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(unpack(tmp_path, VERSIONS[1]))
+    remove_from("answers")
+    (bar,) = Path("answers/removed").iterdir()
+    copy = bar.with_name("copy.json")
+    copy.write_text(bar.read_text().replace("a.mp4", "b.mp4"))
+    assert read_barred(LocalStore("answers")) == {"a.mp4": "asked for", "b.mp4": "asked for"}
+    for path, text in ((copy, "{}"), (copy, '{"videos": ["a.mp4"]}'), (bar, bar.read_text().replace("a.mp4", "c.mp4"))):
+        path.write_text(text)
+        with pytest.raises(CorruptShard, match="does not have the hash"):
+            read_barred(LocalStore("answers"))
+        path.unlink()

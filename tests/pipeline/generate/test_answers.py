@@ -81,6 +81,24 @@ def test_a_flipped_bit_is_seen(store, form):
         read_answers(str(store))
 
 
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_a_copy_of_a_shard_under_another_name_is_left_out_and_keeps_its_shard(store, form):
+    for number in range(2):
+        commit_answers(store, "run", number, [row(str(number), answer="yes")], form)
+    name = AnswersTable(store).names()[0]
+    copy = f"answers/{Path(name).stem} (1).{form}"
+    store.put(copy, store.read(name))
+    before = read_answers(str(store))
+    assert before["question_id"].to_pylist() == ["0", "1"] and copy not in AnswersTable(store).names()
+    for _ in range(2):  # the second merge deletes the sources of the first
+        merge_answers(store, 1, timedelta(0))
+        assert read_answers(str(store)).equals(before)
+    assert store.exists(name)
+    store.put(copy, store.read(name)[:-1])  # no shard has this content: it may be a damaged one
+    with pytest.raises(CorruptShard, match="does not have the hash"):
+        read_answers(str(store))
+
+
 def test_a_folder_without_answers_is_said_to_be_none(tmp_path):
     version = '{"schema_version": %d}'
     for text, message in (
