@@ -61,6 +61,7 @@ _SORTED_NAME = re.compile(r"sorted-(\d+)-([0-9a-f]{16})-([0-9a-f]{16})-(\d+)-(\d
 
 _HASHED_STEM = re.compile(r".+-[0-9a-f]{32}", re.DOTALL)
 _TABLE_NAME = re.compile(r".+-[0-9a-f]{32}\.parquet", re.DOTALL)
+_OF_SORTED = re.compile(r"sorted-\d+-[0-9a-f]{16}-[0-9a-f]{16}-")  # a sorted file's own name, or a copy's
 
 
 class TableFile(NamedTuple):
@@ -128,7 +129,9 @@ def split_names(names: Sequence[str]) -> TableListing:
 
 def is_table_name(name: str) -> bool:
     """Return True if a file's name is that of a file of the table: it ends in a hash, whatever the content is."""
-    return _TABLE_NAME.fullmatch(PurePosixPath(name).name) is not None
+    own_name = PurePosixPath(name).name
+    pattern = _SORTED_NAME if _OF_SORTED.search(own_name) else _TABLE_NAME
+    return pattern.fullmatch(own_name) is not None
 
 
 def parse_file_name(name: str) -> TableFile:

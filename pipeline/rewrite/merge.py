@@ -123,7 +123,7 @@ def merge_caches(
             for source in stores:
                 for name in source.names(RUNS, ".json"):
                     _take(source, out, name)
-            result.moved = erase_removed(out, identity, result.run_id).moved
+            result.moved = erase_removed(out, identity, result.run_id, say).moved
             merge(out, identity, everything=True)
     return result
 

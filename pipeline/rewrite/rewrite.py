@@ -179,7 +179,7 @@ def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: boo
             record = RunFile(out, {**provenance(result.run_id, _VERSIONS), **about})
             with record:
                 _stream(job, todo, out, record, result, say)
-        erase_removed(out, made_with, result.run_id)  # also what an interrupted rewrite has left
+        erase_removed(out, made_with, result.run_id, say)  # also what an interrupted rewrite has left
         if len(todo):
             delete_superseded(out, read_header(out))
             try_merge(out, made_with, MAX_WAITING_AT_END, say)

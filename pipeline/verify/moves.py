@@ -32,7 +32,7 @@ from pipeline.cache.schema import TOKENS
 from pipeline.cache.table import VideosTable, add_places, list_table_files, read_file
 from pipeline.cache.token_shard import has_shard_form, is_shard_name, parse_shard_id, read_footer_ids, read_videos
 from pipeline.cache.writer import SHARD_BYTES, commit_records, make_bundles, put_token_shard
-from pipeline.errors import CorruptShard, describe_near, printable
+from pipeline.errors import CorruptShard, describe_near, name_first, printable
 from pipeline.rows import JsonObject, VideoRecord, VideoRow
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster import provenance
@@ -91,6 +91,10 @@ class RemovalResult:
             for video_id, likely in self.likely.items():
                 names = ", ".join(describe_near(video_id, name) for name in likely)
                 yield f"note: {video_id} was not there; did you mean {names}? It stays until it is named"
+        yield from self.iter_warnings()
+
+    def iter_warnings(self) -> Iterator[str]:
+        """Yield a line about each kind of file that may still hold the videos."""
         if self.unread:
             yield (
                 f"note: {len(self.unread):,} damaged token shards of other videos, e.g. {self.unread[0]}, may hold "
@@ -118,18 +122,23 @@ def remove_videos(
     return result
 
 
-def erase_removed(store: Store, identity: str, run_id: str) -> RemovalResult:
+def erase_removed(store: Store, identity: str, run_id: str, say: Callable[[str], object]) -> RemovalResult:
     """Erase what is left of all removed videos but their removed rows: rows and tokens that came from other caches.
 
-    Nothing is kept for readers, who find moved videos by themselves. The caller holds the claim of the run ``run_id``.
-    Raises CorruptShard where a token shard is damaged, and OSError.
+    Calls ``say`` with the names of deleted files, and of files that may still hold the videos. Nothing is kept for
+    readers, who find moved videos by themselves. The caller holds the claim of the run ``run_id``. Raises CorruptShard
+    where a token shard is damaged, and OSError.
     """
     rows = LiveVideos.read(store, identity, ("video_id", "status"))[1]
     ids = frozenset(rows.filter(pc.equal(rows["status"], "removed"))["video_id"].to_pylist())
     result = RemovalResult(run_id, len(ids))
     if ids:
         removal = _Removal(store, identity, result, ids)
-        _erase(store, removal, "removed from another cache", lambda line: None, timedelta(0))
+        _erase(store, removal, "removed from another cache", say, timedelta(0))
+        if n_deleted := len(result.deleted):
+            say(f"{n_deleted:,} files deleted that may hold removed videos: {name_first(result.deleted, n_deleted)}")
+        for line in result.iter_warnings():
+            say(line)
     return result
 
 

@@ -57,6 +57,15 @@ def test_a_copy_of_a_table_s_file_is_left_out_with_a_note(store, capsys, before,
     assert copy.exists()  # nothing deletes it
 
 
+@pytest.mark.parametrize("name", ["Copy of {}.parquet", "backup-{}.parquet"])
+def test_a_copy_of_a_sorted_file_whose_name_ends_as_the_file_s_is_left_out(store, name):
+    as_sorted(store)
+    (file,) = shards(store, "videos")
+    copy = file.with_name(name.format(file.stem))
+    shutil.copy(file, copy)
+    assert TokenCache(store.root).stray_files == [f"videos/{copy.name}"]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_renamed_file_with_rows_that_count_is_an_error_that_names_both(store, name):
     file = shards(store, "videos")[0]
