@@ -112,7 +112,9 @@ class CheckpointFiles:
 
         If the whole repository was downloaded, it can tell.
         """
-        if not self._is_cached(_IN_EVERY_REPOSITORY) and not any(map(self.has, filenames)):
+        if self.revision is None or self._is_cached(_IN_EVERY_REPOSITORY):
+            return
+        if not any(map(self.has, filenames)):
             for filename in filenames:
                 self.find(filename, required=True)
 

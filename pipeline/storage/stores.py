@@ -214,9 +214,11 @@ class LocalStore:
     def _open_regular(self, name: str) -> BinaryIO:
         """Open a file. A pipe, which would wait for a writer, is none: names come from untrusted files."""
         descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NONBLOCK)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
             os.close(descriptor)
-            raise FileNotFoundError(errno.ENOENT, "no such file", str(self.root / name))
+            number = errno.EISDIR if stat.S_ISDIR(mode) else errno.ENOENT
+            raise OSError(number, os.strerror(number), str(self.root / name))
         return os.fdopen(descriptor, "rb")
 
     def read_all(self, names: Sequence[str]) -> Iterator[bytes]:

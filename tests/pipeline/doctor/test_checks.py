@@ -2,6 +2,7 @@
 
 import time
 import zipfile
+from copy import copy
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -81,7 +82,7 @@ def test_a_store_that_works_is_left_as_it_was_and_a_failure_is_told_with_its_rea
     (finding,) = check_store(reachable(LocalStore(tmp_path / "not" / "yet")))
     assert finding.state in {"ok", "slow"} and "listed, ranged, deleted" in finding.says  # slow: a busy disk
     assert not list(tmp_path.iterdir())
-    (finding,) = wrong(check_store(LocalStore(tmp_path / "gone"))).values()
+    (finding,) = wrong(check_store(copy(LocalStore(tmp_path / "gone")))).values()  # as a node has it
     assert "No such file or directory" in finding.says and finding.remedy
 
 
