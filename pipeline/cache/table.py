@@ -112,13 +112,22 @@ def list_table(store: Store) -> TableListing:
     Raises CorruptShard for a stray file that must not be left out (``pipeline.cache.strays``), and OSError.
     """
     listing = split_names(store.names(VIDEOS, ".parquet"))
+    try:
+        _check_strays(store, listing)
+    except FileNotFoundError:  # a file of the table was merged since it was listed
+        listing = split_names(store.names(VIDEOS, ".parquet"))
+        _check_strays(store, listing)
+    return listing
+
+
+def _check_strays(store: Store, listing: TableListing) -> None:
+    """Raise CorruptShard for a stray file that must not be left out. Raises OSError."""
     if listing.strays:
         from pipeline.cache.strays import find_stray_fault  # noqa: PLC0415 - which reads tables by this module
 
         for name in listing.strays:
             if fault := find_stray_fault(store, name, listing.files):
                 raise CorruptShard(fault.message, "commit")
-    return listing
 
 
 def split_names(names: Sequence[str]) -> TableListing:

@@ -216,12 +216,16 @@ def _take_live_tokens(
     for number, source in enumerate(stores):
         names = live.filter(pc.equal(live["cache"], number))["token_shard"].unique().to_pylist()
         with request_threads(_THREADS) as pool:
-            for n_taken, n_bytes in enumerate(pool.map(partial(_take, source, out), names), 1):
-                result.linked += n_bytes == 0
-                result.copied += n_bytes is not None and n_bytes > 0
-                result.copied_bytes += n_bytes or 0
-                if n_taken % _SHARDS_PER_LINE == 0:
-                    say(f"{n_taken:,} of {len(names):,} token shards of {source}")
+            try:
+                for n_taken, n_bytes in enumerate(pool.map(partial(_take, source, out), names), 1):
+                    result.linked += n_bytes == 0
+                    result.copied += n_bytes is not None and n_bytes > 0
+                    result.copied_bytes += n_bytes or 0
+                    if n_taken % _SHARDS_PER_LINE == 0:
+                        say(f"{n_taken:,} of {len(names):,} token shards of {source}")
+            except Exception:
+                pool.shutdown(cancel_futures=True)  # no copy is under way when another run may take the claim
+                raise
 
 
 def _take_removed_rows(stores: Sequence[Store], identity: str, out: Store, result: MergedCaches) -> None:

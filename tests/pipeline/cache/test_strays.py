@@ -14,6 +14,7 @@ from pipeline import CorruptShard, TokenCache
 from pipeline.cache.header import made_with
 from pipeline.cache.live import Ledger
 from pipeline.cache.merging import merge, merge_fully
+from pipeline.cache.table import list_table_files
 from pipeline.errors import RemovedVideo, RunFailed
 from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.moves import remove_videos
@@ -64,6 +65,24 @@ def test_a_copy_of_a_sorted_file_whose_name_ends_as_the_file_s_is_left_out(store
     copy = file.with_name(name.format(file.stem))
     shutil.copy(file, copy)
     assert TokenCache(store.root).stray_files == [f"videos/{copy.name}"]
+
+
+def test_files_that_are_merged_between_the_listing_and_the_look_at_a_stray_are_listed_again(store, monkeypatch):
+    file = shards(store, "videos")[0]
+    pq.write_table(pq.read_table(file), file.with_name("x.parquet"))
+    list_names, n_merged = LocalStore.names, []
+
+    def list_and_merge(self, folder, suffix):
+        names = list_names(self, folder, suffix)
+        if folder == "videos" and not n_merged:
+            n_merged.append(len(names))  # before the merge, which lists the table too
+            for _ in range(2):  # the second deletes what the first has merged
+                merge(store, made_with(store), everything=True, keep=timedelta(0))
+        return names
+
+    monkeypatch.setattr(LocalStore, "names", list_and_merge)
+    listed = [file.name for file in list_table_files(store)]
+    assert n_merged and listed == [name for name in list_names(store, "videos", ".parquet") if "/x." not in name]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from datetime import timedelta
 
 import pyarrow.parquet as pq
@@ -194,6 +195,19 @@ def test_nothing_stays_of_a_video_that_one_cache_has_removed(tmp_path, order, me
         TokenCache(out.root).get("gone")
     again = merge_caches(sources, out, quiet)
     assert again.moved == 0 and mentions(out.root, before, "gone") == []
+
+
+def test_files_that_are_deleted_or_may_hold_a_removed_video_are_named(two, tmp_path):
+    shutil.copytree(two[1].root, tmp_path / "out")
+    out, said = LocalStore(tmp_path / "out"), list[str]()
+    out.put("repaired/damaged.parquet", b"PAR1 of nobody knows what PAR1")
+    (file, *_) = shards(out, "videos")
+    shutil.copy(file, file.with_name("backup.parquet"))
+    remove_videos(two[0], TokenCache(two[1].root).video_ids, "asked", quiet, timedelta(0))
+    merge_caches([two[0]], out, said.append)
+    assert any("files deleted that may hold removed videos: " in line and "repaired/damaged" in line for line in said)
+    assert any("videos/backup.parquet is no file of this cache, and may hold the videos" in line for line in said)
+    assert not out.exists("repaired/damaged.parquet") and out.exists("videos/backup.parquet")
 
 
 def test_an_interrupted_merge_shows_no_removed_video_and_a_rerun_erases_it(tmp_path):
