@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT, python_path
+
 # Where PYTHONDONTWRITEBYTECODE is set each worker of -n would rewrite the assertions of all files in every run. Code
 # that a test writes and changes within a second must not be kept, so the setting holds again behind the collection.
 _KEEPS_NO_BYTECODE, sys.dont_write_bytecode = sys.dont_write_bytecode, False
@@ -25,6 +27,8 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 # Decoders, DuckDB and Ray abort or hang in a forked child that collects what they left in the parent, with its threads.
 os.register_at_fork(after_in_child=gc.freeze)
+# Processes that inherit the environment of the tests import torchvision as the tests do.
+os.environ["PYTHONPATH"] = python_path(ROOT)
 # Nothing that a finished run left behind may start a cluster.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 # Files that start clusters of their own. They take long, and most of them end the cluster that other files share. So
