@@ -8,7 +8,9 @@ import os
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -77,3 +79,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             torch.cuda.manual_seed_all(0)
     if not _SLOW[item.path] and (rays := sys.modules.get("tests.pipeline.rays")) is not None:
         rays.end_plain()
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function that returns the folder with the tiny checkpoint of a family; do not change files there."""
+    from tests.gstep.generic.tiny_checkpoints import make  # noqa: PLC0415 - loads transformers
+
+    return cache(lambda name: make(name, tmp_path_factory.mktemp("tiny") / name))
