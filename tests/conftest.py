@@ -8,10 +8,14 @@ import os
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.paths import ROOT, python_path
 
 # Where PYTHONDONTWRITEBYTECODE is set each worker of -n would rewrite the assertions of all files in every run. Code
 # that a test writes and changes within a second must not be kept, so the setting holds again behind the collection.
@@ -25,6 +29,8 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 # Decoders, DuckDB and Ray abort or hang in a forked child that collects what they left in the parent, with its threads.
 os.register_at_fork(after_in_child=gc.freeze)
+# Processes that inherit the environment of the tests import torchvision as the tests do.
+os.environ["PYTHONPATH"] = python_path(ROOT)
 # Nothing that a finished run left behind may start a cluster.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 # Files that start clusters of their own. They take long, and most of them end the cluster that other files share. So
@@ -73,3 +79,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             torch.cuda.manual_seed_all(0)
     if not _SLOW[item.path] and (rays := sys.modules.get("tests.pipeline.rays")) is not None:
         rays.end_plain()
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function that returns the folder with the tiny checkpoint of a family; do not change files there."""
+    from tests.gstep.generic.tiny_checkpoints import make  # noqa: PLC0415 - loads transformers
+
+    return cache(lambda name: make(name, tmp_path_factory.mktemp("tiny") / name))

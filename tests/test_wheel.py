@@ -15,7 +15,7 @@ from pipeline import TokenCache
 from tests.interpreter import run_python
 from tests.jobs.jobs import ALONE, environment
 from tests.jobs.test_own_method import CODE
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.pipeline.caches import make_cache, random_tokens
 from tests.pipeline.videos import sample
 
@@ -68,7 +68,7 @@ def test_a_project_with_packages_of_the_same_names_prunes_by_a_method_of_its_own
     (tmp_path / "mine.py").write_text(CODE[0])
     argv = ["prune", str(sample("bikes.mp4")), "--out", "c", "--pruner", "mine:Mine", "--num-frames", "3"]
     argv += ["--retention-ratio", "20%"]
-    environ = environment(PYTHONPATH=str(site), HOME=str(tmp_path), **ALONE)
+    environ = environment(PYTHONPATH=python_path(site), HOME=str(tmp_path), **ALONE)
     done = run_python(site / "bin" / "gstep-cache", *argv, cwd=tmp_path, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "look inside: python -m jobs.inspect c" in done.stdout

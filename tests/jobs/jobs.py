@@ -25,7 +25,7 @@ from pipeline import TokenCache
 from pipeline.cache.table import list_table_files, read_file
 from pipeline.runner.prefork.server import SOCKET, start_server
 from pipeline.storage.stores import Store
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.pipeline.videos import SAMPLES, sample
 from tests.waiting import wait_until
 
@@ -42,7 +42,7 @@ def clips() -> list[Path]:
 def fork_server() -> str:
     """Start the server that forks the workers of all clusters of this process's tests; return its socket."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("PYTHONPATH", python_path(ROOT))
         return start_server()
 
 
@@ -58,7 +58,7 @@ def environment(**more: str | None) -> dict[str, str]:
     paths = {
         "RAY_TMPDIR": folder,
         "HOME": folder,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": python_path(ROOT),
         "XDG_CACHE_HOME": kept.get("XDG_CACHE_HOME", folder),
     }
     ray = {

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.jobs.jobs import environment
+from tests.paths import python_path
 from tests.pipeline.rays import STARTS_SLOWLY
 from tests.ports import free_ports
 from tests.waiting import wait_until
@@ -36,7 +37,9 @@ class Cluster:
 
     def __init__(self, **environ: str) -> None:
         self.environment = environment(**environ)
-        del self.environment["PYTHONPATH"]  # jobs must run the code they are submitted with, not this checkout
+        self.environment["PYTHONPATH"] = (
+            python_path()
+        )  # jobs must run the code they are submitted with, not this checkout
         self.environment["PATH"] = f"{RAY.parent}{os.pathsep}{self.environment['PATH']}"
         self.folder = Path(self.environment.pop("RAY_TMPDIR"))
         self._nodes: list[subprocess.Popen[bytes]] = []

@@ -24,7 +24,7 @@ from pipeline.runner.prefork.server import start_server
 from tests.jobs.faults import tiny_videos
 from tests.jobs.jobs import environment, forbid_ray, run_here
 from tests.jobs.test_own_method import CODE
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.rays import growing_ray
 
@@ -75,7 +75,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        patch.setenv("PYTHONPATH", f"{ROOT}:{folder}")  # of the workers
+        patch.setenv("PYTHONPATH", python_path(ROOT, folder))  # of the workers
         # A server of this file's own: the server that this process has was started with another PYTHONPATH, and would
         # fork none of these workers.
         server, path = start_server.__wrapped__(), os.environ["PYTHONPATH"]

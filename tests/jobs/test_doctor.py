@@ -8,7 +8,7 @@ import pytest
 from jobs import doctor
 from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import run_here
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import sample
 
@@ -75,7 +75,7 @@ def test_a_node_with_another_version_a_missing_codec_a_lying_store_and_no_model_
     (tmp_path / "other" / "sitecustomize.py").write_text(NO_VP9)
     (tmp_path / "other" / "av-99.0.dist-info" / "METADATA").write_text("Name: av\nVersion: 99.0\n")
     full = {"RAY_local_fs_capacity_threshold": "0.0001"}  # so that Ray takes its disk for full
-    other = {"num_cpus": 1, "env_vars": {"PYTHONPATH": f"{tmp_path / 'other'}:{ROOT}", **full}}
+    other = {"num_cpus": 1, "env_vars": {"PYTHONPATH": python_path(tmp_path / "other", ROOT), **full}}
     argv = ["--num-frames", "2", "--out", str(tmp_path / "cache"), CLIP]
     with ray_here({"num_cpus": 1}, other):
         shown = run_here(doctor, argv)

@@ -10,7 +10,7 @@ import pytest
 from jobs.__main__ import COMMANDS, main
 from jobs.command import VERSIONED_PACKAGES
 from tests.interpreter import run_python
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -33,7 +33,7 @@ def test_the_name_alone_and_its_help_list_every_command(capsys):
 
 
 def in_folder(folder, *argv: str) -> subprocess.CompletedProcess[str]:
-    return run_python(*argv, cwd=folder, env={"PYTHONPATH": str(ROOT)})
+    return run_python(*argv, cwd=folder, env={"PYTHONPATH": python_path(ROOT)})
 
 
 def test_only_the_command_that_is_named_is_imported_and_the_current_folder_comes_last(tmp_path):

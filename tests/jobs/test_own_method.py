@@ -14,7 +14,7 @@ from jobs import prune
 from tests.gstep.synthetic import assert_same, video
 from tests.interpreter import run_python
 from tests.jobs.jobs import environment, forbid_ray, run_here
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.pipeline.asking import tiny_cache
 from tests.pipeline.videos import sample
 
@@ -62,7 +62,7 @@ def test_a_file_and_a_line_make_it_a_method_of_the_package(tmp_path):
     contract = str(copy / "tests/gstep/pruners/test_contract.py")
     options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-k", "mine and not cuda"]
     done = run_python(
-        "-m", "pytest", contract, *options, "--rootdir", copy, cwd=copy, env=environment(PYTHONPATH=str(copy))
+        "-m", "pytest", contract, *options, "--rootdir", copy, cwd=copy, env=environment(PYTHONPATH=python_path(copy))
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(re.search(r"(\d+) passed", done.stdout).group(1)) > 8

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from tests.interpreter import run_python
 from tests.jobs.jobs import environment
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.pipeline.videos import sample
 
 SECTION = (ROOT / "gstep/README.md").read_text().split("## Add a model family\n")[1].split("\n## ")[0]
@@ -55,7 +55,7 @@ def test_two_files_and_a_line_make_a_family(tmp_path):
     script = tmp_path / "use.py"
     script.write_text(USE)  # a plain script: encode_video needs no main guard
     given = model, sample("bikes.mp4"), tmp_path / "made.pt"
-    done = run_python(script, *given, cwd=copy, env=environment(PYTHONPATH=str(copy)))
+    done = run_python(script, *given, cwd=copy, env=environment(PYTHONPATH=python_path(copy)))
     assert done.returncode == 0, done.stderr
     made = torch.load(tmp_path / "made.pt", weights_only=True)
     assert (tuple(made["kept"]), made["n"]) == ((4, 4, 4), 16)

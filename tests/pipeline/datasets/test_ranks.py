@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.pipeline.datasets.caches import N_VIDEOS, make_shards
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ def told(tmp_path_factory) -> list[dict]:
     make_shards(folder / "cache")
     script = Path(__file__).with_name("ranks_here.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
     arguments = [str(folder / "cache"), str(folder)]
     done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -14,7 +14,7 @@ from pipeline.runner.prefork.server import SOCKET
 from tests.interpreter import run_python
 from tests.jobs.jobs import environment, fork_server
 from tests.jobs.processes import assert_all_gone, family
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.waiting import wait_until
 
 # A driver that starts Ray as commands do, on a node with a GPU. Two workers say what they are: one of the server, and
@@ -55,7 +55,7 @@ signal.pause()
 def request_program(tmp_path, monkeypatch):
     """Let the server that this process shares fork a program, which runs in the test's folder; returns whether."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # as the server has it
+    monkeypatch.setenv("PYTHONPATH", python_path(ROOT))  # as the server has it
 
     def request(program: str) -> bool:
         (tmp_path / "program.py").write_text(program)
