@@ -15,7 +15,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
-from gstep.backbones import ModelFamily, ModelSource, TextTowerSource, family_of
+from gstep.backbones import BACKBONES, ModelFamily, ModelSource, TextTowerSource, family_of
 from gstep.evidence import HEAD_SOURCES, PER_FRAME, name_of
 from gstep.language import PromptBuilder, Visual
 from gstep.language.layer_pruning import check_layer
@@ -244,6 +244,11 @@ def resolve_pruning(
             "-m jobs.prune --pruner none"
         )
     check_inside(pruner, builder)
+    if pruner.layer is not None and source.family not in BACKBONES:
+        raise UsageError(
+            f"--pruner {method} prunes inside the language model, which is not implemented for the family "
+            f"{source.family}: use a method that prunes before it"
+        )
     if pruner.layer is not None and spec.seed:
         raise UsageError(
             f"--pruner {method} prunes inside the language model, where it draws with seed 0: leave out its seed"
