@@ -15,8 +15,9 @@ from typing import Any, cast
 from torch import Tensor
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
-from gstep.backbones import BACKBONES, ModelFamily, ModelSource, TextTowerSource, family_of
+from gstep.backbones import ModelFamily, ModelSource, TextTowerSource, family_of
 from gstep.evidence import HEAD_SOURCES, PER_FRAME, name_of
+from gstep.families import GENERIC
 from gstep.language import PromptBuilder, Visual
 from gstep.language.layer_pruning import check_layer
 from gstep.language.types import POSITIONS
@@ -243,12 +244,12 @@ def resolve_pruning(
             f"{cache_identity['pruner']['method']} kept at {cache_identity['retention_ratio']:g}: make one with python "
             "-m jobs.prune --pruner none"
         )
-    check_inside(pruner, builder)
-    if pruner.layer is not None and source.family not in BACKBONES:
+    if pruner.layer is not None and source.family == GENERIC:
         raise UsageError(
-            f"--pruner {method} prunes inside the language model, which is not implemented for the family "
-            f"{source.family}: use a method that prunes before it"
+            f"--pruner {method} prunes inside the language model, which is not implemented for the family {GENERIC}: "
+            "use a method that prunes before it"
         )
+    check_inside(pruner, builder)
     if pruner.layer is not None and spec.seed:
         raise UsageError(
             f"--pruner {method} prunes inside the language model, where it draws with seed 0: leave out its seed"

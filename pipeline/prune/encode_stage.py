@@ -30,7 +30,7 @@ from gstep.lazy import pause_garbage_collector
 from pipeline.cache.changed_code import check_code
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.cache.writer import Bits, KeptTokens, VideoItem
-from pipeline.errors import FaultClass, MethodFails, VideoFault
+from pipeline.errors import MethodFails, VideoFault
 from pipeline.own_method import prune_or_fault
 from pipeline.prune.batches import pack, unpack
 from pipeline.prune.warm_up import compiled_beside
@@ -209,9 +209,17 @@ class VideoEncoder:
         return items
 
     def _encode(self, frames: Tensor | NDArray[np.uint8], video: SampledVideo | None) -> tuple[VisualTokens, float]:
-        """Encode frames to all tokens and the needed evidence, rounded for the cache; return them and the seconds."""
-        with self._turn(self._encoding) as turn:
-            visual = self._round_tokens(self.backbone.encode(frames, self._sources, video))
+        """Encode frames to all tokens and the needed evidence, rounded for the cache; return them and the seconds.
+
+        Raises VideoFault for a video that the model does not take.
+        """
+        try:
+            with self._turn(self._encoding) as turn:
+                visual = self._round_tokens(self.backbone.encode(frames, self._sources, video))
+        except TooFewFrames as error:
+            raise VideoFault("too-short", str(error), stage="encode") from None
+        except UnsupportedVideo as error:
+            raise VideoFault("unsupported", str(error), stage="encode") from None
         return visual, turn.seconds
 
     def _prune(self, visual: VisualTokens) -> tuple[PrunedTokens, float]:
@@ -346,10 +354,7 @@ def _run_guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
         raise
     except Exception as error:  # noqa: BLE001 - an error of one video must not fail its neighbours
         exit_after_gpu_fault(video_id, error)
-        if isinstance(error, UnsupportedVideo):
-            fault_class: FaultClass = "too-short" if isinstance(error, TooFewFrames) else "unsupported"
-            fault = VideoFault(fault_class, str(error), stage=stage)
-        elif is_out_of_memory(error):
+        if is_out_of_memory(error):
             fault = VideoFault("out-of-memory", str(error), stage=stage)
         else:
             fault = VideoFault("internal", f"{type(error).__name__}: {error}", stage=stage)
