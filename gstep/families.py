@@ -1,6 +1,7 @@
 """The table of model families: the class that makes visual tokens, and the class that puts them into prompts.
 
-Classes are import paths, so that a checkpoint's type can be checked before any model code is imported.
+Classes are import paths, so that a checkpoint's type can be checked before any model code is imported. A family that is
+not in the table is named by the import path ``package.module:Class`` of its ``ModelFamily``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ class Family(NamedTuple):
         files: the files, besides config.json, weights and chat template, that all of these checkpoints have.
         usual_files: the files that these checkpoints or fine-tuned ones may lack. InternVL3, for example, has no
             video_preprocessor_config.json, and InternVL3.5 has one.
+        language_model: the import path of the class that answers prompts.
+        gate: the import path of a function that checks a resolved model before any work, and returns what it found as
+            ``ModelSource.layout``; None for a family that is described by its own code.
+        doctor: the import path of the function that makes the same check with the checkpoint's own weights, for
+            ``jobs.doctor``; None without a gate.
     """
 
     backbone: str
@@ -27,13 +33,18 @@ class Family(NamedTuple):
     published: str = ""
     files: tuple[str, ...] = ()
     usual_files: tuple[str, ...] = ()
+    language_model: str = "gstep.language.model:LanguageModel"
+    gate: str | None = None
+    doctor: str | None = None
 
 
+#: The family of every model type that has no line of its own below.
+GENERIC = "generic"
 _FILES = ("preprocessor_config.json", "tokenizer.json", "tokenizer_config.json")
 _GENERATION, _VIDEO, _PROCESSOR = "generation_config.json", "video_preprocessor_config.json", "processor_config.json"
 
 
-#: ``model_type`` in config.json -> the family.
+#: ``model_type`` in config.json -> the family; ``GENERIC`` stands for all other types.
 FAMILIES: Mapping[str, Family] = {
     "llava_onevision": Family(
         "gstep.backbones.llava_onevision:LlavaOnevision",
@@ -90,5 +101,13 @@ FAMILIES: Mapping[str, Family] = {
         "Qwen/Qwen4-Exp",
         _FILES,
         (_GENERATION, _VIDEO),
+    ),
+    GENERIC: Family(
+        "gstep.generic.family:GenericFamily",
+        "gstep.generic.prompts:GenericPrompts",
+        usual_files=(*_FILES, _PROCESSOR, _GENERATION, _VIDEO),
+        language_model="gstep.generic.model:GenericLanguageModel",
+        gate="gstep.generic.gate:check_model",
+        doctor="gstep.generic.gate:check_weights",
     ),
 }

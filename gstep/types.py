@@ -54,11 +54,14 @@ class VisualTokens(_TensorFields):
         tokens: [T,N,D], all visual tokens of the video.
         evidence: further outputs of the encoder that a method needs, by label (gstep.evidence).
         deepstack: [T,N,D] each, further vectors of the same tokens that enter the LLM's first layers (Qwen3-VL).
+        extra: facts of this video that only the encoder knows and a prompt needs, JSON values; they are stored beside
+            ``Backbone.model_extra``.
     """
 
     tokens: Tensor
     evidence: Mapping[str, Tensor] = field(default_factory=dict)
     deepstack: tuple[Tensor, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gstep.families import FAMILIES
-from gstep.lazy import LazyTable, make_getattr
+from gstep.errors import ModelError
+from gstep.families import FAMILIES, GENERIC, Family
+from gstep.lazy import LazyTable, load_object, make_getattr
 
 if TYPE_CHECKING:
     from gstep.backbones.base import Backbone, ModelFamily, SampledVideo, StaticParts
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from gstep.checkpoints.source import ModelSource
     from gstep.checkpoints.tensors import read_tensors
 
-BACKBONES = LazyTable("model type", {name: family.backbone for name, family in FAMILIES.items()})
+#: The families that are written for their model types; GENERIC is none of them.
+BACKBONES = LazyTable("model type", {name: family.backbone for name, family in FAMILIES.items() if name != GENERIC})
 
 _PUBLIC = LazyTable(
     "name",
@@ -52,15 +54,49 @@ __all__ = [
     "TextTower",
     "TextTowerSource",
     "choose_runtime",
+    "family_class",
     "family_of",
+    "find_family",
     "read_tensors",
 ]
 
 
 def family_of(source: ModelSource) -> ModelFamily:
     """Return the family of a model, which describes it before any weight is loaded, and loads it."""
-    family: ModelFamily = BACKBONES[source.model_type](source)
-    return family
+    return family_class(source.family)(source)
+
+
+def find_family(name: str) -> Family:
+    """Return the entry of a family in the table, or the entry of ``module:Class``, whose module is imported.
+
+    Raises ModelError as :func:`family_class`.
+    """
+    return FAMILIES[name] if name in FAMILIES else Family(name, family_class(name).prompts)
+
+
+def family_class(name: str) -> type[ModelFamily]:
+    """Return the class of a family: a name in ``gstep.families``, or ``module:Class``, whose module is imported.
+
+    Raises ModelError for a path that cannot be imported, and for a class that is no complete family.
+    """
+    if name in FAMILIES:
+        kind: type[ModelFamily] = load_object(FAMILIES[name].backbone)
+        return kind
+    from gstep.backbones.base import ModelFamily  # noqa: PLC0415 - torch takes a second
+
+    try:
+        kind = load_object(name)
+    except Exception as error:  # importing runs code of the family's author
+        raise ModelError(
+            f"the family {name!r} cannot be imported: {type(error).__name__}: {error}; its module must be importable "
+            "on every machine that encodes: in a package that is installed there, or in a folder on PYTHONPATH"
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, ModelFamily)):
+        raise ModelError(f"the family {name!r} is no subclass of gstep.backbones.ModelFamily")
+    missing = [*sorted(kind.__abstractmethods__), *(n for n in ("model_type", "variant") if not hasattr(kind, n))]
+    if missing:
+        raise ModelError(f"the family {name!r} does not define {', '.join(missing)} (see gstep.backbones.ModelFamily)")
+    return kind
 
 
 if not TYPE_CHECKING:  # hidden from type checkers: to them every unknown attribute would look like a valid one

@@ -75,6 +75,8 @@ class ModelFamily(ABC):
         stock_fps: the default frames a second of the stock processor; None if it samples a fixed number.
         min_rule: the stock processor's rule for the minimum number of frames: "rounded" or "stepped", see
             pipeline.video.sampling.
+        prompts: the import path ``module:Class`` of the prompt builder of a family outside the table of families; None
+            for such a family that does not answer questions.
     """
 
     source: ModelSource
@@ -84,6 +86,7 @@ class ModelFamily(ABC):
     gives: ClassVar[frozenset[tuple[str, str]]] = frozenset()
     default_max_frames: ClassVar[int] = 32
     stock_fps: ClassVar[float | None] = None
+    prompts: ClassVar[str | None] = None
     min_rule: ClassVar[str] = "rounded"
 
     def min_frames(self) -> int:
@@ -203,8 +206,10 @@ class ModelFamily(ABC):
     def tower_work(self, height: int, width: int) -> TowerWork:
         """Count the work of encoding one T of frames of [height, width] pixels, from the config alone."""
 
-    def flops(self, n_frames: int, height: int, width: int) -> int:
+    def flops(self, n_frames: int, height: int, width: int) -> int | None:
         """Count the floating-point operations of encoding frames as in ``token_counts``, from the config alone.
+
+        None for a family that does not know the work of its models.
 
         A multiplication and an addition are two. Only matrix products and convolutions count, as in
         ``torch.utils.flop_counter``; the other operations of these towers are memory traffic.
@@ -223,8 +228,9 @@ class ModelFamily(ABC):
 class ModelExtra(TypedDict, total=False):
     """The facts about one video that a language model needs besides its tokens: JSON values, stored in the cache.
 
-    ``grid``, [rows, columns] of the N tokens of a frame (temporal patch), is always present. A family adds the facts
-    behind its positions.
+    ``grid``, [rows, columns] of the N tokens of a frame (temporal patch), is present in every family but ``generic``,
+    whose encoder adds the processor's ``record`` and the rows ``tail`` (``VisualTokens.extra``) instead. A family adds
+    the facts behind its positions.
     """
 
     grid: list[int]
@@ -346,7 +352,12 @@ class Backbone(ABC):
         return Fraction(patches * self.preprocessor.frames_per_patch, length)
 
     @torch.no_grad()
-    def encode(self, frames: Tensor | NDArray[np.uint8], evidence: Mapping[str, str] = _NOTHING) -> VisualTokens:
+    def encode(
+        self,
+        frames: Tensor | NDArray[np.uint8],
+        evidence: Mapping[str, str] = _NOTHING,
+        video: SampledVideo | None = None,
+    ) -> VisualTokens:
         """Encode one video of resized frames, [t,h,w,3] uint8, to tokens [T,N,D] in the compute dtype.
 
         T is t, or the number of temporal patches. Frames are encoded in fixed chunks of this video alone. Its tokens
@@ -357,8 +368,10 @@ class Backbone(ABC):
         Args:
             frames: frames as ``preprocessor.resize`` makes them.
             evidence: the evidence to compute too, label -> source, as in ``Pruner.sources``; float32 in the result.
+            video: the times of the frames and the length of their clip, for a family whose tokens depend on them.
 
         Raises ValueError for anything but at least one uint8 frame, ModelError for evidence that the model cannot give,
+        UnsupportedVideo for a video that the model does not take (TooFewFrames if it has too few frames),
         torch.OutOfMemoryError if even the smallest chunk does not fit.
         """
         self.family.check_evidence(evidence)
@@ -382,17 +395,22 @@ class Backbone(ABC):
 
     @torch.no_grad()
     def encode_together(
-        self, videos: Sequence[Tensor | NDArray[np.uint8]], evidence: Mapping[str, str] = _NOTHING
+        self,
+        videos: Sequence[Tensor | NDArray[np.uint8]],
+        evidence: Mapping[str, str] = _NOTHING,
+        sampled: Sequence[SampledVideo] | None = None,
     ) -> list[VisualTokens]:
         """Encode several small videos in one pass of the tower, each as by :meth:`encode`.
 
         A CPU still encodes single frames, so that a video's tokens do not depend on the other videos. A GPU's library
         chooses its kernels by the number of rows of the whole pass, so the last bits of a product may depend on it.
+        ``sampled`` describes the videos, in their order, as ``video`` of :meth:`encode`.
 
         Raises as :meth:`encode`, for any of the videos, and torch.OutOfMemoryError if the pass does not fit.
         """
         if self.on_cpu or len(videos) == 1:
-            return [self.encode(frames, evidence) for frames in videos]
+            facts: Sequence[SampledVideo | None] = sampled or [None] * len(videos)
+            return [self.encode(frames, evidence, video) for frames, video in zip(videos, facts, strict=True)]
         self.family.check_evidence(evidence)
         return self.encode_pass([as_frames(frames) for frames in videos], evidence)
 

@@ -99,6 +99,13 @@ class CheckpointFiles:
             return _fetch(self.location, self.revision, filename, dry_run=True) is not None
         return self.find(filename) is not None
 
+    def find_local(self, filename: str) -> Path | None:
+        """Return the path of a file that is on this machine already; nothing is downloaded or built."""
+        if self.revision is None:
+            return self.find(filename)
+        cached = try_to_load_from_cache(self.location, filename, revision=self.revision)
+        return Path(cached) if isinstance(cached, str) else None
+
     def _is_downloaded(self) -> bool:
         """Return True if nothing will be downloaded, or all files that the family publishes have been."""
         return constants.HF_HUB_OFFLINE or all(map(self._is_cached, self.published))

@@ -27,7 +27,8 @@ from gstep.checkpoints.tensors import (
     refuse_quantized,
 )
 from gstep.errors import ModelError
-from gstep.families import FAMILIES
+from gstep.families import FAMILIES, GENERIC
+from gstep.lazy import load_object
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -42,19 +43,36 @@ class ModelSource(TensorSource):
     Its identity is "hub:<id>@<sha>", "folder:<hash>", "shapes:<hash>", "tiny:<version>-<hash>" or "random:<hash>".
 
     Attributes:
-        model_type: a name in ``gstep.families``.
+        model_type: the model type in config.json.
         config: config.json.
-        preprocessor: the settings that the stock video processor would load (without its class defaults).
+        preprocessor: the settings that the stock video processor would load (without its class defaults); of the family
+            ``generic``, the files that its processor loads, by name.
         pooling_head: the pooling head of a SigLIP checkpoint, for evidence that the model itself cannot give.
+        family: a name in ``gstep.families``, or the import path ``module:Class`` of a family outside that table.
+        layout: what the gate of the family found, JSON values; None for a family without a gate.
     """
 
     model_type: str
     config: dict[str, Any] = field(repr=False, hash=False)
     preprocessor: dict[str, Any] = field(repr=False, hash=False)
     pooling_head: PoolingHeadSource | None = None
+    family: str = ""
+    layout: Mapping[str, Any] | None = field(default=None, repr=False, hash=False)
+
+    def __post_init__(self) -> None:
+        """Take the family of the model type, unless one is named."""
+        object.__setattr__(self, "family", self.family or _choose_family(self.model_type))
 
     @classmethod
-    def resolve(cls, model: str | Path, revision: str | None = None, *, quantized: bool = False) -> ModelSource:
+    def resolve(
+        cls,
+        model: str | Path,
+        revision: str | None = None,
+        *,
+        quantized: bool = False,
+        family: str | None = None,
+        gate: bool = True,
+    ) -> ModelSource:
         """Find a model by its folder, Hugging Face id or name in this package. Reads small JSON files, no weights.
 
         Args:
@@ -62,22 +80,35 @@ class ModelSource(TensorSource):
             revision: branch, tag or commit of a Hugging Face id; its default branch where None.
             quantized: True allows a language model quantized by a method in ``tensors.SERVED``, for users of the vision
                 part alone and for vLLM.
+            family: "generic" or ``module:Class``, in place of the family of the model type.
+            gate: False skips the check that the family makes of a model before any work; ``layout`` is None then.
 
         Raises ModelError, with the remedy, if there is no such model or it cannot be used.
         """
         name = str(model)
         files = CheckpointFiles.locate(name, revision)
         refuse_adapter_files(name, files)
-        model_type, config = _read_config(name, files, SERVED if quantized else ())
-        family = FAMILIES[model_type]
-        files = replace(files, published=frozenset(family.files), usual=frozenset(family.usual_files))
+        config, family = _read_config(name, files, family, SERVED if quantized else ())
+        entry = FAMILIES.get(family, FAMILIES[GENERIC])  # nothing is known of the files of a user's own family either
+        files = replace(files, published=frozenset(entry.files), usual=frozenset(entry.usual_files))
         weight_files = find_weight_files(name, files)
         identity = _compute_identity(files, weight_files, config)
-        return cls(name, identity, files, weight_files, model_type, config, _read_preprocessor_settings(name, files))
+        source = cls(name, identity, files, weight_files, str(config.get("model_type")), config, {}, family=family)
+        if family == GENERIC:
+            source.stock_class()
+        read_settings = _read_processor_files if family == GENERIC else _read_video_settings
+        source = replace(source, preprocessor=read_settings(name, files))
+        if gate and family in FAMILIES and entry.gate is not None:
+            source = replace(source, layout=load_object(entry.gate)(source))
+        return source
 
     @classmethod
-    def random(cls, model: str | Path, folder: Path, revision: str | None = None) -> ModelSource:
+    def random(
+        cls, model: str | Path, folder: Path, revision: str | None = None, family: str | None = None
+    ) -> ModelSource:
         """Resolve a model with seeded random weights, for measuring: of its files only config.json has to exist.
+
+        A model of a family with a gate is resolved with its own weights, because the gate reads their names.
 
         Args:
             folder: an empty folder, for its small files and stand-ins for missing files; it must outlive the model.
@@ -86,9 +117,12 @@ class ModelSource(TensorSource):
         """
         name = str(model)
         original = CheckpointFiles.locate(name, revision)
-        model_type, config = _read_config(name, original)
+        config, family_name = _read_config(name, original, family)
+        if family_name == GENERIC:
+            return cls.resolve(model, revision, family=family)
         files, identity = random_weights.write_stand_ins(original, config, folder), random_weights.identity(config)
-        return cls(name, identity, files, (), model_type, config, _read_preprocessor_settings(name, files))
+        settings = _read_video_settings(name, files)
+        return cls(name, identity, files, (), str(config.get("model_type")), config, settings, family=family_name)
 
     def file(self, filename: str) -> Path:
         """Return the local path of a file, downloaded or built on this node if need be.
@@ -105,9 +139,9 @@ class ModelSource(TensorSource):
         return super().file(filename)
 
     def stock_config(self) -> PretrainedConfig:
-        """Parse config.json into transformers' configuration of the family, with its defaults; old layouts are read.
+        """Parse config.json into transformers' configuration of the model, with its defaults; old layouts are read.
 
-        Raises ModelError if transformers is too old for the family, or a setting has another type.
+        Raises ModelError if transformers is too old for the model, or a setting has another type.
         """
         from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds, and preprocessing needs none of it
 
@@ -122,6 +156,46 @@ class ModelSource(TensorSource):
             reason = f"{type(error).__name__}: {error}"
             raise ModelError(f"{self.name!r}: config.json is not valid ({reason}): {_COPY}") from error
 
+    def stock_class(self) -> tuple[type[Any], PretrainedConfig]:
+        """Choose the class of transformers that reads videos and writes text; return it with its part of the config.
+
+        For an Omni model it is the class of the thinker. Raises ModelError if transformers has no such class, or the
+        class makes no features of images or videos.
+        """
+        import transformers  # noqa: PLC0415 - seconds, and the families of the table need none of it here
+
+        config = self.stock_config()
+        names = [str(name) for name in self.config.get("architectures") or ()]
+        thinker = getattr(config, "thinker_config", None)
+        if thinker is not None:
+            names, config = [name.replace("ForCond", "ThinkerForCond") for name in names], thinker
+        try:
+            classes = [value for name in names if isinstance(value := getattr(transformers, name, None), type)]
+            if not classes and (thinker is not None or not names):
+                autos = transformers.AutoModelForMultimodalLM, transformers.AutoModelForImageTextToText
+                classes = [auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping]
+        except (ImportError, RuntimeError) as error:
+            root: BaseException = error
+            while root.__cause__ is not None:
+                root = root.__cause__
+            raise ModelError(
+                f"{self.name!r}: transformers {version('transformers')} cannot import the code of {self.model_type} "
+                f"({root}): if the error is torchvision's, install the build of torchvision that was made for this "
+                "torch, or remove torchvision"
+            ) from error
+        if not classes:
+            raise ModelError(
+                f"{self.name!r}: config.json names the architectures {', '.join(names) or 'none'}, of which "
+                f"transformers {version('transformers')} has none{_NEVER_RUN}: use the checkpoint in the layout of "
+                "transformers, which often has -hf in its name"
+            )
+        if not any(hasattr(classes[0], f"get_{kind}_features") for kind in ("video", "image")):
+            raise ModelError(
+                f"{self.name!r}: {classes[0].__name__} of transformers sees no videos (it has no get_video_features): "
+                "use a model that takes videos and text"
+            )
+        return classes[0], config
+
     def pretrained(self) -> tuple[str, str | None]:
         """Return (Hugging Face id or folder, revision), the arguments of transformers' from_pretrained on this node."""
         if self.files.kind == "hub":
@@ -129,24 +203,52 @@ class ModelSource(TensorSource):
         return str(self.file("config.json").parent), None
 
 
-def _read_config(name: str, files: CheckpointFiles, served_methods: Collection[str] = ()) -> tuple[str, dict[str, Any]]:
-    """Read and check config.json; return (model type, config).
+def _choose_family(model_type: str) -> str:
+    """Return the family of a model type: the family of that name in the table, else GENERIC."""
+    return model_type if model_type in FAMILIES else GENERIC
+
+
+def _read_config(
+    name: str, files: CheckpointFiles, family: str | None, served_methods: Collection[str] = ()
+) -> tuple[dict[str, Any], str]:
+    """Read and check config.json; return it with the name of the family: ``family``, or the family of its model type.
 
     ``name`` is the model's, for messages. Raises ModelError if the file is missing, describes a model quantized by a
-    method not in ``served_methods``, or has a model type of no family here.
+    method not in ``served_methods``, or has a model type that neither the table nor transformers knows. Raises it too
+    for a ``family`` that is neither "generic" nor an import path.
     """
+    if family not in (None, GENERIC) and ":" not in family:
+        raise ModelError(f"the family {family!r} is neither {GENERIC} nor your own class as module:Class")
     config = files.read_json("config.json")
     if config is None:
         raise ModelError(f"{name!r} has no config.json: pass a model folder in the layout of transformers")
-    refuse_quantized(name, config, served_methods)
     model_type = str(config.get("model_type"))
-    if model_type in FAMILIES:
+    family = family or _choose_family(model_type)
+    refuse_quantized(name, config, () if family == GENERIC else served_methods)
+    if family == GENERIC:
+        _check_model_type(name, model_type, config)
+    elif family in FAMILIES:
         _check_numbers(name, config)
-        return model_type, config
-    remote = " Code that comes with a checkpoint (auto_map) is never run." if "auto_map" in config else ""
+    return config, family
+
+
+_NEVER_RUN = ". Code that comes with a checkpoint is never run"
+
+
+def _check_model_type(name: str, model_type: str, config: Mapping[str, Any]) -> None:
+    """Raise ModelError if transformers does not know the model type; ``name`` is the model's, for the message."""
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds, and the families of the table need none of it
+
+    if model_type in CONFIG_MAPPING:
+        return
+    remote = f"{_NEVER_RUN} (auto_map)" if "auto_map" in config else ""
     matches = get_close_matches(model_type, FAMILIES, n=1, cutoff=0.5)
     nearest = f" The nearest is {matches[0]}: {FAMILIES[matches[0]].published}." if matches else ""
-    raise ModelError(f"{name!r} has the model type {model_type!r}; known: {', '.join(FAMILIES)}.{nearest}{remote}")
+    raise ModelError(
+        f"{name!r} has the model type {model_type!r}, which transformers {version('transformers')} does not "
+        f"know{remote}: pip install -U 'transformers<6', on every node, or use a checkpoint in the layout of "
+        f"transformers.{nearest}"
+    )
 
 
 # Settings of config.json that are read without transformers, which would check their types.
@@ -205,7 +307,24 @@ def _compute_identity(files: CheckpointFiles, weight_files: tuple[str, ...], con
     return identity.replace("folder:", f"{files.location}:") if files.kind == "shipped" else identity
 
 
-def _read_preprocessor_settings(name: str, files: CheckpointFiles) -> dict[str, Any]:
+def _read_processor_files(name: str, files: CheckpointFiles) -> dict[str, Any]:
+    """Read the files that AutoProcessor of transformers loads, without their chat template: {file name: content}.
+
+    Raises ModelError if there are none.
+    """
+    contents = {}
+    for filename in ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"):
+        if (content := files.read_json(filename)) is not None:
+            contents[filename] = {key: value for key, value in content.items() if key != "chat_template"}
+    if not contents:
+        raise ModelError(
+            f"{name!r} has neither processor_config.json nor video_preprocessor_config.json nor "
+            "preprocessor_config.json: copy them from the original checkpoint, the tokens depend on them"
+        )
+    return contents
+
+
+def _read_video_settings(name: str, files: CheckpointFiles) -> dict[str, Any]:
     """Read the preprocessor settings with the precedence of transformers' get_video_processor_dict.
 
     See video_processing_utils.py there. Raises ModelError if no file has them.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +17,10 @@ from torch import Tensor
 
 from gstep.checkpoints.files import CheckpointFiles
 from gstep.errors import ModelError
+from gstep.families import FAMILIES, GENERIC
+
+if TYPE_CHECKING:
+    from gstep.checkpoints.source import ModelSource
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _USE = (
@@ -246,6 +250,11 @@ SAMPLE_BYTES = 4096
 IRRELEVANT_KEYS = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
 
 _TOWER = ("vision_tower.", "multi_modal_projector.", "image_newline", "visual.")
+# Tensors of language models, of text decoders at the top level, and of the parts of Omni models that hear and speak.
+_LLM = re.compile(
+    r"(^|\.)(language_model|text_model\.(layers|embed_tokens)|lm_head)\."
+    r"|^(thinker\.)?(model\.)?(layers|embed_tokens|norm)\.|^(talker|token2wav|code2wav|(thinker\.)?audio_tower)\."
+)
 # Tensors that no token depends on; libraries may leave them out when they rewrite a checkpoint.
 _UNUSED = ("vision_tower.head.", "vision_tower.embeddings.position_ids")
 
@@ -323,18 +332,22 @@ def _read_samples(path: Path, header_length: int, spans: Iterable[Sequence[int]]
             yield file.read(min(SAMPLE_BYTES, end - start))
 
 
-def tower_hash(source: TensorSource) -> str | None:
+def tower_hash(source: ModelSource) -> str | None:
     """Hash all weights that visual tokens depend on: "blake2b-f16:<hex>"; None for random weights.
 
     It reads these tensors whole, a gigabyte or two. Values are cast to float16, because quantized checkpoints store
     bfloat16 weights as float16. Names are the names in memory, because names on disk differ by library version.
+
+    The names of a tower are known for the families of the table. For ``generic`` and a user's own family all tensors
+    are hashed except those that are named as parts of a language model.
 
     Raises ModelError if a tensor is quantized itself, or a file is missing or damaged.
     """
     if not source.weight_files:
         return None
     digests = {}
-    for name, values in iter_tensors(source, _tower_name):
+    is_known = source.family in FAMILIES and source.family != GENERIC
+    for name, values in iter_tensors(source, _tower_name if is_known else _name_beside_llm):
         digest = hashlib.blake2b(f"{name} {list(values.shape)} ".encode(), digest_size=16)
         digest.update(values.to(torch.float16).contiguous().reshape(-1).view(torch.uint8).numpy().data)
         digests[name] = digest.hexdigest()
@@ -345,3 +358,8 @@ def _tower_name(key: str) -> str | None:
     """Map the name on disk to the name in memory of a tensor that visual tokens depend on; None for other tensors."""
     name = key.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)
     return name if name.startswith(_TOWER) and not name.startswith(_UNUSED) else None
+
+
+def _name_beside_llm(key: str) -> str | None:
+    """Map the name of a tensor on disk to the name without "model."; None for a part of a language model."""
+    return None if _LLM.search(key) else key.removeprefix("model.")

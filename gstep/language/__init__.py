@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gstep.backbones import find_family
 from gstep.errors import ModelError
-from gstep.families import FAMILIES
-from gstep.lazy import LazyTable, make_getattr
+from gstep.families import FAMILIES, GENERIC
+from gstep.lazy import LazyTable, load_object, make_getattr
 
 if TYPE_CHECKING:
     from gstep.backbones import ModelSource, Runtime
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
     from gstep.language.types import Answer, Decoding, Prompt, PromptPolicy, Score
     from gstep.types import Visual
 
-BUILDERS = LazyTable("model type", {name: family.prompts for name, family in FAMILIES.items() if family.prompts})
+#: The prompt builders of the families that are written for their model types; that of GENERIC is none of them.
+BUILDERS = LazyTable(
+    "model type", {name: family.prompts for name, family in FAMILIES.items() if family.prompts and name != GENERIC}
+)
 
 _PUBLIC = LazyTable(
     "name",
@@ -77,8 +81,7 @@ def prompt_builder(
     Raises ModelError if a tokenizer, a chat template or a token that prompts need is missing, and for a family that
     cannot answer questions; ValueError for an unknown policy.
     """
-    _check_answers(source)
-    builder: PromptBuilder = BUILDERS[source.model_type].of(source, positions, rule, frame_times, thought)
+    builder: PromptBuilder = load_object(_prompts_path(source)).of(source, positions, rule, frame_times, thought)
     return builder
 
 
@@ -87,19 +90,27 @@ def load_language_model(source: ModelSource, runtime: Runtime) -> LanguageModel:
 
     Raises ModelError if weights are missing or do not have the shapes of the config.
     """
-    _check_answers(source)
-    from gstep.language.model import LanguageModel  # noqa: PLC0415 - transformers' modelling code takes seconds
+    _prompts_path(source)  # raises for a family that answers no questions
+    model: LanguageModel = load_object(find_family(source.family).language_model).load(source, runtime)
+    return model
 
-    return LanguageModel.load(source, runtime)
 
+def _prompts_path(source: ModelSource) -> str:
+    """Return the import path of the model's prompt builder.
 
-def _check_answers(source: ModelSource) -> None:
-    """Raise ModelError for a family that can be encoded but cannot answer questions."""
-    if source.model_type not in BUILDERS:
-        raise ModelError(
-            f"{source.name!r}: questions to {source.model_type} are not implemented. Its videos can be pruned and "
-            f"cached; models that answer: {', '.join(BUILDERS)}"
-        )
+    Raises ModelError for a family that can be encoded but cannot answer questions.
+    """
+    path = find_family(source.family).prompts
+    if path is not None:
+        return path
+    if source.family in FAMILIES:
+        remedy = f"prune with --family {GENERIC}, which can answer"
+    else:
+        remedy = "give the class of the family the attribute prompts = 'module:Class' of its prompt builder"
+    raise ModelError(
+        f"{source.name!r}: the family {source.family} cannot answer questions, its videos can only be pruned and "
+        f"cached: {remedy}"
+    )
 
 
 if not TYPE_CHECKING:  # hidden from type checkers: to them every unknown attribute would look like a valid one

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,11 +57,13 @@ class Batch:
         input_ids: [B,L] int64.
         mask: [B,L] int64, 1 for tokens and 0 for padding.
         positions: [A,B,L] int64.
+        token_inputs: name -> [B,L], further inputs of ``forward`` (``Prompt.token_inputs``), 0 for padding.
     """
 
     input_ids: Tensor
     mask: Tensor
     positions: Tensor
+    token_inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], spans: Sequence[slice] | None = None) -> Batch:
@@ -74,12 +76,18 @@ class Batch:
             input_ids=torch.stack([prompt.input_ids[:1].expand(length) for prompt in prompts]).clone(),
             mask=torch.zeros(len(ids), length, dtype=torch.int64, device="cpu"),
             positions=torch.zeros(len(prompts[0].positions), len(ids), length, dtype=torch.int64, device="cpu"),
+            token_inputs={
+                name: torch.zeros(len(ids), length, dtype=values.dtype, device="cpu")
+                for name, values in prompts[0].token_inputs.items()
+            },
         )
         for row, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
             start = length - len(ids[row])
             batch.input_ids[row, start:] = ids[row]
             batch.mask[row, start:] = 1
             batch.positions[:, row, start:] = prompt.positions[:, span]
+            for name, values in batch.token_inputs.items():
+                values[row, start:] = prompt.token_inputs[name][span]
         return batch
 
     def after(self, prefix: Batch) -> Batch:

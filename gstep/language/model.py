@@ -20,6 +20,7 @@ from gstep.language.prompt import text_ids, tokenizer_of
 from gstep.language.types import Answer, Decoding, Prompt, Score, has_linear_attention, placeholder_of
 from gstep.language.weights import end_ids, load_llm
 from gstep.pruners.base import Pruner
+from gstep.types import Visual
 
 
 class LanguageModel:
@@ -318,12 +319,21 @@ class LanguageModel:
         inputs = {
             "input_ids": batch.input_ids[:, start:].to(self.device),
             "attention_mask": batch.mask.to(self.device),
-            "position_ids": batch.position_ids()[..., start:].to(self.device),
+            "position_ids": self._position_ids(batch)[..., start:].to(self.device),
             CACHE: past,
+            **{name: values[:, start:].to(self.device) for name, values in batch.token_inputs.items()},
         }
         if visuals := [visual for prompt in prompts for visual in prompt.visuals]:
-            inputs["mm_encoder_outputs"] = encoder_outputs(visuals, self.model)
+            inputs["mm_encoder_outputs"] = self._encoder_outputs(visuals)
         return inputs
+
+    def _encoder_outputs(self, visuals: Sequence[Visual]) -> dict[str, Any]:
+        """Make the ``mm_encoder_outputs`` of a batch's videos, from its first row to its last."""
+        return encoder_outputs(visuals, self.model)
+
+    def _position_ids(self, batch: Batch) -> Tensor:
+        """Make the position ids of a batch, for forward and generate."""
+        return batch.position_ids()
 
     def _make_config(self, decodings: Sequence[Decoding]) -> Any:
         """Make a GenerationConfig that is greedy for all rows; SeededSampling adds the noise of sampled rows."""

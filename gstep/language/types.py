@@ -5,8 +5,8 @@ Shapes: K kept tokens of one video, D hidden size, L prompt tokens; T, N and the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -99,6 +99,8 @@ class Prompt:
         prefix_length: the number of tokens up to the last video's end, which questions on the same videos share.
         spans: (first token, end) of each video, with the markers of its frames, if any: a frame without kept tokens
             has positions too.
+        token_inputs: name -> [L], further inputs of ``forward`` for each token, such as token types; empty for families
+            with their own code.
     """
 
     input_ids: Tensor
@@ -106,6 +108,7 @@ class Prompt:
     visuals: tuple[Visual, ...]
     prefix_length: int
     spans: tuple[tuple[int, int], ...] = ()
+    token_inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.input_ids)

@@ -133,15 +133,52 @@ def test_a_header_of_a_weight_file_that_describes_no_tensors_is_refused(folder, 
 def test_another_model_is_refused_and_its_code_never_run(folder):
     (folder / "odd.py").write_text("raise SystemExit('ran')")
     for config, message in (
-        ({"model_type": "llava"}, "'llava'; known: llava_onevision"),
-        ({"model_type": "odd", "auto_map": {"AutoModel": "odd.Odd"}}, "never run"),
+        ({"model_type": "odd", "auto_map": {"AutoModel": "odd.Odd"}}, r"'odd', which transformers .* never run"),
+        ({"model_type": "qwen3_vl_mini"}, "does not know: .* The nearest is qwen3_vl_moe: Qwen/Qwen3-VL-30B-A3B"),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM .* sees no videos"),
+        ({"model_type": "llama"}, "architectures none"),
+        (
+            {"model_type": "qwen2_vl", "architectures": ["Mine"], "auto_map": {"AutoModel": "odd.Mine"}},
+            "architectures Mine, of which transformers .* has none.* never run.* often has -hf",
+        ),
     ):
         (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(ModelError, match=message):
             ModelSource.resolve(folder)
+    with pytest.raises(ModelError, match="'qwen3_vl' is neither generic nor your own class"):
+        ModelSource.resolve("tiny-qwen3-vl", family="qwen3_vl")
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"no config\.json"):
         ModelSource.resolve(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architectures", "config", "cls"),
+    [
+        ("glm4v", ["Glm4vForConditionalGeneration"], {"auto_map": {"AutoModel": "odd.Odd"}}, "Glm4vForCond"),
+        ("glm4v", [], {"text_config": None, "vision_config": {"image_size": [56, 56]}}, "Glm4vForCond"),
+        ("qwen2_5_omni", ["Qwen2_5OmniModel"], {"audio_config": None}, "Qwen2_5OmniThinkerForCond"),
+        ("qwen3_vl", ["Qwen3VLForConditionalGeneration"], {}, "Qwen3VLForCond"),
+    ],
+)
+def test_a_type_outside_the_table_is_of_the_family_generic(folder, model_type, architectures, config, cls):
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": model_type, "architectures": architectures, **config})
+    )
+    (folder / "preprocessor_config.json").rename(folder / "video_preprocessor_config.json")
+    processor = {"chat_template": "{{ 1 }}", "video_processor": {"size": 5}}
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    source = ModelSource.resolve(folder, family="generic", gate=False)
+    assert (source.model_type, source.family, source.layout) == (model_type, "generic", None)
+    assert source.stock_class()[0].__name__.startswith(cls)
+    assert source.preprocessor["processor_config.json"] == {"video_processor": {"size": 5}}
+    assert source.preprocessor.keys() == {"processor_config.json", "video_preprocessor_config.json"}
+    if model_type != "qwen3_vl":
+        assert ModelSource.resolve(folder, gate=False) == source
+    (folder / "processor_config.json").unlink()
+    (folder / "video_preprocessor_config.json").unlink()
+    with pytest.raises(ModelError, match="has neither processor_config"):
+        ModelSource.resolve(folder, family="generic", gate=False)
 
 
 def test_the_trained_model_is_found_by_its_name_and_a_copy_of_it_is_a_folder_with_the_same_hash(tmp_path):

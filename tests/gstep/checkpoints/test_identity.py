@@ -39,11 +39,23 @@ def model(request, tmp_path):
     return tower_hash(ModelSource.resolve(request.param)), folder, TOWER[request.param]
 
 
-def changed(folder, change):
+def changed(folder, change, **options):
     """The hash of a folder's model after ``change`` of each (name, tensor)."""
     path = folder / "model.safetensors"
     save_file(dict(change(*item) for item in load_file(path).items()), path)
-    return tower_hash(ModelSource.resolve(folder))
+    return tower_hash(ModelSource.resolve(folder, **options))
+
+
+def test_a_hash_of_the_family_generic_is_that_of_all_but_the_language_model(model):
+    _, folder, tower = model
+    options = {"family": "generic", "gate": False}
+    known = changed(folder, lambda name, tensor: (name, tensor), **options)
+
+    def retrained(name, tensor):
+        return name, -tensor if "language_model" in name or "lm_head" in name else tensor
+
+    assert changed(folder, retrained, **options) == known
+    assert changed(folder, lambda name, tensor: (name, tensor + 1 if tower in name else tensor), **options) != known
 
 
 def test_the_towers_hash_is_that_of_its_weights_alone(model):

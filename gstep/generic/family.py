@@ -1,0 +1,301 @@
+"""The generic family: frames in their source size go to the checkpoint's own processor and its own encoder."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gstep.backbones.base import Backbone, ModelExtra, ModelFamily, SampledVideo, StaticParts, TowerWork
+from gstep.backbones.preprocess import Preprocessor, as_frames
+from gstep.backbones.runtime import Runtime
+from gstep.checkpoints.source import ModelSource
+from gstep.errors import ModelError, TooFewFrames, UnsupportedVideo, is_out_of_memory
+from gstep.generic.halves import TOWER, find_encoder, load_model, make_features, move
+from gstep.generic.layout import Layout, count_steps, count_units, flatten_features, placeholder_ids, split_inputs
+from gstep.generic.processor import Recorder, encode_record, load_processor, make_metadata, render, run_processor
+from gstep.types import VisualTokens
+
+#: Bytes of the frames of one video: they travel whole from the decoder to the encoder.
+MAX_FRAME_BYTES = 2**30
+_PLAN_FRAMES = 32  # frames of a dry run: longer videos are counted in proportion
+_LONG = 16  # frames of a video that is long enough for any model
+
+
+@dataclass(frozen=True)
+class SourceSizePreprocessor(Preprocessor):
+    """Frames stay in their source size: the checkpoint's own processor resizes and normalises them when they are encoded.
+
+    Attributes:
+        processor: the settings of the checkpoint's video processor, for the fingerprint of a cache.
+    """
+
+    processor: Mapping[str, Any]
+
+    def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
+        """Return ``(height, width)`` as they are.
+
+        Raises UnsupportedVideo if the frames are larger than MAX_FRAME_BYTES together.
+        """
+        n_bytes = 3 * n_frames * height * width
+        if n_bytes > MAX_FRAME_BYTES:
+            most = MAX_FRAME_BYTES // (3 * height * width)
+            raise UnsupportedVideo(
+                f"{n_frames} frames of {width}x{height} pixels are {n_bytes / 2**30:.1f} GiB, and models of the generic "
+                f"family take frames in their source size, at most {MAX_FRAME_BYTES / 2**30:g} GiB of a video: sample at "
+                f"most {most} frames, or scale the video down"
+            )
+        return height, width
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the checkpoint's video processor, JSON-able, for the fingerprint of a cache."""
+        return {"resize": "by the model's own processor", "processor": dict(self.processor)}
+
+
+class GenericFamily(ModelFamily):
+    """Any model of transformers that makes features of videos and takes them back."""
+
+    model_type: ClassVar[str] = "generic"
+    variant: ClassVar[str] = "llava"
+
+    @property
+    def layout(self) -> Layout:
+        """What the gate found out about this model."""
+        return Layout.of(self.source)
+
+    def preprocessor(self) -> SourceSizePreprocessor:
+        names = {"processor_class", "auto_map", "_commit_hash", "data_format", "return_metadata"}
+        settings = {key: value for key, value in self.source.preprocessor.items() if key not in names}
+        return SourceSizePreprocessor((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), settings)
+
+    def with_limits(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
+        """Raise ModelError: the limits of a generic model are those of its processor's files."""
+        raise ModelError(
+            f"{self.source.name!r} is read by its own processor: set its limits of pixels or tokens in its preprocessor "
+            "files, in a copy of the checkpoint's folder"
+        )
+
+    def static(self) -> StaticParts:
+        return StaticParts(self.layout.hidden_size, None, self.layout.deepstack_levels)
+
+    def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
+        """Count (T, N) by a dry run of the processor on frames of this size; long videos are counted in proportion."""
+        T, N = _count_tokens(_SourceKey(self.source), min(n_frames, _PLAN_FRAMES), height, width)
+        return math.ceil(T * max(1.0, n_frames / _PLAN_FRAMES)), N
+
+    def tower_work(self, height: int, width: int) -> TowerWork:
+        """Raise ModelError: nothing is known about the work of this tower."""
+        raise ModelError(f"the work of the vision tower of {self.source.name!r} is not known")
+
+    def flops(self, n_frames: int, height: int, width: int) -> int | None:
+        """Return None: nothing is known about the work of this tower."""
+        return None
+
+    def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
+        layout, (T, N) = self.layout, self.token_counts(n_frames, height, width)
+        return 2 * T * N * layout.hidden_size * (1 + layout.deepstack_levels)
+
+    def load(self, runtime: Runtime, *, frame_batch: int = 32) -> GenericBackbone:
+        """Load all of the model but its language model, and its processor.
+
+        Raises ModelError if weights are missing or do not have the shapes of the config.
+        """
+        return GenericBackbone(self, load_model(self.source, runtime, TOWER), self.preprocessor(), runtime, frame_batch)
+
+
+@dataclass(frozen=True)
+class _SourceKey:
+    """A model as the key of a cache: the checkpoint's identity tells models apart."""
+
+    source: ModelSource
+
+    def __hash__(self) -> int:
+        return hash(self.source.identity)
+
+
+@lru_cache(maxsize=64)
+def _count_tokens(key: _SourceKey, n_frames: int, height: int, width: int) -> tuple[int, int]:
+    """Count the visual tokens of a video by running the model's processor on frames without memory: (T, N)."""
+    reader = VideoReader(key.source, None)
+    frames = torch.zeros(1, dtype=torch.uint8, device="cpu").expand(n_frames, 3, height, width)
+    inputs, _ = reader.read(frames, plain_video(n_frames, height, width))
+    layout = Layout.of(key.source)
+    T = max(1, math.ceil(count_units(inputs) / layout.units_per_step))
+    n_rows = reader.count_placeholders(inputs)
+    steps = count_steps(reader.config, inputs, layout.units_per_step, n_rows, layout.tail) if n_rows else T
+    return steps, (n_rows - layout.tail) // steps
+
+
+def plain_video(n_frames: int, height: int, width: int) -> SampledVideo:
+    """Describe a video whose times nobody knows: two frames a second."""
+    return SampledVideo(height, width, [i / 2 for i in range(n_frames)], None, 2.0, n_frames)
+
+
+class VideoReader:
+    """A model's processor for videos alone: frames in, what the encoder needs out.
+
+    Attributes:
+        config: the configuration of the class that reads videos.
+    """
+
+    def __init__(self, source: ModelSource, device: str | None) -> None:
+        """Load the processor; ``device`` is where it resizes frames, None for where the frames are.
+
+        Raises ModelError as :func:`load_processor`.
+        """
+        self._processor = load_processor(source)
+        _, self.config = source.stock_class()
+        self._text = render(source, self._processor, [{"role": "user", "content": [
+            {"type": "video"}, {"type": "text", "text": "?"}]}])  # fmt: skip
+        self._device = device
+
+    def read(self, frames: Tensor, video: SampledVideo) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        """Prepare frames, [F,3,H,W] uint8; return all that the processor made, and what its video processor made.
+
+        Raises TooFewFrames or UnsupportedVideo, with the processor's message, for frames that it refuses.
+        """
+        try:
+            return self._read(frames, video)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            reason = f"the model's own processor refuses the video ({type(error).__name__}: {error})"
+        frames, few = frames[:1].expand(_LONG, -1, -1, -1), len(frames) < _LONG
+        try:
+            self._read(frames, plain_video(_LONG, *frames.shape[2:]))
+        except Exception:  # noqa: BLE001 - more frames do not help
+            few = False
+        if few:
+            raise TooFewFrames(f"{reason}, of {video.n_frames} sampled frames: sample more, or take a longer clip")
+        raise UnsupportedVideo(f"{reason}, of {video.n_frames} frames of {video.width}x{video.height} pixels")
+
+    def _read(self, frames: Tensor, video: SampledVideo) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        processor = copy.copy(self._processor)
+        processor.video_processor = recorder = Recorder(processor.video_processor)
+        inputs = run_processor(processor, self._text, frames, make_metadata(video), self._device)
+        return inputs, recorder.output
+
+    def count_placeholders(self, inputs: Mapping[str, Any]) -> int:
+        """Count the placeholders of a video in a prompt."""
+        counts = [int((inputs["input_ids"] == i).sum()) for i in placeholder_ids(self.config)]
+        return next((count for count in counts if count > 1), max(counts, default=0))
+
+
+class GenericBackbone(Backbone):
+    """All of a model but its language model, and its processor."""
+
+    family: GenericFamily
+
+    def __init__(
+        self, family: GenericFamily, model: Any, preprocessor: Preprocessor, runtime: Runtime, frame_batch: int
+    ) -> None:
+        super().__init__(family, model, preprocessor, runtime, frame_batch)
+        self.layout = family.layout
+        self._reader = VideoReader(family.source, None if self.on_cpu else self.device)
+        _, self._method = find_encoder(model)
+
+    @property
+    def hidden_size(self) -> int:
+        """D, the width of a visual token."""
+        return self.layout.hidden_size
+
+    @torch.no_grad()
+    def encode(
+        self,
+        frames: Tensor | NDArray[np.uint8],
+        evidence: Mapping[str, str] = {},  # noqa: B006 - never changed
+        video: SampledVideo | None = None,
+    ) -> VisualTokens:
+        """Encode one video of frames in their source size, [t,H,W,3] uint8, to tokens [T,N,D] in the compute dtype.
+
+        The processor prepares the whole video. Where the gate allows it, a CPU then encodes the steps of time one by
+        one, so that tokens do not depend on the length of the video, and a GPU ``frame_batch`` frames at once.
+
+        Args:
+            video: the facts that the processor writes into prompts, such as times; None for two frames a second.
+
+        Raises ValueError for anything but at least one uint8 frame, ModelError for evidence, which no generic model
+        gives; TooFewFrames or UnsupportedVideo for a video that the processor refuses; torch.OutOfMemoryError if even
+        the smallest piece does not fit.
+        """
+        self.family.check_evidence(evidence)
+        frames_TCHW = as_frames(frames).permute(0, 3, 1, 2)
+        if not len(frames_TCHW):
+            raise ValueError("a video needs at least one frame")
+        video = video or plain_video(len(frames_TCHW), *frames_TCHW.shape[2:])
+        inputs, output = self._reader.read(frames_TCHW, video)
+        steps = 1 if self.on_cpu else max(1, self.frame_batch // self.layout.frames_per_step)
+        while True:
+            try:
+                levels = self._encode_pieces(inputs, steps)
+                break
+            except Exception as error:
+                if not is_out_of_memory(error) or steps == 1 or not self.layout.in_pieces:
+                    raise
+                steps //= 2
+            torch.cuda.empty_cache()  # not in the handler, where the error still holds the tensors
+        return self._make_tokens(levels, inputs, output)
+
+    def _encode_pieces(self, inputs: Mapping[str, Any], steps: int) -> list[Tensor]:
+        """Encode a processor's output in pieces of ``steps`` steps; return the rows of tokens and deepstack levels."""
+        units = max(1, round(steps * self.layout.units_per_step)) if self.layout.in_pieces else count_units(inputs)
+        pieces = split_inputs(inputs, units)
+        parts = []
+        for number, piece in enumerate(pieces, 1):
+            levels = flatten_features(make_features(self._method, move(piece, self.device, self.dtype)))
+            end = None if number == len(pieces) or not self.layout.tail else -self.layout.tail
+            parts.append([level[:end] for level in levels])
+        return [torch.cat(level) for level in zip(*parts, strict=True)]
+
+    def _make_tokens(self, levels: list[Tensor], inputs: dict[str, Any], output: Mapping[str, Any]) -> VisualTokens:
+        """Make the tokens of a video from its rows of features, with the facts that its prompts need."""
+        layout, n_rows = self.layout, len(levels[0])
+        T = count_steps(self._reader.config, inputs, layout.units_per_step, n_rows, layout.tail)
+        n = n_rows - layout.tail
+        tokens, *deepstack = (level[:n].reshape(T, -1, level.shape[-1]) for level in levels)
+        extra = {"record": encode_record(output)}
+        if layout.tail:
+            bits = levels[0][n:].to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
+            extra["tail"] = base64.b64encode(bits).decode()
+        return VisualTokens(tokens, {}, tuple(deepstack), extra)
+
+    def encode_together(
+        self,
+        videos: Sequence[Tensor | NDArray[np.uint8]],
+        evidence: Mapping[str, str] = {},  # noqa: B006 - never changed
+        sampled: Sequence[SampledVideo] | None = None,
+    ) -> list[VisualTokens]:
+        """Encode several videos, one by one."""
+        facts = sampled or [None] * len(videos)
+        return [self.encode(frames, evidence, video) for frames, video in zip(videos, facts, strict=True)]
+
+    def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
+        return self.encode(frames, evidence)
+
+    def model_extra(self, video: SampledVideo) -> ModelExtra:
+        """Return nothing: the facts of a video come with its tokens (``VisualTokens.extra``)."""
+        return {}
+
+
+def read_tail(extra: Mapping[str, Any], layout: Layout) -> Tensor:
+    """Read the rows behind the last step from the facts of a video, [R,D] bfloat16.
+
+    Raises ValueError if they are missing or have another size.
+    """
+    if not layout.tail:
+        return torch.empty(0, layout.hidden_size, dtype=torch.bfloat16, device="cpu")
+    try:
+        bits = np.frombuffer(base64.b64decode(extra["tail"], validate=True), np.int16)
+        return torch.from_numpy(bits.copy()).view(torch.bfloat16).reshape(layout.tail, layout.hidden_size)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"the cache lacks the rows behind this video ({error}): prune the video again") from error
+

@@ -1,0 +1,477 @@
+"""The check of a model of the generic family, before any work: do cached tokens give the stock model's answers?
+
+By names: the tensors of both halves of the model are in the checkpoint, with their shapes. By numbers: one reduced model
+(the checkpoint's config with few layers, random weights in bfloat16) reads a short clip, once from pixels and once from
+cached tokens; the results must agree, and the same comparison must notice a swapped token, a shifted position and
+weights of zero. What the numbers show is kept on disk for each class, config and version of transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from gstep.backbones import ModelSource, Runtime, SampledVideo
+from gstep.checkpoints.tensors import IRRELEVANT_KEYS
+from gstep.errors import ModelError
+from gstep.generic.family import VideoReader
+from gstep.generic.halves import (
+    LLM,
+    TOWER,
+    WHOLE,
+    find_encoder,
+    forward_inputs,
+    load_model,
+    make_features,
+    move,
+    part_class,
+    refuse_missing,
+)
+from gstep.generic.layout import (
+    Layout,
+    count_steps,
+    count_units,
+    find_dependence,
+    find_placeholders,
+    flatten_features,
+    prompt_positions,
+    split_inputs,
+)
+from gstep.generic.model import wrap_features
+from gstep.lazy import repeat_line
+
+_VERSION = 1  # of this check: results of another version are not used
+#: The largest difference of hidden states that counts as equal, as a share of their spread.
+TOLERANCE = 0.02
+_FRAMES, _HEIGHT, _WIDTH = 8, 112, 168
+_MIN_LAYERS = 4
+_MAX_EXPERTS = 8
+_PROJECTION = 256  # numbers of a token that are compared
+_ZEROED = 4  # weights that are set to zero, one at a time
+#: As TOLERANCE, for a prompt in a batch: padding changes the order of sums, and so their rounding in bfloat16.
+BATCH_TOLERANCE = 0.1
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_INDEX_LISTS = ("index", "layers", "layer_ids", "feature_layer")  # parts of the names of lists of layers' numbers
+_MEMORY_SHARE = 0.6  # of the free memory, for the reduced model
+
+
+def check_model(source: ModelSource) -> dict[str, Any]:
+    """Check a model of the generic family, and return what was found out about it: a Layout as JSON values.
+
+    A result for the same class, config and version of transformers is taken from disk, where there is one. The check
+    says on stderr that it works, since it may take a minute or two.
+
+    Raises ModelError if the model cannot be used, with the reason.
+    """
+    path = _cache_folder() / f"{_compute_key(source)}.json"
+    kept = _read(path)
+    if kept is not None and source.identity in kept["identities"]:
+        return cast("dict[str, Any]", kept["layout"])
+    line = f"checking that transformers answers from cached tokens of {source.name} as from its videos"
+    print(f"{line}; once for this kind of model", file=sys.stderr, flush=True)
+    start = time.monotonic()
+    with repeat_line(lambda text: print(text, file=sys.stderr, flush=True), f"still {line}", every_s=15.0):
+        names = _check_names(source)
+        if kept is None:
+            layout = _check_numbers(source)
+            layout["parity"] |= {"seconds": round(time.monotonic() - start, 1)}
+            kept = {"layout": layout, "identities": []}
+    kept["layout"]["parity"]["names"] = names
+    if names:  # otherwise they are checked once the weights are here
+        kept["identities"].append(source.identity)
+    _write(path, kept)
+    return cast("dict[str, Any]", kept["layout"])
+
+
+def check_weights(source: ModelSource) -> tuple[str, str, str]:
+    """Compare the stock model with cached tokens on the checkpoint's own weights, for ``jobs.doctor``.
+
+    Returns (state, what was measured, the remedy): "ok", "wrong", or "unknown" where memory is short.
+    """
+    needed = sum(_file_bytes(source))
+    if not needed or needed > _MEMORY_SHARE * _free_bytes():
+        size = f"{needed / 2**30:.1f} GiB" if needed else "an unknown size, since they are not on this machine"
+        return (
+            "unknown",
+            f"the weights of {source.name} have {size}, and {_free_bytes() / 2**30:.1f} GiB of memory are free: they were "
+            "not compared",
+            "run this on a machine with more memory; jobs.prune checks a reduced model with random weights",
+        )
+    try:
+        _check_names(source)
+        model = load_model(source, Runtime("cpu", torch.bfloat16, "sdpa"), WHOLE)
+        _remove_head(model)
+        parity = compare(source, model).parity
+    except ModelError as error:
+        return "wrong", str(error), ""
+    return "ok", f"cached tokens give the stock model's result: difference {parity['difference']:.2g}, scale {parity['scale']:.2g}", ""
+
+
+# ---- by names
+
+
+def _check_names(source: ModelSource) -> bool:
+    """Check that the checkpoint has the tensors of both halves; False if its weights are not on this machine.
+
+    transformers reads the names and shapes on the meta device, under its own rules for renamed weights.
+
+    Raises ModelError, with some names, if tensors are missing or have another shape.
+    """
+    if not source.weight_files or not all(_file_bytes(source)):
+        return False
+    name, revision = source.pretrained()
+    for part in (TOWER, LLM):
+        cls, config = part_class(source, part)
+        try:
+            _, info = cls.from_pretrained(
+                name, revision=revision, config=config, dtype=torch.bfloat16, device_map="meta", use_safetensors=True,
+                trust_remote_code=False, output_loading_info=True,
+            )  # fmt: skip
+        except Exception as error:  # of any type: whatever transformers does with these files
+            raise ModelError(
+                f"{source.name!r}: transformers does not load {cls.__name__} ({type(error).__name__}: {error})"
+            ) from error
+        refuse_missing(source.name, info)
+    return True
+
+
+def _file_bytes(source: ModelSource) -> Iterator[int]:
+    """Yield the size of each weight file on this machine; 0 for a file that is not there."""
+    for filename in source.weight_files:
+        path = source.files.find_local(filename)
+        yield 0 if path is None else path.stat().st_size
+
+
+# ---- by numbers
+
+
+def _check_numbers(source: ModelSource) -> dict[str, Any]:
+    """Compare a reduced model's result from pixels with its result from cached tokens; return the layout as JSON.
+
+    Raises ModelError if they differ, if the comparison is blind, or if the config cannot be reduced.
+    """
+    return compare(source, build_reduced(source)).to_json()
+
+
+def build_reduced(source: ModelSource) -> Any:
+    """Build the model with few layers and random weights in bfloat16, without its output layer and its audio part.
+
+    Raises ModelError if the config cannot be reduced, or memory is short.
+    """
+    cls, config = source.stock_class()
+    for reduce_vision in (True, False):
+        reduced = _reduce_config(config, reduce_vision)
+        try:
+            with torch.device("meta"):
+                shapes = cls._from_config(copy.deepcopy(reduced), dtype=torch.bfloat16)
+            needed = sum(weight.nbytes for weight in shapes.parameters())
+            break
+        except Exception as error:  # noqa: BLE001 - of any type: what a class does with a setting
+            reason = f"{type(error).__name__}: {error}"
+    else:
+        raise ModelError(
+            f"{source.name!r}: its config cannot be reduced to a small model ({reason}), so nothing shows that cached "
+            f"tokens work: python -m jobs.doctor --model {source.name} compares the whole model"
+        )
+    if needed > _MEMORY_SHARE * _free_bytes():
+        raise ModelError(
+            f"{source.name!r}: the reduced model of its check needs {needed / 2**30:.1f} GiB, and "
+            f"{_free_bytes() / 2**30:.1f} GiB of memory are free: run the check on a machine with more"
+        )
+    from transformers.initialization import no_init_weights  # noqa: PLC0415 - imported by the class already
+
+    with no_init_weights():
+        model = cls._from_config(reduced, dtype=torch.bfloat16).eval().requires_grad_(False)
+    _remove_head(model)
+    if (audio := model.get_encoder(modality="audio")) is not None and audio not in (model, model.base_model):
+        audio.to_empty(device="meta")
+    _fill(model)
+    return model
+
+
+def _remove_head(model: Any) -> None:
+    """Replace the output layer, which is large, by a random projection of the hidden states to few numbers."""
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear):
+        projection = nn.Linear(head.in_features, _PROJECTION, bias=False, dtype=head.weight.dtype, device="cpu")
+        generator = torch.Generator().manual_seed(1)
+        projection.weight.data.normal_(0.0, head.in_features**-0.5, generator=generator).requires_grad_(False)
+        model.set_output_embeddings(projection)
+
+
+def _reduce_config(config: Any, reduce_vision: bool) -> Any:
+    """Copy a config with few layers and experts; widths and the vocabulary stay."""
+    content = copy.deepcopy(config.to_dict())
+    text = config.get_text_config()
+    for name in [key for key, value in content.items() if isinstance(value, dict) and key.endswith("_config")]:
+        if name == "vision_config" and reduce_vision:
+            _reduce_part(content, name, content[name].get("depth", content[name].get("num_hidden_layers")))
+        elif getattr(config, name, None) is text:
+            _reduce_part(content, name, text.num_hidden_layers)
+            for key in _EXPERTS:
+                top = content[name].get("num_experts_per_tok") or content[name].get("moe_k") or 1
+                if isinstance(content[name].get(key), int) and isinstance(top, int):
+                    content[name][key] = min(content[name][key], max(_MAX_EXPERTS, top))
+    content.pop("quantization_config", None)
+    return type(config).from_dict(content)
+
+
+def _reduce_part(content: dict[str, Any], name: str, depth: object) -> None:
+    """Reduce the layers of a part of a config in place; a list of a value for each layer keeps all of its values."""
+    part = content[name]
+    if not isinstance(depth, int) or depth <= _MIN_LAYERS:
+        return
+    kinds = [value for value in part.values() if isinstance(value, list) and len(value) == depth]
+    n = _MIN_LAYERS
+    while any({json.dumps(v) for v in kind[:n]} != {json.dumps(v) for v in kind} for kind in kinds) and n < depth:
+        n += 1
+    for key, value in list(part.items()):
+        if key in ("depth", "num_hidden_layers", "n_layers") and value == depth:
+            part[key] = n
+        elif isinstance(value, list) and len(value) == depth:
+            part[key] = value[:n]
+        elif isinstance(value, list) and value and any(word in key for word in _INDEX_LISTS):
+            if all(isinstance(v, int) and 0 <= v < depth for v in value):
+                part[key] = sorted({min(i, n - 1) for i, _ in enumerate(value)})
+        elif key in ("max_window_layers", "first_k_dense_replace") and isinstance(value, int):
+            part[key] = min(value, n - 1)
+        elif key == "num_kv_shared_layers":
+            part[key] = 0
+
+
+def _fill(model: nn.Module) -> None:
+    """Fill all weights with fixed random values, large enough that a wrong token, position or mask shows."""
+    pattern = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    for number, (name, weight) in enumerate(model.named_parameters()):
+        if weight.is_meta:
+            continue
+        flat = weight.data.view(-1)
+        if weight.ndim < 2:
+            flat.copy_(0.05 * pattern[: len(flat)].to(flat)) if name.endswith("bias") and len(flat) < len(pattern) else flat.fill_(1.0)
+            continue
+        # The experts of a layer are one tensor [E,...]; elsewhere all but the first axis are summed over.
+        summed = weight.shape[-1] if "expert" in name and weight.ndim == 3 else weight[0].numel()
+        scale = 0.7 if "embed" in name and weight.ndim == 2 else 1.5 / max(1, summed) ** 0.5
+        values = (scale * pattern.roll(number * 7919)).to(flat.dtype)
+        for start in range(0, len(flat), len(values)):
+            part = flat[start : start + len(values)]
+            part.copy_(values[: len(part)])
+
+
+@torch.no_grad()
+def compare(source: ModelSource, model: Any) -> Layout:
+    """Compare a model's result from pixels with its result from cached tokens, all kept.
+
+    Args:
+        model: the whole model, or a reduced one, on the CPU.
+
+    Raises ModelError if they differ, or if a wrong token, position or weight does not show.
+    """
+    modality, method = find_encoder(model)
+    reader = VideoReader(source, None)
+    frames, video = _make_clip()
+
+    def read(clip: Tensor) -> dict[str, Any]:
+        return move(reader.read(clip, video)[0], "cpu", torch.bfloat16)
+
+    def encode(clip: Tensor) -> tuple[list[Tensor], float]:
+        inputs = read(clip)
+        return flatten_features(make_features(method, inputs)), count_units(inputs)
+
+    together, tail, units = find_dependence(encode, frames)
+    inputs = read(frames)
+    output = make_features(method, inputs)
+    levels = flatten_features(output)
+    layout = Layout(
+        hidden_size=levels[0].shape[1],
+        deepstack_levels=len(levels) - 1,
+        modality=modality,
+        stacked=isinstance(output.pooler_output, Tensor),
+        frames_per_step=together,
+        tail=tail,
+        units_per_step=units,
+    )
+    if tail and layout.deepstack_levels:
+        raise ModelError(f"{source.name!r} has rows behind a video and deepstack levels, which is not implemented")
+    count_steps(model.config, inputs, units, len(levels[0]), tail)
+    stock = model(**forward_inputs(model, inputs)).logits
+    prompt = _make_prompt(model, inputs, len(levels[0]))
+
+    def run(features: Sequence[Tensor], **changes: Any) -> Tensor:
+        outputs = wrap_features([[level] for level in features], layout)
+        return cast("Tensor", model(**(prompt | changes), mm_encoder_outputs=outputs).logits)
+
+    scale = float(stock.float().std())
+    same = _difference(run(levels), stock)
+    if not same <= TOLERANCE * scale:
+        raise ModelError(
+            f"{source.name!r}: from cached tokens, all kept, {type(model).__name__} of transformers "
+            f"{version('transformers')} gives another result than from the video (difference {same:.3g}, spread {scale:.3g}): "
+            "it cannot be used"
+        )
+    noticed = _measure_sensitivity(model, run, levels, prompt, stock)
+    for what, difference in noticed.items():
+        if what != "shifted position" and not difference > TOLERANCE * scale:
+            raise ModelError(
+                f"{source.name!r}: its check is blind, since a {what} changes the result by {difference:.3g} of a spread "
+                f"of {scale:.3g}: python -m jobs.doctor --model {source.name} compares the whole model"
+            )
+    return replace(
+        layout,
+        in_pieces=together < _FRAMES and _encodes_in_pieces(method, inputs, levels, layout),
+        in_batches=_answers_in_batches(model, levels, prompt, layout, stock, scale),
+        parity={
+            "class": type(model).__name__,
+            "transformers": version("transformers"),
+            "torch": torch.__version__,
+            "difference": same,
+            "scale": scale,
+            "notices": noticed,
+        },
+    )
+
+
+def _make_clip() -> tuple[Tensor, SampledVideo]:
+    """Make the clip of the check: noise, [F,3,H,W] uint8, two frames a second."""
+    noise = torch.Generator().manual_seed(0)
+    frames = torch.randint(0, 256, (_FRAMES, 3, _HEIGHT, _WIDTH), generator=noise, dtype=torch.uint8, device="cpu")
+    return frames, SampledVideo(_HEIGHT, _WIDTH, [i / 2 for i in range(_FRAMES)], None, 2.0, _FRAMES)
+
+
+def _make_prompt(model: Any, inputs: Mapping[str, Any], n_rows: int) -> dict[str, Any]:
+    """Make the inputs of ``forward`` for the whole prompt, as for a cached video of which all tokens are kept."""
+    ids = inputs["input_ids"]
+    find_placeholders(model.config, ids, n_rows)
+    prompt = {k: v for k, v in forward_inputs(model, dict(inputs)).items() if isinstance(v, Tensor) and v.shape == ids.shape}
+    prompt.setdefault("attention_mask", torch.ones_like(ids))
+    positions = prompt_positions(model, inputs, torch.ones_like(ids[0], dtype=torch.bool), "original")
+    return prompt | {"position_ids": positions if len(positions) == 1 else positions[:, None]}
+
+
+def _measure_sensitivity(
+    model: Any, run: Any, levels: Sequence[Tensor], prompt: Mapping[str, Any], stock: Tensor
+) -> dict[str, float]:
+    """Measure how much a swapped token, a shifted position and weights of zero change the result."""
+    order = torch.arange(len(levels[0]))
+    order[[0, len(order) // 2]] = order[[len(order) // 2, 0]]
+    shifted = prompt["position_ids"].clone()
+    shifted[..., shifted.shape[-1] // 2 :] += 7
+    noticed = {
+        "swapped token": _difference(run([level[order] for level in levels]), stock),
+        "shifted position": _difference(run(levels, position_ids=shifted), stock),
+    }
+    named = model.get_decoder().named_parameters()  # neither every expert nor every index of attention is used
+    weights = [w for n, w in named if w.ndim == 2 and "embed" not in n and "expert" not in n]
+    differences = []
+    for weight in sorted(weights, key=Tensor.numel, reverse=True)[:_ZEROED]:
+        kept = weight.data.clone()
+        weight.data.zero_()
+        differences.append(_difference(run(levels), stock))
+        weight.data.copy_(kept)
+    noticed["zeroed weight"] = max(differences, default=0.0)
+    return noticed
+
+
+def _encodes_in_pieces(method: Any, inputs: dict[str, Any], levels: Sequence[Tensor], layout: Layout) -> bool:
+    """Return True if the steps of a video, encoded one by one, have the features of the whole video."""
+    pieces = split_inputs(inputs, max(1, round(layout.units_per_step)))
+    try:
+        parts = [flatten_features(make_features(method, piece)) for piece in pieces]
+    except Exception:  # noqa: BLE001 - of any type: the encoder does not take such pieces
+        return False
+    for part in parts[:-1]:
+        part[:] = [level[: len(level) - layout.tail] for level in part]
+    whole = [torch.cat(level) for level in zip(*parts, strict=True)]
+    return len(pieces) > 1 and all(
+        a.shape == b.shape and _difference(a, b) <= TOLERANCE * float(b.float().std()) for a, b in zip(whole, levels, strict=True)
+    )
+
+
+def _answers_in_batches(
+    model: Any, levels: Sequence[Tensor], prompt: Mapping[str, Any], layout: Layout, stock: Tensor, scale: float
+) -> bool:
+    """Return True if a prompt has the result of the prompt alone in a batch, beside a longer prompt."""
+    longer = {name: torch.cat([value[..., -3:], value], dim=-1) for name, value in prompt.items()}
+    padded = {name: torch.cat([torch.zeros_like(value[..., :3]), value], dim=-1) for name, value in prompt.items()}
+    padded["input_ids"][:, :3] = prompt["input_ids"][:, :1]
+    batch = {name: torch.cat([longer[name], padded[name]], dim=-2) for name in prompt}
+    outputs = wrap_features([[level, level] for level in levels], layout)
+    try:
+        result = model(**batch, mm_encoder_outputs=outputs).logits
+    except Exception:  # noqa: BLE001 - of any type: the model takes no such batches
+        return False
+    return result.shape[0] == 2 and _difference(result[1:, 3:], stock) <= BATCH_TOLERANCE * scale
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference of two results; infinity for another shape or values that are no numbers."""
+    if a.shape != b.shape:
+        return float("inf")
+    difference = float((a.float() - b.float()).abs().max())
+    return difference if difference == difference else float("inf")  # noqa: PLR0124 - NaN
+
+
+# ---- what is kept
+
+
+def _cache_folder() -> Path:
+    """Return the folder of kept results: gstep-cache/checks in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gstep-cache" / "checks"
+
+
+def _compute_key(source: ModelSource) -> str:
+    """Compute the key of a kept result: class, config, processor files, and versions."""
+    content = {
+        "check": [_VERSION, version("transformers"), version("torch")],
+        "code": hashlib.sha256("".join(inspect.getsource(sys.modules[m]) for m in _CODE).encode()).hexdigest(),
+        "architectures": source.config.get("architectures"),
+        "config": {key: value for key, value in source.config.items() if key not in IRRELEVANT_KEYS},
+        "processor": source.preprocessor,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+_CODE = tuple(f"gstep.generic.{name}" for name in ("gate", "family", "halves", "layout", "model", "processor"))
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Read a kept result; None if there is none, or it is damaged."""
+    try:
+        kept = json.loads(path.read_text())
+        Layout(**kept["layout"])
+        return kept if isinstance(kept["identities"], list) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(path: Path, kept: Mapping[str, Any]) -> None:
+    """Keep a result; a disk that cannot be written only costs the next run its time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(kept))
+        temporary.replace(path)
+    except OSError as error:
+        print(f"the result of the check was not kept: {error}", file=sys.stderr, flush=True)
+
+
+def _free_bytes() -> int:
+    """Return the bytes of memory that this machine has free; a large number where that is not known."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return 2**60

@@ -1,0 +1,150 @@
+"""The model class of a checkpoint, and models with a half of its weights: the tower, or the language model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from gstep.backbones import ModelSource, Runtime
+from gstep.checkpoints.tensors import refuse_quantized
+from gstep.errors import ModelError
+
+WHOLE, TOWER, LLM = "whole", "tower", "llm"
+
+
+def load_model(source: ModelSource, runtime: Runtime, part: str = WHOLE) -> Any:
+    """Load a model in eval mode: all of it (WHOLE), all but the language model (TOWER), or the language model (LLM).
+
+    Parts that are left out are empty modules: their tensors are neither allocated nor read.
+
+    Raises ModelError if weights are missing, quantized or of another shape.
+    """
+    refuse_quantized(source.name, source.config)
+    cls, config = part_class(source, part)
+    name, revision = source.pretrained()
+    options: dict[str, Any] = {"config": config, "dtype": runtime.dtype, "use_safetensors": True}
+    if runtime.attn_implementation != "sdpa":  # the default, where a model has it
+        options["attn_implementation"] = runtime.attn_implementation
+    try:
+        model, info = cls.from_pretrained(
+            name, revision=revision, trust_remote_code=False, output_loading_info=True, **options
+        )
+    except Exception as error:  # of any type: whatever transformers does with these files
+        raise ModelError(
+            f"{source.name!r}: transformers does not load {cls.__name__} ({type(error).__name__}: {error})"
+        ) from error
+    refuse_missing(source.name, info)
+    return model.to(runtime.device).eval().requires_grad_(False)
+
+
+def refuse_missing(name: str, info: dict[str, Any]) -> None:
+    """Raise ModelError for weights that ``from_pretrained`` did not find, which it would leave random."""
+    keys = sorted({str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])})
+    if keys:
+        more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+        raise ModelError(f"{name!r} has no weights of the right shape for {', '.join(keys[:5])}{more}: download the whole "
+                         "checkpoint")  # fmt: skip
+
+
+def part_class(source: ModelSource, part: str) -> tuple[Any, Any]:
+    """Make the class of a part of a model, and return it with its config."""
+    stock: Any
+    stock, config = source.stock_class()
+    if part == WHOLE:
+        return stock, config
+
+    class Part(stock):
+        def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+            super().__init__(config, *args, **options)
+            _leave_out(self, part)
+
+    # Names on disk are converted for classes of transformers alone, and transformers tells them by their module.
+    Part.__name__, Part.__qualname__, Part.__module__ = stock.__name__, stock.__qualname__, stock.__module__
+    return Part, config
+
+
+def _leave_out(model: Any, part: str) -> None:
+    """Replace the modules of a model that its ``part`` does not need by empty ones."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    if part == TOWER:
+        model.all_tied_weights_keys = {}
+        whole = {id(model), id(model.base_model)}
+        ids = {id(module) for module in (decoder, head, model.get_encoder(modality="audio")) if module is not None}
+        _empty(model, ids - whole)
+        return
+    needed = {id(module) for module in decoder.modules()} | {id(head)}
+    holders = {id(module) for module in model.modules() if any(id(child) in needed for child in module.modules())}
+    for owner in (model, model.base_model):
+        _empty(owner, {id(child) for child in owner.children()} - holders - needed)
+
+
+def _empty(model: nn.Module, ids: set[int]) -> None:
+    """Replace the modules with these ids by empty ones."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in ids:
+                setattr(parent, name, nn.Module())
+
+
+def find_encoder(model: Any) -> tuple[str, Callable[..., Any]]:
+    """Return the modality under which a model takes the features of a video, and the method that makes them.
+
+    Raises ModelError for a model that makes no features of videos, or does not take them back.
+    """
+    if "mm_encoder_outputs" in inspect.signature(model.forward).parameters:
+        for modality in ("video", "image"):
+            for owner in (model.base_model, model):
+                if (method := getattr(owner, f"get_{modality}_features", None)) is not None:
+                    return modality, method
+        raise ModelError(f"{type(model).__name__} of transformers makes no features of videos")
+    raise ModelError(f"{type(model).__name__} of transformers takes no mm_encoder_outputs, the entry of cached tokens")
+
+
+def make_features(method: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+    """Run a model's own encoder on what its processor made of a video.
+
+    Raises ModelError if the processor does not make what the encoder needs, or the encoder reads the question.
+    """
+    names = inspect.signature(method).parameters
+    pixels = {key: value for key, value in inputs.items() if key in names}
+    required = [n for n, p in names.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if missing := [name for name in required if name not in pixels]:
+        raise ModelError(f"the processor of this model makes no {' and no '.join(missing)} of a video")
+    if any("input_ids" in name for name in pixels):
+        raise ModelError("the encoder of this model reads the question, so its tokens cannot serve several questions")
+    return method(**pixels, return_dict=True)
+
+
+def forward_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Choose the inputs that a model's ``forward`` takes: a processor makes more."""
+    names = inspect.signature(model.forward).parameters
+    return {key: value for key, value in inputs.items() if key in names}
+
+
+def move(inputs: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Move the tensors of a processor's output to a device, the floating-point ones in ``dtype``."""
+    return {
+        key: value.to(device, dtype if value.is_floating_point() and value.ndim > 1 else None)
+        if isinstance(value, torch.Tensor)
+        else value
+        for key, value in inputs.items()
+    }
+
+
+def build_shell(source: ModelSource) -> Any:
+    """Build the whole model on the meta device: its rules, without weights.
+
+    Raises ModelError if config.json does not make a model.
+    """
+    cls, config = source.stock_class()
+    try:
+        with torch.device("meta"):
+            return cls._from_config(config, dtype=torch.float32).eval()
+    except Exception as error:  # of any type: what a class does with a wrong setting
+        raise ModelError(
+            f"{source.name!r}: config.json makes no {cls.__name__} ({type(error).__name__}: {error})"
+        ) from error

@@ -1,0 +1,171 @@
+"""The language model of a checkpoint of the generic family: it needs neither its vision part nor a video."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers.utils import ModelOutput
+
+from gstep.backbones import ModelSource, Runtime
+from gstep.generic.family import read_tail
+from gstep.generic.halves import LLM, load_model
+from gstep.generic.layout import Layout
+from gstep.language.batch import Batch
+from gstep.language.model import LanguageModel
+from gstep.language.prompt import text_ids, tokenizer_of
+from gstep.language.types import Answer, Decoding, Prompt, Score
+from gstep.language.weights import generation_config
+from gstep.pruners.base import Pruner
+from gstep.types import Visual
+
+
+@dataclass
+class Features(ModelOutput):
+    """What the models' ``forward`` reads of ``mm_encoder_outputs``."""
+
+    last_hidden_state: Any = None
+    pooler_output: Any = None
+    deepstack_features: Any = None
+
+
+def wrap_features(levels: Sequence[Sequence[Tensor]], layout: Layout) -> dict[str, Any]:
+    """Make the ``mm_encoder_outputs`` of rows of features.
+
+    Args:
+        levels: the rows of each video, [K,D] each, of tokens and then of each deepstack level.
+    """
+    tokens, *deepstack = (list(level) for level in levels)
+    pooled: Any = torch.cat(tokens)[None] if layout.stacked else tokens
+    return {layout.modality: Features(pooler_output=pooled, deepstack_features=deepstack or None)}
+
+
+class GenericLanguageModel(LanguageModel):
+    """The LLM of a checkpoint on one device, without the vision part.
+
+    Prompts are computed whole, since nothing is known about the caches of a model's layers. Prompts go in batches only
+    where the gate found that a batch gives the logits of single prompts.
+    """
+
+    layout: Layout
+
+    @classmethod
+    def load(cls, source: ModelSource, runtime: Runtime) -> Self:
+        """Load the model without its vision part.
+
+        Raises ModelError if weights are missing or do not have the shapes of the config.
+        """
+        model = load_model(source, runtime, LLM)
+        model.generation_config = generation_config(source, model.config)
+        language_model = cls(model, tokenizer_of(source), runtime.device)
+        language_model.layout = Layout.of(source)
+        return language_model
+
+    @property
+    def context_length(self) -> int:
+        """The maximum number of tokens of a prompt and its answer together; 2^31 if the config states none."""
+        return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**31)
+
+    @torch.inference_mode()
+    def logits(self, prompts: Sequence[Prompt], last: int = 0) -> list[Tensor]:
+        """Compute the logits of each prompt, [L,V] in the compute dtype, at its ``last`` tokens; 0 takes every token."""
+        if len(prompts) > 1 and not self.layout.in_batches:
+            return [logits for prompt in prompts for logits in self.logits([prompt], last)]
+        return super().logits(prompts, last)
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        decodings: Sequence[Decoding],
+        *,
+        share_prefix: bool = True,
+        inside: tuple[Pruner, float] | None = None,
+    ) -> list[Answer]:
+        """Answer prompts, in one batch or one by one.
+
+        Raises ValueError for ``inside``, FloatingPointError if the scores of a token of an answer are no numbers.
+        """
+        self._refuse_inside(inside)
+        if len(prompts) > 1 and not self.layout.in_batches:
+            pairs = zip(prompts, decodings, strict=True)
+            return [answer for prompt, decoding in pairs for answer in self.generate([prompt], [decoding])]
+        return super().generate(prompts, decodings, share_prefix=False)
+
+    @torch.inference_mode()
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Sequence[str]],
+        *,
+        share_prefix: bool = True,
+        inside: tuple[Pruner, float] | None = None,
+    ) -> list[list[Score]]:
+        """Score each continuation of each prompt; the result has a list of Scores for each prompt.
+
+        The first tokens of all continuations share one pass; a continuation of several tokens has a pass of its own.
+
+        Raises ValueError for a continuation without a token, and for ``inside``.
+        """
+        self._refuse_inside(inside)
+        scores = []
+        for prompt, texts in zip(prompts, continuations, strict=True):
+            ids = [text_ids(self.tokenizer, text) for text in texts]
+            first = self._logprobs(prompt, 1)[0] if texts else None
+            rows = []
+            for tokens in ids:
+                assert first is not None
+                logprob = float(first[tokens[0]])
+                if len(tokens) > 1:
+                    later = self._logprobs(_extend(prompt, tokens[:-1]), len(tokens))[1:]
+                    logprob += sum(float(row[token]) for row, token in zip(later, tokens[1:], strict=True))
+                rows.append(Score(logprob, len(tokens)))
+            scores.append(rows)
+        return scores
+
+    def _logprobs(self, prompt: Prompt, last: int) -> Tensor:
+        """Compute the log-probabilities [last,V] float32 after each of the prompt's last tokens."""
+        output = self._forward(Batch.of([prompt]), prompts=[prompt], logits_to_keep=last)
+        return torch.log_softmax(output.logits[0, -last:].float(), dim=-1)
+
+    def _refuse_inside(self, inside: tuple[Pruner, float] | None) -> None:
+        """Raise ValueError for a method that prunes inside the model."""
+        if inside is not None:
+            raise ValueError(f"{inside[0].name} prunes inside a model, which models of the generic family do not allow")
+
+    def _make_batch_and_cache(self, prompts: Sequence[Prompt], last: int = 1) -> tuple[Batch, None]:
+        """Make the batch of all prompts, without a cache of their videos."""
+        return Batch.of(prompts), None
+
+    def _encoder_outputs(self, visuals: Sequence[Visual]) -> dict[str, Any]:
+        """Make the ``mm_encoder_outputs`` of a batch's videos, from its first row to its last."""
+
+        def place(rows: Tensor) -> Tensor:
+            return rows.to(self.device, self.model.dtype)
+
+        tails = [place(read_tail(visual.extra, self.layout)) for visual in visuals]
+        tokens = [torch.cat([place(v.tokens), tail]) for v, tail in zip(visuals, tails, strict=True)]
+        levels = [[place(v.deepstack[i]) for v in visuals] for i in range(self.layout.deepstack_levels)]
+        return wrap_features([tokens, *levels], self.layout)
+
+    def _position_ids(self, batch: Batch) -> Tensor:
+        """Make the position ids of forward and generate: [B,L], or [3,B,L]."""
+        return batch.positions[0] if len(batch.positions) == 1 else batch.positions
+
+
+def _extend(prompt: Prompt, ids: Sequence[int]) -> Prompt:
+    """Append tokens to a prompt; their positions continue after its last, and their further inputs are those of text."""
+    n = len(ids)
+    new = torch.tensor(ids, dtype=torch.int64, device="cpu")
+    positions = prompt.positions[:, -1:] + 1 + torch.arange(n, device="cpu")
+    return Prompt(
+        input_ids=torch.cat([prompt.input_ids, new]),
+        positions=torch.cat([prompt.positions, positions], dim=1),
+        visuals=prompt.visuals,
+        prefix_length=prompt.prefix_length,
+        spans=prompt.spans,
+        token_inputs={k: torch.cat([v, torch.zeros(n, dtype=v.dtype)]) for k, v in prompt.token_inputs.items()},
+    )

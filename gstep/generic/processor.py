@@ -1,0 +1,310 @@
+"""A checkpoint's own processor: loaded, recorded while it prepares a video, and replayed for a question.
+
+The processor writes everything into a prompt that depends on a video: placeholders, timestamps, separators, token types.
+At encode time it runs once, and its output is recorded with the shapes of floating-point tensors instead of their values.
+At question time the same processor gets that record back instead of a video, and writes the prompt itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gstep.backbones import ModelSource, SampledVideo
+from gstep.errors import ModelError
+from gstep.language.prompt import chat_template, tokenizer_of
+from gstep.language.rendering import render_chat_template
+from gstep.language.types import ChatMessage
+
+#: A noncharacter inside a placeholder in a user's text: the pieces around it are tokenized one by one, as text.
+MARK = "\U0010fffe"
+_FINE_FPS = 1000  # frames a second that the metadata of a video have at least, so that any time is the time of a frame
+_INSTALL = "pip install 'gstep-cache[generic]', or pip install -e '.[generic]' in a clone, on every node"
+
+
+def load_processor(source: ModelSource) -> Any:
+    """Load the checkpoint's processor, or return a copy of the processor that this process has loaded.
+
+    A compression of visual tokens by the processor itself (VideoLLaMA3), which the pruning method replaces, is off.
+
+    Raises ModelError if a package that it needs is missing or broken, or the checkpoint's files do not make a processor
+    for videos.
+    """
+    _check_torchvision()
+    try:
+        processor = copy.copy(_load_processor(*source.pretrained(), source.identity))
+    except ImportError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise ModelError(f"the processor of {source.name!r} needs a package that is missing ({reason}): {_INSTALL}") from error
+    except Exception as error:  # of any type: the files are the user's, and so may be the classes that they name
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        raise ModelError(
+            f"{source.name!r} has no processor that transformers can load ({reason}): download the whole checkpoint"
+        ) from error
+    if getattr(processor, "video_processor", None) is None:
+        raise ModelError(f"{source.name!r}: its processor, {type(processor).__name__}, takes no videos")
+    return processor
+
+
+@lru_cache(maxsize=2)
+def _load_processor(name: str, revision: str | None, identity: str) -> Any:
+    """Load the processor of a Hugging Face id's commit, or of a folder with this identity."""
+    from transformers import AutoProcessor  # noqa: PLC0415 - takes seconds
+
+    processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=False)
+    if hasattr(getattr(processor, "video_processor", None), "use_token_compression"):
+        processor.video_processor.use_token_compression = False
+    return processor
+
+
+def _check_torchvision() -> None:
+    """Raise ModelError unless torchvision, by which transformers' video processors resize frames, can be imported."""
+    try:
+        import torchvision  # noqa: F401, PLC0415 - needed by this family alone
+    except ImportError as error:
+        raise ModelError(f"video processors of transformers need torchvision, which is not installed: {_INSTALL}") from error
+    except RuntimeError as error:  # its kernels do not fit the installed torch
+        raise ModelError(
+            f"torchvision does not fit torch {torch.__version__} ({error}): install the build of torchvision that was "
+            "made for this torch, from the same package index, on every node"
+        ) from error
+
+
+# ---- a prompt by the processor
+
+
+def render(source: ModelSource, processor: Any, messages: Sequence[ChatMessage]) -> str:
+    """Apply the checkpoint's chat template to a conversation, up to the model's next message.
+
+    Raises ModelError for a missing or invalid template, ValueError if it refuses this conversation.
+    """
+    return render_chat_template(tokenizer_of(source), chat_template(source), messages)
+
+
+def run_processor(processor: Any, text: str, video: Any, metadata: Any, device: str | None = None) -> dict[str, Any]:
+    """Run a processor on the text of a prompt, and on the video whose placeholder is in it, if any.
+
+    Args:
+        video: the frames, [F,3,H,W] uint8; None for a prompt without a video.
+        metadata: their VideoMetadata of transformers.
+        device: where the frames are resized and normalised; None leaves them where they are.
+    """
+    processor = copy.copy(processor)
+    processor.tokenizer = _PiecewiseTokenizer(processor.tokenizer)
+    options: dict[str, Any] = {"return_tensors": "pt", "return_mm_token_type_ids": True}  # some give them only if asked
+    bos = processor.tokenizer.bos_token
+    if bos is not None and text.startswith(bos):  # as ProcessorMixin.apply_chat_template
+        options["add_special_tokens"] = False
+    if video is None:
+        return dict(processor(text=[text], **options))
+    # Some processors fail without the metadata, and those of Qwen-Omni read nothing but ``fps``.
+    options |= {"do_sample_frames": False, "return_metadata": True, "video_metadata": [metadata]}
+    options["fps"] = metadata.sampled_fps
+    if device is not None:
+        options["device"] = device
+    return dict(processor(text=[text], videos=[video], **options))
+
+
+class _PiecewiseTokenizer:
+    """A tokenizer that splits texts at MARK, which itself gives no token."""
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_stock"], name)
+
+    def __len__(self) -> int:
+        return len(self._stock)
+
+    def __call__(self, text: Any, *args: Any, **options: Any) -> Any:
+        texts = [text] if isinstance(text, str) else list(text)
+        if not any(MARK in t for t in texts):
+            return self._stock(text, *args, **options)
+        tensors = options.pop("return_tensors", None)
+        encodings = []
+        for whole in texts:
+            first, *others = whole.split(MARK)
+            ids = list(self._stock(first, *args, **options)["input_ids"])
+            for piece in others:
+                ids += self._stock(piece, *args, **{**options, "add_special_tokens": False})["input_ids"]
+            encodings.append({"input_ids": ids, "attention_mask": [1] * len(ids)})
+        from transformers import BatchEncoding  # noqa: PLC0415 - imported by the processor already
+
+        if isinstance(text, str):
+            return BatchEncoding(encodings[0], tensor_type=tensors, prepend_batch_axis=tensors is not None)
+        return BatchEncoding({k: [e[k] for e in encodings] for k in encodings[0]}, tensor_type=tensors)
+
+
+def special_texts(processor: Any, config: Any) -> list[str]:
+    """List the texts that a processor or model takes for placeholders of images, videos and sounds."""
+    tokenizer = processor.tokenizer
+    texts = {getattr(processor, f"{kind}_token", None) for kind in ("video", "image", "audio")}
+    ids = {getattr(config, f"{kind}_token_{end}", None) for kind in ("video", "image") for end in ("id", "index")}
+    texts |= {tokenizer.convert_ids_to_tokens(i) for i in ids if isinstance(i, int)}
+    return sorted(text for text in texts if isinstance(text, str) and len(text) > 1)
+
+
+def make_metadata(video: SampledVideo) -> Any:
+    """Make the VideoMetadata of transformers for sampled frames: the clip's own length, rate and times.
+
+    The rate is a whole multiple of the clip's frame rate, so that every time is, to less than a millisecond, the time
+    of a frame. Times count from the start of the clip.
+    """
+    from transformers.video_utils import VideoMetadata  # noqa: PLC0415 - seconds to import
+
+    clip_fps = video.clip_fps or video.fps
+    multiple = max(1, math.ceil(_FINE_FPS / clip_fps))
+    fps = clip_fps * multiple
+    indices = [round(seconds * fps) for seconds in video.times_in_clip]
+    total = max(video.clip_frames * multiple, indices[-1] + 1)
+    return VideoMetadata(
+        total_num_frames=total,
+        fps=fps,
+        width=video.width,
+        height=video.height,
+        duration=total / fps,
+        frames_indices=indices,
+    )
+
+
+# ---- record and replay
+
+
+class Recorder:
+    """A video processor that keeps its last output."""
+
+    output: Mapping[str, Any]
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.output = self._stock(*args, **options)
+        return self.output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_stock"], name)
+
+
+class _Replay(Recorder):
+    """A video processor that returns a recorded output, whatever it gets."""
+
+    def __init__(self, stock: Any, output: Mapping[str, Any]) -> None:
+        super().__init__(stock)
+        self.output = output
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        from transformers import BatchFeature  # noqa: PLC0415 - imported by the processor already
+
+        return BatchFeature(copy.deepcopy(dict(self.output)))
+
+
+def replay(processor: Any, text: str, record: str) -> dict[str, Any]:
+    """Run a processor on the text of a prompt with one video, of which only the record is there.
+
+    Raises ValueError, with the version that wrote the record, if the record is damaged or lacks what this version of
+    the processor reads.
+    """
+    from transformers import __version__  # noqa: PLC0415 - imported by the processor already
+
+    output, written_by = decode_record(record)
+    processor = copy.copy(processor)
+    processor.video_processor = _Replay(processor.video_processor, output)
+    metadata = output.get("video_metadata") or [None]
+    frame = torch.zeros(1, 3, 1, 1, dtype=torch.uint8, device="cpu")
+    try:
+        return run_processor(processor, text, frame, metadata[0])
+    except (KeyError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"the processor's record of this video was written by transformers {written_by}, and the processor of "
+            f"transformers {__version__} reads more ({type(error).__name__}: {error}): install that version, or prune "
+            "the video again"
+        ) from error
+
+
+def encode_record(output: Mapping[str, Any]) -> str:
+    """Encode what a video processor returned as a short text: all keys and dtypes, the pixels as shapes alone.
+
+    Raises ModelError for a value of a type that no processor is known to return.
+    """
+    from transformers import __version__  # noqa: PLC0415 - imported by the processor already
+
+    content = {"transformers": __version__, "output": {key: _to_json(key, value) for key, value in output.items()}}
+    packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 9)
+    return base64.b64encode(packed).decode()
+
+
+def decode_record(record: str) -> tuple[dict[str, Any], str]:
+    """Decode a text of :func:`encode_record`: what the processor returned, and the version of transformers.
+
+    Zeros without memory stand for pixels, because some processors count frames by their shape. Raises ValueError for
+    any other text.
+    """
+    try:
+        content = json.loads(zlib.decompress(base64.b64decode(record, validate=True)))
+        return {key: _from_json(value) for key, value in content["output"].items()}, str(content["transformers"])
+    except (ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
+        raise ValueError(f"the processor's record of this video is damaged ({error}): prune the video again") from error
+
+
+def _to_json(key: str, value: Any) -> Any:
+    """Convert a value of a processor's output to JSON: ``{"kind": ...}`` for anything that JSON does not have."""
+    from transformers.video_utils import VideoMetadata  # noqa: PLC0415 - imported by the processor already
+
+    if isinstance(value, Tensor):
+        entry = {"kind": "tensor", "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+        if key.startswith("pixel_values") or (value.is_floating_point() and value.ndim > 1):
+            return entry
+        if value.is_floating_point():  # such as seconds
+            return entry | {"values": value.tolist()}
+        # Indices of patches (Molmo) grow evenly: their differences repeat, and compress a hundredfold.
+        return entry | {"steps": torch.diff(value.flatten().long(), prepend=torch.zeros(1, dtype=torch.int64)).tolist()}
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):  # of NumPy
+        return {"kind": "array", "dtype": str(value.dtype), "values": value.tolist()}
+    if isinstance(value, VideoMetadata):
+        return {"kind": "metadata", "values": {name: _to_json(key, value[name]) for name in value}}
+    if isinstance(value, Mapping):
+        return {"kind": "dict", "values": {str(name): _to_json(key, part) for name, part in value.items()}}
+    if isinstance(value, list | tuple):
+        return [_to_json(key, part) for part in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ModelError(f"the processor returns a {type(value).__name__} in {key}, which cannot be recorded")
+
+
+def _from_json(value: Any) -> Any:
+    """Convert the JSON of :func:`_to_json` back."""
+    if isinstance(value, list):
+        return [_from_json(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    kind, values = value["kind"], value.get("values")
+    if kind == "tensor":
+        dtype = getattr(torch, value["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{value['dtype']} is no dtype")
+        if "steps" in value:
+            return torch.tensor(value["steps"], device="cpu").long().cumsum(0).to(dtype).reshape(value["shape"])
+        if values is None:
+            return torch.zeros((), dtype=dtype, device="cpu").expand(value["shape"])
+        return torch.tensor(values, dtype=dtype, device="cpu").reshape(value["shape"])
+    if kind == "array":
+        import numpy as np  # noqa: PLC0415 - rarely needed
+
+        return np.asarray(values, dtype=value["dtype"])
+    parts = {name: _from_json(part) for name, part in values.items()}
+    if kind == "metadata":
+        from transformers.video_utils import VideoMetadata  # noqa: PLC0415 - imported by the processor already
+
+        return VideoMetadata(**parts)
+    return parts

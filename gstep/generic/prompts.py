@@ -1,0 +1,198 @@
+"""Prompts of generic models: the checkpoint's own processor writes them, and the columns of dropped tokens are cut."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from gstep.backbones import ModelSource
+from gstep.errors import ModelError
+from gstep.generic.family import read_tail
+from gstep.generic.halves import build_shell, forward_inputs
+from gstep.generic.layout import Layout, find_placeholders, keep_columns, kept_rows, prompt_positions
+from gstep.generic.processor import MARK, load_processor, replay, run_processor, special_texts
+from gstep.language.prompt import PromptBuilder, Segment, chat_template, tokenizer_of
+from gstep.language.types import ChatMessage, ChatPart, Prompt, PromptPolicy
+from gstep.types import Visual
+
+_RULE = "transformers-5"
+
+
+class GenericPrompts(PromptBuilder):
+    """The builder of prompts with one video, or without a video, for any model of the generic family.
+
+    The model's own rule gives the positions of the whole prompt. Then the columns of the tokens that the pruning method
+    dropped are removed from token ids, token types and positions alike.
+    """
+
+    default_positions = "original"
+    axes = 1  # or 3: the model's own rule decides
+
+    def __init__(self, source: ModelSource, policy: PromptPolicy) -> None:
+        """Take a model that the gate has checked."""
+        self.source = source
+        self.layout = Layout.of(source)
+        self.policy = policy
+        self.deepstack_levels = self.layout.deepstack_levels
+        self.tokenizer = tokenizer_of(source)
+        self.chat_template = chat_template(source)
+        self._load()
+
+    def _load(self) -> None:
+        """Load what does not pickle: the processor, and the model on the meta device, for its rule of positions."""
+        self._processor = load_processor(self.source)
+        self._shell = _load_shell(_Hashed(self.source))
+        self.config = self._shell.config
+        self._special = special_texts(self._processor, self.config)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"source": self.source, "policy": self.policy}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__(state["source"], state["policy"])  # type: ignore[misc]
+
+    @classmethod
+    def of(cls, source: ModelSource, positions: str | None, rule: str, frame_times: str, thought: str = "open") -> Self:
+        """Make the builder of a model that the gate has checked.
+
+        Raises ModelError if a file is missing or does not fit; ValueError for an unknown policy, and for rules and
+        frame times that the model's own processor does not know.
+        """
+        template_hash = hashlib.sha256(chat_template(source).encode()).hexdigest()[:16]
+        policy = PromptPolicy(positions or cls.default_positions, rule, template_hash, frame_times, thought)
+        if rule != _RULE:
+            raise ValueError(f"prompts of {source.name!r} follow the installed transformers: the rule {rule!r} is for "
+                             "families with their own code")  # fmt: skip
+        builder = cls(source, replace(policy, frame_times="true"))
+        builder._check_template()
+        if thought == "closed" and not builder.open_tag:
+            builder.policy = replace(builder.policy, thought="open")
+        return builder
+
+    @property
+    def context_length(self) -> int:
+        """The maximum number of tokens of a prompt and its answer together; 2^31 if the config states none."""
+        return int(getattr(self.config.get_text_config(), "max_position_embeddings", None) or 2**31)
+
+    @property
+    def hidden_size(self) -> int:
+        """D, the width of a visual token."""
+        return self.layout.hidden_size
+
+    def n_visual(self, visuals: Sequence[Visual]) -> int:
+        """Count the placeholders of the videos in a prompt, with the rows behind each video."""
+        return sum(len(visual.index) + self.layout.tail for visual in visuals)
+
+    def check(self, visual: Visual) -> None:
+        """Raise ValueError if a video's cached tokens do not fit this model, or lack the processor's record."""
+        super().check(visual)
+        if "record" not in visual.extra:
+            raise ValueError("the cache lacks the processor's record of this video: prune it with --family generic")
+        read_tail(visual.extra, self.layout)
+        if (visual.index.diff() < 0).any():
+            raise ValueError('prompts of this model need tokens in the order of frames: read them with order="index"')
+
+    def build_chat(self, messages: Sequence[ChatMessage], visuals: Sequence[Visual]) -> Prompt:
+        """Build the prompt of a conversation with one video, or none, up to the model's next message.
+
+        Raises ValueError if a video's cached tokens do not fit the model, for several videos, and if the template
+        refuses the conversation.
+        """
+        if len(visuals) > 1:
+            raise ValueError(
+                f"{self.source.name!r} is of the generic family, whose prompts have one video; this has {len(visuals)}"
+            )
+        for visual in visuals:
+            self.check(visual)
+        text = self._render(messages, len(visuals))
+        if not visuals:
+            inputs = run_processor(self._processor, text, None, None)
+            keep = torch.ones(inputs["input_ids"].shape[1], dtype=torch.bool, device="cpu")
+            return self._cut(inputs, keep, (), keep & False)
+        (visual,) = visuals
+        inputs = replay(self._processor, text, visual.extra["record"])
+        n_tokens = visual.n_frames * visual.tokens_per_frame
+        try:
+            mask = find_placeholders(self.config, inputs["input_ids"], n_tokens + self.layout.tail)[0]
+        except ModelError as error:
+            raise ValueError(f"the cached tokens of this video do not fit the prompt: {error}") from None
+        keep = keep_columns(mask, kept_rows(visual.index, n_tokens, self.layout.tail))
+        return self._cut(inputs, keep, (visual,), mask)
+
+    def _cut(self, inputs: dict[str, Any], keep: Tensor, visuals: tuple[Visual, ...], mask: Tensor) -> Prompt:
+        """Make the prompt of the kept columns, [L] bool; ``mask`` [L] marks the placeholders in the whole prompt."""
+        ids = inputs["input_ids"]
+        others = {
+            key: value[0, keep]
+            for key, value in forward_inputs(self._shell, inputs).items()
+            if isinstance(value, Tensor) and value.shape == ids.shape and key not in ("input_ids", "attention_mask")
+        }
+        places = mask[keep].nonzero()[:, 0]
+        spans = ((int(places[0]), int(places[-1]) + 1),) if len(places) else ()
+        return Prompt(
+            input_ids=ids[0, keep],
+            positions=prompt_positions(self._shell, inputs, keep, self.policy.positions),
+            visuals=visuals,
+            prefix_length=spans[0][1] if spans else 0,
+            spans=spans,
+            token_inputs=others,
+        )
+
+    def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+        raise NotImplementedError("the processor writes the placeholders of a generic model")
+
+    def _render(self, messages: Sequence[ChatMessage], n_videos: int) -> str:
+        """Apply the chat template, with placeholders in the users' texts broken up; close the opened tag if asked."""
+        safe_messages: list[ChatMessage] = [
+            {**message, "content": [self._escape_placeholders(part) for part in message["content"]]}
+            for message in messages
+        ]
+        text = self._apply_template(safe_messages)
+        if self.policy.thought == "closed":
+            text = f"{text.rstrip()}\n\n{self.open_tag.replace('<', '</')}\n\n"
+        return text
+
+    def has_placeholder(self, text: str) -> bool:
+        """Return True if a text has a placeholder of an image, a video or a sound."""
+        return any(special in text for special in self._special)
+
+    def _escape_placeholders(self, part: ChatPart) -> ChatPart:
+        """Break up placeholders in a message part's text by MARK, so that only the real video has placeholders.
+
+        Raises ValueError for a text that is not valid Unicode or contains MARK itself.
+        """
+        text = part.get("text", "")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text is not valid: {error}") from None
+        if MARK in text:
+            raise ValueError("the text holds U+10FFFE, which is no character: leave it out")
+        for special in self._special:
+            text = text.replace(special, f"{special[:2]}{MARK}{special[2:]}")
+        return {**part, "text": text} if text else part
+
+
+class _Hashed:
+    """A model as the key of a cache: its identity tells models apart."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self.source = source
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hashed) and other.source.identity == self.source.identity
+
+    def __hash__(self) -> int:
+        return hash(self.source.identity)
+
+
+@lru_cache(maxsize=2)
+def _load_shell(key: _Hashed) -> Any:
+    """Build a model on the meta device, once a process."""
+    return build_shell(key.source)
