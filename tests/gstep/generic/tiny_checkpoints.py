@@ -371,7 +371,10 @@ def set_token_ids(config: dict[str, Any], processor: Any) -> None:
 
 
 def enlarge_weights(model: torch.nn.Module) -> None:
-    """Draw the matrices of a model at a scale at which each input changes the outputs, and fill zeros and NaN."""
+    """Draw the matrices of a model at a scale at which each input changes the outputs, and fill zeros and NaN.
+
+    All values can be bfloat16, as in published checkpoints.
+    """
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim >= 2:
@@ -379,3 +382,4 @@ def enlarge_weights(model: torch.nn.Module) -> None:
                 weight.normal_(0.0, 0.7 if is_embedding else 1.5 / max(1, weight[0].numel()) ** 0.5)
             elif weight.isnan().any() or not weight.any():
                 weight.normal_(0.0, 0.05) if name.endswith("bias") else weight.fill_(1.0)
+            weight.copy_(weight.bfloat16())
