@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from collections.abc import Collection, Mapping
@@ -151,7 +150,7 @@ class ModelSource(TensorSource):
                 "pip install -U 'transformers<6', on every node"
             )
         try:
-            return CONFIG_MAPPING[self.model_type].from_dict(copy.deepcopy(self.config))
+            return CONFIG_MAPPING[self.model_type].from_dict(_decode_floats(self.config))
         except Exception as error:  # of any type: what transformers does with a wrong setting, and its own checks
             reason = f"{type(error).__name__}: {error}"
             raise ModelError(f"{self.name!r}: config.json is not valid ({reason}): {_COPY}") from error
@@ -201,6 +200,17 @@ class ModelSource(TensorSource):
         if self.files.kind == "hub":
             return self.files.location, self.files.revision
         return str(self.file("config.json").parent), None
+
+
+def _decode_floats(value: Any) -> Any:
+    """Copy a value of config.json with the numbers that JSON does not have: ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        return (
+            float(value["__float__"])
+            if value.keys() == {"__float__"}
+            else {k: _decode_floats(v) for k, v in value.items()}
+        )
+    return [_decode_floats(part) for part in value] if isinstance(value, list) else value
 
 
 def _choose_family(model_type: str) -> str:

@@ -212,7 +212,7 @@ class GenericBackbone(Backbone):
     def encode(
         self,
         frames: Tensor | NDArray[np.uint8],
-        evidence: Mapping[str, str] = {},  # noqa: B006 - never changed
+        evidence: Mapping[str, str] = {},
         video: SampledVideo | None = None,
     ) -> VisualTokens:
         """Encode one video of frames in their source size, [t,H,W,3] uint8, to tokens [T,N,D] in the compute dtype.
@@ -271,7 +271,7 @@ class GenericBackbone(Backbone):
     def encode_together(
         self,
         videos: Sequence[Tensor | NDArray[np.uint8]],
-        evidence: Mapping[str, str] = {},  # noqa: B006 - never changed
+        evidence: Mapping[str, str] = {},
         sampled: Sequence[SampledVideo] | None = None,
     ) -> list[VisualTokens]:
         """Encode several videos, one by one."""
@@ -298,4 +298,3 @@ def read_tail(extra: Mapping[str, Any], layout: Layout) -> Tensor:
         return torch.from_numpy(bits.copy()).view(torch.bfloat16).reshape(layout.tail, layout.hidden_size)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"the cache lacks the rows behind this video ({error}): prune the video again") from error
-

@@ -117,7 +117,11 @@ def check_weights(source: ModelSource) -> tuple[str, str, str]:
         parity = compare(source, model).parity
     except ModelError as error:
         return "wrong", str(error), ""
-    return "ok", f"cached tokens give the stock model's result: difference {parity['difference']:.2g}, scale {parity['scale']:.2g}", ""
+    return (
+        "ok",
+        f"cached tokens give the stock model's result: difference {parity['difference']:.2g}, scale {parity['scale']:.2g}",
+        "",
+    )
 
 
 # ---- by names
@@ -260,7 +264,9 @@ def _fill(model: nn.Module) -> None:
             continue
         flat = weight.data.view(-1)
         if weight.ndim < 2:
-            flat.copy_(0.05 * pattern[: len(flat)].to(flat)) if name.endswith("bias") and len(flat) < len(pattern) else flat.fill_(1.0)
+            flat.copy_(0.05 * pattern[: len(flat)].to(flat)) if name.endswith("bias") and len(flat) < len(
+                pattern
+            ) else flat.fill_(1.0)
             continue
         # The experts of a layer are one tensor [E,...]; elsewhere all but the first axis are summed over.
         summed = weight.shape[-1] if "expert" in name and weight.ndim == 3 else weight[0].numel()
@@ -355,7 +361,9 @@ def _make_prompt(model: Any, inputs: Mapping[str, Any], n_rows: int) -> dict[str
     """Make the inputs of ``forward`` for the whole prompt, as for a cached video of which all tokens are kept."""
     ids = inputs["input_ids"]
     find_placeholders(model.config, ids, n_rows)
-    prompt = {k: v for k, v in forward_inputs(model, dict(inputs)).items() if isinstance(v, Tensor) and v.shape == ids.shape}
+    prompt = {
+        k: v for k, v in forward_inputs(model, dict(inputs)).items() if isinstance(v, Tensor) and v.shape == ids.shape
+    }
     prompt.setdefault("attention_mask", torch.ones_like(ids))
     positions = prompt_positions(model, inputs, torch.ones_like(ids[0], dtype=torch.bool), "original")
     return prompt | {"position_ids": positions if len(positions) == 1 else positions[:, None]}
@@ -374,7 +382,8 @@ def _measure_sensitivity(
         "shifted position": _difference(run(levels, position_ids=shifted), stock),
     }
     named = model.get_decoder().named_parameters()  # neither every expert nor every index of attention is used
-    weights = [w for n, w in named if w.ndim == 2 and "embed" not in n and "expert" not in n]
+    unused = ("embed", "expert", "indexer")
+    weights = [w for n, w in named if w.ndim == 2 and not any(word in n for word in unused)]
     differences = []
     for weight in sorted(weights, key=Tensor.numel, reverse=True)[:_ZEROED]:
         kept = weight.data.clone()
@@ -396,7 +405,8 @@ def _encodes_in_pieces(method: Any, inputs: dict[str, Any], levels: Sequence[Ten
         part[:] = [level[: len(level) - layout.tail] for level in part]
     whole = [torch.cat(level) for level in zip(*parts, strict=True)]
     return len(pieces) > 1 and all(
-        a.shape == b.shape and _difference(a, b) <= TOLERANCE * float(b.float().std()) for a, b in zip(whole, levels, strict=True)
+        a.shape == b.shape and _difference(a, b) <= TOLERANCE * float(b.float().std())
+        for a, b in zip(whole, levels, strict=True)
     )
 
 

@@ -217,4 +217,3 @@ def prompt_positions(model: Any, inputs: Mapping[str, Any], keep: Tensor, policy
     if policy == "contiguous":
         return torch.arange(int(keep.sum()), device="cpu").expand(len(place_AL), -1).clone()
     return place_AL[:, keep]
-

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gstep.backbones import ModelSource, SampledVideo
 from gstep.errors import ModelError
-from gstep.language.prompt import chat_template, tokenizer_of
+from gstep.language.prompt import chat_template
 from gstep.language.rendering import render_chat_template
 from gstep.language.types import ChatMessage
 
@@ -44,7 +44,9 @@ def load_processor(source: ModelSource) -> Any:
         processor = copy.copy(_load_processor(*source.pretrained(), source.identity))
     except ImportError as error:
         reason = str(error).strip().splitlines()[-1]
-        raise ModelError(f"the processor of {source.name!r} needs a package that is missing ({reason}): {_INSTALL}") from error
+        raise ModelError(
+            f"the processor of {source.name!r} needs a package that is missing ({reason}): {_INSTALL}"
+        ) from error
     except Exception as error:  # of any type: the files are the user's, and so may be the classes that they name
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         raise ModelError(
@@ -71,7 +73,9 @@ def _check_torchvision() -> None:
     try:
         import torchvision  # noqa: F401, PLC0415 - needed by this family alone
     except ImportError as error:
-        raise ModelError(f"video processors of transformers need torchvision, which is not installed: {_INSTALL}") from error
+        raise ModelError(
+            f"video processors of transformers need torchvision, which is not installed: {_INSTALL}"
+        ) from error
     except RuntimeError as error:  # its kernels do not fit the installed torch
         raise ModelError(
             f"torchvision does not fit torch {torch.__version__} ({error}): install the build of torchvision that was "
@@ -83,11 +87,23 @@ def _check_torchvision() -> None:
 
 
 def render(source: ModelSource, processor: Any, messages: Sequence[ChatMessage]) -> str:
-    """Apply the checkpoint's chat template to a conversation, up to the model's next message.
+    """Apply the chat template that the processor applies to a conversation, up to the model's next message.
 
     Raises ModelError for a missing or invalid template, ValueError if it refuses this conversation.
     """
-    return render_chat_template(tokenizer_of(source), chat_template(source), messages)
+    return render_chat_template(_ProcessorTemplate(processor), chat_template(source), messages)
+
+
+class _ProcessorTemplate:
+    """The chat template of a processor: some classes choose another one for conversations with videos (SmolVLM)."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    def apply_chat_template(self, messages: Sequence[ChatMessage], chat_template: str, **options: Any) -> str:
+        """Apply the processor's own choice of template, in place of ``chat_template``."""
+        text: str = self._processor.apply_chat_template(list(messages), **options)
+        return text
 
 
 def run_processor(processor: Any, text: str, video: Any, metadata: Any, device: str | None = None) -> dict[str, Any]:

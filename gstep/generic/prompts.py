@@ -16,7 +16,7 @@ from gstep.errors import ModelError
 from gstep.generic.family import read_tail
 from gstep.generic.halves import build_shell, forward_inputs
 from gstep.generic.layout import Layout, find_placeholders, keep_columns, kept_rows, prompt_positions
-from gstep.generic.processor import MARK, load_processor, replay, run_processor, special_texts
+from gstep.generic.processor import MARK, load_processor, render, replay, run_processor, special_texts
 from gstep.language.prompt import PromptBuilder, Segment, chat_template, tokenizer_of
 from gstep.language.types import ChatMessage, ChatPart, Prompt, PromptPolicy
 from gstep.types import Visual
@@ -157,6 +157,9 @@ class GenericPrompts(PromptBuilder):
         if self.policy.thought == "closed":
             text = f"{text.rstrip()}\n\n{self.open_tag.replace('<', '</')}\n\n"
         return text
+
+    def _apply_template(self, messages: Sequence[ChatMessage]) -> str:
+        return render(self.source, self._processor, messages)
 
     def has_placeholder(self, text: str) -> bool:
         """Return True if a text has a placeholder of an image, a video or a sound."""
