@@ -117,7 +117,9 @@ def test_with_all_tokens_the_logits_are_those_of_the_stock_model(tiny_checkpoint
     case = load_case(name, tiny_checkpoint(name))
     prompt = case.build_prompt()
     assert prompt.input_ids.tolist() == case.inputs["input_ids"][0].tolist()
-    assert torch.equal(case.language_model.logits([prompt])[0], run_stock(case))
+    difference = (case.language_model.logits([prompt])[0] - run_stock(case)).abs().max()
+    # HY-V4 sums in another order when a video is encoded in pieces.
+    assert difference <= (2e-5 if name == "hy_v4_vl" else 0.0)
 
 
 @every_family
@@ -158,3 +160,10 @@ def test_a_batch_gives_the_logits_of_its_prompts(tiny_checkpoint, name):
         (single,) = case.language_model.logits([prompt])
         assert logits.shape == single.shape
         assert (logits - single).abs().max() < 1e-3 * max(1.0, float(single.std()))
+
+
+def test_loading_a_half_of_a_model_logs_nothing_about_the_other_half(tiny_checkpoint, caplog):
+    source = ModelSource.resolve(str(tiny_checkpoint("internvl")), family="generic")
+    family_of(source).load(RUNTIME)
+    load_language_model(source, RUNTIME)
+    assert "UNEXPECTED" not in caplog.text
