@@ -212,14 +212,14 @@ def _remove_head(model: Any) -> None:
 def _reduce_config(config: Any, reduce_vision: bool) -> Any:
     """Copy a config with few layers and experts; widths and the vocabulary stay."""
     content: dict[str, Any] = copy.deepcopy(config.to_dict())
-    text: Any = config.get_text_config()
+    text: Any = config.get_text_config()  # or the config itself
     vision = content.get("vision_config") or {}
     chosen = [value for key, value in vision.items() if isinstance(value, list) and any(w in key for w in _INDEX_LISTS)]
     n_min = max([_MIN_LAYERS, *(len(layers) + 1 for layers in chosen)])  # deepstack levels enter as many layers
     for name in [key for key, value in content.items() if isinstance(value, dict) and key.endswith("_config")]:
         if name == "vision_config" and reduce_vision:
             _reduce_part(content, name, content[name].get("depth", content[name].get("num_hidden_layers")), n_min)
-        elif getattr(config, name, None) is text:
+        elif getattr(config, name, None) is text and text is not None:
             _reduce_part(content, name, text.num_hidden_layers, n_min)
             for key in _EXPERTS:
                 top = content[name].get("num_experts_per_tok") or content[name].get("moe_k") or 1

@@ -59,6 +59,9 @@ def part_class(source: ModelSource, part: str) -> tuple[Any, Any]:
         return stock, config
 
     class Part(stock):  # type: ignore[misc]
+        # transformers would log the tensors of the other part, which a checkpoint has too.
+        _keys_to_ignore_on_load_unexpected = (".*",)
+
         def __init__(self, config: Any, *args: Any, **options: Any) -> None:
             super().__init__(config, *args, **options)
             _leave_out(self, part)
