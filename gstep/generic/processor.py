@@ -126,6 +126,8 @@ def run_processor(processor: Any, text: str, video: Any, metadata: Any, device: 
     # Some processors fail without the metadata, and those of Qwen-Omni read nothing but ``fps``.
     options |= {"do_sample_frames": False, "return_metadata": True, "video_metadata": [metadata]}
     options["fps"] = metadata.sampled_fps
+    # The video processor's own setting: MiniMax's processor turns it off, for callers that have resized the frames.
+    options["do_resize"] = getattr(processor.video_processor, "do_resize", True)
     if device is not None:
         options["device"] = device
     return dict(processor(text=[text], videos=[video], **options))
