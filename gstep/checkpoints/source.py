@@ -90,13 +90,17 @@ class ModelSource(TensorSource):
         config, family = _read_config(name, files, family, SERVED if quantized else ())
         entry = FAMILIES.get(family, FAMILIES[GENERIC])  # nothing is known of the files of a user's own family either
         files = replace(files, published=frozenset(entry.files), usual=frozenset(entry.usual_files))
-        weight_files = find_weight_files(name, files)
-        identity = _compute_identity(files, weight_files, config)
-        source = cls(name, identity, files, weight_files, str(config.get("model_type")), config, {}, family=family)
+        source = cls(name, "", files, (), str(config.get("model_type")), config, {}, family=family)
         if family == GENERIC:
-            source.stock_class()
+            source.stock_class()  # raises for a model that sees no videos
+        weight_files = find_weight_files(name, files)
         read_settings = _read_processor_files if family == GENERIC else _read_video_settings
-        source = replace(source, preprocessor=read_settings(name, files))
+        source = replace(
+            source,
+            identity=_compute_identity(files, weight_files, config),
+            weight_files=weight_files,
+            preprocessor=read_settings(name, files),
+        )
         if gate and family in FAMILIES and entry.gate is not None:
             source = replace(source, layout=load_object(entry.gate)(source))
         return source
@@ -182,9 +186,14 @@ class ModelSource(TensorSource):
                 f"({root}): if the error is torchvision's, install the build of torchvision that was made for this "
                 "torch, or remove torchvision"
             ) from error
+        if not (classes or names):
+            raise ModelError(
+                f"{self.name!r}: transformers {version('transformers')} has no class of {self.model_type} that takes "
+                "videos and text"
+            )
         if not classes:
             raise ModelError(
-                f"{self.name!r}: config.json names the architectures {', '.join(names) or 'none'}, of which "
+                f"{self.name!r}: config.json names the architectures {', '.join(names)}, of which "
                 f"transformers {version('transformers')} has none{_NEVER_RUN}: use the checkpoint in the layout of "
                 "transformers, which often has -hf in its name"
             )
@@ -242,7 +251,7 @@ def _read_config(
     return config, family
 
 
-_NEVER_RUN = ". Code that comes with a checkpoint is never run"
+_NEVER_RUN = ". Code that comes with a checkpoint (auto_map) is never run"
 
 
 def _check_model_type(name: str, model_type: str, config: Mapping[str, Any]) -> None:
@@ -251,7 +260,7 @@ def _check_model_type(name: str, model_type: str, config: Mapping[str, Any]) -> 
 
     if model_type in CONFIG_MAPPING:
         return
-    remote = f"{_NEVER_RUN} (auto_map)" if "auto_map" in config else ""
+    remote = _NEVER_RUN if "auto_map" in config else ""
     matches = get_close_matches(model_type, FAMILIES, n=1, cutoff=0.5)
     nearest = f" The nearest is {matches[0]}: {FAMILIES[matches[0]].published}." if matches else ""
     raise ModelError(

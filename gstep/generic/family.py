@@ -33,7 +33,7 @@ _LONG = 16  # frames of a video that is long enough for any model
 
 @dataclass(frozen=True)
 class SourceSizePreprocessor(Preprocessor):
-    """Frames stay in their source size: the checkpoint's own processor resizes and normalises them when they are encoded.
+    """Frames stay in their source size: the checkpoint's own processor resizes them when they are encoded.
 
     Attributes:
         processor: the settings of the checkpoint's video processor, for the fingerprint of a cache.
@@ -50,9 +50,9 @@ class SourceSizePreprocessor(Preprocessor):
         if n_bytes > MAX_FRAME_BYTES:
             most = MAX_FRAME_BYTES // (3 * height * width)
             raise UnsupportedVideo(
-                f"{n_frames} frames of {width}x{height} pixels are {n_bytes / 2**30:.1f} GiB, and models of the generic "
-                f"family take frames in their source size, at most {MAX_FRAME_BYTES / 2**30:g} GiB of a video: sample at "
-                f"most {most} frames, or scale the video down"
+                f"{n_frames} frames of {width}x{height} pixels are {n_bytes / 2**30:.1f} GiB, and models of the "
+                f"generic family take frames in their source size, at most {MAX_FRAME_BYTES / 2**30:g} GiB per video: "
+                f"sample at most {most} frames, or scale the video down"
             )
         return height, width
 
@@ -80,8 +80,8 @@ class GenericFamily(ModelFamily):
     def with_limits(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
         """Raise ModelError: the limits of a generic model are those of its processor's files."""
         raise ModelError(
-            f"{self.source.name!r} is read by its own processor: set its limits of pixels or tokens in its preprocessor "
-            "files, in a copy of the checkpoint's folder"
+            f"{self.source.name!r} is read by its own processor: set its limits of pixels or tokens in its "
+            "preprocessor files, in a copy of the checkpoint's folder"
         )
 
     def static(self) -> StaticParts:
@@ -89,7 +89,7 @@ class GenericFamily(ModelFamily):
 
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
         """Count (T, N) by a dry run of the processor on frames of this size; long videos are counted in proportion."""
-        T, N = _count_tokens(_SourceKey(self.source), min(n_frames, _PLAN_FRAMES), height, width)
+        T, N = _count_tokens(self.source, min(n_frames, _PLAN_FRAMES), height, width)
         return math.ceil(T * max(1.0, n_frames / _PLAN_FRAMES)), N
 
     def tower_work(self, height: int, width: int) -> TowerWork:
@@ -112,23 +112,13 @@ class GenericFamily(ModelFamily):
         return GenericBackbone(self, load_model(self.source, runtime, TOWER), self.preprocessor(), runtime, frame_batch)
 
 
-@dataclass(frozen=True)
-class _SourceKey:
-    """A model as the key of a cache: the checkpoint's identity tells models apart."""
-
-    source: ModelSource
-
-    def __hash__(self) -> int:
-        return hash(self.source.identity)
-
-
 @lru_cache(maxsize=64)
-def _count_tokens(key: _SourceKey, n_frames: int, height: int, width: int) -> tuple[int, int]:
+def _count_tokens(source: ModelSource, n_frames: int, height: int, width: int) -> tuple[int, int]:
     """Count the visual tokens of a video by running the model's processor on frames without memory: (T, N)."""
-    reader = VideoReader(key.source, None)
+    reader = VideoReader(source, None)
     frames = torch.zeros(1, dtype=torch.uint8, device="cpu").expand(n_frames, 3, height, width)
     inputs, _ = reader.read(frames, plain_video(n_frames, height, width))
-    layout = Layout.of(key.source)
+    layout = Layout.of(source)
     T = max(1, math.ceil(count_units(inputs) / layout.units_per_step))
     n_rows = reader.count_placeholders(inputs)
     steps = count_steps(reader.config, inputs, layout.units_per_step, n_rows, layout.tail) if n_rows else T
@@ -276,7 +266,7 @@ class GenericBackbone(Backbone):
         sampled: Sequence[SampledVideo] | None = None,
     ) -> list[VisualTokens]:
         """Encode several videos, one by one."""
-        facts = sampled or [None] * len(videos)
+        facts: Sequence[SampledVideo | None] = sampled or [None] * len(videos)
         return [self.encode(frames, evidence, video) for frames, video in zip(videos, facts, strict=True)]
 
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:

@@ -46,8 +46,9 @@ def refuse_missing(name: str, info: dict[str, Any]) -> None:
     keys = sorted({str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])})
     if keys:
         more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
-        raise ModelError(f"{name!r} has no weights of the right shape for {', '.join(keys[:5])}{more}: download the whole "
-                         "checkpoint")  # fmt: skip
+        raise ModelError(
+            f"{name!r} has no weights of the right shape for {', '.join(keys[:5])}{more}: download the whole checkpoint"
+        )
 
 
 def part_class(source: ModelSource, part: str) -> tuple[Any, Any]:
@@ -57,7 +58,7 @@ def part_class(source: ModelSource, part: str) -> tuple[Any, Any]:
     if part == WHOLE:
         return stock, config
 
-    class Part(stock):
+    class Part(stock):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **options: Any) -> None:
             super().__init__(config, *args, **options)
             _leave_out(self, part)

@@ -215,7 +215,7 @@ def prompt_positions(model: Any, inputs: Mapping[str, Any], keep: Tensor, policy
     others = {key: value for key, value in inputs.items() if key != "input_ids"}
     place = model._prepare_position_ids_for_generation(inputs["input_ids"], others)
     # Of four rows the first counts the tokens; models take it for the texts of a packed sequence.
-    place_AL = place[-3:, 0] if place.ndim == 3 else place
+    place_AL: Tensor = place[-3:, 0] if place.ndim == 3 else place
     if policy == "contiguous":
         return torch.arange(int(keep.sum()), device="cpu").expand(len(place_AL), -1).clone()
     return place_AL[:, keep]

@@ -24,7 +24,7 @@ from gstep.types import Visual
 
 
 @dataclass
-class Features(ModelOutput):
+class Features(ModelOutput):  # type: ignore[misc]
     """What the models' ``forward`` reads of ``mm_encoder_outputs``."""
 
     last_hidden_state: Any = None
@@ -71,7 +71,7 @@ class GenericLanguageModel(LanguageModel):
 
     @torch.inference_mode()
     def logits(self, prompts: Sequence[Prompt], last: int = 0) -> list[Tensor]:
-        """Compute the logits of each prompt, [L,V] in the compute dtype, at its ``last`` tokens; 0 takes every token."""
+        """Compute the logits of each prompt, [L,V], at its ``last`` tokens; 0 takes every token."""
         if len(prompts) > 1 and not self.layout.in_batches:
             return [logits for prompt in prompts for logits in self.logits([prompt], last)]
         return super().logits(prompts, last)
@@ -157,7 +157,7 @@ class GenericLanguageModel(LanguageModel):
 
 
 def _extend(prompt: Prompt, ids: Sequence[int]) -> Prompt:
-    """Append tokens to a prompt; their positions continue after its last, and their further inputs are those of text."""
+    """Append tokens of text to a prompt; their positions continue after its last."""
     n = len(ids)
     new = torch.tensor(ids, dtype=torch.int64, device="cpu")
     positions = prompt.positions[:, -1:] + 1 + torch.arange(n, device="cpu")

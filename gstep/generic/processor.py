@@ -1,8 +1,8 @@
 """A checkpoint's own processor: loaded, recorded while it prepares a video, and replayed for a question.
 
-The processor writes everything into a prompt that depends on a video: placeholders, timestamps, separators, token types.
-At encode time it runs once, and its output is recorded with the shapes of floating-point tensors instead of their values.
-At question time the same processor gets that record back instead of a video, and writes the prompt itself.
+The processor writes everything into a prompt that depends on a video: placeholders, timestamps, separators, token
+types. At encode time it runs once, and its output is recorded, with the shape of the pixels instead of their values. At
+question time the same processor gets that record back instead of a video, and writes the prompt itself.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _load_processor(name: str, revision: str | None, identity: str) -> Any:
 def _check_torchvision() -> None:
     """Raise ModelError unless torchvision, by which transformers' video processors resize frames, can be imported."""
     try:
-        import torchvision  # noqa: F401, PLC0415 - needed by this family alone
+        import torchvision  # type: ignore[import-untyped] # noqa: F401, PLC0415 - by this family alone
     except ImportError as error:
         raise ModelError(
             f"video processors of transformers need torchvision, which is not installed: {_INSTALL}"
@@ -321,7 +321,7 @@ def _from_json(value: Any) -> Any:
         import numpy as np  # noqa: PLC0415 - rarely needed
 
         return np.asarray(values, dtype=value["dtype"])
-    parts = {name: _from_json(part) for name, part in values.items()}
+    parts = {name: _from_json(part) for name, part in value["values"].items()}
     if kind == "metadata":
         from transformers.video_utils import VideoMetadata  # noqa: PLC0415 - imported by the processor already
 

@@ -47,7 +47,7 @@ class GenericPrompts(PromptBuilder):
     def _load(self) -> None:
         """Load what does not pickle: the processor, and the model on the meta device, for its rule of positions."""
         self._processor = load_processor(self.source)
-        self._shell = _load_shell(_Hashed(self.source))
+        self._shell = _load_shell(self.source)
         self.config = self._shell.config
         self._special = special_texts(self._processor, self.config)
 
@@ -182,20 +182,7 @@ class GenericPrompts(PromptBuilder):
         return {**part, "text": text} if text else part
 
 
-class _Hashed:
-    """A model as the key of a cache: its identity tells models apart."""
-
-    def __init__(self, source: ModelSource) -> None:
-        self.source = source
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hashed) and other.source.identity == self.source.identity
-
-    def __hash__(self) -> int:
-        return hash(self.source.identity)
-
-
 @lru_cache(maxsize=2)
-def _load_shell(key: _Hashed) -> Any:
+def _load_shell(source: ModelSource) -> Any:
     """Build a model on the meta device, once a process."""
-    return build_shell(key.source)
+    return build_shell(source)

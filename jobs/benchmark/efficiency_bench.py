@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -116,7 +117,7 @@ def prepare_measurement(folder: Path, arguments: argparse.Namespace) -> Measurem
             raise UsageError("--method: positions change no cost: use them in jobs.evaluate")
         pruned = [point for point in grid if point.method != FULL]
         evidence = {
-            pair for point in pruned for pair in list_needed_evidence(point.method, source.model_type, point.params)
+            pair for point in pruned for pair in list_needed_evidence(point.method, source.family, point.params)
         }
         if siglip is not None and not {where for _, where in evidence} & HEAD_SOURCES:
             raise UsageError("--siglip: none of the methods takes anything from a SigLIP checkpoint")
@@ -316,11 +317,13 @@ class Bench:
         Samples and the seconds of building go into ``results``. A video is encoded once for each kind of evidence.
         """
         (record, frames), decode_s, _ = time_work(lambda: self._decode(row), "cpu")
+        video = to_sampled_video(record)
         for evidence in dict.fromkeys(result.arm.evidence for result in results):
             setup = self._job.recipe.encode_setup(self._device, self._job.runtime.dtype_name)
             sources = {name: where for name, where in setup.evidence.items() if name in evidence}
             encoder = VideoEncoder(replace(setup, evidence=sources), self.tower)
-            tokens, encode_s, peak = time_work(lambda encoder=encoder: encoder.encode_frames(frames), self._device)  # type: ignore[misc]
+            encode = partial(encoder.encode_frames, frames, video)
+            tokens, encode_s, peak = time_work(encode, self._device)
             visual = self._make_visual(record, tokens)
             about: dict[str, Any] = {"mode": "online", "video_id": row["video_id"], "repeat": repeat}
             about |= {"video_decode_s": decode_s, "encode_s": encode_s}
@@ -349,7 +352,7 @@ class Bench:
             index=torch.arange(n_frames * per_frame, device="cpu"),
             n_frames=n_frames,
             tokens_per_frame=per_frame,
-            extra=self.tower.model_extra(to_sampled_video(record)),
+            extra={**self.tower.model_extra(to_sampled_video(record)), **encoded.extra},
             deepstack=tuple(level.flatten(0, 1) for level in encoded.deepstack),
             newline=self._read_newline(),
             evidence={

@@ -18,6 +18,7 @@ from pipeline.rows import Json, JsonObject
 from pipeline.storage.stores import Store
 
 if TYPE_CHECKING:  # a header is read without torch
+    from gstep.backbones import ModelSource
     from gstep.pruners.base import Pruner
 
 HEADER = "cache.json"
@@ -26,10 +27,14 @@ _MAX_LINE_BYTES = 2**14  # of a difference in an error: a prompt, say
 
 
 class ModelIdentity(TypedDict):
-    """The identity of a model: ``type`` is its family; ``weights`` and ``pooling_head`` identify its files."""
+    """The identity of a model: ``type`` is its model type; ``weights`` and ``pooling_head`` identify its files.
+
+    ``family`` is there for the family ``generic`` and for a user's own family; other models have that of their type.
+    """
 
     type: str
     weights: str
+    family: NotRequired[str]
     pooling_head: NotRequired[str]
 
 
@@ -86,6 +91,14 @@ class CacheHeader(TypedDict):
     hidden_size: NotRequired[int]
     deepstack_levels: NotRequired[int]
     superseded: NotRequired[list[str]]
+
+
+def identify_model(source: ModelSource) -> ModelIdentity:
+    """Return the identity of a model, without its pooling head."""
+    identity: ModelIdentity = {"type": source.model_type, "weights": source.identity}
+    if source.family != source.model_type:
+        identity["family"] = source.family
+    return identity
 
 
 def deepstack_levels(header: CacheHeader) -> int:

@@ -6,10 +6,13 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from gstep.backbones import ModelSource, find_family
+from gstep.lazy import load_object
 from pipeline.doctor.finding import Finding, run_guarded
 from pipeline.doctor.nodes import judge_nodes, look_at_nodes, look_here, on_each_node
 from pipeline.doctor.speed import check_balance, check_decoding, check_device, first_videos
 from pipeline.doctor.store import check_store, reachable
+from pipeline.errors import usage_errors
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import Recipe, resolve
 from pipeline.runner.cluster import connect
@@ -76,10 +79,18 @@ class Doctor:
             yield from (finding.on(host) for finding in ([result] if isinstance(result, Finding) else result))
 
     def _check_model(self) -> Iterator[Finding]:
-        """Resolve the model as a run does."""
-        self._recipe = resolve(self._config)
-        source = self._recipe.source
-        yield Finding("model", "ok", f"{self._config.model}: {source.model_type}, {source.identity}")
+        """Check the model with its own weights where its family can, and resolve it as a run does."""
+        config = self._config
+        with usage_errors():
+            source = ModelSource.resolve(
+                config.model, config.revision, quantized=True, family=config.family, gate=False
+            )
+            check = find_family(source.family).doctor
+        yield Finding("model", "ok", f"{config.model}: {source.model_type}, {source.identity}")
+        if check is not None:
+            self._say("comparing the model's answers from cached tokens with its own")
+            yield Finding("parity", *load_object(check)(source))
+        self._recipe = resolve(config)
 
     def _check_decoding(self, recipe: Recipe) -> Iterator[Finding]:
         """Decode the first videos here, and some of them on every node of a cluster that has several.

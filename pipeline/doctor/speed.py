@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from gstep.backbones import SampledVideo
 from pipeline.doctor.finding import Finding, run_guarded
 from pipeline.errors import UsageError
 from pipeline.inputs.discovery import Discovery
@@ -118,10 +119,12 @@ def _check_encoding(setup: EncodeSetup, shape: tuple[int, int, int], seconds: li
     encoder = setup.encoder()
     loaded_s = time.perf_counter() - start
     frames = np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
-    encoder.prune(encoder.encode_frames(frames))  # the first video pays for buffers and kernels
+    times = [float(t) for t in range(shape[0])]
+    video = SampledVideo(*shape[1:], timestamps=times, start_s=None, fps=1.0, clip_frames=shape[0])
+    encoder.prune(encoder.encode_frames(frames, video))  # the first video pays for buffers and kernels
     for _ in range(_ROUNDS):
         start = time.perf_counter()
-        encoder.prune(encoder.encode_frames(frames))
+        encoder.prune(encoder.encode_frames(frames, video))
         seconds.append(time.perf_counter() - start)
     yield Finding(
         "encode", "ok", f"{median(seconds):.3f} s a video of {shape[0]} frames; the model loaded in {loaded_s:.1f} s"

@@ -87,6 +87,12 @@ class EvaluateConfig(EngineOptions):
         metavar="MODEL",
         group="model",
     )
+    family: str | None = option(
+        None,
+        "generic: encode and answer by the model's own code in transformers, which every model type does that has no "
+        "family of its own; or module:Class of your own family (default: by the model type)",
+        metavar="FAMILY",
+    )
     siglip: str | None = option(
         None,
         "for fastvid and cdpruner on LLaVA-OneVision: the SigLIP checkpoint that its vision tower was made from",

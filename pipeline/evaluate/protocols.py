@@ -143,7 +143,8 @@ class Protocol:
         name: e.g. "lmms-eval-0.7.3"; with the benchmark's name it says what a number means.
         prompt: the user's message.
         prompts: the same by model type, where it differs.
-        models: what goes by the type of the model; a type that is not there gets ``ModelRules()``.
+        models: the rules by model type.
+        others: the rules for model types that ``models`` does not list.
         max_new_tokens: a reply's length at most.
         temperature: 0 is greedy.
         parser: name of the rule in :mod:`pipeline.evaluate.parsers` that reads a reply.
@@ -157,6 +158,7 @@ class Protocol:
     prompt: PromptTemplate
     prompts: Mapping[str, PromptTemplate] = field(default_factory=dict)
     models: Mapping[str, ModelRules] = field(default_factory=dict)
+    others: ModelRules = field(default_factory=ModelRules)
     max_new_tokens: int = 16
     temperature: float = 0.0
     parser: str
@@ -170,7 +172,7 @@ class Protocol:
 
     def rules(self, model_type: str) -> ModelRules:
         """Return the system text, frames and sizes for a model type."""
-        return self.models.get(model_type, ModelRules())
+        return self.models.get(model_type, self.others)
 
     def describe(self, model_type: str) -> JsonObject:
         """Return the protocol for a model type, JSON-able, for the results' identity; ``reasoning`` is left out."""

@@ -27,6 +27,7 @@ from pipeline.cache.header import (
     HEADER,
     CacheIdentity,
     fingerprint,
+    identify_model,
     list_differences,
     read_header,
     read_header_file,
@@ -40,7 +41,7 @@ from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import ANSWERS_FOLDER, CACHE_FOLDER, RESULTS_HEADER, EvaluateConfig
-from pipeline.evaluate.protocols import FrameRule, Protocol
+from pipeline.evaluate.protocols import FrameRule, ModelRules, Protocol
 from pipeline.evaluate.scores import question_table
 from pipeline.generate.answer_setup import drop_evidence
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
@@ -54,7 +55,7 @@ from pipeline.generate.answers import (
 )
 from pipeline.generate.engines import ENGINES, describe_engine
 from pipeline.generate.late_pruning import PruningSpec, describe_prunings, is_whole, resolve_pruning
-from pipeline.generate.model import check_model, choose_model
+from pipeline.generate.model import check_model, choose_family, choose_model
 from pipeline.generate.removal import read_barred
 from pipeline.options import EngineOptions
 from pipeline.prune.config import PruneConfig
@@ -107,7 +108,7 @@ class EvaluateRequest:
         thought_entry: JsonObject = {"thought": self.thought} if self.thought == "closed" else {}
         return {
             "benchmark": self.benchmark.name,
-            "model": {"type": self.source.model_type, "weights": self.source.identity},
+            "model": cast(JsonObject, identify_model(self.source)),
             "num_frames": frames.get("num_frames"),
             **self.protocol.describe(self.source.model_type),
             **by_time,
@@ -118,8 +119,8 @@ class EvaluateRequest:
     def token_bytes(self) -> int | None:
         """The bytes that a cache in bfloat16 stores for a token and its deepstack levels; None if no config says it."""
         config = self.source.config  # the weights may be gone once every question is answered
-        width = config.get("text_config", config).get("hidden_size")
-        levels = len(config.get("vision_config", {}).get("deepstack_visual_indexes", ()))
+        width = (config.get("text_config") or config).get("hidden_size")
+        levels = len((config.get("vision_config") or {}).get("deepstack_visual_indexes") or ())
         return BFLOAT16.token_bytes(width, levels) if width else None
 
     @property
@@ -359,8 +360,10 @@ def _model(config: EvaluateConfig, cache_identity: CacheIdentity | None) -> Mode
     """Return the model: the one asked for, which must fit the cache, else the cache's own, else tiny."""
     with usage_errors():
         if cache_identity is None:
-            return ModelSource.resolve(config.model or "tiny", config.revision)
-        return ModelSource.resolve(*choose_model(config.model, config.revision, cache_identity["model"]["weights"]))
+            return ModelSource.resolve(config.model or "tiny", config.revision, family=config.family)
+        identity = cache_identity["model"]
+        named = choose_model(config.model, config.revision, identity["weights"])
+        return ModelSource.resolve(*named, family=choose_family(identity, config.family))
 
 
 def _describe_methods(
@@ -451,6 +454,7 @@ def videos_of(
         video_root=[str(config.data), *config.video_root],
         on_forbidden="record",  # the benchmark has said already what is wrong with its videos
         model=source.name,
+        family=identify_model(source).get("family"),
         pruner="none",
         retention_ratio=1.0,
         evidence=[f"{name}={where}" for name, where in sorted(evidence)],
@@ -487,7 +491,8 @@ def check_frames(
     It accepts any cache if neither names frames for this model type, and a cache whose old header does not say its
     frames.
     """
-    is_requested = (config.num_frames or config.fps) is not None or source.model_type in protocol.models
+    has_rules = source.model_type in protocol.models or protocol.others != ModelRules()
+    is_requested = (config.num_frames or config.fps) is not None or has_rules
     if not is_requested or "sampling" not in cache_identity:
         return
     options, family = PruneConfig(**frame_options(config, protocol, source)), family_of(source)
@@ -512,9 +517,7 @@ def _evidence(
     with usage_errors():
         for spec in grid.values():
             if spec is not None:
-                needed_by |= dict.fromkeys(
-                    list_needed_evidence(spec.method, source.model_type, spec.params), spec.method
-                )
+                needed_by |= dict.fromkeys(list_needed_evidence(spec.method, source.family, spec.params), spec.method)
     if cache_identity is None:
         return frozenset(needed_by)
     stored_pairs = name_source_pairs(cache_identity.get("evidence", {}))

@@ -207,6 +207,7 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
         questions=options.benchmark,
         out=options.in_out(ANSWERS_FOLDER),
         model=request.source.name,
+        family=options.family,
         choices=mode.method,
         system=mode.system,
         max_new_tokens=mode.decoding.max_new_tokens,

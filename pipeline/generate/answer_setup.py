@@ -16,7 +16,7 @@ from rich.console import Console
 
 from gstep.backbones import ModelSource
 from gstep.language import PromptBuilder, PromptPolicy
-from pipeline.cache.header import CacheIdentity, read_declared_method
+from pipeline.cache.header import CacheIdentity, identify_model, read_declared_method
 from pipeline.cache.live import INDEX_COLUMNS
 from pipeline.cache.reader import TokenOrder, count_tokens
 from pipeline.errors import QuestionFault, UsageError, usage_errors
@@ -300,7 +300,7 @@ def identify_answers(
     stored_ratio = cache_identity["retention_ratio"]
     identity: AnswersIdentity = {
         "cache": drop_evidence(cache_identity) if several else cache_identity,
-        "model": {"type": setup.source.model_type, "weights": setup.source.identity},
+        "model": identify_model(setup.source),
         "retention_ratio": stored_ratio if config.retention_ratio is None else config.retention_ratio,
         "prompt": {**policy.describe(), "order": order},
         "decoding": {"choices": mode.method, "system": mode.system, **describe_decoding(mode.decoding)},

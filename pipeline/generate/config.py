@@ -69,12 +69,17 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
     out: str = option("answers", "the answers to create or to continue: a folder or s3://bucket/prefix", metavar="DIR")
     format: str = option("parquet", "file format of the answers", choices=("parquet", "jsonl"))
     limit: int | None = option(None, "ask only the first N questions", metavar="N")
+    family: str | None = option(
+        None,
+        "your own family, module:Class, of which the cache was made: a cache alone chooses no code",
+        metavar="FAMILY",
+        group="model",
+    )
     siglip: str | None = option(
         None,
         "for methods that compare SigLIP's embedding of patches with the question, such as cdpruner on "
         "LLaVA-OneVision: the SigLIP checkpoint that the cache's image_embedding was made with; its text tower is read",
         metavar="MODEL",
-        group="model",
     )
     retention_ratio: float | None = option(
         None,

@@ -15,8 +15,9 @@ from typing import Any, cast
 from torch import Tensor
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
-from gstep.backbones import BACKBONES, ModelSource, TextTowerSource, family_of
+from gstep.backbones import ModelFamily, ModelSource, TextTowerSource, family_of
 from gstep.evidence import HEAD_SOURCES, PER_FRAME, name_of
+from gstep.families import GENERIC
 from gstep.language import PromptBuilder, Visual
 from gstep.language.layer_pruning import check_layer
 from gstep.language.types import POSITIONS
@@ -243,12 +244,19 @@ def resolve_pruning(
             f"{cache_identity['pruner']['method']} kept at {cache_identity['retention_ratio']:g}: make one with python "
             "-m jobs.prune --pruner none"
         )
+    if pruner.layer is not None and source.family == GENERIC:
+        raise UsageError(
+            f"--pruner {method} prunes inside the language model, which is not implemented for the family {GENERIC}: "
+            "use a method that prunes before it"
+        )
     check_inside(pruner, builder)
     if pruner.layer is not None and spec.seed:
         raise UsageError(
             f"--pruner {method} prunes inside the language model, where it draws with seed 0: leave out its seed"
         )
-    evidence = () if pruner.layer is not None else find_evidence_columns(method, pruner, cache_identity)
+    evidence = (
+        () if pruner.layer is not None else find_evidence_columns(method, pruner, cache_identity, family_of(source))
+    )
     tower = _find_text_tower(method, pruner, evidence, spec.siglip, cache_identity, source)
     ratio = pruner.nominal_ratio(spec.retention_ratio)
     return LatePruning(pruner, ratio, tower, evidence, spec.seed, spec.positions, code)
@@ -275,13 +283,14 @@ def check_inside(pruner: Pruner, builder: PromptBuilder) -> None:
         check_layer(pruner, builder.config)
 
 
-def find_evidence_columns(method: str, pruner: Pruner, cache_identity: CacheIdentity) -> tuple[tuple[str, str], ...]:
+def find_evidence_columns(
+    method: str, pruner: Pruner, cache_identity: CacheIdentity, family: ModelFamily | type[ModelFamily]
+) -> tuple[tuple[str, str], ...]:
     """Return the evidence that the method takes from a cache of this identity: pairs of a name and the cache's column.
 
     The tokens themselves stand for an embedding of patches that the family does not give. Raises UsageError if the
     family or this cache does not give the evidence.
     """
-    family = BACKBONES[cache_identity["model"]["type"]]
     gives = family.gives
     needed_names = pruner.needs - {"text_embedding"}
     if "text_embedding" in pruner.needs and ("image_embedding", pruner.sources.get("image_embedding")) not in gives:

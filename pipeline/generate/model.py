@@ -9,7 +9,7 @@ from gstep.checkpoints.files import SHIPPED
 from gstep.checkpoints.tensors import tower_hash
 from gstep.checkpoints.tiny import TINY
 from gstep.language import PromptBuilder, prompt_builder
-from pipeline.cache.header import CacheHeader, ModelIdentity, deepstack_levels, fingerprint
+from pipeline.cache.header import CacheHeader, ModelIdentity, deepstack_levels, fingerprint, identify_model
 from pipeline.cache.live import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import IdentityMismatch, UsageError
@@ -35,19 +35,51 @@ def choose_model(model: str | None, revision: str | None, weights: str) -> tuple
     raise UsageError(f"--model is missing: the cache was made with a folder ({weights}), and does not say where it is")
 
 
+def choose_family(identity: ModelIdentity, family: str | None = None) -> str | None:
+    """Return the family to resolve the model of a cache with; None for the family of its model type.
+
+    ``family`` is the family that the user names, if any. Raises UsageError if a cache of a user's own family is read
+    without its name: what a cache says chooses no code.
+    """
+    cached_family = identity.get("family")
+    if cached_family is not None and ":" in cached_family and family != cached_family:
+        raise UsageError(
+            f"the cache was made with the family {cached_family}, which is no part of this package; what a cache says "
+            f"chooses no code: give --family {cached_family} where the command has that flag"
+        )
+    return family or cached_family
+
+
+def refuse_vllm(identity: ModelIdentity) -> None:
+    """Raise UsageError for a model of the family generic or of a user's own: vLLM cannot answer from their tokens."""
+    if (family := identity.get("family")) is not None:
+        raise UsageError(
+            f"vLLM has no class that takes cached tokens of {identity['type']} (family {family}): answer with python "
+            "-m jobs.generate --engine transformers"
+        )
+
+
 def find_model(
     cache: Store | str,
     identity: ModelIdentity,
     model: str | None = None,
     revision: str | None = None,
     read_tower: Callable[[], str | None] | None = None,
+    family: str | None = None,
 ) -> ModelSource:
     """Return the checkpoint that a cache was made with, or the ``model`` that is named if it fits the cache.
 
-    ``read_tower`` is as of ``check_model``. Raises UsageError where the model is missing or does not fit, ModelError
-    where it is not there.
+    ``read_tower`` is as of ``check_model``, and ``family`` as of ``choose_family``.
+
+    Raises UsageError where the model is missing or does not fit, ModelError where it is not there.
     """
-    source = ModelSource.resolve(*choose_model(model, revision, identity["weights"]), quantized=read_tower is not None)
+    if read_tower is not None:
+        refuse_vllm(identity)
+    source = ModelSource.resolve(
+        *choose_model(model, revision, identity["weights"]),
+        quantized=read_tower is not None,
+        family=choose_family(identity, family),
+    )
     check_model(cache, identity, source, read_tower)
     return source
 
@@ -59,17 +91,18 @@ def make_prompt_builder(source: ModelSource, options: GenerateConfig, positions:
     return prompt_builder(source, positions or default, options.rule, options.frame_times, thought)
 
 
-def model_source(cache: TokenCache, model: str | None = None) -> ModelSource:
+def model_source(cache: TokenCache, model: str | None = None, family: str | None = None) -> ModelSource:
     """Return the checkpoint that a cache was made with; no weights are read.
 
     Its ``pretrained()`` gives the name and revision for ``from_pretrained`` of transformers.
 
     Args:
         model: the folder with these weights, if the cache does not name it.
+        family: your own family, ``module:Class``, if the cache was made with it.
 
     Raises UsageError where the model is missing or another one, ModelError where it is not there.
     """
-    return find_model(cache.store, cache.identity["model"], model)
+    return find_model(cache.store, cache.identity["model"], model, family=family)
 
 
 def check_model(
@@ -80,13 +113,19 @@ def check_model(
     Args:
         cache: only named in the error.
         identity: of the model in the cache's header.
-        read_tower: reads the hash of the vision encoder that the cache was made with. If it is given, other weights
-            (quantized weights too) are accepted if they have the same encoder.
+        read_tower: reads the hash of the vision encoder that the cache was made with. It is given for vLLM: other
+            weights (quantized weights too) are accepted then if they have the same encoder.
 
     Raises ModelError if that encoder is quantized or incomplete.
     """
-    if (identity["type"], identity["weights"]) == (source.model_type, source.identity):
-        return
+    model = identify_model(source)
+    if (identity["type"], identity["weights"]) == (model["type"], model["weights"]):
+        if identity.get("family") == model.get("family"):
+            return
+        raise IdentityMismatch(
+            f"{cache} was made with the family {identity.get('family', identity['type'])}, and --model {source.name} "
+            f"was resolved to the family {source.family}: name the family of the cache with --family"
+        )
     remedy = ""
     if read_tower is not None and identity["type"] == source.model_type:
         cache_tower, model_tower = read_tower(), tower_hash(source)

@@ -220,7 +220,7 @@ class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
         # vLLM takes other weights too, if they come with the vision encoder that made the cache.
         tower = partial(read_tower_hash, cache, header) if config.engine == VLLM else None
         with usage_errors(), store_usage_errors():
-            source = find_model(cache, cache_identity["model"], config.model, config.revision, tower)
+            source = find_model(cache, cache_identity["model"], config.model, config.revision, tower, config.family)
             builder = make_prompt_builder(source, config)
         check_tokens(cache, header, find_widths(live), builder)
         self._video_runs = live.select(["video_id", "status", "run_id", "rewritten"])

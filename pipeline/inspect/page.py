@@ -150,9 +150,10 @@ def draw_page(
 
 def grid_of(row: VideoRow) -> tuple[int, int] | None:
     """Return the (rows, columns) of a frame's tokens; None where they are no known grid."""
-    grid = (row.get("model_extra") or {}).get("grid")
+    extra = row.get("model_extra") or {}
     side = math.isqrt(row["tokens_per_frame"])
-    rows, columns = grid or (side, side)  # older caches lack the grid: LLaVA-OneVision's tokens form a square
+    # Older caches lack the grid: LLaVA-OneVision's tokens form a square. The record of a processor never has one.
+    rows, columns = extra.get("grid") or ((0, 0) if "record" in extra else (side, side))
     return (rows, columns) if rows * columns == row["tokens_per_frame"] else None
 
 

@@ -244,7 +244,7 @@ def identity_facts(identity: CacheIdentity) -> list[tuple[str, str]]:
     """List (name, value) of model, pruner and storage."""
     model, pruner = identity["model"], identity["pruner"]
     return [
-        ("model", f"{model['type']}  {model['weights']}"),
+        ("model", f"{' by '.join(filter(None, (model['type'], model.get('family'))))}  {model['weights']}"),
         ("pruner", f"{pruner['method']}  {flat(pruner['params'])}"),
         ("stored", f"retention ratio {identity['retention_ratio']}, {identity['dtype']['stored']}"),
     ]

@@ -167,7 +167,7 @@ class Workload:
         videos: of the run, unreadable ones too.
         failed: share of them that cannot be read.
         decode_s: core-seconds.
-        encode_s: seconds of encoding and pruning, on a GPU or else on a core.
+        encode_s: seconds of encoding and pruning, on a GPU or else on a core; None where that is not known.
         frame_bytes: of the frames that pass from decoding to encoding.
         output_bytes: of the kept tokens with their columns.
         input_bytes: of the file; None where that is not known.
@@ -178,7 +178,7 @@ class Workload:
     videos: int
     failed: float = 0.0
     decode_s: Interval = NONE
-    encode_s: Interval = NONE
+    encode_s: Interval | None = NONE
     frame_bytes: Interval = NONE
     output_bytes: Interval = NONE
     input_bytes: Interval | None = None
@@ -191,9 +191,10 @@ class RunEstimate:
     """The forecast of a run; seconds and bytes are of the whole run.
 
     Attributes:
-        gpu_s, encode_core_s: seconds of encoding and pruning, on GPUs or on cores.
-        stage_s: seconds of wall time that each stage alone would take.
-        bottleneck: the stage that takes longest.
+        gpu_s, encode_core_s: seconds of encoding and pruning, on GPUs or on cores; None where the model's work is not
+            known. The time and the cost of the run are then without encoding.
+        stage_s: seconds of wall time that each stage alone would take; None for encoding where that is not known.
+        bottleneck: the stage that takes longest, of those that are known.
         remedy: what would remove it.
         cost: total, per 1,000 videos and of storage a month, as far as prices are given; None without a price.
         notes: what the numbers rest on, a sentence each.
@@ -203,12 +204,12 @@ class RunEstimate:
     failed_share: float
     wall_s: Interval
     decode_core_s: Interval
-    encode_core_s: Interval
-    gpu_s: Interval
+    encode_core_s: Interval | None
+    gpu_s: Interval | None
     output_bytes: Interval
     input_bytes: Interval | None
     video_s: Interval | None
-    stage_s: Mapping[str, Interval]
+    stage_s: Mapping[str, Interval | None]
     bottleneck: str
     remedy: str
     cost: Mapping[str, Interval] | None
@@ -239,31 +240,33 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
     host_s = spread(lambda size: _HOST_S + _HOST_S_PER_BYTE * size + _HOST_S_PER_BUNDLE / bundle, work.frame_bytes)
     driver_s = _WAITING.scaled(n * (_DRIVER_S + _DRIVER_S_PER_BUNDLE / bundle))
     cpus_s = total(work.decode_s, product(host_s, _WAITING)).scaled(n / cluster.cores)
-    encode, output = work.encode_s.scaled(n_good), work.output_bytes.scaled(n_good)
+    encode_s = NONE if work.encode_s is None else work.encode_s
+    encode, output = encode_s.scaled(n_good), work.output_bytes.scaled(n_good)
     if cluster.gpus:
         stages = {"decode": cpus_s, "encode": encode.scaled(1 / cluster.gpus), "driver": driver_s}
     else:  # decoders and encoders share the cores
         stages = {"cpus": total(cpus_s, encode.scaled(1 / cluster.cores)), "driver": driver_s}
     running = product(spread(max, *stages.values()), _LOSS)
     # The first video passes all stages while no other one overlaps it.
-    wall = total(cluster.start_s, work.decode_s, work.encode_s, running) if n else NONE
+    wall = total(cluster.start_s, work.decode_s, encode_s, running) if n else NONE
     slowest = max(stages, key=lambda name: stages[name].expected) if n else "nothing"
     cost = _cost(n, prices, cluster, wall, output)
     if "total" not in cost:
         notes = (*notes, "the cost is not known: give --price gpu-hour=X, or core-hour=X for CPUs")
     elif cluster.gpus and prices.gpu_hour is None:
         notes = (*notes, "the cost is of the CPUs alone: give --price gpu-hour=X, too")
+    known = work.encode_s is not None
     return RunEstimate(
         videos=n,
         failed_share=work.failed,
         wall_s=wall,
         decode_core_s=work.decode_s.scaled(n),
-        encode_core_s=NONE if cluster.gpus else encode,
-        gpu_s=encode if cluster.gpus else NONE,
+        encode_core_s=NONE if cluster.gpus else encode if known else None,
+        gpu_s=NONE if not cluster.gpus else encode if known else None,
         output_bytes=output,
         input_bytes=work.input_bytes and work.input_bytes.scaled(n),
         video_s=work.video_s and work.video_s.scaled(n_good),
-        stage_s=stages,
+        stage_s={name: None if name == "encode" and not known else part for name, part in stages.items()},
         bottleneck=slowest,
         remedy=_remedy(slowest, cluster, stages),
         cost=cost or None,

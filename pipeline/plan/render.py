@@ -13,6 +13,8 @@ from pipeline.plan.estimate import HOUR, Interval, RunEstimate
 _TIMES = ((2 * 86400.0, 86400.0, "days"), (2 * HOUR, HOUR, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))
 _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (0.0, "bytes"))
 
+_UNKNOWN = "not known for this model; time and cost are without it"
+
 
 def number(value: float) -> str:
     """Format a number with three digits that count."""
@@ -56,10 +58,10 @@ def list_rows(plan: RunEstimate) -> Iterator[tuple[str, str]]:
     yield "wall time", format_range(plan.wall_s, time_text)
     yield "bottleneck", f"{plan.bottleneck}; what removes it: {plan.remedy}"
     for name, part in plan.stage_s.items():
-        yield f"  {name} alone", format_range(part, time_text)
+        yield f"  {name} alone", "not known" if part is None else format_range(part, time_text)
     yield "decode", f"{format_range(plan.decode_core_s, hours)} of a core"
     encode, unit = (plan.gpu_s, "GPU") if gpus else (plan.encode_core_s, "core")
-    yield "encode", f"{format_range(encode, hours)} of a {unit}"
+    yield "encode", _UNKNOWN if encode is None else f"{format_range(encode, hours)} of a {unit}"
     yield "output", format_range(plan.output_bytes, bytes_text)
     if plan.input_bytes is not None:
         yield "input", f"{format_range(plan.input_bytes, bytes_text)} leave where the videos are"

@@ -101,6 +101,12 @@ class PruneConfig(PlanOptions, PrunerOptions):
         metavar="MODEL",
         group="model",
     )
+    family: str | None = option(
+        None,
+        "generic: encode and answer by the model's own code in transformers, which every model type does that has no "
+        "family of its own; or module:Class of your own family (default: by the model type)",
+        metavar="FAMILY",
+    )
     siglip: str | None = option(
         None,
         "the SigLIP checkpoint that LLaVA-OneVision's vision tower was made of, for methods and --evidence that need "

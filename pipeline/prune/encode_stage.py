@@ -24,7 +24,7 @@ from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import Backbone, ModelSource, SampledVideo, choose_runtime, family_of
 from gstep.backbones.positions import position_faults
 from gstep.backbones.preprocess import as_frames
-from gstep.errors import is_out_of_memory
+from gstep.errors import TooFewFrames, UnsupportedVideo, is_out_of_memory
 from gstep.evidence import is_per_frame, name_of
 from gstep.lazy import pause_garbage_collector
 from pipeline.cache.changed_code import check_code
@@ -147,7 +147,8 @@ class VideoEncoder:
         """
         video_id = record["video_id"]
         frames_on_device = _run_guarded("encode", video_id, lambda: self._load_frames(frames))
-        visual, encode_s = _run_guarded("encode", video_id, lambda: self._encode(frames_on_device))
+        video = to_sampled_video(record)
+        visual, encode_s = _run_guarded("encode", video_id, lambda: self._encode(frames_on_device, video))
         pruned, prune_s = _run_guarded("prune", video_id, lambda: self._prune(visual))
         make_item = partial(self._make_item, record, visual, pruned, encode_s=encode_s, prune_s=prune_s)
         return _run_guarded("prune", video_id, make_item)
@@ -189,8 +190,9 @@ class VideoEncoder:
     def _encode_pass(self, videos: Sequence[VideoItem], names: str) -> list[VideoItem | None]:
         """Encode and prune as ``encode_together``. Errors of the pass are raised; errors of pruning become None."""
         frames_on_device = [self._load_frames(video.reshape_frames()) for video in videos]
+        sampled = [to_sampled_video(video.record) for video in videos]
         with self._turn(self._encoding) as turn:
-            visuals = self.backbone.encode_together(frames_on_device, self._sources)
+            visuals = self.backbone.encode_together(frames_on_device, self._sources, sampled)
             rounded = [_try_alone(names, partial(self._round_tokens, visual)) for visual in visuals]
         n_tokens = [math.prod(visual.tokens.shape[:2]) for visual in visuals]
         del visuals
@@ -206,10 +208,18 @@ class VideoEncoder:
             items.append(_try_alone(names, partial(make_item, n_videos=len(videos))))
         return items
 
-    def _encode(self, frames: Tensor | NDArray[np.uint8]) -> tuple[VisualTokens, float]:
-        """Encode frames to all tokens and the needed evidence, rounded for the cache; return them and the seconds."""
-        with self._turn(self._encoding) as turn:
-            visual = self._round_tokens(self.backbone.encode(frames, self._sources))
+    def _encode(self, frames: Tensor | NDArray[np.uint8], video: SampledVideo | None) -> tuple[VisualTokens, float]:
+        """Encode frames to all tokens and the needed evidence, rounded for the cache; return them and the seconds.
+
+        Raises VideoFault for a video that the model does not take.
+        """
+        try:
+            with self._turn(self._encoding) as turn:
+                visual = self._round_tokens(self.backbone.encode(frames, self._sources, video))
+        except TooFewFrames as error:
+            raise VideoFault("too-short", str(error), stage="encode") from None
+        except UnsupportedVideo as error:
+            raise VideoFault("unsupported", str(error), stage="encode") from None
         return visual, turn.seconds
 
     def _prune(self, visual: VisualTokens) -> tuple[PrunedTokens, float]:
@@ -303,16 +313,16 @@ class VideoEncoder:
                 "prune_s": prune_s,
                 "runtime": json.dumps(runtime),
                 "tower_hash": self._setup.tower_hash,
-                "model_extra": json.dumps(extra),
+                "model_extra": json.dumps({**extra, **visual.extra}),
             }
             return VideoItem(complete, collect_kept_tokens(pruned, visual, self._setup.evidence))
 
-    def encode_frames(self, frames: Tensor | NDArray[np.uint8]) -> VisualTokens:
+    def encode_frames(self, frames: Tensor | NDArray[np.uint8], video: SampledVideo | None = None) -> VisualTokens:
         """Encode frames to all visual tokens and the needed evidence, in the precision of the cache.
 
-        All kernels have finished on return: any stream may read the result.
+        ``video`` is as of ``Backbone.encode``. All kernels have finished on return: any stream may read the result.
         """
-        return self._encode(frames)[0]
+        return self._encode(frames, video)[0]
 
     @property
     def _sources(self) -> dict[str, str]:
@@ -329,7 +339,7 @@ class VideoEncoder:
         evidence = {name: values.to(torch.bfloat16) for name, values in visual.evidence.items()}
         for name in self._setup.evidence:
             _check_finite(f"the evidence {name}", evidence[name])
-        return VisualTokens(tokens_TND, evidence, tuple(deepstack))
+        return VisualTokens(tokens_TND, evidence, tuple(deepstack), visual.extra)
 
     def prune(self, visual: VisualTokens) -> PrunedTokens:
         """Prune the tokens. Raise VideoFault("internal") if the method cannot prune them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +19,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gstep.backbones import ModelSource, family_of
-from gstep.language import BUILDERS
+from gstep.backbones import BACKBONES, ModelSource, family_of, find_family
+from gstep.families import GENERIC
 from gstep.types import budget_for
 from pipeline.cache.header import CacheIdentity
 from pipeline.errors import CacheLocked, UsageError, VideoFault, store_usage_errors, usage_errors
@@ -158,12 +158,13 @@ def _describe_model(recipe: Recipe, tensors_checked: bool) -> str:
     Nothing is checked here. ``tensors_checked`` says that the caller found all tensors of the vision part; it is False
     if their names are not on this machine.
     """
-    kind = recipe.source.model_type
+    source = recipe.source
     tensors = "its vision part is complete" if tensors_checked else "its tensors' names are known once it is downloaded"
-    if kind not in BUILDERS:
+    kind = source.model_type if source.family in BACKBONES else f"{source.model_type} by the family {source.family}"
+    if find_family(source.family).prompts is None:
         return f"{kind}, {tensors}; questions to it are not implemented"
-    engines = "vLLM" if recipe.source.config.get("quantization_config") else "transformers and vLLM"
-    return f"{kind}, {tensors}; {engines} can answer"
+    engines = "vLLM" if source.config.get("quantization_config") else "transformers and vLLM"
+    return f"{kind}, {tensors}; {engines if source.family in BACKBONES else 'transformers'} can answer"
 
 
 def _compare_to_stock(recipe: Recipe) -> str:
@@ -178,6 +179,8 @@ def _compare_to_stock(recipe: Recipe) -> str:
         frames = "frames as asked for"
     else:
         frames = f"{frames}, where the stock processor samples {fps:g} a second (--fps {fps:g})"
+    if recipe.source.family == GENERIC:
+        return f"the stock processor and tower themselves; {frames}"
     return f"the same pixels and tower, but for rounding on a GPU; {frames}"
 
 
@@ -262,7 +265,8 @@ def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
         work = _probe_work(config, cluster, console)
     else:
         with TemporaryDirectory() as folder, usage_errors():
-            source = ModelSource.random(config.model, Path(folder), config.revision)  # its config is all that counts
+            # Its config is all that counts.
+            source = ModelSource.random(config.model, Path(folder), config.revision, config.family)
             recipe = resolve(config, source=source)
             work = _describe_work(recipe, cluster, _count_corpus(config), config.seconds)
     return estimate(work, cluster, config.prices, notes)
@@ -411,14 +415,15 @@ def _probe(recipe: Recipe, rows: Sequence[TodoRow], cluster: Cluster) -> tuple[l
 
 
 def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int) -> VideoEncoder | None:
-    """Load the encoder on this machine; None if the plan is for another cluster, or encoding would take too long.
+    """Load the encoder on this machine.
+
+    None if the plan is for another cluster, or encoding would take too long or a time that is not known.
 
     ``n_videos`` videos of ``shape`` are to be encoded. Raises UsageError if the encoder cannot be loaded.
     """
-    expected_s = _count_work(recipe, cluster, n_videos, [shape]).encode_s.expected
-    if not _is_this_machine(recipe.config) or n_videos * expected_s > _MAX_ENCODE_S * (
-        1 if cluster.gpus else cluster.cores
-    ):
+    encode_s = _count_work(recipe, cluster, n_videos, [shape]).encode_s
+    max_s = _MAX_ENCODE_S * (1 if cluster.gpus else cluster.cores)
+    if not _is_this_machine(recipe.config) or encode_s is None or n_videos * encode_s.expected > max_s:
         return None
     with usage_errors():
         return recipe.encode_setup("cuda" if cluster.gpus else "cpu", recipe.dtype).encoder()
@@ -453,22 +458,31 @@ def _count_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequenc
     family, encode = family_of(recipe.source), recipe.encode_setup(recipe.config.device, recipe.dtype)
     utilisation = UTILISATION.get(family.model_type, ANY_TOWER)
 
-    def mean(count: Callable[[Shape], float]) -> Interval:
-        numbers = [float(count(shape)) for shape in shapes]
+    def mean(values: Iterable[float]) -> Interval:
+        numbers = [float(value) for value in values]
         return mean_of(numbers, n_videos) if len({*numbers}) > 1 else Interval.exactly(numbers[0])
 
     def stored_bytes(shape: Shape) -> float:
         n_kept = budget_for(recipe.retention_ratio, math.prod(family.token_counts(*shape)))
         return encode.stored_bytes_per_video(*shape) + COLUMN_BYTES * n_kept
 
+    flops = [count for shape in shapes if (count := family.flops(*shape)) is not None]
     low, expected, high = (f"{100 * end:.0f}" for end in utilisation)
     peak = f"{expected} % ({low} to {high} %) of the GPU's peak"
+    frame_bytes = mean(3 * math.prod(shape) for shape in shapes)
+    if not flops:
+        note = (
+            f"the work of {recipe.source.model_type} on a video is not known, so time and cost are without encoding; "
+            f"{frame_bytes.expected:,.0f} bytes of frames a video go from decoders to encoders"
+        )
+    elif cluster.gpus:
+        note = f"a vision tower is assumed to reach {peak}, as one H200 did with random weights"
+    else:
+        note = "encoding is estimated, not measured: a core is assumed to reach 6 to 60 GFLOP/s"
     return Workload(
         videos=n_videos,
-        encode_s=cluster.encode_s(mean(lambda shape: family.flops(*shape)), utilisation),
-        frame_bytes=mean(lambda shape: 3 * math.prod(shape)),
-        output_bytes=mean(stored_bytes),
-        notes=(f"a vision tower is assumed to reach {peak}, as one H200 did with random weights",)
-        if cluster.gpus
-        else ("encoding is estimated, not measured: a core is assumed to reach 6 to 60 GFLOP/s",),
+        encode_s=cluster.encode_s(mean(flops), utilisation) if flops else None,
+        frame_bytes=frame_bytes,
+        output_bytes=mean(map(stored_bytes, shapes)),
+        notes=(note,),
     )

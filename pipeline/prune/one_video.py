@@ -23,8 +23,8 @@ from pipeline.video.sandbox import InThisProcess
 
 #: The options of ``python -m jobs.prune`` that concern one video.
 OPTIONS = frozenset(
-    {"model", "revision", "siglip", "device", "dtype", "attn", "retention_ratio", "pruner", "pruner_param", "seed"}
-    | {"num_frames", "frame_rule", "fps", "max_frames", "snap_to_keyframes", "min_pixels", "max_pixels"}
+    {"model", "revision", "family", "siglip", "device", "dtype", "attn", "retention_ratio", "pruner", "pruner_param"}
+    | {"seed", "num_frames", "frame_rule", "fps", "max_frames", "snap_to_keyframes", "min_pixels", "max_pixels"}
     | {"max_video_tokens", "decoder", "fetch_memory", "s3_endpoint", "s3_requester_pays"}
 )
 _DIM_FACTOR = 3  # divides the brightness of pruned tokens in a picture
@@ -40,7 +40,7 @@ class EncodedVideo:
         frames: [F,h,w,3] uint8, as the encoder gets them: F = T; on Qwen 2 T, or 2 T - 1 if a pair repeats a frame.
         timestamps: [F] seconds at which each frame is shown.
         frame_indices: [F] indices in the source.
-        grid: (rows, columns) of the N tokens of a frame.
+        grid: (rows, columns) of the N tokens of a frame; None if the model does not say, as of the family generic.
         record: its row of the videos table in a cache.
     """
 
@@ -48,24 +48,27 @@ class EncodedVideo:
     frames: NDArray[np.uint8]
     timestamps: list[float]
     frame_indices: list[int]
-    grid: tuple[int, int]
+    grid: tuple[int, int] | None
     record: VideoRecord
 
     def kept(self, retention_ratio: float | None = None) -> NDArray[np.bool_]:
         """Return a mask [T,rows,columns] of the kept tokens, or of the smaller selection at ``retention_ratio``.
 
-        Raises as ``pruned.at``.
+        It is [T,N] without a ``grid``. Raises as ``pruned.at``.
         """
         pruned = self.pruned if retention_ratio is None else self.pruned.at(retention_ratio)
         mask = np.zeros(pruned.n_total, np.bool_)
         mask[pruned.index.cpu().numpy()] = True
-        return mask.reshape(-1, *self.grid)
+        return mask.reshape(-1, *(self.grid or (self.record["tokens_per_frame"],)))
 
     def picture(self, retention_ratio: float | None = None, columns: int = 4) -> NDArray[np.uint8]:
         """Draw [H,W,3] uint8: the (first) frame of each t side by side, dark where its tokens were pruned.
 
-        ``columns`` frames share a row of the picture. ``retention_ratio`` is as in ``kept``.
+        ``columns`` frames share a row of the picture. ``retention_ratio`` is as in ``kept``. Raises ValueError if the
+        grid of a frame's tokens is not known.
         """
+        if self.grid is None:
+            raise ValueError("this model does not say where in a frame its tokens are: use kept(), a mask [T,N]")
         mask = self.kept(retention_ratio)
         frames = self.frames[:: math.ceil(len(self.frames) / len(mask))]
         _, height, width, _ = frames.shape
@@ -103,16 +106,16 @@ class LocalEncoder:
     ) -> EncodedVideo:
         """Encode a video, or the clip of it from ``start_s`` to ``end_s``; see :func:`encode_video`."""
         record, frames = self._decode(os.fspath(path), start_s, end_s)
-        visual = self._encoder.encode_frames(frames)
+        video = to_sampled_video(record)
+        visual = self._encoder.encode_frames(frames, video)
         pruned = self._pruner.prune(visual, self._setup.retention_ratio, seed=self._setup.seed)
-        extra = self._encoder.backbone.model_extra(to_sampled_video(record))
-        rows, columns = extra["grid"]
+        grid = self._encoder.backbone.model_extra(video).get("grid")
         return EncodedVideo(
             pruned=pruned,
             frames=frames,
             timestamps=record["timestamps"],
             frame_indices=record["frame_indices"],
-            grid=(rows, columns),
+            grid=None if grid is None else (grid[0], grid[1]),
             record={**record, **make_pruning_columns(pruned, visual)},
         )
 

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from gstep import PRUNERS, make_pruner
-from gstep.backbones import BACKBONES, ModelSource, StaticParts, family_of
+from gstep.backbones import BACKBONES, ModelSource, StaticParts, family_class, family_of
 from gstep.errors import ModelError
 from gstep.evidence import EVIDENCE_SHAPES, HEAD_SOURCES, PER_FRAME, SOURCES, make_label, name_of
 from gstep.lazy import did_you_mean
@@ -24,9 +24,9 @@ from pipeline.cache.header import (
     HEADER,
     CacheHeader,
     CacheIdentity,
-    ModelIdentity,
     PrunerIdentity,
     describe_method,
+    identify_model,
     read_header,
 )
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION, VIDEOS
@@ -129,7 +129,7 @@ class Recipe:
 
         ``dtype`` is the dtype that the model computes in; the codec of the stored tokens is the configuration's.
         """
-        model: ModelIdentity = {"type": self.source.model_type, "weights": self.source.identity}
+        model = identify_model(self.source)
         if self.source.pooling_head is not None:
             model["pooling_head"] = self.source.pooling_head.identity
         pruner = self.identity_entry.copy()
@@ -215,14 +215,15 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
     """
     with usage_errors():
         read_pruner(config.pruner, config.pruner_params())  # checked first, since its errors do not depend on the model
-        source = _apply_limits(source or ModelSource.resolve(config.model, config.revision, quantized=True), config)
+        source = source or ModelSource.resolve(config.model, config.revision, quantized=True, family=config.family)
+        source = _apply_limits(source, config)
         family = family_of(source)
         sampling = make_sampling(config, family.default_max_frames, family.min_frames(), family.min_rule)
         # Raises for a number of frames that the model never accepts.
         family.preprocessor().target_size(sampling.num_frames or sampling.max_frames or 0, 1080, 1920)
         pruner = _make_pruner(config, source)
         identity_entry = describe_method(pruner)  # raises if the method cannot be part of a cache's identity
-        evidence = parse_evidence(config.evidence, source.model_type, pruner)
+        evidence = parse_evidence(config.evidence, source.family, pruner)
         source = _add_pooling_head(source, pruner, evidence, config)
     _check_decoder(config.decoder)
     if config.decoder == "nvdec" and not config.plan and (config.device == "cpu" or not can_have_gpus()):
@@ -293,7 +294,7 @@ def _add_pooling_head(
 def _suggest_models(pruner: Pruner, source: ModelSource) -> str:
     """Return advice for a method whose evidence the model's encoder does not give; "" if it does."""
     able = [name for name in BACKBONES if BACKBONES[name].gives >= set(pruner.sources.items())]
-    if source.model_type in able:
+    if source.family in able:
         return ""
     free = [name for name in PRUNERS if PRUNERS[name].cacheable and not make_pruner(name).needs]
     models = f"models of type {' or '.join(able)} do" if able else "no model here does"
@@ -347,11 +348,12 @@ def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]
     return {"fps": sampling.fps, **limits, **snap_setting, "time_rule": TIME_RULE}
 
 
-def parse_evidence(items: Sequence[str], model_type: str, pruner: Pruner) -> dict[str, str]:
+def parse_evidence(items: Sequence[str], family: str, pruner: Pruner) -> dict[str, str]:
     """Return the evidence to store, as label -> source in the encoder (gstep.evidence).
 
     Args:
         items: NAME or NAME=SOURCE of evidence, or a method, whose evidence is stored; several separated by commas.
+        family: the model's family, by its name.
         pruner: the method of the cache itself.
 
     Raises UsageError if the model's encoder does not give an evidence, or the method drops its tokens.
@@ -359,29 +361,29 @@ def parse_evidence(items: Sequence[str], model_type: str, pruner: Pruner) -> dic
     pairs = set[tuple[str, str]]()
     for item in (item.strip() for text in items for item in text.split(",")):
         if item in METHODS or ":" in item:
-            pairs |= list_needed_evidence(item, model_type)
+            pairs |= list_needed_evidence(item, family)
         else:
-            pairs.add(_parse_evidence_item(item, model_type))
+            pairs.add(_parse_evidence_item(item, family))
     _check_evidence_survives({name for name, _ in pairs}, pruner)
     return {make_label(name, source): source for name, source in sorted(pairs)}
 
 
 def list_needed_evidence(
-    method: str, model_type: str, params: Mapping[str, str] = MappingProxyType({})
+    method: str, family: str, params: Mapping[str, str] = MappingProxyType({})
 ) -> set[tuple[str, str]]:
-    """Return the (name, source) pairs of evidence that a method needs from a family's vision encoder.
+    """Return the (name, source) pairs of evidence that a method needs from the vision encoder of a family.
 
-    ``params`` are the method's. Raises UsageError if the encoder does not give an evidence, ValueError for an unknown
-    method or parameter.
+    ``family`` is its name, and ``params`` are the method's. Raises UsageError if the encoder does not give an evidence,
+    ValueError for an unknown method or parameter.
     """
-    family = BACKBONES[model_type]
-    pruner = read_pruner(method, params, family=family.variant)
+    kind = family_class(family)
+    pruner = read_pruner(method, params, family=kind.variant)
     pairs = set(pruner.sources.items())
     if "text_embedding" in pruner.needs:  # if a family has no embedding of patches, its tokens are used instead
-        pairs = {pair for pair in pairs if pair[0] != "image_embedding" or pair in family.gives}
-    if missing_pairs := sorted(pairs - family.gives):
+        pairs = {pair for pair in pairs if pair[0] != "image_embedding" or pair in kind.gives}
+    if missing_pairs := sorted(pairs - kind.gives):
         names = " and ".join(f"{name} from {SOURCES.get(source, source)}" for name, source in missing_pairs)
-        raise UsageError(f"--evidence {method}: the encoder of {model_type} does not give {names}")
+        raise UsageError(f"--evidence {method}: the encoder of {family} does not give {names}")
     return pairs
 
 
@@ -399,10 +401,10 @@ def _check_evidence_survives(names: set[str], pruner: Pruner) -> None:
         )
 
 
-def _parse_evidence_item(item: str, model_type: str) -> tuple[str, str]:
-    """Parse NAME or NAME=SOURCE to (name, source); a single source of the model type need not be named.
+def _parse_evidence_item(item: str, family: str) -> tuple[str, str]:
+    """Parse NAME or NAME=SOURCE to (name, source); a single source of the family need not be named.
 
-    Raises UsageError for an unknown name, and if the model type gives it from no source, from other sources or from
+    Raises UsageError for an unknown name, and if the family gives it from no source, from other sources or from
     several.
     """
     name, _, chosen_source = item.partition("=")
@@ -413,13 +415,13 @@ def _parse_evidence_item(item: str, model_type: str) -> tuple[str, str]:
             else f"is no evidence and no method{did_you_mean(name, (*STORED_EVIDENCE, *METHODS))}"
         )
         raise UsageError(f"--evidence: {name!r} {why}; known: {', '.join(STORED_EVIDENCE)}, {', '.join(METHODS)}")
-    sources = sorted(source for evidence, source in BACKBONES[model_type].gives if evidence == name)
+    sources = sorted(source for evidence, source in family_class(family).gives if evidence == name)
     if not sources:
         able = [kind for kind in BACKBONES if any(name == evidence for evidence, _ in BACKBONES[kind].gives)]
         instead = _NOT_NEEDED.get(name, f"models of type {' or '.join(able)} do" if able else "no model does")
-        raise UsageError(f"--evidence {name}: the encoder of {model_type} does not give it; {instead}")
+        raise UsageError(f"--evidence {name}: the encoder of {family} does not give it; {instead}")
     if chosen_source and chosen_source not in sources:
-        raise UsageError(f"--evidence {name}={chosen_source}: {model_type} gives it from {' or '.join(sources)}")
+        raise UsageError(f"--evidence {name}={chosen_source}: {family} gives it from {' or '.join(sources)}")
     if not chosen_source and len(sources) > 1:
         choices = " or ".join(f"{source} ({SOURCES[source]})" for source in sources)
         raise UsageError(f"--evidence {name} may be from {choices}: name one, --evidence {name}={sources[0]}")

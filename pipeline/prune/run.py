@@ -302,6 +302,8 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
                 "videos": n_videos,
                 "estimated": self._is_estimated,
             }
+            if (layout := self.recipe.source.layout) is not None:
+                record = {**record, "parity": layout.get("parity")}
             self.run_file = RunFile(self.store, record)
             with self.run_file:
                 try:

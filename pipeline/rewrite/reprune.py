@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gstep import VisualTokens
-from gstep.backbones import BACKBONES
+from gstep.backbones import family_class
 from gstep.evidence import HEAD_SOURCES, PER_FRAME
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
@@ -21,6 +21,7 @@ from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import UsageError, usage_errors
 from pipeline.generate.late_pruning import find_evidence_columns, is_whole
+from pipeline.generate.model import choose_family
 from pipeline.own_method import prune_or_fault
 from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
 from pipeline.rewrite.rewrite import Rewrite, check_source, make_config
@@ -42,10 +43,11 @@ def repruning(
             f"{identity['retention_ratio']:g}, not all tokens: make one with python -m jobs.prune --pruner none"
         )
     with usage_errors():
-        pruner = read_pruner(method, params, family=BACKBONES[identity["model"]["type"]].variant)
+        family = family_class(choose_family(identity["model"]) or identity["model"]["type"])
+        pruner = read_pruner(method, params, family=family.variant)
         if not pruner.cacheable:
             raise UsageError(f"--pruner {method} selects anew for every question, so its tokens cannot be cached")
-        columns = dict(find_evidence_columns(method, pruner, identity))
+        columns = dict(find_evidence_columns(method, pruner, identity, family))
         header = _header(source.header, pruner, pruner.nominal_ratio(ratio), seed, codec)
     config: dict[str, Json] = {
         **{name: value for name, value in make_config(source.store).items() if name != "evidence"},

@@ -43,6 +43,8 @@ class RunRecord(TypedDict, total=False):
         error: the error that ended the run, if any.
         ended_by: the limit of hours that ended the run, if any.
         token_shards: the ids of its committed token shards (COMMITTED_KEY).
+        parity: how the model was shown to answer from cached tokens as from its own; absent for families that need no
+            such check.
     """
 
     run_id: str
@@ -59,6 +61,7 @@ class RunRecord(TypedDict, total=False):
     error: str | None
     ended_by: str
     token_shards: list[str]
+    parity: JsonObject
 
 
 class RunFile:

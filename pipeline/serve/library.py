@@ -12,7 +12,7 @@ from gstep.serving.options import check_arithmetic, check_connectors, engine_opt
 from gstep.serving.prompts import engine_input
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache
-from pipeline.generate.model import find_model, read_tower_hash
+from pipeline.generate.model import find_model, read_tower_hash, refuse_vllm
 
 
 def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "auto", **more: Any) -> dict[str, Any]:
@@ -66,6 +66,7 @@ def vllm_input(
     identity, *other_identities = [video.header["identity"]["model"] for video in videos if video.header is not None]
     if any(other != identity for other in other_identities):
         raise ValueError("the videos are of caches of different models")
+    refuse_vllm(identity)
     made_with = identity["type"], identity["weights"], videos[0].metadata.get("tower_hash")
     builder = _builder(model, *made_with, positions, rule, frame_times)
     built = builder.build(prompt, [video.visual for video in videos], system)

@@ -27,7 +27,7 @@ from gstep.serving.options import (
 from pipeline.cache.header import read_header
 from pipeline.errors import UsageError, store_usage_errors, usage_errors
 from pipeline.generate.engines.vllm import check_installed, refuse_reserved
-from pipeline.generate.model import choose_model
+from pipeline.generate.model import choose_model, refuse_vllm
 from pipeline.serve import CONFIG, MODE
 from pipeline.serve.config import KEY, ServeConfig
 from pipeline.serve.gate import RequestGate
@@ -169,6 +169,8 @@ def served_cache(config: ServeConfig) -> ServedCache:
     Reads the first cache's header for the model. Raises UsageError.
     """
     with usage_errors(), store_usage_errors():
+        for place in (config.cache, *config.named_caches().values()):
+            refuse_vllm(read_header(store_at(place))["identity"]["model"])
         weights = read_header(store_at(config.cache))["identity"]["model"]["weights"]
         model, revision = choose_model(config.model, config.revision, weights)
     return ServedCache(

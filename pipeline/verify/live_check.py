@@ -73,6 +73,11 @@ class LiveCheck:
                 f"--live: this cache was pruned by {config.pruner}, a method from outside gstep; what a cache says "
                 "chooses no code, so its videos are not encoded again here"
             )
+        if config.family is not None and ":" in config.family:
+            raise UsageError(
+                f"--live: this cache was made with the family {config.family}, which is no part of this package; what "
+                "a cache says chooses no code, so its videos are not encoded again here"
+            )
         recipe = resolve(config, objects).match_cache(store, Console(quiet=True))
         self._decode = recipe.decode_setup()
         with usage_errors():

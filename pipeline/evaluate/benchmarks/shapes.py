@@ -29,7 +29,7 @@ def _bare(row: UserRow, place: AnnotationRow) -> UserRow:
 SHAPES = Benchmark(
     name="shapes",
     title="Shapes",
-    protocols=(replace(LETTER, models=dict.fromkeys(FAMILIES, _EVERY_FRAME)),),
+    protocols=(replace(LETTER, models=dict.fromkeys(FAMILIES, _EVERY_FRAME), others=_EVERY_FRAME),),
     source="what python -m jobs.testbed make DIR writes",
     files=("videomme/test-*.parquet",),
     adapt=_bare,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gstep.backbones import ModelSource, Runtime, choose_runtime
 from gstep.errors import ModelError
-from gstep.language import Answer, Decoding, Prompt, PromptBuilder, Score
+from gstep.language import BUILDERS, Answer, Decoding, Prompt, PromptBuilder, Score
 from gstep.language.prompt import text_ids, tokenizer_of
 from gstep.language.types import placeholder_of
 from gstep.language.weights import InputEmbeddings, generation_config
@@ -98,6 +98,11 @@ class VllmEngine:
         Engine parameters need an import of vLLM, which sets environment variables. Raises ModelError for generation
         settings of the checkpoint that vLLM does not support, and for connectors as check_connectors.
         """
+        if source.family not in BUILDERS:
+            raise UsageError(
+                f"--engine vllm: vLLM has no class that takes cached tokens of {source.model_type} (family "
+                f"{source.family}): use --engine transformers"
+            )
         inside = [name or late.pruner.name for name, late in prunings.items() if late and late.inside]
         if inside:
             raise UsageError(
