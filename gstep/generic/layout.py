@@ -71,6 +71,8 @@ def count_units(inputs: Mapping[str, Any]) -> int:
     if (grid := inputs.get("video_grid_thw")) is not None:
         return int(grid[:, 0].sum())
     _, pixels = find_pixels(inputs)
+    if pixels.ndim == 4 and len(pixels) == 1 and (metadata := inputs.get("video_metadata")):
+        return len(metadata[0].frames_indices)  # one row of the patches of all frames (MiniCPM)
     return int(pixels.shape[pixels.ndim == 5])
 
 
@@ -90,8 +92,9 @@ def count_steps(config: Any, inputs: Mapping[str, Any], units_per_step: float, n
 
     Raises ModelError if the rows of features do not divide into the steps.
     """
-    steps = _count_runs(find_placeholders(config, inputs["input_ids"], n_rows)[0])
-    steps = steps or max(1, math.ceil(count_units(inputs) / units_per_step))
+    steps, units = _count_runs(find_placeholders(config, inputs["input_ids"], n_rows)[0]), count_units(inputs)
+    if not 0 < steps <= units:  # more runs than units are parts of frames
+        steps = max(1, math.ceil(units / units_per_step))
     if (n_rows - tail) % steps:
         raise ModelError(f"{n_rows - tail} rows of features do not divide into {steps} steps of time")
     return steps
@@ -132,10 +135,9 @@ def split_inputs(inputs: Mapping[str, Any], units: int) -> list[dict[str, Any]]:
     total = count_units(inputs)
     if total <= units:
         return [dict(inputs)]
-    if grid is None:
-        axis = int(pixels.ndim == 5)
+    if grid is None and pixels.shape[axis := int(pixels.ndim == 5)] == total:
         lead, rows = pixels.shape[:axis], 1
-    elif len(grid) == 1 and len(pixels) % total == 0:
+    elif grid is not None and len(grid) == 1 and len(pixels) % total == 0:
         axis, lead, rows = 0, pixels.shape[:0], len(pixels) // total
     else:
         return [dict(inputs)]
