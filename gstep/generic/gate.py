@@ -212,15 +212,16 @@ def _remove_head(model: Any) -> None:
 def _reduce_config(config: Any, reduce_vision: bool) -> Any:
     """Copy a config with few layers and experts; widths and the vocabulary stay."""
     content: dict[str, Any] = copy.deepcopy(config.to_dict())
-    text: Any = config.get_text_config()  # or the config itself
+    text = cast("Any", config.get_text_config())  # or the config itself
     vision = content.get("vision_config") or {}
-    chosen = [value for key, value in vision.items() if isinstance(value, list) and any(w in key for w in _INDEX_LISTS)]
-    n_min = max([_MIN_LAYERS, *(len(layers) + 1 for layers in chosen)])  # deepstack levels enter as many layers
+    chosen = {key: len(value) + 1 for key, value in vision.items() if _is_choice(key, value)}
+    n_vision = max([_MIN_LAYERS, *chosen.values()])
+    n_text = max([_MIN_LAYERS, *(n for key, n in chosen.items() if "deepstack" in key)])  # levels enter as many layers
     for name in [key for key, value in content.items() if isinstance(value, dict) and key.endswith("_config")]:
         if name == "vision_config" and reduce_vision:
-            _reduce_part(content, name, content[name].get("depth", content[name].get("num_hidden_layers")), n_min)
-        elif getattr(config, name, None) is text and text is not None:
-            _reduce_part(content, name, text.num_hidden_layers, n_min)
+            _reduce_part(content, name, content[name].get("depth", content[name].get("num_hidden_layers")), n_vision)
+        elif text is not None and getattr(config, name, None) is text:
+            _reduce_part(content, name, text.num_hidden_layers, n_text)
             for key in _EXPERTS:
                 top = content[name].get("num_experts_per_tok") or content[name].get("moe_k") or 1
                 if isinstance(content[name].get(key), int) and isinstance(top, int):
@@ -237,21 +238,30 @@ def _reduce_part(content: dict[str, Any], name: str, depth: object, n_min: int) 
     part = content[name]
     if not isinstance(depth, int) or depth <= n_min:
         return
-    kinds = [value for value in part.values() if isinstance(value, list) and len(value) == depth]
+    lists = [
+        [json.dumps(v) for v in value] for value in part.values() if isinstance(value, list) and len(value) == depth
+    ]
+    kinds = [values for values in lists if len({*values}) <= depth // 2]  # others number the layers
     n = n_min
-    while any({json.dumps(v) for v in kind[:n]} != {json.dumps(v) for v in kind} for kind in kinds) and n < depth:
+    while n < depth and any({*values[:n]} != {*values} for values in kinds):
         n += 1
     for key, value in part.items():
         part[key] = _reduce_setting(key, value, depth, n)
 
 
+def _is_choice(key: str, value: object) -> bool:
+    """Return True if a setting is a list of the numbers of chosen layers."""
+    return isinstance(value, list) and any(word in key for word in _INDEX_LISTS)
+
+
 def _reduce_setting(key: str, value: Any, depth: int, n: int) -> Any:
     """Reduce a setting of a part of a config from ``depth`` layers to the first ``n``; others stay as they are."""
-    is_choice = any(word in key for word in _INDEX_LISTS)
     match value:
         case list() if len(value) == depth:
             return value[:n]
-        case list() if is_choice and all(isinstance(number, int) and 0 <= number < depth for number in value):
+        case list() if _is_choice(key, value) and all(
+            isinstance(number, int) and 0 <= number < depth for number in value
+        ):
             return sorted({min(i, n - 1) for i, _ in enumerate(value)})
         case dict() if value and all(str(number).isdecimal() for number in value):
             return {number: setting for number, setting in value.items() if int(number) < n}
