@@ -174,7 +174,8 @@ class ModelSource(TensorSource):
         if thinker is not None:
             names, config = [name.replace("ForCond", "ThinkerForCond") for name in names], thinker
         try:
-            classes = [value for name in names if isinstance(value := getattr(transformers, name, None), type)]
+            values = [getattr(transformers, name, None) for name in names]
+            classes: list[Any] = [value for value in values if isinstance(value, type)]
             if not classes and (thinker is not None or not names):
                 autos = transformers.AutoModelForMultimodalLM, transformers.AutoModelForImageTextToText
                 classes = [auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping]

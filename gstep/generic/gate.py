@@ -37,8 +37,6 @@ from gstep.generic.halves import (
     load_model,
     make_features,
     move,
-    part_class,
-    refuse_missing,
 )
 from gstep.generic.layout import (
     Layout,
@@ -129,19 +127,8 @@ def _check_names(source: ModelSource) -> bool:
     """
     if not source.weight_files or not all(_file_bytes(source)):
         return False
-    name, revision = source.pretrained()
     for part in (TOWER, LLM):
-        cls, config = part_class(source, part)
-        try:
-            _, info = cls.from_pretrained(
-                name, revision=revision, config=config, dtype=torch.bfloat16, device_map="meta", use_safetensors=True,
-                trust_remote_code=False, output_loading_info=True,
-            )  # fmt: skip
-        except Exception as error:  # of any type: whatever transformers does with these files
-            raise ModelError(
-                f"{source.name!r}: transformers does not load {cls.__name__} ({type(error).__name__}: {error})"
-            ) from error
-        refuse_missing(source.name, info)
+        load_model(source, Runtime("meta", torch.bfloat16, "sdpa"), part)
     return True
 
 
@@ -217,10 +204,11 @@ def _reduce_config(config: Any, reduce_vision: bool) -> Any:
     chosen = {key: len(value) + 1 for key, value in vision.items() if _is_choice(key, value)}
     n_vision = max([_MIN_LAYERS, *chosen.values()])
     n_text = max([_MIN_LAYERS, *(n for key, n in chosen.items() if "deepstack" in key)])  # levels enter as many layers
+    text_names = [name for name in content if text is not None and getattr(config, name, None) is text]
     for name in [key for key, value in content.items() if isinstance(value, dict) and key.endswith("_config")]:
         if name == "vision_config" and reduce_vision:
             _reduce_part(content, name, content[name].get("depth", content[name].get("num_hidden_layers")), n_vision)
-        elif text is not None and getattr(config, name, None) is text:
+        elif name in text_names:
             _reduce_part(content, name, text.num_hidden_layers, n_text)
             for key in _EXPERTS:
                 top = content[name].get("num_experts_per_tok") or content[name].get("moe_k") or 1
