@@ -321,6 +321,7 @@ def compare(source: ModelSource, model: Any) -> Layout:
     count_steps(model.config, inputs, units, len(levels[0]), tail)
     stock = model(**forward_inputs(model, inputs)).logits
     prompt = _make_prompt(model, inputs, len(levels[0]))
+    layout = replace(layout, axes=3 if prompt["position_ids"].ndim == 3 else 1)
 
     def run(features: Sequence[Tensor], **changes: Any) -> Tensor:
         outputs = wrap_features([[level] for level in features], layout)

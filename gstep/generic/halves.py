@@ -28,16 +28,21 @@ def load_model(source: ModelSource, runtime: Runtime, part: str = WHOLE) -> Any:
     refuse_quantized(source.name, source.config)
     cls, config = _part_class(source, part)
     name, revision = source.pretrained()
-    options: dict[str, Any] = {"config": config, "dtype": runtime.dtype, "use_safetensors": True}
+    options: dict[str, Any] = {
+        "config": config,
+        "dtype": runtime.dtype,
+        "use_safetensors": True,
+        "trust_remote_code": False,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # named below, with the missing ones
+    }
     if runtime.attn_implementation != "sdpa":  # the default, where a model has it
         options["attn_implementation"] = runtime.attn_implementation
     if runtime.device == "meta":
         options["device_map"] = "meta"
     try:
-        with _hide_progress_bars():
-            model, info = cls.from_pretrained(
-                name, revision=revision, trust_remote_code=False, output_loading_info=True, **options
-            )
+        with _silence_loading():
+            model, info = cls.from_pretrained(name, revision=revision, **options)
     except Exception as error:  # of any type: whatever transformers does with these files
         raise ModelError(
             f"{source.name!r}: transformers does not load {cls.__name__} ({type(error).__name__}: {error})"
@@ -47,15 +52,17 @@ def load_model(source: ModelSource, runtime: Runtime, part: str = WHOLE) -> Any:
 
 
 @contextmanager
-def _hide_progress_bars() -> Iterator[None]:
-    """Hide transformers' progress bars in this context: they would mix with the lines of a run."""
+def _silence_loading() -> Iterator[None]:
+    """Hide transformers' progress bars and its report of tensors: what is missing is an error here."""
     from transformers.utils import logging  # noqa: PLC0415 - takes seconds
 
-    was_shown = logging.is_progress_bar_enabled()
+    was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if was_shown:
             logging.enable_progress_bar()
 
@@ -78,9 +85,6 @@ def _part_class(source: ModelSource, part: str) -> tuple[Any, Any]:
         return stock, config
 
     class Part(stock):  # type: ignore[misc]
-        # transformers would log the tensors of the other part, which a checkpoint has too.
-        _keys_to_ignore_on_load_unexpected = (".*",)
-
         def __init__(self, config: Any, *args: Any, **options: Any) -> None:
             super().__init__(config, *args, **options)
             _leave_out(self, part)
