@@ -159,14 +159,15 @@ class VideoReader:
             if is_out_of_memory(error):
                 raise
             reason = f"the model's own processor refuses the video ({type(error).__name__}: {error})"
+        count = f"{video.n_frames} frame{'s' * (video.n_frames != 1)}"
         frames, few = frames[:1].expand(_LONG, -1, -1, -1), len(frames) < _LONG
         try:
             self._read(frames, plain_video(_LONG, *frames.shape[2:]))
         except Exception:  # noqa: BLE001 - more frames do not help
             few = False
         if few:
-            raise TooFewFrames(f"{reason}, of {video.n_frames} sampled frames: sample more, or take a longer clip")
-        raise UnsupportedVideo(f"{reason}, of {video.n_frames} frames of {video.width}x{video.height} pixels")
+            raise TooFewFrames(f"{reason}; {count} sampled: sample more, or take a longer clip")
+        raise UnsupportedVideo(f"{reason}; {count} of {video.width}x{video.height} pixels: scale or crop the video")
 
     def _read(self, frames: Tensor, video: SampledVideo) -> tuple[dict[str, Any], Mapping[str, Any]]:
         processor = copy.copy(self._processor)

@@ -29,6 +29,7 @@ class Layout:
         frames_per_step: frames that are encoded together.
         tail: R, rows behind the last frame's that depend on no frame (LLaVA-OneVision's newline).
         units_per_step: the processor's units of time (:func:`count_units`) of a step.
+        axes: the numbers of a position: 1, or 3 (time, height, width).
         in_pieces: whether a video may be encoded in pieces of whole steps.
         in_batches: whether a batch of prompts gives the logits of single prompts.
         parity: how the gate showed that cached tokens give the stock model's logits.
@@ -41,6 +42,7 @@ class Layout:
     frames_per_step: int
     tail: int
     units_per_step: float
+    axes: int = 1
     in_pieces: bool = False
     in_batches: bool = False
     parity: Mapping[str, Any] = field(default_factory=dict)
@@ -71,6 +73,8 @@ def count_units(inputs: Mapping[str, Any]) -> int:
     if (grid := inputs.get("video_grid_thw")) is not None:
         return int(grid[:, 0].sum())
     _, pixels = find_pixels(inputs)
+    if pixels.ndim == 4 and len(pixels) == 1 and (metadata := inputs.get("video_metadata")):
+        return len(metadata[0].frames_indices)  # one row of the patches of all frames (MiniCPM)
     return int(pixels.shape[pixels.ndim == 5])
 
 
@@ -90,8 +94,9 @@ def count_steps(config: Any, inputs: Mapping[str, Any], units_per_step: float, n
 
     Raises ModelError if the rows of features do not divide into the steps.
     """
-    steps = _count_runs(find_placeholders(config, inputs["input_ids"], n_rows)[0])
-    steps = steps or max(1, math.ceil(count_units(inputs) / units_per_step))
+    steps, units = _count_runs(find_placeholders(config, inputs["input_ids"], n_rows)[0]), count_units(inputs)
+    if not 0 < steps <= units:  # more runs than units are parts of frames
+        steps = max(1, math.ceil(units / units_per_step))
     if (n_rows - tail) % steps:
         raise ModelError(f"{n_rows - tail} rows of features do not divide into {steps} steps of time")
     return steps
@@ -132,10 +137,9 @@ def split_inputs(inputs: Mapping[str, Any], units: int) -> list[dict[str, Any]]:
     total = count_units(inputs)
     if total <= units:
         return [dict(inputs)]
-    if grid is None:
-        axis = int(pixels.ndim == 5)
+    if grid is None and pixels.shape[axis := int(pixels.ndim == 5)] == total:
         lead, rows = pixels.shape[:axis], 1
-    elif len(grid) == 1 and len(pixels) % total == 0:
+    elif grid is not None and len(grid) == 1 and len(pixels) % total == 0:
         axis, lead, rows = 0, pixels.shape[:0], len(pixels) // total
     else:
         return [dict(inputs)]
@@ -147,6 +151,13 @@ def split_inputs(inputs: Mapping[str, Any], units: int) -> list[dict[str, Any]]:
             is_timed = isinstance(value, Tensor) and value.ndim > axis and value.shape[axis] == pixels.shape[axis]
             if (key == name or is_timed) and value.shape[:axis] == lead and key not in ("input_ids", "attention_mask"):
                 piece[key] = value.narrow(axis, start * rows, (end - start) * rows)
+            elif (
+                isinstance(value, Tensor)
+                and value.numel() == 1
+                and int(value) == total
+                and not value.is_floating_point()
+            ):
+                piece[key] = torch.full_like(value, end - start)  # the number of frames
         if grid is not None:
             piece["video_grid_thw"] = torch.cat([torch.full_like(grid[:, :1], end - start), grid[:, 1:]], dim=1)
         pieces.append(piece)

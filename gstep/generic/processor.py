@@ -27,7 +27,8 @@ from gstep.language.types import ChatMessage
 
 #: A noncharacter inside a placeholder in a user's text: the pieces around it are tokenized one by one, as text.
 MARK = "\U0010fffe"
-_FINE_FPS = 1000  # frames a second that the metadata of a video have at least, so that any time is the time of a frame
+# Frames a second of a video's metadata, about: any time is the time of a frame. Nemotron counts whole milliseconds.
+_FINE_FPS = 1000
 _INSTALL = "pip install 'gstep-cache[generic]', or pip install -e '.[generic]' in a clone, on every node"
 
 
@@ -125,6 +126,8 @@ def run_processor(processor: Any, text: str, video: Any, metadata: Any, device: 
     # Some processors fail without the metadata, and those of Qwen-Omni read nothing but ``fps``.
     options |= {"do_sample_frames": False, "return_metadata": True, "video_metadata": [metadata]}
     options["fps"] = metadata.sampled_fps
+    # The video processor's own setting: MiniMax's processor turns it off, for callers that have resized the frames.
+    options["do_resize"] = getattr(processor.video_processor, "do_resize", True)
     if device is not None:
         options["device"] = device
     return dict(processor(text=[text], videos=[video], **options))
@@ -179,7 +182,7 @@ def make_metadata(video: SampledVideo) -> Any:
     from transformers.video_utils import VideoMetadata  # noqa: PLC0415 - seconds to import
 
     clip_fps = video.clip_fps or video.fps
-    multiple = max(1, math.ceil(_FINE_FPS / clip_fps))
+    multiple = max(1, math.floor(_FINE_FPS / clip_fps))
     fps = clip_fps * multiple
     indices = [round(seconds * fps) for seconds in video.times_in_clip]
     total = max(video.clip_frames * multiple, indices[-1] + 1)
