@@ -17,6 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
+from gstep.errors import TooFewFrames, UnsupportedVideo
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import FaultClass, UsageError, VideoFault
 from pipeline.inputs.forms import ArchiveMember, OpenArchives, find_member, make_fetch
@@ -35,6 +36,7 @@ from pipeline.video.source import Source, open_source
 if TYPE_CHECKING:
     from gstep.backbones import Preprocessor
 
+_USUAL_SIZES = (1080, 1920), (720, 1280), (480, 854), (240, 426)  # of videos, (height, width)
 # Columns of the videos table that a row to process has under the same names, and columns that a decoded video has.
 _ROW_COLUMNS = ("video_id", "uri", "attempts", "start_s", "end_s", "manifest", "source_offset")
 _DECODED_COLUMNS = (
@@ -68,9 +70,27 @@ class DecodeSetup:
     fetch_mb: int = 2048
 
     def largest_frames(self) -> tuple[int, int, int]:
-        """Return the (frames, height, width) of a long full HD video: the largest shape to plan for."""
-        frames = self.sampling.num_frames or self.sampling.max_frames or 0
-        return frames, *self.preprocessor.target_size(frames, 1080, 1920)
+        """Return the (frames, height, width) of a long full HD video: the largest shape to plan for.
+
+        Raises UnsupportedVideo as ``plan_shape``.
+        """
+        return plan_shape(self.preprocessor, self.sampling.num_frames or self.sampling.max_frames or 0)
+
+
+def plan_shape(preprocessor: Preprocessor, n_frames: int) -> tuple[int, int, int]:
+    """Return the (frames, height, width) to plan for: of full HD, or of the largest usual size that the model takes.
+
+    A model that takes frames in their source size takes fewer bytes than a long full HD video has. Raises
+    UnsupportedVideo if the model takes ``n_frames`` frames of no size.
+    """
+    for size in _USUAL_SIZES:
+        try:
+            return n_frames, *preprocessor.target_size(n_frames, *size)
+        except TooFewFrames:
+            raise
+        except UnsupportedVideo as error:
+            refusal = error
+    raise refusal
 
 
 def check_decoder_device(decoder: str, device: str) -> None:

@@ -40,7 +40,7 @@ from pipeline.plan.estimate import (
     total,
 )
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.decode_stage import VideoDecoder
+from pipeline.prune.decode_stage import VideoDecoder, plan_shape
 from pipeline.prune.encode_stage import VideoEncoder
 from pipeline.prune.facts import COLUMN_BYTES, measure_seconds
 from pipeline.prune.manifest_checks import Example, find_sure_failures
@@ -146,7 +146,7 @@ def _measure_minute(recipe: Recipe) -> tuple[int, int, int]:
     if sampling.fps is not None:
         n_frames = max(sampling.min_frames, count_frames(60, sampling.fps))
         n_frames = min(n_frames, sampling.max_frames or n_frames)
-    shape = n_frames, *family.preprocessor().target_size(n_frames, 1080, 1920)
+    shape = plan_shape(family.preprocessor(), n_frames)
     T, N = family.token_counts(*shape)
     stored_bytes = recipe.encode_setup(recipe.config.device, recipe.dtype).stored_bytes_per_video(*shape)
     return T * N, budget_for(recipe.retention_ratio, T * N), stored_bytes

@@ -32,7 +32,7 @@ from pipeline.cache.header import (
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION, VIDEOS
 from pipeline.errors import UsageError, usage_errors
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.decode_stage import DecodeSetup, check_decoder_device
+from pipeline.prune.decode_stage import DecodeSetup, check_decoder_device, plan_shape
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.facts import COLUMN_BYTES
 from pipeline.runner.cluster import can_have_gpus
@@ -220,7 +220,7 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
         family = family_of(source)
         sampling = make_sampling(config, family.default_max_frames, family.min_frames(), family.min_rule)
         # Raises for a number of frames that the model never accepts.
-        family.preprocessor().target_size(sampling.num_frames or sampling.max_frames or 0, 1080, 1920)
+        plan_shape(family.preprocessor(), sampling.num_frames or sampling.max_frames or 0)
         pruner = _make_pruner(config, source)
         identity_entry = describe_method(pruner)  # raises if the method cannot be part of a cache's identity
         evidence = parse_evidence(config.evidence, source.family, pruner)
