@@ -27,6 +27,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["RAY_AUTH_MODE"] = "disabled"
 # PyTorch sets it as soon as it compiles anything. Workers are forked from a server where both have the same variables.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+# Results of the check of generic models are kept there, and not in the cache of whoever runs the tests.
+os.environ["XDG_CACHE_HOME"] = f"{tempfile.gettempdir()}/cache_{getpass.getuser()}"
 # Decoders, DuckDB and Ray abort or hang in a forked child that collects what they left in the parent, with its threads.
 os.register_at_fork(after_in_child=gc.freeze)
 # Processes that inherit the environment of the tests import torchvision as the tests do.

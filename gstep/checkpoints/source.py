@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -163,7 +164,7 @@ class ModelSource(TensorSource):
         """Choose the class of transformers that reads videos and writes text; return it with its part of the config.
 
         For an Omni model it is the class of the thinker. Raises ModelError if transformers has no such class, or the
-        class makes no features of images or videos.
+        class takes no features of images or videos.
         """
         import transformers  # noqa: PLC0415 - seconds, and the families of the table need none of it here
 
@@ -173,7 +174,8 @@ class ModelSource(TensorSource):
         if thinker is not None:
             names, config = [name.replace("ForCond", "ThinkerForCond") for name in names], thinker
         try:
-            classes = [value for name in names if isinstance(value := getattr(transformers, name, None), type)]
+            values = [getattr(transformers, name, None) for name in names]
+            classes: list[Any] = [value for value in values if isinstance(value, type)]
             if not classes and (thinker is not None or not names):
                 autos = transformers.AutoModelForMultimodalLM, transformers.AutoModelForImageTextToText
                 classes = [auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping]
@@ -197,10 +199,11 @@ class ModelSource(TensorSource):
                 f"transformers {version('transformers')} has none{_NEVER_RUN}: use the checkpoint in the layout of "
                 "transformers, which often has -hf in its name"
             )
-        if not any(hasattr(classes[0], f"get_{kind}_features") for kind in ("video", "image")):
+        # Some classes leave get_video_features to the model inside, but all that encode anything have this argument.
+        if "mm_encoder_outputs" not in inspect.signature(classes[0].forward).parameters:
             raise ModelError(
-                f"{self.name!r}: {classes[0].__name__} of transformers sees no videos (it has no get_video_features): "
-                "use a model that takes videos and text"
+                f"{self.name!r}: {classes[0].__name__} of transformers sees no videos (its forward takes no "
+                "mm_encoder_outputs): use a model that takes videos and text"
             )
         return classes[0], config
 

@@ -37,8 +37,6 @@ from gstep.generic.halves import (
     load_model,
     make_features,
     move,
-    part_class,
-    refuse_missing,
 )
 from gstep.generic.layout import (
     Layout,
@@ -129,19 +127,8 @@ def _check_names(source: ModelSource) -> bool:
     """
     if not source.weight_files or not all(_file_bytes(source)):
         return False
-    name, revision = source.pretrained()
     for part in (TOWER, LLM):
-        cls, config = part_class(source, part)
-        try:
-            _, info = cls.from_pretrained(
-                name, revision=revision, config=config, dtype=torch.bfloat16, device_map="meta", use_safetensors=True,
-                trust_remote_code=False, output_loading_info=True,
-            )  # fmt: skip
-        except Exception as error:  # of any type: whatever transformers does with these files
-            raise ModelError(
-                f"{source.name!r}: transformers does not load {cls.__name__} ({type(error).__name__}: {error})"
-            ) from error
-        refuse_missing(source.name, info)
+        load_model(source, Runtime("meta", torch.bfloat16, "sdpa"), part)
     return True
 
 
@@ -170,8 +157,8 @@ def build_reduced(source: ModelSource) -> Any:
     """
     cls, config = source.stock_class()
     for reduce_vision in (True, False):
-        reduced = _reduce_config(config, reduce_vision)
         try:
+            reduced = _reduce_config(config, reduce_vision)
             with torch.device("meta"):
                 shapes = cls._from_config(copy.deepcopy(reduced), dtype=torch.bfloat16)
             needed = sum(weight.nbytes for weight in shapes.parameters())
@@ -212,14 +199,17 @@ def _remove_head(model: Any) -> None:
 def _reduce_config(config: Any, reduce_vision: bool) -> Any:
     """Copy a config with few layers and experts; widths and the vocabulary stay."""
     content: dict[str, Any] = copy.deepcopy(config.to_dict())
-    text, vision = config.get_text_config(), content.get("vision_config") or {}
-    chosen = [value for key, value in vision.items() if isinstance(value, list) and any(w in key for w in _INDEX_LISTS)]
-    n_min = max([_MIN_LAYERS, *(len(layers) + 1 for layers in chosen)])  # deepstack levels enter as many layers
+    text = cast("Any", config.get_text_config())  # or the config itself
+    vision = content.get("vision_config") or {}
+    chosen = {key: len(value) + 1 for key, value in vision.items() if _is_choice(key, value)}
+    n_vision = max([_MIN_LAYERS, *chosen.values()])
+    n_text = max([_MIN_LAYERS, *(n for key, n in chosen.items() if "deepstack" in key)])  # levels enter as many layers
+    text_names = [name for name in content if text is not None and getattr(config, name, None) is text]
     for name in [key for key, value in content.items() if isinstance(value, dict) and key.endswith("_config")]:
         if name == "vision_config" and reduce_vision:
-            _reduce_part(content, name, content[name].get("depth", content[name].get("num_hidden_layers")), n_min)
-        elif text is not None and getattr(config, name, None) is text:
-            _reduce_part(content, name, text.num_hidden_layers, n_min)
+            _reduce_part(content, name, content[name].get("depth", content[name].get("num_hidden_layers")), n_vision)
+        elif name in text_names:
+            _reduce_part(content, name, text.num_hidden_layers, n_text)
             for key in _EXPERTS:
                 top = content[name].get("num_experts_per_tok") or content[name].get("moe_k") or 1
                 if isinstance(content[name].get(key), int) and isinstance(top, int):
@@ -236,21 +226,30 @@ def _reduce_part(content: dict[str, Any], name: str, depth: object, n_min: int) 
     part = content[name]
     if not isinstance(depth, int) or depth <= n_min:
         return
-    kinds = [value for value in part.values() if isinstance(value, list) and len(value) == depth]
+    lists = [
+        [json.dumps(v) for v in value] for value in part.values() if isinstance(value, list) and len(value) == depth
+    ]
+    kinds = [values for values in lists if len({*values}) <= depth // 2]  # others number the layers
     n = n_min
-    while any({json.dumps(v) for v in kind[:n]} != {json.dumps(v) for v in kind} for kind in kinds) and n < depth:
+    while n < depth and any({*values[:n]} != {*values} for values in kinds):
         n += 1
     for key, value in part.items():
         part[key] = _reduce_setting(key, value, depth, n)
 
 
+def _is_choice(key: str, value: object) -> bool:
+    """Return True if a setting is a list of the numbers of chosen layers."""
+    return isinstance(value, list) and any(word in key for word in _INDEX_LISTS)
+
+
 def _reduce_setting(key: str, value: Any, depth: int, n: int) -> Any:
     """Reduce a setting of a part of a config from ``depth`` layers to the first ``n``; others stay as they are."""
-    is_choice = any(word in key for word in _INDEX_LISTS)
     match value:
         case list() if len(value) == depth:
             return value[:n]
-        case list() if is_choice and all(isinstance(number, int) and 0 <= number < depth for number in value):
+        case list() if _is_choice(key, value) and all(
+            isinstance(number, int) and 0 <= number < depth for number in value
+        ):
             return sorted({min(i, n - 1) for i, _ in enumerate(value)})
         case dict() if value and all(str(number).isdecimal() for number in value):
             return {number: setting for number, setting in value.items() if int(number) < n}
@@ -322,6 +321,7 @@ def compare(source: ModelSource, model: Any) -> Layout:
     count_steps(model.config, inputs, units, len(levels[0]), tail)
     stock = model(**forward_inputs(model, inputs)).logits
     prompt = _make_prompt(model, inputs, len(levels[0]))
+    layout = replace(layout, axes=3 if prompt["position_ids"].ndim == 3 else 1)
 
     def run(features: Sequence[Tensor], **changes: Any) -> Tensor:
         outputs = wrap_features([[level] for level in features], layout)

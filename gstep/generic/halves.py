@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,29 +20,54 @@ WHOLE, TOWER, LLM = "whole", "tower", "llm"
 def load_model(source: ModelSource, runtime: Runtime, part: str = WHOLE) -> Any:
     """Load a model in eval mode: all of it (WHOLE), all but the language model (TOWER), or the language model (LLM).
 
-    Parts that are left out are empty modules: their tensors are neither allocated nor read.
+    Parts that are left out are empty modules: their tensors are neither allocated nor read. On the device "meta" only
+    names and shapes are read.
 
     Raises ModelError if weights are missing, quantized or of another shape.
     """
     refuse_quantized(source.name, source.config)
-    cls, config = part_class(source, part)
+    cls, config = _part_class(source, part)
     name, revision = source.pretrained()
-    options: dict[str, Any] = {"config": config, "dtype": runtime.dtype, "use_safetensors": True}
+    options: dict[str, Any] = {
+        "config": config,
+        "dtype": runtime.dtype,
+        "use_safetensors": True,
+        "trust_remote_code": False,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # named below, with the missing ones
+    }
     if runtime.attn_implementation != "sdpa":  # the default, where a model has it
         options["attn_implementation"] = runtime.attn_implementation
+    if runtime.device == "meta":
+        options["device_map"] = "meta"
     try:
-        model, info = cls.from_pretrained(
-            name, revision=revision, trust_remote_code=False, output_loading_info=True, **options
-        )
+        with _silence_loading():
+            model, info = cls.from_pretrained(name, revision=revision, **options)
     except Exception as error:  # of any type: whatever transformers does with these files
         raise ModelError(
             f"{source.name!r}: transformers does not load {cls.__name__} ({type(error).__name__}: {error})"
         ) from error
-    refuse_missing(source.name, info)
+    _refuse_missing(source.name, info)
     return model.to(runtime.device).eval().requires_grad_(False)
 
 
-def refuse_missing(name: str, info: dict[str, Any]) -> None:
+@contextmanager
+def _silence_loading() -> Iterator[None]:
+    """Hide transformers' progress bars and its report of tensors: what is missing is an error here."""
+    from transformers.utils import logging  # noqa: PLC0415 - takes seconds
+
+    was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if was_shown:
+            logging.enable_progress_bar()
+
+
+def _refuse_missing(name: str, info: dict[str, Any]) -> None:
     """Raise ModelError for weights that ``from_pretrained`` did not find, which it would leave random."""
     keys = sorted({str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])})
     if keys:
@@ -51,7 +77,7 @@ def refuse_missing(name: str, info: dict[str, Any]) -> None:
         )
 
 
-def part_class(source: ModelSource, part: str) -> tuple[Any, Any]:
+def _part_class(source: ModelSource, part: str) -> tuple[Any, Any]:
     """Make the class of a part of a model, and return it with its config."""
     stock: Any
     stock, config = source.stock_class()

@@ -29,6 +29,7 @@ class Layout:
         frames_per_step: frames that are encoded together.
         tail: R, rows behind the last frame's that depend on no frame (LLaVA-OneVision's newline).
         units_per_step: the processor's units of time (:func:`count_units`) of a step.
+        axes: the numbers of a position: 1, or 3 (time, height, width).
         in_pieces: whether a video may be encoded in pieces of whole steps.
         in_batches: whether a batch of prompts gives the logits of single prompts.
         parity: how the gate showed that cached tokens give the stock model's logits.
@@ -41,6 +42,7 @@ class Layout:
     frames_per_step: int
     tail: int
     units_per_step: float
+    axes: int = 1
     in_pieces: bool = False
     in_batches: bool = False
     parity: Mapping[str, Any] = field(default_factory=dict)
@@ -149,6 +151,13 @@ def split_inputs(inputs: Mapping[str, Any], units: int) -> list[dict[str, Any]]:
             is_timed = isinstance(value, Tensor) and value.ndim > axis and value.shape[axis] == pixels.shape[axis]
             if (key == name or is_timed) and value.shape[:axis] == lead and key not in ("input_ids", "attention_mask"):
                 piece[key] = value.narrow(axis, start * rows, (end - start) * rows)
+            elif (
+                isinstance(value, Tensor)
+                and value.numel() == 1
+                and int(value) == total
+                and not value.is_floating_point()
+            ):
+                piece[key] = torch.full_like(value, end - start)  # the number of frames
         if grid is not None:
             piece["video_grid_thw"] = torch.cat([torch.full_like(grid[:, :1], end - start), grid[:, 1:]], dim=1)
         pieces.append(piece)

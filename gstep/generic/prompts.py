@@ -28,11 +28,9 @@ class GenericPrompts(PromptBuilder):
     """The builder of prompts with one video, or without a video, for any model of the generic family.
 
     The model's own rule gives the positions of the whole prompt. Then the columns of the tokens that the pruning method
-    dropped are removed from token ids, token types and positions alike.
+    dropped are removed from token ids, token types and positions alike. By default positions are renumbered if they
+    have one number, and original ones if they have three (time, height, width), as in the families with their own code.
     """
-
-    default_positions = "original"
-    axes = 1  # or 3: the model's own rule decides
 
     def __init__(self, source: ModelSource, policy: PromptPolicy) -> None:
         """Take a model that the gate has checked."""
@@ -65,11 +63,15 @@ class GenericPrompts(PromptBuilder):
         frame times that the model's own processor does not know.
         """
         template_hash = hashlib.sha256(chat_template(source).encode()).hexdigest()[:16]
-        policy = PromptPolicy(positions or cls.default_positions, rule, template_hash, frame_times, thought)
-        if rule != _RULE:
-            raise ValueError(f"prompts of {source.name!r} follow the installed transformers: the rule {rule!r} is for "
-                             "families with their own code")  # fmt: skip
-        builder = cls(source, replace(policy, frame_times="true"))
+        default = "original" if Layout.of(source).axes == 3 else "contiguous"
+        policy = PromptPolicy(positions or default, rule, template_hash, frame_times, thought)
+        if (rule, frame_times) != (_RULE, "true"):
+            other = f"the rule {rule!r}" if rule != _RULE else f"frame times {frame_times!r}"
+            raise ValueError(
+                f"prompts of {source.name!r} are written by its own processor: {other} is for families with their own "
+                "code"
+            )
+        builder = cls(source, policy)
         builder._check_template()
         if thought == "closed" and not builder.open_tag:
             builder.policy = replace(builder.policy, thought="open")

@@ -37,6 +37,8 @@ MIN_WORKER_BYTES = 8 * 2**20  # memory for the videos of a worker, however small
 MAX_BUNDLE_BYTES, MAX_VIDEOS_PER_BUNDLE = 64 * 2**20, 32
 MAX_VIDEOS_PER_UNIT = 256  # videos of an archive in one call, which a retry decodes again
 DECODER_BYTES = 2**30  # memory of a decoder: two processes, the packets of a file, and the frames in hand
+# Copies of the frames that a decoder has in hand at once, where a video has more than MAX_BUNDLE_BYTES of them.
+LARGE_VIDEO_COPIES = 3
 # Bytes of video files that are worth another decoder, which takes a second to start: half a minute at 1 Mbit/s.
 DECODER_FILES_BYTES = 4 * 2**20
 # With --decoder nvdec: the share of a GPU that its decoders reserve together, and their number. Four decoders did 5.3
@@ -73,7 +75,8 @@ class Resources(Plan):
         ``token_bytes`` are the bytes of one video. If the waiting shards take more memory, Ray slows to one block in
         ten seconds.
         """
-        bundles = 4 * self.decode.workers + (self.encode.in_flight or 4) * self.encode.workers
+        bundles = (self.decode.in_flight or 4) * self.decode.workers
+        bundles += (self.encode.in_flight or 4) * self.encode.workers
         frames = bundles * max(self.videos_per_bundle * frame_bytes, MIN_WORKER_BYTES)
         return frames + self.shards_at_once * self.videos_per_shard * token_bytes
 
@@ -84,6 +87,9 @@ class Resources(Plan):
         of an encoder is long enough that it does not wait for the driver, which looks ten times a second. It has at
         most an eighth of the encoder's share, since other encoders may finish earlier. All queues have at most a
         quarter of the object stores. All shards in memory fit half of the object stores, which is Ray's own limit.
+
+        Ray starts calls before it knows how large their results are. Where a video has more than MAX_BUNDLE_BYTES of
+        frames, no calls wait at a worker, and all results of the decoders' first calls fit half of the object stores.
 
         Args:
             store_bytes: of all object stores together.
@@ -101,9 +107,14 @@ class Resources(Plan):
         bundle = math.ceil(shard / math.ceil(shard / max(1, max_bundle)))
         share = n_videos // (8 * bundle * self.encode.workers)
         fit = int(store_bytes / 4 / (self.encode.workers * bundle * max(frame_bytes, 1)))
-        in_flight = max(2 * CALLS, min(max(4, VIDEOS_AHEAD_PER_ENCODER // bundle), share, fit))
+        decode, least = self.decode, 2 * CALLS
+        if frame_bytes > MAX_BUNDLE_BYTES:
+            decoders, least = max(1, int(store_bytes / 2 / (CALLS * frame_bytes))), CALLS
+            decode = replace(decode, workers=min(decode.workers, decoders), in_flight=CALLS)
+        in_flight = max(least, min(max(4, VIDEOS_AHEAD_PER_ENCODER // bundle), share, fit))
         return replace(
             self,
+            decode=decode,
             videos_per_shard=shard,
             videos_per_bundle=bundle,
             videos_per_block=bundle * max(1, self.videos_per_block // bundle),
@@ -166,6 +177,7 @@ def plan_resources(
     *,
     memory: float = math.inf,
     total_file_bytes: float = math.inf,
+    frame_bytes: int = 0,
     videos_per_shard: int = 16,
     decode_workers: int | None = None,
     encode_workers: int | None = None,
@@ -179,6 +191,7 @@ def plan_resources(
     Args:
         gpus: below 1, encoders run on CPUs.
         total_file_bytes: of the videos' files; infinite if unknown.
+        frame_bytes: of the frames of one video.
         videos_per_shard: at most; small runs get smaller shards.
         decode_workers, encode_workers: at most; None for a number that fits the cluster.
         decode_on_gpus: whether decoders reserve a share of the GPUs.
@@ -187,7 +200,8 @@ def plan_resources(
     max_encoders = int(gpus) if gpus >= 1 else cores
     encoders = max(1, min(encode_workers or (max_encoders if gpus >= 1 else int(cpus // 4)), max_encoders, n_videos))
     useful_decoders = decode_workers or math.ceil(min(total_file_bytes / DECODER_FILES_BYTES, cores))
-    decoders = max(1, min(useful_decoders, cores, int(min(memory / DECODER_BYTES, cores)), n_videos))
+    decoder_bytes = DECODER_BYTES + (LARGE_VIDEO_COPIES * frame_bytes if frame_bytes > MAX_BUNDLE_BYTES else 0)
+    decoders = max(1, min(useful_decoders, cores, int(min(memory / decoder_bytes, cores)), n_videos))
     decode_gpu, encode_gpu = 0.0, 1.0 if gpus >= 1 else 0.0
     if decode_on_gpus and gpus >= 1:
         decoders = min(decoders, decode_workers or NVDEC_DECODERS_PER_GPU * int(gpus))
@@ -223,6 +237,7 @@ def plan_workers(
         n_videos,
         memory=cluster.get("memory", math.inf),
         total_file_bytes=file_bytes,
+        frame_bytes=3 * math.prod(shape),
         videos_per_shard=config.videos_per_shard or by_size,
         decode_workers=config.decode_workers,
         encode_workers=config.encode_workers,

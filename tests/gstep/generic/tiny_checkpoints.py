@@ -252,6 +252,15 @@ FAMILIES = {
                            video_options=_SIZE),
     "cosmos3_omni": Family("Qwen3VLProcessor", "Cosmos3OmniForConditionalGeneration", _QWEN, _QWEN_WRAP,
                            merge(_DEEPSTACK, _MROPE), video_options=_SIZE),
+    "dots3_note": Family("Dots3NoteProcessor", "Dots3NoteForConditionalGeneration", {}, "{}",
+                         {"text_config": {**_LATENT, "qk_rope_head_dim": 8, "head_dim": 8, "index_head_dim": 16,
+                                          "index_n_heads": 2, "shared_experts_intermediate_size": 32,
+                                          "sliding_window": 4096, "swa_num_attention_heads": 4,
+                                          "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16,
+                                          "swa_head_dim": 24, "swa_qk_nope_head_dim": 16, "swa_v_head_dim": 16},
+                          "vision_config": {"adapter_in_dim": D, "adapter_out_dim": D},
+                          "audio_config": {"adapter_input_size": D, "adapter_out_dim": D, "conv_output_size": 256}},
+                         video_options={"patch_size": 14, "temporal_patch_size": 1}),
 }
 # fmt: on
 
@@ -362,7 +371,10 @@ def set_token_ids(config: dict[str, Any], processor: Any) -> None:
 
 
 def enlarge_weights(model: torch.nn.Module) -> None:
-    """Draw the matrices of a model at a scale at which each input changes the outputs, and fill zeros and NaN."""
+    """Draw the matrices of a model at a scale at which each input changes the outputs, and fill zeros and NaN.
+
+    All values can be bfloat16, as in published checkpoints.
+    """
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim >= 2:
@@ -370,3 +382,4 @@ def enlarge_weights(model: torch.nn.Module) -> None:
                 weight.normal_(0.0, 0.7 if is_embedding else 1.5 / max(1, weight[0].numel()) ** 0.5)
             elif weight.isnan().any() or not weight.any():
                 weight.normal_(0.0, 0.05) if name.endswith("bias") else weight.fill_(1.0)
+            weight.copy_(weight.bfloat16())

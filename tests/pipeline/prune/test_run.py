@@ -55,6 +55,26 @@ def test_a_number_of_videos_a_shard_wins_over_its_size():
     assert planned(videos_per_shard=3) == planned(videos_per_shard=3, target_shard_mb=1000) == 3
 
 
+@pytest.mark.parametrize(
+    ("frame_bytes", "store_bytes", "memory", "decoders", "queue"),
+    [
+        (32 * 384 * 384 * 3, 5e9, 64e9, 59, 4),  # of one size
+        (32 * 1080 * 1920 * 3, 77e9, 256e9, 64, 2),  # of full HD, as they come
+        (32 * 1080 * 1920 * 3, 5e9, 256e9, 6, 2),  # as many as the object store holds
+        (32 * 1080 * 1920 * 3, 77e9, 32e9, 19, 2),  # as many as the memory holds
+        (2**30, 1e9, 256e9, 1, 2),
+    ],
+)
+def test_large_frames_fill_neither_the_object_stores_nor_the_memory(frame_bytes, store_bytes, memory, decoders, queue):
+    cluster = {"CPU": 64.0, "GPU": 8.0, "object_store_memory": store_bytes, "memory": memory}
+    _, plan = plan_workers(PruneConfig(), setups("cuda", 11_239_424, frame_bytes), cluster, 10**5)
+    assert (plan.decode.workers, plan.decode.in_flight) == (decoders, queue)
+    assert plan.videos_per_bundle == 1 or queue == 4
+    if queue == 2:
+        first_results = plan.decode.workers * plan.decode.in_flight * frame_bytes
+        assert plan.encode.in_flight >= 2 and (first_results <= store_bytes / 2 or decoders == 1)
+
+
 def test_what_was_asked_for_and_is_not_to_be_had_is_said():
     def said(cluster_cpus: float, n_videos: int, store_bytes: float = 1e12, **options) -> list[str]:
         config = PruneConfig(**options)

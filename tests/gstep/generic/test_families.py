@@ -1,0 +1,169 @@
+"""Each family of video models in the generic family: cached tokens give the logits of the stock model on the video."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers.video_utils import VideoMetadata
+
+import gstep
+from gstep.backbones import ModelSource, Runtime, SampledVideo, family_of
+from gstep.language import Prompt, Visual, load_language_model, prompt_builder
+from gstep.language.model import LanguageModel
+from gstep.types import VisualTokens
+from tests.gstep.generic.tiny_checkpoints import FAMILIES
+
+QUESTION = "What moves?"
+N_FRAMES, HEIGHT, WIDTH, FPS = 8, 112, 168, 2.0
+RUNTIME = Runtime("cpu", torch.float32, "sdpa")
+#: Families with layers that hand a state from token to token, or that choose blocks of tokens: a mask does not take a
+#: token out of these, so the stock model gives no logits to compare pruned videos with.
+STATEFUL = {
+    *("glm5_next", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe"),
+    "qwen4_exp",
+}
+#: Families that always run: deepstack and M-RoPE, a tail, frames as images, token types, latent attention, states.
+QUICK = ("qwen3_vl", "llava_onevision", "smolvlm", "gemma4", "kimi_k25", "lfm3_vl")
+
+every_family = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
+
+
+def make_clip() -> Tensor:
+    """Make frames [F,H,W,3] uint8 of a square that moves over fixed noise."""
+    noise = torch.Generator().manual_seed(1)
+    frames = torch.randint(0, 256, (HEIGHT, WIDTH, 3), generator=noise, dtype=torch.uint8).repeat(N_FRAMES, 1, 1, 1)
+    for i in range(N_FRAMES):
+        frames[i, 20:60, 10 + 12 * i : 50 + 12 * i] = torch.tensor([250, 30 * i, 40], dtype=torch.uint8)
+    return frames
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint, a clip, and its tokens.
+
+    Attributes:
+        inputs: the stock processor's, for the clip and QUESTION.
+        stock: the stock model.
+    """
+
+    source: ModelSource
+    inputs: dict[str, Any]
+    stock: Any
+    video: VisualTokens
+    language_model: LanguageModel
+
+    def build_prompt(self, index: Tensor | None = None, positions: str = "original", text: str = QUESTION) -> Prompt:
+        """Build the prompt of the tokens at flat ``index``, or of all tokens."""
+        T, N, _ = self.video.tokens.shape
+        index = torch.arange(T * N) if index is None else index
+        tokens, *deepstack = (level.flatten(0, 1)[index] for level in (self.video.tokens, *self.video.deepstack))
+        visual = Visual(tokens, index, T, N, self.video.extra, tuple(deepstack))
+        return prompt_builder(self.source, positions).build(text, [visual])
+
+    def select(self) -> Tensor:
+        """Return the flat index of the quarter of the tokens that GSTEP keeps."""
+        return gstep.prune(self.video.tokens, retention_ratio=0.25).index
+
+
+@cache
+def load_case(name: str, folder: Path) -> Case:
+    """Load a checkpoint by the stock classes and by the generic family."""
+    # The whole of an Omni model speaks too, and asks for files about its voices.
+    reader = "ThinkerForConditional" if "thinker_config" in FAMILIES[name].config else "ForConditional"
+    stock_class = getattr(transformers, FAMILIES[name].model.replace("ForConditional", reader))
+    stock = stock_class.from_pretrained(folder, dtype=torch.float32).eval()
+    clip, source = make_clip(), ModelSource.resolve(str(folder), family="generic")
+    sampled = SampledVideo(HEIGHT, WIDTH, [i / FPS for i in range(N_FRAMES)], None, FPS, N_FRAMES)
+    video = family_of(source).load(RUNTIME).encode(clip, video=sampled)
+    return Case(source, read_by_stock(folder, clip), stock, video, load_language_model(source, RUNTIME))
+
+
+def read_by_stock(folder: Path, clip: Tensor) -> dict[str, Any]:
+    """Prepare a question about a clip with the checkpoint's own processor."""
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    if hasattr(processor.video_processor, "use_token_compression"):
+        processor.video_processor.use_token_compression = False  # in favor of the pruning method
+    content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
+    messages = [{"role": "user", "content": content}]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    metadata = VideoMetadata(N_FRAMES, FPS, WIDTH, HEIGHT, N_FRAMES / FPS, frames_indices=list(range(N_FRAMES)))
+    options = {"video_metadata": [metadata], "fps": FPS, "return_metadata": True, "return_mm_token_type_ids": True}
+    return dict(
+        processor(
+            text=[text], videos=[clip.permute(0, 3, 1, 2)], do_sample_frames=False, return_tensors="pt", **options
+        )
+    )
+
+
+@torch.no_grad()
+def run_stock(case: Case, **changes: Tensor) -> Tensor:
+    """Return the logits [L,V] of the stock model on pixels, with changed inputs."""
+    names = inspect.signature(case.stock.forward).parameters  # the processor returns more
+    return case.stock(**{key: case.inputs[key] for key in case.inputs if key in names} | changes).logits[0]
+
+
+@every_family
+def test_with_all_tokens_the_logits_are_those_of_the_stock_model(tiny_checkpoint, name):
+    case = load_case(name, tiny_checkpoint(name))
+    prompt = case.build_prompt()
+    assert prompt.input_ids.tolist() == case.inputs["input_ids"][0].tolist()
+    difference = (case.language_model.logits([prompt])[0] - run_stock(case)).abs().max()
+    # HY-V4 sums in another order when a video is encoded in pieces.
+    assert difference <= (2e-5 if name == "hy_v4_vl" else 0.0)
+
+
+@every_family
+@pytest.mark.parametrize("positions", ["original", "contiguous"])
+def test_with_a_quarter_of_the_tokens_the_logits_are_those_of_a_masked_stock_model(tiny_checkpoint, name, positions):
+    case = load_case(name, tiny_checkpoint(name))
+    index = case.select()
+    prompt = case.build_prompt(index, positions)
+    logits = case.language_model.logits([prompt])[0]
+    T, N, _ = case.video.tokens.shape
+    ids = case.inputs["input_ids"]
+    assert len(index) == T * N // 4 and len(prompt) == ids.shape[1] - T * N + len(index)
+    assert logits.isfinite().all()
+    if name in STATEFUL:
+        return
+    placeholder = prompt.input_ids[prompt.spans[0][0]]
+    keep = torch.ones(ids.shape[1], dtype=torch.bool)
+    dropped = torch.ones(T * N, dtype=torch.bool)
+    dropped[index] = False
+    keep[(ids[0] == placeholder).nonzero()[: T * N, 0][dropped]] = False
+    whole = {key: value for key, value in case.inputs.items() if key != "input_ids"}
+    place = case.stock._prepare_position_ids_for_generation(ids, whole)
+    place = place[-3:].clone() if place.ndim == 3 else place.clone()
+    assert torch.equal(prompt.positions, place[..., keep].reshape(prompt.positions.shape)) == (positions == "original")
+    place[..., keep] = prompt.positions.reshape(place[..., keep].shape).to(place.dtype)  # Qwen3-Omni counts in floats
+    expected = run_stock(case, attention_mask=keep.long()[None], position_ids=place)[keep]
+    assert (logits - expected).abs().max() < 1e-4 * max(1.0, float(expected.std()))
+
+
+@every_family
+def test_a_batch_gives_the_logits_of_its_prompts(tiny_checkpoint, name):
+    case = load_case(name, tiny_checkpoint(name))
+    prompts = [
+        case.build_prompt(case.select()),
+        case.build_prompt(text="A longer question: what moves, and where?"),
+    ]
+    for prompt, logits in zip(prompts, case.language_model.logits(prompts), strict=True):
+        (single,) = case.language_model.logits([prompt])
+        assert logits.shape == single.shape
+        assert (logits - single).abs().max() < 1e-3 * max(1.0, float(single.std()))
+
+
+def test_loading_a_half_of_a_model_logs_nothing_about_the_other_half(tiny_checkpoint, caplog):
+    source = ModelSource.resolve(str(tiny_checkpoint("internvl")), family="generic")
+    family_of(source).load(RUNTIME)
+    load_language_model(source, RUNTIME)
+    assert "UNEXPECTED" not in caplog.text

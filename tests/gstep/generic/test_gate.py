@@ -1,0 +1,223 @@
+"""The check of a generic model: what it refuses, what it notices, and what it keeps on disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from gstep.backbones import ModelSource
+from gstep.errors import ModelError
+from gstep.generic import gate
+from gstep.generic.layout import Layout
+from tests.gstep.generic.tiny_checkpoints import FAMILIES
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path, monkeypatch) -> Path:
+    """The folder of kept results, empty at first."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "gstep-cache" / "checks"
+
+
+@pytest.fixture
+def folder(tiny_checkpoint, tmp_path) -> Path:
+    """A tiny Qwen3-VL, to be changed."""
+    return Path(shutil.copytree(tiny_checkpoint("qwen3_vl"), tmp_path / "model"))
+
+
+def resolve(folder, **options) -> ModelSource:
+    return ModelSource.resolve(folder, family="generic", **options)
+
+
+def edit_config(folder, **settings) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def edit_weights(folder, edit) -> None:
+    """Rewrite the weights by ``edit``, a function from all tensors to all tensors."""
+    path = folder / "model.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in edit(load_file(path)).items()}, path, {"format": "pt"})
+
+
+def test_what_the_check_found_says_how_it_was_shown(folder):
+    layout = Layout.of(resolve(folder))
+    assert (layout.hidden_size, layout.deepstack_levels, layout.frames_per_step, layout.tail) == (64, 2, 2, 0)
+    assert layout.in_pieces and layout.in_batches and layout.modality == "video" and not layout.stacked
+    parity = layout.parity
+    assert parity["class"] == "Qwen3VLForConditionalGeneration" and parity["transformers"] == transformers.__version__
+    assert parity["difference"] == 0 < parity["scale"] and parity["names"] is True
+    assert {name: value > 0.5 for name, value in parity["notices"].items()} == {
+        "swapped token": True, "shifted position": True, "zeroed weight": True}  # fmt: skip
+
+
+def test_a_result_is_kept_for_a_class_config_and_version(folder, kept, monkeypatch, capsys):
+    first = resolve(folder).layout
+    assert "once for this kind of model" in capsys.readouterr().err
+    monkeypatch.setattr(gate, "compare", None)  # calling it would fail
+    assert resolve(folder).layout == first and capsys.readouterr().err == ""
+    # Other weights of the same config: only their names are checked.
+    edit_weights(folder, lambda tensors: {name: tensor * 1.5 for name, tensor in tensors.items()})
+    assert resolve(folder).layout == first
+    (file,) = kept.iterdir()
+    assert len(json.loads(file.read_text())["identities"]) == 2
+    monkeypatch.setattr(gate, "version", lambda package: "5.99.0")
+    with pytest.raises(TypeError, match="not callable"):
+        resolve(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"layout": {"hidden_size": 64}, "identities": []}'])
+def test_a_damaged_result_is_not_used(folder, kept, content):
+    expected = resolve(folder).layout
+    (file,) = kept.iterdir()
+    file.write_bytes(content)
+    assert resolve(folder).layout.keys() == expected.keys() and json.loads(file.read_text())["identities"]
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_next_run_its_time(folder, kept, capsys):
+    kept.parent.mkdir(parents=True)
+    kept.write_text("a file")
+    assert resolve(folder).layout is not None and "was not kept" in capsys.readouterr().err
+
+
+PARTS = (
+    "visual.blocks.1.mlp.linear_fc1.weight",
+    "visual.deepstack_merger_list.0.linear_fc2.weight",
+    "language_model.layers.1.mlp.up_proj.weight",
+    "language_model.norm.weight",
+)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("kind", ["missing", "renamed", "reshaped"])
+def test_a_tensor_that_one_half_lacks_is_named_before_any_work(folder, part, kind):
+    def edit(tensors):
+        (name,) = (name for name in tensors if name.endswith(part))
+        tensor = tensors.pop(name)
+        return tensors | {"missing": {}, "renamed": {f"{name}s": tensor}, "reshaped": {name: tensor[:-1]}}[kind]
+
+    edit_weights(folder, edit)
+    with pytest.raises(ModelError, match="has no weights of the right shape for .*" + part.rsplit(".", 2)[-2]):
+        resolve(folder)
+
+
+def swap_rows(levels, layout):
+    """Wrap features with two rows of the tokens swapped."""
+    tokens, *others = levels
+    return WRAP([[torch.cat([rows[1:2], rows[:1], rows[2:]]) for rows in tokens], *others], layout)
+
+
+def drop_last_level(levels, layout):
+    """Wrap features with a deepstack level of zeros."""
+    *others, last = levels
+    return WRAP([*others, [torch.zeros_like(rows) for rows in last]], layout)
+
+
+def scale_rows(levels, layout):
+    """Wrap features 5 % too large."""
+    return WRAP([[rows * 1.05 for rows in level] for level in levels], layout)
+
+
+WRAP = gate.wrap_features
+
+
+@pytest.mark.parametrize("wrap", [swap_rows, drop_last_level, scale_rows])
+def test_tokens_that_reach_the_model_in_another_way_are_refused(folder, monkeypatch, kept, wrap):
+    monkeypatch.setattr(gate, "wrap_features", wrap)
+    with pytest.raises(ModelError, match=r"from cached tokens, all kept, Qwen3VLForConditionalGeneration .* another"):
+        resolve(folder)
+    assert not kept.exists()
+
+
+@pytest.mark.parametrize("policy", ["contiguous", "one too large from the video on"])
+def test_positions_by_another_rule_are_refused(folder, monkeypatch, policy):
+    rule = gate.prompt_positions
+
+    def compute(model, inputs, keep, _):
+        positions = rule(model, inputs, keep, "contiguous" if policy == "contiguous" else "original")
+        return positions if policy == "contiguous" else positions + (torch.arange(len(keep)) > 20)
+
+    monkeypatch.setattr(gate, "prompt_positions", compute)
+    with pytest.raises(ModelError, match="gives another result than from the video"):
+        resolve(folder)
+
+
+def test_a_comparison_that_would_notice_nothing_is_refused(folder, monkeypatch):
+    def fill(model):
+        for weight in model.parameters():
+            weight.data.zero_()
+
+    monkeypatch.setattr(gate, "_fill", fill)
+    with pytest.raises(ModelError, match="do not depend on the frames"):
+        resolve(folder)
+
+
+def test_a_comparison_with_a_silent_language_model_is_refused(folder, monkeypatch):
+    fill = gate._fill
+
+    def fill_vision(model):
+        fill(model)
+        for layer in model.get_decoder().layers:
+            for weight in layer.parameters():
+                weight.data.zero_()
+
+    monkeypatch.setattr(gate, "_fill", fill_vision)
+    with pytest.raises(ModelError, match=r"its check is blind, since a zeroed weight .*python -m jobs.doctor --model"):
+        resolve(folder)
+
+
+def test_a_config_that_cannot_be_reduced_names_the_doctor(folder, monkeypatch):
+    monkeypatch.setattr(gate, "_reduce_config", lambda config, reduce_vision: 1 / 0)
+    with pytest.raises(ModelError, match=r"cannot be reduced .*ZeroDivisionError.* python -m jobs.doctor --model"):
+        resolve(folder)
+
+
+def test_a_reduced_model_that_does_not_fit_the_memory_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(gate, "_free_bytes", lambda: 2**16)
+    with pytest.raises(ModelError, match="run the check on a machine with more"):
+        resolve(folder)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "gemma4", "glm4v_moe", "lfm3_vl", "llava_onevision"])
+def test_a_deep_config_is_reduced_to_all_kinds_of_its_layers(name, tiny_checkpoint):
+    _, config = resolve(tiny_checkpoint(name), gate=False).stock_class()
+    content = config.to_dict()
+    text, vision = content["text_config"], content["vision_config"]
+    for part, depth in ((text, 40), (vision, 30)):
+        for key, value in part.items():
+            if isinstance(value, list) and len(value) == part.get("num_hidden_layers", part.get("depth")):
+                part[key] = (value * depth)[:depth]
+        part["num_hidden_layers" if "num_hidden_layers" in part else "depth"] = depth
+    reduced = gate._reduce_config(type(config).from_dict(content), reduce_vision=True)
+    n_text = reduced.text_config.num_hidden_layers
+    assert 2 <= n_text <= 8
+    assert getattr(reduced.vision_config, "depth", getattr(reduced.vision_config, "num_hidden_layers", 0)) <= 6
+    if kinds := getattr(reduced.text_config, "layer_types", None):
+        assert len(kinds) == n_text and {*kinds} == {*text["layer_types"]}
+    assert reduced.text_config.hidden_size == text["hidden_size"]
+
+
+def test_the_doctor_compares_the_real_weights(folder, monkeypatch):
+    source = resolve(folder, gate=False)
+    assert gate.check_weights(source)[0] == "ok"
+    monkeypatch.setattr(gate, "wrap_features", swap_rows)
+    state, says, _ = gate.check_weights(source)
+    assert state == "wrong" and "another result" in says
+    monkeypatch.setattr(gate, "_free_bytes", lambda: 1000)
+    state, says, remedy = gate.check_weights(source)
+    assert state == "unknown" and "nothing was compared" in says and "enough memory" in remedy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_passes_and_the_check_notices_all_that_its_layers_depend_on(name, tiny_checkpoint):
+    parity = Layout.of(resolve(tiny_checkpoint(name))).parity
+    assert parity["difference"] <= 0.01 * parity["scale"]
+    without_positions = {"glm5_next", "nemotron_h_omni"}  # no rotary positions in their layers
+    assert (parity["notices"]["shifted position"] == 0) == (name in without_positions)
