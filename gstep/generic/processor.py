@@ -287,7 +287,9 @@ def _to_json(key: str, value: Any) -> Any:
         if value.is_floating_point():  # such as seconds
             return entry | {"values": value.tolist()}
         # Indices of patches (Molmo) grow evenly: their differences repeat, and compress a hundredfold.
-        return entry | {"steps": torch.diff(value.flatten().long(), prepend=torch.zeros(1, dtype=torch.int64)).tolist()}
+        return entry | {
+            "steps": torch.diff(value.flatten().long().cpu(), prepend=torch.zeros(1, dtype=torch.int64)).tolist()
+        }
     if hasattr(value, "dtype") and hasattr(value, "tolist"):  # of NumPy
         return {"kind": "array", "dtype": str(value.dtype), "values": value.tolist()}
     if isinstance(value, VideoMetadata):
