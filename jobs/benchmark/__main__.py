@@ -16,6 +16,7 @@ from pipeline.errors import ManifestError, RunFailed, VideoFault
 MEASUREMENTS = {
     "pipeline": "the whole job beside a plain DataLoader loop",
     "decode": "decoding alone, beside other libraries and the minimum of work",
+    "generic": "a video by a model family's own code, and by the family generic",
     "selection": "GSTEP's selection beside the paper's loop",
     "read": "reading tokens out of a cache, beside plain pyarrow",
     "serving": "answering from a cache, by vLLM and by transformers, beside vLLM on the videos themselves",

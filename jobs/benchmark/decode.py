@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -182,8 +182,8 @@ def run(arguments: argparse.Namespace) -> CommandResult:
     return CommandResult(0, {"machine": machine(), "clips": record}, [as_table(clip_times, title)])
 
 
-def make_clips(folder: Path, names: Sequence[str]) -> dict[str, Path]:
-    """Make the named clips that ``folder`` lacks; return name -> path of all named clips.
+def make_clips(folder: Path, names: Sequence[str], others: Mapping[str, Clip] | None = None) -> dict[str, Path]:
+    """Make the named clips, of CLIPS, LONG_CLIPS and ``others``, that ``folder`` lacks; return name -> path of all.
 
     Raises ManifestError if the sample clips are not installed.
     """
@@ -196,8 +196,8 @@ def make_clips(folder: Path, names: Sequence[str]) -> dict[str, Path]:
             frames = list(container.decode(video=0))
         frames += frames[::-1]
         for name in missing:
-            part, clip = paths[name].with_suffix(".part.mp4"), (CLIPS | LONG_CLIPS)[name]
-            if name in CLIPS:
+            part, clip = paths[name].with_suffix(".part.mp4"), {**CLIPS, **LONG_CLIPS, **(others or {})}[name]
+            if name not in LONG_CLIPS:
                 _encode(part, clip, FPS * clip.seconds, frames)
             else:
                 once = paths[name].with_suffix(".once.mp4")
