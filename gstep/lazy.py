@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 
@@ -16,6 +19,21 @@ def load_object(target: str) -> Any:
     """Import the object that ``"package.module:Name"`` names."""
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)
+
+
+def find_torchvision_mismatch() -> str | None:
+    """Return the version of an installed torchvision that is built for CUDA beside a torch that is not, else None.
+
+    Such a torchvision cannot be imported, nor can the models of transformers, which import it wherever it is installed.
+    """
+    import torch  # noqa: PLC0415 - seconds, for modules that do without
+
+    spec = PathFinder.find_spec("torchvision")
+    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    if torch.version.cuda is not None or file is None or not file.is_file():
+        return None
+    version = re.search(r"__version__ = '([^']*\+cu[^']*)'", file.read_text())
+    return version[1] if version else None
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

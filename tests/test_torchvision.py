@@ -1,20 +1,22 @@
 """The torchvision of the tests: it imports in each process, and is the installed package where that is sound."""
 
 import os
+import re
 import sys
 
 import pytest
+import torch
 
 from tests.interpreter import run_python
-from tests.paths import TORCHVISION
+from tests.jobs.jobs import environment
+from tests.paths import ROOT, TORCHVISION
 
 SHAPE = [4, 4, 24]  # frames are encoded in pairs
 
 
 def process_video() -> tuple[list[int], bool]:
     """Return what a video processor of transformers makes of frames, and whether the whole of torchvision is there."""
-    import torch  # noqa: PLC0415 - in a worker of Ray
-    import torchvision  # noqa: PLC0415
+    import torchvision  # noqa: PLC0415 - in a worker of Ray
     from transformers import Qwen2VLVideoProcessor  # noqa: PLC0415
 
     frames = torch.zeros(8, 3, 56, 336, dtype=torch.uint8)
@@ -56,3 +58,27 @@ def test_registrations_are_left_out_only_where_they_fail_for_want_of_an_operator
     done = run_python("-S", "-c", "import torchvision", env={"PYTHONPATH": path})  # -S: without the installed packages
     assert output.format(folder=folder) in done.stdout + done.stderr
     assert (done.returncode == 0) == ("folder" in output)
+
+
+USE = """
+from gstep.backbones import ModelSource
+from gstep.generic.processor import load_processor
+import transformers.modeling_utils
+try:
+    load_processor(ModelSource.resolve("tiny"))
+except Exception as error:
+    print(error)
+"""
+
+
+def test_a_torchvision_for_cuda_beside_a_torch_without_stops_the_generic_family_alone(tmp_path):
+    if torch.version.cuda is not None:
+        pytest.skip("this torch is built for CUDA")
+    folder = tmp_path / "torchvision"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    (folder / "version.py").write_text("__version__ = '9.9+cu999'\n")
+    path = os.pathsep.join(map(str, (tmp_path, ROOT)))
+    done = run_python("-c", USE, env=environment(PYTHONPATH=path))
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"torchvision does not fit torch .* \(9.9\+cu999\): install the build", done.stdout)

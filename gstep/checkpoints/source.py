@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -28,10 +29,14 @@ from gstep.checkpoints.tensors import (
 )
 from gstep.errors import ModelError
 from gstep.families import FAMILIES, GENERIC
-from gstep.lazy import load_object
+from gstep.lazy import find_torchvision_mismatch, load_object
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+if find_torchvision_mismatch() is not None:
+    # The families of the table need no torchvision, and transformers loads their models without one.
+    sys.modules["torchvision"] = None  # type: ignore[assignment]
 
 _COPY = "copy the file again from the original checkpoint"
 

@@ -24,6 +24,7 @@ from gstep.errors import ModelError
 from gstep.language.prompt import chat_template
 from gstep.language.rendering import render_chat_template
 from gstep.language.types import ChatMessage
+from gstep.lazy import find_torchvision_mismatch
 
 #: A noncharacter inside a placeholder in a user's text: the pieces around it are tokenized one by one, as text.
 MARK = "\U0010fffe"
@@ -71,15 +72,17 @@ def _load_processor(name: str, revision: str | None, identity: str) -> Any:
 
 def _check_torchvision() -> None:
     """Raise ModelError unless torchvision, by which transformers' video processors resize frames, can be imported."""
+    build = find_torchvision_mismatch()
     try:
         import torchvision  # type: ignore[import-untyped] # noqa: F401, PLC0415 - by this family alone
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:
+        if build is None and isinstance(error, ImportError):
+            raise ModelError(
+                f"video processors of transformers need torchvision, which is not installed: {_INSTALL}"
+            ) from error
+        reason = build or str(error)  # its kernels do not fit the installed torch
         raise ModelError(
-            f"video processors of transformers need torchvision, which is not installed: {_INSTALL}"
-        ) from error
-    except RuntimeError as error:  # its kernels do not fit the installed torch
-        raise ModelError(
-            f"torchvision does not fit torch {torch.__version__} ({error}): install the build of torchvision that was "
+            f"torchvision does not fit torch {torch.__version__} ({reason}): install the build of torchvision that was "
             "made for this torch, from the same package index, on every node"
         ) from error
 
