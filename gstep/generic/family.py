@@ -73,9 +73,7 @@ class GenericFamily(ModelFamily):
         return Layout.of(self.source)
 
     def preprocessor(self) -> SourceSizePreprocessor:
-        names = {"processor_class", "auto_map", "_commit_hash", "data_format", "return_metadata"}
-        settings = {key: value for key, value in self.source.preprocessor.items() if key not in names}
-        return SourceSizePreprocessor((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), settings)
+        return SourceSizePreprocessor((0.0, 0.0, 0.0), (1.0, 1.0, 1.0), self.source.preprocessor)
 
     def with_limits(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
         """Raise ModelError: the limits of a generic model are those of its processor's files."""
