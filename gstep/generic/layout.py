@@ -246,25 +246,25 @@ def probe_units(
     name, pixels = find_pixels(inputs)
     (axis, entries), units = locate_units(inputs), count_units(inputs)
 
-    def change(unit: int) -> Tensor:
-        """Find the rows that change with a unit of time, [rows] bool."""
+    def change(start: int, count: int) -> Tensor:
+        """Find the rows that change with some units of time, [rows] bool."""
         other = pixels.clone()
-        part = other.narrow(axis, unit * entries, entries)
+        part = other.narrow(axis, start * entries, count * entries)
         noise = torch.rand(part.shape, generator=torch.Generator().manual_seed(0), device="cpu")
         part.copy_(2 * noise - 1 if part.is_floating_point() else (255 * noise).round())
         return (encode({**inputs, name: other})[0] != base).any(-1).cpu()
 
-    changed = torch.stack([change(0), change(units - 1)])
-    if not changed.any(1).all():
+    changed = [change(0, 1), change(units - 1, 1)]
+    if not all(rows.any() for rows in changed):
         raise ModelError("the features of this model do not depend on the frames")
-    (first, first_end), (last, last_end) = ((int(i.min()), int(i.max()) + 1) for i in (c.nonzero() for c in changed))
-    # Constant rows between the frames are of the frames, as in find_dependence.
-    tail = len(base) - last_end if changed[0, first:first_end].all() and changed[1, last:last_end].all() else 0
+    first_end = int(changed[0].nonzero().max()) + 1
+    last, last_end = int(changed[1].nonzero().min()), int(changed[1].nonzero().max()) + 1
+    tail = len(base) - last_end if change(0, units)[:last_end].all() else 0  # as in find_dependence
     n_rows = len(base) - tail
     if first_end > n_rows - last or n_rows % (n_rows - last):
         raise ModelError(
-            f"the visual tokens of this model mix frames: of {len(base)} rows {int(changed[0].sum())} change with the "
-            f"first frames and {int(changed[1].sum())} with the last"
+            f"the visual tokens of this model mix frames: of {len(base)} rows {int(changed[0].sum())} change "
+            f"with the first frames and {int(changed[1].sum())} with the last"
         )
     return n_rows // (n_rows - last), tail
 
