@@ -296,4 +296,5 @@ def prompt_positions(model: Any, inputs: Mapping[str, Any], keep: Tensor, policy
     place_AL = place[-3:, 0] if place.ndim == 3 else place
     if policy == "contiguous":
         return torch.arange(int(keep.sum()), device=keep.device).expand(len(place_AL), -1).clone()
-    return place_AL[:, keep]
+    kept: Tensor = place_AL[:, keep]
+    return kept

@@ -152,7 +152,7 @@ class _PrunedGenerate:
         ids = prompts[0] if len(prompts) == 1 else None
         if not self._has_video(ids, given):
             return self._stock(*args, **options)
-        self._refuse(given, ids)
+        ids = self._check(given, ids)
         names = self._encoder_names | self._forward_names
         made = {name: given.pop(name) for name in list(given) if name in names and isinstance(given[name], Tensor)}
         deltas = [(module, module.rope_deltas) for module in self._model.modules() if hasattr(module, "rope_deltas")]
@@ -179,8 +179,8 @@ class _PrunedGenerate:
         # The tiles of an image are one run of placeholders; the frames of a video are runs with text between them.
         return units > 1 and len(list_separators(self._model.config, ids)) == units - 1
 
-    def _refuse(self, options: Mapping[str, Any], ids: Any) -> None:
-        """Raise ValueError for what does not go with a pruned prompt."""
+    def _check(self, options: Mapping[str, Any], ids: Any) -> Tensor:
+        """Return the ids of the prompt. Raises ValueError for what does not go with a pruned prompt."""
         if not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) != 1:
             raise ValueError("gstep.pruning takes one prompt at a time, input_ids [1,L]: call generate for each prompt")
         for name, reason in _REFUSED.items():
@@ -199,6 +199,7 @@ class _PrunedGenerate:
             if any(isinstance(value, Tensor) and value.shape != ids.shape for value in others):
                 raise ValueError(f"gstep.pruning takes a video alone, and this prompt has {noun} beside it")
         self._refuse_several(options, ids)
+        return ids
 
     def _refuse_several(self, options: Mapping[str, Any], ids: Tensor) -> None:
         """Raise ValueError for several videos, and for several images on a model that takes frames as images."""

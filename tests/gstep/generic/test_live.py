@@ -325,7 +325,14 @@ def test_a_method_that_does_not_go_is_refused_at_entry(live, method, params, mes
 
 
 def test_models_that_do_not_go_are_refused_at_entry(live):
-    text = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1))
+    sizes = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    text = LlamaForCausalLM(LlamaConfig(**sizes))
     with pytest.raises(ModelError, match=r"LlamaForCausalLM .* takes no mm_encoder_outputs.* needs a model that reads"):
         gstep.pruning(text).__enter__()
     with pytest.raises(ModelError, match="str is no model of transformers"):
