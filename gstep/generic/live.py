@@ -73,7 +73,7 @@ def pruning(
     The model's own encoder makes the tokens, which are rounded to bfloat16 and pruned; the language model then reads a
     prompt without the dropped tokens. The returned ids begin with the whole prompt, as without this context. Inputs
     without a video are answered as ever. The first video of a model that is not in the table of families is encoded up
-    to five times, to find out which tokens belong to which frames.
+    to six times, to find out which tokens belong to which frames.
 
     Args:
         model: a loaded model of transformers, with a vision encoder, on any device and in any dtype.
@@ -154,6 +154,7 @@ class _PrunedGenerate:
             return self._stock(*args, **options)
         ids = self._check(given, ids)
         names = self._encoder_names | self._forward_names
+        given = {name: value for name, value in given.items() if value is not None or name not in names}
         made = {name: given.pop(name) for name in list(given) if name in names and isinstance(given[name], Tensor)}
         deltas = [(module, module.rope_deltas) for module in self._model.modules() if hasattr(module, "rope_deltas")]
         try:

@@ -118,7 +118,7 @@ def check_parity(case: Live, folder: str, family: str | None, n_frames: int = 8)
     inputs = read(case, n_frames)
     with gstep.pruning(case.model, retention_ratio=0.25):
         logits, ids = first_logits(case, inputs), answer(case, inputs)
-    expected = model.logits([prompt])[0][-1:]
+    expected = model.logits([prompt], last=1)[0]  # a single row, also where a model ignores logits_to_keep
     assert logits.shape == expected.shape and float((logits - expected).abs().max()) <= 1e-5 * float(expected.std())
     tokens = model.generate([prompt], [Decoding(max_new_tokens=4)])[0].token_ids
     assert tuple(ids[0, inputs["input_ids"].shape[1] :].tolist())[: len(tokens)] == tokens
@@ -185,12 +185,13 @@ def test_generate_takes_the_prompt_by_position_and_by_name_and_gives_it_back_who
         expected = answer(case, inputs)
         by_position = case.model.generate(ids, **others, max_new_tokens=4, do_sample=False, eos_token_id=None)
         by_name = answer(case, {"inputs": ids, **others})
+        unmasked = answer(case, {**inputs, "attention_mask": None})
         at_length = answer(case, inputs, max_new_tokens=None, max_length=ids.shape[1] + 4)
         sampled = [answer(case, inputs, do_sample=True, temperature=9.0) for _ in range(2) if torch.manual_seed(5)]
         with pytest.raises(TypeError, match="multiple values"):
             case.model.generate(ids, inputs=ids, **others)
     assert expected.shape[1] == ids.shape[1] + 4 and torch.equal(expected[:, : ids.shape[1]], ids)
-    for other in (by_position, by_name, at_length):
+    for other in (by_position, by_name, unmasked, at_length):
         assert torch.equal(other, expected)
     assert torch.equal(*sampled) and not torch.equal(sampled[0], expected)
     assert case.model.model.rope_deltas is None
