@@ -42,6 +42,7 @@ from gstep.generic.layout import (
     Layout,
     count_steps,
     count_units,
+    encode_pieces,
     find_dependence,
     find_placeholders,
     flatten_features,
@@ -344,7 +345,7 @@ def compare(source: ModelSource, model: Any) -> Layout:
             )
     return replace(
         layout,
-        in_pieces=together < _FRAMES and _encodes_in_pieces(method, inputs, levels, layout),
+        in_pieces=together < _FRAMES and encodes_in_pieces(method, inputs, levels, layout),
         in_batches=_answers_in_batches(model, levels, prompt, layout, stock, scale),
         parity={
             "class": type(model).__name__,
@@ -402,19 +403,18 @@ def _measure_sensitivity(
     return noticed
 
 
-def _encodes_in_pieces(method: Any, inputs: dict[str, Any], levels: Sequence[Tensor], layout: Layout) -> bool:
-    """Return True if the steps of a video, encoded one by one, have the features of the whole video."""
-    pieces = split_inputs(inputs, max(1, round(layout.units_per_step)))
+def encodes_in_pieces(method: Any, inputs: dict[str, Any], levels: Sequence[Tensor], layout: Layout) -> bool:
+    """Return True if the steps of a video, encoded one by one, have the features of the whole video, ``levels``."""
+    if len(split_inputs(inputs, max(1, round(layout.units_per_step)))) == 1:
+        return False
+    one_by_one, whole = replace(layout, in_pieces=True), levels[0]
     try:
-        parts = [flatten_features(make_features(method, piece)) for piece in pieces]
+        rows = encode_pieces(method, inputs, one_by_one, 1, whole.device, whole.dtype)
     except Exception:  # noqa: BLE001 - of any type: the encoder does not take such pieces
         return False
-    for part in parts[:-1]:
-        part[:] = [level[: len(level) - layout.tail] for level in part]
-    whole = [torch.cat(level) for level in zip(*parts, strict=True)]
-    return len(pieces) > 1 and all(
+    return all(
         a.shape == b.shape and _difference(a, b) <= TOLERANCE * float(b.float().std())
-        for a, b in zip(whole, levels, strict=True)
+        for a, b in zip(rows, levels, strict=True)
     )
 
 
