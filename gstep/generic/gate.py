@@ -230,7 +230,8 @@ def _reduce_part(content: dict[str, Any], name: str, depth: object, n_min: int) 
     lists = [
         [json.dumps(v) for v in value] for value in part.values() if isinstance(value, list) and len(value) == depth
     ]
-    kinds = [values for values in lists if len({*values}) <= depth // 2]  # others number the layers
+    # Names are kinds of layers; so are few numbers, while many numbers count the layers.
+    kinds = [values for values in lists if values[0].startswith('"') or len({*values}) <= depth // 2]
     n = n_min
     while n < depth and any({*values[:n]} != {*values} for values in kinds):
         n += 1

@@ -165,13 +165,8 @@ def split_inputs(inputs: Mapping[str, Any], units: int) -> list[dict[str, Any]]:
             is_timed = isinstance(value, Tensor) and value.ndim > axis and value.shape[axis] == pixels.shape[axis]
             if (key == name or is_timed) and value.shape[:axis] == lead and key not in ("input_ids", "attention_mask"):
                 piece[key] = value.narrow(axis, start * rows, (end - start) * rows)
-            elif (
-                isinstance(value, Tensor)
-                and value.numel() == 1
-                and int(value) == total
-                and not value.is_floating_point()
-            ):
-                piece[key] = torch.full_like(value, end - start)  # the number of frames
+            elif "frames" in key and isinstance(value, Tensor) and value.numel() == 1 and int(value) == total:
+                piece[key] = torch.full_like(value, end - start)  # of other numbers one may be equal by chance
         if grid is not None:
             piece["video_grid_thw"] = torch.cat([torch.full_like(grid[:, :1], end - start), grid[:, 1:]], dim=1)
         pieces.append(piece)
