@@ -30,8 +30,10 @@ def test_a_video_in_this_process():
     with pytest.raises(ValueError, match="does not say where in a frame its tokens are"):
         video.picture()
     with pytest.raises(VideoFault, match="refuses the video") as error:
-        pipeline.encode_video(CLIP, num_frames=1, **options)
+        pipeline.encode_video(CLIP, start_s=9.9, fps=1.0, **options)
     assert error.value.fault_class == "too-short"
+    with pytest.raises(UsageError, match="refuses the video"):
+        pipeline.LocalEncoder(num_frames=1, **options)
     with pytest.raises(UsageError, match="generic does not give token_attention"):
         pipeline.LocalEncoder(pruner="visionzip", num_frames=4, **options)
 
