@@ -82,6 +82,10 @@ class GenericFamily(ModelFamily):
             "preprocessor files, in a copy of the checkpoint's folder"
         )
 
+    def check_tensors(self) -> bool:
+        """Return True if the gate found the names of all tensors in the checkpoint: it raises if some are missing."""
+        return bool(self.layout.parity["names"])
+
     def static(self) -> StaticParts:
         return StaticParts(self.layout.hidden_size, None, self.layout.deepstack_levels)
 

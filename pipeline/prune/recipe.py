@@ -219,8 +219,10 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
         source = _apply_limits(source, config)
         family = family_of(source)
         sampling = make_sampling(config, family.default_max_frames, family.min_frames(), family.min_rule)
-        # Raises for a number of frames that the model never accepts.
-        plan_shape(family.preprocessor(), sampling.num_frames or sampling.max_frames or 0)
+        # Raises for a number of frames that the model never accepts, and if the processor of a model of the family
+        # generic, which counts the tokens, cannot be loaded.
+        shape = plan_shape(family.preprocessor(), sampling.num_frames or sampling.max_frames or 0)
+        family.token_counts(*shape)
         pruner = _make_pruner(config, source)
         identity_entry = describe_method(pruner)  # raises if the method cannot be part of a cache's identity
         evidence = parse_evidence(config.evidence, source.family, pruner)

@@ -19,7 +19,7 @@ from gstep.language.types import ChatMessage, ChatPart
 from pipeline.cache.header import read_declared_method
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
-from pipeline.generate.model import check_model, check_tokens, read_tower_hash
+from pipeline.generate.model import check_model, check_tokens, read_tower_hash, refuse_vllm
 from pipeline.rows import Json, JsonObject
 from pipeline.serve import CONFIG
 from pipeline.serve.videos import ServedVideo, ServedVideos, TooLarge
@@ -153,9 +153,9 @@ class CachedPrompts:
         # If the store is away, a request gets its 503 soon, not after minutes.
         open_token_cache = partial(TokenCache, place, store=store_at(place).impatient())
         first = open_token_cache()
-        check_model(
-            first.store, first.identity["model"], self.source, partial(read_tower_hash, first.store, first.header)
-        )
+        model = first.identity["model"]
+        refuse_vllm(model)
+        check_model(first.store, model, self.source, partial(read_tower_hash, first.store, first.header))
         check_tokens(first.store, first.header, first.hidden_sizes, self.builder)
         _check_ratio(first, self.served.retention_ratio)
         return ServedVideos(open_token_cache, self.served.refresh_seconds, self.served.held_bytes)

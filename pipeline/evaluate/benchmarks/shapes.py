@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gstep.families import FAMILIES
 from pipeline.evaluate.benchmarks.annotations import AnnotationRow, without_letter
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.protocols import LETTER, FrameRule, ModelRules
@@ -29,7 +28,7 @@ def _bare(row: UserRow, place: AnnotationRow) -> UserRow:
 SHAPES = Benchmark(
     name="shapes",
     title="Shapes",
-    protocols=(replace(LETTER, models=dict.fromkeys(FAMILIES, _EVERY_FRAME), others=_EVERY_FRAME),),
+    protocols=(replace(LETTER, models={}, others=_EVERY_FRAME),),
     source="what python -m jobs.testbed make DIR writes",
     files=("videomme/test-*.parquet",),
     adapt=_bare,

@@ -123,7 +123,7 @@ def test_deepstack_levels_hold_the_places_of_the_tokens(method):
 )
 def test_values_that_are_not_finite_are_an_error_row(values_of, place, value, stage, said):
     def poisoning(tower):
-        def encode(frames, evidence):
+        def encode(frames, evidence, _video=None):
             visual = tower.encode(frames, evidence)
             values_of(visual)[place] = value
             return visual
@@ -141,7 +141,7 @@ def test_two_calls_at_a_time_never_compute_at_a_time_and_one_loads_while_the_oth
     computing, most, loaded = [], [], threading.Semaphore(0)
 
     def counting(tower):
-        def encode(frames, evidence):
+        def encode(frames, evidence, _video=None):
             computing.append(1)
             most.append(len(computing))
             if len(most) == 1:
@@ -213,7 +213,7 @@ def as_on_a_gpu(together) -> tuple[Encoder, list[int]]:
     sizes = []
 
     def change(tower):
-        def encode_together(videos, evidence):
+        def encode_together(videos, evidence, _sampled):
             sizes.append(len(videos))
             return together([tower.encode(frames, evidence) for frames in videos])
 
@@ -227,7 +227,7 @@ NO_MEMORY = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `c
 
 def test_a_video_that_does_not_fit_the_memory_may_be_tried_again():
     def full(tower):
-        def encode(frames, evidence):
+        def encode(frames, evidence, _video=None):
             raise NO_MEMORY
 
         return {"encode": encode}
@@ -282,10 +282,13 @@ def test_one_video_with_bad_tokens_costs_no_other_one_of_its_pass():
 
 def test_a_bug_in_a_pass_is_an_error_row_of_those_alone_that_have_it_alone():
     def broken(tower):
-        def encode(frames, evidence):
+        def encode(frames, evidence, _video=None):
             return 1 / 0 if frames[0, 0, 0, 0] == 77 else tower.encode(frames, evidence)
 
-        return {"encode": encode, "encode_together": lambda videos, evidence: [encode(one, evidence) for one in videos]}
+        return {
+            "encode": encode,
+            "encode_together": lambda videos, evidence, _sampled: [encode(one, evidence) for one in videos],
+        }
 
     marked = FRAMES.copy()
     marked[0, 0, 0, 0] = 77

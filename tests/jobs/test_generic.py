@@ -1,0 +1,104 @@
+"""The family generic from a video to answers, on a model that also has a family of its own."""
+
+import json
+
+import pytest
+import torch
+
+import pipeline
+from jobs import generate, prune, reprune, verify
+from pipeline.errors import IdentityMismatch, UsageError, VideoFault
+from pipeline.generate.model import find_model
+from pipeline.serve.config import ServeConfig
+from pipeline.serve.server import served_cache
+from tests.jobs.jobs import run_here
+from tests.pipeline.videos import sample
+
+CLIP = sample("bikes.mp4")
+MODEL = ["--model", "tiny-qwen3-vl"]
+GENERIC = ["--family", "generic"]
+FRAMES = ["--num-frames", "4"]
+
+
+def test_a_video_in_this_process():
+    options = {"model": "tiny-qwen3-vl", "family": "generic", "device": "cpu"}
+    encoder = pipeline.LocalEncoder(num_frames=4, **options)
+    video = encoder(CLIP, start_s=1.0)
+    assert video.frames.shape == (4, 272, 640, 3)  # as they are in the file
+    T, N = video.record["n_frames"], video.record["tokens_per_frame"]
+    assert video.grid is None and video.kept().shape == (T, N) and T == 2
+    with pytest.raises(ValueError, match="does not say where in a frame its tokens are"):
+        video.picture()
+    with pytest.raises(VideoFault, match="refuses the video") as error:
+        pipeline.encode_video(CLIP, start_s=9.9, fps=1.0, **options)
+    assert error.value.fault_class == "too-short"
+    with pytest.raises(UsageError, match="refuses the video"):
+        pipeline.LocalEncoder(num_frames=1, **options)
+    with pytest.raises(UsageError, match="generic does not give token_attention"):
+        pipeline.LocalEncoder(pruner="visionzip", num_frames=4, **options)
+
+
+@pytest.mark.slow
+def test_a_cache_of_the_family_generic(one_ray, tmp_path):
+    cache, table = tmp_path / "generic", tmp_path / "table"
+    (tmp_path / "v").mkdir()
+    (tmp_path / "v" / CLIP.name).write_bytes(CLIP.read_bytes())
+    argv = [str(tmp_path / "v"), *MODEL, *FRAMES, "--pruner", "none"]
+    done = run_here(prune, [*argv, *GENERIC, "--out", str(cache)])
+    assert done.returncode == 0, done.stdout
+    model = json.loads((cache / "cache.json").read_text())["identity"]["model"]
+    assert (model["type"], model["family"]) == ("qwen3_vl", "generic")
+    (record,) = (json.loads(path.read_text()) for path in (cache / "runs").glob("*.json"))
+    assert record["parity"]["class"] == "Qwen3VLForConditionalGeneration"
+    tokens = pipeline.TokenCache(cache)
+    extra = tokens.metadata(CLIP.name)["model_extra"]
+    assert extra.keys() == {"record"} and len(extra["record"]) < 1000
+
+    done = run_here(prune, [*argv, "--out", str(table)])
+    assert done.returncode == 0, done.stdout
+    assert "family" not in json.loads((table / "cache.json").read_text())["identity"]["model"]
+    of_table = pipeline.TokenCache(table).get(CLIP.name)
+    of_generic = tokens.get(CLIP.name)
+    for a, b in zip((of_table.tokens, *of_table.deepstack), (of_generic.tokens, *of_generic.deepstack), strict=True):
+        assert torch.equal(a, b)
+
+    answers = []
+    for place in (cache, table):
+        asked = pipeline.answer_questions(place, ask=["What moves?"], out=place / "a", max_new_tokens=4, progress=False)
+        answers.append(pipeline.read_answers(asked.out)["answer"].to_pylist())
+    assert answers[0] == answers[1]
+    late = ["--pruner", "vidcom2", "--retention-ratio", "0.5", "--max-new-tokens", "2", "--out", str(tmp_path / "late")]
+    done = run_here(generate, [str(cache), "--ask", "Why?", *late])
+    assert done.returncode == 0, done.stdout
+
+    pruned, again = tmp_path / "pruned", tmp_path / "again"
+    done = run_here(prune, [*argv[:-2], *GENERIC, "--out", str(pruned)])
+    assert done.returncode == 0, done.stdout
+    done = run_here(reprune, [str(cache), "--retention-ratio", "0.25", "--out", str(again)])
+    assert done.returncode == 0, done.stdout
+    first, second = (pipeline.TokenCache(place).get(CLIP.name, order="selection") for place in (pruned, again))
+    assert torch.equal(first.tokens, second.tokens) and torch.equal(first.index, second.index)
+    done = run_here(verify, [str(pruned), "--live", "1", "--video-root", str(tmp_path / "v")])
+    assert done.returncode == 0 and "same, 100.0% of the positions" in done.stdout, done.stdout
+
+    ask = [str(cache), "--ask", "Why?", "--out", str(tmp_path / "none")]
+    refusals = [
+        (prune, [*argv, "--out", str(cache)], "model.family: the cache has 'generic', this run None"),
+        (prune, [*argv, *GENERIC, "--out", str(table)], "model.family: the cache has None, this run 'generic'"),
+        (
+            generate,
+            [*ask, "--engine", "vllm"],
+            "vLLM has no class that takes cached tokens of qwen3_vl (family generic)",
+        ),
+        (generate, [*ask, "--pruner", "fastv", "--retention-ratio", "0.5"], "not implemented for the family generic"),
+        (generate, [*ask, "--pruner", "visionzip", "--retention-ratio", "0.5"], "generic does not give it"),
+    ]
+    for command, words, why in refusals:
+        done = run_here(command, words)
+        assert done.returncode == 2 and why in " ".join(done.stdout.split()), done.stdout
+    with pytest.raises(UsageError, match="vLLM has no class"):
+        served_cache(ServeConfig(cache=str(cache)))
+    with pytest.raises(UsageError, match="vLLM has no class"):
+        pipeline.vllm_options(tokens)
+    with pytest.raises(IdentityMismatch, match="was made with the family qwen3_vl"):
+        find_model("the cache", pipeline.TokenCache(table).identity["model"], family="generic")
