@@ -98,6 +98,8 @@ def check_model(source: ModelSource) -> dict[str, Any]:
 def check_weights(source: ModelSource) -> tuple[str, str, str]:
     """Compare the stock model with cached tokens on the checkpoint's own weights, for ``jobs.doctor``.
 
+    Where they agree, the result is kept for :func:`check_model`, whose reduced model some configs do not allow.
+
     Returns (state, what was measured, the remedy): "ok", "wrong", or "unknown" where memory is short.
     """
     needed = sum(_file_bytes(source))
@@ -109,9 +111,13 @@ def check_weights(source: ModelSource) -> tuple[str, str, str]:
         _check_names(source)
         model = load_model(source, Runtime("cpu", torch.bfloat16, "sdpa"), WHOLE)
         _remove_head(model)
-        parity = compare(source, model).parity
+        layout = compare(source, model).to_json()
     except ModelError as error:
         return "wrong", str(error), ""
+    path, parity = _cache_folder() / f"{_compute_key(source)}.json", layout["parity"]
+    if _read(path) is None:
+        parity |= {"weights": source.identity, "names": True}
+        _write(path, {"layout": layout, "identities": [source.identity]})
     measured = f"difference {parity['difference']:.2g}, spread {parity['scale']:.2g}"
     return "ok", f"cached tokens give the stock model's result ({measured})", ""
 

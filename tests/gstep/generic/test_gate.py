@@ -214,6 +214,17 @@ def test_the_doctor_compares_the_real_weights(folder, monkeypatch):
     assert state == "unknown" and "nothing was compared" in says and "enough memory" in remedy
 
 
+def test_a_model_that_cannot_be_reduced_passes_once_the_doctor_has_compared_it(folder, monkeypatch):
+    def refuse(*_args, **_options):
+        raise KeyError("no such layer")
+
+    monkeypatch.setattr(gate, "_reduce_config", refuse)
+    with pytest.raises(ModelError, match=r"cannot be reduced .*python -m jobs.doctor --model"):
+        resolve(folder)
+    assert gate.check_weights(resolve(folder, gate=False))[0] == "ok"
+    assert Layout.of(resolve(folder)).parity["weights"] == resolve(folder).identity
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_passes_and_the_check_notices_all_that_its_layers_depend_on(name, tiny_checkpoint):
