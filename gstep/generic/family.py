@@ -142,13 +142,16 @@ class VideoReader:
     def __init__(self, source: ModelSource, device: str | None) -> None:
         """Load the processor; ``device`` is where it resizes frames, None for where the frames are.
 
-        Raises ModelError as :func:`load_processor`.
+        Raises ModelError if the processor cannot be loaded, or the chat template takes no video.
         """
         self._processor = load_processor(source)
         _, self.config = source.stock_class()
-        self._text = render(source, self._processor, [{"role": "user", "content": [
-            {"type": "video"}, {"type": "text", "text": "?"}]}])  # fmt: skip
         self._device = device
+        try:
+            self._text = render(source, self._processor, [{"role": "user", "content": [
+                {"type": "video"}, {"type": "text", "text": "?"}]}])  # fmt: skip
+        except ValueError as error:
+            raise ModelError(f"{source.name!r} takes no question about a video: {error}") from error
 
     def read(self, frames: Tensor, video: SampledVideo) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """Prepare frames, [F,3,H,W] uint8; return all that the processor made, and what its video processor made.

@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -77,22 +78,45 @@ def check_model(source: ModelSource) -> dict[str, Any]:
     """
     path = _cache_folder() / f"{_compute_key(source)}.json"
     kept = _read(path)
-    if kept is not None and source.identity in kept["identities"]:
-        return cast("dict[str, Any]", kept["layout"])
+    if kept is None or source.identity not in kept["identities"]:
+        with _refusing(source):
+            kept = _check(source, kept)
+        _write(path, kept)
+    layout: dict[str, Any] = kept["layout"]
+    return layout
+
+
+def _check(source: ModelSource, kept: dict[str, Any] | None) -> dict[str, Any]:
+    """Check a model's names, and its numbers unless a result is kept; return the result to keep.
+
+    A model whose weights are not on this machine yet is not listed in it: its names are checked once they are here.
+    """
     line = f"checking that transformers answers from cached tokens of {source.name} as from its videos"
-    print(f"{line}; once for this kind of model", file=sys.stderr, flush=True)
     start = time.monotonic()
+    if kept is None:
+        print(f"{line}; once for this kind of model", file=sys.stderr, flush=True)
     with repeat_line(lambda text: print(text, file=sys.stderr, flush=True), f"still {line}", every_s=15.0):
         names = _check_names(source)
         if kept is None:
-            layout = _check_numbers(source)
-            layout["parity"] |= {"seconds": round(time.monotonic() - start, 1)}
-            kept = {"layout": layout, "identities": []}
+            kept = {"layout": _check_numbers(source), "identities": []}
+            kept["layout"]["parity"]["seconds"] = round(time.monotonic() - start, 1)
     kept["layout"]["parity"]["names"] = names
-    if names:  # otherwise they are checked once the weights are here
-        kept["identities"].append(source.identity)
-    _write(path, kept)
-    return cast("dict[str, Any]", kept["layout"])
+    kept["identities"] += [source.identity] * names
+    return kept
+
+
+@contextmanager
+def _refusing(source: ModelSource) -> Iterator[None]:
+    """Convert any error in this context to a ModelError, since a model may fail anywhere in its own code."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{source.name!r}: the check of the generic family fails in the model's own code ({type(error).__name__}: "
+            f"{error}), so this model cannot be used"
+        ) from error
 
 
 def check_weights(source: ModelSource) -> tuple[str, str, str]:
@@ -108,10 +132,11 @@ def check_weights(source: ModelSource) -> tuple[str, str, str]:
         says = f"the weights {size}, and {_free_bytes() / 2**30:.1f} GiB of memory are free: nothing was compared"
         return "unknown", says, "run this where the weights and enough memory are; jobs.prune checks a reduced model"
     try:
-        _check_names(source)
-        model = load_model(source, Runtime("cpu", torch.bfloat16, "sdpa"), WHOLE)
-        _remove_head(model)
-        layout = compare(source, model).to_json()
+        with _refusing(source):
+            _check_names(source)
+            model = load_model(source, Runtime("cpu", torch.bfloat16, "sdpa"), WHOLE)
+            _remove_head(model)
+            layout = compare(source, model).to_json()
     except ModelError as error:
         return "wrong", str(error), ""
     path, parity = _cache_folder() / f"{_compute_key(source)}.json", layout["parity"]
