@@ -14,11 +14,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.table import Table
+from torch import Tensor
 
 from gstep import VisualTokens, make_pruner
-from gstep.backbones import ModelSource, Runtime, SampledVideo, choose_runtime, family_of
+from gstep.backbones import Backbone, ModelSource, Runtime, SampledVideo, choose_runtime, family_of
 from gstep.generic.family import GenericFamily, VideoReader
 from jobs.benchmark.decode import FPS, Clip, make_clips
 from jobs.benchmark.shared import figure_table, machine, machine_line, medians_in_turn, say
@@ -132,8 +135,7 @@ def measure(
     ways: dict[str, ModelSource], height: int, path: Path, n_frames: int, runtime: Runtime, repeats: int
 ) -> list[VideoCost]:
     """Measure a clip both ways, in turns, so that disturbances affect both alike."""
-    forms: dict[tuple[str, str], Callable[[], Any]] = {}
-    pruner = make_pruner("gstep")
+    forms: dict[str, Callable[[], Any]] = {}
     with DecodeSandbox(timeout_s=3600) as sandbox:
         for way, source in ways.items():
             backbone = family_of(source).load(runtime)
@@ -141,21 +143,21 @@ def measure(
             decoded = sandbox.decode(request)
             frames, (_, h, w, _) = decoded.frames.copy(), decoded.frames.shape
             sampled = SampledVideo(h, w, decoded.timestamps.tolist(), None, FPS, decoded.clip_frames)
-            encode = partial(backbone.encode, frames, video=sampled)
-            visual = VisualTokens(encode().tokens)
+            encode = partial(_encode, backbone, frames, sampled)
+            visual = VisualTokens(encode())
             forms |= {
-                (way, "decode_s"): partial(sandbox.decode, request),
-                (way, "copy_s"): frames.copy,
-                (way, "encode_s"): lambda encode=encode: encode().tokens.cpu(),  # a GPU queues its work
-                (way, "prune_s"): lambda visual=visual: pruner.prune(visual, RATIO).index.cpu(),
+                f"{way}.decode_s": partial(sandbox.decode, request),
+                f"{way}.copy_s": frames.copy,
+                f"{way}.encode_s": encode,
+                f"{way}.prune_s": partial(_prune, visual),
             }
             if way == GENERIC:
                 reader = VideoReader(source, None if runtime.device == "cpu" else runtime.device)
                 pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
-                forms[way, "prepare_s"] = partial(reader.read, pixels, sampled)
+                forms[f"{way}.prepare_s"] = partial(reader.read, pixels, sampled)
         timed = medians_in_turn(forms, repeats)
     seconds = {form: elapsed_s for form, (elapsed_s, _) in timed.items()}
-    tokens = {way: timed[way, "encode_s"][1] for way in ways}
+    tokens = {way: timed[f"{way}.encode_s"][1] for way in ways}
     same = torch.equal(tokens[FAST], tokens[GENERIC])
     return [
         VideoCost(
@@ -163,13 +165,23 @@ def measure(
             height=height,
             way=way,
             n_tokens=tokens[way].shape[:2].numel(),
-            frame_bytes=timed[way, "copy_s"][1].nbytes,
-            prepare_s=seconds.get((way, "prepare_s")),
+            frame_bytes=timed[f"{way}.copy_s"][1].nbytes,
+            prepare_s=seconds.get(f"{way}.prepare_s"),
             same=same,
-            **{step: seconds[way, step] for step in ("decode_s", "copy_s", "encode_s", "prune_s")},
+            **{step: seconds[f"{way}.{step}"] for step in ("decode_s", "copy_s", "encode_s", "prune_s")},
         )
         for way, source in ways.items()
     ]
+
+
+def _encode(backbone: Backbone, frames: NDArray[np.uint8], sampled: SampledVideo) -> Tensor:
+    """Encode a video to tokens [T,N,D] on the CPU: a GPU queues its work."""
+    return backbone.encode(frames, video=sampled).tokens.cpu()
+
+
+def _prune(visual: VisualTokens) -> Tensor:
+    """Prune a video's tokens, and return the kept index on the CPU."""
+    return make_pruner("gstep").prune(visual, RATIO).index.cpu()
 
 
 def as_table(costs: Sequence[VideoCost], title: str) -> Table:
