@@ -56,7 +56,7 @@ from gstep.lazy import repeat_line
 _VERSION = 1  # of this check: results of another version are not used
 #: The largest difference of hidden states that counts as equal, as a share of their spread.
 TOLERANCE = 0.02
-_FRAMES, _HEIGHT, _WIDTH = 8, 112, 168
+_FRAMES, _HEIGHT, _WIDTH, _FPS = 8, 112, 168, 1.3
 _MIN_LAYERS = 2
 _MAX_EXPERTS = 8
 _PROJECTION = 256  # numbers of a token that are compared
@@ -391,10 +391,11 @@ def compare(source: ModelSource, model: Any) -> Layout:
 
 
 def _make_clip() -> tuple[Tensor, SampledVideo]:
-    """Make the clip of the check: noise, [F,3,H,W] uint8, two frames a second."""
+    """Make the clip of the check: noise, [F,3,H,W] uint8."""
     noise = torch.Generator().manual_seed(0)
     frames = torch.randint(0, 256, (_FRAMES, 3, _HEIGHT, _WIDTH), generator=noise, dtype=torch.uint8, device="cpu")
-    return frames, SampledVideo(_HEIGHT, _WIDTH, [i / 2 for i in range(_FRAMES)], None, 2.0, _FRAMES)
+    # An uneven rate, since positions of some models are fractions of times.
+    return frames, SampledVideo(_HEIGHT, _WIDTH, [i / _FPS for i in range(_FRAMES)], None, _FPS, _FRAMES)
 
 
 def _make_prompt(model: Any, inputs: Mapping[str, Any], n_rows: int) -> dict[str, Any]:

@@ -288,20 +288,26 @@ def kept_rows(index: Tensor, n_tokens: int, tail: int) -> Tensor:
     return torch.cat([index, torch.arange(n_tokens, n_tokens + tail, device=index.device)])
 
 
-def prompt_positions(model: Any, inputs: Mapping[str, Any], keep: Tensor, policy: str) -> Tensor:
+def default_positions(axes: int) -> str:
+    """Return the default policy of positions with ``axes`` numbers: that of the families with their own code."""
+    return "original" if axes == 3 else "contiguous"
+
+
+def prompt_positions(model: Any, inputs: Mapping[str, Any], keep: Tensor, policy: str | None) -> Tensor:
     """Compute the positions of the kept columns of a prompt by the model's own rule, [A,K].
 
     A is 1, or 3 for a model with positions in time, height and width.
 
     Args:
         keep: [L] bool.
-        policy: "original", the positions in the whole prompt; or "contiguous", renumbered over the kept columns.
+        policy: "original", the positions in the whole prompt; "contiguous", renumbered over the kept columns; None for
+            :func:`default_positions`.
     """
     others = {key: value for key, value in inputs.items() if key != "input_ids"}
     place = model._prepare_position_ids_for_generation(inputs["input_ids"], others)
     # Of four rows the first counts the tokens; models take it for the texts of a packed sequence.
     place_AL: Tensor = place[-3:, 0] if place.ndim == 3 else place
-    if policy == "contiguous":
+    if (policy or default_positions(len(place_AL))) == "contiguous":
         return torch.arange(int(keep.sum()), device=keep.device).expand(len(place_AL), -1).clone()
     kept: Tensor = place_AL[:, keep]
     return kept

@@ -139,7 +139,7 @@ class _PrunedGenerate:
         name = _family_name(model)
         self._in_table = name != GENERIC
         prompts = load_object(FAMILIES[name].prompts or str(FAMILIES[GENERIC].prompts))
-        self._tail, self._positions = int(prompts.needs_newline), prompts.default_positions
+        self._tail = int(prompts.needs_newline)
         self._layouts: dict[int | None, Layout] = {}  # by a video's units of time; None: of any video
 
     @torch.no_grad()
@@ -278,7 +278,7 @@ class _PrunedGenerate:
         features = [torch.cat([pruned.tokens, levels[0][n_tokens:]]), *(level[kept] for level in levels[1:])]
         mask = find_placeholders(model.config, ids, n_rows)[0]
         keep = keep_columns(mask, kept.to(ids.device))
-        positions = prompt_positions(model, inputs, keep, self._positions)
+        positions = prompt_positions(model, inputs, keep, None)
         columns = {
             name: value[:, keep]
             for name, value in forward_inputs(model, inputs).items()

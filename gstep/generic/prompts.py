@@ -15,7 +15,7 @@ from gstep.backbones import ModelSource
 from gstep.errors import ModelError
 from gstep.generic.family import read_tail
 from gstep.generic.halves import build_shell, forward_inputs
-from gstep.generic.layout import Layout, find_placeholders, keep_columns, kept_rows, prompt_positions
+from gstep.generic.layout import Layout, default_positions, find_placeholders, keep_columns, kept_rows, prompt_positions
 from gstep.generic.processor import MARK, load_processor, render, replay, run_processor, special_texts
 from gstep.language.prompt import PromptBuilder, Segment, chat_template, tokenizer_of
 from gstep.language.types import ChatMessage, ChatPart, Prompt, PromptPolicy
@@ -63,7 +63,7 @@ class GenericPrompts(PromptBuilder):
         frame times that the model's own processor does not know.
         """
         template_hash = hashlib.sha256(chat_template(source).encode()).hexdigest()[:16]
-        default = "original" if Layout.of(source).axes == 3 else "contiguous"
+        default = default_positions(Layout.of(source).axes)
         policy = PromptPolicy(positions or default, rule, template_hash, frame_times, thought)
         if (rule, frame_times) != (_RULE, "true"):
             other = f"the rule {rule!r}" if rule != _RULE else f"frame times {frame_times!r}"

@@ -56,7 +56,7 @@ class Batch:
     Attributes:
         input_ids: [B,L] int64.
         mask: [B,L] int64, 1 for tokens and 0 for padding.
-        positions: [A,B,L] int64.
+        positions: [A,B,L], int64 or the dtype of the prompts.
         token_inputs: name -> [B,L], further inputs of ``forward`` (``Prompt.token_inputs``), 0 for padding.
     """
 
@@ -75,7 +75,9 @@ class Batch:
             # Padding repeats a token of the prompt, because a repetition penalty would count a new token.
             input_ids=torch.stack([prompt.input_ids[:1].expand(length) for prompt in prompts]).clone(),
             mask=torch.zeros(len(ids), length, dtype=torch.int64, device="cpu"),
-            positions=torch.zeros(len(prompts[0].positions), len(ids), length, dtype=torch.int64, device="cpu"),
+            positions=torch.zeros(
+                len(prompts[0].positions), len(ids), length, dtype=prompts[0].positions.dtype, device="cpu"
+            ),
             token_inputs={
                 name: torch.zeros(len(ids), length, dtype=values.dtype, device="cpu")
                 for name, values in prompts[0].token_inputs.items()

@@ -94,7 +94,8 @@ class Prompt:
 
     Attributes:
         input_ids: [L] int64, with one placeholder for each visual token (and newline).
-        positions: [A,L] int64: A = 1 on LLaVA-OneVision, 3 (time, height, width) on Qwen.
+        positions: [A,L]: A = 1 on LLaVA-OneVision, 3 (time, height, width) on Qwen. int64, but float32 on Qwen3-Omni,
+            whose times are fractions.
         visuals: the videos in the order of their placeholders.
         prefix_length: the number of tokens up to the last video's end, which questions on the same videos share.
         spans: (first token, end) of each video, with the markers of its frames, if any: a frame without kept tokens

@@ -22,7 +22,7 @@ from gstep.types import VisualTokens
 from tests.gstep.generic.tiny_checkpoints import FAMILIES
 
 QUESTION = "What moves?"
-N_FRAMES, HEIGHT, WIDTH, FPS = 8, 112, 168, 2.0
+N_FRAMES, HEIGHT, WIDTH, FPS = 8, 112, 168, 1.3
 RUNTIME = Runtime("cpu", torch.float32, "sdpa")
 #: Families with layers that hand a state from token to token, or that choose blocks of tokens: a mask does not take a
 #: token out of these, so the stock model gives no logits to compare pruned videos with.
@@ -30,8 +30,9 @@ STATEFUL = {
     *("glm5_next", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni", "qwen3_5", "qwen3_5_moe"),
     "qwen4_exp",
 }
-#: Families that always run: deepstack and M-RoPE, a tail, frames as images, token types, latent attention, states.
-QUICK = ("qwen3_vl", "llava_onevision", "smolvlm", "gemma4", "kimi_k25", "lfm3_vl")
+#: Families that always run: deepstack and M-RoPE, a tail, frames as images, token types, latent attention, states,
+#: positions that are fractions.
+QUICK = ("qwen3_vl", "llava_onevision", "smolvlm", "gemma4", "kimi_k25", "lfm3_vl", "qwen3_omni_moe")
 
 every_family = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
