@@ -16,6 +16,7 @@ from gstep.lazy import LazyTable, make_getattr
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gstep.generic.live import pruning
     from gstep.pruners import PRUNERS, make_pruner
     from gstep.pruners.base import Pruner
     from gstep.types import PrunedTokens, VisualTokens, budget_for
@@ -31,6 +32,7 @@ _PUBLIC = LazyTable(
         "VisualTokens": "gstep.types:VisualTokens",
         "budget_for": "gstep.types:budget_for",
         "make_pruner": "gstep.pruners:make_pruner",
+        "pruning": "gstep.generic.live:pruning",
     },
 )
 
@@ -44,6 +46,7 @@ __all__ = [
     "budget_for",
     "make_pruner",
     "prune",
+    "pruning",
 ]
 
 

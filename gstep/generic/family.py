@@ -20,8 +20,8 @@ from gstep.backbones.preprocess import Preprocessor, as_frames
 from gstep.backbones.runtime import Runtime
 from gstep.checkpoints.source import ModelSource
 from gstep.errors import ModelError, TooFewFrames, UnsupportedVideo, is_out_of_memory
-from gstep.generic.halves import TOWER, find_encoder, load_model, make_features, move
-from gstep.generic.layout import Layout, count_steps, count_units, flatten_features, placeholder_ids, split_inputs
+from gstep.generic.halves import TOWER, find_encoder, load_model
+from gstep.generic.layout import Layout, count_steps, count_units, encode_pieces, placeholder_ids
 from gstep.generic.processor import Recorder, encode_record, load_processor, make_metadata, render, run_processor
 from gstep.types import VisualTokens
 
@@ -142,13 +142,16 @@ class VideoReader:
     def __init__(self, source: ModelSource, device: str | None) -> None:
         """Load the processor; ``device`` is where it resizes frames, None for where the frames are.
 
-        Raises ModelError as :func:`load_processor`.
+        Raises ModelError if the processor cannot be loaded, or the chat template takes no video.
         """
         self._processor = load_processor(source)
         _, self.config = source.stock_class()
-        self._text = render(source, self._processor, [{"role": "user", "content": [
-            {"type": "video"}, {"type": "text", "text": "?"}]}])  # fmt: skip
         self._device = device
+        try:
+            self._text = render(source, self._processor, [{"role": "user", "content": [
+                {"type": "video"}, {"type": "text", "text": "?"}]}])  # fmt: skip
+        except ValueError as error:
+            raise ModelError(f"{source.name!r} takes no question about a video: {error}") from error
 
     def read(self, frames: Tensor, video: SampledVideo) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """Prepare frames, [F,3,H,W] uint8; return all that the processor made, and what its video processor made.
@@ -229,7 +232,7 @@ class GenericBackbone(Backbone):
         steps = 1 if self.on_cpu else max(1, self.frame_batch // self.layout.frames_per_step)
         while True:
             try:
-                levels = self._encode_pieces(inputs, steps)
+                levels = encode_pieces(self._method, inputs, self.layout, steps, self.device, self.dtype)
                 break
             except Exception as error:
                 if not is_out_of_memory(error) or steps == 1 or not self.layout.in_pieces:
@@ -237,17 +240,6 @@ class GenericBackbone(Backbone):
                 steps //= 2
             torch.cuda.empty_cache()  # not in the handler, where the error still holds the tensors
         return self._make_tokens(levels, inputs, output)
-
-    def _encode_pieces(self, inputs: Mapping[str, Any], steps: int) -> list[Tensor]:
-        """Encode a processor's output in pieces of ``steps`` steps; return the rows of tokens and deepstack levels."""
-        units = max(1, round(steps * self.layout.units_per_step)) if self.layout.in_pieces else count_units(inputs)
-        pieces = split_inputs(inputs, units)
-        parts = []
-        for number, piece in enumerate(pieces, 1):
-            levels = flatten_features(make_features(self._method, move(piece, self.device, self.dtype)))
-            end = None if number == len(pieces) or not self.layout.tail else -self.layout.tail
-            parts.append([level[:end] for level in levels])
-        return [torch.cat(level) for level in zip(*parts, strict=True)]
 
     def _make_tokens(self, levels: list[Tensor], inputs: dict[str, Any], output: Mapping[str, Any]) -> VisualTokens:
         """Make the tokens of a video from its rows of features, with the facts that its prompts need."""

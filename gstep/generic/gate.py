@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -42,6 +43,7 @@ from gstep.generic.layout import (
     Layout,
     count_steps,
     count_units,
+    encode_pieces,
     find_dependence,
     find_placeholders,
     flatten_features,
@@ -76,22 +78,45 @@ def check_model(source: ModelSource) -> dict[str, Any]:
     """
     path = _cache_folder() / f"{_compute_key(source)}.json"
     kept = _read(path)
-    if kept is not None and source.identity in kept["identities"]:
-        return cast("dict[str, Any]", kept["layout"])
+    if kept is None or source.identity not in kept["identities"]:
+        with _refusing(source):
+            kept = _check(source, kept)
+        _write(path, kept)
+    layout: dict[str, Any] = kept["layout"]
+    return layout
+
+
+def _check(source: ModelSource, kept: dict[str, Any] | None) -> dict[str, Any]:
+    """Check a model's names, and its numbers unless a result is kept; return the result to keep.
+
+    A model whose weights are not on this machine yet is not listed in it: its names are checked once they are here.
+    """
     line = f"checking that transformers answers from cached tokens of {source.name} as from its videos"
-    print(f"{line}; once for this kind of model", file=sys.stderr, flush=True)
     start = time.monotonic()
+    if kept is None:
+        print(f"{line}; once for this kind of model", file=sys.stderr, flush=True)
     with repeat_line(lambda text: print(text, file=sys.stderr, flush=True), f"still {line}", every_s=15.0):
         names = _check_names(source)
         if kept is None:
-            layout = _check_numbers(source)
-            layout["parity"] |= {"seconds": round(time.monotonic() - start, 1)}
-            kept = {"layout": layout, "identities": []}
+            kept = {"layout": _check_numbers(source), "identities": []}
+            kept["layout"]["parity"]["seconds"] = round(time.monotonic() - start, 1)
     kept["layout"]["parity"]["names"] = names
-    if names:  # otherwise they are checked once the weights are here
-        kept["identities"].append(source.identity)
-    _write(path, kept)
-    return cast("dict[str, Any]", kept["layout"])
+    kept["identities"] += [source.identity] * names
+    return kept
+
+
+@contextmanager
+def _refusing(source: ModelSource) -> Iterator[None]:
+    """Convert any error in this context to a ModelError, since a model may fail anywhere in its own code."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{source.name!r}: the check of the generic family fails in the model's own code ({type(error).__name__}: "
+            f"{error}), so this model cannot be used"
+        ) from error
 
 
 def check_weights(source: ModelSource) -> tuple[str, str, str]:
@@ -107,10 +132,11 @@ def check_weights(source: ModelSource) -> tuple[str, str, str]:
         says = f"the weights {size}, and {_free_bytes() / 2**30:.1f} GiB of memory are free: nothing was compared"
         return "unknown", says, "run this where the weights and enough memory are; jobs.prune checks a reduced model"
     try:
-        _check_names(source)
-        model = load_model(source, Runtime("cpu", torch.bfloat16, "sdpa"), WHOLE)
-        _remove_head(model)
-        layout = compare(source, model).to_json()
+        with _refusing(source):
+            _check_names(source)
+            model = load_model(source, Runtime("cpu", torch.bfloat16, "sdpa"), WHOLE)
+            _remove_head(model)
+            layout = compare(source, model).to_json()
     except ModelError as error:
         return "wrong", str(error), ""
     path, parity = _cache_folder() / f"{_compute_key(source)}.json", layout["parity"]
@@ -235,7 +261,8 @@ def _reduce_part(content: dict[str, Any], name: str, depth: object, n_min: int) 
     lists = [
         [json.dumps(v) for v in value] for value in part.values() if isinstance(value, list) and len(value) == depth
     ]
-    kinds = [values for values in lists if len({*values}) <= depth // 2]  # others number the layers
+    # Names are kinds of layers; so are few numbers, while many numbers count the layers.
+    kinds = [values for values in lists if values[0].startswith('"') or len({*values}) <= depth // 2]
     n = n_min
     while n < depth and any({*values[:n]} != {*values} for values in kinds):
         n += 1
@@ -350,7 +377,7 @@ def compare(source: ModelSource, model: Any) -> Layout:
             )
     return replace(
         layout,
-        in_pieces=together < _FRAMES and _encodes_in_pieces(method, inputs, levels, layout),
+        in_pieces=together < _FRAMES and encodes_in_pieces(method, inputs, levels, layout),
         in_batches=_answers_in_batches(model, levels, prompt, layout, stock, scale),
         parity={
             "class": type(model).__name__,
@@ -408,19 +435,18 @@ def _measure_sensitivity(
     return noticed
 
 
-def _encodes_in_pieces(method: Any, inputs: dict[str, Any], levels: Sequence[Tensor], layout: Layout) -> bool:
-    """Return True if the steps of a video, encoded one by one, have the features of the whole video."""
-    pieces = split_inputs(inputs, max(1, round(layout.units_per_step)))
+def encodes_in_pieces(method: Any, inputs: dict[str, Any], levels: Sequence[Tensor], layout: Layout) -> bool:
+    """Return True if the steps of a video, encoded one by one, have the features of the whole video, ``levels``."""
+    if len(split_inputs(inputs, max(1, round(layout.units_per_step)))) == 1:
+        return False
+    one_by_one, whole = replace(layout, in_pieces=True), levels[0]
     try:
-        parts = [flatten_features(make_features(method, piece)) for piece in pieces]
+        rows = encode_pieces(method, inputs, one_by_one, 1, whole.device, whole.dtype)
     except Exception:  # noqa: BLE001 - of any type: the encoder does not take such pieces
         return False
-    for part in parts[:-1]:
-        part[:] = [level[: len(level) - layout.tail] for level in part]
-    whole = [torch.cat(level) for level in zip(*parts, strict=True)]
-    return len(pieces) > 1 and all(
+    return all(
         a.shape == b.shape and _difference(a, b) <= TOLERANCE * float(b.float().std())
-        for a, b in zip(whole, levels, strict=True)
+        for a, b in zip(rows, levels, strict=True)
     )
 
 

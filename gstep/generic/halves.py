@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -152,7 +153,7 @@ def forward_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in inputs.items() if key in names}
 
 
-def move(inputs: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, Any]:
+def move(inputs: dict[str, Any], device: torch.device | str, dtype: torch.dtype) -> dict[str, Any]:
     """Move the tensors of a processor's output to a device, the floating-point ones in ``dtype``."""
     return {
         key: value.to(device, dtype if value.is_floating_point() and value.ndim > 1 else None)
@@ -160,6 +161,40 @@ def move(inputs: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, A
         else value
         for key, value in inputs.items()
     }
+
+
+@contextmanager
+def replace_method(model: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of one object within this context, and restore what was there on exit."""
+    before = vars(model).get(name)
+    setattr(model, name, method)
+    try:
+        yield
+    finally:
+        delattr(model, name)
+        if before is not None:
+            setattr(model, name, before)
+
+
+@contextmanager
+def keep_positions(model: Any) -> Iterator[None]:
+    """Let the positions that ``generate`` gets reach ``forward`` within this context.
+
+    Some classes (EXAONE 4.5, HyperCLOVA X) drop them for positions that count the tokens of the prompt, which would
+    renumber a pruned prompt.
+    """
+    stock = model.prepare_inputs_for_generation
+
+    @wraps(stock)
+    def prepare(*args: Any, **options: Any) -> dict[str, Any]:
+        made: dict[str, Any] = stock(*args, **options)
+        positions, ids = options.get("position_ids"), made.get("input_ids")
+        if made.get("position_ids") is None and positions is not None and ids is not None:
+            made["position_ids"] = positions[..., -ids.shape[1] :].to(ids.device)
+        return made
+
+    with replace_method(model, "prepare_inputs_for_generation", prepare):
+        yield
 
 
 def build_shell(source: ModelSource) -> Any:

@@ -5,6 +5,7 @@ Shapes: F frames, T steps of time (frames, or groups of frames), N tokens a step
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
+from gstep.generic.halves import make_features, move
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,14 @@ def _count_runs(mask_L: Tensor) -> int:
     return len(lengths) if len(lengths) > 1 and len(lengths.unique()) == 1 else 0
 
 
+def list_separators(config: Any, input_ids: Tensor) -> list[tuple[int, ...]]:
+    """List the texts between the runs of placeholders in a prompt, [1,L], as token ids."""
+    mask = max((input_ids[0] == i for i in placeholder_ids(config)), key=lambda mask: int(mask.sum()))
+    places = mask.nonzero()[:, 0].tolist()
+    ids = input_ids[0].tolist()
+    return [tuple(ids[a + 1 : b]) for a, b in itertools.pairwise(places) if b > a + 1]
+
+
 def placeholder_ids(config: Any) -> list[int]:
     """List the ids of a model's placeholders of videos and images, those of videos first."""
     values = [getattr(config, f"{kind}_token_{end}", None) for kind in ("video", "image") for end in ("id", "index")]
@@ -128,6 +138,14 @@ def find_placeholders(config: Any, input_ids: Tensor, n_rows: int) -> Tensor:
     raise ModelError(f"no placeholder occurs {n_rows} times in the prompt of this video, but {counts or 'none'}")
 
 
+def locate_units(inputs: Mapping[str, Any]) -> tuple[int, int]:
+    """Locate the units of time in the pixels of one video: (axis, entries of a unit along it)."""
+    _, pixels = find_pixels(inputs)
+    if inputs.get("video_grid_thw") is None:
+        return int(pixels.ndim == 5), 1
+    return 0, len(pixels) // count_units(inputs)
+
+
 def split_inputs(inputs: Mapping[str, Any], units: int) -> list[dict[str, Any]]:
     """Split a processor's output for one video into pieces of ``units`` units of time; pixels are cut, never frames.
 
@@ -135,14 +153,10 @@ def split_inputs(inputs: Mapping[str, Any], units: int) -> list[dict[str, Any]]:
     """
     grid, (name, pixels) = inputs.get("video_grid_thw"), find_pixels(inputs)
     total = count_units(inputs)
-    if total <= units:
+    axis, rows = locate_units(inputs)
+    if total <= units or pixels.shape[axis] != total * rows or (grid is not None and len(grid) > 1):
         return [dict(inputs)]
-    if grid is None and pixels.shape[axis := int(pixels.ndim == 5)] == total:
-        lead, rows = pixels.shape[:axis], 1
-    elif grid is not None and len(grid) == 1 and len(pixels) % total == 0:
-        axis, lead, rows = 0, pixels.shape[:0], len(pixels) // total
-    else:
-        return [dict(inputs)]
+    lead = pixels.shape[:axis]
     pieces = []
     for start in range(0, total, units):
         end = min(start + units, total)
@@ -151,17 +165,37 @@ def split_inputs(inputs: Mapping[str, Any], units: int) -> list[dict[str, Any]]:
             is_timed = isinstance(value, Tensor) and value.ndim > axis and value.shape[axis] == pixels.shape[axis]
             if (key == name or is_timed) and value.shape[:axis] == lead and key not in ("input_ids", "attention_mask"):
                 piece[key] = value.narrow(axis, start * rows, (end - start) * rows)
-            elif (
-                isinstance(value, Tensor)
-                and value.numel() == 1
-                and int(value) == total
-                and not value.is_floating_point()
-            ):
-                piece[key] = torch.full_like(value, end - start)  # the number of frames
+            elif "frames" in key and isinstance(value, Tensor) and value.numel() == 1 and int(value) == total:
+                piece[key] = torch.full_like(value, end - start)  # of other numbers one may be equal by chance
         if grid is not None:
             piece["video_grid_thw"] = torch.cat([torch.full_like(grid[:, :1], end - start), grid[:, 1:]], dim=1)
         pieces.append(piece)
     return pieces
+
+
+def encode_pieces(
+    method: Callable[..., Any],
+    inputs: Mapping[str, Any],
+    layout: Layout,
+    steps: int | None,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Encode a processor's output for one video; return the rows of tokens and of each deepstack level.
+
+    Args:
+        method: the model's own encoder.
+        steps: steps of time to encode at once, where the layout allows pieces; None encodes the whole video at once.
+        device, dtype: those of the encoder, to which each piece is moved.
+    """
+    units = max(1, round(steps * layout.units_per_step)) if steps and layout.in_pieces else count_units(inputs)
+    pieces = split_inputs(inputs, units)
+    parts = []
+    for number, piece in enumerate(pieces, 1):
+        levels = flatten_features(make_features(method, move(piece, device, dtype)))
+        end = None if number == len(pieces) or not layout.tail else -layout.tail
+        parts.append([level[:end] for level in levels])
+    return [torch.cat(level) for level in zip(*parts, strict=True)]
 
 
 def find_dependence(encode: Callable[[Tensor], tuple[list[Tensor], float]], frames: Tensor) -> tuple[int, int, float]:
@@ -200,6 +234,48 @@ def find_dependence(encode: Callable[[Tensor], tuple[list[Tensor], float]], fram
     return n // steps, tail, units / steps
 
 
+def probe_units(
+    encode: Callable[[Mapping[str, Any]], list[Tensor]], inputs: Mapping[str, Any], base: Tensor
+) -> tuple[int, int]:
+    """Find the steps of a video whose frames are not there: change the pixels of its first and last unit of time.
+
+    :func:`find_dependence` knows more, but needs the frames.
+
+    Args:
+        encode: maps a processor's output to the rows of features of each level.
+        inputs: the processor's output for the video.
+        base: its rows of features.
+
+    Returns (T, rows behind the last step). T is 1 if every frame changes every row.
+
+    Raises ModelError if rows mix frames in another way.
+    """
+    name, pixels = find_pixels(inputs)
+    (axis, entries), units = locate_units(inputs), count_units(inputs)
+
+    def change(start: int, count: int) -> Tensor:
+        """Find the rows that change with some units of time, [rows] bool."""
+        other = pixels.clone()
+        part = other.narrow(axis, start * entries, count * entries)
+        noise = torch.rand(part.shape, generator=torch.Generator().manual_seed(0), device="cpu")
+        part.copy_(2 * noise - 1 if part.is_floating_point() else (255 * noise).round())
+        return (encode({**inputs, name: other})[0] != base).any(-1).cpu()
+
+    changed = [change(0, 1), change(units - 1, 1)]
+    if not all(rows.any() for rows in changed):
+        raise ModelError("the features of this model do not depend on the frames")
+    first_end = int(changed[0].nonzero().max()) + 1
+    last, last_end = int(changed[1].nonzero().min()), int(changed[1].nonzero().max()) + 1
+    tail = len(base) - last_end if change(0, units)[:last_end].all() else 0  # as in find_dependence
+    n_rows = len(base) - tail
+    if first_end > n_rows - last or n_rows % (n_rows - last):
+        raise ModelError(
+            f"the visual tokens of this model mix frames: of {len(base)} rows {int(changed[0].sum())} change "
+            f"with the first frames and {int(changed[1].sum())} with the last"
+        )
+    return n_rows // (n_rows - last), tail
+
+
 def keep_columns(mask_L: Tensor, rows: Tensor) -> Tensor:
     """Choose the columns of a prompt that stay, [L] bool: all but the placeholders of rows that are not in ``rows``."""
     keep = ~mask_L
@@ -226,5 +302,6 @@ def prompt_positions(model: Any, inputs: Mapping[str, Any], keep: Tensor, policy
     # Of four rows the first counts the tokens; models take it for the texts of a packed sequence.
     place_AL: Tensor = place[-3:, 0] if place.ndim == 3 else place
     if policy == "contiguous":
-        return torch.arange(int(keep.sum()), device="cpu").expand(len(place_AL), -1).clone()
-    return place_AL[:, keep]
+        return torch.arange(int(keep.sum()), device=keep.device).expand(len(place_AL), -1).clone()
+    kept: Tensor = place_AL[:, keep]
+    return kept

@@ -12,7 +12,7 @@ from transformers.utils import ModelOutput
 
 from gstep.backbones import ModelSource, Runtime
 from gstep.generic.family import read_tail
-from gstep.generic.halves import LLM, load_model
+from gstep.generic.halves import LLM, keep_positions, load_model
 from gstep.generic.layout import Layout
 from gstep.language.batch import Batch
 from gstep.language.model import LanguageModel
@@ -130,6 +130,11 @@ class GenericLanguageModel(LanguageModel):
         """Compute the log-probabilities [last,V] float32 after each of the prompt's last tokens."""
         output = self._forward(Batch.of([prompt]), prompts=[prompt], logits_to_keep=last)
         return torch.log_softmax(output.logits[0, -last:].float(), dim=-1)
+
+    def _generate_ids(self, *args: Any) -> Tensor:
+        """Run ``generate`` with the positions of the prompts."""
+        with keep_positions(self.model):
+            return super()._generate_ids(*args)
 
     def _refuse_inside(self, inside: tuple[Pruner, float] | None) -> None:
         """Raise ValueError for a method that prunes inside the model."""

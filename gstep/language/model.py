@@ -78,7 +78,8 @@ class LanguageModel:
         batch, cache = self._make_batch_and_cache(prompts, last) if last else (Batch.of(prompts), None)
         output = self._forward(batch, prompts=prompts if cache is None else (), past=cache, logits_to_keep=last)
         masks = batch.mask[:, -last:].to(self.device)
-        return [row[mask.bool()] for row, mask in zip(output.logits, masks, strict=True)]
+        logits = output.logits[:, -masks.shape[1] :]  # some models of the generic family ignore logits_to_keep
+        return [row[mask.bool()] for row, mask in zip(logits, masks, strict=True)]
 
     @torch.inference_mode()
     def generate(

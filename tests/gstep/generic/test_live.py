@@ -1,0 +1,406 @@
+"""``gstep.pruning``: a live model answers from the kept tokens of a video, as from a cache of them."""
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation.streamers import BaseStreamer
+
+import gstep
+from gstep.backbones import BACKBONES, ModelSource, Runtime, SampledVideo, family_of
+from gstep.errors import ModelError
+from gstep.generic.halves import load_model
+from gstep.generic.layout import probe_units
+from gstep.generic.processor import load_processor, make_metadata, run_processor
+from gstep.language import Decoding, LanguageModel, Prompt, Visual, load_language_model, prompt_builder
+from tests.gstep.generic.tiny_checkpoints import FAMILIES
+
+FLOAT32 = Runtime("cpu", torch.float32, "sdpa")
+H, W = 56, 84
+QUESTION = "What moves?"
+#: With deepstack and three axes; a newline behind the video; frames as images; bidirectional blocks; grids of one step.
+QUICK = ("qwen3_vl", "llava_onevision", "internvl", "gemma4", "kimi_k25")
+#: Families whose own code numbers positions over the kept tokens.
+CONTIGUOUS = ("llava_onevision", "internvl")
+
+
+class Live(NamedTuple):
+    """A whole model, its processor, and the cached path of the same checkpoint."""
+
+    source: ModelSource
+    model: Any
+    processor: Any
+
+
+@pytest.fixture
+def live(tiny_checkpoint):
+    return lambda name: load(name, tiny_checkpoint)
+
+
+@cache
+def load(name: str, tiny_checkpoint: Any) -> Live:
+    source = ModelSource.resolve(str(tiny_checkpoint(name)), family="generic", gate=False)
+    return Live(source, load_model(source, FLOAT32), load_processor(source))
+
+
+def make_video(n_frames: int = 8) -> tuple[torch.Tensor, SampledVideo]:
+    """A square that moves over a still picture, [F,H,W,3] uint8."""
+    still = torch.randint(0, 256, (H, W, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    frames = still.repeat(n_frames, 1, 1, 1)
+    for i in range(n_frames):
+        frames[i, 20:40, 5 * i : 5 * i + 20] = torch.tensor([250, 30 * i % 256, 40], dtype=torch.uint8)
+    return frames, SampledVideo(H, W, [i / 2 for i in range(n_frames)], None, 2.0, n_frames)
+
+
+def render(processor: Any, *parts: dict[str, str]) -> str:
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": QUESTION}]}]
+    return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def read(case: Live, n_frames: int = 8) -> dict[str, torch.Tensor]:
+    """What the model takes of the processor's output for a video."""
+    frames, video = make_video(n_frames)
+    text = render(case.processor, {"type": "video"})
+    inputs = run_processor(case.processor, text, frames.permute(0, 3, 1, 2), make_metadata(video))
+    names = inspect.signature(case.model.forward).parameters
+    return {key: value for key, value in inputs.items() if key in names and isinstance(value, torch.Tensor)}
+
+
+def answer(case: Live, inputs: dict[str, Any], **options: Any) -> Any:
+    fixed = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    return case.model.generate(**inputs, **(fixed | options))
+
+
+def first_logits(case: Live, inputs: dict[str, Any], **options: Any) -> torch.Tensor:
+    output = answer(case, inputs, output_logits=True, return_dict_in_generate=True, **options)
+    assert torch.equal(output.sequences[:, : inputs["input_ids"].shape[1]], inputs["input_ids"])
+    return output.logits[0]
+
+
+def cached(
+    folder: str, method: str = "gstep", n_frames: int = 8, family: str | None = None
+) -> tuple[LanguageModel, Prompt]:
+    """The cached path: encoder, rounding, method, prompt and language model, each by itself."""
+    source = ModelSource.resolve(folder, family=family)
+    frames, video = make_video(n_frames)
+    backbone = family_of(source).load(FLOAT32)
+    preprocessor = backbone.preprocessor
+    size = preprocessor.target_size(n_frames, H, W)
+    if not family:
+        frames = torch.as_tensor(preprocessor.resize(frames.numpy(), size))
+        video = dataclasses.replace(video, height=size[0], width=size[1])
+    visual = backbone.encode(frames, video=video)
+    tokens, *deepstack = (level.to(torch.bfloat16) for level in (visual.tokens, *visual.deepstack))
+    pruned = gstep.prune(tokens, retention_ratio=0.25, method=method)
+    newline = backbone.newline()
+    kept = Visual(
+        tokens=pruned.tokens,
+        index=pruned.index,
+        n_frames=len(tokens),
+        tokens_per_frame=tokens.shape[1],
+        extra={**backbone.model_extra(video), **visual.extra},
+        deepstack=tuple(level.flatten(0, 1)[pruned.index] for level in deepstack),
+        newline=None if newline is None else newline.to(torch.bfloat16),
+    )
+    positions = "contiguous" if source.config["model_type"] in CONTIGUOUS else "original"
+    prompt = prompt_builder(source, positions).build(QUESTION, [kept])
+    return load_language_model(source, FLOAT32), prompt
+
+
+def check_parity(case: Live, folder: str, family: str | None, n_frames: int = 8) -> None:
+    model, prompt = cached(folder, n_frames=n_frames, family=family)
+    inputs = read(case, n_frames)
+    with gstep.pruning(case.model, retention_ratio=0.25):
+        logits, ids = first_logits(case, inputs), answer(case, inputs)
+    expected = model.logits([prompt], last=1)[0]  # a single row, also where a model ignores logits_to_keep
+    assert logits.shape == expected.shape and float((logits - expected).abs().max()) <= 1e-5 * float(expected.std())
+    tokens = model.generate([prompt], [Decoding(max_new_tokens=4)])[0].token_ids
+    assert tuple(ids[0, inputs["input_ids"].shape[1] :].tolist())[: len(tokens)] == tokens
+    assert "generate" not in vars(case.model) and "prepare_inputs_for_generation" not in vars(case.model)
+
+
+# ---- the logits of the cached path
+
+
+@pytest.mark.parametrize("name", [name for name in QUICK if name in BACKBONES])
+def test_a_family_with_its_own_code_answers_as_from_its_cache(live, tiny_checkpoint, name):
+    check_parity(live(name), str(tiny_checkpoint(name)), None)
+
+
+@pytest.mark.slow  # the check of each family takes seconds
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_family_answers_as_from_its_cache(live, tiny_checkpoint, name):
+    check_parity(live(name), str(tiny_checkpoint(name)), "generic")
+    if name in BACKBONES and name != "qwen4_exp" and name not in QUICK:
+        check_parity(live(name), str(tiny_checkpoint(name)), None)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "kimi_k25"])
+def test_the_layout_that_is_found_at_the_first_call_serves_other_lengths(live, name):
+    case = live(name)
+    longer, shorter = read(case, 12), read(case, 4)
+    expected = []
+    for inputs in (longer, shorter):
+        with gstep.pruning(case.model):
+            expected.append(first_logits(case, inputs))
+    with gstep.pruning(case.model):
+        first_logits(case, read(case))
+        for inputs, logits in zip((longer, shorter), expected, strict=True):
+            assert torch.equal(first_logits(case, inputs), logits)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava_onevision", "internvl", "gemma4"])
+def test_with_all_tokens_the_answer_is_the_stock_models(live, name):
+    case = live(name)
+    inputs = read(case)
+    model = case.model.to(torch.bfloat16)  # so that the rounding of tokens changes nothing
+    try:
+        stock = first_logits(case, inputs)
+        with gstep.pruning(model, method="none"):
+            kept = first_logits(case, inputs)
+        with gstep.pruning(model, method="random", seed=1):
+            pruned = first_logits(case, inputs)
+    finally:
+        model.to(torch.float32)
+    assert float((kept - stock).abs().max()) <= 0.05 * float(stock.float().std())
+    assert float((pruned - stock).abs().max()) > 0.2 * float(stock.float().std())
+
+
+# ---- what goes in and comes out of generate
+
+
+def test_generate_takes_the_prompt_by_position_and_by_name_and_gives_it_back_whole(live):
+    case = live("qwen3_vl")
+    inputs = read(case)
+    ids = inputs["input_ids"]
+    others = {key: value for key, value in inputs.items() if key != "input_ids"}
+    case.model.model.rope_deltas = None
+    with gstep.pruning(case.model):
+        expected = answer(case, inputs)
+        by_position = case.model.generate(ids, **others, max_new_tokens=4, do_sample=False, eos_token_id=None)
+        by_name = answer(case, {"inputs": ids, **others})
+        unmasked = answer(case, {**inputs, "attention_mask": None})
+        at_length = answer(case, inputs, max_new_tokens=None, max_length=ids.shape[1] + 4)
+        sampled = [answer(case, inputs, do_sample=True, temperature=9.0) for _ in range(2) if torch.manual_seed(5)]
+        with pytest.raises(TypeError, match="multiple values"):
+            case.model.generate(ids, inputs=ids, **others)
+    assert expected.shape[1] == ids.shape[1] + 4 and torch.equal(expected[:, : ids.shape[1]], ids)
+    for other in (by_position, by_name, unmasked, at_length):
+        assert torch.equal(other, expected)
+    assert torch.equal(*sampled) and not torch.equal(sampled[0], expected)
+    assert case.model.model.rope_deltas is None
+
+
+class _Pieces(BaseStreamer):
+    """Collects what is streamed."""
+
+    def __init__(self):
+        self.pieces, self.ended = [], False
+
+    def put(self, value):
+        self.pieces.append(value.flatten())
+
+    def end(self):
+        self.ended = True
+
+
+def test_streamers_criteria_and_processors_see_the_whole_prompt(live):
+    case = live("qwen3_vl")
+    inputs = read(case)
+    seen: list[torch.Tensor] = []
+
+    def stop(ids, scores, **options):
+        seen.append(ids[0])
+        return torch.tensor([ids.shape[1] >= inputs["input_ids"].shape[1] + 2])
+
+    def process(ids, scores):
+        seen.append(ids[0])
+        return scores
+
+    def allow(row, ids):
+        seen.append(ids)
+        return list(range(200))
+
+    streamer = _Pieces()
+    options = {"stopping_criteria": [stop], "logits_processor": [process], "prefix_allowed_tokens_fn": allow}
+    with gstep.pruning(case.model):
+        ids = answer(case, inputs, streamer=streamer, **options)
+    n = inputs["input_ids"].shape[1]
+    assert ids.shape[1] == n + 2 and streamer.ended and torch.equal(torch.cat(streamer.pieces), ids[0])
+    assert len(seen) >= 6 and all(torch.equal(part, ids[0, : len(part)]) and len(part) >= n for part in seen)
+
+
+def test_inputs_without_a_video_are_answered_as_ever(live):
+    case = live("qwen3_vl")
+    text = run_processor(case.processor, render(case.processor), None, None)
+    inputs = {"input_ids": text["input_ids"], "attention_mask": text["attention_mask"]}
+    two = {"input_ids": inputs["input_ids"].expand(2, -1), "attention_mask": inputs["attention_mask"].expand(2, -1)}
+    options = ({}, {"num_beams": 2}, {"num_return_sequences": 2, "num_beams": 2})
+    outside = [answer(case, given, **more) for given in (inputs, two) for more in options]
+    with gstep.pruning(case.model):
+        inside = [answer(case, given, **more) for given in (inputs, two) for more in options]
+    assert all(torch.equal(*pair) for pair in zip(inside, outside, strict=True))
+
+
+def test_the_tiles_of_an_image_are_no_video(live):
+    case = live("internvl")
+    video = read(case)
+    ids, image_id = video["input_ids"][0], case.model.config.image_token_id
+    run = torch.full((8 * int((ids == image_id).sum()) // 8,), image_id)
+    prompt = torch.cat([ids[:5], run, ids[-5:]])[None]  # one image of eight tiles
+    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "pixel_values": video["pixel_values"]}
+    stock = answer(case, inputs)
+    with gstep.pruning(case.model):
+        assert torch.equal(answer(case, inputs), stock)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "num_beams=2 does not go with gstep.pruning"),
+        ({"num_return_sequences": 3, "do_sample": True}, "num_return_sequences=3"),
+        ({"generation_config": "beams"}, "num_beams=4"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"assistant_model": "any"}, "assistant_model does not go"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens does not go"),
+        ({"past_key_values": ()}, "past_key_values does not go"),
+        ({"position_ids": torch.zeros(1, 1)}, "position_ids does not go"),
+        ({"mm_encoder_outputs": {}}, "mm_encoder_outputs does not go"),
+        ({"guidance_scale": 2.0}, "guidance_scale does not go"),
+        ({"prefill_chunk_size": 8}, "prefill_chunk_size does not go"),
+        ({"custom_generate": "repo"}, "custom_generate does not go"),
+        ({"pixel_values": torch.zeros(4, 4)}, "has images beside it"),
+        ({"input_ids": torch.zeros(2, 9, dtype=torch.int64)}, "one prompt at a time"),
+        ({"inputs": torch.zeros(1, 9, dtype=torch.int64)}, "one prompt at a time"),
+        ({"video_grid_thw": torch.tensor([[2, 4, 6], [2, 4, 6]])}, "this prompt has several"),
+    ],
+)
+def test_what_does_not_go_with_a_pruned_prompt_is_refused_by_name(live, options, message):
+    case = live("qwen3_vl")
+    if options.get("generation_config"):
+        config = type(case.model.generation_config)(num_beams=4, max_new_tokens=2)
+        options = {"generation_config": config}
+    with gstep.pruning(case.model), pytest.raises(ValueError, match=message):
+        case.model.generate(**{**read(case), **options})
+    assert "generate" not in vars(case.model)
+
+
+@pytest.mark.parametrize("name", ["internvl", "gemma4", "llava_onevision"])
+def test_several_videos_are_refused(live, name):
+    case = live(name)
+    frames, video = make_video()
+    text = render(case.processor, {"type": "video"}, {"type": "text", "text": "and"}, {"type": "video"})
+    clips, metadata = [frames.permute(0, 3, 1, 2)] * 2, [make_metadata(video)] * 2
+    inputs = case.processor(
+        text=[text], videos=clips, video_metadata=metadata, do_sample_frames=False, return_tensors="pt"
+    )
+    names = inspect.signature(case.model.forward).parameters
+    with gstep.pruning(case.model), pytest.raises(ValueError, match="this prompt has several"):
+        case.model.generate(**{key: value for key, value in inputs.items() if key in names})
+
+
+@pytest.mark.parametrize(
+    ("method", "params", "message"),
+    [
+        ("fastv", {}, "'fastv' prunes inside the language model"),
+        ("holitom", {}, "'holitom' needs token_attention"),
+        ("cdpruner", {}, "'cdpruner' needs image_embedding, text_embedding"),
+        ("gstepp", {}, "did you mean gstep"),
+        ("gstep", {"retention_ratio": 0.0}, "retention_ratio"),
+        ("gstep", {"seed": -1}, "seed"),
+        ("gstep", {"alphabet": 1}, "alphabet"),
+    ],
+)
+def test_a_method_that_does_not_go_is_refused_at_entry(live, method, params, message):
+    with pytest.raises(ValueError, match=message), gstep.pruning(live("qwen3_vl").model, method, **params):
+        pytest.fail("the context was entered")
+
+
+def test_models_that_do_not_go_are_refused_at_entry(live):
+    sizes = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    text = LlamaForCausalLM(LlamaConfig(**sizes))
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM .* takes no mm_encoder_outputs.* needs a model that reads"):
+        gstep.pruning(text).__enter__()
+    with pytest.raises(ModelError, match="str is no model of transformers"):
+        gstep.pruning("tiny").__enter__()
+    model = live("qwen3_vl").model
+    with gstep.pruning(model), pytest.raises(ValueError, match="within a pruning context already"):
+        gstep.pruning(model).__enter__()
+    assert "generate" not in vars(model)
+
+
+def test_the_model_is_restored_after_an_exception(live):
+    case = live("qwen3_vl")
+    inputs, own = read(case), case.model.generate
+    case.model.generate = own  # such as another library sets
+    case.model.model.rope_deltas = deltas = torch.ones(1, 1)
+    try:
+        with pytest.raises(RuntimeError, match="from within"), gstep.pruning(case.model):
+            answer(case, inputs)
+            raise RuntimeError("from within")
+        assert vars(case.model)["generate"] is own and case.model.model.rope_deltas is deltas
+    finally:
+        del case.model.generate
+        case.model.model.rope_deltas = None
+
+
+# ---- the layout of a video without its frames
+
+
+def encode_rows(tokens_of_frames, constant=0, tail=0):
+    """An encoder that gives each frame of [F,3] pixels rows of its own, some of them constant, and rows behind all."""
+
+    def encode(inputs):
+        pixels = tokens_of_frames(inputs["pixel_values_videos"])
+        rows = pixels[:, None].repeat(1, 4, 1)
+        rows[:, 4 - constant :] = 7.0
+        return [torch.cat([rows.flatten(0, 1), torch.ones(tail, 3)])]
+
+    return encode
+
+
+@pytest.mark.parametrize(
+    ("mix", "constant", "tail", "expected"),
+    [
+        (lambda x: x, 0, 0, (6, 0)),
+        (lambda x: x, 1, 0, (6, 0)),  # a newline row behind each frame, and so behind the last
+        (lambda x: x, 0, 1, (6, 1)),
+        (lambda x: x[::2] + x[1::2], 0, 2, (3, 2)),
+        (lambda x: x + x.sum(0), 0, 0, (1, 0)),
+        (lambda x: x.cumsum(0), 0, 0, "mix frames"),
+        (lambda x: x * 0, 0, 0, "do not depend on the frames"),
+    ],
+)
+def test_steps_are_found_by_changing_pixels(mix, constant, tail, expected):
+    inputs = {"pixel_values_videos": torch.rand(6, 3, generator=torch.Generator().manual_seed(3))}
+    encode = encode_rows(mix, constant, tail)
+    base = encode(inputs)[0]
+    if isinstance(expected, str):
+        with pytest.raises(ModelError, match=expected):
+            probe_units(encode, inputs, base)
+    else:
+        assert probe_units(encode, inputs, base) == expected
+
+
+def test_the_context_needs_torch_and_transformers_alone():
+    code = (
+        "import sys, gstep; assert 'torch' not in sys.modules and 'transformers' not in sys.modules; "
+        "sys.modules.update(dict.fromkeys(['torchvision', 'ray', 'pyarrow', 'av', 'decord', 'num2words'])); "
+        "gstep.pruning"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
