@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from gstep.backbones import Preprocessor
 
 _USUAL_SIZES = (1080, 1920), (720, 1280), (480, 854), (240, 426)  # of videos, (height, width)
+_USUAL_FRAMES = 32  # of a video that is sampled by time
 # Columns of the videos table that a row to process has under the same names, and columns that a decoded video has.
 _ROW_COLUMNS = ("video_id", "uri", "attempts", "start_s", "end_s", "manifest", "source_offset")
 _DECODED_COLUMNS = (
@@ -75,6 +76,14 @@ class DecodeSetup:
         Raises UnsupportedVideo as ``plan_shape``.
         """
         return plan_shape(self.preprocessor, self.sampling.num_frames or self.sampling.max_frames or 0)
+
+    def usual_frames(self) -> tuple[int, int, int]:
+        """Return the (frames, height, width) of a usual full HD video: few reach the limit of frames sampled by time.
+
+        Raises UnsupportedVideo as ``plan_shape``.
+        """
+        frames = self.sampling.num_frames or min(self.sampling.max_frames or 0, _USUAL_FRAMES)
+        return plan_shape(self.preprocessor, frames)
 
 
 def plan_shape(preprocessor: Preprocessor, n_frames: int) -> tuple[int, int, int]:

@@ -37,7 +37,7 @@ MIN_WORKER_BYTES = 8 * 2**20  # memory for the videos of a worker, however small
 MAX_BUNDLE_BYTES, MAX_VIDEOS_PER_BUNDLE = 64 * 2**20, 32
 MAX_VIDEOS_PER_UNIT = 256  # videos of an archive in one call, which a retry decodes again
 DECODER_BYTES = 2**30  # memory of a decoder: two processes, the packets of a file, and the frames in hand
-# Copies of the frames that a decoder has in hand at once, where a video has more than MAX_BUNDLE_BYTES of them.
+# Copies of the frames that a decoder has in hand at once, where a usual video has more than MAX_BUNDLE_BYTES.
 LARGE_VIDEO_COPIES = 3
 # Bytes of video files that are worth another decoder, which takes a second to start: half a minute at 1 Mbit/s.
 DECODER_FILES_BYTES = 4 * 2**20
@@ -80,7 +80,9 @@ class Resources(Plan):
         frames = bundles * max(self.videos_per_bundle * frame_bytes, MIN_WORKER_BYTES)
         return frames + self.shards_at_once * self.videos_per_shard * token_bytes
 
-    def fit_to_stores(self, store_bytes: float, frame_bytes: int, token_bytes: int, n_videos: int) -> Resources:
+    def fit_to_stores(
+        self, store_bytes: float, frame_bytes: int, token_bytes: int, n_videos: int, usual_bytes: int = 0
+    ) -> Resources:
         """Return these resources with the sizes of bundles, shards and queues fitted to the object stores.
 
         Videos share a bundle while there are enough bundles for all workers and the object stores hold them. The queue
@@ -88,12 +90,13 @@ class Resources(Plan):
         most an eighth of the encoder's share, since other encoders may finish earlier. All queues have at most a
         quarter of the object stores. All shards in memory fit half of the object stores, which is Ray's own limit.
 
-        Ray starts calls before it knows how large their results are. Where a video has more than MAX_BUNDLE_BYTES of
-        frames, no calls wait at a worker, and all results of the decoders' first calls fit half of the object stores.
+        Ray starts calls before it knows how large their results are. Where a usual video has more than MAX_BUNDLE_BYTES
+        of frames, no calls wait at a worker, and the results of the decoders' first calls fit half of the stores.
 
         Args:
             store_bytes: of all object stores together.
-            frame_bytes, token_bytes: the bytes of one video.
+            frame_bytes, token_bytes: the bytes of one video, the largest that is planned for.
+            usual_bytes: the bytes of the frames of a usual video.
         """
         max_shard = store_bytes / 2 / (self.shards_at_once * max(token_bytes, 1))
         shard = max(1, int(min(self.videos_per_shard, max_shard)))
@@ -108,8 +111,8 @@ class Resources(Plan):
         share = n_videos // (8 * bundle * self.encode.workers)
         fit = int(store_bytes / 4 / (self.encode.workers * bundle * max(frame_bytes, 1)))
         decode, least = self.decode, 2 * CALLS
-        if frame_bytes > MAX_BUNDLE_BYTES:
-            decoders, least = max(1, int(store_bytes / 2 / (CALLS * frame_bytes))), CALLS
+        if usual_bytes > MAX_BUNDLE_BYTES:
+            decoders, least = max(1, int(store_bytes / 2 / (CALLS * usual_bytes))), CALLS
             decode = replace(decode, workers=min(decode.workers, decoders), in_flight=CALLS)
         in_flight = max(least, min(max(4, VIDEOS_AHEAD_PER_ENCODER // bundle), share, fit))
         return replace(
@@ -177,7 +180,7 @@ def plan_resources(
     *,
     memory: float = math.inf,
     total_file_bytes: float = math.inf,
-    frame_bytes: int = 0,
+    usual_bytes: int = 0,
     videos_per_shard: int = 16,
     decode_workers: int | None = None,
     encode_workers: int | None = None,
@@ -191,7 +194,7 @@ def plan_resources(
     Args:
         gpus: below 1, encoders run on CPUs.
         total_file_bytes: of the videos' files; infinite if unknown.
-        frame_bytes: of the frames of one video.
+        usual_bytes: of the frames of a usual video.
         videos_per_shard: at most; small runs get smaller shards.
         decode_workers, encode_workers: at most; None for a number that fits the cluster.
         decode_on_gpus: whether decoders reserve a share of the GPUs.
@@ -200,7 +203,7 @@ def plan_resources(
     max_encoders = int(gpus) if gpus >= 1 else cores
     encoders = max(1, min(encode_workers or (max_encoders if gpus >= 1 else int(cpus // 4)), max_encoders, n_videos))
     useful_decoders = decode_workers or math.ceil(min(total_file_bytes / DECODER_FILES_BYTES, cores))
-    decoder_bytes = DECODER_BYTES + (LARGE_VIDEO_COPIES * frame_bytes if frame_bytes > MAX_BUNDLE_BYTES else 0)
+    decoder_bytes = DECODER_BYTES + (LARGE_VIDEO_COPIES * usual_bytes if usual_bytes > MAX_BUNDLE_BYTES else 0)
     decoders = max(1, min(useful_decoders, cores, int(min(memory / decoder_bytes, cores)), n_videos))
     decode_gpu, encode_gpu = 0.0, 1.0 if gpus >= 1 else 0.0
     if decode_on_gpus and gpus >= 1:
@@ -230,6 +233,7 @@ def plan_workers(
     ``cluster`` has Ray's resources by name: CPU and object_store_memory at least.
     """
     shape, encode = setups.decode.largest_frames(), setups.encode
+    usual_bytes = 3 * math.prod(setups.decode.usual_frames())
     by_size = count_videos_per_shard(config.target_shard_mb * 10**6, encode.stored_bytes_per_video(*shape), shape[0])
     uncapped = plan_resources(
         cluster["CPU"],
@@ -237,14 +241,14 @@ def plan_workers(
         n_videos,
         memory=cluster.get("memory", math.inf),
         total_file_bytes=file_bytes,
-        frame_bytes=3 * math.prod(shape),
+        usual_bytes=usual_bytes,
         videos_per_shard=config.videos_per_shard or by_size,
         decode_workers=config.decode_workers,
         encode_workers=config.encode_workers,
         decode_on_gpus=config.decoder == "nvdec",
     )
     sizes = 3 * math.prod(shape), encode.bytes_per_video(*shape)
-    return uncapped, uncapped.fit_to_stores(cluster["object_store_memory"], *sizes, n_videos)
+    return uncapped, uncapped.fit_to_stores(cluster["object_store_memory"], *sizes, n_videos, usual_bytes)
 
 
 def total_file_bytes(videos: pa.Table) -> float:
