@@ -58,8 +58,7 @@ FAULTS: Mapping[FaultClass, Fault] = {
     "unsupported": Fault(
         "no video container, codec, stream or clip that can be read here",
         "do what the message says; or leave out what is no video, correct a clip, or convert the file: "
-        "ffmpeg -i IN -c:v libx264 OUT.mp4; "
-        "then --retry-failed",
+        "ffmpeg -i IN -c:v libx264 OUT.mp4; then --retry-failed",
         False,
     ),
     "too-short": Fault(
