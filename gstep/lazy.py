@@ -25,7 +25,10 @@ def find_torchvision_mismatch() -> str | None:
     """Return the version of an installed torchvision that is built for CUDA beside a torch that is not, else None.
 
     Such a torchvision cannot be imported, nor can the models of transformers, which import it wherever it is installed.
+    None too if this process has imported it already, or has a stand-in for the part that fails.
     """
+    if sys.modules.keys() & {"torchvision", "torchvision._meta_registrations"}:
+        return None
     import torch  # noqa: PLC0415 - seconds, for modules that do without
 
     spec = PathFinder.find_spec("torchvision")

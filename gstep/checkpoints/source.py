@@ -268,6 +268,8 @@ def _check_model_type(name: str, model_type: str, config: Mapping[str, Any]) -> 
 
     if model_type in CONFIG_MAPPING:
         return
+    if "model_type" not in config:
+        raise ModelError(f"{name!r}: config.json has no model_type: {_COPY}")
     remote = _NEVER_RUN if "auto_map" in config else ""
     matches = get_close_matches(model_type, FAMILIES, n=1, cutoff=0.5)
     nearest = f" The nearest is {matches[0]}: {FAMILIES[matches[0]].published}." if matches else ""

@@ -2,8 +2,8 @@
 
 By names: the tensors of both halves of the model are in the checkpoint, with their shapes. By numbers: one reduced
 model (the checkpoint's config with few layers, random weights in bfloat16) reads a short clip, once from pixels and
-once from cached tokens. The results must agree, and the same comparison must notice a swapped token, a shifted position
-and a weight of zero. What the numbers show is kept on disk for each class, config and version of transformers.
+once from cached tokens. The results must agree, and the same comparison must notice a swapped token, a weight of zero
+and, unless the model's layers use no positions, a shifted position. What the numbers show is kept on disk for each class, config and version of transformers.
 """
 
 from __future__ import annotations
@@ -370,7 +370,8 @@ def compare(source: ModelSource, model: Any) -> Layout:
         )
     noticed = _measure_sensitivity(model, run, levels, prompt, stock)
     for what, difference in noticed.items():
-        if what != "shifted position" and not difference > TOLERANCE * scale:
+        uses_none = what == "shifted position" and difference == 0  # such as layers of Mamba
+        if not uses_none and not difference > TOLERANCE * scale:
             raise ModelError(
                 f"{source.name!r}: its check is blind, since a {what} changes the result by only {difference:.3g} "
                 f"(spread {scale:.3g}): python -m jobs.doctor --model {source.name} compares the whole model"

@@ -50,9 +50,10 @@ def load_processor(source: ModelSource) -> Any:
             f"the processor of {source.name!r} needs a package that is missing ({reason}): {_INSTALL}"
         ) from error
     except Exception as error:  # of any type: the files are the user's, and so may be the classes that they name
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ModelError(
-            f"{source.name!r} has no processor that transformers can load ({reason}): download the whole checkpoint"
+            f"{source.name!r} has no processor that transformers can load ({reason}): download the whole checkpoint, "
+            "with its tokenizer and processor files"
         ) from error
     if getattr(processor, "video_processor", None) is None:
         raise ModelError(f"{source.name!r}: its processor, {type(processor).__name__}, takes no videos")

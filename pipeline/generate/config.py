@@ -71,7 +71,7 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
     limit: int | None = option(None, "ask only the first N questions", metavar="N")
     family: str | None = option(
         None,
-        "your own family, module:Class, of which the cache was made: a cache alone chooses no code",
+        "the family that the cache was made with, if it is your own, module:Class: a cache alone chooses no code",
         metavar="FAMILY",
         group="model",
     )

@@ -238,16 +238,16 @@ def resolve_pruning(
     spec, pruner = spec.read(family_of(source).variant)
     method = spec.method
     code = describe_method(pruner).get("code")  # raises if it cannot go into the identity of the answers
+    if pruner.layer is not None and source.family == GENERIC:
+        raise UsageError(
+            f"--pruner {method} prunes inside the language model, which is not implemented for the family {GENERIC}: "
+            "use a method that prunes before it"
+        )
     if not is_whole(cache_identity):
         raise UsageError(
             f"--pruner {method} chooses among all visual tokens as the encoder made them, and this cache holds what "
             f"{cache_identity['pruner']['method']} kept at {cache_identity['retention_ratio']:g}: make one with python "
             "-m jobs.prune --pruner none"
-        )
-    if pruner.layer is not None and source.family == GENERIC:
-        raise UsageError(
-            f"--pruner {method} prunes inside the language model, which is not implemented for the family {GENERIC}: "
-            "use a method that prunes before it"
         )
     check_inside(pruner, builder)
     if pruner.layer is not None and spec.seed:

@@ -124,7 +124,8 @@ def check_model(
             return
         raise IdentityMismatch(
             f"{cache} was made with the family {identity.get('family', identity['type'])}, and --model {source.name} "
-            f"was resolved to the family {source.family}: name the family of the cache with --family"
+            f"was resolved to the family {source.family}: "
+            + (f"--family {identity['family']}" if "family" in identity else "leave out --family")
         )
     remedy = ""
     if read_tower is not None and identity["type"] == source.model_type:

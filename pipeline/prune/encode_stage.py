@@ -211,7 +211,7 @@ class VideoEncoder:
     def _encode(self, frames: Tensor | NDArray[np.uint8], video: SampledVideo | None) -> tuple[VisualTokens, float]:
         """Encode frames to all tokens and the needed evidence, rounded for the cache; return them and the seconds.
 
-        Raises VideoFault for a video that the model does not take.
+        Raises VideoFault, too-short or unsupported, for a video that the model does not take.
         """
         try:
             with self._turn(self._encoding) as turn:

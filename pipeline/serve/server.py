@@ -81,11 +81,11 @@ def server_arguments(config: ServeConfig) -> list[str]:
 
     Sets variables of the environment that vLLM's processes need: the store, the key, and vLLM's own. Raises UsageError.
     """
-    check_installed("jobs.serve")
     os.environ.update(_store_variables(config))
     if config.api_key is not None:
         os.environ[KEY] = config.api_key
-    served_config = served_cache(config)
+    served_config = served_cache(config)  # which refuses a cache that vLLM cannot serve at all
+    check_installed("jobs.serve")
     with usage_errors(), store_usage_errors():
         prompts = CachedPrompts(served_config)
         prompts.close()
