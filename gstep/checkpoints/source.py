@@ -184,6 +184,9 @@ class ModelSource(TensorSource):
             if not classes and (thinker is not None or not names):
                 autos = transformers.AutoModelForMultimodalLM, transformers.AutoModelForImageTextToText
                 classes = [auto._model_mapping[type(config)] for auto in autos if type(config) in auto._model_mapping]
+                if not classes and thinker is not None:  # which no table of transformers has
+                    name = f"{type(config).__name__.removesuffix('Config')}ForConditionalGeneration"
+                    classes = [getattr(transformers, name)] if hasattr(transformers, name) else []
         except (ImportError, RuntimeError) as error:
             root: BaseException = error
             while root.__cause__ is not None:
@@ -200,9 +203,9 @@ class ModelSource(TensorSource):
             )
         if not classes:
             raise ModelError(
-                f"{self.name!r}: config.json names the architectures {', '.join(names)}, of which "
-                f"transformers {version('transformers')} has none{_NEVER_RUN}: use the checkpoint in the layout of "
-                "transformers, which often has -hf in its name"
+                f"{self.name!r}: config.json names the architectures {', '.join(names)}, of which transformers "
+                f"{version('transformers')} has none{_NEVER_RUN if 'auto_map' in self.config else ''}: use the "
+                "checkpoint in the layout of transformers, which often has -hf in its name"
             )
         # Some classes leave get_video_features to the model inside, but all that encode anything have this argument.
         if "mm_encoder_outputs" not in inspect.signature(classes[0].forward).parameters:

@@ -19,10 +19,18 @@ from gstep.backbones.base import Backbone, ModelExtra, ModelFamily, SampledVideo
 from gstep.backbones.preprocess import Preprocessor, as_frames
 from gstep.backbones.runtime import Runtime
 from gstep.checkpoints.source import ModelSource
-from gstep.errors import ModelError, TooFewFrames, UnsupportedVideo, is_out_of_memory
+from gstep.errors import ModelError, TooFewFrames, UnsupportedVideo, is_gpu_broken, is_out_of_memory
 from gstep.generic.halves import TOWER, find_encoder, load_model
 from gstep.generic.layout import Layout, count_steps, count_units, encode_pieces, placeholder_ids
-from gstep.generic.processor import Recorder, encode_record, load_processor, make_metadata, render, run_processor
+from gstep.generic.processor import (
+    Recorder,
+    encode_record,
+    load_processor,
+    make_metadata,
+    render,
+    replay,
+    run_processor,
+)
 from gstep.types import VisualTokens
 
 #: Bytes of the frames of one video: they travel whole from the decoder to the encoder.
@@ -161,7 +169,8 @@ class VideoReader:
         try:
             return self._read(frames, video)
         except Exception as error:
-            if is_out_of_memory(error):
+            is_own_fault = is_out_of_memory(error) or isinstance(error, ImportError | NotImplementedError)
+            if is_own_fault or (self._device is not None and is_gpu_broken()):
                 raise
             reason = f"the model's own processor refuses the video ({type(error).__name__}: {error})"
         count = f"{video.n_frames} frame{'s' * (video.n_frames != 1)}"
@@ -179,6 +188,13 @@ class VideoReader:
         processor.video_processor = recorder = Recorder(processor.video_processor)
         inputs = run_processor(processor, self._text, frames, make_metadata(video), self._device)
         return inputs, recorder.output
+
+    def replay(self, record: str) -> dict[str, Any]:
+        """Return what the processor makes of the record of a video in place of its frames.
+
+        Raises ValueError as :func:`gstep.generic.processor.replay`.
+        """
+        return replay(self._processor, self._text, record)
 
     def count_placeholders(self, inputs: Mapping[str, Any]) -> int:
         """Count the placeholders of a video in a prompt."""

@@ -2,8 +2,9 @@
 
 By names: the tensors of both halves of the model are in the checkpoint, with their shapes. By numbers: one reduced
 model (the checkpoint's config with few layers, random weights in bfloat16) reads a short clip, once from pixels and
-once from cached tokens. The results must agree, and the same comparison must notice a swapped token, a weight of zero
-and, unless the model's layers use no positions, a shifted position. What the numbers show is kept on disk for each class, config and version of transformers.
+once from cached tokens, whose prompt the processor writes from its record. The results must agree, and the same
+comparison must notice a swapped token, a weight of zero and, unless the model's layers use no positions, a shifted
+position. What the numbers show is kept on disk for each class, config and version of transformers.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import copy
 import hashlib
 import inspect
 import json
+import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,6 +54,7 @@ from gstep.generic.layout import (
     split_inputs,
 )
 from gstep.generic.model import wrap_features
+from gstep.generic.processor import encode_record
 from gstep.lazy import repeat_line
 
 _VERSION = 1  # of this check: results of another version are not used
@@ -83,6 +87,7 @@ def check_model(source: ModelSource) -> dict[str, Any]:
             kept = _check(source, kept)
         _write(path, kept)
     layout: dict[str, Any] = kept["layout"]
+    layout["parity"]["names"] = source.identity in kept["identities"]
     return layout
 
 
@@ -100,7 +105,6 @@ def _check(source: ModelSource, kept: dict[str, Any] | None) -> dict[str, Any]:
         if kept is None:
             kept = {"layout": _check_numbers(source), "identities": []}
             kept["layout"]["parity"]["seconds"] = round(time.monotonic() - start, 1)
-    kept["layout"]["parity"]["names"] = names
     kept["identities"] += [source.identity] * names
     return kept
 
@@ -115,7 +119,7 @@ def _refusing(source: ModelSource) -> Iterator[None]:
     except Exception as error:
         raise ModelError(
             f"{source.name!r}: the check of the generic family fails in the model's own code ({type(error).__name__}: "
-            f"{error}), so this model cannot be used"
+            f"{error}): python -m jobs.doctor --model {source.name} compares the whole model"
         ) from error
 
 
@@ -329,15 +333,13 @@ def compare(source: ModelSource, model: Any) -> Layout:
     reader = VideoReader(source, None)
     frames, video = _make_clip()
 
-    def read(clip: Tensor) -> dict[str, Any]:
-        return move(reader.read(clip, video)[0], "cpu", torch.bfloat16)
-
     def encode(clip: Tensor) -> tuple[list[Tensor], float]:
-        inputs = read(clip)
+        inputs = move(reader.read(clip, video)[0], "cpu", torch.bfloat16)
         return flatten_features(make_features(method, inputs)), count_units(inputs)
 
     together, tail, units = find_dependence(encode, frames)
-    inputs = read(frames)
+    made, recorded = reader.read(frames, video)
+    inputs = move(made, "cpu", torch.bfloat16)
     output = make_features(method, inputs)
     levels = flatten_features(output)
     layout = Layout(
@@ -351,9 +353,11 @@ def compare(source: ModelSource, model: Any) -> Layout:
     )
     if tail and layout.deepstack_levels:
         raise ModelError(f"{source.name!r} has rows behind a video and deepstack levels, which is not implemented")
-    count_steps(model.config, inputs, units, len(levels[0]), tail)
+    _check_steps(source, reader, model.config, layout, frames, len(levels[0]))
     stock = model(**forward_inputs(model, inputs)).logits
-    prompt = _make_prompt(model, inputs, len(levels[0]))
+    replayed = reader.replay(encode_record(recorded))
+    _check_replay(source, made, replayed)
+    prompt = _make_prompt(model, replayed, len(levels[0]))
     layout = replace(layout, axes=3 if prompt["position_ids"].ndim == 3 else 1)
 
     def run(features: Sequence[Tensor], **changes: Any) -> Tensor:
@@ -391,12 +395,41 @@ def compare(source: ModelSource, model: Any) -> Layout:
     )
 
 
-def _make_clip() -> tuple[Tensor, SampledVideo]:
+def _check_steps(
+    source: ModelSource, reader: VideoReader, config: Any, layout: Layout, frames: Tensor, n_rows: int
+) -> None:
+    """Raise ModelError unless the counted steps of time are those of the frames that are encoded together."""
+    if layout.frames_per_step == _FRAMES:  # all frames see each other: the processor alone says what a step is
+        return
+    for n_frames in (_FRAMES, _FRAMES - 3):
+        _, video = _make_clip(n_frames)
+        inputs, _ = reader.read(frames[:n_frames], video)
+        rows = n_rows if n_frames == _FRAMES else reader.count_placeholders(inputs)
+        steps = count_steps(config, inputs, layout.units_per_step, rows, layout.tail)
+        if steps != (expected := math.ceil(n_frames / layout.frames_per_step)):
+            raise ModelError(
+                f"{source.name!r}: of {n_frames} frames {layout.frames_per_step} are encoded together, which makes "
+                f"{expected} steps of time, and its prompt has {steps}: which tokens belong to a frame is not known"
+            )
+
+
+def _check_replay(source: ModelSource, made: Mapping[str, Any], replayed: Mapping[str, Any]) -> None:
+    """Raise ModelError unless the processor writes the same prompt from its record as from the video."""
+    shape = made["input_ids"].shape
+    for name, value in made.items():
+        if not isinstance(value, Tensor) or value.shape != shape:
+            continue
+        other = replayed.get(name)
+        if not isinstance(other, Tensor) or not torch.equal(other, value):
+            raise ModelError(f"{source.name!r}: its processor makes other {name} of its record than of the video")
+
+
+def _make_clip(n_frames: int = _FRAMES) -> tuple[Tensor, SampledVideo]:
     """Make the clip of the check: noise, [F,3,H,W] uint8."""
     noise = torch.Generator().manual_seed(0)
-    frames = torch.randint(0, 256, (_FRAMES, 3, _HEIGHT, _WIDTH), generator=noise, dtype=torch.uint8, device="cpu")
+    frames = torch.randint(0, 256, (n_frames, 3, _HEIGHT, _WIDTH), generator=noise, dtype=torch.uint8, device="cpu")
     # An uneven rate, since positions of some models are fractions of times.
-    return frames, SampledVideo(_HEIGHT, _WIDTH, [i / _FPS for i in range(_FRAMES)], None, _FPS, _FRAMES)
+    return frames, SampledVideo(_HEIGHT, _WIDTH, [i / _FPS for i in range(n_frames)], None, _FPS, n_frames)
 
 
 def _make_prompt(model: Any, inputs: Mapping[str, Any], n_rows: int) -> dict[str, Any]:
@@ -455,17 +488,20 @@ def encodes_in_pieces(method: Any, inputs: dict[str, Any], levels: Sequence[Tens
 def _answers_in_batches(
     model: Any, levels: Sequence[Tensor], prompt: Mapping[str, Any], layout: Layout, stock: Tensor, scale: float
 ) -> bool:
-    """Return True if a prompt has the result of the prompt alone in a batch, beside a longer prompt."""
+    """Return True if two prompts of different videos and lengths have the results of the prompts alone in a batch."""
     longer = {name: torch.cat([value[..., -3:], value], dim=-1) for name, value in prompt.items()}
     padded = {name: torch.cat([torch.zeros_like(value[..., :3]), value], dim=-1) for name, value in prompt.items()}
     padded["input_ids"][:, :3] = prompt["input_ids"][:, :1]
     batch = {name: torch.cat([longer[name], padded[name]], dim=-2) for name in prompt}
-    outputs = wrap_features([[level, level] for level in levels], layout)
+    others = [level.flip(0) for level in levels]
     try:
+        alone = model(**longer, mm_encoder_outputs=wrap_features([[level] for level in others], layout)).logits
+        outputs = wrap_features([list(pair) for pair in zip(others, levels, strict=True)], layout)
         result = model(**batch, mm_encoder_outputs=outputs).logits
     except Exception:  # noqa: BLE001 - of any type: the model takes no such batches
         return False
-    return result.shape[0] == 2 and _difference(result[1:, 3:], stock) <= BATCH_TOLERANCE * scale
+    differences = [_difference(result[:1], alone), _difference(result[1:, 3:], stock)]
+    return max(differences) <= BATCH_TOLERANCE * scale
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
@@ -480,8 +516,12 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 
 def _cache_folder() -> Path:
-    """Return the folder of kept results: gstep-cache/checks in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gstep-cache" / "checks"
+    """Return the folder of kept results, in the user's cache folder or among temporary files."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # a user without a home
+        folder = Path(tempfile.gettempdir())
+    return folder / "gstep-cache" / "checks"
 
 
 def _compute_key(source: ModelSource) -> str:
@@ -492,10 +532,18 @@ def _compute_key(source: ModelSource) -> str:
         "architectures": source.config.get("architectures"),
         "config": {key: value for key, value in source.config.items() if key not in IRRELEVANT_KEYS},
         "processor": source.preprocessor,
+        "prompt": {name: _hash_file(source, name) for name in _PROMPT_FILES},
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
+def _hash_file(source: ModelSource, filename: str) -> str | None:
+    """Hash a small file of a checkpoint; None if it has none."""
+    path = source.files.find(filename)
+    return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+_PROMPT_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json", "tokenizer.json")
 _CODE = tuple(f"gstep.generic.{name}" for name in ("gate", "family", "halves", "layout", "model", "processor"))
 
 
@@ -513,7 +561,7 @@ def _write(path: Path, kept: Mapping[str, Any]) -> None:
     """Keep a result; a disk that cannot be written only costs the next run its time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary = path.with_suffix(f".{os.getpid()}-{time.time_ns()}")
         temporary.write_text(json.dumps(kept))
         temporary.replace(path)
     except OSError as error:

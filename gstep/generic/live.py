@@ -57,6 +57,7 @@ _REFUSED: Mapping[str, str] = {
     "token_healing": "it changes the prompt",
 }
 _PER_VIDEO = ("num_frames_per_video", "video_grids", "video_merge_sizes")  # inputs with an entry for each video
+_FRAMES_PER_PASS = 32  # frames that a GPU encodes at once
 _SEVERAL = "gstep.pruning takes one video a prompt, and this prompt has several"
 
 
@@ -265,8 +266,8 @@ class _PrunedGenerate:
     def _prune(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Encode and prune the video of a processor's output; return what the model takes in its place."""
         model, layout, ids = self._model, self._find_layout(inputs), inputs["input_ids"]
-        # A CPU encodes steps one by one, as GenericBackbone.encode does, and so has the tokens of a cache.
-        steps = 1 if model.device.type == "cpu" else None
+        # As GenericBackbone.encode, so that a CPU has the tokens of a cache, and a GPU the memory for them.
+        steps = 1 if model.device.type == "cpu" else max(1, _FRAMES_PER_PASS // layout.frames_per_step)
         rows = encode_pieces(self._method, inputs, layout, steps, model.device, model.dtype)
         levels = [level.to(torch.bfloat16) for level in rows]
         n_rows = len(levels[0])

@@ -172,5 +172,7 @@ def _extend(prompt: Prompt, ids: Sequence[int]) -> Prompt:
         visuals=prompt.visuals,
         prefix_length=prompt.prefix_length,
         spans=prompt.spans,
-        token_inputs={k: torch.cat([v, torch.zeros(n, dtype=v.dtype)]) for k, v in prompt.token_inputs.items()},
+        token_inputs={
+            k: torch.cat([v, torch.zeros(n, dtype=v.dtype, device="cpu")]) for k, v in prompt.token_inputs.items()
+        },
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gstep.backbones import ModelSource, SampledVideo
 from gstep.errors import ModelError
-from gstep.language.prompt import chat_template
+from gstep.language.prompt import FolderState, chat_template, read_folder_state
 from gstep.language.rendering import render_chat_template
 from gstep.language.types import ChatMessage
 from gstep.lazy import find_torchvision_mismatch
@@ -43,7 +43,8 @@ def load_processor(source: ModelSource) -> Any:
     """
     _check_torchvision()
     try:
-        processor = copy.copy(_load_processor(*source.pretrained(), source.identity))
+        name, revision = source.pretrained()
+        processor = copy.copy(_load_processor(name, revision, read_folder_state(name, revision)))
     except ImportError as error:
         reason = str(error).strip().splitlines()[-1]
         raise ModelError(
@@ -61,8 +62,8 @@ def load_processor(source: ModelSource) -> Any:
 
 
 @lru_cache(maxsize=2)
-def _load_processor(name: str, revision: str | None, identity: str) -> Any:
-    """Load the processor of a Hugging Face id's commit, or of a folder with this identity."""
+def _load_processor(name: str, revision: str | None, state: FolderState) -> Any:
+    """Load the processor of a Hugging Face id's commit, or of a folder whose files have this state."""
     from transformers import AutoProcessor  # noqa: PLC0415 - takes seconds
 
     processor = AutoProcessor.from_pretrained(name, revision=revision, trust_remote_code=False)
@@ -212,8 +213,10 @@ class Recorder:
         self._stock = stock
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        self.output = self._stock(*args, **options)
-        return self.output
+        made = self._stock(*args, **options)
+        # The processor may change what it gets: the rate in the metadata, for example.
+        self.output = {k: value if isinstance(value, Tensor) else copy.deepcopy(value) for k, value in made.items()}
+        return made
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_stock"], name)
@@ -243,11 +246,10 @@ def replay(processor: Any, text: str, record: str) -> dict[str, Any]:
     output, written_by = decode_record(record)
     processor = copy.copy(processor)
     processor.video_processor = _Replay(processor.video_processor, output)
-    metadata = output.get("video_metadata") or [None]
     frame = torch.zeros(1, 3, 1, 1, dtype=torch.uint8, device="cpu")
     try:
-        return run_processor(processor, text, frame, metadata[0])
-    except (KeyError, AttributeError, TypeError) as error:
+        return run_processor(processor, text, frame, output["video_metadata"][0])
+    except Exception as error:  # of any type: what a processor does with a record of another version
         raise ValueError(
             f"the processor's record of this video was written by transformers {written_by}, and the processor of "
             f"transformers {__version__} reads more ({type(error).__name__}: {error}): install that version, or prune "

@@ -80,7 +80,8 @@ class Batch:
             ),
             token_inputs={
                 name: torch.zeros(len(ids), length, dtype=values.dtype, device="cpu")
-                for name, values in prompts[0].token_inputs.items()
+                for prompt in prompts
+                for name, values in prompt.token_inputs.items()
             },
         )
         for row, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
@@ -88,8 +89,8 @@ class Batch:
             batch.input_ids[row, start:] = ids[row]
             batch.mask[row, start:] = 1
             batch.positions[:, row, start:] = prompt.positions[:, span]
-            for name, values in batch.token_inputs.items():
-                values[row, start:] = prompt.token_inputs[name][span]
+            for name, values in prompt.token_inputs.items():
+                batch.token_inputs[name][row, start:] = values[span]
         return batch
 
     def after(self, prefix: Batch) -> Batch:

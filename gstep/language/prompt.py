@@ -311,17 +311,27 @@ def tokenizer_of(source: ModelSource) -> Any:
     for filename in ("tokenizer.json", "tokenizer_config.json"):
         source.files.find(filename)  # transformers would load another tokenizer without a file that the cache lacks
     try:
-        files = [] if revision is not None else [(file.name, file.stat()) for file in sorted(Path(name).iterdir())]
-        state = tuple((filename, stat.st_size, stat.st_mtime_ns) for filename, stat in files)
-        return _load_tokenizer(name, revision, state)
+        return _load_tokenizer(name, revision, read_folder_state(name, revision))
     except Exception as error:  # the tokenizers library raises bare Exceptions, and a damaged file a KeyError
         raise ModelError(
             f"{source.name!r} has no tokenizer that can be loaded ({type(error).__name__}: {error}): download it again"
         ) from error
 
 
+#: The name, size and time of change of each file of a folder.
+FolderState = tuple[tuple[str, int, int], ...]
+
+
+def read_folder_state(name: str, revision: str | None) -> FolderState:
+    """Read the state of a model's folder, which changes with its files; empty for a Hugging Face id's commit."""
+    if revision is not None:
+        return ()
+    files = [(file.name, file.stat()) for file in sorted(Path(name).iterdir())]
+    return tuple((filename, stat.st_size, stat.st_mtime_ns) for filename, stat in files)
+
+
 @lru_cache(maxsize=2)
-def _load_tokenizer(name: str, revision: str | None, state: tuple[tuple[str, int, int], ...]) -> Any:
+def _load_tokenizer(name: str, revision: str | None, state: FolderState) -> Any:
     """Load the tokenizer of a Hugging Face id's commit, or of a folder; ``state``: names, sizes, times of its files."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - seconds; needed only to build prompts or models
 

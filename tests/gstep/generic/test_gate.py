@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
-from gstep.generic import gate
+from gstep.generic import gate, processor
 from gstep.generic.layout import Layout
 from tests.gstep.generic.tiny_checkpoints import FAMILIES
 
@@ -146,6 +147,62 @@ def test_positions_by_another_rule_are_refused(folder, monkeypatch, policy):
     monkeypatch.setattr(gate, "prompt_positions", compute)
     with pytest.raises(ModelError, match="gives another result than from the video"):
         resolve(folder)
+
+
+def test_a_record_from_which_the_processor_writes_another_prompt_is_refused(folder, monkeypatch):
+    def encode(output):
+        times = [replace(output["video_metadata"][0], fps=1.0)]
+        return processor.encode_record({**output, "video_metadata": times})
+
+    monkeypatch.setattr(gate, "encode_record", encode)
+    with pytest.raises(ModelError, match="its processor makes other input_ids of its record than of the video"):
+        resolve(folder)
+
+
+def test_steps_of_time_that_are_not_those_of_the_frames_are_refused(folder, monkeypatch):
+    monkeypatch.setattr(gate, "count_steps", lambda *_: 8)
+    with pytest.raises(ModelError, match="of 8 frames 2 are encoded together, which makes 4 steps of time, and its"):
+        resolve(folder)
+
+
+def test_a_batch_that_mixes_up_its_videos_is_noticed(folder, monkeypatch):
+    monkeypatch.setattr(gate, "wrap_features", lambda levels, layout: WRAP([[v[0]] * len(v) for v in levels], layout))
+    assert not Layout.of(resolve(folder)).in_batches
+
+
+@pytest.mark.parametrize("name", ["Qwen3VLModel", "Qwen3VLTextModel", "BertModel"])
+def test_a_class_that_writes_no_text_about_videos_is_one_clear_error(folder, name):
+    edit_config(folder, architectures=[name])
+    with pytest.raises(
+        ModelError, match=r"(check of the generic family fails|sees no videos|cannot import|no features)"
+    ):
+        resolve(folder)
+
+
+def test_an_omni_model_is_found_by_the_name_of_the_whole_model(tiny_checkpoint, tmp_path):
+    folder = Path(shutil.copytree(tiny_checkpoint("qwen2_5_omni"), tmp_path / "omni"))
+    edit_config(folder, architectures=["Qwen2_5OmniModel"])  # as published
+    assert resolve(folder, gate=False).stock_class()[0].__name__ == "Qwen2_5OmniThinkerForConditionalGeneration"
+
+
+def test_processor_files_that_are_changed_in_place_are_read_again(tiny_checkpoint, tmp_path):
+    folder = Path(shutil.copytree(tiny_checkpoint("llava_onevision"), tmp_path / "llava"))
+    assert processor.load_processor(resolve(folder, gate=False)).video_processor.size["height"] == 56
+    path = folder / "processor_config.json"
+    path.write_text(path.read_text().replace("56", "28"))
+    assert processor.load_processor(resolve(folder, gate=False)).video_processor.size["height"] == 28
+
+
+def test_a_user_without_a_home_folder_can_check_a_model(folder, monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(gate.tempfile, "gettempdir", lambda: str(tmp_path))
+
+    def fail():
+        raise RuntimeError("no home")
+
+    monkeypatch.setattr(gate.Path, "home", fail)
+    resolve(folder)
+    assert len([*(tmp_path / "gstep-cache" / "checks").iterdir()]) == 1
 
 
 def test_a_comparison_that_would_notice_nothing_is_refused(folder, monkeypatch):
