@@ -153,10 +153,14 @@ class _PrunedGenerate:
         ids = prompts[0] if len(prompts) == 1 else None
         if not self._has_video(ids, given):
             return self._stock(*args, **options)
+        metadata = given.pop("video_metadata", None)  # which the model's own generate refuses
         ids = self._check(given, ids)
         names = self._encoder_names | self._forward_names
         given = {name: value for name, value in given.items() if value is not None or name not in names}
         made = {name: given.pop(name) for name in list(given) if name in names and isinstance(given[name], Tensor)}
+        if metadata is not None:
+            made["video_metadata"] = metadata
+        self._check_frames(made, ids)
         deltas = [(module, module.rope_deltas) for module in self._model.modules() if hasattr(module, "rope_deltas")]
         try:
             pruned = self._prune({"input_ids": ids, "attention_mask": torch.ones_like(ids), **made})
@@ -202,6 +206,16 @@ class _PrunedGenerate:
                 raise ValueError(f"gstep.pruning takes a video alone, and this prompt has {noun} beside it")
         self._refuse_several(options, ids)
         return ids
+
+    def _check_frames(self, inputs: Mapping[str, Any], ids: Tensor) -> None:
+        """Raise ValueError if nothing says which patches belong to a frame: MiniCPM has all of them in one row."""
+        pixels = inputs[self._pixels]
+        in_one_row = pixels.ndim == 4 and len(pixels) == 1 and "video_grid_thw" not in inputs
+        if in_one_row and "video_metadata" not in inputs and list_separators(self._model.config, ids):
+            raise ValueError(
+                f"the pixels of {type(self._model).__name__} do not say where a frame ends: give return_metadata=True "
+                "to the processor, and its video_metadata to generate"
+            )
 
     def _refuse_several(self, options: Mapping[str, Any], ids: Tensor) -> None:
         """Raise ValueError for several videos, and for several images on a model that takes frames as images."""

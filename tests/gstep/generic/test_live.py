@@ -26,8 +26,6 @@ H, W = 56, 84
 QUESTION = "What moves?"
 #: With deepstack and three axes; a newline behind the video; frames as images; bidirectional blocks; grids of one step.
 QUICK = ("qwen3_vl", "llava_onevision", "internvl", "gemma4", "kimi_k25")
-#: Families whose own code numbers positions over the kept tokens.
-CONTIGUOUS = ("llava_onevision", "internvl")
 
 
 class Live(NamedTuple):
@@ -69,7 +67,10 @@ def read(case: Live, n_frames: int = 8) -> dict[str, torch.Tensor]:
     text = render(case.processor, {"type": "video"})
     inputs = run_processor(case.processor, text, frames.permute(0, 3, 1, 2), make_metadata(video))
     names = inspect.signature(case.model.forward).parameters
-    return {key: value for key, value in inputs.items() if key in names and isinstance(value, torch.Tensor)}
+    taken = {key: value for key, value in inputs.items() if key in names and isinstance(value, torch.Tensor)}
+    # Its pixels do not say where a frame ends.
+    is_minicpm = type(case.model).__name__.startswith("MiniCPM")
+    return taken | ({"video_metadata": inputs["video_metadata"]} if is_minicpm else {})
 
 
 def answer(case: Live, inputs: dict[str, Any], **options: Any) -> Any:
@@ -108,8 +109,7 @@ def cached(
         deepstack=tuple(level.flatten(0, 1)[pruned.index] for level in deepstack),
         newline=None if newline is None else newline.to(torch.bfloat16),
     )
-    positions = "contiguous" if source.config["model_type"] in CONTIGUOUS else "original"
-    prompt = prompt_builder(source, positions).build(QUESTION, [kept])
+    prompt = prompt_builder(source).build(QUESTION, [kept])
     return load_language_model(source, FLOAT32), prompt
 
 
@@ -123,6 +123,14 @@ def check_parity(case: Live, folder: str, family: str | None, n_frames: int = 8)
     tokens = model.generate([prompt], [Decoding(max_new_tokens=4)])[0].token_ids
     assert tuple(ids[0, inputs["input_ids"].shape[1] :].tolist())[: len(tokens)] == tokens
     assert "generate" not in vars(case.model) and "prepare_inputs_for_generation" not in vars(case.model)
+
+
+def test_a_video_whose_frames_nothing_tells_apart_is_refused_with_the_remedy(live):
+    case = live("minicpmv4_6")
+    inputs = read(case)
+    del inputs["video_metadata"]
+    with gstep.pruning(case.model), pytest.raises(ValueError, match="give return_metadata=True to the processor"):
+        answer(case, inputs)
 
 
 # ---- the logits of the cached path
