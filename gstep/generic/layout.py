@@ -252,6 +252,8 @@ def probe_units(
     """
     name, pixels = find_pixels(inputs)
     (axis, entries), units = locate_units(inputs), count_units(inputs)
+    if pixels.shape[axis] != units * entries:  # all patches are in one row (MiniCPM): the metadata counts the frames
+        return units, 0
 
     def change(start: int, count: int) -> Tensor:
         """Find the rows that change with some units of time, [rows] bool."""
