@@ -9,7 +9,6 @@ position. What the numbers show is kept on disk for each class, config and versi
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import inspect
 import json
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gstep.backbones import ModelSource, Runtime, SampledVideo
 from gstep.checkpoints.tensors import IRRELEVANT_KEYS
@@ -55,21 +54,16 @@ from gstep.generic.layout import (
 )
 from gstep.generic.model import wrap_features
 from gstep.generic.processor import encode_record
+from gstep.generic.reduced import MEMORY_SHARE, build_reduced, free_bytes, remove_head
 from gstep.lazy import repeat_line
 
 _VERSION = 1  # of this check: results of another version are not used
 #: The largest difference of hidden states that counts as equal, as a share of their spread.
 TOLERANCE = 0.02
 _FRAMES, _HEIGHT, _WIDTH, _FPS = 8, 112, 168, 1.3
-_MIN_LAYERS = 2
-_MAX_EXPERTS = 8
-_PROJECTION = 256  # numbers of a token that are compared
 _ZEROED = 4  # weights that are set to zero, one at a time, until one shows
 #: As TOLERANCE, for a prompt in a batch: padding changes the order of sums, and so their rounding in bfloat16.
 BATCH_TOLERANCE = 0.1
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_INDEX_LISTS = ("index", "layers", "layer_ids", "feature_layer")  # parts of the names of lists of layers' numbers
-_MEMORY_SHARE = 0.6  # of the free memory, for the reduced model
 
 
 def check_model(source: ModelSource) -> dict[str, Any]:
@@ -131,15 +125,15 @@ def check_weights(source: ModelSource) -> tuple[str, str, str]:
     Returns (state, what was measured, the remedy): "ok", "wrong", or "unknown" where memory is short.
     """
     needed = sum(_file_bytes(source))
-    if not needed or needed > _MEMORY_SHARE * _free_bytes():
+    if not needed or needed > MEMORY_SHARE * free_bytes():
         size = f"have {needed / 2**30:.1f} GiB" if needed else "are not on this machine"
-        says = f"the weights {size}, and {_free_bytes() / 2**30:.1f} GiB of memory are free: nothing was compared"
+        says = f"the weights {size}, and {free_bytes() / 2**30:.1f} GiB of memory are free: nothing was compared"
         return "unknown", says, "run this where the weights and enough memory are; jobs.prune checks a reduced model"
     try:
         with _refusing(source):
             _check_names(source)
             model = load_model(source, Runtime("cpu", torch.bfloat16, "sdpa"), WHOLE)
-            _remove_head(model)
+            remove_head(model)
             layout = compare(source, model).to_json()
     except ModelError as error:
         return "wrong", str(error), ""
@@ -184,140 +178,6 @@ def _check_numbers(source: ModelSource) -> dict[str, Any]:
     Raises ModelError if they differ, if the comparison is blind, or if the config cannot be reduced.
     """
     return compare(source, build_reduced(source)).to_json()
-
-
-def build_reduced(source: ModelSource) -> Any:
-    """Build the model with few layers and random weights in bfloat16, without its output layer and its audio part.
-
-    Raises ModelError if the config cannot be reduced, or memory is short.
-    """
-    cls, config = source.stock_class()
-    for reduce_vision in (True, False):
-        try:
-            reduced = _reduce_config(config, reduce_vision)
-            with torch.device("meta"):
-                shapes = cls._from_config(copy.deepcopy(reduced), dtype=torch.bfloat16)
-            needed = sum(weight.nbytes for weight in shapes.parameters())
-            break
-        except Exception as error:  # noqa: BLE001 - of any type: what a class does with a setting
-            reason = f"{type(error).__name__}: {error}"
-    else:
-        raise ModelError(
-            f"{source.name!r}: its config cannot be reduced to a small model ({reason}), so nothing shows that cached "
-            f"tokens work: python -m jobs.doctor --model {source.name} compares the whole model"
-        )
-    if needed > _MEMORY_SHARE * _free_bytes():
-        raise ModelError(
-            f"{source.name!r}: the reduced model of its check needs {needed / 2**30:.1f} GiB, and "
-            f"{_free_bytes() / 2**30:.1f} GiB of memory are free: run the check on a machine with more"
-        )
-    from transformers.initialization import no_init_weights  # noqa: PLC0415 - imported by the class already
-
-    with no_init_weights():
-        model = cls._from_config(reduced, dtype=torch.bfloat16).eval().requires_grad_(False)
-    _remove_head(model)
-    if (audio := model.get_encoder(modality="audio")) is not None and audio not in (model, model.base_model):
-        audio.to_empty(device="meta")
-    _fill(model)
-    return model
-
-
-def _remove_head(model: Any) -> None:
-    """Replace the output layer, which is large, by a random projection of the hidden states to few numbers."""
-    head = model.get_output_embeddings()
-    if isinstance(head, nn.Linear):
-        projection = nn.Linear(head.in_features, _PROJECTION, bias=False, dtype=head.weight.dtype, device="cpu")
-        generator = torch.Generator().manual_seed(1)
-        projection.weight.data.normal_(0.0, head.in_features**-0.5, generator=generator).requires_grad_(False)
-        model.set_output_embeddings(projection)
-
-
-def _reduce_config(config: Any, reduce_vision: bool) -> Any:
-    """Copy a config with few layers and experts; widths and the vocabulary stay."""
-    content: dict[str, Any] = copy.deepcopy(config.to_dict())
-    text = cast("Any", config.get_text_config())  # or the config itself
-    vision = content.get("vision_config") or {}
-    chosen = {key: len(value) + 1 for key, value in vision.items() if _is_choice(key, value)}
-    n_vision = max([_MIN_LAYERS, *chosen.values()])
-    n_text = max([_MIN_LAYERS, *(n for key, n in chosen.items() if "deepstack" in key)])  # levels enter as many layers
-    text_names = [name for name in content if text is not None and getattr(config, name, None) is text]
-    for name in [key for key, value in content.items() if isinstance(value, dict) and key.endswith("_config")]:
-        if name == "vision_config" and reduce_vision:
-            _reduce_part(content, name, content[name].get("depth", content[name].get("num_hidden_layers")), n_vision)
-        elif name in text_names:
-            _reduce_part(content, name, text.num_hidden_layers, n_text)
-            for key in _EXPERTS:
-                top = content[name].get("num_experts_per_tok") or content[name].get("moe_k") or 1
-                if isinstance(content[name].get(key), int) and isinstance(top, int):
-                    content[name][key] = min(content[name][key], max(_MAX_EXPERTS, top))
-    content.pop("quantization_config", None)
-    return type(config).from_dict(content)
-
-
-def _reduce_part(content: dict[str, Any], name: str, depth: object, n_min: int) -> None:
-    """Reduce the layers of a part of a config in place, to ``n_min`` or to as many as show every kind of layer.
-
-    Lists and mappings of settings for each layer are cut; numbers of chosen layers are replaced by the first ones.
-    """
-    part = content[name]
-    if not isinstance(depth, int) or depth <= n_min:
-        return
-    lists = [
-        [json.dumps(v) for v in value] for value in part.values() if isinstance(value, list) and len(value) == depth
-    ]
-    # Names are kinds of layers; so are few numbers, while many numbers count the layers.
-    kinds = [values for values in lists if values[0].startswith('"') or len({*values}) <= depth // 2]
-    n = n_min
-    while n < depth and any({*values[:n]} != {*values} for values in kinds):
-        n += 1
-    for key, value in part.items():
-        part[key] = _reduce_setting(key, value, depth, n)
-
-
-def _is_choice(key: str, value: object) -> bool:
-    """Return True if a setting is a list of the numbers of chosen layers."""
-    return isinstance(value, list) and any(word in key for word in _INDEX_LISTS)
-
-
-def _reduce_setting(key: str, value: Any, depth: int, n: int) -> Any:
-    """Reduce a setting of a part of a config from ``depth`` layers to the first ``n``; others stay as they are."""
-    match value:
-        case list() if len(value) == depth:
-            return value[:n]
-        case list() if _is_choice(key, value) and all(
-            isinstance(number, int) and 0 <= number < depth for number in value
-        ):
-            return sorted({min(i, n - 1) for i, _ in enumerate(value)})
-        case dict() if value and all(str(number).isdecimal() for number in value):
-            return {number: setting for number, setting in value.items() if int(number) < n}
-        case int() if key in ("depth", "num_hidden_layers", "n_layers") and value == depth:
-            return n
-        case int() if key in ("max_window_layers", "first_k_dense_replace"):
-            return min(value, n - 1)
-        case int() if key == "num_kv_shared_layers":
-            return 0
-    return value
-
-
-def _fill(model: nn.Module) -> None:
-    """Fill all weights with fixed random values, large enough that a wrong token, position or mask shows."""
-    pattern = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
-    for number, (name, weight) in enumerate(model.named_parameters()):
-        if weight.is_meta:
-            continue
-        flat = weight.data.view(-1)
-        if weight.ndim < 2:
-            flat.copy_(0.05 * pattern[: len(flat)].to(flat)) if name.endswith("bias") and len(flat) < len(
-                pattern
-            ) else flat.fill_(1.0)
-            continue
-        # The experts of a layer are one tensor [E,...]; elsewhere all but the first axis are summed over.
-        summed = weight.shape[-1] if "expert" in name and weight.ndim == 3 else weight[0].numel()
-        scale = 0.7 if "embed" in name and weight.ndim == 2 else 1.5 / max(1, summed) ** 0.5
-        values = (scale * pattern.roll(number * 7919)).to(flat.dtype)
-        for start in range(0, len(flat), len(values)):
-            part = flat[start : start + len(values)]
-            part.copy_(values[: len(part)])
 
 
 @torch.no_grad()
@@ -528,7 +388,9 @@ def _compute_key(source: ModelSource) -> str:
     """Compute the key of a kept result: class, config, processor files, and versions."""
     content = {
         "check": [_VERSION, version("transformers"), version("torch")],
-        "code": hashlib.sha256("".join(inspect.getsource(sys.modules[m]) for m in _CODE).encode()).hexdigest(),
+        "code": hashlib.sha256(
+            "".join(inspect.getsource(sys.modules[f"gstep.generic.{m}"]) for m in _MODULES).encode()
+        ).hexdigest(),
         "architectures": source.config.get("architectures"),
         "config": {key: value for key, value in source.config.items() if key not in IRRELEVANT_KEYS},
         "processor": source.preprocessor,
@@ -544,7 +406,7 @@ def _hash_file(source: ModelSource, filename: str) -> str | None:
 
 
 _PROMPT_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json", "tokenizer.json")
-_CODE = tuple(f"gstep.generic.{name}" for name in ("gate", "family", "halves", "layout", "model", "processor"))
+_MODULES = ("gate", "family", "halves", "layout", "model", "processor", "reduced")
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -566,12 +428,3 @@ def _write(path: Path, kept: Mapping[str, Any]) -> None:
         temporary.replace(path)
     except OSError as error:
         print(f"the result of the check was not kept: {error}", file=sys.stderr, flush=True)
-
-
-def _free_bytes() -> int:
-    """Return the bytes of memory that this machine has free; a large number where that is not known."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return 2**60

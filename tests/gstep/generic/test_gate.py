@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
-from gstep.generic import gate, processor
+from gstep.generic import gate, processor, reduced
 from gstep.generic.layout import Layout
 from tests.gstep.generic.tiny_checkpoints import FAMILIES
 
@@ -210,13 +210,13 @@ def test_a_comparison_that_would_notice_nothing_is_refused(folder, monkeypatch):
         for weight in model.parameters():
             weight.data.zero_()
 
-    monkeypatch.setattr(gate, "_fill", fill)
+    monkeypatch.setattr(reduced, "_fill", fill)
     with pytest.raises(ModelError, match="do not depend on the frames"):
         resolve(folder)
 
 
 def test_a_comparison_with_a_silent_language_model_is_refused(folder, monkeypatch):
-    fill = gate._fill
+    fill = reduced._fill
 
     def fill_vision(model):
         fill(model)
@@ -224,19 +224,19 @@ def test_a_comparison_with_a_silent_language_model_is_refused(folder, monkeypatc
             for weight in layer.parameters():
                 weight.data.zero_()
 
-    monkeypatch.setattr(gate, "_fill", fill_vision)
+    monkeypatch.setattr(reduced, "_fill", fill_vision)
     with pytest.raises(ModelError, match=r"its check is blind, since a zeroed weight .*python -m jobs.doctor --model"):
         resolve(folder)
 
 
 def test_a_config_that_cannot_be_reduced_names_the_doctor(folder, monkeypatch):
-    monkeypatch.setattr(gate, "_reduce_config", lambda config, reduce_vision: 1 / 0)
+    monkeypatch.setattr(reduced, "_reduce_config", lambda config, reduce_vision: 1 / 0)
     with pytest.raises(ModelError, match=r"cannot be reduced .*ZeroDivisionError.* python -m jobs.doctor --model"):
         resolve(folder)
 
 
 def test_a_reduced_model_that_does_not_fit_the_memory_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(gate, "_free_bytes", lambda: 2**16)
+    monkeypatch.setattr(reduced, "free_bytes", lambda: 2**16)
     with pytest.raises(ModelError, match="run the check on a machine with more"):
         resolve(folder)
 
@@ -251,13 +251,13 @@ def test_a_deep_config_is_reduced_to_all_kinds_of_its_layers(name, tiny_checkpoi
             if isinstance(value, list) and len(value) == part.get("num_hidden_layers", part.get("depth")):
                 part[key] = (value * depth)[:depth]
         part["num_hidden_layers" if "num_hidden_layers" in part else "depth"] = depth
-    reduced = gate._reduce_config(type(config).from_dict(content), reduce_vision=True)
-    n_text = reduced.text_config.num_hidden_layers
+    config = reduced._reduce_config(type(config).from_dict(content), reduce_vision=True)
+    n_text = config.text_config.num_hidden_layers
     assert 2 <= n_text <= 8
-    assert getattr(reduced.vision_config, "depth", getattr(reduced.vision_config, "num_hidden_layers", 0)) <= 6
-    if kinds := getattr(reduced.text_config, "layer_types", None):
+    assert getattr(config.vision_config, "depth", getattr(config.vision_config, "num_hidden_layers", 0)) <= 6
+    if kinds := getattr(config.text_config, "layer_types", None):
         assert len(kinds) == n_text and {*kinds} == {*text["layer_types"]}
-    assert reduced.text_config.hidden_size == text["hidden_size"]
+    assert config.text_config.hidden_size == text["hidden_size"]
 
 
 def test_the_doctor_compares_the_real_weights(folder, monkeypatch):
@@ -266,7 +266,7 @@ def test_the_doctor_compares_the_real_weights(folder, monkeypatch):
     monkeypatch.setattr(gate, "wrap_features", swap_rows)
     state, says, _ = gate.check_weights(source)
     assert state == "wrong" and "another result" in says
-    monkeypatch.setattr(gate, "_free_bytes", lambda: 1000)
+    monkeypatch.setattr(gate, "free_bytes", lambda: 1000)
     state, says, remedy = gate.check_weights(source)
     assert state == "unknown" and "nothing was compared" in says and "enough memory" in remedy
 
@@ -275,7 +275,7 @@ def test_a_model_that_cannot_be_reduced_passes_once_the_doctor_has_compared_it(f
     def refuse(*_args, **_options):
         raise KeyError("no such layer")
 
-    monkeypatch.setattr(gate, "_reduce_config", refuse)
+    monkeypatch.setattr(reduced, "_reduce_config", refuse)
     with pytest.raises(ModelError, match=r"cannot be reduced .*python -m jobs.doctor --model"):
         resolve(folder)
     assert gate.check_weights(resolve(folder, gate=False))[0] == "ok"
