@@ -32,7 +32,7 @@ from pipeline.cache.header import (
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION, VIDEOS
 from pipeline.errors import UsageError, usage_errors
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.decode_stage import DecodeSetup, check_decoder_device, plan_shape
+from pipeline.prune.decode_stage import DecodeSetup, check_decoder_device, plan_video
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.facts import COLUMN_BYTES
 from pipeline.runner.cluster import can_have_gpus
@@ -221,8 +221,8 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
         sampling = make_sampling(config, family.default_max_frames, family.min_frames(), family.min_rule)
         # Raises for a number of frames that the model never accepts, and if the processor of a model of the family
         # generic, which counts the tokens, cannot be loaded.
-        shape = plan_shape(family.preprocessor(), sampling.num_frames or sampling.max_frames or 0)
-        family.token_counts(*shape)
+        video = plan_video(family.preprocessor(), sampling.num_frames or sampling.max_frames or 0)
+        family.token_counts(*video.shape)
         pruner = _make_pruner(config, source)
         identity_entry = describe_method(pruner)  # raises if the method cannot be part of a cache's identity
         evidence = parse_evidence(config.evidence, source.family, pruner)
