@@ -518,7 +518,8 @@ def _evidence(
     with usage_errors():
         for spec in grid.values():
             if spec is not None:
-                needed_by |= dict.fromkeys(list_needed_evidence(spec.method, source.family, spec.params), spec.method)
+                needed = list_needed_evidence(spec.method, source.family, spec.params, source.model_type)
+                needed_by |= dict.fromkeys(needed, spec.method)
     if cache_identity is None:
         return frozenset(needed_by)
     stored_pairs = name_source_pairs(cache_identity.get("evidence", {}))

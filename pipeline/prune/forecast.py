@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gstep.backbones import BACKBONES, ModelSource, family_of, find_family
-from gstep.families import GENERIC
+from gstep.families import GENERIC, describe_family
 from gstep.types import budget_for
 from pipeline.cache.header import CacheIdentity
 from pipeline.errors import CacheLocked, UsageError, VideoFault, store_usage_errors, usage_errors
@@ -175,7 +175,7 @@ def _describe_model(recipe: Recipe, tensors_checked: bool) -> str:
     """
     source = recipe.source
     tensors = "its vision part is complete" if tensors_checked else "its tensors' names are known once it is downloaded"
-    kind = source.model_type if source.family in BACKBONES else f"{source.model_type} by the family {source.family}"
+    kind = describe_family(source.family, source.model_type)
     if find_family(source.family).prompts is None:
         return f"{kind}, {tensors}; questions to it are not implemented"
     engines = "vLLM" if source.config.get("quantization_config") else "transformers and vLLM"
