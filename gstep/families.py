@@ -44,6 +44,11 @@ _FILES = ("preprocessor_config.json", "tokenizer.json", "tokenizer_config.json")
 _GENERATION, _VIDEO, _PROCESSOR = "generation_config.json", "video_preprocessor_config.json", "processor_config.json"
 
 
+def describe_family(family: str, model_type: str | None) -> str:
+    """Return the name of a family, with the model type where another family reads it than the one of its own."""
+    return family if model_type in (None, family) else f"{model_type} by the family {family}"
+
+
 #: ``model_type`` in config.json -> the family; ``GENERIC`` stands for all other types.
 FAMILIES: Mapping[str, Family] = {
     "llava_onevision": Family(

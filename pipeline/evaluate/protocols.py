@@ -9,7 +9,7 @@ wheels 0.7.3 and 0.5.0, of ``models/`` the files ``simple/llava_onevision.py``, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -104,6 +104,14 @@ class ModelRules:
         """Return the rules, JSON-able; the default of frame times is left out, so that older results compare equal."""
         return {name: value for name, value in asdict(self).items() if (name, value) != ("frame_times", "true")}
 
+    def for_family(self, model_type: str, family: str) -> ModelRules:
+        """Return the rules for a model of this type that is read by this family.
+
+        Only the family of the model type knows the sizes and the stock times of the rules. Another one, such as
+        ``generic``, leaves sizes to the checkpoint's settings and tells the true times.
+        """
+        return self if family == model_type else replace(self, pixels=None, frame_times="true")
+
 
 # lmms-eval passes its own bounds to the processor and to qwen-vl-utils. The latter allows a frame 768 tokens at most.
 _MIN = 256 * 28 * 28
@@ -170,16 +178,19 @@ class Protocol:
         """Return the user message with its options; visual tokens and the chat template are added around it."""
         return self._prompt(model_type).text(item.question, item.options)
 
-    def rules(self, model_type: str) -> ModelRules:
-        """Return the system text, frames and sizes for a model type."""
-        return self.models.get(model_type, self.others)
+    def rules(self, model_type: str, family: str | None = None) -> ModelRules:
+        """Return the system text, frames and sizes for a model type, by default with the family of that type."""
+        return self.models.get(model_type, self.others).for_family(model_type, family or model_type)
 
-    def describe(self, model_type: str) -> JsonObject:
-        """Return the protocol for a model type, JSON-able, for the results' identity; ``reasoning`` is left out."""
+    def describe(self, model_type: str, family: str | None = None) -> JsonObject:
+        """Return the protocol for a model type, JSON-able, for the results' identity; ``reasoning`` is left out.
+
+        ``family`` is as of :meth:`rules`.
+        """
         return {
             "protocol": self.name,
             "prompt": asdict(self._prompt(model_type)),
-            **self.rules(model_type).describe(),
+            **self.rules(model_type, family).describe(),
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "parser": self.parser,

@@ -110,7 +110,7 @@ class EvaluateRequest:
             "benchmark": self.benchmark.name,
             "model": cast(JsonObject, identify_model(self.source)),
             "num_frames": frames.get("num_frames"),
-            **self.protocol.describe(self.source.model_type),
+            **self.protocol.describe(self.source.model_type, self.source.family),
             **by_time,
             **thought_entry,
         }
@@ -466,13 +466,14 @@ def videos_of(
 def frame_options(config: EvaluateConfig, protocol: Protocol, source: ModelSource) -> dict[str, Any]:
     """Return the options of jobs.prune for frames and their sizes: the named options, else the protocol's.
 
-    A protocol's limits of pixels go with a number of frames; ``--fps`` has the checkpoint's own limits.
+    A protocol's limits of pixels go with a number of frames and the family of the model type; ``--fps`` and other
+    families have the checkpoint's own limits.
     """
     if config.fps is not None:
         most = config.max_frames or family_of(source).default_max_frames
         cap = {} if config.max_video_tokens is None else {"max_video_tokens": config.max_video_tokens}
         return {"fps": config.fps, "max_frames": most, **cap}
-    rules = protocol.rules(source.model_type)
+    rules = protocol.rules(source.model_type, source.family)
     pixels = {} if rules.pixels is None else vars(rules.pixels)
     n_frames = config.num_frames or rules.frames.num_frames
     return {"num_frames": n_frames, "frame_rule": frame_rule(rules.frames), **pixels}
@@ -517,7 +518,8 @@ def _evidence(
     with usage_errors():
         for spec in grid.values():
             if spec is not None:
-                needed_by |= dict.fromkeys(list_needed_evidence(spec.method, source.family, spec.params), spec.method)
+                needed = list_needed_evidence(spec.method, source.family, spec.params, source.model_type)
+                needed_by |= dict.fromkeys(needed, spec.method)
     if cache_identity is None:
         return frozenset(needed_by)
     stored_pairs = name_source_pairs(cache_identity.get("evidence", {}))

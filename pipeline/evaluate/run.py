@@ -198,7 +198,8 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
 
 def answers_config(request: EvaluateRequest) -> GenerateConfig:
     """Return the options of jobs.generate: the protocol's mode of answering, and the evaluation's options."""
-    mode, options = mode_of(request.protocol, request.source.model_type), request.config
+    source, options = request.source, request.config
+    mode = mode_of(request.protocol, source.model_type)
     passed = passed_on(options, *_OF_ANSWERING)
     if options.engine == "vllm":
         passed["attn"] = "auto"  # --attn is then for the vision encoder alone
@@ -206,13 +207,13 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
         cache=request.cache,
         questions=options.benchmark,
         out=options.in_out(ANSWERS_FOLDER),
-        model=request.source.name,
+        model=source.name,
         family=options.family,
         choices=mode.method,
         system=mode.system,
         max_new_tokens=mode.decoding.max_new_tokens,
         temperature=mode.decoding.temperature,
-        frame_times=request.protocol.rules(request.source.model_type).frame_times,
+        frame_times=request.protocol.rules(source.model_type, source.family).frame_times,
         **passed,
     )
 

@@ -193,7 +193,8 @@ class RunEstimate:
     Attributes:
         gpu_s, encode_core_s: seconds of encoding and pruning, on GPUs or on cores; None where the model's work is not
             known. The time and the cost of the run are then without encoding.
-        stage_s: seconds of wall time that each stage alone would take; None for encoding where that is not known.
+        stage_s: seconds of wall time that each stage alone would take; None for encoding where that is not known. On
+            CPUs, decoding and encoding are one stage, "cpus", where both are known.
         bottleneck: the stage that takes longest, of those that are known.
         remedy: what would remove it.
         cost: total, per 1,000 videos and of storage a month, as far as prices are given; None without a price.
@@ -242,8 +243,9 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
     cpus_s = total(work.decode_s, product(host_s, _WAITING)).scaled(n / cluster.cores)
     encode_s = NONE if work.encode_s is None else work.encode_s
     encode, output = encode_s.scaled(n_good), work.output_bytes.scaled(n_good)
-    if cluster.gpus:
-        stages = {"decode": cpus_s, "encode": encode.scaled(1 / cluster.gpus), "driver": driver_s}
+    known = work.encode_s is not None
+    if cluster.gpus or not known:
+        stages = {"decode": cpus_s, "encode": encode.scaled(1 / (cluster.gpus or cluster.cores)), "driver": driver_s}
     else:  # decoders and encoders share the cores
         stages = {"cpus": total(cpus_s, encode.scaled(1 / cluster.cores)), "driver": driver_s}
     running = product(spread(max, *stages.values()), _LOSS)
@@ -255,7 +257,6 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
         notes = (*notes, "the cost is not known: give --price gpu-hour=X, or core-hour=X for CPUs")
     elif cluster.gpus and prices.gpu_hour is None:
         notes = (*notes, "the cost is of the CPUs alone: give --price gpu-hour=X, too")
-    known = work.encode_s is not None
     return RunEstimate(
         videos=n,
         failed_share=work.failed,
@@ -286,7 +287,7 @@ def _remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval]) -> s
     factor, until = stages[slowest].expected / max(other_stages[next_one], 1e-9), f"until {next_one} takes as long"
     if slowest == "decode":
         more = f"{math.ceil(cluster.cores * (factor - 1)):,} more decode cores, {until}"
-        return f"{more}; --snap-to-keyframes for long videos; or --decoder nvdec"
+        return f"{more}; --snap-to-keyframes for long videos{'; or --decoder nvdec' if cluster.gpus else ''}"
     if slowest == "encode":
         return f"{math.ceil(cluster.gpus * (factor - 1)):,} more GPUs, {until}"
     drivers = math.ceil(factor)

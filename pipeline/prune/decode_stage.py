@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import shutil
 import threading
 import time
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import util
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -36,7 +37,8 @@ from pipeline.video.source import Source, open_source
 if TYPE_CHECKING:
     from gstep.backbones import Preprocessor
 
-_USUAL_SIZES = (1080, 1920), (720, 1280), (480, 854), (240, 426)  # of videos, (height, width)
+_FULL_HD = 1920, 1080
+_USUAL_SIZES = _FULL_HD, (1280, 720), (854, 480), (426, 240)  # of videos, (width, height)
 _USUAL_FRAMES = 32  # of a video that is sampled by time
 # Columns of the videos table that a row to process has under the same names, and columns that a decoded video has.
 _ROW_COLUMNS = ("video_id", "uri", "attempts", "start_s", "end_s", "manifest", "source_offset")
@@ -71,35 +73,58 @@ class DecodeSetup:
     fetch_mb: int = 2048
 
     def largest_frames(self) -> tuple[int, int, int]:
-        """Return the (frames, height, width) of a long full HD video: the largest shape to plan for.
+        """Return the (frames, height, width) of a long full HD video, as ``plan_video``: the largest shape to plan for.
 
-        Raises UnsupportedVideo as ``plan_shape``.
+        Raises UnsupportedVideo as ``plan_video``.
         """
-        return plan_shape(self.preprocessor, self.sampling.num_frames or self.sampling.max_frames or 0)
+        return plan_video(self.preprocessor, self.sampling.num_frames or self.sampling.max_frames or 0).shape
 
     def usual_frames(self) -> tuple[int, int, int]:
         """Return the (frames, height, width) of a usual full HD video: few reach the limit of frames sampled by time.
 
-        Raises UnsupportedVideo as ``plan_shape``.
+        Raises UnsupportedVideo as ``plan_video``.
         """
         frames = self.sampling.num_frames or min(self.sampling.max_frames or 0, _USUAL_FRAMES)
-        return plan_shape(self.preprocessor, frames)
+        return plan_video(self.preprocessor, frames).shape
 
 
-def plan_shape(preprocessor: Preprocessor, n_frames: int) -> tuple[int, int, int]:
-    """Return the (frames, height, width) to plan for: of full HD, or of the largest usual size that the model takes.
+class PlannedVideo(NamedTuple):
+    """A video to plan for.
+
+    Attributes:
+        shape: (frames, height, width) as an encoder gets them.
+        size: (width, height) in the file.
+        refusal: the error of a larger video, for which this one stands in; None if the model takes the size asked for.
+    """
+
+    shape: tuple[int, int, int]
+    size: tuple[int, int]
+    refusal: str | None
+
+    @property
+    def size_text(self) -> str:
+        """The size in words."""
+        return "full HD" if self.size == _FULL_HD else "{}x{}".format(*self.size)
+
+
+def plan_video(preprocessor: Preprocessor, n_frames: int, size: tuple[int, int] = _FULL_HD) -> PlannedVideo:
+    """Return a video to plan for: of this (width, height), else of the largest usual size below that the model takes.
 
     A model that takes frames in their source size takes fewer bytes than a long full HD video has. Raises
-    UnsupportedVideo if the model takes ``n_frames`` frames of no size.
+    UnsupportedVideo if the model takes ``n_frames`` frames of none of these sizes.
     """
-    for size in _USUAL_SIZES:
+    first_error: UnsupportedVideo | None = None
+    for width, height in (size, *(usual for usual in _USUAL_SIZES if math.prod(usual) < math.prod(size))):
         try:
-            return n_frames, *preprocessor.target_size(n_frames, *size)
+            shape = n_frames, *preprocessor.target_size(n_frames, height, width)
         except TooFewFrames:
             raise
         except UnsupportedVideo as error:
-            refusal = error
-    raise refusal
+            first_error = first_error or error
+        else:
+            return PlannedVideo(shape, (width, height), first_error and str(first_error))
+    assert first_error is not None
+    raise first_error
 
 
 def check_decoder_device(decoder: str, device: str) -> None:

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gstep.backbones import BACKBONES, ModelSource, family_of, find_family
-from gstep.families import GENERIC
+from gstep.families import GENERIC, describe_family
 from gstep.types import budget_for
 from pipeline.cache.header import CacheIdentity
 from pipeline.errors import CacheLocked, UsageError, VideoFault, store_usage_errors, usage_errors
@@ -40,7 +40,7 @@ from pipeline.plan.estimate import (
     total,
 )
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.decode_stage import VideoDecoder, plan_shape
+from pipeline.prune.decode_stage import VideoDecoder, plan_video
 from pipeline.prune.encode_stage import VideoEncoder
 from pipeline.prune.facts import COLUMN_BYTES, measure_seconds
 from pipeline.prune.manifest_checks import Example, find_sure_failures
@@ -70,10 +70,14 @@ class Forecast:
         doomed: problem -> videos of ``n_todo`` that are sure to fail.
         first_ids: the first ids of the videos to process.
         identity: the identity of the cache; the dtype may be left to the cluster ("auto").
-        grid: (T, N) of a video; if it depends on the shape, of a full HD video with the maximum number of frames.
+        grid: (T, N) of a video; if it depends on the shape, of a video of ``size`` with the maximum number of frames.
         kept: the stored tokens of this video; an estimate if the method decides.
         video_bytes: the bytes of these tokens on disk.
-        minute: (tokens, kept, bytes on disk) of a video of one minute in full HD.
+        size: the size of this video in words: full HD, or the largest usual size that the model takes.
+        refusal: the error of full HD videos with as many frames, which become rows of class ``unsupported``; None if
+            the model takes them.
+        minute: (tokens, kept, bytes on disk) of a video of one minute of the size ``minute_size``.
+        minute_size: as ``size``, of a video of one minute.
         one_size: whether every video has this grid.
         model: a text on the model: whether its vision part is complete, and which engines answer from its tokens.
         stock: a text on the difference to the tokens of transformers' own processor and model.
@@ -90,7 +94,10 @@ class Forecast:
     grid: tuple[int, int]
     kept: int
     video_bytes: int
+    size: str
+    refusal: str | None
     minute: tuple[int, int, int]
+    minute_size: str
     one_size: bool
     model: str
     stock: str
@@ -115,8 +122,10 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
         _check_writable(run.store)
         todo = run.list_remaining().list_found().todo
     recipe = run.recipe
-    shape = recipe.decode_setup().largest_frames()
-    family = family_of(recipe.source)
+    family, sampling = family_of(recipe.source), recipe.sampling
+    video = plan_video(family.preprocessor(), sampling.num_frames or sampling.max_frames or 0)
+    shape = video.shape
+    minute, minute_size = _measure_minute(recipe)
     T, N = family.token_counts(*shape)
     with usage_errors():
         tensors_checked = family.check_tensors()
@@ -130,8 +139,11 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
         grid=(T, N),
         kept=budget_for(recipe.retention_ratio, T * N),
         video_bytes=recipe.encode_setup(recipe.config.device, recipe.dtype).stored_bytes_per_video(*shape),
-        minute=_measure_minute(recipe),
-        one_size=recipe.sampling.fps is None and family.preprocessor().target_size(shape[0], 240, 240) == shape[1:],
+        size=video.size_text,
+        refusal=video.refusal,
+        minute=minute,
+        minute_size=minute_size,
+        one_size=sampling.fps is None and family.preprocessor().target_size(shape[0], 240, 240) == shape[1:],
         model=_describe_model(recipe, tensors_checked),
         stock=_compare_to_stock(recipe),
         unlisted=[place.uri for place in run.indexing.unindexed],
@@ -139,17 +151,20 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
     )
 
 
-def _measure_minute(recipe: Recipe) -> tuple[int, int, int]:
-    """Compute (tokens, kept tokens, bytes on disk) of a video of one minute in full HD, without decoding anything."""
+def _measure_minute(recipe: Recipe) -> tuple[tuple[int, int, int], str]:
+    """Compute (tokens, kept tokens, bytes on disk) of a video of one minute, and its size, without decoding anything.
+
+    It is a full HD video, or one of the largest usual size that the model takes.
+    """
     sampling, family = recipe.sampling, family_of(recipe.source)
     n_frames = sampling.num_frames or 0
     if sampling.fps is not None:
         n_frames = max(sampling.min_frames, count_frames(60, sampling.fps))
         n_frames = min(n_frames, sampling.max_frames or n_frames)
-    shape = plan_shape(family.preprocessor(), n_frames)
-    T, N = family.token_counts(*shape)
-    stored_bytes = recipe.encode_setup(recipe.config.device, recipe.dtype).stored_bytes_per_video(*shape)
-    return T * N, budget_for(recipe.retention_ratio, T * N), stored_bytes
+    video = plan_video(family.preprocessor(), n_frames)
+    T, N = family.token_counts(*video.shape)
+    stored_bytes = recipe.encode_setup(recipe.config.device, recipe.dtype).stored_bytes_per_video(*video.shape)
+    return (T * N, budget_for(recipe.retention_ratio, T * N), stored_bytes), video.size_text
 
 
 def _describe_model(recipe: Recipe, tensors_checked: bool) -> str:
@@ -160,7 +175,7 @@ def _describe_model(recipe: Recipe, tensors_checked: bool) -> str:
     """
     source = recipe.source
     tensors = "its vision part is complete" if tensors_checked else "its tensors' names are known once it is downloaded"
-    kind = source.model_type if source.family in BACKBONES else f"{source.model_type} by the family {source.family}"
+    kind = describe_family(source.family, source.model_type)
     if find_family(source.family).prompts is None:
         return f"{kind}, {tensors}; questions to it are not implemented"
     engines = "vLLM" if source.config.get("quantization_config") else "transformers and vLLM"
@@ -214,7 +229,7 @@ def _list_lines(forecast: Forecast) -> list[tuple[str, str]]:
     waiting = counts.n_todo - forecast.n_todo
     waiting_note = f", {waiting} more wait (--limit)" if waiting else ""
     todo_kinds = f"{counts.new} new, {counts.retried} failed before, {counts.redone} changed or named by --redo"
-    largest = "" if forecast.one_size else ", in full HD and of full length"
+    largest = "" if forecast.one_size else f", in {forecast.size} and of full length"
     failures = [
         (f"{example.n} of the {forecast.n_todo} {problem}", example.first)
         for problem, example in forecast.doomed.items()
@@ -230,10 +245,17 @@ def _list_lines(forecast: Forecast) -> list[tuple[str, str]]:
         *(("will fail", f"{count}, e.g. {first}") for count, first in failures),
         ("a video", f"{T} x {N} = {T * N} tokens, about {forecast.kept} kept{largest}"),
         ("bytes", f"about {forecast.video_bytes:,} a video, {in_all:,} in all{largest}"),
-        ("a minute", "{:,} tokens, about {:,} kept in {:,} bytes, in full HD".format(*forecast.minute)),
+        (
+            "a minute",
+            "{:,} tokens, about {:,} kept in {:,} bytes, in {}".format(*forecast.minute, forecast.minute_size),
+        ),
         ("model", forecast.model),
         ("to stock", forecast.stock),
     ]
+    if forecast.refusal is not None:
+        lines.append(
+            ("too large", f"full HD videos of full length become rows of class unsupported: {forecast.refusal}")
+        )
     if forecast.left_out:
         lines.append(("left out", format_counts(forecast.left_out)))
     if forecast.unlisted:
@@ -431,13 +453,17 @@ def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int
 
 def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: float) -> Workload:
     """Estimate the work of a corpus that the options describe, without a video: ``n_videos`` of ``seconds`` each."""
-    (width, height), sampling = recipe.config.pixels(), recipe.sampling
+    sampling = recipe.sampling
     by_time = max(sampling.min_frames, count_frames(seconds, sampling.fps or 1.0))
     n_frames = sampling.num_frames or min(by_time, sampling.max_frames or 1)
-    shape = n_frames, *family_of(recipe.source).preprocessor().target_size(n_frames, height, width)
-    counted_work = _count_work(recipe, cluster, n_videos, [shape])
+    video = plan_video(family_of(recipe.source).preprocessor(), n_frames, recipe.config.pixels())
+    width, height = video.size
+    counted_work = _count_work(recipe, cluster, n_videos, [video.shape])
     assumption = f"{width} x {height} at 30 frames a second, with a keyframe each 1 to 8 s"
     config, notes = recipe.config, list[str]()
+    if video.refusal is not None:
+        refused = "videos of {} x {} become rows of class unsupported".format(*config.pixels())
+        notes.append(f"this size is planned for, because {refused}: {video.refusal}")
     if config.snap_to_keyframes is not None:
         notes.append("--snap-to-keyframes is not reckoned with: it makes decoding cheaper than this")
     if config.decoder not in ("auto", "pyav"):

@@ -15,6 +15,7 @@ from gstep import PRUNERS, make_pruner
 from gstep.backbones import BACKBONES, ModelSource, StaticParts, family_class, family_of
 from gstep.errors import ModelError
 from gstep.evidence import EVIDENCE_SHAPES, HEAD_SOURCES, PER_FRAME, SOURCES, make_label, name_of
+from gstep.families import describe_family
 from gstep.lazy import did_you_mean
 from gstep.methods import METHODS
 from gstep.pruners import method_name, read_pruner
@@ -32,7 +33,7 @@ from pipeline.cache.header import (
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION, VIDEOS
 from pipeline.errors import UsageError, usage_errors
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.decode_stage import DecodeSetup, check_decoder_device, plan_shape
+from pipeline.prune.decode_stage import DecodeSetup, check_decoder_device, plan_video
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.facts import COLUMN_BYTES
 from pipeline.runner.cluster import can_have_gpus
@@ -221,11 +222,11 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
         sampling = make_sampling(config, family.default_max_frames, family.min_frames(), family.min_rule)
         # Raises for a number of frames that the model never accepts, and if the processor of a model of the family
         # generic, which counts the tokens, cannot be loaded.
-        shape = plan_shape(family.preprocessor(), sampling.num_frames or sampling.max_frames or 0)
-        family.token_counts(*shape)
+        video = plan_video(family.preprocessor(), sampling.num_frames or sampling.max_frames or 0)
+        family.token_counts(*video.shape)
         pruner = _make_pruner(config, source)
         identity_entry = describe_method(pruner)  # raises if the method cannot be part of a cache's identity
-        evidence = parse_evidence(config.evidence, source.family, pruner)
+        evidence = parse_evidence(config.evidence, source.family, pruner, source.model_type)
         source = _add_pooling_head(source, pruner, evidence, config)
     _check_decoder(config.decoder)
     if config.decoder == "nvdec" and not config.plan and (config.device == "cpu" or not can_have_gpus()):
@@ -350,33 +351,35 @@ def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]
     return {"fps": sampling.fps, **limits, **snap_setting, "time_rule": TIME_RULE}
 
 
-def parse_evidence(items: Sequence[str], family: str, pruner: Pruner) -> dict[str, str]:
+def parse_evidence(items: Sequence[str], family: str, pruner: Pruner, model_type: str | None = None) -> dict[str, str]:
     """Return the evidence to store, as label -> source in the encoder (gstep.evidence).
 
     Args:
         items: NAME or NAME=SOURCE of evidence, or a method, whose evidence is stored; several separated by commas.
         family: the model's family, by its name.
         pruner: the method of the cache itself.
+        model_type: the model's type, for messages; None for the family's name alone.
 
     Raises UsageError if the model's encoder does not give an evidence, or the method drops its tokens.
     """
     pairs = set[tuple[str, str]]()
     for item in (item.strip() for text in items for item in text.split(",")):
         if item in METHODS or ":" in item:
-            pairs |= list_needed_evidence(item, family)
+            pairs |= list_needed_evidence(item, family, model_type=model_type)
         else:
-            pairs.add(_parse_evidence_item(item, family))
+            pairs.add(_parse_evidence_item(item, family, model_type))
     _check_evidence_survives({name for name, _ in pairs}, pruner)
     return {make_label(name, source): source for name, source in sorted(pairs)}
 
 
 def list_needed_evidence(
-    method: str, family: str, params: Mapping[str, str] = MappingProxyType({})
+    method: str, family: str, params: Mapping[str, str] = MappingProxyType({}), model_type: str | None = None
 ) -> set[tuple[str, str]]:
     """Return the (name, source) pairs of evidence that a method needs from the vision encoder of a family.
 
-    ``family`` is its name, and ``params`` are the method's. Raises UsageError if the encoder does not give an evidence,
-    ValueError for an unknown method or parameter.
+    ``family`` is its name, ``params`` are the method's, and ``model_type`` is as of ``parse_evidence``.
+
+    Raises UsageError if the encoder does not give an evidence, ValueError for an unknown method or parameter.
     """
     kind = family_class(family)
     pruner = read_pruner(method, params, family=kind.variant)
@@ -385,7 +388,8 @@ def list_needed_evidence(
         pairs = {pair for pair in pairs if pair[0] != "image_embedding" or pair in kind.gives}
     if missing_pairs := sorted(pairs - kind.gives):
         names = " and ".join(f"{name} from {SOURCES.get(source, source)}" for name, source in missing_pairs)
-        raise UsageError(f"--evidence {method}: the encoder of {family} does not give {names}")
+        kind_name = describe_family(family, model_type)
+        raise UsageError(f"--evidence {method}: the encoder of {kind_name} does not give {names}")
     return pairs
 
 
@@ -403,7 +407,7 @@ def _check_evidence_survives(names: set[str], pruner: Pruner) -> None:
         )
 
 
-def _parse_evidence_item(item: str, family: str) -> tuple[str, str]:
+def _parse_evidence_item(item: str, family: str, model_type: str | None) -> tuple[str, str]:
     """Parse NAME or NAME=SOURCE to (name, source); a single source of the family need not be named.
 
     Raises UsageError for an unknown name, and if the family gives it from no source, from other sources or from
@@ -421,7 +425,8 @@ def _parse_evidence_item(item: str, family: str) -> tuple[str, str]:
     if not sources:
         able = [kind for kind in BACKBONES if any(name == evidence for evidence, _ in BACKBONES[kind].gives)]
         instead = _NOT_NEEDED.get(name, f"models of type {' or '.join(able)} do" if able else "no model does")
-        raise UsageError(f"--evidence {name}: the encoder of {family} does not give it; {instead}")
+        kind_name = describe_family(family, model_type)
+        raise UsageError(f"--evidence {name}: the encoder of {kind_name} does not give it; {instead}")
     if chosen_source and chosen_source not in sources:
         raise UsageError(f"--evidence {name}={chosen_source}: {family} gives it from {' or '.join(sources)}")
     if not chosen_source and len(sources) > 1:

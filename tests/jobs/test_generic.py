@@ -83,6 +83,11 @@ def test_a_cache_of_the_family_generic(one_ray, tmp_path):
 
     ask = [str(cache), "--ask", "Why?", "--out", str(tmp_path / "none")]
     refusals = [
+        (
+            prune,
+            [*argv, *GENERIC, "--evidence", "token_key", "--out", str(tmp_path / "none")],
+            "the encoder of qwen3_vl by the family generic does not give it",
+        ),
         (prune, [*argv, "--out", str(cache)], "model.family: the cache has 'generic', this run None"),
         (prune, [*argv, *GENERIC, "--out", str(table)], "model.family: the cache has None, this run 'generic'"),
         (

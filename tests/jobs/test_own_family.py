@@ -95,7 +95,12 @@ def test_a_plan_of_a_family_that_does_not_know_its_work(own, capsys):
         assert record[name] == known[name]
     assert record["bottleneck"] in ("decode", "driver") and record["cost"]["total"]["expected"] > 0
     assert any("is not known, so time and cost are without encoding" in note for note in record["notes"])
-    assert prune.main([*plan, "--decode-cores", "8"]) == 0  # without GPUs
+    assert prune.main([*plan, "--decode-cores", "8", "--json"]) == 0  # without GPUs
+    record = json.loads(capsys.readouterr().out)
+    assert record["encode_core_s"] is None and record["gpu_s"]["high"] == 0
+    assert record["stage_s"].keys() == known["stage_s"].keys() and record["stage_s"]["encode"] is None
+    assert record["bottleneck"] == "decode" and "nvdec" not in record["remedy"]
+    assert prune.main([*plan, "--decode-cores", "8"]) == 0
     assert "not known for this model" in capsys.readouterr().out
 
 

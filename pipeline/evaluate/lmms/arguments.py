@@ -85,7 +85,9 @@ class Arguments:
 
         ``system`` and ``frame_times`` are lmms-eval's for the model type, unless they were given. Raises UsageError.
         """
-        rules = LMMS_EVAL_0_7.get(identity["model"]["type"], ModelRules())
+        model_type = identity["model"]["type"]
+        rules = LMMS_EVAL_0_7.get(model_type, ModelRules())
+        rules = rules.for_family(model_type, identity["model"].get("family", model_type))
         system = rules.system if self.system is None else self.system or None
         return GenerateConfig(
             questions="lmms-eval",

@@ -15,12 +15,14 @@ from gstep.language import prompt_builder
 from pipeline.cache.header import read_header, serialise_header
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import IdentityMismatch, NotResults, UsageError
+from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.config import EvaluateConfig
-from pipeline.evaluate.request import match_results, prepare, write_results_header
+from pipeline.evaluate.request import frame_options, match_results, prepare, write_results_header
 from pipeline.evaluate.run import answers_config
 from pipeline.generate.answers import PRUNINGS, commit_answers, write_answers_header
 from pipeline.generate.late_pruning import PruningSpec, describe_prunings, resolve_pruning
 from pipeline.generate.questions import QUESTION_SCHEMA
+from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import resolve
 from pipeline.storage.stores import LocalStore
 from tests.jobs.poison import Poison
@@ -58,6 +60,21 @@ def videomme(folder, **options):
     data = write_videomme(folder / "d", n_videos=2, videos=False)
     given = {"benchmark": "videomme", "data": str(data), "out": str(folder / "r"), "method": ["gstep"]}
     return prepare(EvaluateConfig(**{**given, **options}), Console(quiet=True))
+
+
+@pytest.mark.parametrize("model", ["tiny-qwen2-5-vl", "tiny-qwen3-vl"])
+def test_every_protocol_can_be_asked_of_the_family_generic_and_its_results_say_that_sizes_are_the_processors(model):
+    """A protocol's sizes and stock times are of the family of the model type."""
+    table, generic = ModelSource.resolve(model), ModelSource.resolve(model, family="generic")
+    for name, benchmark in BENCHMARKS.items():
+        for protocol in benchmark.protocols:
+            options = frame_options(EvaluateConfig(benchmark=name), protocol, generic)
+            resolve(PruneConfig(model=model, **options), source=generic)
+            prompt_builder(generic, None, frame_times=protocol.rules(generic.model_type, generic.family).frame_times)
+            of_table, of_generic = (protocol.describe(source.model_type, source.family) for source in (table, generic))
+            differs = {key for key in {*of_table, *of_generic} if of_table.get(key) != of_generic.get(key)}
+            stock = {"frame_times"} if model == "tiny-qwen3-vl" else set()
+            assert of_generic["pixels"] is None and differs == (set() if name == "shapes" else {"pixels", *stock})
 
 
 def test_own_questions_go_to_the_model_of_the_cache_under_the_grid_and_nothing_is_started_or_written(tmp_path):

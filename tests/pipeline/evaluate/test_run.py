@@ -59,6 +59,8 @@ def test_answers_are_asked_for_as_the_protocol_says(asked):
     qwen3 = answers_config(replace(own, protocol=videomme, source=ModelSource.resolve("tiny-qwen3-vl")))
     assert (qwen3.frame_times, qwen3.choices, qwen3.max_new_tokens) == ("stock", "generate", 16)
     assert qwen3.system == "You are a helpful assistant."
+    generic = replace(own, protocol=videomme, source=ModelSource.resolve("tiny-qwen3-vl", family="generic"))
+    assert (answers_config(generic).frame_times, generic.identity["pixels"]) == ("true", None)
     for engine, attn in (("transformers", "eager"), ("vllm", "auto")):  # vLLM chooses its own kernel
         assert answers_config(replace(own, config=replace(own.config, engine=engine, attn="eager"))).attn == attn
 

@@ -1,6 +1,7 @@
 """The dry run: what a run would do, told without starting or writing anything."""
 
 import io
+import math
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,14 @@ def test_videos_that_are_known_to_fail_are_told_and_take_no_bytes(folder):
         "4 of the 8 have a clip that starts before 0 or ends before it starts (unsupported), e.g. back: from 4 s to",
     ):
         assert line in said, said
+
+
+def test_a_size_that_the_model_refuses_is_no_planned_size(folder):
+    plan = told(folder, model="tiny-qwen3-vl", family="generic", num_frames=None, fps=4.0, max_frames=768)
+    said = shown(plan)
+    assert f"{math.prod(plan.grid)} tokens, about {plan.kept} kept, in 854x480 and of full length" in said
+    assert f"kept in {plan.minute[2]:,} bytes, in 1280x720" in said and "in full HD" not in said
+    assert "full HD videos of full length become rows of class unsupported: 768 frames of 1920x1080 pixels are" in said
+    whole = told(folder, model="tiny-qwen3-vl", family="generic", num_frames=32)
+    assert (whole.size, whole.minute_size, whole.refusal) == ("full HD", "full HD", None)
+    assert "class unsupported" not in shown(whole)

@@ -137,6 +137,15 @@ def test_what_a_plan_does_not_reckon_with_is_named():
     ]
 
 
+def test_a_corpus_whose_videos_the_model_refuses_is_planned_in_a_smaller_size():
+    options = {**CORPUS, "model": "tiny-qwen3-vl", "family": "generic", "seconds": 600, "fps": 2.0, "max_frames": 768}
+    plans = [plan_run(PruneConfig(**options, **size), Console(quiet=True)) for size in ({}, {"size": "854x480"})]
+    assert plans[0].output_bytes == plans[1].output_bytes and plans[0].decode_core_s == plans[1].decode_core_s
+    assumed, note, *others = plans[0].notes
+    assert "854 x 480" in assumed and (assumed, *others) == plans[1].notes
+    assert "videos of 1920 x 1080 become rows of class unsupported: 768 frames of 1920x1080 pixels" in note
+
+
 def test_a_type_of_gpu_needs_their_number_on_a_machine_without_any(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(UsageError, match=r"--gpu-type A100: this machine has no GPU; give their number with --gpus N"):

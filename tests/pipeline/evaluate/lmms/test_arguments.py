@@ -13,6 +13,7 @@ HELD = {
     "retention_ratio": 1.0,
 }
 QWEN3 = {**HELD, "model": {"type": "qwen3_vl", "weights": "w"}}
+GENERIC_QWEN3 = {**HELD, "model": {**QWEN3["model"], "family": "generic"}}
 
 
 def test_values_get_their_types_back():
@@ -38,6 +39,7 @@ def test_options_are_those_of_jobs_generate():
         ({}, HELD, "You are a helpful assistant.", "true"),
         ({}, QWEN3, "You are a helpful assistant.", "stock"),
         ({"system": "", "frame_times": "true"}, QWEN3, None, "true"),
+        ({}, GENERIC_QWEN3, "You are a helpful assistant.", "true"),
         ({"system": "Be brief."}, HELD, "Be brief.", "true"),
         ({}, {**HELD, "model": {"type": "qwen2_5_vl", "weights": "w"}}, None, "true"),
     ],
