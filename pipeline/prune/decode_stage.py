@@ -122,7 +122,7 @@ def plan_video(preprocessor: Preprocessor, n_frames: int, size: tuple[int, int] 
         except UnsupportedVideo as error:
             first_error = first_error or error
         else:
-            return PlannedVideo(shape, (width, height), first_error and str(first_error))
+            return PlannedVideo(shape, (width, height), None if first_error is None else str(first_error))
     assert first_error is not None
     raise first_error
 
