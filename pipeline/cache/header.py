@@ -208,14 +208,18 @@ def list_differences(
 ) -> list[str]:
     """Return a line for each leaf in which two nested mappings differ; a missing key counts as None.
 
+    Where the families of the models differ, their preprocessing does too, and is left out.
+
     ``old_subject`` and ``new_subject`` go before the old and the new value: ``pruner.params.alpha: the cache has 0.5,
     this run 0.3``.
     """
     lines: list[str] = []
-    for key in sorted({*old, *new}):
+    families = [model.get("family") for side in (old, new) if isinstance(model := side.get("model"), Mapping)]
+    for key in sorted({*old, *new} - ({"preprocessing"} if len({*families}) > 1 else set())):
         a, b = old.get(key), new.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            lines += list_differences(a, b, f"{prefix}{key}.", old_subject, new_subject)
+        inner_a, inner_b = ({} if value is None else value for value in (a, b))
+        if isinstance(inner_a, Mapping) and isinstance(inner_b, Mapping) and (inner_a or inner_b):
+            lines += list_differences(inner_a, inner_b, f"{prefix}{key}.", old_subject, new_subject)
         elif a != b:
             lines.append(printable(f"{prefix}{key}: {old_subject} {a!r}, {new_subject} {b!r}", _MAX_LINE_BYTES))
     return lines

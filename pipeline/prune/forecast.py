@@ -267,12 +267,14 @@ def _list_lines(forecast: Forecast) -> list[tuple[str, str]]:
 
 
 def _list_leaves(values: CacheIdentity | JsonObject, prefix: str = "") -> list[tuple[str, str]]:
-    """List (dotted name, value) of every leaf of nested mappings."""
+    """List (dotted name, value) of every leaf of nested mappings; of a whole file of a processor, how many it has."""
     leaves: list[tuple[str, str]] = []
     for name, value in values.items():
-        leaves += (
-            _list_leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", str(value))]
-        )
+        inner = _list_leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else []
+        if inner and prefix == "preprocessing.processor.":
+            leaves.append((f"{prefix}{name}", f"{len(inner)} settings (--json lists them)"))
+        else:
+            leaves += inner or [(f"{prefix}{name}", str(value))]
     return leaves
 
 

@@ -190,8 +190,11 @@ class Recipe:
             )
             recipe = replace(recipe, retention_ratio=stored_ratio)
         redo = self.config.on_changed == REDO
-        refusal = f"{store} was made with other settings, and one cache holds one kind of rows"
-        changed_code = match_identity(cached_identity, recipe.identity(recipe.dtype), refusal, redo=redo)
+        identity, how = recipe.identity(recipe.dtype), "with other settings"
+        if (family := cached_identity["model"].get("family")) != identity["model"].get("family"):
+            how = f"with --family {family}" if family else "without --family"
+        refusal = f"{store} was made {how}, and one cache holds one kind of rows"
+        changed_code = match_identity(cached_identity, identity, refusal, redo=redo)
         if not redo and changed_code and has_tokens(store, cached_identity):
             refuse_changed_code(store, changed_code, "tokens")
         return replace(recipe, is_restarted=bool(changed_code))

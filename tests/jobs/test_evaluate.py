@@ -257,7 +257,7 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_is_encoded(refuse, 
     assert "results of other settings" in refuse(results, *asked, "--protocol", "official", *LIGHT)
     assert "holds no results" in refuse(data, *asked)
     monkeypatch.setattr(VllmEngine, "check", lambda *_: None)  # as where it is installed
-    assert "engine: the answers have None, this run {'name': 'vllm'}" in refuse(results, *asked, *LIGHT, *vllm)
+    assert "engine.name: the answers have None, this run 'vllm'" in refuse(results, *asked, *LIGHT, *vllm)
 
 
 def test_a_video_that_cannot_be_decoded_costs_its_own_questions_alone(tmp_path):

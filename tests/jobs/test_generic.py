@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pipeline
-from jobs import generate, prune, reprune, verify
+from jobs import generate, merge, prune, reprune, verify
 from pipeline.errors import IdentityMismatch, UsageError, VideoFault
 from pipeline.generate.model import find_model
 from pipeline.serve.config import ServeConfig
@@ -88,8 +88,23 @@ def test_a_cache_of_the_family_generic(one_ray, tmp_path):
             [*argv, *GENERIC, "--evidence", "token_key", "--out", str(tmp_path / "none")],
             "the encoder of qwen3_vl by the family generic does not give it",
         ),
-        (prune, [*argv, "--out", str(cache)], "model.family: the cache has 'generic', this run None"),
-        (prune, [*argv, *GENERIC, "--out", str(table)], "model.family: the cache has None, this run 'generic'"),
+        (
+            prune,
+            [*argv, "--out", str(cache)],
+            "made with --family generic, and one cache holds one kind of rows: model.family: the cache has 'generic', "
+            "this run None Use those settings",
+        ),
+        (
+            prune,
+            [*argv, *GENERIC, "--out", str(table)],
+            "made without --family, and one cache holds one kind of rows: model.family: the cache has None, this run "
+            "'generic' Use those settings",
+        ),
+        (
+            merge,
+            [str(cache), str(table), "--out", str(tmp_path / "none")],
+            f"'generic', {table} None Merge only caches",
+        ),
         (
             generate,
             [*ask, "--engine", "vllm"],

@@ -43,11 +43,23 @@ def test_differences_name_the_leaf_also_where_only_one_has_it():
     assert lines == ["a.c: the cache has 2, this run 3"]
     old, new = {"x": 1, "p": {"alpha": 0.5}}, {"p": {"alpha": 0.5, "seed": 0}, "e": {"k": "l"}}
     assert list_differences(old, new, old_subject="the answers have") == [
-        "e: the answers have None, this run {'k': 'l'}",
+        "e.k: the answers have None, this run 'l'",
         "p.seed: the answers have None, this run 0",
         "x: the answers have 1, this run None",
     ]
-    assert list_differences(old, old) == []
+    assert list_differences(old, old) == [] and list_differences({"a": {}}, {}) == [
+        "a: the cache has {}, this run None"
+    ]
+
+
+def test_of_other_families_no_preprocessing_is_compared():
+    old, new = (
+        {"model": {"type": "t"}, "preprocessing": {"pixels": 1}, "ratio": 1},
+        {"model": {"type": "t", "family": "generic"}, "preprocessing": {"processor": {"a.json": {}}}, "ratio": 2},
+    )
+    family = "model.family: the cache has None, this run 'generic'"
+    assert list_differences(old, new) == [family, "ratio: the cache has 1, this run 2"]
+    assert list_differences({"cache": old}, {"cache": {**new, "ratio": 1}}) == [f"cache.{family}"]
 
 
 def test_a_header_comes_back_as_it_was_with_its_checksum_or_without(store):

@@ -67,6 +67,7 @@ def test_a_size_that_the_model_refuses_is_no_planned_size(folder):
     assert f"{math.prod(plan.grid)} tokens, about {plan.kept} kept, in 854x480 and of full length" in said
     assert f"kept in {plan.minute[2]:,} bytes, in 1280x720" in said and "in full HD" not in said
     assert "full HD videos of full length become rows of class unsupported: 768 frames of 1920x1080 pixels are" in said
+    assert "preprocessing.processor.video_preprocessor_config.json 9 settings (--json lists them)" in said
     whole = told(folder, model="tiny-qwen3-vl", family="generic", num_frames=32)
     assert (whole.size, whole.minute_size, whole.refusal) == ("full HD", "full HD", None)
     assert "class unsupported" not in shown(whole)

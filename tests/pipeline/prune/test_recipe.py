@@ -54,7 +54,10 @@ def test_another_evidence_or_other_weights_of_its_head_are_another_cache(request
     assert "evidence" not in request_for().identity("float32")
     cache_with(tmp_path / "c", job.identity("float32"), encoded("v", random_tokens(0), 1.0, "none"))
     assert request_for(**asked).identity("float32") == job.identity("float32")
-    with pytest.raises(IdentityMismatch, match=r"evidence: the cache has \{'image_embedding_sing.*this run None"):
+    with pytest.raises(
+        IdentityMismatch,
+        match=r"evidence\.image_embedding_single_patches: the cache has 'single_patches', this run None",
+    ):
         request_for()
     with pytest.raises(IdentityMismatch, match=r"evidence\.token_key_last_layer: the cache has None, this run 'last"):
         request_for(evidence=["image_embedding", "token_key"], siglip="tiny")
