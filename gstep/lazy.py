@@ -31,6 +31,8 @@ def find_torchvision_mismatch() -> str | None:
         return None
     import torch  # noqa: PLC0415 - seconds, for modules that do without
 
+    if hasattr(torch.ops.torchvision, "nms"):  # the operator that is missing otherwise
+        return None
     spec = PathFinder.find_spec("torchvision")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     if torch.version.cuda is not None or file is None or not file.is_file():
