@@ -27,7 +27,7 @@ def find_torchvision_mismatch() -> str | None:
     Such a torchvision cannot be imported, nor can the models of transformers, which import it wherever it is installed.
     None too if this process has imported it already, or has a stand-in for the part that fails.
     """
-    if sys.modules.keys() & {"torchvision", "torchvision._meta_registrations"}:
+    if sys.modules.get("torchvision") or "torchvision._meta_registrations" in sys.modules:
         return None
     import torch  # noqa: PLC0415 - seconds, for modules that do without
 
