@@ -30,7 +30,8 @@ from gstep.lazy import find_torchvision_mismatch
 MARK = "\U0010fffe"
 # Frames a second of a video's metadata, about: any time is the time of a frame. Nemotron counts whole milliseconds.
 _FINE_FPS = 1000
-_INSTALL = "pip install 'gstep-cache[generic]', or pip install -e '.[generic]' in a clone, on every node"
+_TORCH = torch.__version__.partition("+")[0]
+_INSTALL = f"pip install torch=={_TORCH} 'gstep-cache[generic]' (in a clone: -e '.[generic]'), on every node"
 
 
 def load_processor(source: ModelSource) -> Any:
