@@ -44,7 +44,7 @@ class SourceSizePreprocessor(Preprocessor):
     """Frames stay in their source size: the checkpoint's own processor resizes them when they are encoded.
 
     Attributes:
-        processor: the settings of the checkpoint's video processor, for the fingerprint of a cache.
+        processor: the content of the checkpoint's processor files, by file name, for the fingerprint of a cache.
     """
 
     processor: Mapping[str, Any]
@@ -65,7 +65,7 @@ class SourceSizePreprocessor(Preprocessor):
         return height, width
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the checkpoint's video processor, JSON-able, for the fingerprint of a cache."""
+        """Return the content of the checkpoint's processor files, JSON-able, for the fingerprint of a cache."""
         return {"resize": "by the model's own processor", "processor": dict(self.processor)}
 
 

@@ -40,6 +40,7 @@ from gstep.generic.halves import (
     load_model,
     make_features,
     move,
+    token_columns,
 )
 from gstep.generic.layout import (
     Layout,
@@ -296,9 +297,7 @@ def _make_prompt(model: Any, inputs: Mapping[str, Any], n_rows: int) -> dict[str
     """Make the inputs of ``forward`` for the whole prompt, as for a cached video of which all tokens are kept."""
     ids = inputs["input_ids"]
     find_placeholders(model.config, ids, n_rows)
-    prompt = {
-        k: v for k, v in forward_inputs(model, dict(inputs)).items() if isinstance(v, Tensor) and v.shape == ids.shape
-    }
+    prompt = token_columns(model, dict(inputs))
     prompt.setdefault("attention_mask", torch.ones_like(ids))
     positions = prompt_positions(model, inputs, torch.ones_like(ids[0], dtype=torch.bool), "original")
     return prompt | {"position_ids": positions if len(positions) == 1 else positions[:, None]}

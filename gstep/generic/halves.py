@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gstep.backbones import ModelSource, Runtime
 from gstep.checkpoints.tensors import refuse_quantized
@@ -85,14 +85,14 @@ def _part_class(source: ModelSource, part: str) -> tuple[Any, Any]:
     if part == WHOLE:
         return stock, config
 
-    class Part(stock):  # type: ignore[misc]
+    class Half(stock):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **options: Any) -> None:
             super().__init__(config, *args, **options)
             _leave_out(self, part)
 
     # Names on disk are converted for classes of transformers alone, and transformers tells them by their module.
-    Part.__name__, Part.__qualname__, Part.__module__ = stock.__name__, stock.__qualname__, stock.__module__
-    return Part, config
+    Half.__name__, Half.__qualname__, Half.__module__ = stock.__name__, stock.__qualname__, stock.__module__
+    return Half, config
 
 
 def _leave_out(model: Any, part: str) -> None:
@@ -153,11 +153,18 @@ def forward_inputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in inputs.items() if key in names}
 
 
+def token_columns(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """Choose the inputs of a model's ``forward`` that have a value for each token of the prompt, [1,L] each."""
+    shape = inputs["input_ids"].shape
+    taken = forward_inputs(model, inputs).items()
+    return {key: value for key, value in taken if isinstance(value, Tensor) and value.shape == shape}
+
+
 def move(inputs: dict[str, Any], device: torch.device | str, dtype: torch.dtype) -> dict[str, Any]:
     """Move the tensors of a processor's output to a device, the floating-point ones in ``dtype``."""
     return {
         key: value.to(device, dtype if value.is_floating_point() and value.ndim > 1 else None)
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, Tensor)
         else value
         for key, value in inputs.items()
     }

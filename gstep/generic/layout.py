@@ -177,7 +177,7 @@ def encode_pieces(
     method: Callable[..., Any],
     inputs: Mapping[str, Any],
     layout: Layout,
-    steps: int | None,
+    steps: int,
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> list[Tensor]:
@@ -185,10 +185,10 @@ def encode_pieces(
 
     Args:
         method: the model's own encoder.
-        steps: steps of time to encode at once, where the layout allows pieces; None encodes the whole video at once.
+        steps: steps of time to encode at once, where the layout allows pieces.
         device, dtype: those of the encoder, to which each piece is moved.
     """
-    units = max(1, round(steps * layout.units_per_step)) if steps and layout.in_pieces else count_units(inputs)
+    units = max(1, round(steps * layout.units_per_step)) if layout.in_pieces else count_units(inputs)
     pieces = split_inputs(inputs, units)
     parts = []
     for number, piece in enumerate(pieces, 1):

@@ -18,7 +18,7 @@ from gstep.backbones import family_class
 from gstep.errors import ModelError
 from gstep.families import FAMILIES, GENERIC
 from gstep.generic.gate import encodes_in_pieces
-from gstep.generic.halves import find_encoder, forward_inputs, keep_positions, make_features, move, replace_method
+from gstep.generic.halves import find_encoder, keep_positions, make_features, move, replace_method, token_columns
 from gstep.generic.layout import (
     Layout,
     count_steps,
@@ -294,11 +294,7 @@ class _PrunedGenerate:
         mask = find_placeholders(model.config, ids, n_rows)[0]
         keep = keep_columns(mask, kept.to(ids.device))
         positions = prompt_positions(model, inputs, keep, None)
-        columns = {
-            name: value[:, keep]
-            for name, value in forward_inputs(model, inputs).items()
-            if isinstance(value, Tensor) and value.shape == ids.shape
-        }
+        columns = {name: value[:, keep] for name, value in token_columns(model, inputs).items()}
         columns["position_ids"] = positions if len(positions) == 1 else positions[:, None]
         outputs = wrap_features([[level.to(model.dtype)] for level in features], layout)
         return {**columns, "mm_encoder_outputs": outputs}

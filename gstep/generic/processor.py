@@ -21,13 +21,11 @@ from torch import Tensor
 
 from gstep.backbones import ModelSource, SampledVideo
 from gstep.errors import ModelError
-from gstep.language.prompt import FolderState, chat_template, read_folder_state
+from gstep.language.prompt import MARK, FolderState, chat_template, read_folder_state
 from gstep.language.rendering import render_chat_template
 from gstep.language.types import ChatMessage
 from gstep.lazy import find_torchvision_mismatch
 
-#: A noncharacter inside a placeholder in a user's text: the pieces around it are tokenized one by one, as text.
-MARK = "\U0010fffe"
 # Frames a second of a video's metadata, about: any time is the time of a frame. Nemotron counts whole milliseconds.
 _FINE_FPS = 1000
 _TORCH = torch.__version__.partition("+")[0]

@@ -14,11 +14,11 @@ from torch import Tensor
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
 from gstep.generic.family import read_tail
-from gstep.generic.halves import build_shell, forward_inputs
+from gstep.generic.halves import build_shell, token_columns
 from gstep.generic.layout import Layout, default_positions, find_placeholders, keep_columns, kept_rows, prompt_positions
-from gstep.generic.processor import MARK, load_processor, render, replay, run_processor, special_texts
+from gstep.generic.processor import load_processor, render, replay, run_processor, special_texts
 from gstep.language.prompt import PromptBuilder, Segment, chat_template, tokenizer_of
-from gstep.language.types import ChatMessage, ChatPart, Prompt, PromptPolicy
+from gstep.language.types import ChatMessage, Prompt, PromptPolicy
 from gstep.types import Visual
 
 _RULE = "transformers-5"
@@ -112,7 +112,7 @@ class GenericPrompts(PromptBuilder):
             )
         for visual in visuals:
             self.check(visual)
-        text = self._render(messages, len(visuals))
+        text = self._render_text(messages)
         if not visuals:
             inputs = run_processor(self._processor, text, None, None)
             keep = torch.ones(inputs["input_ids"].shape[1], dtype=torch.bool, device="cpu")
@@ -130,11 +130,8 @@ class GenericPrompts(PromptBuilder):
     def _cut(self, inputs: dict[str, Any], keep: Tensor, visuals: tuple[Visual, ...], mask: Tensor) -> Prompt:
         """Make the prompt of the kept columns, [L] bool; ``mask`` [L] marks the placeholders in the whole prompt."""
         ids = inputs["input_ids"]
-        others = {
-            key: value[0, keep]
-            for key, value in forward_inputs(self._shell, inputs).items()
-            if isinstance(value, Tensor) and value.shape == ids.shape and key not in ("input_ids", "attention_mask")
-        }
+        columns = token_columns(self._shell, inputs)
+        others = {key: value[0, keep] for key, value in columns.items() if key not in ("input_ids", "attention_mask")}
         places = mask[keep].nonzero()[:, 0]
         spans = ((int(places[0]), int(places[-1]) + 1),) if len(places) else ()
         return Prompt(
@@ -149,39 +146,13 @@ class GenericPrompts(PromptBuilder):
     def _make_visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         raise NotImplementedError("the processor writes the placeholders of a generic model")
 
-    def _render(self, messages: Sequence[ChatMessage], n_videos: int) -> str:
-        """Apply the chat template, with placeholders in the users' texts broken up; close the opened tag if asked."""
-        safe_messages: list[ChatMessage] = [
-            {**message, "content": [self._escape_placeholders(part) for part in message["content"]]}
-            for message in messages
-        ]
-        text = self._apply_template(safe_messages)
-        if self.policy.thought == "closed":
-            text = f"{text.rstrip()}\n\n{self.open_tag.replace('<', '</')}\n\n"
-        return text
+    @property
+    def _placeholder_texts(self) -> Sequence[str]:
+        """The texts that the model or its processor takes for images, videos or sounds."""
+        return self._special
 
     def _apply_template(self, messages: Sequence[ChatMessage]) -> str:
         return render(self.source, self._processor, messages)
-
-    def has_placeholder(self, text: str) -> bool:
-        """Return True if a text has a placeholder of an image, a video or a sound."""
-        return any(special in text for special in self._special)
-
-    def _escape_placeholders(self, part: ChatPart) -> ChatPart:
-        """Break up placeholders in a message part's text by MARK, so that only the real video has placeholders.
-
-        Raises ValueError for a text that is not valid Unicode or contains MARK itself.
-        """
-        text = part.get("text", "")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the text is not valid: {error}") from None
-        if MARK in text:
-            raise ValueError("the text holds U+10FFFE, which is no character: leave it out")
-        for special in self._special:
-            text = text.replace(special, f"{special[:2]}{MARK}{special[2:]}")
-        return {**part, "text": text} if text else part
 
 
 @lru_cache(maxsize=2)

@@ -22,7 +22,7 @@ from gstep.language.types import ChatMessage, ChatPart, Prompt, PromptPolicy, pl
 from gstep.types import Visual
 
 # A noncharacter that is put into a placeholder in a user's text, so that its two pieces are tokenized as text.
-_MARK = "\U0010fffe"
+MARK = "\U0010fffe"
 _OPEN_TAG = re.compile(r"(<\w+>)\s*\Z")
 
 
@@ -210,7 +210,7 @@ class PromptBuilder(ABC):
     def _make_text_segment(self, text: str) -> Segment:
         """Tokenize a text to a segment whose positions count up from 0."""
         # Special tokens split a text anywhere, so pieces between placeholders get the same ids as in the whole text.
-        pieces = [self.tokenizer(piece, add_special_tokens=False).input_ids for piece in text.split(_MARK)]
+        pieces = [self.tokenizer(piece, add_special_tokens=False).input_ids for piece in text.split(MARK)]
         ids = torch.tensor([i for piece in pieces for i in piece], dtype=torch.int64, device="cpu")
         return Segment(ids, torch.arange(len(ids), device="cpu").expand(self.axes, -1), len(ids))
 
@@ -226,17 +226,22 @@ class PromptBuilder(ABC):
         return match[1] if match else ""
 
     def _render(self, messages: Sequence[ChatMessage], n_videos: int) -> str:
-        """Apply the chat template to the messages, and close the opened tag if the policy's ``thought`` is "closed".
+        """Render the messages. Raises ValueError if the result does not have a placeholder for each video."""
+        prompt_text = self._render_text(messages)
+        if prompt_text.count(self._video_token) != n_videos:
+            raise ValueError(f"the chat template of this model does not write {n_videos} videos in this conversation")
+        return prompt_text
 
-        Raises ValueError if the result does not have a placeholder for each video.
+    def _render_text(self, messages: Sequence[ChatMessage]) -> str:
+        """Apply the chat template, with the placeholders in users' texts broken up.
+
+        The tag that the template opens is closed if the policy's ``thought`` is "closed".
         """
         safe_messages: list[ChatMessage] = [
             {**message, "content": [self._escape_placeholders(part) for part in message["content"]]}
             for message in messages
         ]
         prompt_text = self._apply_template(safe_messages)
-        if prompt_text.count(self._video_token) != n_videos:
-            raise ValueError(f"the chat template of this model does not write {n_videos} videos in this conversation")
         if self.policy.thought == "closed":  # as the templates of Qwen write an empty thought
             prompt_text = f"{prompt_text.rstrip()}\n\n{self.open_tag.replace('<', '</')}\n\n"
         return prompt_text
@@ -245,24 +250,29 @@ class PromptBuilder(ABC):
         """Apply the chat template to a conversation, up to the model's next message."""
         return render_chat_template(self.tokenizer, self.chat_template, messages)
 
+    @property
+    def _placeholder_texts(self) -> Sequence[str]:
+        """The texts that the model takes for images or videos."""
+        return self._video_token, self._image_token
+
     def has_placeholder(self, text: str) -> bool:
         """Return True if a text has the model's placeholder of an image or video."""
-        return self._video_token in text or self._image_token in text
+        return any(placeholder in text for placeholder in self._placeholder_texts)
 
     def _escape_placeholders(self, part: ChatPart) -> ChatPart:
-        """Break up placeholders in a message part's text by _MARK, so that only real videos have placeholders.
+        """Break up placeholders in a message part's text by MARK, so that only real videos have placeholders.
 
-        Raises ValueError for a text that is not valid Unicode or contains _MARK itself.
+        Raises ValueError for a text that is not valid Unicode or contains MARK itself.
         """
         text = part.get("text", "")
         try:
             text.encode()
         except UnicodeEncodeError as error:  # the tokenizer's own TypeError would not mention the text
             raise ValueError(f"the text is not valid: {error}") from None
-        if _MARK in text:
+        if MARK in text:
             raise ValueError("the text holds U+10FFFE, which is no character: leave it out")
-        for token in (self._video_token, self._image_token):
-            text = text.replace(token, f"{token[:2]}{_MARK}{token[2:]}")
+        for token in self._placeholder_texts:
+            text = text.replace(token, f"{token[:2]}{MARK}{token[2:]}")
         return {**part, "text": text} if text else part
 
 
