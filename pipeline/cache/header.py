@@ -218,9 +218,12 @@ def list_differences(
     for key in sorted({*old, *new} - ({"preprocessing"} if len({*families}) > 1 else set())):
         a, b = old.get(key), new.get(key)
         inner_a, inner_b = ({} if value is None else value for value in (a, b))
-        if isinstance(inner_a, Mapping) and isinstance(inner_b, Mapping) and (inner_a or inner_b):
-            lines += list_differences(inner_a, inner_b, f"{prefix}{key}.", old_subject, new_subject)
-        elif a != b:
+        inner_lines: list[str] = []
+        if isinstance(inner_a, Mapping) and isinstance(inner_b, Mapping):
+            inner_lines = list_differences(inner_a, inner_b, f"{prefix}{key}.", old_subject, new_subject)
+            lines += inner_lines
+        is_told = inner_lines or (isinstance(a, Mapping) and isinstance(b, Mapping))
+        if a != b and not is_told:  # such as a mapping whose values are all None beside no mapping
             lines.append(printable(f"{prefix}{key}: {old_subject} {a!r}, {new_subject} {b!r}", _MAX_LINE_BYTES))
     return lines
 

@@ -50,6 +50,8 @@ def test_differences_name_the_leaf_also_where_only_one_has_it():
     assert list_differences(old, old) == [] and list_differences({"a": {}}, {}) == [
         "a: the cache has {}, this run None"
     ]
+    assert list_differences({"a": {"b": None}}, {}) == ["a: the cache has {'b': None}, this run None"]
+    assert list_differences({"a": {"b": None}}, {"a": {}}) == []  # a missing key counts as None
 
 
 def test_of_other_families_no_preprocessing_is_compared():
