@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -185,7 +185,7 @@ class Stopped:
     """A cache on a store that goes away below runs."""
 
     def __init__(self, proxy: FlakyProxy, videos: Path, address: str, folder: Path) -> None:
-        self.proxy, self._address, self._folder, self._n = proxy, address, folder, 0
+        self.proxy, self._address, self._folder = proxy, address, folder
         options = ["--decoder", "tests.jobs.hostile:SlowDecoder", "--videos-per-shard", "2", "--decode-workers", "1"]
         self._argv = [str(videos), "--out", proxy.server.uri("stopped"), *OPTIONS, *options]
 
@@ -198,19 +198,22 @@ class Stopped:
 
         Then it has work that is not written: it asks for nothing else, but for its note and record.
         """
-        store, self._n = ObjectStore(self.proxy.server.uri("stopped"), self.proxy.server.objects()), self._n + 1
-        log, environ = self._folder / f"log{self._n}", self.proxy.environment()
+        store, environ = (
+            ObjectStore(self.proxy.server.uri("stopped"), self.proxy.server.objects()),
+            self.proxy.environment(),
+        )
         wanted, self.proxy.n_away = len(store.names("videos", ".parquet")) + 1, 0
-        driver = Driver(self._argv, log, before, **{**environ, "RAY_ADDRESS": self._address})
+        driver = Driver(self._argv, self._folder / "log", before, **{**environ, "RAY_ADDRESS": self._address})
         driver.until(lambda: len(store.names("videos", ".parquet")) >= wanted, "a commit")
         self.proxy.away["/stopped/"] = kind
         driver.until(lambda: self.proxy.n_away, "a request that fails")
         return driver
 
 
-@pytest.fixture(scope="module")
-def stopped(proxy, videos, one_ray, tmp_path_factory) -> Stopped:
-    return Stopped(proxy, videos, one_ray, tmp_path_factory.mktemp("stopped"))
+@pytest.fixture
+def stopped(proxy, videos, one_ray, tmp_path) -> Iterator[Stopped]:
+    yield Stopped(proxy, videos, one_ray, tmp_path)
+    proxy.away.clear()  # also after a test that failed
 
 
 def look_often() -> None:
