@@ -335,8 +335,8 @@ class GraphRun(Generic[T]):
                     self._head.look()
                     self._look_when_due()
                     if not batches.is_at_end and shards.has_room() and (batch := batches.next(TICK_S)) is not None:
+                        self._n_taken += batch.n_items  # first, as an interrupt may come while a writer has it already
                         shards.take(batch)
-                        self._n_taken += batch.n_items
                         reporter.count_computed(batch.n_items)
                     for shard in shards.iter_written():
                         self._commit(shard)
