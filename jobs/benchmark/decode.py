@@ -30,7 +30,7 @@ from jobs.command import count
 from jobs.frame.json_document import CommandResult
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
-from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.video_list import read_manifest
 from pipeline.video.containers import sniff
 from pipeline.video.decode import DecodeRequest, decode_video, fingerprint
 from pipeline.video.probe import probe

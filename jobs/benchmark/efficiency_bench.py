@@ -36,7 +36,7 @@ from pipeline.cache.writer import VideoItem, commit_records, write_token_shard
 from pipeline.errors import RunFailed, UsageError, usage_errors
 from pipeline.generate.late_pruning import LatePruning, parse_pruning_grid, resolve_pruning
 from pipeline.generate.prompts import TextEmbeddings
-from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.video_list import read_manifest
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder, collect_kept_tokens, make_pruning_columns, to_sampled_video

@@ -15,14 +15,12 @@ import torch
 from gstep.backbones import SampledVideo
 from pipeline.doctor.finding import Finding, run_guarded
 from pipeline.errors import UsageError
-from pipeline.inputs.discovery import Discovery
-from pipeline.inputs.indexes import Indexing
-from pipeline.inputs.manifest import read_manifest
-from pipeline.inputs.named_videos import TODO_SCHEMA
+from pipeline.inputs.indexes import Indexes
+from pipeline.inputs.video_list import VideoList
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup, VideoDecoder
 from pipeline.prune.encode_stage import EncodeSetup
-from pipeline.rows import TodoRow
+from pipeline.rows import ManifestRow, TodoRow
 from pipeline.storage.s3 import Objects
 
 _MAX_DECODE_S = 60.0  # for all videos
@@ -33,17 +31,18 @@ _ROUNDS = 3
 def first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[TodoRow]:
     """Return the first videos that the options name; opens no more archives than needed.
 
-    Raises UsageError if there are none, RunFailed if an archive cannot be indexed.
+    Raises UsageError if there are none, or if an archive cannot be indexed.
     """
-
-    def to_do(videos: pa.Table) -> pa.Table:
-        attempts = pa.array([1] * len(videos), pa.int32())
-        return pa.Table.from_arrays([*videos.columns, attempts], schema=TODO_SCHEMA)
-
-    indexing = Indexing(config.archive_options(), later=True, has_limit=True)
-    videos = to_do(read_manifest(config.videos, config.video_root, objects, indexing)).slice(0, n_videos)
-    with Discovery(indexing, objects, lambda videos: (videos, to_do(videos)), videos, n_videos) as discovery:
-        rows: list[TodoRow] = discovery.wait_for_all().todo.to_pylist()
+    indexes = Indexes(config.archive_options())
+    videos = VideoList.read(config.videos, config.video_root, objects, indexes, first="needed", is_limited=True)
+    tables, n_missing, archives = [videos.known], n_videos - len(videos.known), iter(videos)
+    while n_missing > 0 and (found_videos := next(archives, None)) is not None:
+        if found_videos.is_whole or len(found_videos.videos) >= n_missing:
+            tables.append(found_videos.videos)
+            n_missing -= len(found_videos.videos)
+    archives.close()
+    listed: list[ManifestRow] = pa.concat_tables(tables).slice(0, n_videos).to_pylist()
+    rows: list[TodoRow] = [{**row, "attempts": 1} for row in listed]
     if not rows:
         raise UsageError(f"{config.named}: none of the archives holds a video")
     return rows

@@ -6,14 +6,12 @@ import hashlib
 import json
 import math
 import threading
-import time
 import zlib
-from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import compress, islice
-from typing import Final, NamedTuple
+from itertools import compress
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -39,14 +37,14 @@ from pipeline.inputs.tables import number_of
 from pipeline.keys import column_keys, find, find_repeated, mark_key
 from pipeline.rows import Json
 from pipeline.storage.s3 import ObjectInfo, Objects
-from pipeline.storage.stores import INDEXES, Store, request_threads
+from pipeline.storage.stores import INDEXES, Store
 
-_NOTE_S = 10.0  # seconds between two lines of progress
-_FIRST_CHECK = 256  # members, after which it is first looked whether they are enough
+_FIRST_VIEW = 256  # members in the first view of an archive; each later view has twice as many
 _VERSION: Final = 2  # of kept indexes; other versions are made again
 _SUFFIX: Final = ".json.zlib"
 _MAX_KEPT_NAMES = 100  # of what is left out, of a kind, in a kept index
 _BEYOND: Final = 2**53  # bytes that no file has; sums of smaller numbers fit 64 bits
+Missing = Literal["make", "later", "skip"]
 
 
 class NamedArchive(NamedTuple):
@@ -73,114 +71,129 @@ class _Index(NamedTuple):
     mark: str = ""
 
 
+class View(NamedTuple):
+    """The videos of an archive (MANIFEST_SCHEMA).
+
+    ``is_whole`` is False if these are only the videos that were read so far.
+    """
+
+    videos: pa.Table
+    is_whole: bool = True
+
+
 @dataclass
-class Indexing:
-    """The options of indexing archives, and its results so far.
+class Indexes:
+    """The indexes of archives: each is made once, and kept in the cache for the next run. Several threads may read.
 
     Attributes:
         options: the options about archives and tables.
-        store: the store of the cache, which keeps the indexes.
+        store: the store of the cache, which keeps the indexes; None keeps none.
         keeps: whether new indexes are written there.
-        only_known: whether archives without a kept index are skipped.
-        later: whether tars and zips without an index are skipped, to be indexed during the run.
-        has_limit: whether tables and single archives are skipped then too: a limit may need none of them.
-        ids: the ids of all videos so far, if archives may share an id; then an archive behind a skipped archive is
-            skipped too.
         roots: the places besides a table's own that the paths in its rows may name.
-        enough: returns True if the first videos of an archive are all that the run needs.
-        say: gets lines of progress.
-        unindexed: the skipped archives, in order.
+        say: gets notes about the forms of archives.
+        left_out: files and members that are no videos, or are not read.
         fetched: bytes that were read from stores.
         unit: the maximum number of videos that share a read.
-        at_once: the number of archives that are read in parallel.
-        n_cut: the number of archives that were read in part.
-        left_out: files and members that are no videos, or are not read.
+        n_made: the number of archives that were read for an index.
     """
 
     options: ArchiveOptions = field(default_factory=ArchiveOptions)
     store: Store | None = None
     keeps: bool = False
-    only_known: bool = False
-    later: bool = False
-    has_limit: bool = False
-    ids: Ids | None = None
-    roots: Roots = field(default_factory=lambda: Roots([], []))
-    enough: Callable[[pa.Table], bool] | None = None
+    roots: Roots = field(default_factory=Roots)
     say: Callable[[str], object] = lambda line: None
-    unindexed: list[NamedArchive] = field(default_factory=list)
+    left_out: LeftOut = field(default_factory=LeftOut)
     fetched: int = 0
     unit: int = 1
-    at_once: int = 32
-    n_cut: int = 0
-    left_out: LeftOut = field(default_factory=LeftOut)
+    n_made: int = 0
     _notes: set[str] = field(default_factory=set)  # forms whose note was printed
-    _n_read: int = 0
-    _is_stopped: bool = False
-    _counting: threading.Lock = field(default_factory=threading.Lock)  # several threads index
-
-    def rows(self, places: Sequence[NamedArchive], objects: Objects) -> Generator[pa.Table, None, None]:
-        """Yield the videos of each archive in order, as MANIFEST_SCHEMA; several archives are read in parallel.
-
-        An archive that is skipped gives an empty table, and is added to ``unindexed``. Raises ManifestError for an
-        impossible request, RunFailed if an index cannot be kept.
-        """
-        last_line_at = time.monotonic()
-        n_videos = 0
-        with request_threads(self.at_once) as pool:
-            begun = (pool.submit(self._rows, place, objects) for place in places)
-            reading = deque(islice(begun, self.at_once))
-            try:
-                for number in range(1, len(places) + 1):
-                    table = reading.popleft().result()
-                    if table is None or (self.later and self.ids is not None and self.unindexed):
-                        self.unindexed.append(places[number - 1])
-                        table = MANIFEST_SCHEMA.empty_table()
-                    n_videos += len(table)
-                    if time.monotonic() - last_line_at > _NOTE_S or (number == len(places) and self._n_read):
-                        last_line_at = time.monotonic()
-                        self.say(f"indexed {number} of {len(places)} archives: {n_videos} videos so far")
-                    yield table
-                    reading.extend(islice(begun, 1))
-            finally:
-                self._is_stopped = True  # threads that still read one end at its next member
-                pool.shutdown(cancel_futures=True)
-                self._is_stopped = False
+    _stopped: threading.Event = field(default_factory=threading.Event)
+    _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def stop(self) -> None:
-        """End all threads of ``rows`` at their next member, and drop their indexes."""
-        self._is_stopped = True
+        """End every ``read`` at its next member, and drop its index. Any thread may call it."""
+        self._stopped.set()
 
-    def _rows(self, place: NamedArchive, objects: Objects) -> pa.Table | None:
-        """Return the videos of one archive, as MANIFEST_SCHEMA; None if it is skipped.
+    @property
+    def is_stopped(self) -> bool:
+        """True after ``stop``."""
+        return self._stopped.is_set()
 
-        An archive that must not or cannot be read is a single row, with the reason. Raises ManifestError, RunFailed.
+    def is_kept(self, place: NamedArchive) -> bool:
+        """Return True if indexes of this form are kept: not for tables, which are read fast."""
+        return self.store is not None and find_suffix(place.uri) not in OF_COLUMNS
+
+    def read(
+        self, place: NamedArchive, objects: Objects, missing: Missing = "make", *, in_views: bool = False
+    ) -> Iterator[View]:
+        """Yield the videos of an archive. If it must not or cannot be read, they are a single row with the reason.
+
+        Args:
+            missing: what to do without a kept index that fits the archive. "make" makes one. "later" yields nothing if
+                no index is kept, and makes one if the archive has changed. "skip" yields nothing.
+            in_views: whether the videos read so far are yielded while a new index is made. Each view has all videos of
+                the view before it. Closing the generator at a view leaves the rest of the archive unread.
+
+        Raises ManifestError for an impossible request, RunFailed if an index cannot be kept.
         """
         if "#" in place.uri:
             raise ManifestError(f"{place.uri}: rename it: uris put a # between an archive's name and its members'")
         if place.policy is not None:
-            return _table(place, [Member("", 0)], self.options)
+            yield View(_table(place, [Member("", 0)], self.options))
+            return
         kept_index = self._kept_index(place)
-        if kept_index is None and self.later and (self.has_limit or self._is_kept(place)):
-            return None
+        if kept_index is None and missing == "later":
+            return
         try:
             with closing(open_archive(place.uri, objects, place.info)) as file:
                 try:
-                    index = self._index(place, file, kept_index)
+                    if kept_index is not None and kept_index.mark and kept_index.mark == self._mark(place, file):
+                        yield self._finish(place, kept_index)
+                    elif missing != "skip":
+                        yield from self._make(place, file, in_views)
                 finally:
                     with self._counting:
                         self.fetched += file.fetched
         except OSError as error:
             wrong = fault("io", printable(f"the archive cannot be read: {error.strerror or error}"))
-            index = _Index([Member("", 0, fault=wrong)], LeftOut())  # stands for all of its videos
-        if index is None:
-            return None
-        self.left_out.add_all(index.left_out.as_record(), f"{place.name}/")
-        return self._make_table(place, index.members, index.mark)
+            # This row stands for all of its videos.
+            yield self._finish(place, _Index([Member("", 0, fault=wrong)], LeftOut()))
 
-    def _make_table(self, place: NamedArchive, members: Sequence[Member], mark: str = "") -> pa.Table:
+    def _make(self, place: NamedArchive, file: RandomFile, in_views: bool) -> Iterator[View]:
+        """Make the index of an open archive, and yield its videos; nothing after ``stop``. Raises as ``read``, OSError.
+
+        Only a whole index is kept.
+        """
+        with self._counting:
+            self.n_made += 1
+        archive, members, next_view = FORMS[find_suffix(place.uri)](file), list[Member](), _FIRST_VIEW
+        for member in archive.members(self.options):
+            if self.is_stopped:
+                return
+            # The archive was read up to this video, so the members between it and the last video are known.
+            if in_views and len(members) == next_view:
+                next_view *= 2
+                index = self._make_index(place, file, archive, members)
+                if self._clips_known(place, index):
+                    try:
+                        yield View(self._make_table(place, index), is_whole=False)
+                    except GeneratorExit:  # nothing more of the archive is wanted
+                        self._finish(place, index)
+                        raise
+            members.append(member)
+        index = self._make_index(place, file, archive, members)
+        self._write_index(place, index)
+        yield self._finish(place, index)
+
+    def _finish(self, place: NamedArchive, index: _Index) -> View:
+        """Count what an archive leaves out, and return its videos."""
+        self.left_out.add_all(index.left_out.as_record(), f"{place.name}/")
+        return View(self._make_table(place, index))
+
+    def _make_table(self, place: NamedArchive, index: _Index) -> pa.Table:
         """Return the members of an archive as MANIFEST_SCHEMA. Rows with a path instead of bytes become files."""
-        table = _table(place, members, self.options, mark)
-        paths = pa.array([member.path for member in members], pa.string())
+        table = _table(place, index.members, self.options, index.mark)
+        paths = pa.array([member.path for member in index.members], pa.string())
         if paths.null_count == len(paths):
             return table
         located = NamedVideos.beside(place.uri, self.roots).locate(paths.drop_null())
@@ -190,62 +203,24 @@ class Indexing:
         columns["source_offset"] = pc.if_else(is_file, None, columns["source_offset"])
         return pa.Table.from_pydict(columns, MANIFEST_SCHEMA)
 
-    def _index(self, place: NamedArchive, file: RandomFile, kept_index: _Index | None) -> _Index | None:
-        """Return the index of an open archive: the kept index if it fits, else a new index.
-
-        None if ``only_known`` is set and the kept index does not fit. A new index is kept only if it is complete.
-
-        Raises as ``_rows``, and OSError.
-        """
-        if kept_index is not None and kept_index.mark and kept_index.mark == self._mark(place, file):
-            return kept_index
-        if self.only_known:
-            return None
-        with self._counting:
-            self._n_read += 1
-        archive = FORMS[find_suffix(place.uri)](file)
-        index, complete = self._members(place, archive)
-        index = index._replace(mark=self._mark(place, file))
-        with self._counting:
-            self.unit = max(self.unit, archive.unit)
-            if archive.note is not None and find_suffix(place.uri) not in self._notes:
-                self._notes.add(find_suffix(place.uri))
-                self.say(f"note: {place.uri}: {printable(archive.note)}")
-        if complete:
-            self._write_index(place, index)
-        return index
-
     def _mark(self, place: NamedArchive, file: RandomFile) -> str:
         """Return a text that changes with an archive, or with the options for reading it; "" for none."""
         encoding = self.options.zip_encoding if find_suffix(place.uri) == ".zip" else None
         return f"{file.mark} {encoding}" if encoding and file.mark else file.mark
 
-    def _members(self, place: NamedArchive, archive: Archive) -> tuple[_Index, bool]:
-        """Return the members of an archive, and True if these are all.
-
-        It is False if there are ``enough``, and after ``stop``, which gives no members.
-        """
-        members, look_at = list[Member](), _FIRST_CHECK
-        for member in archive.members(self.options):
-            if self._is_stopped:
-                return _Index([], LeftOut()), False
-            # The archive was read up to this video, so the members between it and the last video are known.
-            if len(members) == look_at and self.enough is not None:
-                look_at *= 2
-                index = self._make_index(place, archive, members)
-                if self._clips_known(place, index) and self.enough(self._make_table(place, index.members)):
-                    self.n_cut += 1
-                    return index, False
-            members.append(member)
-        return self._make_index(place, archive, members), True
-
-    def _make_index(self, place: NamedArchive, archive: Archive, members: list[Member]) -> _Index:
-        """Return the index of the members read so far, with checked names."""
-        with_sidecars, left_out = archive.pair_sidecars(members)
-        if find_suffix(place.uri) in OF_COLUMNS:  # names of rows are no part of an id
-            return _Index(with_sidecars, left_out)
-        seen_names = set[str]()
-        return _Index([check_name(member, seen_names) for member in with_sidecars], left_out)
+    def _make_index(self, place: NamedArchive, file: RandomFile, archive: Archive, members: list[Member]) -> _Index:
+        """Return the index of the members read so far, with checked names; note what their form says of them."""
+        form = find_suffix(place.uri)
+        with self._counting:
+            self.unit = max(self.unit, archive.unit)
+            if archive.note is not None and form not in self._notes:
+                self._notes.add(form)
+                self.say(f"note: {place.uri}: {printable(archive.note)}")
+        members, left_out = archive.pair_sidecars(members)
+        if form not in OF_COLUMNS:  # names of rows are no part of an id
+            seen_names = set[str]()
+            members = [check_name(member, seen_names) for member in members]
+        return _Index(members, left_out, self._mark(place, file))
 
     def _clips_known(self, place: NamedArchive, index: _Index) -> bool:
         """Return True if the clips of members are known; what tells the clip of a tar's video may lie far behind it."""
@@ -253,17 +228,13 @@ class Indexing:
             return True
         return all(member.carried is not None or member.fault is not None for member in index.members)
 
-    def _is_kept(self, place: NamedArchive) -> bool:
-        """Return True if indexes of this form are kept: not for tables, which are read fast."""
-        return self.store is not None and find_suffix(place.uri) not in OF_COLUMNS
-
     def _kept_index(self, place: NamedArchive) -> _Index | None:
         """Return the kept index of an archive; None if none is kept.
 
         An index that is damaged, has another version, or cannot be read from the store is returned as an empty index. A
         new index then replaces it.
         """
-        if self.store is None or not self._is_kept(place):
+        if self.store is None or not self.is_kept(place):
             return None
         try:
             facts, *members = json.loads(zlib.decompress(self.store.read(_name(place.uri))))
@@ -293,7 +264,7 @@ class Indexing:
 
         Raises RunFailed if the store fails.
         """
-        if self.store is None or not self.keeps or not self._is_kept(place) or not index.mark:
+        if self.store is None or not self.keeps or not self.is_kept(place) or not index.mark:
             return
         facts = [_VERSION, place.uri, index.mark, index.left_out.as_record(_MAX_KEPT_NAMES)]
         data = json.dumps([facts, *index.members]).encode()

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from importlib.util import find_spec
-from itertools import accumulate, islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -21,10 +21,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import ManifestError, near_file, store_usage_errors
-from pipeline.inputs.archive import open_archive
+from pipeline.inputs.archive import ArchiveOptions, open_archive
 from pipeline.inputs.columns import holds_paths
 from pipeline.inputs.forms import FORMS, OF_COLUMNS
-from pipeline.inputs.indexes import OWN_IDS, Ids, Indexing, NamedArchive
+from pipeline.inputs.indexes import NamedArchive
 from pipeline.inputs.left_out import ARCHIVES, CLOSED, LeftOut, format_counts
 from pipeline.inputs.listings import (
     VIDEO_SUFFIXES,
@@ -50,96 +50,39 @@ class Listed(NamedTuple):
     archives: Sequence[NamedArchive] = ()
 
 
-def read_manifest(
-    videos: str | Sequence[str],
-    video_roots: Sequence[str] = (),
-    objects: Objects | None = None,
-    indexing: Indexing | None = None,
-) -> pa.Table:
-    """List the videos that ``videos`` names, as MANIFEST_SCHEMA, in a stable order.
+def list_names(
+    names: str | Sequence[str], roots: Roots, objects: Objects, options: ArchiveOptions, left_out: LeftOut
+) -> list[Listed]:
+    """List what each of the user's names stands for, in their order; a table of paths counts as a manifest.
 
-    Several names are listed one after the other; brace patterns in them are expanded. On S3 a manifest is one GET,
-    whatever it names; for anything else see ``list_videos``. Archives and tables are read for their indexes, as
-    ``indexing`` says. Videos of archives that it skips are missing: ``indexing.unindexed`` has these archives.
-    ``indexing`` is changed too: ``roots``, ``ids``, ``later`` and the files that were left out.
-
-    Raises ManifestError (a UsageError) where the list cannot be made: no such folder, no video in it, an unreadable
-    manifest, a missing or duplicate ``video_id``.
+    ``left_out`` counts the other files. Raises ManifestError.
     """
-    roots, indexing = sort_roots(video_roots), indexing or Indexing()
-    indexing.roots = roots
-    objects = objects or Objects.from_environment()
-    column = indexing.options.column
-    names = expand_braces([videos] if isinstance(videos, str) else videos)
-    named = [_read(name, roots, objects, indexing) for name in names]
-    has_tables = any(find_suffix(place.uri) in OF_COLUMNS for listing in named for place in listing.archives)
-    if column is not None and not has_tables:
-        raise ManifestError(f"{videos}: {_NO_TABLE}")
-    listings = [part for listing in named for part in _parts(listing, column, roots, objects)]
-    if indexing.options.clips_from is not None and any(listing.videos is not None for listing in listings):
-        raise ManifestError(f"{videos}: {_NO_CLIPS}")
-    if len(listings) == 1 and listings[0].videos is not None:
-        return listings[0].videos
-    places = [place for listing in listings for place in listing.archives]
-    (place, count), *_ = Counter(place[:2] for place in places).most_common(1) or [(("", ""), 0)]
-    if count > 1:
-        raise ManifestError(f"{place[0]}: it is named {count} times; name it once")
-    indexing.ids = None if _are_ids_apart(listings, places) else Ids()
-    indexing.later = indexing.later and (indexing.has_limit or indexing.ids is None)
-    tables = indexing.rows(places, objects)
-    parts = [
-        part
-        for listing in listings
-        for part in (islice(tables, len(listing.archives)) if listing.videos is None else [listing.videos])
+    listings = [
+        _list_name(name, roots, objects, options, left_out)
+        for name in expand_braces([names] if isinstance(names, str) else names)
     ]
-    table = pa.concat_tables(parts)
-    if not len(table) and not indexing.unindexed:
-        raise ManifestError(f"{videos}: none of the {len(parts)} archives holds a video")
-    if len(table) == len(parts) == 1 and (wrong := table["fault"][0].as_py()) is not None:
-        raise ManifestError(f"{table['uri'][0]}: {wrong}")
+    has_tables = any(find_suffix(place.uri) in OF_COLUMNS for listing in listings for place in listing.archives)
+    if options.column is not None and not has_tables:
+        raise ManifestError(f"{names}: {_NO_TABLE}")
+    listings = [part for listing in listings for part in _parts(listing, options.column, roots, objects)]
+    if options.clips_from is not None and any(listing.videos is not None for listing in listings):
+        raise ManifestError(f"{names}: {_NO_CLIPS}")
+    return listings
+
+
+def require_unique_files(listings: Sequence[Listed], options: ArchiveOptions) -> None:
+    """Raise ManifestError if a ``video_id`` repeats among the videos that are no members of archives."""
     if files := [listing.videos for listing in listings if listing.videos is not None]:
-        require_unique_ids(pa.concat_tables(files), _ONE_BY_ONE if column is None else _TABLES)
-    return table if indexing.ids is None else _separate_ids(table, parts, indexing.ids, indexing)
+        require_unique_ids(pa.concat_tables(files), _ONE_BY_ONE if options.column is None else _TABLES)
 
 
-def _separate_ids(table: pa.Table, parts: Sequence[pa.Table], ids: Ids, indexing: Indexing) -> pa.Table:
-    """Return the videos of files and archives, with errors for members that repeat an earlier id.
-
-    ``parts`` are the pieces of ``table``. The ids are added to ``ids`` if archives are left to index.
-    Raises ManifestError if all videos of an archive repeat earlier ids, unless a limit may hide that.
-    """
-    is_repeated = ids.find_repeated(table)
-    for part, end in zip(parts, accumulate(map(len, parts)), strict=True):
-        if not indexing.has_limit and part["fault"].null_count and is_repeated[end - len(part) : end].all():
-            raise ManifestError(
-                f"{part['uri'][0].as_py().partition('#')[0]}: all of its {len(part)} videos have ids of earlier ones, "
-                f"e.g. {part['video_id'][0]}; {OWN_IDS}"
-            )
-    table = ids.separate_ids(table, is_repeated)
-    if indexing.unindexed:
-        ids.add(table)
-    return table
-
-
-def _are_ids_apart(listings: Sequence[Listed], places: Sequence[NamedArchive]) -> bool:
-    """Return True if videos are named only in several tars and zips, and no two of these can share an id.
-
-    An id begins with its archive's name. A single archive is indexed before its first video anyway.
-    """
-    names = sorted(f"{place.name}/" for place in places)
-    apart = all(listing.videos is None for listing in listings) and len(places) > 1
-    apart = apart and not any(find_suffix(place.uri) in OF_COLUMNS for place in places)  # rows may name any id
-    return apart and not any(after.startswith(name) for name, after in pairwise(names))
-
-
-def _read(videos: str, roots: Roots, objects: Objects, indexing: Indexing) -> Listed:
+def _list_name(videos: str, roots: Roots, objects: Objects, options: ArchiveOptions, left_out: LeftOut) -> Listed:
     """List the videos, or else the archives, of one name; a table counts as an archive if a column of videos is given.
 
-    ``indexing.left_out`` counts the other files. Raises ManifestError.
+    ``left_out`` counts the other files. Raises ManifestError.
     """
     _refuse_compressed(videos)
-    forms = frozenset(FORMS) - (OF_COLUMNS if indexing.options.column is None else frozenset())
-    left_out = indexing.left_out
+    forms = frozenset(FORMS) - (OF_COLUMNS if options.column is None else frozenset())
     if videos == "sample":
         return _from_files(_sample_folder(), videos, roots.folders, forms, LeftOut())
     if is_remote(videos):

@@ -120,7 +120,8 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
         if not config.join and (holder := find_holder(run.store)):
             raise CacheLocked(f"{run.store}: another run writes here: {describe_holder(holder)}")
         _check_writable(run.store)
-        todo = run.list_remaining().list_found().todo
+        remaining = run.list_remaining()
+    todo = remaining.list_todo()
     recipe = run.recipe
     family, sampling = family_of(recipe.source), recipe.sampling
     video = plan_video(family.preprocessor(), sampling.num_frames or sampling.max_frames or 0)
@@ -131,7 +132,7 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
         tensors_checked = family.check_tensors()
     return Forecast(
         out=str(run.store),
-        tally=run.tally,
+        tally=remaining.tally,
         n_todo=len(todo),
         doomed=find_sure_failures(todo),
         first_ids=todo["video_id"].slice(0, _MAX_EXAMPLES).to_pylist(),
@@ -146,8 +147,8 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
         one_size=sampling.fps is None and family.preprocessor().target_size(shape[0], 240, 240) == shape[1:],
         model=_describe_model(recipe, tensors_checked),
         stock=_compare_to_stock(recipe),
-        unlisted=[place.uri for place in run.indexing.unindexed],
-        left_out=run.indexing.left_out.counts(),
+        unlisted=[place.uri for place in run.videos.unindexed],
+        left_out=run.videos.indexes.left_out.counts(),
     )
 
 
@@ -342,10 +343,10 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
     run = PruneRun(config, console)
     run.prepare()
     with store_usage_errors():
-        discovery = run.list_remaining()
-    with discovery:
-        todo = discovery.wait_for_all().todo
-    run.refuse_empty(discovery)
+        remaining = run.list_remaining()
+    with remaining:
+        todo = remaining.wait_for_all()
+    run.refuse_empty(remaining)
     recipe = run.recipe
     n_videos = len(todo)
     if not n_videos:

@@ -28,11 +28,11 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from pipeline.inputs.discovery import Discovery
 from pipeline.prune.batches import pack_unit
 from pipeline.prune.decode_stage import Decoder, DecodeSetup
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.prune.resources import CALLS, Resources
+from pipeline.prune.todo import Todo
 from pipeline.prune.write_stage import Writer
 from pipeline.runner.cluster import node_selector
 from pipeline.runner.shards import RunGraph
@@ -43,7 +43,7 @@ DISCOVERY_STAGE = Stage(0, 0, 1, "passes on the units that the driver finds", CA
 
 
 def build_graph(
-    todo: Discovery,
+    todo: Todo,
     decode: DecodeSetup,
     encode: EncodeSetup,
     resources: Resources,
@@ -65,7 +65,7 @@ def build_graph(
     if is_discovering := todo.n_left > 0:
         videos = _add_discovery_stage(todo, resources, labels)
     else:
-        videos = ray.data.from_blocks(_pack_units(todo.list_found().todo, resources))
+        videos = ray.data.from_blocks(_pack_units(todo.list_todo(), resources))
     # 2. Decode: file -> model-ready uint8 frames, or an error row.
     frames = add_stage(videos, Decoder, resources.decode, (decode, heartbeats, bundle), labels)
     # 3. Encode and prune: frames -> the kept tokens in order of selection. A row is a bundle.
@@ -89,12 +89,10 @@ def _pack_units(todo: pa.Table, resources: Resources, later_bytes: int = 0) -> l
     return [pack_unit(todo.slice(start, end - start)) for start, end in resources.blocks(todo, later_bytes)]
 
 
-def _add_discovery_stage(
-    discovery: Discovery, resources: Resources, labels: Mapping[str, str] | None
-) -> ray.data.Dataset:
+def _add_discovery_stage(todo: Todo, resources: Resources, labels: Mapping[str, str] | None) -> ray.data.Dataset:
     """Start a thread that feeds units of work while archives are indexed; return the dataset of these units.
 
-    An error of the thread goes to ``discovery.fail``. An actor on this node stores the units.
+    An error of the thread goes to ``todo.fail``. An actor on this node stores the units.
     """
     # On this node only: another node could be lost with the units.
     strategy = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -103,13 +101,13 @@ def _add_discovery_stage(
     def hand_over() -> None:
         """Put the units of each part into the feed; runs in a thread."""
         try:
-            for number, part in enumerate(discovery.parts()):
+            for number, part in enumerate(todo.parts()):
                 feed.put.remote(number, [ray.put(_pack_units(part.todo, resources, part.later_bytes))])
         except Exception as error:  # noqa: BLE001 - it is the main thread's
-            discovery.fail(error)
+            todo.fail(error)
 
     threading.Thread(target=hand_over, name="units", daemon=True).start()
-    numbers, at_once = range(discovery.n_parts), math.ceil(discovery.n_parts / MAX_BLOCKS)
+    numbers, at_once = range(todo.n_parts), math.ceil(todo.n_parts / MAX_BLOCKS)
     blocks = [numbers[start : start + at_once] for start in numbers[::at_once]]
     parts = ray.data.from_blocks([pa.table({"part": list(block)}) for block in blocks])
     return add_stage(parts, UnitSource, DISCOVERY_STAGE, (feed,), labels)

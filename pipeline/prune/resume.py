@@ -306,14 +306,6 @@ def _describe_change(row: ManifestRow, old: VideoRow, size: int, *, is_replaced:
     return f"{row['video_id']}: the file had {old['source_size']} bytes, has {size}"
 
 
-def split_at_limit(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
-    """Return the first ``limit`` videos to do, and the number of later videos without a row; (all, 0) for None."""
-    if limit is None:
-        return todo, 0
-    waiting = pc.sum(pc.equal(todo["attempts"].slice(limit), 1)).as_py() or 0
-    return todo.slice(0, limit), waiting
-
-
 def select_unfinished(todo: pa.Table, ledger: Ledger, failed_attempts: Mapping[str, int]) -> pa.Table:
     """Select the rows of ``todo`` (TODO_SCHEMA) whose attempt has no row in the cache yet.
 

@@ -32,7 +32,7 @@ from pipeline.cache.header import (
     made_with,
     read_header,
 )
-from pipeline.cache.live import REMOVED, TIMED_STAGES, Ledger
+from pipeline.cache.live import TIMED_STAGES, Ledger
 from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES, try_merge
 from pipeline.cache.schema import VIDEOS
 from pipeline.cache.token_shard import parse_shard_id
@@ -48,10 +48,10 @@ from pipeline.errors import (
     store_usage_errors,
     usage_errors,
 )
-from pipeline.inputs.discovery import Discovery
-from pipeline.inputs.indexes import Indexing, forget_members
+from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.left_out import format_counts
-from pipeline.inputs.manifest import given_manifest, read_manifest
+from pipeline.inputs.manifest import given_manifest
+from pipeline.inputs.video_list import First, VideoList
 from pipeline.options import read_ids
 from pipeline.prune.batches import unpack_written
 from pipeline.prune.config import PruneConfig
@@ -66,13 +66,12 @@ from pipeline.prune.resume import (
     format_skipped,
     keep_stored_ids,
     select_existing,
-    select_remaining,
     select_retries,
     select_shard,
     select_unfinished,
-    split_at_limit,
 )
 from pipeline.prune.summary import Summary, format_lost, summarise
+from pipeline.prune.todo import Selection, Todo
 from pipeline.rows import JsonObject, VideoRecord, is_infrastructure_error, may_succeed_elsewhere
 from pipeline.runner.cluster import choose_device, find_failing_nodes, provenance, sum_resources
 from pipeline.runner.driver import Driver
@@ -98,7 +97,7 @@ MIN_ALIKE_FAILURES = 50
 _MIN_SAVE_S = 60.0  # seconds between two saves of the run's record while it runs
 
 
-class PruneRun(Driver[PruneConfig, Discovery, Summary]):
+class PruneRun(Driver[PruneConfig, Todo, Summary]):
     """The prune run of some options.
 
     Args:
@@ -106,11 +105,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         list_failed: whether ``Summary.failed`` names each failed video.
 
     Attributes:
-        recipe, manifest, indexing: set by ``prepare``: the settings that make the rows of the cache; the videos that
-            are known before the run (MANIFEST_SCHEMA); the archives that were indexed for the manifest, and the
-            archives to index during the run.
-        ledger, tally: set by ``list_remaining``: the rows of the cache; the numbers of new, cached, failed and changed
-            videos in the manifest.
+        recipe, videos: set by ``prepare``: the settings that make the rows of the cache; the videos that the options
+            name, of all shards.
+        ledger: the rows of the cache; set by ``list_remaining``.
         stages, facts: set by ``process``: the settings of the workers that decode and encode; the run's seconds and
             bytes so far, None before.
         failed: failed video -> its attempts so far. This and the next three grow with each commit.
@@ -142,8 +139,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
     def prepare(self) -> None:
         """Check the options, read the list of videos, and resolve model and method.
 
-        Sets ``store``, ``run_id``, ``indexing``, ``manifest`` and ``recipe``, and prints notes. Raises UsageError;
-        nothing is started.
+        Sets ``store``, ``run_id``, ``videos`` and ``recipe``, and prints notes. Raises UsageError; nothing is started.
         """
         config = self.options
         self._objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
@@ -164,46 +160,50 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             self.match()
 
     def _list_videos(self) -> None:
-        """Read the manifest or the caller's rows, and set ``indexing`` and ``manifest``; print notes on files left out.
+        """Read the manifest or the caller's rows, and set ``videos``; print notes on files left out.
 
         New indexes of archives are stored in the cache, except for a plan or a dry run. Raises UsageError.
         """
-        config = self.options
+        config, is_limited = self.options, self.options.limit is not None
         writes = not (config.dry_run or config.plan)
-        is_limited = config.limit is not None
-        self.indexing = Indexing(
-            config.archive_options(),
-            self.store,
-            keeps=writes,
-            only_known=config.dry_run and not config.index,
-            later=writes or (is_limited and not config.dry_run),  # a plan without a limit needs all indexes at once
-            has_limit=is_limited,
-            say=self.say,
-        )
-        if self._given_videos is None:
-            videos = read_manifest(config.videos, config.video_root, self._objects, self.indexing)
-            for name in config.videos if len(config.videos) == 1 else ():
-                refuse_other_files(videos, name, self._objects)
+        indexes = Indexes(config.archive_options(), self.store, keeps=writes, say=self.say)
+        if self._given_videos is not None:
+            given = given_manifest(self._given_videos, config.video_root, self._objects)
+            self.videos = VideoList(given, indexes, self._objects)
         else:
-            videos = given_manifest(self._given_videos, config.video_root, self._objects)
-        for kind, remedy in self.indexing.left_out.remedies.items():
-            count = self.indexing.left_out.counts()[kind]
-            self.say(f"note: left out: {format_counts({kind: count})}. {remedy}")
-        self._listed, self.manifest = videos, select_shard(videos, config.part())
-        if len(videos) and not len(self.manifest) and not self.indexing.unindexed:
-            raise UsageError(f"--shard {config.shard}: none of the {len(videos)} videos are in it")
+            first: First = "needed"
+            if config.dry_run:
+                first = "all" if config.index else "kept"
+            elif config.plan and not is_limited:
+                first = "all"
+            self.videos = VideoList.read(
+                config.videos,
+                config.video_root,
+                self._objects,
+                indexes,
+                first=first,
+                is_limited=is_limited,
+            )
+            for name in config.videos if len(config.videos) == 1 else ():
+                refuse_other_files(self.videos.known, name, self._objects)
+        for kind, remedy in indexes.left_out.remedies.items():
+            self.say(f"note: left out: {format_counts({kind: indexes.left_out.counts()[kind]})}. {remedy}")
+        known = self.videos.known
+        own_videos = select_shard(known, config.part())
+        if len(known) and not len(own_videos) and not self.videos.unindexed:
+            raise UsageError(f"--shard {config.shard}: none of the {len(known)} videos are in it")
         if config.on_forbidden == "refuse":
-            refuse_forbidden(self.manifest, config.named)
+            refuse_forbidden(own_videos, config.named)
 
     def match(self) -> None:
         self.recipe = self.recipe.match_cache(self.store, self.console)
 
-    def list_remaining(self) -> Discovery:
+    def list_remaining(self) -> Todo:
         """Read what earlier runs committed, say what is skipped, and return the videos left to do.
 
-        Sets ``ledger`` and ``tally``. Archives that are not indexed yet are searched while the run works. Files of the
-        table from a superseded identity are left out without a warning. A cache of a method with other code is
-        restarted (``_restart_cache``). Removed videos are deleted from the indexes of archives. Raises UsageError.
+        Sets ``ledger``. Archives that are not indexed yet are searched while the run works. Files of the table from a
+        superseded identity are left out without a warning. A cache of a method with other code is restarted
+        (``_restart_cache``). Raises UsageError.
         """
         if self.recipe.is_restarted:
             self._restart_cache()
@@ -219,15 +219,16 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             self.say(f"note: {strays[0]} is no file of the videos table ({len(strays)} such files): left out")
         if lost_ids := self.ledger.lost(self._committed):
             self.say(f"warning: {format_lost(len(lost_ids), lost_ids)}")
-        self._listed, self.manifest = (keep_stored_ids(videos, self.ledger) for videos in (self._listed, self.manifest))
         if self._redo is not None:
-            check_redo(self._redo, None if self.indexing.unindexed else self._listed, self.ledger, self.options)
-        self._forget_removed(self.manifest)
-        todo, self.tally = select_remaining(self.manifest, self.ledger, self.options, self._objects, self._redo)
-        for line in format_skipped(self.tally, self.options):
+            known = None if self.videos.unindexed else keep_stored_ids(self.videos.known, self.ledger)
+            check_redo(self._redo, known, self.ledger, self.options)
+        selection = Selection(
+            self.options, self.store, self.ledger, self._objects, self.videos.indexes, redo=self._redo
+        )
+        todo = Todo(*selection.select(self.videos.known), self.videos, selection)
+        for line in format_skipped(todo.tally, self.options):
             self.say(line)
-        todo_now, self._n_waiting = split_at_limit(todo, self.options.limit)
-        return Discovery(self.indexing, self._objects, self._select, todo_now, self.options.limit)
+        return todo
 
     def _restart_cache(self) -> None:
         """Restart the cache with its method's new code: its rows count no more. A plan or dry run only says so.
@@ -237,8 +238,8 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         ledger = Ledger(self.store, made_with(self.store)).refresh()
         with_tokens = np.flatnonzero(ledger.columns["fault"] == 0)
         with_tokens = with_tokens[~ledger.removed(with_tokens)]
-        unnamed_rows = np.setdiff1d(with_tokens, ledger.find(keep_stored_ids(self._listed, ledger)["video_id"]))
-        if len(unnamed_rows) and not self.indexing.unindexed:
+        unnamed_rows = np.setdiff1d(with_tokens, ledger.find(keep_stored_ids(self.videos.known, ledger)["video_id"]))
+        if len(unnamed_rows) and not self.videos.unindexed:
             example = ledger.read(int(unnamed_rows[0]))["video_id"]
             raise UsageError(
                 f"--on-changed redo encodes a whole cache again, and {self.store} has {len(unnamed_rows)} videos that "
@@ -254,36 +255,13 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
             return fingerprint(self.recipe.identity(self.recipe.dtype))
         return made_with(self.store)
 
-    def _select(self, videos: pa.Table) -> tuple[pa.Table, pa.Table]:
-        """Return this run's videos among an archive's videos, and the rows to process (TODO_SCHEMA)."""
-        self._forget_removed(keep_stored_ids(videos, self.ledger))
-        own_videos = keep_stored_ids(select_shard(videos, self.options.part()), self.ledger)
-        return own_videos, select_remaining(own_videos, self.ledger, self.options, self._objects, self._redo).todo
-
-    def _forget_removed(self, videos: pa.Table) -> None:
-        """Delete removed videos again from the kept indexes of archives, and from the names of left-out files.
-
-        An index that is made after jobs.remove lists all members of its archive, removed videos too. Does nothing if
-        the run keeps no index.
-        """
-        if not self.indexing.keeps or not np.any(self.ledger.columns["state"] == REMOVED):
-            return
-        rows = self.ledger.find(videos["video_id"])
-        is_removed = rows >= 0
-        is_removed[is_removed] = self.ledger.removed(rows[is_removed])
-        removed_videos = videos.filter(pa.array(is_removed))
-        self.indexing.left_out.forget(removed_videos["video_id"].to_pylist())
-        forget_members(
-            self.store, set(removed_videos["uri"].filter(removed_videos["source_offset"].is_valid()).to_pylist())
-        )
-
-    def refuse_empty(self, todo: Discovery) -> None:
+    def refuse_empty(self, todo: Todo) -> None:
         """Raise UsageError if no opened archive holds a video, and no other video is named."""
-        if not len(self.manifest) and not len(todo.list_found().videos):
+        if not len(todo.list_videos()):
             part = "" if self.options.shard is None else f" of --shard {self.options.shard}"
             raise UsageError(f"{self.options.named}: none of the {todo.n_archives} archives holds a video{part}")
 
-    def process(self, todo: Discovery) -> None:
+    def process(self, todo: Todo) -> None:
         """Encode the videos, then the failed videos once more, and keep the run's record meanwhile.
 
         A limit of hours ends it without an error.
@@ -310,7 +288,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
                     self.stream(todo)
                     todo.check()
                     self.run_file.note(
-                        videos=len(todo), estimated=False, left_out=cast(JsonObject, self.indexing.left_out.as_record())
+                        videos=len(todo),
+                        estimated=False,
+                        left_out=cast(JsonObject, self.videos.indexes.left_out.as_record()),
                     )
                     self._retry_failed(todo)
                 except LimitReached as reached:
@@ -354,7 +334,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self._header = self.store.read(HEADER)
         self._made_with = fingerprint(json.loads(self._header)["identity"])
 
-    def _retry_failed(self, todo: Discovery) -> None:
+    def _retry_failed(self, todo: Todo) -> None:
         """Retry failed videos once, if there are any to retry; print a note.
 
         If most failed on some nodes, videos that may succeed elsewhere run on the other nodes. These nodes are excluded
@@ -366,7 +346,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         hosts = ", ".join(sorted(set(without.values())))
         elsewhere = bool(without) and self.can_run_on(sum_resources({**self.excluded_nodes, **without}))
         attempts = self.options.max_attempts
-        retries = select_retries(todo.list_found().todo, self.retryable if elsewhere else self.unread, attempts)
+        retries = select_retries(todo.list_todo(), self.retryable if elsewhere else self.unread, attempts)
         if elsewhere:
             self.excluded_nodes = {**self.excluded_nodes, **without}
             why = f"failed, most of them on {hosts}. Retrying them on the other nodes"
@@ -376,16 +356,16 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         if len(retries):
             self.say(f"note: {len(retries)} videos {why}")
             self._is_second_pass = True
-            self.stream(Discovery.of(retries))
+            self.stream(Todo.of(retries))
 
-    def knows_all(self, items: Discovery) -> bool:
+    def knows_all(self, items: Todo) -> bool:
         return items.is_complete
 
     def can_run_on(self, cluster: Mapping[str, float]) -> bool:
         on_gpus = self.stages.encode.device == "cuda"
         return super().can_run_on(cluster) and (not on_gpus or cluster.get("GPU", 0.0) >= 1)
 
-    def plan(self, items: Discovery) -> Resources:
+    def plan(self, items: Todo) -> Resources:
         """Plan the workers for the cluster as it is now, say what is short, and record the plan.
 
         Raises RunFailed if no node is left that the run needs.
@@ -394,7 +374,7 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         if not self.can_run_on(cluster):
             raise RunFailed("the nodes that the run needs were lost. Rerun the command once they are back")
         n_videos = items.estimate_count()
-        self._total_file_bytes = math.inf if items.n_left else total_file_bytes(items.list_found().todo)
+        self._total_file_bytes = math.inf if items.n_left else total_file_bytes(items.list_todo())
         uncapped, plan = self._plan_workers(cluster, n_videos)
         for note in list_shortfalls(self.options, uncapped, plan, n_videos):
             self.say(f"note: {note}")
@@ -411,9 +391,9 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
     def _plan_workers(self, cluster: Mapping[str, float], n_videos: int) -> tuple[Resources, Resources]:
         """Plan the workers as ``plan_workers`` does, and make units of whole row groups."""
         uncapped, plan = plan_workers(self.options, self.stages, cluster, n_videos, self._total_file_bytes)
-        return uncapped, replace(plan, rows_per_group=self.indexing.unit)
+        return uncapped, replace(plan, rows_per_group=self.videos.indexes.unit)
 
-    def build(self, items: Discovery, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
+    def build(self, items: Todo, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
         """Build the graph of the plan, which must be a ``Resources``, without the excluded nodes."""
         assert isinstance(plan, Resources)
         decode, encode = self.stages.decode, self.stages.encode
@@ -525,30 +505,29 @@ class PruneRun(Driver[PruneConfig, Discovery, Summary]):
         self._reports.append(report)
         self.run_file.note(out_of_service=[worker for last in self._reports for worker in last.excluded_workers])
 
-    def select_unfinished(self, items: Discovery) -> Discovery:
-        return Discovery.of(select_unfinished(items.wait_for_all().todo, self.ledger.refresh(), self.failed))
+    def select_unfinished(self, items: Todo) -> Todo:
+        return Todo.of(select_unfinished(items.wait_for_all(), self.ledger.refresh(), self.failed))
 
-    def summarise(self, todo: Discovery, wall_s: float) -> Summary:
+    def summarise(self, todo: Todo, wall_s: float) -> Summary:
         """Return the summary of the cache's rows for this run's videos; say which archives were not read wholly."""
         header = read_header(self.store)
         if todo.n_left:
             self.say(f"note: {todo.n_left} archives are not indexed yet; their videos are not in these counts")
-        if self.indexing.n_cut:
+        if todo.n_cut:
             consequence = "captions behind the last video were not read"
-            self.say(f"note: {self.indexing.n_cut} archives were read in part (--limit): {consequence}")
+            self.say(f"note: {todo.n_cut} archives were read in part (--limit): {consequence}")
         summary = summarise(
             self.ledger.refresh(),
-            pa.concat_tables([self.manifest, todo.list_found().videos]),
+            todo.list_videos(),
             deepstack_levels(header),
             find_codec(header["identity"]),
-            n_waiting=self._n_waiting + split_at_limit(todo.beyond, 0)[1],
+            n_waiting=todo.n_waiting,
             list_failed=self._list_failed,
             committed=self._committed,
         )
         summary = replace(summary, n_new=len(todo), n_new_failed=len(self.failed), wall_s=wall_s, out=str(self.store))
-        summary = replace(
-            summary, fetched_bytes=self.fetched + self.indexing.fetched, left_out=self.indexing.left_out.counts()
-        )
+        indexes = self.videos.indexes
+        summary = replace(summary, fetched_bytes=self.fetched + indexes.fetched, left_out=indexes.left_out.counts())
         if self.facts is None:
             return summary
         if self.facts.limit_reached:  # the other videos were not started, and wait as with --limit

@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -22,10 +23,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import pipeline
 from jobs import prune
 from pipeline.inputs.archive import ArchiveOptions, Member
-from pipeline.inputs.discovery import Discovery, Part
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar_and_zip import Tar
 from pipeline.prune.summary import Summary
+from pipeline.prune.todo import Todo
 from pipeline.runner import driver, watchdog
 from pipeline.runner.stages import end_workers
 from tests.jobs.faults import Driver, files, tiny_videos
@@ -99,20 +100,20 @@ def test_a_node_is_lost_while_tars_are_found(tmp_path, monkeypatch):
         members = {name: (tmp_path / "videos" / name).read_bytes() for name in names[tar::5]}
         write_tar(tmp_path / "tars" / f"{tar}.tar", members)
     ids = [f"{tar}.tar/{name}" for tar in range(5) for name in names[tar::5]]
-    gate, found_all = threading.Event(), Discovery.wait_for_all
+    gate, found_all = threading.Event(), Todo.wait_for_all
 
     class Gated(Tar):
         def members(self, asked: ArchiveOptions) -> Iterator[Member]:
             assert not self._file.uri.endswith("4.tar") or gate.wait(400)
             yield from super().members(asked)
 
-    def waited(discovery: Discovery) -> Part:
-        assert discovery.n_left == 1
+    def waited(todo: Todo) -> pa.Table:
+        assert todo.n_left == 1
         threading.Timer(2, gate.set).start()
-        return found_all(discovery)
+        return found_all(todo)
 
     monkeypatch.setitem(FORMS, ".tar", Gated)
-    monkeypatch.setattr(Discovery, "wait_for_all", waited)
+    monkeypatch.setattr(Todo, "wait_for_all", waited)
     cache = tmp_path / "c"
     argv = [str(tmp_path / "tars"), "--out", str(cache), "--num-frames", "2", "--decoder", SLOW]
     with ray_here({"num_cpus": 1}, {"num_cpus": 2}):

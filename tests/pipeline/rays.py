@@ -17,12 +17,12 @@ import ray
 from ray.cluster_utils import Cluster
 
 from gstep.backbones import ModelSource, family_of
-from pipeline.inputs.discovery import Discovery
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import build_graph
 from pipeline.prune.resources import Resources
+from pipeline.prune.todo import Todo
 from pipeline.runner.cluster import private_ray
 from pipeline.runner.heartbeat import Heartbeat
 from pipeline.runner.heartbeats import Heartbeats, Worker
@@ -181,7 +181,7 @@ def graph_of(
     todo = pa.Table.from_pylist(rows, schema=TODO_SCHEMA)
     decode = DecodeSetup(Sampling(num_frames=frames), family_of(source).preprocessor(), decoder)
     encode = encode_setup(source, "gstep", 0.25, device="cpu")
-    return build_graph(Discovery.of(todo), decode, encode, plan, store=store, run_id="r", **more)
+    return build_graph(Todo.of(todo), decode, encode, plan, store=store, run_id="r", **more)
 
 
 def heartbeats_here(

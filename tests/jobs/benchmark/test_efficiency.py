@@ -14,7 +14,7 @@ from gstep.language.layer_pruning import CACHE
 from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark.efficiency import add_flags, break_even
 from jobs.benchmark.efficiency_bench import Bench, kv_bytes, prepare_measurement
-from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.video_list import read_manifest
 from tests.gstep.language.prompts import video
 from tests.jobs.jobs import forbid_models
 

@@ -18,8 +18,8 @@ from pipeline.errors import ManifestError, VideoFault
 from pipeline.inputs import archive
 from pipeline.inputs.archive import Archive, ArchiveOptions, Member
 from pipeline.inputs.forms import FORMS, OpenArchives, find_member, make_fetch
-from pipeline.inputs.indexes import Indexing, forget_members
-from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.indexes import Indexes, forget_members
+from pipeline.inputs.video_list import read_manifest
 from pipeline.storage import downloads
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
@@ -31,7 +31,7 @@ FILES = {f"{number:02}.mp4": random.Random(number).randbytes(20_000 * (number % 
 
 
 def rows(place, column=None, objects=NOWHERE, **more):
-    return read_manifest(place, (), objects, Indexing(ArchiveOptions(column), **more)).to_pylist()
+    return read_manifest(place, (), objects, Indexes(ArchiveOptions(column), **more)).to_pylist()
 
 
 def member_of(row):
@@ -284,7 +284,7 @@ def test_a_column_is_refused_where_there_is_no_table(tmp_path):
         with pytest.raises(ManifestError, match=r"--column names a column of .parquet, .arrow and .feather files"):
             rows(f"{tmp_path}/{named}", "clip")
     write_parquet(tmp_path / "t.parquet", files={"t.mp4": b"t"})
-    both = read_manifest([f"{tmp_path}/m.csv", f"{tmp_path}/t.parquet"], indexing=Indexing(ArchiveOptions("video")))
+    both = read_manifest([f"{tmp_path}/m.csv", f"{tmp_path}/t.parquet"], indexes=Indexes(ArchiveOptions("video")))
     assert both["video_id"].to_pylist() == ["a", "t.mp4"]
 
 
@@ -395,9 +395,9 @@ def test_archives_on_s3_give_the_same_for_few_requests(server, tmp_path):
 def indexed(uri, server):
     """The rows of a tar on the server, what each request was, and the bytes that came."""
     server.requests.clear()
-    indexing = Indexing(ArchiveOptions())
-    found = read_manifest(uri, (), server.objects(), indexing).to_pylist()
-    return found, server.counts(), indexing.fetched
+    indexes = Indexes(ArchiveOptions())
+    found = read_manifest(uri, (), server.objects(), indexes).to_pylist()
+    return found, server.counts(), indexes.fetched
 
 
 def alike(row):

@@ -15,8 +15,8 @@ import pytest
 
 from pipeline.errors import ManifestError, VideoFault
 from pipeline.inputs.archive import ArchiveOptions
-from pipeline.inputs.indexes import Indexing
-from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.indexes import Indexes
+from pipeline.inputs.video_list import read_manifest
 from tests.pipeline.inputs.test_archives import contents, rows
 
 #: Rows of datasets' own form: with bytes, with a path, with both, with neither, and none at all.
@@ -144,7 +144,7 @@ def test_paths_of_any_type_are_files_beside_the_table_and_never_outside(tmp_path
     assert [row["uri"] for row in found] == [f"{tmp_path}/t/b/a.mp4", f"{tmp_path}/c.mp4", f"{tmp_path}/t/b/a.mp4"]
     assert [row["policy"] is None for row in found] == [True, False, True]
     assert all(row["source_offset"] is None and row["manifest"] is None for row in found)
-    told = read_manifest(str(path), [str(tmp_path)], indexing=Indexing(ArchiveOptions("v")))
+    told = read_manifest(str(path), [str(tmp_path)], indexes=Indexes(ArchiveOptions("v")))
     assert told["policy"].null_count == 3
 
 

@@ -7,7 +7,8 @@ import pyarrow as pa
 import pytest
 
 from pipeline.errors import ManifestError
-from pipeline.inputs.manifest import given_manifest, read_manifest
+from pipeline.inputs.manifest import given_manifest
+from pipeline.inputs.video_list import read_manifest
 
 
 @pytest.fixture(autouse=True)

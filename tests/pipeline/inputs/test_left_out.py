@@ -13,19 +13,20 @@ import pytest
 
 from pipeline.errors import ManifestError
 from pipeline.inputs.archive import ArchiveOptions
-from pipeline.inputs.indexes import Indexing
+from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.left_out import MAX_NAMES, LeftOut, format_counts
-from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.video_list import VideoList
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.tars import write_tar
 
 
 def listed(*named, objects=None, **options):
-    """The rows of some VIDEOS, by the end of their ids, and the Indexing that has counted the rest."""
-    indexing = Indexing(**options)
-    table = read_manifest([str(name) for name in named], (), objects or Objects(), indexing)
-    return {row["video_id"].rpartition("/")[2]: row for row in table.to_pylist()}, indexing
+    """The rows of some VIDEOS, by the end of their ids, and the Indexes that have counted the rest."""
+    first = options.pop("first", "all")
+    indexes = Indexes(**options)
+    videos = VideoList.read([str(name) for name in named], (), objects or Objects(), indexes, first=first)
+    return {row["video_id"].rpartition("/")[2]: row for row in videos.known.to_pylist()}, indexes
 
 
 def carried(rows):
@@ -41,21 +42,21 @@ def test_what_is_carried_is_found_wherever_in_the_tar_it_lies(tmp_path, apart):
     files = of(*(f"{n}.{suffix}" for n in range(30) for suffix in ("mp4", "json")))
     order = sorted(files, key=lambda name: name.endswith("json")) if apart else files
     path = write_tar(tmp_path / "t.tar", {name: files[name] for name in order})
-    rows, indexing = listed(path)
+    rows, indexes = listed(path)
     assert carried(rows) == {f"{n}.mp4": {"json": {"of": f"{n}.json"}} for n in range(30)}
-    assert indexing.left_out.counts() == {}
+    assert indexes.left_out.counts() == {}
     clips = {f"{n}.json": b'{"start": 1, "end": 2}' for n in range(300)}
     path = write_tar(tmp_path / "clips.tar", {**of(*(f"{n}.mp4" for n in range(300))), **clips})
-    options = {"options": ArchiveOptions(clips_from=("start", "end")), "enough": lambda videos: True}
-    rows, indexing = listed(path, **options)
-    assert {(row["start_s"], row["end_s"], row["fault"]) for row in rows.values()} == {(1.0, 2.0, None)}
+    indexes = Indexes(ArchiveOptions(clips_from=("start", "end")))
+    (whole,) = VideoList.read(str(path), indexes=indexes, first="needed", is_limited=True)
+    assert {(row["start_s"], row["end_s"], row["fault"]) for row in whole.videos.to_pylist()} == {(1.0, 2.0, None)}
 
 
 def test_a_name_with_dots_has_its_own_stems_members_before_those_of_its_key(tmp_path):
     names = ["a b 2.0 (x).mp4", "a b 2.0 (x).json", "S01.E01.mp4", "S01.E01.json", "S01.json", "u.mp4", "u.JSON"]
     names += ["y.mp4", "y.info.json", "z.mp4", "z.json", "z.info.json", "k.left.mp4", "k.right.mp4", "k.json", "k.txt"]
     names += ["m.mp4", "m.json", "m.2.mp4", "d/a.mp4", "e/a.json"]
-    rows, indexing = listed(write_tar(tmp_path / "t.tar", of(*names)))
+    rows, indexes = listed(write_tar(tmp_path / "t.tar", of(*names)))
     found = {name: manifest and manifest["json"]["of"] for name, manifest in carried(rows).items()}
     assert found == {
         "a b 2.0 (x).mp4": "a b 2.0 (x).json",
@@ -70,7 +71,7 @@ def test_a_name_with_dots_has_its_own_stems_members_before_those_of_its_key(tmp_
         "a.mp4": None,
     }
     assert carried(rows)["k.left.mp4"]["txt"] == "v"
-    left = indexing.left_out.as_record()["json without a video"]
+    left = indexes.left_out.as_record()["json without a video"]
     assert left == {"count": 3, "names": ["t.tar/S01.json", "t.tar/z.info.json", "t.tar/e/a.json"]}
 
 
@@ -79,16 +80,16 @@ def test_members_that_are_not_taken_are_counted_and_a_kept_index_remembers_them(
     path = write_tar(tmp_path / "t.tar", files)
     expected = {"AppleDouble files": 2, "json without a video": 2, "other files": 1, "txt of more than 64 KiB": 1}
     store = LocalStore(tmp_path / "cache")
-    for only_known in (False, True):
-        rows, indexing = listed(path, store=store, keeps=True, only_known=only_known)
+    for first in ("all", "kept"):
+        rows, indexes = listed(path, store=store, keeps=True, first=first)
         assert [*rows] == ["a.mp4"] and json.loads(rows["a.mp4"]["manifest"]) == {"json": {"of": "a.json"}, "txt": None}
-        assert dict(sorted(indexing.left_out.counts().items())) == expected
-        assert indexing.left_out.as_record()["other files"]["names"] == ["t.tar/poster.jpg"]
+        assert dict(sorted(indexes.left_out.counts().items())) == expected
+        assert indexes.left_out.as_record()["other files"]["names"] == ["t.tar/poster.jpg"]
     with zipfile.ZipFile(tmp_path / "m.zip", "w") as file:
         for name in ("clips/a.mp4", "__MACOSX/clips/._a.mp4", "clips/a.json", "empty/"):
             file.writestr(name, b"v")
-    rows, indexing = listed(tmp_path / "m.zip")
-    assert [*rows] == ["a.mp4"] and indexing.left_out.counts() == {"AppleDouble files": 1, "other files": 1}
+    rows, indexes = listed(tmp_path / "m.zip")
+    assert [*rows] == ["a.mp4"] and indexes.left_out.counts() == {"AppleDouble files": 1, "other files": 1}
 
 
 LEFT = {"AppleDouble files": 1, "archives beside videos": 3, "other files": 2}
@@ -105,19 +106,19 @@ def fill(folder):
 
 def test_archives_beside_videos_and_other_files_are_counted_and_a_pattern_takes_the_archives(tmp_path):
     folder = fill(tmp_path / "d")
-    rows, indexing = listed(folder)
-    assert [*rows] == ["a.mp4"] and indexing.left_out.counts() == LEFT
+    rows, indexes = listed(folder)
+    assert [*rows] == ["a.mp4"] and indexes.left_out.counts() == LEFT
     pattern = f"{folder}/**/*.tar"
     remedy = f"To take them too, name {pattern!r} as well"
-    assert remedy in indexing.left_out.remedies["archives beside videos"]
+    assert remedy in indexes.left_out.remedies["archives beside videos"]
     rows, _ = listed(folder, pattern)
     assert sorted(rows) == ["0.mp4", "1.mp4", "2.mp4", "a.mp4"]
-    rows, indexing = listed(f"{folder}/*")
-    assert [*rows] == ["a.mp4"] and indexing.left_out.counts()["other files"] == 2
+    rows, indexes = listed(f"{folder}/*")
+    assert [*rows] == ["a.mp4"] and indexes.left_out.counts()["other files"] == 2
     for name in ("a.mp4", "._a.mp4"):
         (folder / name).unlink()
-    rows, indexing = listed(folder)
-    assert len(rows) == 3 and indexing.left_out.counts() == {"other files": 2}
+    rows, indexes = listed(folder)
+    assert len(rows) == 3 and indexes.left_out.counts() == {"other files": 2}
     with pytest.raises(ManifestError, match=r"no video in this folder .*left out: 1 other file"):
         (folder / "data" / "notes").mkdir()
         (folder / "data" / "notes" / "notes.txt").write_text("x")
@@ -136,10 +137,10 @@ def test_a_folder_that_cannot_be_read_is_counted_or_refused_and_never_passed_ove
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", failing)
-    rows, indexing = listed(tmp_path)
-    assert [*rows] == ["a.mp4"] and indexing.left_out.counts() == {"folders without permission": 1}
-    assert indexing.left_out.as_record()["folders without permission"]["names"] == [f"{tmp_path}/b"]
-    assert "let this user read" in indexing.left_out.remedies["folders without permission"]
+    rows, indexes = listed(tmp_path)
+    assert [*rows] == ["a.mp4"] and indexes.left_out.counts() == {"folders without permission": 1}
+    assert indexes.left_out.as_record()["folders without permission"]["names"] == [f"{tmp_path}/b"]
+    assert "let this user read" in indexes.left_out.remedies["folders without permission"]
     with pytest.raises(ManifestError, match=r"no video in this folder .*left out: 1 folder without permission"):
         listed(tmp_path / "b")
     number = errno.EIO  # of a mount
@@ -151,8 +152,8 @@ def test_objects_of_a_store_are_counted_likewise(server, tmp_path):
     folder = fill(tmp_path / "d")
     for path in folder.rglob("*.*"):
         server.upload(f"d/{path.relative_to(folder)}", path.read_bytes())
-    rows, indexing = listed(server.uri("d/"), objects=server.objects())
-    assert [*rows] == ["a.mp4"] and indexing.left_out.counts() == LEFT
+    rows, indexes = listed(server.uri("d/"), objects=server.objects())
+    assert [*rows] == ["a.mp4"] and indexes.left_out.counts() == LEFT
     rows, _ = listed(server.uri("d/"), server.uri("d/**/*.tar"), objects=server.objects())
     assert sorted(rows) == ["0.mp4", "1.mp4", "2.mp4", "a.mp4"]
 

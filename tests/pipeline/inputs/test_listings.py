@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import ManifestError, UsageError
-from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.video_list import read_manifest
 from pipeline.keys import mark_key
 from pipeline.storage.s3 import Objects
 from tests.pipeline.s3 import SECRET

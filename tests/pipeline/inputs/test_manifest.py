@@ -15,8 +15,9 @@ from gstep.language import Decoding
 from pipeline.errors import ManifestError
 from pipeline.generate.questions import AnswerMode, read_given_questions, read_questions
 from pipeline.inputs.archive import ArchiveOptions
-from pipeline.inputs.indexes import Indexing
-from pipeline.inputs.manifest import given_manifest, read_manifest
+from pipeline.inputs.indexes import Indexes
+from pipeline.inputs.manifest import given_manifest
+from pipeline.inputs.video_list import read_manifest
 
 
 def touch(path: Path) -> Path:
@@ -129,7 +130,7 @@ def test_a_column_that_is_there_twice_is_refused(tmp_path, double):
     with pytest.raises(ManifestError, match=f"two columns have the name {double}"):
         given_manifest(table)
     with pytest.raises(ManifestError, match=f"two columns have the name {double}"):
-        read_manifest(str(tmp_path / "m.parquet"), indexing=Indexing(ArchiveOptions(double)))
+        read_manifest(str(tmp_path / "m.parquet"), indexes=Indexes(ArchiveOptions(double)))
     (tmp_path / "m.csv").write_text("video_id,uri,,\na,a.mp4,,\n")  # spreadsheets write such
     assert read_manifest(str(tmp_path / "m.csv"))["manifest"].to_pylist() == [None]
 

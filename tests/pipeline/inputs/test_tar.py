@@ -11,19 +11,19 @@ import pytest
 from pipeline.errors import FAULTS, ManifestError
 from pipeline.inputs.archive import ArchiveOptions, open_archive
 from pipeline.inputs.forms import OpenArchives, find_member
-from pipeline.inputs.indexes import Indexing
-from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.tar_and_zip import Tar
+from pipeline.inputs.video_list import VideoList, read_manifest
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.tars import BLOCK, ended, member, pax, renumbered, write_tar
 
 NOWHERE = Objects()
-CLIPS = Indexing(ArchiveOptions(clips_from=("start", "end")))
+CLIPS = ArchiveOptions(clips_from=("start", "end"))
 
 
-def rows(path, indexing=None):
-    return read_manifest(str(path), indexing=indexing).to_pylist()
+def rows(path, options=None):
+    return read_manifest(str(path), indexes=Indexes(options or ArchiveOptions())).to_pylist()
 
 
 def bytes_of(row):
@@ -202,18 +202,18 @@ def test_an_index_is_kept_and_made_anew_where_the_tar_changed(tmp_path):
     store = LocalStore(tmp_path / "cache")
     path = write_tar(tmp_path / "a.tar", {"a.mp4": b"1", "a.txt": b"x"})
 
-    def read(**more):
-        indexing = Indexing(store=store, keeps=True, **more)
-        return rows(path, indexing), indexing
+    def read(first="all"):
+        videos = VideoList.read(str(path), indexes=Indexes(store=store, keeps=True), first=first)
+        return videos.known.to_pylist(), videos
 
     first, _ = read()
     assert len(store.names("sources", ".zlib")) == 1 and not store.has_other_files()
     path.chmod(0)
-    again, indexing = read(only_known=True)
-    assert again == first and indexing.unindexed == [] and indexing._n_read == 0
+    again, videos = read("kept")
+    assert again == first and videos.unindexed == [] and videos.indexes.n_made == 0
     path.chmod(0o644)
     write_tar(path, {"a.mp4": b"1", "b.mp4": b"2"})
-    assert read(only_known=True)[0] == [] and [place.uri for place in read(only_known=True)[1].unindexed] == [str(path)]
+    assert read("kept")[0] == [] and [place.uri for place in read("kept")[1].unindexed] == [str(path)]
     assert [row["video_id"] for row in read()[0]] == ["a.tar/a.mp4", "a.tar/b.mp4"]
     assert len(store.names("sources", ".zlib")) == 1
     (kept,) = (tmp_path / "cache" / "sources").iterdir()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ManifestError
-from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.video_list import read_manifest
 from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
 from pipeline.storage.s3 import Objects
 from tests.pipeline.inputs.test_manifest import touch, write_jsonl

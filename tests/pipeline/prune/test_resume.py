@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.cache.live import Ledger
 from pipeline.errors import SourceChanged, UsageError, VideoFault
-from pipeline.inputs.manifest import read_manifest
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, TODO_SCHEMA
+from pipeline.inputs.video_list import read_manifest
 from pipeline.keys import ROWS_AT_ONCE
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import (

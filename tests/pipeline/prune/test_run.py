@@ -2,7 +2,7 @@
 
 import json
 import math
-from unittest.mock import Mock, create_autospec
+from unittest.mock import create_autospec
 
 import pyarrow as pa
 import pytest
@@ -14,9 +14,6 @@ from pipeline.cache.table import list_table_files
 from pipeline.cache.token_shard import parse_shard_id
 from pipeline.cache.writer import write_token_shard
 from pipeline.errors import RunFailed
-from pipeline.inputs.discovery import Discovery
-from pipeline.inputs.indexes import Indexing, NamedArchive
-from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.batches import pack_written
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
@@ -28,10 +25,10 @@ from pipeline.prune.run import PruneRun
 from pipeline.runner.heartbeats import WorkerReport
 from pipeline.runner.monitor import Monitor
 from pipeline.runner.run_record import RunFile
-from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header
-from tests.pipeline.tars import write_tar
+from tests.pipeline.inputs.test_video_list import write_tars
+from tests.pipeline.prune.test_todo import search
 
 IO = {"error_class": "io", "error_message": "gone", "retryable": True}
 
@@ -153,26 +150,15 @@ def test_many_commits_are_merged_while_the_run_goes_on_and_its_record_says_what_
     assert max(levels) > 0 and TokenCache(run.store.root).video_ids == names
 
 
-@pytest.fixture
-def tar(tmp_path) -> Indexing:
-    """An archive of two videos that are still to be found."""
-    members = {"a.mp4": b"a", "b.mp4": b"b"}
-    return Indexing(unindexed=[NamedArchive(str(write_tar(tmp_path / "a.tar", members)), "a.tar")])
-
-
-def test_the_record_gets_the_number_of_videos_once_it_is_known(run, tar):
-    todo, attempts = TODO_SCHEMA.empty_table(), TODO_SCHEMA.field("attempts")
-
-    def take(videos):
-        return videos, videos.append_column(attempts, pa.array([1] * len(videos), attempts.type))
-
-    run._todo, run._is_estimated = Discovery(tar, Objects(), take, todo), True
+def test_the_record_gets_the_number_of_videos_once_it_is_known(run, tmp_path):
+    write_tars(tmp_path / "tars")
+    run._todo, run._is_estimated = search(tmp_path / "tars", tmp_path), True
     run.run_file.save(videos=65, estimated=True)
     with run._todo:
         list(run._todo.parts())
         assert run.find_stop_reason(WorkerReport()) is None
     record = json.loads(run.store.read("runs/run.json"))
-    assert (record["videos"], record["estimated"]) == (2, False)
+    assert (record["videos"], record["estimated"]) == (6, False)
 
 
 def test_rows_that_are_committed_again_after_an_interrupt_count_once(run):
@@ -195,12 +181,3 @@ def test_a_video_that_failed_and_is_ok_later_counts_once(run):
     assert run.failed == run.retryable == {"a": 1, "b": 1}
     run.commit(1, written(run.store, "a"))
     assert run.failed == {"b": 1}
-
-
-def test_videos_that_can_no_longer_be_found_end_the_run(tar):
-    """Also where none of those that were found is left to do, so that no graph is built."""
-    refuse = Mock(side_effect=ValueError("they have changed"))
-    with Discovery(tar, Objects(), refuse, TODO_SCHEMA.empty_table()) as discovery:
-        list(discovery.parts())
-        with pytest.raises(RunFailed, match="they have changed"):
-            discovery.estimate_count()

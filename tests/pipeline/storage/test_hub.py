@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.video_list import read_manifest
 from pipeline.storage.hub import HubFiles
 from tests.interpreter import run_python
 from tests.paths import ROOT
@@ -21,15 +21,15 @@ _READ = """
 import hashlib, json, sys
 from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.forms import OpenArchives, find_member
-from pipeline.inputs.indexes import Indexing
-from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.indexes import Indexes
+from pipeline.inputs.video_list import read_manifest
 from pipeline.storage.hub import reach
 from pipeline.storage.s3 import Objects
 from pipeline.video.source import Sizes
 
 def read(place, column):
     objects = Objects()
-    rows = read_manifest(place, (), objects, Indexing(ArchiveOptions(column or None))).to_pylist()
+    rows = read_manifest(place, (), objects, Indexes(ArchiveOptions(column or None))).to_pylist()
     digests = {}
     members = [find_member(row["uri"], row["source_offset"], row["size"]) for row in rows]
     with OpenArchives(objects, members) as opened:

@@ -12,7 +12,8 @@ import pytest
 
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
-from pipeline.inputs.manifest import given_manifest, read_manifest
+from pipeline.inputs.manifest import given_manifest
+from pipeline.inputs.video_list import read_manifest
 from pipeline.storage.hub import HubFiles
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
