@@ -1,0 +1,255 @@
+"""The videos that a user names: a table of those known at once, then those of archives as they are indexed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import accumulate, islice, pairwise
+from typing import Literal, NamedTuple
+
+import pyarrow as pa
+
+from pipeline.errors import ManifestError
+from pipeline.inputs.forms import OF_COLUMNS
+from pipeline.inputs.indexes import OWN_IDS, Ids, Indexes, Missing, NamedArchive, View
+from pipeline.inputs.listings import find_suffix
+from pipeline.inputs.manifest import Listed, list_names, require_unique_files, sort_roots
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import request_threads
+
+_NOTE_S = 10.0  # seconds between two lines of progress
+_AT_ONCE = 32  # archives that are read in parallel
+First = Literal["all", "needed", "kept"]
+
+
+class FoundVideos(NamedTuple):
+    """Videos of an archive that was just indexed.
+
+    Attributes:
+        videos: the videos, MANIFEST_SCHEMA.
+        later_bytes: the bytes of the archives behind it.
+        is_whole: True if these are all videos of the archive. If not, the next item has them too, and more.
+    """
+
+    videos: pa.Table
+    later_bytes: int
+    is_whole: bool
+
+
+@dataclass
+class VideoList:
+    """The videos of a run: those known before its start, and those of archives that are indexed while it runs.
+
+    Iterating, which is possible once, indexes the archives in ``unindexed``, one after the other in their order, and
+    yields the videos of each. Whoever has enough closes the iterator, or calls ``close`` from another thread.
+
+    Attributes:
+        known: the videos known before a start in a stable order, MANIFEST_SCHEMA.
+        indexes: the indexes of archives, with the files that are left out.
+        objects: the access to S3.
+        is_limited: whether fewer videos than all may be taken. Then any archive without a kept index can wait, and a
+            large archive comes in several items (``FoundVideos.is_whole``).
+        unindexed: the archives whose videos are not in ``known``.
+    """
+
+    known: pa.Table
+    indexes: Indexes = field(default_factory=Indexes)
+    objects: Objects = field(default_factory=Objects)
+    is_limited: bool = False
+    unindexed: list[NamedArchive] = field(default_factory=list)
+    _ids: Ids | None = None  # of all videos so far, where archives may share an id
+
+    @classmethod
+    def read(
+        cls,
+        names: str | Sequence[str],
+        video_roots: Sequence[str] = (),
+        objects: Objects | None = None,
+        indexes: Indexes | None = None,
+        *,
+        first: First = "all",
+        is_limited: bool = False,
+    ) -> VideoList:
+        """List the videos that names stand for, one name after the other.
+
+        Args:
+            names: folders, globs, files, manifests or addresses, with brace patterns. On S3 a manifest is one GET,
+                whatever it names; for anything else see ``list_videos``.
+            video_roots: folders and prefixes besides their own that manifests and tables may name.
+            objects: the access to S3; None makes it from the environment.
+            indexes: the indexes of archives; None keeps none.
+            first: the archives that are indexed now. "all": all of them. "needed": those whose videos must be known
+                before a start, and those that have changed since their index was kept; tars and zips can wait, unless
+                archives may share an id. "kept": none; only kept indexes that fit their archives are read.
+
+        Raises ManifestError (a UsageError) where the list cannot be made: no such folder, no video in it, an unreadable
+        manifest, a missing or duplicate ``video_id``; RunFailed if an index cannot be kept.
+        """
+        objects, indexes = objects or Objects.from_environment(), indexes or Indexes()
+        indexes.roots = sort_roots(video_roots)
+        listings = list_names(names, indexes.roots, objects, indexes.options, indexes.left_out)
+        if len(listings) == 1 and listings[0].videos is not None:
+            return cls(listings[0].videos, indexes, objects)
+        places = [place for listing in listings for place in listing.archives]
+        (place, count), *_ = Counter(place[:2] for place in places).most_common(1) or [(("", ""), 0)]
+        if count > 1:
+            raise ManifestError(f"{place[0]}: it is named {count} times; name it once")
+        ids = None if _are_ids_apart(listings, places) else Ids()
+        if first == "needed" and ids is not None and not is_limited:
+            first = "all"
+        listed = cls(MANIFEST_SCHEMA.empty_table(), indexes, objects, is_limited, _ids=ids)
+        tables = iter(listed._read_first(places, first))
+        parts = [
+            part
+            for listing in listings
+            for part in (islice(tables, len(listing.archives)) if listing.videos is None else [listing.videos])
+        ]
+        listed.known = pa.concat_tables(parts)
+        if not len(listed.known) and not listed.unindexed:
+            raise ManifestError(f"{names}: none of the {len(parts)} archives holds a video")
+        if len(listed.known) == len(parts) == 1 and (wrong := listed.known["fault"][0].as_py()) is not None:
+            raise ManifestError(f"{listed.known['uri'][0]}: {wrong}")
+        require_unique_files(listings, indexes.options)
+        if ids is not None:
+            listed.known = listed._separate_ids(parts, ids)
+        return listed
+
+    def unindexed_bytes(self) -> int:
+        """Return the bytes of all archives in ``unindexed``; one of unknown size counts as empty."""
+        return sum(map(_find_size, self.unindexed))
+
+    def __iter__(self) -> Generator[FoundVideos, None, None]:
+        """Index the archives that are left, and yield their videos. Raises ManifestError, RunFailed."""
+        sizes = [_find_size(place) for place in self.unindexed]
+        n_archives, later_bytes = 0, sum(sizes)
+        progress = _Progress(self.indexes, len(sizes))
+        with closing(self._read_in_views() if self.is_limited else self._read_in_parallel(self.unindexed)) as views:
+            for view in views:
+                if view is None or self.indexes.is_stopped:
+                    return
+                videos = view.videos if self._ids is None else self._ids.separate_ids(view.videos)
+                if view.is_whole:
+                    n_archives, later_bytes = n_archives + 1, later_bytes - sizes[n_archives]
+                    if self._ids is not None:
+                        self._ids.add(videos)
+                    progress.count(len(videos))
+                yield FoundVideos(videos, later_bytes, view.is_whole)
+
+    def close(self) -> None:
+        """End the iteration at the next member of the archive that it reads. Any thread may call it."""
+        self.indexes.stop()
+
+    def _read_first(self, places: Sequence[NamedArchive], first: First) -> list[pa.Table]:
+        """Return the videos of each archive; of one that is left for later, an empty table."""
+        progress, tables = _Progress(self.indexes, len(places)), list[pa.Table]()
+        with closing(self._read_in_parallel(places, first)) as views:
+            for place, view in zip(places, views, strict=True):
+                # Which videos of an archive repeat an id is known once all archives before it are.
+                waits = first == "needed" and self._ids is not None and bool(self.unindexed)
+                if view is None or waits:
+                    self.unindexed.append(place)
+                tables.append(MANIFEST_SCHEMA.empty_table() if view is None or waits else view.videos)
+                progress.count(len(tables[-1]))
+        return tables
+
+    def _read_in_parallel(
+        self, places: Sequence[NamedArchive], first: First = "all"
+    ) -> Generator[View | None, None, None]:
+        """Yield the whole view of each archive in order; None for one that is left for later, and after ``close``."""
+        with request_threads(_AT_ONCE) as pool:
+            begun = (pool.submit(self._read_whole, place, first) for place in places)
+            reading = deque(islice(begun, _AT_ONCE))
+            try:
+                for _ in places:
+                    yield reading.popleft().result()
+                    reading.extend(islice(begun, 1))
+            except BaseException:
+                self.close()  # threads that still read an archive end at its next member
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _read_whole(self, place: NamedArchive, first: First) -> View | None:
+        """Return all videos of an archive, as ``_read_in_parallel`` yields them."""
+        missing: Missing = "skip" if first == "kept" else "make"
+        if first == "needed" and (self.is_limited or self.indexes.is_kept(place)):
+            missing = "later"
+        views = list(self.indexes.read(place, self.objects, missing))
+        return views[-1] if views else None
+
+    def _read_in_views(self) -> Generator[View, None, None]:
+        """Yield the views of each archive, one archive after the other, until ``close``."""
+        for place in self.unindexed:
+            if self.indexes.is_stopped:
+                return
+            yield from self.indexes.read(place, self.objects, in_views=True)
+
+    def _separate_ids(self, parts: Sequence[pa.Table], ids: Ids) -> pa.Table:
+        """Return the known videos, which ``parts`` are the pieces of, with errors for members that repeat an id.
+
+        The ids are added to ``ids`` if archives are left. Raises ManifestError if all videos of an archive repeat
+        earlier ids, unless a limit may hide that.
+        """
+        is_repeated = ids.find_repeated(self.known)
+        for part, end in zip(parts, accumulate(map(len, parts)), strict=True):
+            if not self.is_limited and part["fault"].null_count and is_repeated[end - len(part) : end].all():
+                raise ManifestError(
+                    f"{part['uri'][0].as_py().partition('#')[0]}: all of its {len(part)} videos have ids of earlier "
+                    f"ones, e.g. {part['video_id'][0]}; {OWN_IDS}"
+                )
+        videos = ids.separate_ids(self.known, is_repeated)
+        if self.unindexed:
+            ids.add(videos)
+        return videos
+
+
+def read_manifest(
+    names: str | Sequence[str],
+    video_roots: Sequence[str] = (),
+    objects: Objects | None = None,
+    indexes: Indexes | None = None,
+) -> pa.Table:
+    """Return all videos that ``names`` stand for, as MANIFEST_SCHEMA. Takes and raises what ``VideoList.read`` does."""
+    return VideoList.read(names, video_roots, objects, indexes).known
+
+
+class _Progress:
+    """Lines about the progress of indexing archives: one now and then, and one at the end if any was read anew."""
+
+    def __init__(self, indexes: Indexes, n_archives: int) -> None:
+        self._indexes, self._n_archives, self._n_indexed, self._n_videos = indexes, n_archives, 0, 0
+        self._last_line_at = time.monotonic()
+
+    def count(self, n_videos: int) -> None:
+        """Count the videos of one more archive."""
+        self._n_indexed, self._n_videos = self._n_indexed + 1, self._n_videos + n_videos
+        is_last = self._n_indexed == self._n_archives
+        if time.monotonic() - self._last_line_at > _NOTE_S or (is_last and self._indexes.n_made):
+            self._last_line_at = time.monotonic()
+            counts = f"{self._n_indexed} of {self._n_archives} archives: {self._n_videos} videos so far"
+            self._indexes.say(f"indexed {counts}")
+
+
+def _are_ids_apart(listings: Sequence[Listed], places: Sequence[NamedArchive]) -> bool:
+    """Return True if videos are named only in several tars and zips, and no two of these can share an id.
+
+    An id begins with its archive's name. A single archive is indexed before its first video anyway.
+    """
+    names = sorted(f"{place.name}/" for place in places)
+    apart = all(listing.videos is None for listing in listings) and len(places) > 1
+    apart = apart and not any(find_suffix(place.uri) in OF_COLUMNS for place in places)  # rows may name any id
+    return apart and not any(after.startswith(name) for name, after in pairwise(names))
+
+
+def _find_size(place: NamedArchive) -> int:
+    """Return the bytes of an archive, 0 if unknown."""
+    if place.info is not None:
+        return place.info.size
+    try:
+        return os.path.getsize(place.uri)  # noqa: PTH202 - as manifests have it
+    except OSError:
+        return 0

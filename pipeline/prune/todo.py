@@ -1,0 +1,260 @@
+"""The videos that a run processes: those known at its start, and those that a thread finds in archives meanwhile."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.cache.live import REMOVED, Ledger
+from pipeline.errors import RunFailed
+from pipeline.inputs.indexes import Indexes, forget_members
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.inputs.video_list import FoundVideos, VideoList
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.resume import ManifestCounts, Remaining, keep_stored_ids, select_remaining, select_shard
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import Store
+
+_LEAVE_S = 5.0  # seconds that a run waits at its end for the current archive
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What decides which of the listed videos a run processes, but for ``--limit``.
+
+    Attributes:
+        config: the options of the run.
+        store: the cache.
+        ledger: the rows of the cache.
+        objects: the access to S3.
+        indexes: the indexes of the archives, of which removed videos are dropped.
+        redo: the ids of ``--redo``; None without it.
+    """
+
+    config: PruneConfig
+    store: Store
+    ledger: Ledger
+    objects: Objects
+    indexes: Indexes
+    redo: pa.Array | None = None
+
+    def select(self, videos: pa.Table) -> tuple[pa.Table, Remaining]:
+        """Return the videos of this run's shard among some videos (MANIFEST_SCHEMA), and those to process.
+
+        Removed videos are deleted from the indexes of archives. Raises what ``select_remaining`` does.
+        """
+        own_videos = keep_stored_ids(select_shard(videos, self.config.part()), self.ledger)
+        self._forget_removed(keep_stored_ids(videos, self.ledger))
+        return own_videos, select_remaining(own_videos, self.ledger, self.config, self.objects, self.redo)
+
+    def _forget_removed(self, videos: pa.Table) -> None:
+        """Delete removed videos again from the kept indexes of archives, and from the names of left-out files.
+
+        An index that is made after jobs.remove lists all members of its archive, removed videos too. Does nothing if
+        the run keeps no index.
+        """
+        if not self.indexes.keeps or not np.any(self.ledger.columns["state"] == REMOVED):
+            return
+        rows = self.ledger.find(videos["video_id"])
+        is_removed = rows >= 0
+        is_removed[is_removed] = self.ledger.removed(rows[is_removed])
+        removed_videos = videos.filter(pa.array(is_removed))
+        self.indexes.left_out.forget(removed_videos["video_id"].to_pylist())
+        forget_members(
+            self.store, set(removed_videos["uri"].filter(removed_videos["source_offset"].is_valid()).to_pylist())
+        )
+
+
+class Part(NamedTuple):
+    """The videos known at the start, or the videos of an archive.
+
+    Attributes:
+        videos: the run's videos, MANIFEST_SCHEMA.
+        todo: those to process, TODO_SCHEMA.
+        later_bytes: the bytes of the archives behind it.
+    """
+
+    videos: pa.Table
+    todo: pa.Table
+    later_bytes: int
+
+
+class Todo(AbstractContextManager["Todo"]):
+    """The videos that a run processes: a part known at the start, then a part for each archive.
+
+    The ``with`` block starts and ends a thread that goes through the archives of the list. ``--limit`` is applied here
+    and nowhere else: behind its last video no archive is opened, and of the last archive no more is read than needed.
+
+    The length is the number of videos to process so far, but at least one before the end.
+
+    Attributes:
+        tally: the numbers of new, cached, failed and changed videos among those known at the start.
+        n_archives: the number of archives that had no index when the run began.
+        n_parts: the final number of parts.
+        n_waiting: new videos known so far that the limit leaves for another run.
+        n_cut: the number of archives that were read in part.
+    """
+
+    def __init__(
+        self,
+        known_videos: pa.Table,
+        remaining: Remaining,
+        videos: VideoList | None = None,
+        selection: Selection | None = None,
+    ) -> None:
+        """Prepare the search; its thread starts with the ``with`` block.
+
+        Args:
+            known_videos: the run's videos known at the start, MANIFEST_SCHEMA.
+            remaining: which of them are to be processed.
+            videos: the list whose archives are searched; None if all videos are known.
+            selection: selects from the videos of archives, up to the limit of its options.
+        """
+        self._list = VideoList(MANIFEST_SCHEMA.empty_table()) if videos is None else videos
+        self._selection = selection
+        limit = None if selection is None else selection.config.limit
+        self._n_allowed = math.inf if limit is None else limit
+        self.tally, self.n_waiting, self.n_cut = remaining.tally, 0, 0
+        self.n_archives = len(self._list.unindexed)
+        self.n_parts = 1 + self.n_archives
+        todo = self._take(remaining.todo)
+        self._archive_bytes = self._list.unindexed_bytes()
+        self._parts = [Part(known_videos, todo, self._archive_bytes if self._n_allowed > 0 else 0)]
+        self._no_part = Part(known_videos.slice(len(known_videos)), todo.slice(len(todo)), 0)  # of an unopened archive
+        self._new_part = threading.Condition()
+        self._error: Exception | None = None
+        self._closing, self._has_ended = False, not self.n_archives
+        self._thread = threading.Thread(target=self._run, name="archives", daemon=True)
+
+    @classmethod
+    def of(cls, todo: pa.Table) -> Todo:
+        """Return these videos to process (TODO_SCHEMA), all known."""
+        return cls(MANIFEST_SCHEMA.empty_table(), Remaining(todo, ManifestCounts()))
+
+    def __enter__(self) -> Todo:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._closing = True
+        self._list.close()
+        self._thread.join(_LEAVE_S)
+        self._end()
+
+    def __len__(self) -> int:
+        n_todo = sum(len(part.todo) for part in self._parts)
+        return n_todo if self._has_ended or not self.n_left else max(1, n_todo)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all videos of this run are known."""
+        return not self.n_left or (self._has_ended and not self._closing and self._error is None)
+
+    @property
+    def n_left(self) -> int:
+        """The number of archives whose videos are not known yet."""
+        return self.n_parts - len(self._parts) + self.n_cut
+
+    def fail(self, error: Exception) -> None:
+        """Record an error of another thread, which ``check`` raises."""
+        self._error = error
+
+    def check(self) -> None:
+        """Raise RunFailed if an archive cannot be indexed, or its videos have changed."""
+        if self._error is not None:
+            raise RunFailed(str(self._error)) from self._error
+
+    def parts(self) -> Iterator[Part]:
+        """Yield each part once it is found; blocks until then. Ends early if the search was stopped or failed.
+
+        The part of an archive that the limit leaves closed is empty.
+        """
+        for number in range(self.n_parts):
+            with self._new_part:
+                self._new_part.wait_for(lambda: len(self._parts) > number or self._has_ended)  # noqa: B023 - called here
+                if len(self._parts) <= number and self._n_allowed > 0:
+                    return
+                part = self._parts[number] if number < len(self._parts) else self._no_part
+            yield part
+
+    def estimate_count(self) -> int:
+        """Estimate the number of videos to process, from the bytes of all archives and of the first with videos.
+
+        Waits until that archive is indexed. The number is at least 1. Raises RunFailed.
+        """
+        n_known, n_indexed, n_bytes = len(self._parts[0].todo), 0, 0
+        for part in islice(self.parts(), 1, None):
+            n_indexed, n_bytes = n_indexed + len(part.todo), self._archive_bytes - part.later_bytes
+            if n_indexed:
+                break
+        self.check()
+        if self.is_complete:
+            return max(1, len(self))
+        scale = self._archive_bytes / n_bytes if n_bytes else self.n_archives
+        return max(1, round(min(n_known + n_indexed * scale, len(self) + self._n_allowed)))
+
+    def wait_for_all(self) -> pa.Table:
+        """Wait for the end, and return all videos to process (TODO_SCHEMA). Raises RunFailed."""
+        for _ in self.parts():
+            pass
+        self.check()
+        return self.list_todo()
+
+    def list_todo(self) -> pa.Table:
+        """Return the videos to process that are known so far, TODO_SCHEMA."""
+        return pa.concat_tables(part.todo for part in [*self._parts])
+
+    def list_videos(self) -> pa.Table:
+        """Return all videos of the run that are known so far, MANIFEST_SCHEMA."""
+        return pa.concat_tables(part.videos for part in [*self._parts])
+
+    def _run(self) -> None:
+        """Go through the archives until the limit is reached; runs in the thread. An error is kept for ``check``."""
+        try:
+            if self._n_allowed > 0:
+                with closing(iter(self._list)) as archives:
+                    for found_videos in archives:
+                        if self._add(found_videos):
+                            break
+        except Exception as error:  # noqa: BLE001 - the main thread raises it in ``check``
+            self.fail(error)
+        self._end()
+
+    def _add(self, found_videos: FoundVideos) -> bool:
+        """Add the part of an archive; return True if the limit is reached.
+
+        Videos that do not reach the limit are not added before all of their archive are known.
+        """
+        assert self._selection is not None  # else there are no archives
+        videos, remaining = self._selection.select(found_videos.videos)
+        if not found_videos.is_whole and len(remaining.todo) < self._n_allowed:
+            return False
+        with self._new_part:
+            todo = self._take(remaining.todo)
+            is_last = self._n_allowed <= 0
+            self.n_cut += not found_videos.is_whole
+            self._parts.append(Part(videos, todo, 0 if is_last else found_videos.later_bytes))
+            self._new_part.notify_all()
+        return is_last
+
+    def _take(self, todo: pa.Table) -> pa.Table:
+        """Return the videos that the limit still allows; the others wait for another run."""
+        n_taken = int(min(self._n_allowed, len(todo)))
+        self._n_allowed -= n_taken
+        self.n_waiting += pc.sum(pc.equal(todo["attempts"].slice(n_taken), 1)).as_py() or 0
+        return todo.slice(0, n_taken)
+
+    def _end(self) -> None:
+        """Wake all threads that wait for parts."""
+        with self._new_part:
+            self._has_ended = True
+            self._new_part.notify_all()

@@ -1,0 +1,207 @@
+"""The list of a run's videos: what is known before a start, and archives that are indexed later, until it is closed."""
+
+import threading
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.errors import ManifestError
+from pipeline.inputs.archive import ArchiveOptions
+from pipeline.inputs.forms import FORMS
+from pipeline.inputs.indexes import Indexes
+from pipeline.inputs.tar_and_zip import Tar
+from pipeline.inputs.video_list import VideoList
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import LocalStore
+from tests.pipeline.tars import write_tar
+from tests.waiting import wait_until
+
+NOWHERE = Objects()
+
+
+@pytest.fixture
+def tars(tmp_path):
+    """Three tars of 3, 2 and 1 videos."""
+    return write_tars(tmp_path / "tars")
+
+
+def write_tars(folder):
+    folder.mkdir()
+    for number in range(3):
+        write_tar(folder / f"{number}.tar", {f"{part}.mp4": bytes(100) for part in range(3 - number)})
+    return folder
+
+
+def list_for_run(place, tmp_path, column=None, *, is_limited=False):
+    """The list of ``place`` as a run reads it, which keeps indexes in ``tmp_path``."""
+    indexes = Indexes(ArchiveOptions(column), LocalStore(tmp_path / "cache"), keeps=True)
+    names = place if isinstance(place, list) else [str(place)]
+    return VideoList.read(names, (), NOWHERE, indexes, first="needed", is_limited=is_limited)
+
+
+def ids(table):
+    return table["video_id"].to_pylist()
+
+
+def left(videos):
+    return [place.name for place in videos.unindexed]
+
+
+class Noting(Tar):
+    """A tar that counts the members that were read, of all tars."""
+
+    n_read = 0
+
+    def members(self, options):
+        for member in super().members(options):
+            Noting.n_read += 1
+            yield member
+
+
+@pytest.fixture
+def noting(monkeypatch):
+    monkeypatch.setattr(Noting, "n_read", 0)
+    monkeypatch.setitem(FORMS, ".tar", Noting)
+    return Noting
+
+
+def test_tars_wait_and_come_one_after_the_other_and_their_indexes_are_kept(tars, tmp_path):
+    videos = list_for_run(tars, tmp_path)
+    assert len(videos.known) == 0 and left(videos) == ["0.tar", "1.tar", "2.tar"]
+    sizes = [(tars / f"{number}.tar").stat().st_size for number in range(3)]
+    assert videos.unindexed_bytes() == sum(sizes)
+    items = [*videos]
+    assert [ids(item.videos) for item in items] == [
+        [f"{tar}.tar/{number}.mp4" for number in range(3 - tar)] for tar in range(3)
+    ]
+    assert [item.later_bytes for item in items] == [sum(sizes[1:]), sizes[2], 0]
+    assert all(item.is_whole for item in items)
+    again = list_for_run(tars, tmp_path)
+    assert ids(again.known) == [video for item in items for video in ids(item.videos)] and left(again) == []
+    assert again.indexes.n_made == 0
+
+
+def test_an_archive_that_has_changed_is_indexed_before_the_start_and_a_new_one_waits(tars, tmp_path):
+    [*list_for_run(tars, tmp_path)]
+    write_tar(tars / "3.tar", {"new.mp4": bytes(9)})
+    write_tar(tars / "1.tar", {"changed.mp4": bytes(9)})
+    videos = list_for_run(tars, tmp_path)
+    assert left(videos) == ["3.tar"] and "1.tar/changed.mp4" in ids(videos.known)
+    assert [ids(item.videos) for item in videos] == [["3.tar/new.mp4"]]
+
+
+def test_a_close_by_another_thread_ends_it_within_an_archive_whose_index_is_dropped(tars, tmp_path, monkeypatch):
+    reading, closed = threading.Event(), threading.Event()
+
+    class Gated(Tar):
+        def members(self, options):
+            for member in super().members(options):
+                if self._file.uri.endswith("1.tar"):
+                    reading.set()
+                    assert closed.wait(60)
+                yield member
+
+    monkeypatch.setitem(FORMS, ".tar", Gated)
+    for is_limited in (False, True):
+        reading.clear()
+        closed.clear()
+        folder = tmp_path / f"{is_limited}"
+        videos, items = list_for_run(tars, folder, is_limited=is_limited), []
+
+        def collect(videos=videos, items=items):
+            items.extend(videos)
+
+        thread = threading.Thread(target=collect)
+        thread.start()
+        assert reading.wait(60)
+        wait_until(lambda items=items: items, "the videos of the first tar")
+        videos.close()
+        closed.set()
+        thread.join(60)
+        assert not thread.is_alive() and [ids(item.videos)[0] for item in items] == ["0.tar/0.mp4"]
+        assert "1.tar" in left(list_for_run(tars, folder))
+
+
+def test_archives_whose_ids_may_meet_and_a_single_one_are_indexed_first(tars, tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y" / "y.mp4").write_bytes(b"y")
+    again = str(write_tar(tmp_path / "x" / "0.tar", {"z.mp4": b"z"}))
+    for place, count in ((tars / "0.tar", 3), ([str(tars), again], 7), ([str(tars), str(tmp_path / "y")], 7)):
+        videos = list_for_run(place, tmp_path)
+        assert videos.unindexed == [] and len(videos.known) == count
+
+
+def test_with_a_limit_a_large_tar_comes_in_growing_items_and_can_be_left(tmp_path, noting):
+    path = write_tar(tmp_path / "a.tar", {f"{number:04}.mp4": bytes(number % 7) for number in range(1200)})
+    videos = list_for_run(path, tmp_path, is_limited=True)
+    assert len(videos.known) == 0 and noting.n_read == 0
+    first, *_, last = items = [*videos]
+    assert [len(item.videos) for item in items] == [256, 512, 1024, 1200]
+    assert [item.is_whole for item in items] == [False, False, False, True]
+    assert last.videos.slice(0, 256).equals(first.videos)
+    assert len(list_for_run(path, tmp_path, is_limited=True).known) == 1200  # the index is whole, and was kept
+    noting.n_read = 0
+    archives = iter(list_for_run(path, tmp_path / "other", is_limited=True))
+    assert ids(next(archives).videos)[0] == "a.tar/0000.mp4"
+    archives.close()
+    assert noting.n_read == 257 and not (tmp_path / "other").exists()  # a part of an index is not kept
+
+
+def test_with_a_limit_tables_wait_too_and_only_those_that_are_asked_for_are_opened(tmp_path):
+    (tmp_path / "tables").mkdir()
+    for number in range(3):
+        write_table(tmp_path / f"tables/{number}.parquet", [f"{number}-{part}" for part in range(3)])
+    (tmp_path / "tables/3.parquet").write_bytes(b"is never read")
+    videos = list_for_run(tmp_path / "tables", tmp_path, "video", is_limited=True)
+    assert len(videos.unindexed) == 4
+    archives = iter(videos)
+    assert [ids(next(archives).videos) for _ in range(2)] == [["0-0", "0-1", "0-2"], ["1-0", "1-1", "1-2"]]
+    archives.close()
+    assert videos.indexes.n_made == 2 and videos.indexes.unit == 2
+
+
+def write_table(path, names):
+    pq.write_table(pa.table({"video_id": names, "video": [b"x"] * len(names)}), path, row_group_size=2)
+
+
+def doubled_tars(tmp_path):
+    """Two tars of one name, with an id in common that is neither's only one, and one more."""
+    places = [tmp_path / name / "0.tar" for name in "pq"]
+    for place, names in zip(places, ("ab", "ca"), strict=True):
+        place.parent.mkdir()
+        write_tar(place, {f"{name}.mp4": name.encode() for name in names})
+    return [*map(str, places), str(write_tar(tmp_path / "1.tar", {"a.mp4": b"a"}))]
+
+
+def test_an_id_that_two_tars_give_is_an_error_row_known_first_or_later(tmp_path):
+    places = doubled_tars(tmp_path)
+    own = f"0.tar/a.mp4@{places[1]}#a.mp4"
+    later = list_for_run(places, tmp_path, is_limited=True)
+    tables = [later.known, *(item.videos for item in later)]
+    for table in (pa.concat_tables(tables), list_for_run(places, tmp_path / "other").known):
+        assert ids(table) == ["0.tar/a.mp4", "0.tar/b.mp4", "0.tar/c.mp4", own, "1.tar/a.mp4"]
+        assert [row["video_id"] for row in table.to_pylist() if row["fault"]] == [own]
+    # An archive behind one that waits does so too, as it is not known yet which of its ids repeat others.
+    (tmp_path / "cache" / "sources").joinpath(sorted(first_index(places[0], tmp_path))[0]).unlink()
+    assert left(list_for_run(places, tmp_path, is_limited=True)) == ["0.tar", "0.tar", "1.tar"]
+
+
+def first_index(uri, tmp_path):
+    """The name of the kept index of an archive."""
+    [*list_for_run(uri, tmp_path / "alone")]
+    return [path.name for path in (tmp_path / "alone" / "cache" / "sources").iterdir()]
+
+
+def test_what_is_known_to_be_a_mistake_is_refused_at_once(tmp_path):
+    p, q, _ = doubled_tars(tmp_path)
+    with pytest.raises(ManifestError, match=r"p/0\.tar: it is named 2 times; name it once"):
+        list_for_run([p, q, p], tmp_path, is_limited=True)
+    write_tar(tmp_path / "q" / "0.tar", {"b.mp4": b"b", "a.mp4": b"a"})
+    with pytest.raises(ManifestError, match=r"q/0\.tar: all of its 2 videos have ids of earlier ones, e\.g\. 0\.tar/b"):
+        list_for_run([p, q], tmp_path)
+    for place in (p, q):
+        (tmp_path / place).write_bytes(b"no tar")  # a row of its own each, and no mistake of who named them
+    known = list_for_run([p, q], tmp_path).known
+    assert ids(known) == ["0.tar/@0", f"0.tar/@0@{q}#@0"] and not known["fault"].null_count

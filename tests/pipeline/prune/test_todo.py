@@ -1,0 +1,181 @@
+"""The videos that a run processes: found while others are processed, up to the limit, and who ends the search."""
+
+import threading
+
+import pyarrow as pa
+import pytest
+
+from pipeline.cache.live import Ledger
+from pipeline.errors import RunFailed
+from pipeline.inputs.forms import FORMS
+from pipeline.inputs.tar_and_zip import Tar
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.resume import ManifestCounts
+from pipeline.prune.todo import Selection, Todo
+from tests.pipeline.inputs.test_video_list import (
+    NOWHERE,
+    Noting,
+    doubled_tars,
+    ids,
+    list_for_run,
+    write_table,
+    write_tars,
+)
+from tests.pipeline.tars import write_tar
+
+
+@pytest.fixture
+def tars(tmp_path):
+    return write_tars(tmp_path / "tars")
+
+
+def search(place, tmp_path, limit=None, kind=Selection, column=None):
+    """What a run without a cache has to do."""
+    videos = list_for_run(place, tmp_path, column, is_limited=limit is not None)
+    store = videos.indexes.store
+    selection = kind(PruneConfig(limit=limit), store, Ledger(store), NOWHERE, videos.indexes)
+    return Todo(*selection.select(videos.known), videos, selection)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """The sign that the index of the second tar waits for before its first member."""
+    gate = threading.Event()
+
+    class Gated(Tar):
+        def members(self, options):
+            if self._file.uri.endswith("1.tar"):
+                assert gate.wait(60)
+            yield from super().members(options)
+
+    monkeypatch.setitem(FORMS, ".tar", Gated)
+    yield gate
+    gate.set()
+
+
+def test_a_part_is_there_before_the_next_archive_is_indexed(tars, tmp_path, gate):
+    with search(tars, tmp_path) as todo:
+        parts = todo.parts()
+        assert ids(next(parts).todo) == []
+        first = next(parts)
+        assert ids(first.todo) == [f"0.tar/{number}.mp4" for number in range(3)]
+        sizes = [(tars / f"{number}.tar").stat().st_size for number in range(3)]
+        assert first.later_bytes == sum(sizes[1:])
+        assert (len(todo), todo.n_left, todo.estimate_count()) == (3, 2, round(3 * sum(sizes) / sizes[0]))
+        assert not todo.is_complete
+        gate.set()
+        assert [ids(part.todo) for part in parts] == [["1.tar/0.mp4", "1.tar/1.mp4"], ["2.tar/0.mp4"]]
+        assert ids(todo.wait_for_all()) == ids(todo.list_videos()) and len(todo) == 6 and todo.n_left == 0
+        assert todo.is_complete and todo.estimate_count() == 6 != round(3 * sum(sizes) / sizes[0])
+
+
+def test_known_videos_come_first_and_count(tars, tmp_path):
+    with search(tars, tmp_path) as todo:
+        todo.wait_for_all()
+    write_tar(tars / "3.tar", {"new.mp4": bytes(9)})
+    with search(tars, tmp_path) as todo:
+        assert todo.tally == ManifestCounts(new=6) and todo.estimate_count() == 7
+        assert ids(todo.wait_for_all())[5:] == ["2.tar/0.mp4", "3.tar/new.mp4"] == ids(todo.list_videos())[5:]
+
+
+def test_the_end_of_the_run_ends_the_search_in_mid_archive(tars, tmp_path, gate):
+    with search(tars, tmp_path) as todo:
+        next(parts := todo.parts())
+        next(parts)
+        close = todo._list.close
+        todo._list.close = lambda: (close(), gate.set())
+    assert len(todo.list_todo()) == 3 and todo.n_left == 2 and list(parts) == [] and len(todo) == 3
+    assert not todo.is_complete and "1.tar" in [place.name for place in list_for_run(tars, tmp_path).unindexed]
+
+
+class Changed(Selection):
+    """Meets a video that has changed."""
+
+    def select(self, videos):
+        if "1.tar/0.mp4" in ids(videos):
+            raise ValueError("videos have changed")
+        return super().select(videos)
+
+
+def test_what_ends_the_run_is_told_to_whoever_waits(tars, tmp_path):
+    with search(tars, tmp_path, kind=Changed) as todo:
+        assert len(list(todo.parts())) == 2
+        for ask in (todo.check, todo.wait_for_all):
+            with pytest.raises(RunFailed, match="videos have changed"):
+                ask()
+    (tmp_path / "one").mkdir()
+    for number in range(1, 3):
+        (tars / f"{number}.tar").rename(tmp_path / "one" / f"{number}.tar")
+    with search(tmp_path / "one", tmp_path, kind=Changed) as todo:
+        list(todo.parts())
+        with pytest.raises(RunFailed, match="have changed"):  # also where none that was found is left to do
+            todo.estimate_count()
+
+
+@pytest.mark.parametrize(("limit", "opened", "waiting"), [(1, 1, 2), (3, 1, 0), (4, 2, 1), (6, 3, 0), (9, 3, 0)])
+def test_a_limit_opens_no_archive_behind_its_last_video(tars, tmp_path, limit, opened, waiting):
+    with search(tars, tmp_path, limit) as todo:
+        assert len(list(todo.parts())) == 4 and todo.estimate_count() <= limit
+        assert (len(todo), todo.n_waiting, todo.n_left) == (min(6, limit), waiting, 3 - opened)
+    assert len(list_for_run(tars, tmp_path).known) == [3, 5, 6][opened - 1]  # no other index was made
+
+
+def take(place, tmp_path, limit, kind=Selection, column=None):
+    with search(place, tmp_path, limit, kind, column) as todo:
+        return ids(todo.wait_for_all()), todo
+
+
+class Undone(Selection):
+    """Takes the first 1500 videos for done."""
+
+    def select(self, videos):
+        own_videos, remaining = super().select(videos)
+        return own_videos, remaining._replace(todo=remaining.todo.slice(1500))
+
+
+def test_a_limit_reads_of_a_single_tar_no_more_than_it_needs(tmp_path, monkeypatch):
+    monkeypatch.setattr(Noting, "n_read", 0)
+    monkeypatch.setitem(FORMS, ".tar", Noting)
+    path = write_tar(tmp_path / "a.tar", {f"{number:04}.mp4": bytes(number % 7) for number in range(3000)})
+    names, todo = take(path, tmp_path, 3)
+    assert names == [f"a.tar/{number:04}.mp4" for number in range(3)]
+    assert Noting.n_read <= 257 and (todo.n_left, todo.n_cut, todo.estimate_count()) == (1, 1, 3)
+    assert todo.n_waiting == 253 and not (tmp_path / "cache").exists()  # half an index is not kept
+    names, todo = take(path, tmp_path, 3, Undone)
+    assert names == [f"a.tar/{number}.mp4" for number in range(1500, 1503)] and todo.n_left == 1
+    assert Noting.n_read < 3000
+    names, todo = take(path, tmp_path, 3000)
+    assert len(names) == 3000 and (todo.n_left, todo.n_cut) == (0, 0)
+
+
+def test_a_limit_opens_no_table_that_it_does_not_need(tmp_path):
+    (tmp_path / "tables").mkdir()
+    for number in range(4):
+        write_table(tmp_path / f"tables/{number}.parquet", [f"{number}-{part}" for part in range(3)])
+    (tmp_path / "tables/3.parquet").write_bytes(b"is never read")
+    for limit, left in ((1, 3), (3, 3), (4, 2), (9, 1)):
+        names, todo = take(tmp_path / "tables", tmp_path, limit, column="video")
+        assert names == [f"{number}-{part}" for number in range(3) for part in range(3)][:limit]
+        assert (todo.n_left, todo._list.indexes.n_made) == (left, 4 - left) and todo._list.indexes.unit == 2
+    write_table(tmp_path / "tables/1.parquet", ["1-0", "0-2"])
+    assert len(take(tmp_path / "tables", tmp_path, 4, column="video")[0]) == 4
+    doubled = take(tmp_path / "tables", tmp_path, 5, column="video")[1].list_todo().to_pylist()[-1]
+    assert doubled["video_id"] == f"0-2@{doubled['uri']}" and "earlier video has the id 0-2" in doubled["fault"]
+
+
+def test_an_id_that_two_tars_give_is_an_error_row_with_and_without_a_limit(tmp_path):
+    places = doubled_tars(tmp_path)
+    own = f"0.tar/a.mp4@{places[1]}#a.mp4"
+    expected = ["0.tar/a.mp4", "0.tar/b.mp4", "0.tar/c.mp4", own, "1.tar/a.mp4"]
+    for limit in (2, 3, 4, 5, 9):  # those before it make and keep indexes
+        names, todo = take(places, tmp_path, limit)
+        assert names == expected[:limit]
+        assert [row["video_id"] for row in todo.list_todo().to_pylist() if row["fault"]] == [own][: limit > 3]
+    assert ids(list_for_run(places, tmp_path).known) == expected
+
+
+def test_videos_that_are_all_known_are_one_part(tars, tmp_path):
+    rows = take(tars, tmp_path, 4)[1].list_todo()
+    todo = Todo.of(rows)
+    assert len(todo) == todo.estimate_count() == 4 and todo.is_complete and todo.n_parts == 1
+    assert [part.todo for part in todo.parts()] == [rows] and isinstance(todo.list_todo(), pa.Table)
