@@ -19,7 +19,7 @@ from pipeline.inputs import archive
 from pipeline.inputs.archive import Archive, ArchiveOptions, Member
 from pipeline.inputs.forms import FORMS, OpenArchives, find_member, make_fetch
 from pipeline.inputs.indexes import Indexes, forget_members
-from pipeline.inputs.video_list import read_manifest
+from pipeline.inputs.video_list import VideoList, read_manifest
 from pipeline.storage import downloads
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
@@ -30,8 +30,9 @@ NOWHERE = Objects()
 FILES = {f"{number:02}.mp4": random.Random(number).randbytes(20_000 * (number % 3) + number) for number in range(12)}
 
 
-def rows(place, column=None, objects=NOWHERE, **more):
-    return read_manifest(place, (), objects, Indexes(ArchiveOptions(column), **more)).to_pylist()
+def rows(place, column=None, objects=NOWHERE, first="all", **more):
+    indexes = Indexes(ArchiveOptions(column), **more)
+    return VideoList.read(place, (), objects, indexes, first=first).known.to_pylist()
 
 
 def member_of(row):
@@ -157,13 +158,13 @@ def test_a_kept_index_of_names_with_backslashes_is_made_again_and_forgets_member
             file.writestr(info, b"x")
     store = LocalStore(tmp_path / "cache")
     first = rows(str(tmp_path / "a.zip"), store=store, keeps=True)
-    assert rows(str(tmp_path / "a.zip"), store=store, only_known=True) == first
+    assert rows(str(tmp_path / "a.zip"), store=store, first="kept") == first
     [kept] = (tmp_path / "cache/sources").iterdir()
     facts, *members = json.loads(zlib.decompress(kept.read_bytes()))
     kept.write_bytes(zlib.compress(json.dumps([facts, *(member[:9] for member in members)]).encode()))  # as before
     assert rows(str(tmp_path / "a.zip"), store=store, keeps=True) == first
     forget_members(store, {first[0]["uri"]})
-    found = rows(str(tmp_path / "a.zip"), store=store, only_known=True)
+    found = rows(str(tmp_path / "a.zip"), store=store, first="kept")
     assert [row["video_id"] for row in found] == ["a.zip/clips/b.mp4"]
     for video_id in ("a.zip/clips/b.mp4", "a.zip/clips\\b.mp4"):
         rows(str(tmp_path / "a.zip"), store=store, keeps=True)
@@ -182,7 +183,7 @@ def test_a_kept_index_with_backslashes_in_names_is_used_again(tmp_path, name, sy
         file.writestr("z.mp4", b"z")
     store = LocalStore(tmp_path / "cache")
     found = rows(str(tmp_path / "a.zip"), store=store, keeps=True)
-    assert len(found) == 2 and rows(str(tmp_path / "a.zip"), store=store, only_known=True) == found
+    assert len(found) == 2 and rows(str(tmp_path / "a.zip"), store=store, first="kept") == found
 
 
 def test_a_link_in_a_zip_is_refused_and_a_member_of_any_system_is_read(tmp_path):
@@ -506,4 +507,4 @@ def test_a_form_is_added_by_one_class(tmp_path, monkeypatch, server):
         found = rows(place, objects=objects, store=store, keeps=True)
         assert [row["video_id"] for row in found] == [f"a.lengths/{number}.mp4" for number in range(12)]
         assert contents(found, objects) == list(FILES.values())
-        assert rows(place, objects=objects, store=store, only_known=True) == found
+        assert rows(place, objects=objects, store=store, first="kept") == found
