@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import Final, Literal, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from pipeline.errors import ManifestError, RunFailed, printable
 from pipeline.inputs.archive import (
@@ -34,7 +32,7 @@ from pipeline.inputs.left_out import LeftOut
 from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
 from pipeline.inputs.tables import number_of
-from pipeline.keys import column_keys, find, find_repeated, mark_key
+from pipeline.keys import mark_key
 from pipeline.rows import Json
 from pipeline.storage.s3 import ObjectInfo, Objects
 from pipeline.storage.stores import INDEXES, Store
@@ -381,48 +379,3 @@ def _seconds(value: Json) -> float | None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return number_of(value) if is_number else math.nan
-
-
-OWN_IDS = "name the folder with both archives, or give rows a column video_id of other values"
-_BEFORE, _BEHIND = fault("corrupt", "an earlier video has the id "), f" already; {OWN_IDS}"
-
-
-class Ids:
-    """The ids of all videos so far, as hashes of 16 bytes."""
-
-    def __init__(self) -> None:
-        self._high, self._low = np.empty(0, np.uint64), np.empty(0, np.uint64)  # sorted by the first
-
-    def find_repeated(self, videos: pa.Table) -> NDArray[np.bool_]:
-        """Return a mask [n] of the videos (MANIFEST_SCHEMA) with the id of an earlier video, here or of ``add``.
-
-        Files come before all members.
-        """
-        keys, member = column_keys(videos["video_id"]), pc.is_valid(videos["source_offset"]).to_numpy()
-        return find_repeated(keys, member) | (find(keys, self._high, self._low) >= 0)
-
-    def separate_ids(self, videos: pa.Table, is_repeated: NDArray[np.bool_] | None = None) -> pa.Table:
-        """Return the videos, with an error and an id of its own (ID@URI) for each that is ``find_repeated``.
-
-        The ids are not added: ``add`` does that.
-        """
-        is_repeated = self.find_repeated(videos) if is_repeated is None else is_repeated
-        if not is_repeated.any():
-            return videos
-        ids, mask = videos["video_id"], pa.array(is_repeated)
-        why = pc.coalesce(videos["fault"], pc.binary_join_element_wise(_BEFORE, ids, _BEHIND, ""))
-        own_columns = {
-            "video_id": pc.if_else(mask, pc.binary_join_element_wise(ids, videos["uri"], "@"), ids),
-            "fault": pc.if_else(mask, why, videos["fault"]),
-        }
-        return pa.table([own_columns.get(name, videos[name]) for name in videos.column_names], schema=videos.schema)
-
-    def add(self, videos: pa.Table) -> None:
-        """Add the ids of videos after ``separate_ids``."""
-        keys = column_keys(videos["video_id"])
-        keys = keys[np.argsort(keys[:, 0])]
-        positions = np.searchsorted(self._high, keys[:, 0])
-        self._high, self._low = (
-            np.insert(self._high, positions, keys[:, 0]),
-            np.insert(self._low, positions, keys[:, 1]),
-        )

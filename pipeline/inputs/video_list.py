@@ -11,19 +11,26 @@ from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
 from typing import Literal, NamedTuple
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from pipeline.errors import ManifestError
+from pipeline.inputs.archive import fault
 from pipeline.inputs.forms import OF_COLUMNS
-from pipeline.inputs.indexes import OWN_IDS, Ids, Indexes, Missing, NamedArchive, View
+from pipeline.inputs.indexes import Indexes, Missing, NamedArchive, View
 from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.manifest import Listed, list_names, require_unique_files, sort_roots
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.keys import column_keys, find, find_repeated
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import request_threads
 
 _NOTE_S = 10.0  # seconds between two lines of progress
 _AT_ONCE = 32  # archives that are read in parallel
+_OWN_IDS = "name the folder with both archives, or give rows a column video_id of other values"
+_BEFORE, _BEHIND = fault("corrupt", "an earlier video has the id "), f" already; {_OWN_IDS}"
 First = Literal["all", "needed", "kept"]
 
 
@@ -199,12 +206,53 @@ class VideoList:
             if not self.is_limited and part["fault"].null_count and is_repeated[end - len(part) : end].all():
                 raise ManifestError(
                     f"{part['uri'][0].as_py().partition('#')[0]}: all of its {len(part)} videos have ids of earlier "
-                    f"ones, e.g. {part['video_id'][0]}; {OWN_IDS}"
+                    f"ones, e.g. {part['video_id'][0]}; {_OWN_IDS}"
                 )
         videos = ids.separate_ids(self.known, is_repeated)
         if self.unindexed:
             ids.add(videos)
         return videos
+
+
+class Ids:
+    """The ids of all videos so far, as hashes of 16 bytes."""
+
+    def __init__(self) -> None:
+        self._high, self._low = np.empty(0, np.uint64), np.empty(0, np.uint64)  # sorted by the first
+
+    def find_repeated(self, videos: pa.Table) -> NDArray[np.bool_]:
+        """Return a mask [n] of the videos (MANIFEST_SCHEMA) with the id of an earlier video, here or of ``add``.
+
+        Files come before all members.
+        """
+        keys, member = column_keys(videos["video_id"]), pc.is_valid(videos["source_offset"]).to_numpy()
+        return find_repeated(keys, member) | (find(keys, self._high, self._low) >= 0)
+
+    def separate_ids(self, videos: pa.Table, is_repeated: NDArray[np.bool_] | None = None) -> pa.Table:
+        """Return the videos, with an error and an id of its own (ID@URI) for each that is ``find_repeated``.
+
+        The ids are not added: ``add`` does that.
+        """
+        is_repeated = self.find_repeated(videos) if is_repeated is None else is_repeated
+        if not is_repeated.any():
+            return videos
+        ids, mask = videos["video_id"], pa.array(is_repeated)
+        why = pc.coalesce(videos["fault"], pc.binary_join_element_wise(_BEFORE, ids, _BEHIND, ""))
+        own_columns = {
+            "video_id": pc.if_else(mask, pc.binary_join_element_wise(ids, videos["uri"], "@"), ids),
+            "fault": pc.if_else(mask, why, videos["fault"]),
+        }
+        return pa.table([own_columns.get(name, videos[name]) for name in videos.column_names], schema=videos.schema)
+
+    def add(self, videos: pa.Table) -> None:
+        """Add the ids of videos after ``separate_ids``."""
+        keys = column_keys(videos["video_id"])
+        keys = keys[np.argsort(keys[:, 0])]
+        positions = np.searchsorted(self._high, keys[:, 0])
+        self._high, self._low = (
+            np.insert(self._high, positions, keys[:, 0]),
+            np.insert(self._low, positions, keys[:, 1]),
+        )
 
 
 def read_manifest(
