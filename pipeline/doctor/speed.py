@@ -36,10 +36,10 @@ def first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[T
     indexes = Indexes(config.archive_options())
     videos = VideoList.read(config.videos, config.video_root, objects, indexes, first="needed", is_limited=True)
     tables, n_missing, archives = [videos.known], n_videos - len(videos.known), iter(videos)
-    while n_missing > 0 and (found_videos := next(archives, None)) is not None:
-        if found_videos.is_whole or len(found_videos.videos) >= n_missing:
-            tables.append(found_videos.videos)
-            n_missing -= len(found_videos.videos)
+    while n_missing > 0 and (view := next(archives, None)) is not None:
+        if view.is_whole or len(view.videos) >= n_missing:
+            tables.append(view.videos)
+            n_missing -= len(view.videos)
     archives.close()
     listed: list[ManifestRow] = pa.concat_tables(tables).slice(0, n_videos).to_pylist()
     rows: list[TodoRow] = [{**row, "attempts": 1} for row in listed]

@@ -70,9 +70,9 @@ class _Index(NamedTuple):
 
 
 class View(NamedTuple):
-    """The videos of an archive (MANIFEST_SCHEMA).
+    """The videos of an archive that are known, MANIFEST_SCHEMA.
 
-    ``is_whole`` is False if these are only the videos that were read so far.
+    ``is_whole`` is True if these are all. If not, the next view of the archive has them too, and more.
     """
 
     videos: pa.Table

@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -34,20 +34,6 @@ _BEFORE, _BEHIND = fault("corrupt", "an earlier video has the id "), f" already;
 First = Literal["all", "needed", "kept"]
 
 
-class FoundVideos(NamedTuple):
-    """Videos of an archive that was just indexed.
-
-    Attributes:
-        videos: the videos, MANIFEST_SCHEMA.
-        later_bytes: the bytes of the archives behind it.
-        is_whole: True if these are all videos of the archive. If not, the next item has them too, and more.
-    """
-
-    videos: pa.Table
-    later_bytes: int
-    is_whole: bool
-
-
 @dataclass
 class VideoList:
     """The videos of a run: those known before its start, and those of archives that are indexed while it runs.
@@ -60,7 +46,7 @@ class VideoList:
         indexes: the indexes of archives, with the files that are left out.
         objects: the access to S3.
         is_limited: whether fewer videos than all may be taken. Then any archive without a kept index can wait, and a
-            large archive comes in several items (``FoundVideos.is_whole``).
+            large archive comes in several views (``View.is_whole``).
         unindexed: the archives whose videos are not in ``known``.
     """
 
@@ -126,26 +112,18 @@ class VideoList:
             listed.known = listed._separate_ids(parts, ids)
         return listed
 
-    def unindexed_bytes(self) -> int:
-        """Return the bytes of all archives in ``unindexed``; one of unknown size counts as empty."""
-        return sum(map(_find_size, self.unindexed))
-
-    def __iter__(self) -> Generator[FoundVideos, None, None]:
+    def __iter__(self) -> Generator[View, None, None]:
         """Index the archives that are left, and yield their videos. Raises ManifestError, RunFailed."""
-        sizes = [_find_size(place) for place in self.unindexed]
-        n_archives, later_bytes = 0, sum(sizes)
-        progress = _Progress(self.indexes, len(sizes))
-        with closing(self._read_in_views() if self.is_limited else self._read_in_parallel(self.unindexed)) as views:
+        views = self._read_in_views() if self.is_limited else self._read_in_parallel(self.unindexed)
+        with closing(self._note_progress(views, len(self.unindexed))) as views:
             for view in views:
                 if view is None or self.indexes.is_stopped:
                     return
-                videos = view.videos if self._ids is None else self._ids.separate_ids(view.videos)
-                if view.is_whole:
-                    n_archives, later_bytes = n_archives + 1, later_bytes - sizes[n_archives]
-                    if self._ids is not None:
-                        self._ids.add(videos)
-                    progress.count(len(videos))
-                yield FoundVideos(videos, later_bytes, view.is_whole)
+                if self._ids is not None:
+                    view = view._replace(videos=self._ids.separate_ids(view.videos))
+                    if view.is_whole:
+                        self._ids.add(view.videos)
+                yield view
 
     def close(self) -> None:
         """End the iteration at the next member of the archive that it reads. Any thread may call it."""
@@ -153,15 +131,14 @@ class VideoList:
 
     def _read_first(self, places: Sequence[NamedArchive], first: First) -> list[pa.Table]:
         """Return the videos of each archive; of one that is left for later, an empty table."""
-        progress, tables = _Progress(self.indexes, len(places)), list[pa.Table]()
-        with closing(self._read_in_parallel(places, first)) as views:
+        tables = list[pa.Table]()
+        with closing(self._note_progress(self._read_in_parallel(places, first), len(places))) as views:
             for place, view in zip(places, views, strict=True):
                 # Which videos of an archive repeat an id is known once all archives before it are.
                 waits = first == "needed" and self._ids is not None and bool(self.unindexed)
                 if view is None or waits:
                     self.unindexed.append(place)
                 tables.append(MANIFEST_SCHEMA.empty_table() if view is None or waits else view.videos)
-                progress.count(len(tables[-1]))
         return tables
 
     def _read_in_parallel(
@@ -188,12 +165,27 @@ class VideoList:
         views = list(self.indexes.read(place, self.objects, missing))
         return views[-1] if views else None
 
-    def _read_in_views(self) -> Generator[View, None, None]:
+    def _read_in_views(self) -> Generator[View | None, None, None]:
         """Yield the views of each archive, one archive after the other, until ``close``."""
         for place in self.unindexed:
             if self.indexes.is_stopped:
                 return
             yield from self.indexes.read(place, self.objects, in_views=True)
+
+    def _note_progress(
+        self, views: Generator[View | None, None, None], n_archives: int
+    ) -> Generator[View | None, None, None]:
+        """Yield the views; say now and then how many archives are indexed, and at the end if one was read for that."""
+        last_line_at, n_indexed, n_videos = time.monotonic(), 0, 0
+        with closing(views):
+            for view in views:
+                if view is None or view.is_whole:
+                    n_indexed, n_videos = n_indexed + 1, n_videos + (0 if view is None else len(view.videos))
+                is_last = n_indexed == n_archives and self.indexes.n_made
+                if is_last or time.monotonic() - last_line_at > _NOTE_S:
+                    last_line_at = time.monotonic()
+                    self.indexes.say(f"indexed {n_indexed} of {n_archives} archives: {n_videos} videos so far")
+                yield view
 
     def _separate_ids(self, parts: Sequence[pa.Table], ids: Ids) -> pa.Table:
         """Return the known videos, which ``parts`` are the pieces of, with errors for members that repeat an id.
@@ -265,23 +257,6 @@ def read_manifest(
     return VideoList.read(names, video_roots, objects, indexes).known
 
 
-class _Progress:
-    """Lines about the progress of indexing archives: one now and then, and one at the end if any was read anew."""
-
-    def __init__(self, indexes: Indexes, n_archives: int) -> None:
-        self._indexes, self._n_archives, self._n_indexed, self._n_videos = indexes, n_archives, 0, 0
-        self._last_line_at = time.monotonic()
-
-    def count(self, n_videos: int) -> None:
-        """Count the videos of one more archive."""
-        self._n_indexed, self._n_videos = self._n_indexed + 1, self._n_videos + n_videos
-        is_last = self._n_indexed == self._n_archives
-        if time.monotonic() - self._last_line_at > _NOTE_S or (is_last and self._indexes.n_made):
-            self._last_line_at = time.monotonic()
-            counts = f"{self._n_indexed} of {self._n_archives} archives: {self._n_videos} videos so far"
-            self._indexes.say(f"indexed {counts}")
-
-
 def _are_ids_apart(listings: Sequence[Listed], places: Sequence[NamedArchive]) -> bool:
     """Return True if videos are named only in several tars and zips, and no two of these can share an id.
 
@@ -293,7 +268,7 @@ def _are_ids_apart(listings: Sequence[Listed], places: Sequence[NamedArchive]) -
     return apart and not any(after.startswith(name) for name, after in pairwise(names))
 
 
-def _find_size(place: NamedArchive) -> int:
+def find_size(place: NamedArchive) -> int:
     """Return the bytes of an archive, 0 if unknown."""
     if place.info is not None:
         return place.info.size

@@ -172,17 +172,10 @@ class PruneRun(Driver[PruneConfig, Todo, Summary]):
             self.videos = VideoList(given, indexes, self._objects)
         else:
             first: First = "needed"
-            if config.dry_run:
-                first = "all" if config.index else "kept"
-            elif config.plan and not is_limited:
-                first = "all"
+            if config.dry_run or (config.plan and not is_limited):
+                first = "kept" if config.dry_run and not config.index else "all"
             self.videos = VideoList.read(
-                config.videos,
-                config.video_root,
-                self._objects,
-                indexes,
-                first=first,
-                is_limited=is_limited,
+                config.videos, config.video_root, self._objects, indexes, first=first, is_limited=is_limited
             )
             for name in config.videos if len(config.videos) == 1 else ():
                 refuse_other_files(self.videos.known, name, self._objects)
@@ -222,9 +215,7 @@ class PruneRun(Driver[PruneConfig, Todo, Summary]):
         if self._redo is not None:
             known = None if self.videos.unindexed else keep_stored_ids(self.videos.known, self.ledger)
             check_redo(self._redo, known, self.ledger, self.options)
-        selection = Selection(
-            self.options, self.store, self.ledger, self._objects, self.videos.indexes, redo=self._redo
-        )
+        selection = Selection(self.options, self.store, self.ledger, self._objects, self.videos.indexes, self._redo)
         todo = Todo(*selection.select(self.videos.known), self.videos, selection)
         for line in format_skipped(todo.tally, self.options):
             self.say(line)

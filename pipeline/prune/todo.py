@@ -16,9 +16,9 @@ import pyarrow.compute as pc
 
 from pipeline.cache.live import REMOVED, Ledger
 from pipeline.errors import RunFailed
-from pipeline.inputs.indexes import Indexes, forget_members
+from pipeline.inputs.indexes import Indexes, View, forget_members
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
-from pipeline.inputs.video_list import FoundVideos, VideoList
+from pipeline.inputs.video_list import VideoList, find_size
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import ManifestCounts, Remaining, keep_stored_ids, select_remaining, select_shard
 from pipeline.storage.s3 import Objects
@@ -127,8 +127,8 @@ class Todo(AbstractContextManager["Todo"]):
         self.n_archives = len(self._list.unindexed)
         self.n_parts = 1 + self.n_archives
         todo = self._take(remaining.todo)
-        self._archive_bytes = self._list.unindexed_bytes()
-        self._parts = [Part(known_videos, todo, self._archive_bytes if self._n_allowed > 0 else 0)]
+        self._sizes = [find_size(place) for place in self._list.unindexed]
+        self._parts = [Part(known_videos, todo, sum(self._sizes) if self._n_allowed > 0 else 0)]
         self._no_part = Part(known_videos.slice(len(known_videos)), todo.slice(len(todo)), 0)  # of an unopened archive
         self._new_part = threading.Condition()
         self._error: Exception | None = None
@@ -192,14 +192,14 @@ class Todo(AbstractContextManager["Todo"]):
         Waits until that archive is indexed. The number is at least 1. Raises RunFailed.
         """
         n_known, n_indexed, n_bytes = len(self._parts[0].todo), 0, 0
-        for part in islice(self.parts(), 1, None):
-            n_indexed, n_bytes = n_indexed + len(part.todo), self._archive_bytes - part.later_bytes
+        for part, size in zip(islice(self.parts(), 1, None), self._sizes, strict=False):
+            n_indexed, n_bytes = n_indexed + len(part.todo), n_bytes + size
             if n_indexed:
                 break
         self.check()
         if self.is_complete:
             return max(1, len(self))
-        scale = self._archive_bytes / n_bytes if n_bytes else self.n_archives
+        scale = sum(self._sizes) / n_bytes if n_bytes else self.n_archives
         return max(1, round(min(n_known + n_indexed * scale, len(self) + self._n_allowed)))
 
     def wait_for_all(self) -> pa.Table:
@@ -222,27 +222,28 @@ class Todo(AbstractContextManager["Todo"]):
         try:
             if self._n_allowed > 0:
                 with closing(iter(self._list)) as archives:
-                    for found_videos in archives:
-                        if self._add(found_videos):
+                    for view in archives:
+                        if self._add(view):
                             break
         except Exception as error:  # noqa: BLE001 - the main thread raises it in ``check``
             self.fail(error)
         self._end()
 
-    def _add(self, found_videos: FoundVideos) -> bool:
+    def _add(self, view: View) -> bool:
         """Add the part of an archive; return True if the limit is reached.
 
         Videos that do not reach the limit are not added before all of their archive are known.
         """
         assert self._selection is not None  # else there are no archives
-        videos, remaining = self._selection.select(found_videos.videos)
-        if not found_videos.is_whole and len(remaining.todo) < self._n_allowed:
+        videos, remaining = self._selection.select(view.videos)
+        if not view.is_whole and len(remaining.todo) < self._n_allowed:
             return False
         with self._new_part:
             todo = self._take(remaining.todo)
             is_last = self._n_allowed <= 0
-            self.n_cut += not found_videos.is_whole
-            self._parts.append(Part(videos, todo, 0 if is_last else found_videos.later_bytes))
+            self.n_cut += not view.is_whole
+            later_bytes = 0 if is_last else sum(self._sizes[len(self._parts) :])
+            self._parts.append(Part(videos, todo, later_bytes))
             self._new_part.notify_all()
         return is_last
 
