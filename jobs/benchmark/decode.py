@@ -30,7 +30,7 @@ from jobs.command import count
 from jobs.frame.json_document import CommandResult
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
-from pipeline.inputs.video_list import read_manifest
+from pipeline.inputs.video_list import VideoList
 from pipeline.video.containers import sniff
 from pipeline.video.decode import DecodeRequest, decode_video, fingerprint
 from pipeline.video.probe import probe
@@ -191,7 +191,7 @@ def make_clips(folder: Path, names: Sequence[str], others: Mapping[str, Clip] | 
     paths = {name: folder / f"{name}.mp4" for name in names}
     missing = [name for name in names if not paths[name].exists()]
     if missing:
-        source = next(row["uri"] for row in read_manifest("sample").to_pylist() if row["video_id"] == _SOURCE)
+        source = next(row["uri"] for row in VideoList.read("sample").known.to_pylist() if row["video_id"] == _SOURCE)
         with av.open(source) as container:
             frames = list(container.decode(video=0))
         frames += frames[::-1]

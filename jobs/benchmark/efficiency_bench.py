@@ -36,7 +36,7 @@ from pipeline.cache.writer import VideoItem, commit_records, write_token_shard
 from pipeline.errors import RunFailed, UsageError, usage_errors
 from pipeline.generate.late_pruning import LatePruning, parse_pruning_grid, resolve_pruning
 from pipeline.generate.prompts import TextEmbeddings
-from pipeline.inputs.video_list import read_manifest
+from pipeline.inputs.video_list import VideoList
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder, collect_kept_tokens, make_pruning_columns, to_sampled_video
@@ -132,7 +132,7 @@ def prepare_measurement(folder: Path, arguments: argparse.Namespace) -> Measurem
             num_frames=arguments.num_frames,
             attn=arguments.attn,
         )
-        manifest = read_manifest(arguments.videos)
+        manifest = VideoList.read(arguments.videos).known
         recipe = resolve(config, source=source)
         builder, identity = prompt_builder(recipe.source), recipe.identity(runtime.dtype_name)
         arms = [Arm(FULL, 1.0)]

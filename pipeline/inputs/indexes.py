@@ -93,6 +93,7 @@ class Indexes:
         fetched: bytes that were read from stores.
         unit: the maximum number of videos that share a read.
         n_made: the number of archives that were read for an index.
+        stopped: ends every ``read`` at its next member, without an index, once any thread sets it.
     """
 
     options: ArchiveOptions = field(default_factory=ArchiveOptions)
@@ -104,18 +105,9 @@ class Indexes:
     fetched: int = 0
     unit: int = 1
     n_made: int = 0
+    stopped: threading.Event = field(default_factory=threading.Event)
     _notes: set[str] = field(default_factory=set)  # forms whose note was printed
-    _stopped: threading.Event = field(default_factory=threading.Event)
     _counting: threading.Lock = field(default_factory=threading.Lock)
-
-    def stop(self) -> None:
-        """End every ``read`` at its next member, and drop its index. Any thread may call it."""
-        self._stopped.set()
-
-    @property
-    def is_stopped(self) -> bool:
-        """True after ``stop``."""
-        return self._stopped.is_set()
 
     def is_kept(self, place: NamedArchive) -> bool:
         """Return True if indexes of this form are kept: not for tables, which are read fast."""
@@ -158,7 +150,7 @@ class Indexes:
             yield self._finish(place, _Index([Member("", 0, fault=wrong)], LeftOut()))
 
     def _make(self, place: NamedArchive, file: RandomFile, in_views: bool) -> Iterator[View]:
-        """Make the index of an open archive, and yield its videos; nothing after ``stop``. Raises as ``read``, OSError.
+        """Make the index of an open archive, and yield its videos; nothing once ``stopped`` is set. Raises as ``read``, OSError.
 
         Only a whole index is kept.
         """
@@ -166,7 +158,7 @@ class Indexes:
             self.n_made += 1
         archive, members, next_view = FORMS[find_suffix(place.uri)](file), list[Member](), _FIRST_VIEW
         for member in archive.members(self.options):
-            if self.is_stopped:
+            if self.stopped.is_set():
                 return
             # The archive was read up to this video, so the members between it and the last video are known.
             if in_views and len(members) == next_view:

@@ -117,17 +117,16 @@ class VideoList:
         views = self._read_in_views() if self.is_limited else self._read_in_parallel(self.unindexed)
         with closing(self._note_progress(views, len(self.unindexed))) as views:
             for view in views:
-                if view is None or self.indexes.is_stopped:
+                if view is None or self.indexes.stopped.is_set():
                     return
-                if self._ids is not None:
-                    view = view._replace(videos=self._ids.separate_ids(view.videos))
-                    if view.is_whole:
-                        self._ids.add(view.videos)
-                yield view
+                videos = view.videos if self._ids is None else self._ids.separate_ids(view.videos)
+                if self._ids is not None and view.is_whole:
+                    self._ids.add(videos)
+                yield View(videos, view.is_whole)
 
     def close(self) -> None:
         """End the iteration at the next member of the archive that it reads. Any thread may call it."""
-        self.indexes.stop()
+        self.indexes.stopped.set()
 
     def _read_first(self, places: Sequence[NamedArchive], first: First) -> list[pa.Table]:
         """Return the videos of each archive; of one that is left for later, an empty table."""
@@ -168,7 +167,7 @@ class VideoList:
     def _read_in_views(self) -> Generator[View | None, None, None]:
         """Yield the views of each archive, one archive after the other, until ``close``."""
         for place in self.unindexed:
-            if self.indexes.is_stopped:
+            if self.indexes.stopped.is_set():
                 return
             yield from self.indexes.read(place, self.objects, in_views=True)
 
@@ -245,16 +244,6 @@ class Ids:
             np.insert(self._high, positions, keys[:, 0]),
             np.insert(self._low, positions, keys[:, 1]),
         )
-
-
-def read_manifest(
-    names: str | Sequence[str],
-    video_roots: Sequence[str] = (),
-    objects: Objects | None = None,
-    indexes: Indexes | None = None,
-) -> pa.Table:
-    """Return all videos that ``names`` stand for, as MANIFEST_SCHEMA. Takes and raises what ``VideoList.read`` does."""
-    return VideoList.read(names, video_roots, objects, indexes).known
 
 
 def _are_ids_apart(listings: Sequence[Listed], places: Sequence[NamedArchive]) -> bool:

@@ -215,8 +215,8 @@ class PruneRun(Driver[PruneConfig, Todo, Summary]):
         if self._redo is not None:
             known = None if self.videos.unindexed else keep_stored_ids(self.videos.known, self.ledger)
             check_redo(self._redo, known, self.ledger, self.options)
-        selection = Selection(self.options, self.store, self.ledger, self._objects, self.videos.indexes, self._redo)
-        todo = Todo(*selection.select(self.videos.known), self.videos, selection)
+        selection = Selection(self.options, self.videos, self.ledger, self._redo)
+        todo = Todo(*selection.select(self.videos.known), selection)
         for line in format_skipped(todo.tally, self.options):
             self.say(line)
         return todo

@@ -16,13 +16,11 @@ import pyarrow.compute as pc
 
 from pipeline.cache.live import REMOVED, Ledger
 from pipeline.errors import RunFailed
-from pipeline.inputs.indexes import Indexes, View, forget_members
+from pipeline.inputs.indexes import View, forget_members
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.inputs.video_list import VideoList, find_size
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import ManifestCounts, Remaining, keep_stored_ids, select_remaining, select_shard
-from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import Store
 
 _LEAVE_S = 5.0  # seconds that a run waits at its end for the current archive
 
@@ -33,28 +31,24 @@ class Selection:
 
     Attributes:
         config: the options of the run.
-        store: the cache.
+        listed: the list. Removed videos are deleted from the indexes of its archives.
         ledger: the rows of the cache.
-        objects: the access to S3.
-        indexes: the indexes of the archives, of which removed videos are dropped.
         redo: the ids of ``--redo``; None without it.
     """
 
     config: PruneConfig
-    store: Store
+    listed: VideoList
     ledger: Ledger
-    objects: Objects
-    indexes: Indexes
     redo: pa.Array | None = None
 
     def select(self, videos: pa.Table) -> tuple[pa.Table, Remaining]:
         """Return the videos of this run's shard among some videos (MANIFEST_SCHEMA), and those to process.
 
-        Removed videos are deleted from the indexes of archives. Raises what ``select_remaining`` does.
+        Raises what ``select_remaining`` does.
         """
         own_videos = keep_stored_ids(select_shard(videos, self.config.part()), self.ledger)
         self._forget_removed(keep_stored_ids(videos, self.ledger))
-        return own_videos, select_remaining(own_videos, self.ledger, self.config, self.objects, self.redo)
+        return own_videos, select_remaining(own_videos, self.ledger, self.config, self.listed.objects, self.redo)
 
     def _forget_removed(self, videos: pa.Table) -> None:
         """Delete removed videos again from the kept indexes of archives, and from the names of left-out files.
@@ -62,16 +56,16 @@ class Selection:
         An index that is made after jobs.remove lists all members of its archive, removed videos too. Does nothing if
         the run keeps no index.
         """
-        if not self.indexes.keeps or not np.any(self.ledger.columns["state"] == REMOVED):
+        indexes = self.listed.indexes
+        if indexes.store is None or not indexes.keeps or not np.any(self.ledger.columns["state"] == REMOVED):
             return
         rows = self.ledger.find(videos["video_id"])
         is_removed = rows >= 0
         is_removed[is_removed] = self.ledger.removed(rows[is_removed])
         removed_videos = videos.filter(pa.array(is_removed))
-        self.indexes.left_out.forget(removed_videos["video_id"].to_pylist())
-        forget_members(
-            self.store, set(removed_videos["uri"].filter(removed_videos["source_offset"].is_valid()).to_pylist())
-        )
+        indexes.left_out.forget(removed_videos["video_id"].to_pylist())
+        uris = removed_videos["uri"].filter(removed_videos["source_offset"].is_valid()).to_pylist()
+        forget_members(indexes.store, set(uris))
 
 
 class Part(NamedTuple):
@@ -104,22 +98,16 @@ class Todo(AbstractContextManager["Todo"]):
         n_cut: the number of archives that were read in part.
     """
 
-    def __init__(
-        self,
-        known_videos: pa.Table,
-        remaining: Remaining,
-        videos: VideoList | None = None,
-        selection: Selection | None = None,
-    ) -> None:
+    def __init__(self, known_videos: pa.Table, remaining: Remaining, selection: Selection | None = None) -> None:
         """Prepare the search; its thread starts with the ``with`` block.
 
         Args:
             known_videos: the run's videos known at the start, MANIFEST_SCHEMA.
             remaining: which of them are to be processed.
-            videos: the list whose archives are searched; None if all videos are known.
-            selection: selects from the videos of archives, up to the limit of its options.
+            selection: selects from the archives of its list, up to the limit of its options; None if all videos are
+                known.
         """
-        self._list = VideoList(MANIFEST_SCHEMA.empty_table()) if videos is None else videos
+        self._list = VideoList(known_videos) if selection is None else selection.listed
         self._selection = selection
         limit = None if selection is None else selection.config.limit
         self._n_allowed = math.inf if limit is None else limit

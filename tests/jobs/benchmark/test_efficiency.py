@@ -14,9 +14,9 @@ from gstep.language.layer_pruning import CACHE
 from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark.efficiency import add_flags, break_even
 from jobs.benchmark.efficiency_bench import Bench, kv_bytes, prepare_measurement
-from pipeline.inputs.video_list import read_manifest
 from tests.gstep.language.prompts import video
 from tests.jobs.jobs import forbid_models
+from tests.pipeline.lists import read_manifest
 
 MIB = 2**20
 

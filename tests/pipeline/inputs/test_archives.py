@@ -19,11 +19,12 @@ from pipeline.inputs import archive
 from pipeline.inputs.archive import Archive, ArchiveOptions, Member
 from pipeline.inputs.forms import FORMS, OpenArchives, find_member, make_fetch
 from pipeline.inputs.indexes import Indexes, forget_members
-from pipeline.inputs.video_list import VideoList, read_manifest
+from pipeline.inputs.video_list import VideoList
 from pipeline.storage import downloads
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.inputs.test_tar import HOSTILE
+from tests.pipeline.lists import read_manifest
 from tests.pipeline.tars import member, write_tar
 
 NOWHERE = Objects()

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.errors import ManifestError
 from pipeline.inputs.manifest import given_manifest
-from pipeline.inputs.video_list import read_manifest
+from tests.pipeline.lists import read_manifest
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import ManifestError, UsageError
-from pipeline.inputs.video_list import read_manifest
 from pipeline.keys import mark_key
 from pipeline.storage.s3 import Objects
+from tests.pipeline.lists import read_manifest
 from tests.pipeline.s3 import SECRET
 
 ODD = ["a b.mp4", "a#b.mp4", "a%20b.mp4", "a+b.mp4", "a?b.mp4", "watch?v=1&t=2.mp4", "d//e.mp4", "ü/日.mp4"]

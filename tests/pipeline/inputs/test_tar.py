@@ -13,9 +13,10 @@ from pipeline.inputs.archive import ArchiveOptions, open_archive
 from pipeline.inputs.forms import OpenArchives, find_member
 from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.tar_and_zip import Tar
-from pipeline.inputs.video_list import VideoList, read_manifest
+from pipeline.inputs.video_list import VideoList
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
+from tests.pipeline.lists import read_manifest
 from tests.pipeline.tars import BLOCK, ended, member, pax, renumbered, write_tar
 
 NOWHERE = Objects()

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ManifestError
-from pipeline.inputs.video_list import read_manifest
 from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
 from pipeline.storage.s3 import Objects
 from tests.pipeline.inputs.test_manifest import touch, write_jsonl
+from tests.pipeline.lists import read_manifest
 from tests.pipeline.videos import sample
 
 NOWHERE = Objects(endpoint_url="http://127.0.0.1:1")

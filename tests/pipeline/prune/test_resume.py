@@ -10,7 +10,6 @@ import pytest
 from pipeline.cache.live import Ledger
 from pipeline.errors import SourceChanged, UsageError, VideoFault
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, TODO_SCHEMA
-from pipeline.inputs.video_list import read_manifest
 from pipeline.keys import ROWS_AT_ONCE
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import (
@@ -26,6 +25,7 @@ from pipeline.prune.resume import (
 from pipeline.storage.stores import LocalStore
 from pipeline.video.frame_folders import source_state
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.pipeline.lists import read_manifest
 
 TOKENS = random_tokens(0)
 

@@ -13,7 +13,6 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import ManifestCounts
 from pipeline.prune.todo import Selection, Todo
 from tests.pipeline.inputs.test_video_list import (
-    NOWHERE,
     Noting,
     doubled_tars,
     ids,
@@ -32,9 +31,8 @@ def tars(tmp_path):
 def search(place, tmp_path, limit=None, kind=Selection, column=None):
     """What a run without a cache has to do."""
     videos = list_for_run(place, tmp_path, column, is_limited=limit is not None)
-    store = videos.indexes.store
-    selection = kind(PruneConfig(limit=limit), store, Ledger(store), NOWHERE, videos.indexes)
-    return Todo(*selection.select(videos.known), videos, selection)
+    selection = kind(PruneConfig(limit=limit), videos, Ledger(videos.indexes.store))
+    return Todo(*selection.select(videos.known), selection)
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.inputs.video_list import read_manifest
 from pipeline.storage.hub import HubFiles
 from tests.interpreter import run_python
 from tests.paths import ROOT
 from tests.pipeline.hub import REPO, HubServer
 from tests.pipeline.inputs.test_archives import FILES, write_parquet
+from tests.pipeline.lists import read_manifest
 from tests.pipeline.tars import write_tar
 
 _READ = """
@@ -22,14 +22,14 @@ import hashlib, json, sys
 from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.forms import OpenArchives, find_member
 from pipeline.inputs.indexes import Indexes
-from pipeline.inputs.video_list import read_manifest
+from pipeline.inputs.video_list import VideoList
 from pipeline.storage.hub import reach
 from pipeline.storage.s3 import Objects
 from pipeline.video.source import Sizes
 
 def read(place, column):
     objects = Objects()
-    rows = read_manifest(place, (), objects, Indexes(ArchiveOptions(column or None))).to_pylist()
+    rows = VideoList.read(place, (), objects, Indexes(ArchiveOptions(column or None))).known.to_pylist()
     digests = {}
     members = [find_member(row["uri"], row["source_offset"], row["size"]) for row in rows]
     with OpenArchives(objects, members) as opened:

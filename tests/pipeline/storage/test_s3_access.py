@@ -13,10 +13,10 @@ import pytest
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
 from pipeline.inputs.manifest import given_manifest
-from pipeline.inputs.video_list import read_manifest
 from pipeline.storage.hub import HubFiles
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
+from tests.pipeline.lists import read_manifest
 from tests.pipeline.s3 import KEY, REGION, SECRET, TOKEN, S3Server
 
 KEYS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
