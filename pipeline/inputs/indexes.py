@@ -150,9 +150,9 @@ class Indexes:
             yield self._finish(place, _Index([Member("", 0, fault=wrong)], LeftOut()))
 
     def _make(self, place: NamedArchive, file: RandomFile, in_views: bool) -> Iterator[View]:
-        """Make the index of an open archive, and yield its videos; nothing once ``stopped`` is set. Raises as ``read``, OSError.
+        """Make the index of an open archive, and yield its videos; nothing once ``stopped`` is set.
 
-        Only a whole index is kept.
+        Only a whole index is kept. Raises what ``read`` does, and OSError.
         """
         with self._counting:
             self.n_made += 1
