@@ -40,6 +40,7 @@ from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Ro
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, TableRows, given_parts, is_text, read_parts
 from pipeline.keys import ROWS_AT_ONCE, mark_key
 from pipeline.storage.hub import is_remote, reach
+from pipeline.storage.location import Location
 from pipeline.storage.s3 import SCHEME, Objects, check_uri, has_query, is_s3
 
 
@@ -111,8 +112,9 @@ def _separate_ids(table: pa.Table, parts: Sequence[pa.Table], ids: Ids, indexing
     is_repeated = ids.find_repeated(table)
     for part, end in zip(parts, accumulate(map(len, parts)), strict=True):
         if not indexing.has_limit and part["fault"].null_count and is_repeated[end - len(part) : end].all():
+            first = Location.parse(part["uri"][0].as_py(), part["source_offset"][0].as_py())
             raise ManifestError(
-                f"{part['uri'][0].as_py().partition('#')[0]}: all of its {len(part)} videos have ids of earlier ones, "
+                f"{first.file}: all of its {len(part)} videos have ids of earlier ones, "
                 f"e.g. {part['video_id'][0]}; {OWN_IDS}"
             )
     table = ids.separate_ids(table, is_repeated)

@@ -21,11 +21,12 @@ from ray.actor import ActorHandle
 from gstep.errors import TooFewFrames, UnsupportedVideo
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import FaultClass, UsageError, VideoFault
-from pipeline.inputs.forms import ArchiveMember, OpenArchives, find_member, make_fetch
+from pipeline.inputs.forms import OpenArchives, fetch_member
 from pipeline.prune.batches import pack, unpack_unit
 from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewhere, without_nulls
 from pipeline.runner.heartbeat import Heartbeat, ItemsInHand
 from pipeline.storage.hub import is_remote
+from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodedVideo, DecodeRequest
 from pipeline.video.decoders import decoder_version
@@ -157,15 +158,15 @@ class VideoDecoder:
         if row["fault"]:
             fault_class, _, message = row["fault"].partition(": ")
             return Source(row["uri"], fault=VideoFault(cast(FaultClass, fault_class), message))
-        objects, member = self._setup.objects, _find_member(row)
-        fetch = make_fetch(member, objects) if member is None or archives is None else partial(archives.fetch, member)
+        objects, location, fetch = self._setup.objects, _locate(row), None
+        if location.member is not None:
+            fetch = partial(fetch_member, location, objects) if archives is None else partial(archives.fetch, location)
         return open_source(row["uri"], objects, self._setup.fetch_mb * 2**20, fetch)
 
     def open_archives(self, rows: Iterable[TodoRow]) -> OpenArchives:
         """Return the reader of the archives that contain these rows' videos."""
-        return OpenArchives(
-            self._setup.objects, [_find_member(row) for row in rows if not (row["policy"] or row["fault"])]
-        )
+        locations = [_locate(row) for row in rows if not (row["policy"] or row["fault"])]
+        return OpenArchives(self._setup.objects, locations)
 
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
         """Decode a video: return its record and frames [t,h,w,3]; a fault makes an error record, and frames None.
@@ -240,17 +241,17 @@ class Decoder:
         return VideoItem(record, frames=frames)
 
 
-def _find_member(row: TodoRow) -> ArchiveMember | None:
-    """Return the position of a row's video in an archive; None for a file of its own."""
-    return find_member(row["uri"], row["source_offset"], row["size"])
+def _locate(row: TodoRow) -> Location:
+    """Return the location of a row's video."""
+    return Location.parse(row["uri"], row["source_offset"], row["size"])
 
 
 def _first_record(row: TodoRow, source: Source) -> VideoRecord:
     """Return the record of a video before decoding: the columns of its manifest row and open file, status "ok"."""
     columns = {name: value for name, value in row.items() if name in _ROW_COLUMNS}
     columns["source_mark"] = source.mark or row["mark"]  # the open file's may be newer than a listing's
-    if (member := _find_member(row)) is not None:
-        columns["source_shard"] = member.archive
+    if (location := _locate(row)).member is not None:
+        columns["source_shard"] = location.file
     return without_nulls({"status": "ok", **columns}, VideoRecord)
 
 

@@ -10,10 +10,11 @@ import pytest
 
 from pipeline.errors import FAULTS, ManifestError
 from pipeline.inputs.archive import ArchiveOptions, open_archive
-from pipeline.inputs.forms import OpenArchives, find_member
+from pipeline.inputs.forms import OpenArchives
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
 from pipeline.inputs.tar_and_zip import Tar
+from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.tars import BLOCK, ended, member, pax, renumbered, write_tar
@@ -29,7 +30,7 @@ def rows(path, indexing=None):
 def bytes_of(row):
     parts: list[bytes] = []
     with OpenArchives(NOWHERE) as opened:
-        size = opened.fetch(find_member(row["uri"], row["source_offset"], row["size"]), parts.append, 2**30)
+        size = opened.fetch(Location.parse(row["uri"], row["source_offset"], row["size"]), parts.append, 2**30)
     assert size == len(b"".join(parts))
     return b"".join(parts)
 

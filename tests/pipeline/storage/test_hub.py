@@ -20,10 +20,11 @@ from tests.pipeline.tars import write_tar
 _READ = """
 import hashlib, json, sys
 from pipeline.inputs.archive import ArchiveOptions
-from pipeline.inputs.forms import OpenArchives, find_member
+from pipeline.inputs.forms import OpenArchives
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
 from pipeline.storage.hub import reach
+from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.video.source import Sizes
 
@@ -31,7 +32,7 @@ def read(place, column):
     objects = Objects()
     rows = read_manifest(place, (), objects, Indexing(ArchiveOptions(column or None))).to_pylist()
     digests = {}
-    members = [find_member(row["uri"], row["source_offset"], row["size"]) for row in rows]
+    members = [Location.parse(row["uri"], row["source_offset"], row["size"]) for row in rows]
     with OpenArchives(objects, members) as opened:
         for row, member in zip(rows, members):
             parts = []
