@@ -6,7 +6,6 @@ import errno
 import shlex
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from functools import partial
 
 from pipeline.errors import VideoFault
 from pipeline.inputs.archive import Archive, ArchiveOptions, RandomFile, merge_spans, open_archive
@@ -31,20 +30,12 @@ FORMS: dict[str, Callable[[RandomFile], Archive]] = {
 OF_COLUMNS = frozenset({".parquet", ".arrow", ".feather"})
 
 
-def fetch_member(location: Location, objects: Objects, write: Callable[[bytes], object], limit: int) -> int:
-    """Pass the bytes of a member to ``write``; return their number.
-
-    If ``location`` has a mark, the member is looked up again (``OpenArchives.find_again``). Raises VideoFault, or
-    OSError, with EFBIG for more than ``limit`` bytes.
-    """
-    with OpenArchives(objects, [location]) as opened:
-        return opened.fetch(opened.find_again(location), write, limit)
-
-
 def fetch_again(
     row: VideoRow, objects: Objects, roots: Roots
 ) -> Callable[[Callable[[bytes], object], int], int] | None:
-    """Return ``fetch_member`` for the video of a row of the videos table; None for a file of its own.
+    """Return ``OpenArchives.fetch`` for the video of a row of the videos table, at its current position in the archive.
+
+    It is None for a file of its own.
 
     Call it before anything of a row is read: whoever made the cache chose the address, and this user's credentials
     would be sent there. Raises VideoFault("policy") unless it lies below ``roots``.
@@ -55,7 +46,14 @@ def fetch_again(
         folder = shown.rpartition("/")[0] or "/"
         reason = "the sources that a cache names are read only below folders and prefixes that you name"
         raise VideoFault("policy", f"{reason}: for this one --video-root {shlex.quote(folder)}")
-    return None if location.member is None else partial(fetch_member, location, objects)
+    if location.member is None:
+        return None
+
+    def fetch(write: Callable[[bytes], object], limit: int) -> int:
+        with OpenArchives(objects, [location]) as opened:
+            return opened.fetch(opened.find_again(location), write, limit)
+
+    return fetch
 
 
 class OpenArchives(AbstractContextManager["OpenArchives"]):

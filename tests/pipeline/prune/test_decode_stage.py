@@ -72,7 +72,7 @@ def test_the_start_of_the_child_is_no_time_of_a_video_that_fails(tmp_path):
     (tmp_path / "a.mp4").write_text("no video")
     with StartsForAnHour() as sandbox:
         decoder = VideoDecoder(DecodeSetup(Sampling(num_frames=2), KeepSize()), sandbox)
-        with decoder.open(row) as source:
+        with decoder.open_archives([row]) as archives, decoder.open(row, archives) as source:
             record, _ = decoder.decode_one(row, source)
     assert record["error_class"] == "unsupported" and -3600 <= record["decode_s"] < 0  # the hour did not pass
 
@@ -104,7 +104,7 @@ def test_positions_that_do_not_tell_the_times_of_frames_are_counted(model, times
     recipe = resolve(config)
     decoder, encoder = VideoDecoder(recipe.decode_setup()), recipe.encode_setup("cpu", "float32").encoder()
     row = todo_row("a", str(path))
-    with decoder.open(row) as source:
+    with decoder.open_archives([row]) as archives, decoder.open(row, archives) as source:
         record, frames = decoder.decode_one(row, source)
     decoder.close()
     done = encoder.encode_one(record, frames).record

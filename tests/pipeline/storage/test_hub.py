@@ -36,7 +36,7 @@ def read(place, column):
     with OpenArchives(objects, members) as opened:
         for row, member in zip(rows, members):
             parts = []
-            if member is None:
+            if member.member is None:
                 parts.append(reach(row["uri"], objects).read(row["uri"]))
             else:
                 opened.fetch(member, parts.append, 2**30)
