@@ -70,10 +70,11 @@ def todo_row(
     end_s: float | None = None,
     size: int | None = None,
     attempts: int = 1,
+    source_offset: int | None = None,
 ) -> TodoRow:
     """Return the row of a video that may be read: without a policy, a known fault, a mark and carried columns."""
     row: ManifestRow = {"video_id": video_id, "uri": uri, "start_s": start_s, "end_s": end_s, "size": size}
-    row |= {"manifest": None, "policy": None, "source_offset": None, "fault": None, "mark": None}
+    row |= {"manifest": None, "policy": None, "source_offset": source_offset, "fault": None, "mark": None}
     return {**row, "attempts": attempts}
 
 

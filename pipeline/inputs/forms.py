@@ -33,9 +33,9 @@ OF_COLUMNS = frozenset({".parquet", ".arrow", ".feather"})
 def fetch_again(
     row: VideoRow, objects: Objects, roots: Roots
 ) -> Callable[[Callable[[bytes], object], int], int] | None:
-    """Return ``OpenArchives.fetch`` for the video of a row of the videos table, at its current position in the archive.
+    """Return a function that fetches the video of a row of the videos table from its archive; None for other files.
 
-    It is None for a file of its own.
+    It reads the video at its current position (``OpenArchives.find_again``).
 
     Call it before anything of a row is read: whoever made the cache chose the address, and this user's credentials
     would be sent there. Raises VideoFault("policy") unless it lies below ``roots``.
@@ -60,8 +60,8 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
     """The archives of some videos; one archive is open at a time. For one thread. Close it after use.
 
     Args:
-        locations: the videos that will be fetched, in this order: neighbors share a request. Files of their own are
-            ignored.
+        locations: the videos that will be fetched, in this order: neighbors share a request. Files that are in no
+            archive are ignored.
     """
 
     def __init__(self, objects: Objects, locations: Iterable[Location] = ()) -> None:

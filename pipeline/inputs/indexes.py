@@ -38,7 +38,7 @@ from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
 from pipeline.inputs.tables import number_of
 from pipeline.keys import column_keys, find, find_repeated, mark_key
 from pipeline.rows import Json
-from pipeline.storage.location import Location
+from pipeline.storage.location import Location, make_uri
 from pipeline.storage.s3 import ObjectInfo, Objects
 from pipeline.storage.stores import INDEXES, Store, request_threads
 
@@ -321,7 +321,7 @@ def forget_members(store: Store, uris: Collection[str], ids: Collection[str] = (
             if facts[0] != _VERSION:
                 raise ValueError(facts[0])
             kept = [Member(*member) for member in members]
-            is_removed = [Location(facts[1], member.name).uri in uris for member in kept]
+            is_removed = [make_uri(facts[1], member.name) in uris for member in kept]
             removed_ids = [member.shown_name or member.name for member in compress(kept, is_removed)]
             other_members = [member for member, removed in zip(kept, is_removed, strict=True) if not removed]
             doubtful = any(
@@ -366,7 +366,7 @@ def _table(place: NamedArchive, members: Sequence[Member], options: ArchiveOptio
         "video_id": [
             member.video_id or f"{place.name}/{name}".rstrip("/") for member, name in zip(members, names, strict=True)
         ],
-        "uri": [Location(place.uri, member.name).uri for member in members],
+        "uri": [make_uri(place.uri, member.name) for member in members],
         "start_s": [member.start_s for member in members],
         "end_s": [member.end_s for member in members],
         "manifest": [member.carried for member in members],

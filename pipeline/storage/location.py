@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
+def make_uri(archive: str, member: str) -> str:
+    """Return the uri of a member, which ``Location.parse`` reads. An index may have millions of them."""
+    return f"{archive}#{member}"
+
+
 class Location(NamedTuple):
     """The location of a video's bytes: a file of its own, or a member of an archive.
 
@@ -38,4 +43,4 @@ class Location(NamedTuple):
     @property
     def uri(self) -> str:
         """The uri as users see it: the file, or ARCHIVE#MEMBER."""
-        return self.file if self.member is None else f"{self.file}#{self.member}"
+        return self.file if self.member is None else make_uri(self.file, self.member)

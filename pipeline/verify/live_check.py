@@ -136,7 +136,7 @@ class LiveCheck:
         Raises ReplacedSource where the source is another file now.
         """
         where = row["uri"], row["start_s"], row["end_s"], row["source_size"]
-        todo = todo_row(row["video_id"], *where, row["attempts"])
+        todo = todo_row(row["video_id"], *where, row["attempts"], row["source_offset"])
         with same_source(row, self._objects, fetch_again(row, self._objects, self._roots)) as source:
             record, frames = decoder.decode_one(todo, source)
         if frames is None:

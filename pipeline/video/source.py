@@ -46,7 +46,7 @@ class Source(AbstractContextManager["Source"]):
     """A video that is ready to be decoded, or the fault that prevents that. Close it after use.
 
     Attributes:
-        location: the location of the video; of a video that was opened, with its mark then, and the size of a copy.
+        location: the location of the video. ``open_source`` sets its current mark, and the size of a copy.
         fault: the reason why there is nothing to decode.
         descriptor: of the content in memory.
         path: of the content on disk: the video's own, or a temporary file's where the platform has no files in memory.
@@ -98,7 +98,7 @@ def open_source(location: Location, objects: Objects, limit: int, fetch: Fetch |
     A path that does not exist is no fault yet. ``fetch`` brings the bytes of a member of an archive.
     """
     if not is_remote(location.file) and fetch is None:
-        mark = _state_on_disk(location.file).mark or location.mark
+        mark = _state_on_disk(location.file).mark or location.mark  # that of a listing may be older
         return Source(location._replace(mark=mark), path=location.file)
     source = Source(location, fetched=True)
     try:
@@ -121,8 +121,7 @@ def same_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> 
         _check_present(row)
     if row["source_size"] is None or row["source_hash"] is None:
         raise VideoFault("io", "the cache does not say which file was read")
-    location = Location.parse(row["uri"], row["source_offset"])
-    source = open_source(location, objects, row["source_size"], fetch)
+    source = open_source(Location.parse(row["uri"], row["source_offset"]), objects, row["source_size"], fetch)
     if source.fault is not None and source.fault.fault_class == "io":
         raise VideoFault("io", f"the source object is not at hand: {source.fault.message}")
     if is_copy and source.location.size != row["source_size"]:  # a larger object is not fetched at all
