@@ -314,6 +314,7 @@ def forget_members(store: Store, uris: Collection[str], ids: Collection[str] = (
     deleted_names, ends = list[str](), frozenset(ids)
     names = store.names(INDEXES, _SUFFIX) if ids or uris else []
     if not ids:
+        # Without ids all uris are of members, wherever these lie.
         names = sorted(set(names) & {_name(Location.parse(uri, 0).file) for uri in uris})
     for name, data in zip(names, store.read_all(names), strict=True):
         try:
