@@ -1,12 +1,14 @@
 """The decode actor: a row in, a row out, whatever the video is."""
 
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import md5
 
 import pyarrow as pa
 import pytest
 
 from pipeline.errors import UsageError
 from pipeline.inputs.named_videos import TODO_SCHEMA
+from pipeline.keys import mark_key
 from pipeline.prune.batches import unpack
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import Decoder, DecodeSetup, VideoDecoder, check_decoder_device
@@ -36,6 +38,7 @@ def test_a_decoder_fetches_with_what_its_setup_holds_and_asks_nothing_else(serve
     assert [record["error_class"] for record in records[5:]] == ["io", "policy"]
     assert [record.get("source_size") for record in records] == [clip.stat().st_size] * 5 + [7, None]
     assert {record["source_hash"] for record in records[:5]} == {records[4]["source_hash"]}
+    assert {record["source_mark"] for record in records[:4]} == {mark_key(md5(clip.read_bytes()).hexdigest())}
     assert server.counts() == {"GET": 5}  # each object, and the one that is gone
     decoder.close()
 
