@@ -41,7 +41,7 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder, collect_kept_tokens, make_pruning_columns, to_sampled_video
 from pipeline.prune.recipe import Recipe, list_needed_evidence, resolve
-from pipeline.rows import ManifestRow, VideoRecord
+from pipeline.rows import ManifestRow, TodoRow, VideoRecord
 from pipeline.storage.stores import LocalStore
 
 T = TypeVar("T")
@@ -337,9 +337,9 @@ class Bench:
 
     def _decode(self, row: ManifestRow) -> tuple[VideoRecord, NDArray[np.uint8]]:
         """Decode a video. Raises RunFailed if it cannot be read."""
-        todo = {**dict.fromkeys(("start_s", "end_s", "manifest", "policy", "size")), **row, "attempts": 1}
-        with self._decoder.open(todo) as source:  # type: ignore[arg-type]
-            record, frames = self._decoder.decode_one(todo, source)  # type: ignore[arg-type]
+        todo: TodoRow = {**row, "attempts": 1}
+        with self._decoder.open_archives([todo]) as archives, self._decoder.open(todo, archives) as source:
+            record, frames = self._decoder.decode_one(todo, source)
         if frames is None:
             raise RunFailed(f"{record['video_id']}: {record['error_class']}: {record['error_message']}")
         return record, frames

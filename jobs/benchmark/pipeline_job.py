@@ -32,6 +32,7 @@ from pipeline.runner.access import workers_import_this
 from pipeline.runner.cluster import connect, private_ray
 from pipeline.runner.prefork.server import forking_workers
 from pipeline.runner.ray_folder import make_ray_folder
+from pipeline.storage.location import Location
 from pipeline.video.source import Source
 
 _NODE = {"object_store_memory": 512 * 2**20, "include_dashboard": False, "include_log_monitor": False}
@@ -93,9 +94,9 @@ class IdleVideoDecoder(VideoDecoder):
     def close(self) -> None:
         """Close nothing: there is no child."""
 
-    def open(self, row: TodoRow, archives: OpenArchives | None = None) -> Source:
+    def open(self, row: TodoRow, archives: OpenArchives) -> Source:
         """Return the source unopened."""
-        return Source(row["uri"])
+        return Source(Location(row["uri"]))
 
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
         """Return the record of a still video of one second, and frames of zeros."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from statistics import median
 
@@ -53,11 +54,11 @@ def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Fi
 
     The seconds are None if no video decodes.
     """
-    decoder, faults, codecs, seconds = VideoDecoder(setup), Counter[str](), Counter[str](), list[float]()
+    faults, codecs, seconds = Counter[str](), Counter[str](), list[float]()
     start = time.perf_counter()
-    try:
+    with closing(VideoDecoder(setup)) as decoder, decoder.open_archives(rows) as archives:
         for row in rows:
-            with decoder.open(row) as source:
+            with decoder.open(row, archives) as source:
                 record, frames = decoder.decode_one(row, source)
             if frames is None:
                 faults[f"{record['error_class']}, e.g. {row['video_id']}: {record['error_message']}"] += 1
@@ -66,8 +67,6 @@ def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Fi
                 codecs[f"{record['codec']} {record['source_width']}x{record['source_height']}"] += 1
             if time.perf_counter() - start > _MAX_DECODE_S:
                 break
-    finally:
-        decoder.close()
     total = faults.total() + codecs.total()
     findings = [
         Finding("decoding", "wrong", f"{n} of {total} videos: {says}", "see the message") for says, n in faults.items()

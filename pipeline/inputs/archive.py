@@ -20,6 +20,7 @@ from pipeline.inputs.listings import CONTROL
 from pipeline.inputs.tables import is_text
 from pipeline.storage.downloads import Download
 from pipeline.storage.hub import Files, HubDownload, is_remote, reach
+from pipeline.storage.location import Location
 from pipeline.storage.random_access import Positioned
 from pipeline.storage.s3 import ObjectInfo, Objects
 
@@ -103,14 +104,14 @@ class Archive(ABC):
         return [*videos], LeftOut()
 
     @abstractmethod
-    def span(self, member: Member) -> tuple[int, int]:
+    def span(self, location: Location) -> tuple[int, int]:
         """Return the bytes (start, end) of the archive that ``read`` reads for a video, to plan requests by."""
 
     @abstractmethod
-    def read(self, member: Member) -> Iterator[bytes]:
-        """Yield a video's bytes, given its name, offset and size. Raises VideoFault or OSError."""
+    def read(self, location: Location) -> Iterator[bytes]:
+        """Yield a video's bytes. Raises VideoFault or OSError."""
 
-    def sample(self, member: Member) -> int | None:
+    def sample(self, location: Location) -> int | None:
         """Return the ``sample_key`` of a video's bytes; None where a form does not read parts of it. Raises OSError."""
         return None
 

@@ -41,6 +41,7 @@ from pipeline.inputs.tables import (
     plain_type,
     shown_as,
 )
+from pipeline.storage.location import Location
 
 _ROWS = 2**12  # rows of the small columns that are read at once
 _MAX_GROUP_BYTES = 2**26  # bytes of a row group that memory holds
@@ -96,28 +97,28 @@ class Table(Archive):
             else:
                 yield from ((row, None) for row in _rows(batch))
 
-    def span(self, member: Member) -> tuple[int, int]:
+    def span(self, location: Location) -> tuple[int, int]:
         return 0, 0  # ``read`` plans its requests, by row group
 
-    def read(self, member: Member) -> Iterator[bytes]:
+    def read(self, location: Location) -> Iterator[bytes]:
         """Yield the bytes of a row in one piece. Raises VideoFault, OSError.
 
         Rows that are asked for in order are read once.
         """
-        stamp, _, column = member.name.partition("/")
+        stamp, _, column = str(location.member).partition("/")
         if stamp != self._hash:
             raise VideoFault("io", f"{self._file.uri} has changed since it was listed; rerun the command")
         try:
-            value = self._value(column.rpartition("/")[0], member.offset)
+            value = self._value(column.rpartition("/")[0], location.offset)
         except (*UNREADABLE, StopIteration, LookupError) as error:
             if not _is_damage(error):
                 raise
-            raise VideoFault("corrupt", f"row {member.offset} of the table cannot be read: {error}") from error
+            raise VideoFault("corrupt", f"row {location.offset} of the table cannot be read: {error}") from error
         value = _plain_value(value)
         if isinstance(value, pa.StructScalar) and value.is_valid:
             value = _plain_value(value[_BYTES]) if _BYTES in value else pa.scalar(None)
         if not value.is_valid:
-            raise VideoFault("unsupported", f"row {member.offset} of the table holds neither bytes nor a path")
+            raise VideoFault("unsupported", f"row {location.offset} of the table holds neither bytes nor a path")
         yield value.as_buffer().to_pybytes()
 
     def _value(self, column: str, row: int) -> pa.Scalar:

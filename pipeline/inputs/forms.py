@@ -6,16 +6,16 @@ import errno
 import shlex
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 from pipeline.errors import VideoFault
-from pipeline.inputs.archive import Archive, ArchiveOptions, Member, RandomFile, merge_spans, open_archive
+from pipeline.inputs.archive import Archive, ArchiveOptions, RandomFile, merge_spans, open_archive
 from pipeline.inputs.columns import Table
 from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.named_videos import Roots, without_secrets
 from pipeline.inputs.tar_and_zip import Tar, Zip
 from pipeline.keys import mark_key
 from pipeline.rows import VideoRow
+from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 
 #: To add a form, write a subclass of Archive as those in ``tar_and_zip`` and add a line here.
@@ -30,63 +30,43 @@ FORMS: dict[str, Callable[[RandomFile], Archive]] = {
 OF_COLUMNS = frozenset({".parquet", ".arrow", ".feather"})
 
 
-class ArchiveMember(NamedTuple):
-    """A video in an archive or table: the archive's address, and the member in it."""
-
-    archive: str
-    member: Member
-
-
-def find_member(uri: str, offset: int | None, size: int | None) -> ArchiveMember | None:
-    """Return the archive and member of a video; None for a file of its own, which has no offset."""
-    archive, _, name = uri.partition("#")
-    return None if offset is None else ArchiveMember(archive, Member(name, offset, size))
-
-
-def make_fetch(
-    video: ArchiveMember | None, objects: Objects, mark: int | None = None
-) -> Callable[[Callable[[bytes], object], int], int] | None:
-    """Return a function that passes the bytes of a video to a writer (``OpenArchives.fetch``); None without a member.
-
-    ``mark`` is as ``OpenArchives.find_again`` takes it.
-    """
-    if video is None:
-        return None
-
-    def fetch(write: Callable[[bytes], object], limit: int) -> int:
-        with OpenArchives(objects, [video]) as opened:
-            return opened.fetch(video if mark is None else opened.find_again(video, mark), write, limit)
-
-    return fetch
-
-
 def fetch_again(
     row: VideoRow, objects: Objects, roots: Roots
 ) -> Callable[[Callable[[bytes], object], int], int] | None:
-    """Return ``make_fetch`` for the video of a row of the videos table, at its current position in the archive.
+    """Return a function that fetches the video of a row of the videos table from its archive; None for other files.
+
+    It reads the video at its current position (``OpenArchives.find_again``).
 
     Call it before anything of a row is read: whoever made the cache chose the address, and this user's credentials
     would be sent there. Raises VideoFault("policy") unless it lies below ``roots``.
     """
-    video = find_member(row["uri"], row["source_offset"], row["source_size"])
-    uri = row["uri"] if video is None else video.archive
-    if not roots.contains(uri):
-        folder = (without_secrets(uri) if "://" in uri else uri).rpartition("/")[0] or "/"
+    location = Location.parse(row["uri"], row["source_offset"], row["source_size"], row.get("source_mark"))
+    if not roots.contains(location.file):
+        shown = without_secrets(location.file) if "://" in location.file else location.file
+        folder = shown.rpartition("/")[0] or "/"
         reason = "the sources that a cache names are read only below folders and prefixes that you name"
         raise VideoFault("policy", f"{reason}: for this one --video-root {shlex.quote(folder)}")
-    return make_fetch(video, objects, row.get("source_mark"))
+    if location.member is None:
+        return None
+
+    def fetch(write: Callable[[bytes], object], limit: int) -> int:
+        with OpenArchives(objects, [location]) as opened:
+            return opened.fetch(opened.find_again(location), write, limit)
+
+    return fetch
 
 
 class OpenArchives(AbstractContextManager["OpenArchives"]):
     """The archives of some videos; one archive is open at a time. For one thread. Close it after use.
 
     Args:
-        videos: the videos that will be fetched, in this order: neighbours share a request.
+        locations: the videos that will be fetched, in this order: neighbors share a request. Files that are in no
+            archive are ignored.
     """
 
-    def __init__(self, objects: Objects, videos: Iterable[ArchiveMember | None] = ()) -> None:
+    def __init__(self, objects: Objects, locations: Iterable[Location] = ()) -> None:
         self._objects = objects
-        self._videos = [video for video in videos if video is not None]
+        self._members = [location for location in locations if location.member is not None]
         self._open: tuple[str, RandomFile, Archive] | None = None
 
     def __exit__(self, *error: object) -> None:
@@ -98,44 +78,42 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
             self._open[1].close()
             self._open = None
 
-    def fetch(self, video: ArchiveMember, write: Callable[[bytes], object], limit: int) -> int:
-        """Pass the bytes of a video to ``write``; return their number.
+    def fetch(self, location: Location, write: Callable[[bytes], object], limit: int) -> int:
+        """Pass the bytes of a member to ``write``; return their number.
 
         Raises VideoFault, or OSError, with EFBIG for more than ``limit`` bytes.
         """
         n_done = 0
-        if (size := video.member.size or 0) > limit:
+        if (size := location.size or 0) > limit:
             raise OSError(errno.EFBIG, f"the member has {size} bytes, more than the {limit} that are allowed")
-        for piece in self._open_archive(video.archive).read(video.member):
+        for piece in self._open_archive(location.file).read(location):
             n_done += len(piece)
             if n_done > limit:
                 raise OSError(errno.EFBIG, f"the member has more than the {limit} bytes that are allowed")
             write(piece)
         return n_done
 
-    def find_again(self, video: ArchiveMember, mark: int) -> ArchiveMember:
-        """Return the current member of a video: the same if its archive still has this ``mark_key``.
+    def find_again(self, location: Location) -> Location:
+        """Return the current location of a member: the same if its archive still has the ``mark``, or none is known.
 
-        In a repacked archive it is found by its name; ``video`` is returned if there is none. Raises as ``fetch``.
+        In a repacked archive the member is found by its name. ``location`` is returned if there is none. Raises
+        VideoFault for an unknown suffix, or OSError.
         """
-        archive = self._open_archive(video.archive)
+        archive = self._open_archive(location.file)
         assert self._open is not None
-        if mark_key(self._open[1].mark) == mark:
-            return video
-        members = archive.members(ArchiveOptions())
-        return ArchiveMember(
-            video.archive,
-            next((candidate for candidate in members if candidate.name == video.member.name), video.member),
-        )
+        if location.mark is None or mark_key(self._open[1].mark) == location.mark:
+            return location
+        members = (member for member in archive.members(ArchiveOptions()) if member.name == location.member)
+        return next((location._replace(offset=member.offset, size=member.size) for member in members), location)
 
-    def sample(self, video: ArchiveMember) -> int | None:
-        """Return ``Archive.sample`` of a video. Raises OSError."""
-        return self._open_archive(video.archive).sample(video.member)
+    def sample(self, location: Location) -> int | None:
+        """Return ``Archive.sample`` of a member. Raises OSError."""
+        return self._open_archive(location.file).sample(location)
 
     def _open_archive(self, uri: str) -> Archive:
         """Return the archive at ``uri``; open it, and close the one before it, unless it is open already.
 
-        Its requests are planned for the videos of this object. Raises VideoFault for an unknown suffix, or OSError.
+        Its requests are planned for the locations of this object. Raises VideoFault for an unknown suffix, or OSError.
         """
         if self._open is None or self._open[0] != uri:
             self.close()
@@ -145,7 +123,7 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
             file = open_archive(uri, self._objects)
             try:
                 archive = form(file)
-                file.plan(merge_spans(archive.span(video.member) for video in self._videos if video.archive == uri))
+                file.plan(merge_spans(archive.span(member) for member in self._members if member.file == uri))
             except BaseException:
                 file.close()
                 raise

@@ -34,6 +34,7 @@ from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
 from pipeline.inputs.tables import number_of
 from pipeline.keys import mark_key
 from pipeline.rows import Json
+from pipeline.storage.location import Location, make_uri
 from pipeline.storage.s3 import ObjectInfo, Objects
 from pipeline.storage.stores import INDEXES, Store
 
@@ -274,14 +275,15 @@ def forget_members(store: Store, uris: Collection[str], ids: Collection[str] = (
     deleted_names, ends = list[str](), frozenset(ids)
     names = store.names(INDEXES, _SUFFIX) if ids or uris else []
     if not ids:
-        names = sorted(set(names) & {_name(uri.partition("#")[0]) for uri in uris})
+        # Without ids all uris are of members, wherever these lie.
+        names = sorted(set(names) & {_name(Location.parse(uri, 0).file) for uri in uris})
     for name, data in zip(names, store.read_all(names), strict=True):
         try:
             facts, *members = json.loads(zlib.decompress(data))
             if facts[0] != _VERSION:
                 raise ValueError(facts[0])
             kept = [Member(*member) for member in members]
-            is_removed = [f"{facts[1]}#{member.name}" in uris for member in kept]
+            is_removed = [make_uri(facts[1], member.name) in uris for member in kept]
             removed_ids = [member.shown_name or member.name for member in compress(kept, is_removed)]
             other_members = [member for member, removed in zip(kept, is_removed, strict=True) if not removed]
             doubtful = any(
@@ -326,7 +328,7 @@ def _table(place: NamedArchive, members: Sequence[Member], options: ArchiveOptio
         "video_id": [
             member.video_id or f"{place.name}/{name}".rstrip("/") for member, name in zip(members, names, strict=True)
         ],
-        "uri": [f"{place.uri}#{member.name}" for member in members],
+        "uri": [make_uri(place.uri, member.name) for member in members],
         "start_s": [member.start_s for member in members],
         "end_s": [member.end_s for member in members],
         "manifest": [member.carried for member in members],

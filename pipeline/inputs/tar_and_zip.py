@@ -22,6 +22,7 @@ from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER_FILES, LeftOut, is_appl
 from pipeline.inputs.listings import VIDEO_SUFFIXES, find_suffix, is_taken
 from pipeline.inputs.tables import UserValue, carried_json, parse_json
 from pipeline.keys import sample_key, sample_spans
+from pipeline.storage.location import Location
 
 _BLOCK: Final = tarfile.BLOCKSIZE
 _MAX_HEADER_BYTES = 2**20  # bytes of an extended header; a real one has some hundred
@@ -84,25 +85,25 @@ class Tar(Archive):
             left_out.add(f"{find_suffix(name)[1:]} without a video", name)
         return [video._replace(carried=text) for video, text in zip(videos, sidecars, strict=True)], left_out
 
-    def span(self, member: Member) -> tuple[int, int]:
-        return member.offset - _BLOCK, member.offset + (member.size or 0)
+    def span(self, location: Location) -> tuple[int, int]:
+        return location.offset - _BLOCK, location.offset + (location.size or 0)
 
-    def read(self, member: Member) -> Iterator[bytes]:
+    def read(self, location: Location) -> Iterator[bytes]:
         """Yield a member's bytes. Raises VideoFault("io") if the tar has changed."""
-        offset, end = self.span(member)
+        offset, end = self.span(location)
         header = _parse_header(self._file.read(offset, offset + _BLOCK))
-        huge = (member.size or 0) >= _MIN_PAX_SIZE  # a header has no field for such a size
-        if header is None or (header.size != member.size and not huge) or end > self._file.size:
+        huge = (location.size or 0) >= _MIN_PAX_SIZE  # a header has no field for such a size
+        if header is None or (header.size != location.size and not huge) or end > self._file.size:
             raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; rerun the command")
-        for start in range(member.offset, end, _PIECE_BYTES):
+        for start in range(location.offset, end, _PIECE_BYTES):
             piece = self._file.read(start, min(start + _PIECE_BYTES, end))
             if not piece:
                 raise VideoFault("io", f"{self._file.uri} ends before the member does; rerun the command")
             yield piece
 
-    def sample(self, member: Member) -> int:
-        size = member.size or 0
-        spans = [(member.offset + start, member.offset + end) for start, end in sample_spans(size)]
+    def sample(self, location: Location) -> int:
+        size = location.size or 0
+        spans = [(location.offset + start, location.offset + end) for start, end in sample_spans(size)]
         return sample_key(size, [self._file.read(*span) for span in spans])
 
     def _read_carried(self, entry: _MemberEntry, suffix: str) -> UserValue:
@@ -362,21 +363,21 @@ class Zip(Archive):
     def pair_sidecars(self, videos: Sequence[Member]) -> tuple[list[Member], LeftOut]:
         return [*videos], self._left_out
 
-    def span(self, member: Member) -> tuple[int, int]:
+    def span(self, location: Location) -> tuple[int, int]:
         # The name and extra fields before the data are of any length; a deflated member has fewer bytes than this.
-        return member.offset, member.offset + (member.size or 0) + _MIN_READ_BYTES
+        return location.offset, location.offset + (location.size or 0) + _MIN_READ_BYTES
 
-    def read(self, member: Member) -> Iterator[bytes]:
+    def read(self, location: Location) -> Iterator[bytes]:
         """Yield a member's bytes, decompressed. Raises VideoFault if the zip has changed, or the data is damaged."""
-        size = member.size or 0
-        header = self._file.read(member.offset, member.offset + _HEADER.size).ljust(_HEADER.size)
+        size = location.size or 0
+        header = self._file.read(location.offset, location.offset + _HEADER.size).ljust(_HEADER.size)
         signature, _, flags, method, _, _, crc, _, stated, name_length, extra_length = _HEADER.unpack(header)
         tells = stated > 0 and not flags & _DESCRIPTOR_FLAG  # else its size and CRC-32 stand behind the data
         if signature != _SIGNATURE or (tells and stated not in (size, _ZIP64)):
             raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; rerun the command")
-        offset, crc_read = member.offset + _HEADER.size + name_length + extra_length, 0
+        offset, crc_read = location.offset + _HEADER.size + name_length + extra_length, 0
         inflater = zlib.decompressobj(-15) if method == zipfile.ZIP_DEFLATED else None
-        expected_end = self.span(member)[1]
+        expected_end = self.span(location)[1]
         while size > 0:
             # A deflated member tells its end itself, seldom behind the one that is expected.
             most = max(expected_end - offset, _MIN_READ_BYTES) if inflater else size

@@ -24,6 +24,7 @@ from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.manifest import Listed, list_names, require_unique_files, sort_roots
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.keys import column_keys, find, find_repeated
+from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import request_threads
 
@@ -195,8 +196,9 @@ class VideoList:
         is_repeated = ids.find_repeated(self.known)
         for part, end in zip(parts, accumulate(map(len, parts)), strict=True):
             if not self.is_limited and part["fault"].null_count and is_repeated[end - len(part) : end].all():
+                first = Location.parse(part["uri"][0].as_py(), part["source_offset"][0].as_py())
                 raise ManifestError(
-                    f"{part['uri'][0].as_py().partition('#')[0]}: all of its {len(part)} videos have ids of earlier "
+                    f"{first.file}: all of its {len(part)} videos have ids of earlier "
                     f"ones, e.g. {part['video_id'][0]}; {_OWN_IDS}"
                 )
         videos = ids.separate_ids(self.known, is_repeated)

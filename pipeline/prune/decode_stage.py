@@ -21,11 +21,12 @@ from ray.actor import ActorHandle
 from gstep.errors import TooFewFrames, UnsupportedVideo
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import FaultClass, UsageError, VideoFault
-from pipeline.inputs.forms import ArchiveMember, OpenArchives, find_member, make_fetch
+from pipeline.inputs.forms import OpenArchives
 from pipeline.prune.batches import pack, unpack_unit
 from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewhere, without_nulls
 from pipeline.runner.heartbeat import Heartbeat, ItemsInHand
 from pipeline.storage.hub import is_remote
+from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodedVideo, DecodeRequest
 from pipeline.video.decoders import decoder_version
@@ -147,25 +148,24 @@ class VideoDecoder:
         """End the child."""
         self._sandbox.close()
 
-    def open(self, row: TodoRow, archives: OpenArchives | None = None) -> Source:
+    def open(self, row: TodoRow, archives: OpenArchives) -> Source:
         """Open the video of a row. An error becomes the ``fault`` of the source: nothing is raised.
 
-        ``archives`` caches the open archives of earlier rows.
+        ``archives`` reads the archives of this row and of others.
         """
+        location = _locate(row)
         if row["policy"]:
-            return Source(row["uri"], fault=VideoFault("policy", row["policy"]))
+            return Source(location, VideoFault("policy", row["policy"]))
         if row["fault"]:
             fault_class, _, message = row["fault"].partition(": ")
-            return Source(row["uri"], fault=VideoFault(cast(FaultClass, fault_class), message))
-        objects, member = self._setup.objects, _find_member(row)
-        fetch = make_fetch(member, objects) if member is None or archives is None else partial(archives.fetch, member)
-        return open_source(row["uri"], objects, self._setup.fetch_mb * 2**20, fetch)
+            return Source(location, VideoFault(cast(FaultClass, fault_class), message))
+        fetch = None if location.member is None else partial(archives.fetch, location)
+        return open_source(location, self._setup.objects, self._setup.fetch_mb * 2**20, fetch)
 
     def open_archives(self, rows: Iterable[TodoRow]) -> OpenArchives:
         """Return the reader of the archives that contain these rows' videos."""
-        return OpenArchives(
-            self._setup.objects, [_find_member(row) for row in rows if not (row["policy"] or row["fault"])]
-        )
+        locations = [_locate(row) for row in rows if not (row["policy"] or row["fault"])]
+        return OpenArchives(self._setup.objects, locations)
 
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
         """Decode a video: return its record and frames [t,h,w,3]; a fault makes an error record, and frames None.
@@ -182,7 +182,7 @@ class VideoDecoder:
             failed_record = failed_video(record, fault)
             if (version := decoder_version(fault.backend)) is not None:
                 failed_record["backend_version"] = version
-            if not row["policy"] and (size := _find_size(row, source)) is not None:
+            if not row["policy"] and (size := _find_size(source.location)) is not None:
                 failed_record["source_size"] = size
             failed_record["decode_s"] = (
                 time.perf_counter() - self._sandbox.starting_s - start
@@ -240,29 +240,29 @@ class Decoder:
         return VideoItem(record, frames=frames)
 
 
-def _find_member(row: TodoRow) -> ArchiveMember | None:
-    """Return the position of a row's video in an archive; None for a file of its own."""
-    return find_member(row["uri"], row["source_offset"], row["size"])
+def _locate(row: TodoRow) -> Location:
+    """Return the location of a row's video."""
+    return Location.parse(row["uri"], row["source_offset"], row["size"], row["mark"])
 
 
 def _first_record(row: TodoRow, source: Source) -> VideoRecord:
     """Return the record of a video before decoding: the columns of its manifest row and open file, status "ok"."""
     columns = {name: value for name, value in row.items() if name in _ROW_COLUMNS}
-    columns["source_mark"] = source.mark or row["mark"]  # the open file's may be newer than a listing's
-    if (member := _find_member(row)) is not None:
-        columns["source_shard"] = member.archive
+    columns["source_mark"] = source.location.mark
+    if source.location.member is not None:
+        columns["source_shard"] = source.location.file
     return without_nulls({"status": "ok", **columns}, VideoRecord)
 
 
-def _find_size(row: TodoRow, source: Source) -> int | None:
+def _find_size(location: Location) -> int | None:
     """Return the size in bytes of a failed video's file, or None if it is not known.
 
     A remote file or a member of an archive that could not be fetched has the size of the list.
     """
-    if is_remote(row["uri"]) or row["source_offset"] is not None:
-        return source.size if source.size is not None else row["size"]
+    if is_remote(location.file) or location.member is not None:
+        return location.size
     try:
-        return source_bytes(row["uri"])
+        return source_bytes(location.file)
     except (OSError, ValueError):
         return None
 

@@ -415,9 +415,9 @@ def _probe(recipe: Recipe, rows: Sequence[TodoRow], cluster: Cluster) -> tuple[l
     """
     records, encode_s = list[VideoRecord](), list[float]()
     encoder, first = None, True
-    with closing(VideoDecoder(recipe.decode_setup())) as decoder:
+    with closing(VideoDecoder(recipe.decode_setup())) as decoder, decoder.open_archives(rows) as archives:
         for row in rows:
-            with decoder.open(row) as source:
+            with decoder.open(row, archives) as source:
                 record, frames = decoder.decode_one(row, source)
             records.append(record)
             if frames is None:

@@ -123,7 +123,7 @@ class LocalEncoder:
         """Decode a video or clip: return its record and frames [F,h,w,3]. Raises VideoFault."""
         place = path if is_s3(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
         row = todo_row(path, place, start_s, end_s)
-        with self._decoder.open(row) as source:
+        with self._decoder.open_archives([row]) as archives, self._decoder.open(row, archives) as source:
             record, frames = self._decoder.decode_one(row, source)
         if frames is None:
             raise VideoFault(record["error_class"], record["error_message"], stage=record["error_stage"])

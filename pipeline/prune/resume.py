@@ -19,6 +19,7 @@ from pipeline.keys import ROWS_AT_ONCE, clip_keys, column_keys
 from pipeline.prune.changes import find_replaced
 from pipeline.prune.config import PruneConfig
 from pipeline.rows import ManifestRow, VideoRow
+from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.video.decoders import CODE, decoder_version
 from pipeline.video.source import Sizes
@@ -76,8 +77,9 @@ def keep_stored_ids(videos: pa.Table, ledger: Ledger) -> pa.Table:
     if not len(ledger) or not pc.any(has_backslash, min_count=0).as_py():
         return videos
     numbers = np.flatnonzero(pc.and_(has_backslash, videos["source_offset"].is_valid()).to_numpy())
-    ids = videos["video_id"].take(pa.array(numbers)).to_pylist()
-    names = [uri.partition("#")[2] for uri in videos["uri"].take(pa.array(numbers)).to_pylist()]
+    members = videos.take(pa.array(numbers))
+    ids, uris, offsets = (members[name].to_pylist() for name in ("video_id", "uri", "source_offset"))
+    names = [location.member for location in map(Location.parse, uris, offsets)]
     old_ids = [
         video_id[: -len(name)] + name if name and video_id.endswith(name.replace("\\", "/")) else video_id
         for video_id, name in zip(ids, names, strict=True)
@@ -252,12 +254,10 @@ def _compare(
     if config.on_changed == "skip":
         is_changed[:] = False
     elif (is_doubtful := is_remarked & ~is_failed & ~is_removed & ~is_changed).any():
-        rows_to_check: list[ManifestRow] = part.filter(pa.array(is_doubtful)).to_pylist()
-        for row, size in zip(rows_to_check, sizes[is_doubtful].tolist(), strict=True):
-            row["size"] = size
-        is_replaced[is_doubtful] = find_replaced(
-            rows_to_check, read_column("sample", 0, np.uint64)[is_doubtful].tolist(), asker.objects
-        )
+        doubtful = part.filter(pa.array(is_doubtful))
+        columns = doubtful["uri"].to_pylist(), doubtful["source_offset"].to_pylist(), sizes[is_doubtful].tolist()
+        samples = read_column("sample", 0, np.uint64)[is_doubtful].tolist()
+        is_replaced[is_doubtful] = find_replaced([*map(Location.parse, *columns)], samples, asker.objects)
     is_changed |= is_replaced
     # A failed row has no tokens to protect. A file that was repaired, or was missing, gets all its attempts again.
     is_retried = is_failed & ~is_named & config.retry_failed & (~is_spent | is_other_clip | is_resized | is_remarked)
@@ -340,8 +340,8 @@ def select_existing(todo: pa.Table, objects: Objects | None = None) -> pa.Table:
     the store refuses every request.
     """
     todo = todo.filter(todo["fault"].is_null())
-    offsets, uris = todo["source_offset"].to_pylist(), todo["uri"].to_pylist()
-    files = [uri if offset is None else uri.partition("#")[0] for uri, offset in zip(uris, offsets, strict=True)]
+    locations = map(Location.parse, todo["uri"].to_pylist(), todo["source_offset"].to_pylist())
+    files = [location.file for location in locations]
     names = list(dict.fromkeys(files))
     try:
         sizes = dict(zip(names, Sizes(objects).of(names), strict=True))

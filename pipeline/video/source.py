@@ -25,6 +25,7 @@ from pipeline.keys import mark_key, sample_key, sample_spans
 from pipeline.rows import VideoRow
 from pipeline.storage.downloads import write_download
 from pipeline.storage.hub import is_remote, reach
+from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import request_threads
 from pipeline.video.decode import DecodedVideo, DecodeRequest, convert_error
@@ -45,22 +46,18 @@ class Source(AbstractContextManager["Source"]):
     """A video that is ready to be decoded, or the fault that prevents that. Close it after use.
 
     Attributes:
-        uri: the name of the video: a path, its address, or ARCHIVE#NAME.
-        size: bytes, where they are known.
+        location: the location of the video. ``open_source`` sets its current mark, and the size of a copy.
         fault: the reason why there is nothing to decode.
         descriptor: of the content in memory.
         path: of the content on disk: the video's own, or a temporary file's where the platform has no files in memory.
         fetched: whether the content is a copy, which ``close`` deletes.
-        mark: the ``mark_key`` of the file or object, as of when it was opened; None where it is not known.
     """
 
-    uri: str
-    size: int | None = None
+    location: Location
     fault: VideoFault | None = None
     descriptor: int | None = None
     path: str | None = None
     fetched: bool = False
-    mark: int | None = None
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -74,40 +71,42 @@ class Source(AbstractContextManager["Source"]):
         self.descriptor = self.path = None
 
     def decode(self, sandbox: DecodeSandbox, request: DecodeRequest) -> DecodedVideo:
-        """Decode the video, whatever ``request.path`` is; messages and notes of the result name the ``uri``.
+        """Decode the video, whatever ``request.path`` is; messages and notes of the result have its uri.
 
         Raises VideoFault: the source's own ``fault``, or the sandbox's.
         """
         if self.fault is not None:
             raise self.fault
         try:
-            video = sandbox.decode(replace(request, path=self.path or self.uri), self.descriptor)
+            video = sandbox.decode(replace(request, path=self.path or self.location.uri), self.descriptor)
         except VideoFault as fault:
             fault.message = printable(self._with_uri(fault.message))
             raise
         return replace(video, backend_note=self._with_uri(video.backend_note))
 
     def _with_uri(self, text: str) -> str:
-        """Replace the names of temporary content in a message by the video's ``uri``."""
+        """Replace the names of temporary content in a message by the uri of the video."""
         if not self.fetched:
             return text
-        return _IN_MEMORY.sub(lambda _: self.uri, text if self.path is None else text.replace(self.path, self.uri))
+        uri = self.location.uri
+        return _IN_MEMORY.sub(lambda _: uri, text if self.path is None else text.replace(self.path, uri))
 
 
-def open_source(uri: str, objects: Objects, limit: int, fetch: Fetch | None = None) -> Source:
+def open_source(location: Location, objects: Objects, limit: int, fetch: Fetch | None = None) -> Source:
     """Open a path as it is, or fetch a remote file of at most ``limit`` bytes in one GET; faults come in the source.
 
-    A path that does not exist is no fault yet. ``fetch`` brings the bytes of a member of an archive, whose ``uri``
-    names nothing that could be opened.
+    A path that does not exist is no fault yet. ``fetch`` brings the bytes of a member of an archive.
     """
-    if not is_remote(uri) and fetch is None:
-        return Source(uri, path=uri, mark=_state_on_disk(uri).mark or None)
-    source = Source(uri, fetched=True)
+    if not is_remote(location.file) and fetch is None:
+        mark = _state_on_disk(location.file).mark or location.mark  # that of a listing may be older
+        return Source(location._replace(mark=mark), path=location.file)
+    source = Source(location, fetched=True)
     try:
-        _fetch(source, fetch or partial(_download, source, objects), limit)
+        size = _fetch(source, fetch or partial(_download, source, objects), limit)
+        source.location = source.location._replace(size=size)
     except Exception as error:  # noqa: BLE001 - the error boundary of a video: anything becomes its error row
         source.close()
-        source.fault = _make_fault(uri, error, limit)
+        source.fault = _make_fault(location.uri, error, limit)
     return source
 
 
@@ -122,10 +121,10 @@ def same_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> 
         _check_present(row)
     if row["source_size"] is None or row["source_hash"] is None:
         raise VideoFault("io", "the cache does not say which file was read")
-    source = open_source(row["uri"], objects, row["source_size"], fetch)
+    source = open_source(Location.parse(row["uri"], row["source_offset"]), objects, row["source_size"], fetch)
     if source.fault is not None and source.fault.fault_class == "io":
         raise VideoFault("io", f"the source object is not at hand: {source.fault.message}")
-    if is_copy and source.size != row["source_size"]:  # a larger object is not fetched at all
+    if is_copy and source.location.size != row["source_size"]:  # a larger object is not fetched at all
         source.close()
         raise ReplacedSource(f"the source object has changed since: it does not have {row['source_size']:,} bytes")
     return source
@@ -144,30 +143,31 @@ def _check_present(row: VideoRow) -> None:
         raise ReplacedSource(f"the source file has changed since: it has {size:,} bytes, not {row['source_size']:,}")
 
 
-def _fetch(source: Source, fetch: Fetch, limit: int) -> None:
-    """Fetch the bytes into memory, or into a temporary file where there are no files in memory; set them in ``source``.
+def _fetch(source: Source, fetch: Fetch, limit: int) -> int:
+    """Fetch the bytes into memory, or into a temporary file where there are no files in memory; return their number.
 
     Raises what ``fetch`` raises; ``source.close`` releases what was fetched.
     """
     if hasattr(os, "memfd_create"):
         source.descriptor = os.memfd_create("video", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with open(source.descriptor, "wb", closefd=False) as file:
-            source.size = fetch(file.write, limit)
+            size = fetch(file.write, limit)
         # Sealed, so that a decoder taken over by an attacker cannot change the bytes for the next one.
         with suppress(OSError):  # not every kernel has seals
             seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
             fcntl.fcntl(source.descriptor, fcntl.F_ADD_SEALS, seals)
-        return
+        return size
     descriptor, source.path = tempfile.mkstemp(prefix="video-")
     with os.fdopen(descriptor, "wb") as file:
-        source.size = fetch(file.write, limit)
+        return fetch(file.write, limit)
 
 
 def _download(source: Source, objects: Objects, write: Callable[[bytes], object], limit: int) -> int:
     """Hand a remote file to ``write``, in one GET, and note its mark; return its size. Raises OSError."""
-    with closing(reach(source.uri, objects).download(source.uri)) as download:
-        source.mark = mark_key(download.mark or "")
-        return write_download(download, write, limit, source.uri)
+    uri, mark = source.location.file, source.location.mark
+    with closing(reach(uri, objects).download(uri)) as download:
+        source.location = source.location._replace(mark=mark_key(download.mark or "") or mark)
+        return write_download(download, write, limit, uri)
 
 
 def _make_fault(uri: str, error: Exception, limit: int) -> VideoFault:

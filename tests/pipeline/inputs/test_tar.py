@@ -10,10 +10,11 @@ import pytest
 
 from pipeline.errors import FAULTS, ManifestError
 from pipeline.inputs.archive import ArchiveOptions, open_archive
-from pipeline.inputs.forms import OpenArchives, find_member
+from pipeline.inputs.forms import OpenArchives
 from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.tar_and_zip import Tar
 from pipeline.inputs.video_list import VideoList
+from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.lists import read_manifest
@@ -30,7 +31,7 @@ def rows(path, options=None):
 def bytes_of(row):
     parts: list[bytes] = []
     with OpenArchives(NOWHERE) as opened:
-        size = opened.fetch(find_member(row["uri"], row["source_offset"], row["size"]), parts.append, 2**30)
+        size = opened.fetch(Location.parse(row["uri"], row["source_offset"], row["size"]), parts.append, 2**30)
     assert size == len(b"".join(parts))
     return b"".join(parts)
 

@@ -1,12 +1,14 @@
 """The decode actor: a row in, a row out, whatever the video is."""
 
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import md5
 
 import pyarrow as pa
 import pytest
 
 from pipeline.errors import UsageError
 from pipeline.inputs.named_videos import TODO_SCHEMA
+from pipeline.keys import mark_key
 from pipeline.prune.batches import unpack
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import Decoder, DecodeSetup, VideoDecoder, check_decoder_device
@@ -36,6 +38,7 @@ def test_a_decoder_fetches_with_what_its_setup_holds_and_asks_nothing_else(serve
     assert [record["error_class"] for record in records[5:]] == ["io", "policy"]
     assert [record.get("source_size") for record in records] == [clip.stat().st_size] * 5 + [7, None]
     assert {record["source_hash"] for record in records[:5]} == {records[4]["source_hash"]}
+    assert {record["source_mark"] for record in records[:4]} == {mark_key(md5(clip.read_bytes()).hexdigest())}
     assert server.counts() == {"GET": 5}  # each object, and the one that is gone
     decoder.close()
 
@@ -72,7 +75,7 @@ def test_the_start_of_the_child_is_no_time_of_a_video_that_fails(tmp_path):
     (tmp_path / "a.mp4").write_text("no video")
     with StartsForAnHour() as sandbox:
         decoder = VideoDecoder(DecodeSetup(Sampling(num_frames=2), KeepSize()), sandbox)
-        with decoder.open(row) as source:
+        with decoder.open_archives([row]) as archives, decoder.open(row, archives) as source:
             record, _ = decoder.decode_one(row, source)
     assert record["error_class"] == "unsupported" and -3600 <= record["decode_s"] < 0  # the hour did not pass
 
@@ -104,7 +107,7 @@ def test_positions_that_do_not_tell_the_times_of_frames_are_counted(model, times
     recipe = resolve(config)
     decoder, encoder = VideoDecoder(recipe.decode_setup()), recipe.encode_setup("cpu", "float32").encoder()
     row = todo_row("a", str(path))
-    with decoder.open(row) as source:
+    with decoder.open_archives([row]) as archives, decoder.open(row, archives) as source:
         record, frames = decoder.decode_one(row, source)
     decoder.close()
     done = encoder.encode_one(record, frames).record

@@ -20,10 +20,11 @@ from tests.pipeline.tars import write_tar
 _READ = """
 import hashlib, json, sys
 from pipeline.inputs.archive import ArchiveOptions
-from pipeline.inputs.forms import OpenArchives, find_member
+from pipeline.inputs.forms import OpenArchives
 from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.video_list import VideoList
 from pipeline.storage.hub import reach
+from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.video.source import Sizes
 
@@ -31,11 +32,11 @@ def read(place, column):
     objects = Objects()
     rows = VideoList.read(place, (), objects, Indexes(ArchiveOptions(column or None))).known.to_pylist()
     digests = {}
-    members = [find_member(row["uri"], row["source_offset"], row["size"]) for row in rows]
+    members = [Location.parse(row["uri"], row["source_offset"], row["size"]) for row in rows]
     with OpenArchives(objects, members) as opened:
         for row, member in zip(rows, members):
             parts = []
-            if member is None:
+            if member.member is None:
                 parts.append(reach(row["uri"], objects).read(row["uri"]))
             else:
                 opened.fetch(member, parts.append, 2**30)

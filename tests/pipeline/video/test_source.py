@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.errors import VideoFault
 from pipeline.storage import s3 as objects_module
+from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
@@ -48,7 +49,7 @@ def request(decoder="auto", num_frames=8):
 
 
 def decode(sandbox, server, uri, wanted):
-    with open_source(uri, server.objects(), LIMIT) as source:
+    with open_source(Location(uri), server.objects(), LIMIT) as source:
         return source.decode(sandbox, wanted)
 
 
@@ -137,14 +138,14 @@ def test_what_cannot_be_fetched_is_a_fault_with_its_remedy(server, place):
         ("secret.mp4", 7, "io", "AccessDenied"),
     ]:
         with (
-            open_source(server.uri(name), objects, limit) as source,
+            open_source(Location(server.uri(name)), objects, limit) as source,
             pytest.raises(VideoFault, match=message) as caught,
         ):
             source.decode(DecodeSandbox(), request())
         assert caught.value.fault_class == fault_class and server.uri(name) in caught.value.message
         assert caught.value.retryable and source.descriptor is None and source.path is None
-    with open_source(uri, objects, 8) as source:
-        assert source.fault is None and source.size == 8
+    with open_source(Location(uri), objects, 8) as source:
+        assert source.fault is None and source.location.size == 8
 
 
 @contextmanager
@@ -196,7 +197,7 @@ def test_a_store_that_stalls_or_hangs_up_in_mid_body_is_an_io_fault(monkeypatch,
         objects = Objects(
             endpoint_url=url, region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=SECRET
         )
-        source = open_source("s3://bucket/a.mp4", objects, LIMIT)
+        source = open_source(Location("s3://bucket/a.mp4"), objects, LIMIT)
         assert source.fault is not None and source.fault.fault_class == "io"
         # With so little patience, what is answered late by chance is asked for again.
         assert reason in source.fault.message and len(set(starts) if mode == "stalling" else starts) == requests
