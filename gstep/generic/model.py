@@ -81,7 +81,12 @@ class GenericLanguageModel(LanguageModel):
 
     @torch.inference_mode()
     def score(
-        self, prompts: Sequence[Prompt], continuations: Sequence[Sequence[str]], *, inside: Any = None, **options: Any
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Sequence[str]],
+        *,
+        share_prefix: bool = True,
+        inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
         """Score continuations as :meth:`LanguageModel.score` does.
 

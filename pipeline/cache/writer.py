@@ -82,7 +82,8 @@ class KeptTokens:
         """Convert tensors on any device to the arrays that are stored. Values that need no conversion are not copied.
 
         Args:
-            deepstack, evidence: in order of selection already.
+            video: the kept tokens, as a method selected them or as a cache was read.
+            deepstack, evidence: further vectors of the kept tokens, in order of selection.
             order: [B] the rows of ``video`` in order of selection; by default they have this order.
         """
         import torch  # noqa: PLC0415 - as above
