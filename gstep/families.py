@@ -116,3 +116,8 @@ FAMILIES: Mapping[str, Family] = {
         doctor="gstep.generic.gate:check_weights",
     ),
 }
+
+
+def choose_family(model_type: str) -> str:
+    """Return the family of a model type: the family of that name in the table, else GENERIC."""
+    return model_type if model_type in FAMILIES else GENERIC

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from pipeline.prune.one_video import EncodedVideo, LocalEncoder, encode_video
     from pipeline.prune.recipe import PruneStages
     from pipeline.prune.summary import Summary
-    from pipeline.runner.access import ray_dataset
     from pipeline.runner.progress import Progress
+    from pipeline.runner.token_source import ray_dataset
     from pipeline.serve.library import vllm_input, vllm_options
 
 __all__ = [
@@ -87,7 +87,7 @@ _HOMES = {
         *("TooManyFailed", "UnknownVideo", "UsageError", "VideoFault"),
     ),
     "pipeline.runner.progress": ("Progress",),
-    "pipeline.runner.access": ("ray_dataset",),
+    "pipeline.runner.token_source": ("ray_dataset",),
     "pipeline.generate.answers": ("read_answers",),
     "pipeline.generate.run": ("answer_questions",),
     "pipeline.generate.model": ("model_source",),

@@ -28,7 +28,7 @@ from gstep.checkpoints.tensors import (
     refuse_quantized,
 )
 from gstep.errors import ModelError
-from gstep.families import FAMILIES, GENERIC
+from gstep.families import FAMILIES, GENERIC, choose_family
 from gstep.lazy import find_torchvision_mismatch, load_object
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class ModelSource(TensorSource):
 
     def __post_init__(self) -> None:
         """Take the family of the model type, unless one is named."""
-        object.__setattr__(self, "family", self.family or _choose_family(self.model_type))
+        object.__setattr__(self, "family", self.family or choose_family(self.model_type))
 
     @classmethod
     def resolve(
@@ -233,11 +233,6 @@ def _decode_floats(value: Any) -> Any:
     return [_decode_floats(part) for part in value] if isinstance(value, list) else value
 
 
-def _choose_family(model_type: str) -> str:
-    """Return the family of a model type: the family of that name in the table, else GENERIC."""
-    return model_type if model_type in FAMILIES else GENERIC
-
-
 def _read_config(
     name: str, files: CheckpointFiles, family: str | None, served_methods: Collection[str] = ()
 ) -> tuple[dict[str, Any], str]:
@@ -253,7 +248,7 @@ def _read_config(
     if config is None:
         raise ModelError(f"{name!r} has no config.json: pass a model folder in the layout of transformers")
     model_type = str(config.get("model_type"))
-    family = family or _choose_family(model_type)
+    family = family or choose_family(model_type)
     refuse_quantized(name, config, () if family == GENERIC else served_methods)
     if family == GENERIC:
         _check_model_type(name, model_type, config)

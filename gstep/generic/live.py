@@ -16,7 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from gstep.backbones import family_class
 from gstep.errors import ModelError
-from gstep.families import FAMILIES, GENERIC
+from gstep.families import FAMILIES, GENERIC, choose_family
 from gstep.generic.gate import encodes_in_pieces
 from gstep.generic.halves import find_encoder, keep_positions, make_features, move, replace_method, token_columns
 from gstep.generic.layout import (
@@ -111,19 +111,13 @@ def pruning(
 def _make_method(model: Any, method: str | Pruner, params: Mapping[str, Any]) -> Pruner:
     """Make the method for a model's family. Raises ValueError for one that needs more than tokens."""
     if isinstance(method, str) and (name := find_method(method).family_parameter) is not None:
-        params = {name: family_class(_family_name(model)).variant, **params}
+        params = {name: family_class(choose_family(model.config.model_type)).variant, **params}
     pruner = make_pruner(method, **params)
     if pruner.layer is not None:
         raise ValueError(f"method {pruner.name!r} prunes inside the language model, which gstep.pruning does not do")
     if needs := sorted({*pruner.needs, *pruner.sources}):
         raise ValueError(f"method {pruner.name!r} needs {', '.join(needs)}, and gstep.pruning gives it tokens alone")
     return pruner
-
-
-def _family_name(model: Any) -> str:
-    """Return the name of a model's family in the table of families."""
-    name: str = model.config.model_type
-    return name if name in FAMILIES else GENERIC
 
 
 class _PrunedGenerate:
@@ -137,7 +131,7 @@ class _PrunedGenerate:
         self._forward_names = inspect.signature(model.forward).parameters.keys()
         self._encoder_names = inspect.signature(self._method).parameters.keys()
         self._pixels = next(name for name in self._encoder_names if name.startswith("pixel_values"))
-        name = _family_name(model)
+        name = choose_family(model.config.model_type)
         self._in_table = name != GENERIC
         prompts = load_object(FAMILIES[name].prompts or str(FAMILIES[GENERIC].prompts))
         self._tail = int(prompts.needs_newline)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -64,11 +64,6 @@ class GenericLanguageModel(LanguageModel):
         language_model.layout = Layout.of(source)
         return language_model
 
-    @property
-    def context_length(self) -> int:
-        """The maximum number of tokens of a prompt and its answer together; 2^31 if the config states none."""
-        return int(getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 2**31)
-
     @torch.inference_mode()
     def logits(self, prompts: Sequence[Prompt], last: int = 0) -> list[Tensor]:
         """Compute the logits of each prompt, [L,V], at its ``last`` tokens; 0 takes every token."""
@@ -77,23 +72,12 @@ class GenericLanguageModel(LanguageModel):
         return super().logits(prompts, last)
 
     @torch.inference_mode()
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        decodings: Sequence[Decoding],
-        *,
-        share_prefix: bool = True,
-        inside: tuple[Pruner, float] | None = None,
-    ) -> list[Answer]:
-        """Answer prompts, in one batch or one by one.
-
-        Raises ValueError for ``inside``, FloatingPointError if the scores of a token of an answer are no numbers.
-        """
-        self._refuse_inside(inside)
+    def generate(self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], **options: Any) -> list[Answer]:
+        """Answer prompts as :meth:`LanguageModel.generate` does, in one batch or one by one."""
         if len(prompts) > 1 and not self.layout.in_batches:
             pairs = zip(prompts, decodings, strict=True)
-            return [answer for prompt, decoding in pairs for answer in self.generate([prompt], [decoding])]
-        return super().generate(prompts, decodings, share_prefix=False)
+            return [answer for prompt, decoding in pairs for answer in self.generate([prompt], [decoding], **options)]
+        return super().generate(prompts, decodings, **options)
 
     @torch.inference_mode()
     def score(
@@ -104,13 +88,12 @@ class GenericLanguageModel(LanguageModel):
         share_prefix: bool = True,
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
-        """Score each continuation of each prompt; the result has a list of Scores for each prompt.
+        """Score continuations as :meth:`LanguageModel.score` does.
 
         The first tokens of all continuations share one pass; a continuation of several tokens has a pass of its own.
-
-        Raises ValueError for a continuation without a token, and for ``inside``.
         """
-        self._refuse_inside(inside)
+        if inside is not None:
+            self._prune_inside(prompts, *inside)
         scores = []
         for prompt, texts in zip(prompts, continuations, strict=True):
             ids = [text_ids(self.tokenizer, text) for text in texts]
@@ -136,10 +119,9 @@ class GenericLanguageModel(LanguageModel):
         with keep_positions(self.model):
             return super()._generate_ids(*args)
 
-    def _refuse_inside(self, inside: tuple[Pruner, float] | None) -> None:
+    def _prune_inside(self, prompts: Sequence[Prompt], method: Pruner, retention_ratio: float) -> NoReturn:
         """Raise ValueError for a method that prunes inside the model."""
-        if inside is not None:
-            raise ValueError(f"{inside[0].name} prunes inside a model, which models of the generic family do not allow")
+        raise ValueError(f"{method.name} prunes inside a model, which models of the generic family do not allow")
 
     def _make_batch_and_cache(self, prompts: Sequence[Prompt], last: int = 1) -> tuple[Batch, None]:
         """Make the batch of all prompts, without a cache of their videos."""

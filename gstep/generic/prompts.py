@@ -78,11 +78,6 @@ class GenericPrompts(PromptBuilder):
         return builder
 
     @property
-    def context_length(self) -> int:
-        """The maximum number of tokens of a prompt and its answer together; 2^31 if the config states none."""
-        return int(getattr(self.config.get_text_config(), "max_position_embeddings", None) or 2**31)
-
-    @property
     def hidden_size(self) -> int:
         """D, the width of a visual token."""
         return self.layout.hidden_size

@@ -17,7 +17,15 @@ from gstep.language.batch import MASK_ELEMENTS, Batch, batches_by_cost, encoder_
 from gstep.language.decoding import RowLimits, SeededSampling, StepWatch
 from gstep.language.layer_pruning import CACHE, PruneInside, mark_prunable
 from gstep.language.prompt import text_ids, tokenizer_of
-from gstep.language.types import Answer, Decoding, Prompt, Score, has_linear_attention, placeholder_of
+from gstep.language.types import (
+    Answer,
+    Decoding,
+    Prompt,
+    Score,
+    has_linear_attention,
+    placeholder_of,
+    read_context_length,
+)
 from gstep.language.weights import end_ids, load_llm
 from gstep.pruners.base import Pruner
 from gstep.types import Visual
@@ -56,8 +64,8 @@ class LanguageModel:
 
     @property
     def context_length(self) -> int:
-        """The maximum number of tokens of a prompt and its answer together."""
-        return int(self.model.config.get_text_config().max_position_embeddings)
+        """The maximum number of tokens of a prompt and its answer together; 2^31 if the config states none."""
+        return read_context_length(self.model.config)
 
     @torch.inference_mode()
     def embedding(self, text: str) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
 from gstep.language.rendering import render_chat_template
-from gstep.language.types import ChatMessage, ChatPart, Prompt, PromptPolicy, placeholder_of
+from gstep.language.types import ChatMessage, ChatPart, Prompt, PromptPolicy, placeholder_of, read_context_length
 from gstep.types import Visual
 
 # A noncharacter that is put into a placeholder in a user's text, so that its two pieces are tokenized as text.
@@ -121,8 +121,8 @@ class PromptBuilder(ABC):
 
     @property
     def context_length(self) -> int:
-        """The maximum number of tokens of a prompt and its answer together."""
-        return int(self.config.get_text_config().max_position_embeddings)
+        """The maximum number of tokens of a prompt and its answer together; 2^31 if the config states none."""
+        return read_context_length(self.config)
 
     @property
     def hidden_size(self) -> int:

@@ -83,6 +83,11 @@ def placeholder_of(config: Any) -> tuple[str, int]:
     return modality, int(getattr(config, f"{modality}_token_id"))
 
 
+def read_context_length(config: Any) -> int:
+    """Return the maximum number of tokens of a prompt and its answer together; 2^31 if the config states none."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31)
+
+
 def has_linear_attention(config: Any) -> bool:
     """Return True if some layers of the model carry a state from token to token (Qwen3.5)."""
     return "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())

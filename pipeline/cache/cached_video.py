@@ -6,7 +6,7 @@ import base64
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +64,12 @@ class CachedVideo:
         """LLaVA-OneVision's row after all tokens of a video, [D] bfloat16; None for families without one."""
         return None if self.header is None else decode_newline(self.header)
 
-    @property
+    @cached_property
     def visual(self) -> Visual:
-        """The tokens as prompts take them (``gstep.language``), in the order they were read in."""
+        """The tokens as prompts take them (``gstep.language``), in the order in which they were read.
+
+        Cached, because a language model computes videos that prompts share once only if they are the same object.
+        """
         from gstep.types import Visual  # noqa: PLC0415 - who only reads tokens does without
 
         row = self.metadata

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +35,12 @@ from pipeline.cache.table import build_table, serialise_small
 from pipeline.errors import RunFailed
 from pipeline.rows import VideoRecord
 from pipeline.storage.stores import Store, request_threads
+
+if TYPE_CHECKING:  # a driver commits records without torch
+    from torch import Tensor
+
+    from gstep.types import PrunedTokens
+    from pipeline.cache.cached_video import CachedVideo
 
 SHARD_BYTES = 256 * 10**6  # approximate bytes of tokens in a rewritten shard
 _MAX_REQUESTS = 16  # requests to the store
@@ -64,6 +70,40 @@ class KeptTokens:
     density: NDArray[np.float32] | None = None
     deepstack: Sequence[Bits] = ()
     evidence: Mapping[str, Bits] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        video: PrunedTokens | CachedVideo,
+        deepstack: Iterable[Tensor],
+        evidence: Mapping[str, Tensor],
+        order: Tensor | slice = slice(None),
+    ) -> Self:
+        """Convert tensors on any device to the arrays that are stored. Values that need no conversion are not copied.
+
+        Args:
+            video: the kept tokens, as a method selected them or as a cache was read.
+            deepstack, evidence: further vectors of the kept tokens, in order of selection.
+            order: [B] the rows of ``video`` in order of selection; by default they have this order.
+        """
+        import torch  # noqa: PLC0415 - as above
+
+        def to_array(values: Tensor | None, dtype: torch.dtype) -> Any:
+            return None if values is None else values[order].to(dtype).cpu().numpy()
+
+        def to_bits(values: Tensor) -> Bits:
+            bits = values.reshape(len(values), -1).to(torch.bfloat16).contiguous().view(torch.int16)
+            return np.asarray(bits.cpu().numpy())
+
+        return cls(
+            tokens=to_bits(video.tokens[order]),
+            index=to_array(video.index, torch.int32),
+            rank=to_array(video.rank, torch.int32),
+            merged=to_array(video.merged, torch.bool),
+            density=to_array(video.density, torch.float32),
+            deepstack=[to_bits(level) for level in deepstack],
+            evidence={name: to_bits(values) for name, values in evidence.items()},
+        )
 
 
 @dataclass(frozen=True)

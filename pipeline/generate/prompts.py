@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from gstep.language import Prompt, Visual
 from gstep.language.prompt import text_ids
 from gstep.pruners import method_name
 from gstep.pruners.base import Pruner
+from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.errors import (
     CorruptShard,
@@ -82,20 +83,14 @@ def count_bytes(visual: Visual) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-class PromptVideo(NamedTuple):
-    """A video as a prompt takes it, its nominal ratio, seconds of reading it (0 from memory), and decode warnings."""
-
-    visual: Visual
-    retention_ratio: float
-    seconds: float
-    decode_warnings: int = 0
-
-
 class VideoMemory:
-    """Cached videos in the form for prompts. Recent videos stay in memory, with the selections of prunings.
+    """Cached videos, and their tokens as prompts take them. Recent videos stay in memory, with selections of prunings.
 
     All questions on a video share one Visual. A method that ignores the question selects once for each video. A nested
     method selects at its largest ratio: the selections of smaller ratios are a prefix of it.
+
+    Attributes:
+        read_s: the seconds that reading videos from the cache has taken so far.
     """
 
     def __init__(
@@ -113,7 +108,7 @@ class VideoMemory:
         """Read nothing yet.
 
         Args:
-            prunings: all that ``get`` will be called with; their evidence is read with the tokens.
+            prunings: all that ``prune`` will be called with; their evidence is read with the tokens.
             retention_ratio, order: of the tokens that are read, as of TokenCache.get.
             own_order: whether a method's own order of the selected tokens is kept.
             device: where methods select.
@@ -128,44 +123,39 @@ class VideoMemory:
         self._own_order = own_order
         self._device = device
         self._heartbeat = heartbeat or Heartbeat("answer")
-        self._videos: LruCache[str, PromptVideo] = LruCache(max_bytes, lambda video: count_bytes(video.visual))
+        self.read_s = 0.0
+        self._videos: LruCache[str, CachedVideo] = LruCache(max_bytes, lambda video: count_bytes(video.visual))
         self._selections: LruCache[Hashable, PrunedTokens] = LruCache(
             _MAX_SELECTED_BYTES, lambda pruned: int(pruned.tokens.nbytes)
         )
         self._visuals: LruCache[Hashable, Visual] = LruCache(_MAX_SELECTED_BYTES, count_bytes)
 
-    def read(self, video_id: str) -> PromptVideo:
+    def read(self, video_id: str) -> CachedVideo:
         """Return a video with its stored tokens, from memory or from the cache. Raises as TokenCache.get."""
-        if (cached_video := self._videos.get(video_id)) is not None:
-            return cached_video._replace(seconds=0.0)
+        if (video := self._videos.get(video_id)) is not None:
+            return video
         start = time.perf_counter()
         with self._heartbeat.busy(f"the tokens of {video_id}, being read"):
             video = self._cache.get(video_id, self._ratio, self._order, self._evidence)
-        row = video.metadata
-        ratio = self._ratio if self._ratio is not None else float(row["retention_ratio"])
-        seconds = time.perf_counter() - start
-        return self._videos.put(video_id, PromptVideo(video.visual, ratio, seconds, row["decode_warnings"] or 0))
+        self.read_s += time.perf_counter() - start
+        return self._videos.put(video_id, video)
 
-    def get(self, video_id: str, late: LatePruning | None = None, words: Tensor | None = None) -> PromptVideo:
-        """Return a video pruned by ``late``; with its stored tokens if ``late`` is None or prunes inside the model.
+    def prune(self, video: CachedVideo, late: LatePruning | None = None, words: Tensor | None = None) -> Visual:
+        """Return a video's tokens pruned by ``late``; all of them if ``late`` is None or prunes inside the model.
 
-        ``words`` is the question's embedding, for a method that needs it. Raises as TokenCache.get, and as
-        ``prune_tokens`` if the method cannot prune the tokens.
+        ``words`` is the question's embedding, for a method that needs it. Raises as ``prune_tokens`` if the method
+        cannot prune the tokens.
         """
-        video = self.read(video_id)
+        visual = video.visual
         if late is None or late.inside is not None:
-            return video
+            return visual
         if not late.pruner.cacheable:
-            pruned = late.select(video.visual, self._device, words)
-            visual = late.reduce(video.visual, pruned, own_order=self._own_order)
-        else:
-            key = video_id, late.retention_ratio, _selection_key(late)
-            cached_visual = self._visuals.get(key)
-            if cached_visual is None:
-                pruned = self._select(video_id, video.visual, late)
-                cached_visual = self._visuals.put(key, late.reduce(video.visual, pruned, own_order=self._own_order))
-            visual = cached_visual
-        return video._replace(visual=visual, retention_ratio=late.retention_ratio)
+            return late.reduce(visual, late.select(visual, self._device, words), own_order=self._own_order)
+        key = video.video_id, late.retention_ratio, _selection_key(late)
+        if (pruned_visual := self._visuals.get(key)) is not None:
+            return pruned_visual
+        pruned = self._select(video.video_id, visual, late)
+        return self._visuals.put(key, late.reduce(visual, pruned, own_order=self._own_order))
 
     def _select(self, video_id: str, visual: Visual, late: LatePruning) -> PrunedTokens:
         """Return the video's selection under ``late``; the ratios of a nested method are cut from one selection.
@@ -265,6 +255,7 @@ class PromptMaker:
         self._heartbeat = heartbeat
         self._prunings = setup.prunings
         self._max_tokens = engine.context_length
+        self._read_ratio = setup.read_ratio
         lates = [late for late in setup.prunings.values() if late is not None]
         self._builders = {
             positions: make_prompt_builder(setup.source, setup.config, positions)
@@ -322,8 +313,11 @@ class PromptMaker:
         """
         late, text = self._prunings[question.get("pruning", "")], question["prompt"]
         words = None if late is None else self._embeddings.embedding(late, text)
-        videos = [self.videos.get(video_id, late, words) for video_id in question["video_ids"]]
-        visuals = [video.visual for video in videos]
+        videos, visuals, read_s = [], [], self.videos.read_s
+        for video_id in question["video_ids"]:
+            videos.append(self.videos.read(video_id))
+            visuals.append(self.videos.prune(videos[-1], late, words))
+        ratio = late.retention_ratio if late else self._read_ratio
         if "choices" in question and mode.method != "loglikelihood":  # else the choices' texts are scored
             text = add_choices(text, question["choices"])
         builder = self._builders[None if late is None else late.positions]
@@ -333,9 +327,9 @@ class PromptMaker:
             "n_prompt_tokens": len(prompt),
             "n_visual_tokens": builder.n_visual(visuals),
             "n_total": sum(visual.n_frames * visual.tokens_per_frame for visual in visuals),
-            "retention_ratio": late.retention_ratio if late else min(video.retention_ratio for video in videos),
-            "decode_warnings": sum(video.decode_warnings for video in videos),
-            "load_s": sum(video.seconds for video in videos),
+            "retention_ratio": ratio or min(video.metadata["retention_ratio"] for video in videos),
+            "decode_warnings": sum(video.metadata["decode_warnings"] or 0 for video in videos),
+            "load_s": self.videos.read_s - read_s,
         }
         if late is None or late.inside is None:
             row["n_kept"] = sum(len(visual.index) for visual in visuals)

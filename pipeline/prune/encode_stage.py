@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +29,7 @@ from gstep.evidence import is_per_frame, name_of
 from gstep.lazy import pause_garbage_collector
 from pipeline.cache.changed_code import check_code
 from pipeline.cache.codecs import BFLOAT16, CODECS
-from pipeline.cache.writer import Bits, KeptTokens, VideoItem
+from pipeline.cache.writer import KeptTokens, VideoItem
 from pipeline.errors import MethodFails, VideoFault
 from pipeline.own_method import prune_or_fault
 from pipeline.prune.batches import pack, unpack
@@ -484,29 +484,13 @@ def collect_kept_tokens(pruned: PrunedTokens, visual: VisualTokens, evidence: It
     order = pruned.selection_order()
     kept_indices = pruned.index[order]
 
-    def take_ordered(values: Tensor | None, dtype: torch.dtype) -> Any:
-        return None if values is None else values[order].to(dtype).cpu().numpy()
+    def take(values: Tensor) -> Tensor:
+        return values.flatten(0, 1)[kept_indices]
 
-    return KeptTokens(
-        tokens=_to_bits(pruned.tokens[order]),
-        index=take_ordered(pruned.index, torch.int32),
-        rank=take_ordered(pruned.rank, torch.int32),
-        merged=take_ordered(pruned.merged, torch.bool),
-        density=take_ordered(pruned.density, torch.float32),
-        deepstack=[_to_bits(level.flatten(0, 1)[kept_indices]) for level in visual.deepstack],
-        evidence={name: _take_evidence_bits(name, visual.evidence[name], kept_indices) for name in evidence},
-    )
-
-
-def _take_evidence_bits(name: str, values: Tensor, kept_indices: Tensor) -> Bits:
-    """Return the bits of evidence at the kept indices; evidence of frames is taken whole."""
-    rows = values if is_per_frame(name) else values.flatten(0, 1)[kept_indices]
-    return _to_bits(rows.reshape(len(rows), -1))
-
-
-def _to_bits(values: Tensor) -> Bits:
-    """Convert a tensor to the bits of bfloat16, as int16."""
-    return np.asarray(values.to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy())
+    kept_evidence = {
+        name: visual.evidence[name] if is_per_frame(name) else take(visual.evidence[name]) for name in evidence
+    }
+    return KeptTokens.of(pruned, map(take, visual.deepstack), kept_evidence, order)
 
 
 def _check_finite(subject: str, values: Tensor) -> None:

@@ -13,11 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
-from torch import Tensor
 
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.changed_code import (
@@ -43,7 +40,7 @@ from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.cache.schema import KEY_COLUMNS, VIDEOS
 from pipeline.cache.table import VideosTable
 from pipeline.cache.token_shard import parse_shard_id
-from pipeline.cache.writer import Bits, KeptTokens, VideoItem, commit_records, make_bundles, write_token_shard
+from pipeline.cache.writer import KeptTokens, VideoItem, commit_records, make_bundles, write_token_shard
 from pipeline.errors import NotACache, RunFailed, UsageError, VideoFault, store_usage_errors
 from pipeline.rows import JsonObject, VideoRecord, VideoRow, failed_video
 from pipeline.runner.claim import Claim
@@ -78,7 +75,7 @@ class Rewrite:
 
     def change(self, video: CachedVideo, record: VideoRecord) -> VideoItem:
         """Return the new tokens of a video; ``record`` has all other columns. Raises VideoFault for an error row."""
-        return VideoItem(record, kept_of(video))
+        return VideoItem(record, KeptTokens.of(video, video.deepstack, video.evidence))
 
 
 @dataclass
@@ -267,27 +264,3 @@ def _record(row: VideoRow) -> VideoRecord:
     values = {name: value for name, value in row.items() if value is not None and name not in _PLACE_COLUMNS}
     record: VideoRecord = {**values}  # type: ignore[typeddict-item]
     return record
-
-
-def kept_of(video: CachedVideo) -> KeptTokens:
-    """Convert a cached video, read in order of selection, to the writer's form."""
-
-    def numbers(values: Tensor | None, kind: type[np.generic]) -> np.ndarray | None:
-        return None if values is None else values.numpy().astype(kind)
-
-    index = numbers(video.index, np.int32)
-    assert index is not None
-    return KeptTokens(
-        tokens=_bits(video.tokens),
-        index=index,
-        rank=numbers(video.rank, np.int32),
-        merged=numbers(video.merged, np.bool_),
-        density=numbers(video.density, np.float32),
-        deepstack=[_bits(level) for level in video.deepstack],
-        evidence={name: _bits(values.view(len(values), -1)) for name, values in video.evidence.items()},
-    )
-
-
-def _bits(values: Tensor) -> Bits:
-    """View bfloat16 values as int16, which NumPy knows."""
-    return np.asarray(values.contiguous().view(torch.int16).numpy())

@@ -155,26 +155,22 @@ def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:
     The state is "same" only if all bits are equal, evidence and deepstack levels too. Differences are taken over the
     positions that both have.
     """
-    names = sorted(cached.evidence)
-    old = [cached.tokens, *cached.deepstack, *(cached.evidence[name] for name in names)]
-    old = [part.reshape(len(part), -1) for part in old]
-    parts = [encoded.tokens, *encoded.deepstack, *(encoded.evidence[name] for name in names)]
-    new = [bfloat16(part).view(part.shape) for part in parts]
+    names, stored = sorted(cached.evidence), KeptTokens.of(cached, cached.deepstack, cached.evidence)
+    parts = [(kept.tokens, *kept.deepstack, *(kept.evidence[name] for name in names)) for kept in (stored, encoded)]
+    old, new = ([bfloat16(part).view(part.shape) for part in vectors] for vectors in parts)
     if [part.shape[1] for part in old] != [part.shape[1] for part in new]:
         return LiveResult(cached.video_id, "different", "tokens of another size", same_indices=0.0)
-    common, cached_places, encoded_places = np.intersect1d(cached.index.numpy(), encoded.index, return_indices=True)
+    common, cached_places, encoded_places = np.intersect1d(stored.index, encoded.index, return_indices=True)
     of_frames = [False] * (1 + len(cached.deepstack)) + [is_per_frame(name) for name in names]
     pairs = [
         (a.float(), b.float()) if whole else (a[cached_places].float(), b[encoded_places].float())
         for whole, a, b in zip(of_frames, old, new, strict=True)
     ]
-    same = np.array_equal(cached.index.numpy(), encoded.index) and all(
-        torch.equal(a.contiguous().view(torch.int16), b.view(torch.int16)) for a, b in zip(old, new, strict=True)
-    )
+    same = np.array_equal(stored.index, encoded.index) and all(map(np.array_equal, *parts))
     return LiveResult(
         video_id=cached.video_id,
         state="same" if same else "different",
-        same_indices=len(common) / max(len(encoded.index), len(cached.index)),
+        same_indices=len(common) / max(len(encoded.index), len(stored.index)),
         max_difference=max(float((a - b).abs().max()) for a, b in pairs) if len(common) else None,
         relative_difference=max(float((a - b).norm() / a.norm().clamp(min=1e-30)) for a, b in pairs),
     )

@@ -90,7 +90,7 @@ def test_a_method_with_an_order_of_its_own_is_prompted_in_it(tmp_path):
     own, plain = (request_about(tmp_path / "c", rows, order=order) for order in ("auto", "index"))
     assert (own.setup.order, plain.setup.order) == ("selection", "index") and own.identity != plain.identity
     opened = TokenCache(tmp_path / "c")
-    prompted = VideoMemory(opened, order=own.setup.order).get("a").visual
+    prompted = VideoMemory(opened, order=own.setup.order).read("a").visual
     assert torch.equal(prompted.tokens, pruned.tokens[pruned.order])
     assert torch.equal(prompted.index, pruned.index[pruned.order]) and not torch.equal(prompted.index, pruned.index)
     merged = pruned.merged[pruned.order]
@@ -99,7 +99,7 @@ def test_a_method_with_an_order_of_its_own_is_prompted_in_it(tmp_path):
         assert flags == sorted(flags) and any(flags)
     prompt = make_prompt_builder(own.setup.source, own.options).build("What?", [prompted])
     assert torch.equal(prompt.positions, torch.arange(len(prompt))[None])
-    assert torch.equal(VideoMemory(opened, order=plain.setup.order).get("a")[0].tokens, pruned.tokens)
+    assert torch.equal(VideoMemory(opened, order=plain.setup.order).read("a").tokens, pruned.tokens)
 
 
 @pytest.mark.parametrize(

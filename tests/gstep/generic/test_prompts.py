@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gstep import make_pruner
 from gstep.backbones import ModelSource, Runtime, SampledVideo, family_of
 from gstep.errors import ModelError
 from gstep.generic.processor import decode_record, encode_record
@@ -78,6 +79,13 @@ def test_a_generic_model_has_the_tokens_prompts_and_positions_of_the_family_with
 def source(tiny_checkpoint) -> ModelSource:
     """A tiny Qwen3-VL of the generic family."""
     return ModelSource.resolve(tiny_checkpoint("qwen3_vl"), family="generic")
+
+
+def test_no_method_prunes_inside_a_generic_model(source):
+    model, prompt = load_language_model(source, RUNTIME), prompt_builder(source).build("Is it red?", [])
+    for answer, more in ((model.generate, [Decoding(1)] * 2), (model.score, [["A"]] * 2)):
+        with pytest.raises(ValueError, match="fastv prunes inside a model, which models of the generic family"):
+            answer([prompt] * 2, more, inside=(make_pruner("fastv"), 0.5))
 
 
 @pytest.fixture

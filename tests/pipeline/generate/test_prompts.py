@@ -110,7 +110,7 @@ def test_late_and_early_pruning_give_the_same_tokens_bit_for_bit(made, whole, me
         reorders = late.pruner.reorders
         order = "selection" if reorders else "index"
         expected = early.get("v", ratio if nested else None, order).visual
-        got = videos.get("v", late).visual
+        got = videos.prune(videos.read("v"), late)
         assert torch.equal(got.index, expected.index), ratio
         for ours, theirs in zip((got.tokens, *got.deepstack), (expected.tokens, *expected.deepstack), strict=True):
             assert torch.equal(ours.contiguous().view(torch.int16), theirs.contiguous().view(torch.int16)), ratio
@@ -132,16 +132,17 @@ def test_a_video_is_read_once_and_selected_from_once_a_method(made, whole):
     lates = [CacheCounts(**vars(made.late(whole, method, ratio))) for method in methods for ratio in RATIOS]
     CacheCounts.seen.clear()
     videos = VideoMemory(whole, lates)
-    first = [videos.get("v", late) for late in lates]
-    assert sum(held.seconds > 0 for held in first) == 1  # reading the video
-    assert all(videos.get("v", late).visual is held.visual for late, held in zip(lates, first, strict=True))
+    video = videos.read("v")
+    read_s, first = videos.read_s, [videos.prune(video, late) for late in lates]
+    assert videos.read("v") is video and videos.read_s == read_s > 0  # it was read once
+    assert all(videos.prune(video, late) is visual for late, visual in zip(lates, first, strict=True))
     assert CacheCounts.seen == ["gstep", "random", *["uniform"] * len(RATIOS)]
-    assert videos.get("v", None).visual.tokens.shape[0] == first[0].visual.n_frames * first[0].visual.tokens_per_frame
+    assert videos.prune(video).tokens.shape[0] == first[0].n_frames * first[0].tokens_per_frame
 
 
 def test_seeds_are_selections_of_their_own(made, whole):
     videos, lates = VideoMemory(whole), [made.late(whole, "random", 0.1, seed) for seed in (0, 1)]
-    first, second = (videos.get("v", late).visual for late in lates)
+    first, second = (videos.prune(videos.read("v"), late) for late in lates)
     assert not torch.equal(first.index, second.index)
     assert lates[1].describe()["seed"] == 1 and "seed" not in made.late(whole, "gstep", 0.1).describe()
 
@@ -170,11 +171,10 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path):
     cache = tiny_cache(tmp_path / "c", ("a", "b"))
     opened = TokenCache(str(cache), store=cache)
     videos = VideoMemory(opened, max_bytes=count_bytes(opened.get("a").visual))
-    a, ratio, seconds, warnings = videos.get("a")
-    assert (ratio, warnings) == (0.25, 0) and seconds > 0
-    assert videos.get("a")[0] is a and videos.get("a")[2] == 0
-    videos.get("b")
-    assert videos.get("a")[0] is not a  # it had to go
+    a = videos.read("a")
+    assert videos.read("a") is a and videos.prune(a) is a.visual is a.visual
+    videos.read("b")
+    assert videos.read("a") is not a  # it had to go
 
 
 def test_a_pruning_may_have_positions_of_its_own(tmp_path):
