@@ -1,14 +1,13 @@
 """The typed datum: one record a video, one a question, from the first stage to the Parquet file.
 
-A record gains keys on its way. An absent key is a null in Parquet; the columns and their meaning are in
-``pipeline.cache.schema.VIDEO_SCHEMA`` and ``pipeline.generate.answers.ANSWER_SCHEMA``, which a test holds against these
-types.
+A record gains keys on its way. An absent key is a null in Parquet. The schema of the videos table is made from
+``VideoRecord``; a test compares ``pipeline.generate.answers.ANSWER_SCHEMA`` with ``AnswerRecord``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NotRequired, TypedDict, TypeVar, cast
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict, TypeVar, cast, get_type_hints
 
 from pipeline.errors import (
     INFRASTRUCTURE_CLASSES,
@@ -78,85 +77,172 @@ def todo_row(
     return {**row, "attempts": attempts}
 
 
+class Column(NamedTuple):
+    """A column of the videos table, in the annotation of a key of ``VideoRecord``.
+
+    Attributes:
+        kind: the name of its Arrow type, or "list<NAME>".
+        meaning: what it holds; files of the table have it in their metadata.
+        decoded: whether the decode process finds and sends it.
+        nullable: whether a row may lack it.
+        since: the date since when files have it; "" for a column that every file has.
+    """
+
+    kind: str
+    meaning: str
+    decoded: bool = False
+    nullable: bool = True
+    since: str = ""
+
+
 class VideoRecord(TypedDict, total=False):
     """A row of the videos table, complete or on its way there: each stage adds its keys.
 
-    A reader sees every column, None where it is null: of a failed video everything from ``token_shard`` on, whatever
-    its type says here, and of an ok one what the source or the method does not have. ``manifest``, ``runtime`` and
-    ``model_extra`` are JSON, text in the table and decoded in what TokenCache gives.
+    This is the one list of the table's columns, in their order: ``pipeline.cache.schema.VIDEO_SCHEMA`` is made from it.
+
+    A reader sees every column, None where it is null: of a failed video everything that encoding and writing add,
+    whatever its type says here, and of an ok one what the source or the method does not have. ``manifest``, ``runtime``
+    and ``model_extra`` are JSON, text in the table and decoded in what TokenCache gives.
     """
 
-    video_id: str
-    run_id: str
-    uri: str
-    start_s: float | None
-    end_s: float | None
-    source_size: int | None
-    source_hash: str | None
-    status: Status
-    error_class: FaultClass
-    error_stage: str
-    error_message: str
-    error_signal: int | None
-    retryable: bool
-    attempts: int
-    backend: str | None
-    backend_version: str | None
-    backend_note: str | None
-    codec: str | None
-    decode_warnings: int | None
-    color_transfer: str | None
-    sample_aspect_ratio: str | None
-    uneven_positions: int | None
-    shared_positions: int | None
-    token_shard: str
-    first_row_group: int
-    row_counts: list[int]
-    footer_hash: str
-    checksum: str
-    retention_ratio: float
-    nested: bool
-    n_tokens: int
-    n_total: int
-    n_frames: int
-    tokens_per_frame: int
-    hidden_size: int
-    frame_indices: list[int]
-    timestamps: list[float]
-    fps: float
-    duration_s: float | None
-    source_frames: int | None
-    clip_frames: int
-    n_repeated: int
-    source_width: int
-    source_height: int
-    width: int
-    height: int
-    kept_per_frame: list[int]
-    temporal_density: list[float] | None
-    decode_s: float
-    encode_s: float
-    prune_s: float
-    write_s: float | None
-    manifest: Any
-    runtime: Any
-    model_extra: Any
-    id_high: int
-    id_low: int
-    clip_key: int
-    rewritten: int
-    earlier_attempts: int
-    tie_break: int
-    token_codec: str | None
-    token_block: int | None
-    tower_hash: str | None
-    source_shard: str | None
-    source_offset: int | None
-    clip_fps: float | None
-    source_mark: int | None
-    source_sample: int | None
+    # Columns for the rule of the live row, resume and the summary: adjacent, so that one read gets them all.
+    video_id: Annotated[str, Column("string", "the id in the manifest", nullable=False)]
+    status: Annotated[Status, Column("string", "'ok', 'failed' or 'removed'", nullable=False)]
+    attempts: Annotated[int, Column("int32", "how often this video was tried, over all runs", nullable=False)]
+    run_id: Annotated[str, Column("string", "the run that wrote this row: runs/<run_id>.json", nullable=False)]
+    id_high: Annotated[int, Column("uint64", "the first half of the id's key (blake2b of 16 bytes)")]
+    id_low: Annotated[int, Column("uint64", "its second half; the rows of sorted files are in the order of both")]
+    clip_key: Annotated[int, Column("uint64", "a hash of uri, start_s and end_s")]
+    rewritten: Annotated[int, Column("int32", "how often the tokens moved to another shard")]
+    earlier_attempts: Annotated[int, Column("int32", "attempts on another file or clip under this id")]
+    tie_break: Annotated[
+        int, Column("uint64", "a hash of the run and the token shard: of rows alike, the smallest counts")
+    ]
+    source_size: Annotated[int | None, Column("int64", "bytes of the source file", decoded=True)]
+    n_tokens: Annotated[int, Column("int32", "tokens stored, B")]
+    n_total: Annotated[int, Column("int32", "tokens before pruning, M = T*N")]
+    hidden_size: Annotated[int, Column("int32", "D")]
+    decode_warnings: Annotated[
+        int | None, Column("int32", "warnings the decoder printed: frames may be damaged", decoded=True)
+    ]
+    backend_note: Annotated[
+        str | None,
+        Column(
+            "string",
+            "why the decoder tried first did not serve; what was not read; whether frame sizes differ; else empty",
+            decoded=True,
+        ),
+    ]
+    color_transfer: Annotated[
+        str | None,
+        Column(
+            "string",
+            "FFmpeg's name of the source's transfer function; null: not stated",
+            decoded=True,
+            since="2026-11-26",
+        ),
+    ]
+    sample_aspect_ratio: Annotated[
+        str | None,
+        Column("string", "W:H of the source's pixels as shown; null: not stated", decoded=True, since="2026-11-26"),
+    ]
+    uneven_positions: Annotated[
+        int | None,
+        Column("int32", "patches not where positions in time put them; null: none have times", since="2026-11-26"),
+    ]
+    shared_positions: Annotated[
+        int | None,
+        Column("int32", "patches at the position in time of the one before; null likewise", since="2026-11-26"),
+    ]
+    error_class: Annotated[
+        FaultClass,
+        Column("string", "unsupported too-short corrupt timeout crash out-of-memory policy io own-code internal"),
+    ]
+    error_stage: Annotated[str, Column("string", "decode, encode, prune or write")]
+    decode_s: Annotated[float, Column("float64", "seconds", decoded=True)]
+    encode_s: Annotated[float, Column("float64", "seconds")]
+    prune_s: Annotated[float, Column("float64", "seconds")]
+    write_s: Annotated[float | None, Column("float64", "seconds, the video's share of its shard")]
+    token_shard: Annotated[str, Column("string", "file below the cache that holds the tokens")]
+    # What readers of single videos need.
+    uri: Annotated[str, Column("string", "where the video was read", nullable=False)]
+    start_s: Annotated[float | None, Column("float64", "start of the clip in seconds; null for the beginning")]
+    end_s: Annotated[float | None, Column("float64", "end of the clip in seconds; null for the end")]
+    source_hash: Annotated[str | None, Column("string", "algorithm:hex of the whole source file", decoded=True)]
+    error_message: Annotated[str, Column("string", "at most 1 KB, printable")]
+    error_signal: Annotated[int | None, Column("int32", "the signal that ended the decode process")]
+    retryable: Annotated[bool, Column("bool", "whether another attempt may succeed")]
+    backend: Annotated[str | None, Column("string", "the decoder that served, or failed", decoded=True)]
+    backend_version: Annotated[str | None, Column("string", "its version", decoded=True)]
+    codec: Annotated[str | None, Column("string", "video codec of the source", decoded=True)]
+    first_row_group: Annotated[int, Column("int32", "the video's first row group in it")]
+    row_counts: Annotated[list[int], Column("list<int32>", "rows of each of the video's row groups")]
+    footer_hash: Annotated[str, Column("string", "algorithm:hex of the token shard's Parquet footer")]
+    checksum: Annotated[
+        str, Column("string", "algorithm:hex of the video's token bytes, in order of selection, then each level's")
+    ]
+    retention_ratio: Annotated[float, Column("float64", "nominal share of tokens stored")]
+    nested: Annotated[bool, Column("bool", "whether smaller ratios are prefixes of the stored rows")]
+    n_frames: Annotated[int, Column("int32", "T, sampled frames (temporal patches on Qwen)")]
+    tokens_per_frame: Annotated[int, Column("int32", "N")]
+    frame_indices: Annotated[
+        list[int], Column("list<int64>", "the source frames sampled; repeats where it has too few")
+    ]
+    timestamps: Annotated[
+        list[float], Column("list<float64>", "seconds of each sampled frame from the start of the source")
+    ]
+    fps: Annotated[
+        float, Column("float64", "average frames a second of the whole source, by its timestamps", decoded=True)
+    ]
+    duration_s: Annotated[float | None, Column("float64", "seconds of the source", decoded=True)]
+    source_frames: Annotated[int | None, Column("int64", "frames of the source", decoded=True)]
+    clip_frames: Annotated[int, Column("int64", "frames of it inside [start_s, end_s)", decoded=True)]
+    n_repeated: Annotated[int, Column("int32", "sampled frames that repeat another one", decoded=True)]
+    source_width: Annotated[
+        int, Column("int32", "pixels stored in a row as shown; sample_aspect_ratio stretches nothing", decoded=True)
+    ]
+    source_height: Annotated[int, Column("int32", "rows of pixels as shown", decoded=True)]
+    width: Annotated[int, Column("int32", "pixels the encoder saw")]
+    height: Annotated[int, Column("int32", "pixels the encoder saw")]
+    kept_per_frame: Annotated[list[int], Column("list<int32>", "stored tokens of each frame; 0 is legal")]
+    temporal_density: Annotated[list[float] | None, Column("list<float32>", "normalised temporal density, Eq. (7)")]
+    manifest: Annotated[Any, Column("string", "JSON of the manifest's other columns")]
+    runtime: Annotated[Any, Column("string", "JSON: device, dtype and attention kernel of the encoder")]
+    model_extra: Annotated[Any, Column("string", "JSON of what this model family needs besides (grids, patch times)")]
+    token_codec: Annotated[str | None, Column("string", "how the tokens are stored; null for bfloat16 numbers")]
+    token_block: Annotated[int | None, Column("int32", "numbers that share a scale of that codec")]
+    tower_hash: Annotated[
+        str | None, Column("string", "algorithm:hex of the vision encoder's weights; null where not known")
+    ]
+    source_shard: Annotated[str | None, Column("string", "the archive that the video's file lies in")]
+    source_offset: Annotated[int | None, Column("int64", "the file's first byte in it")]
+    clip_fps: Annotated[
+        float | None,
+        Column(
+            "float64",
+            "frames a second of the clip; null where an older rule took the frames",
+            decoded=True,
+            since="2026-11-26",
+        ),
+    ]
+    source_mark: Annotated[
+        int | None,
+        Column("uint64", "a hash of the file's ETag, CRC-32 or time of change, whichever is known", since="2026-11-27"),
+    ]
+    source_sample: Annotated[
+        int | None,
+        Column(
+            "uint64",
+            "a hash of the file's size and of 16 KiB at its start, middle and end",
+            decoded=True,
+            since="2026-11-27",
+        ),
+    ]
 
 
+VIDEO_COLUMNS: Mapping[str, Column] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(VideoRecord, include_extras=True).items()
+}
 #: The same as a reader sees it.
 VideoRow = VideoRecord
 

@@ -142,7 +142,7 @@ def measure(
             request = DecodeRequest(path, Sampling(n_frames), backbone.preprocessor)
             decoded = sandbox.decode(request)
             frames, (_, h, w, _) = decoded.frames.copy(), decoded.frames.shape
-            sampled = SampledVideo(h, w, decoded.timestamps.tolist(), None, FPS, decoded.clip_frames)
+            sampled = SampledVideo(h, w, decoded.timestamps.tolist(), None, FPS, decoded.record["clip_frames"])
             encode = partial(_encode, backbone, frames, sampled)
             visual = VisualTokens(encode())
             forms |= {

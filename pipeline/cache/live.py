@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.cache.near_ids import did_you_mean_id
-from pipeline.cache.schema import KEY_COLUMNS, LATER
+from pipeline.cache.schema import KEY_COLUMNS
 from pipeline.cache.table import TableFile, VideosTable, add_places, empty_rows, list_table
 from pipeline.cache.token_shard import parse_run_id, read_footer_ids
 from pipeline.errors import INFRASTRUCTURE_CLASSES, ON_THE_GPU, CorruptShard
@@ -187,7 +187,7 @@ _LEDGER_READS = (
     *KEY_COLUMNS,
     *("run_id", "source_size", "status", "error_class", "error_stage", "attempts"),
     *("n_tokens", "n_total", "hidden_size", "decode_warnings", "backend_note", "backend", "backend_version"),
-    *LATER,
+    *("color_transfer", "sample_aspect_ratio", "uneven_positions", "shared_positions", "source_mark", "source_sample"),
     *(f"{stage}_s" for stage in TIMED_STAGES),
 )
 _FILES_AT_ONCE = 256  # small files that are converted to arrays together: numpy costs by the call

@@ -1,5 +1,7 @@
 """The Parquet contract of the cache: every column, its type and meaning, and how the files are written and read.
 
+The columns of the videos table are those of ``pipeline.rows.VideoRecord``.
+
 ``tokens/<shard>.parquet`` holds a row a token, ``videos/<shard>.parquet`` a row a video (failed ones too). The videos
 table is the index and the commit log: a token shard counts only once a videos shard names it.
 """
@@ -19,6 +21,7 @@ from gstep.evidence import is_per_frame
 from gstep.types import budget_for
 from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec
 from pipeline.errors import CorruptShard
+from pipeline.rows import VIDEO_COLUMNS
 
 TOKENS, VIDEOS = "tokens", "videos"  # folders of a cache
 SCHEMA_VERSION = 3
@@ -87,103 +90,17 @@ def _evidence_column(name: str, width: int) -> pa.Field:
     return column(name, pa.binary(2 * width), meaning, nullable=of_frame)
 
 
+def _parse_type(name: str) -> pa.DataType:
+    """Return the Arrow type of a name like "int32" or "list<int32>"."""
+    item = name.removeprefix("list<").removesuffix(">")
+    return pa.type_for_alias(name) if item == name else pa.list_(pa.type_for_alias(item))
+
+
 VIDEO_SCHEMA = pa.schema(
-    [
-        # Columns for the rule of the live row, resume and the summary: adjacent, so that one read gets them all.
-        column("video_id", pa.string(), "the id in the manifest", nullable=False),
-        column("status", pa.string(), "'ok', 'failed' or 'removed'", nullable=False),
-        column("attempts", pa.int32(), "how often this video was tried, over all runs", nullable=False),
-        column("run_id", pa.string(), "the run that wrote this row: runs/<run_id>.json", nullable=False),
-        column("id_high", pa.uint64(), "the first half of the id's key (blake2b of 16 bytes)"),
-        column("id_low", pa.uint64(), "its second half; the rows of sorted files are in the order of both"),
-        column("clip_key", pa.uint64(), "a hash of uri, start_s and end_s"),
-        column("rewritten", pa.int32(), "how often the tokens moved to another shard"),
-        column("earlier_attempts", pa.int32(), "attempts on another file or clip under this id"),
-        column("tie_break", pa.uint64(), "a hash of the run and the token shard: of rows alike, the smallest counts"),
-        column("source_size", pa.int64(), "bytes of the source file"),
-        column("n_tokens", pa.int32(), "tokens stored, B"),
-        column("n_total", pa.int32(), "tokens before pruning, M = T*N"),
-        column("hidden_size", pa.int32(), "D"),
-        column("decode_warnings", pa.int32(), "warnings the decoder printed: frames may be damaged"),
-        column(
-            "backend_note",
-            pa.string(),
-            "why the decoder tried first did not serve; what was not read; whether frame sizes differ; else empty",
-        ),
-        column("color_transfer", pa.string(), "FFmpeg's name of the source's transfer function; null: not stated"),
-        column("sample_aspect_ratio", pa.string(), "W:H of the source's pixels as shown; null: not stated"),
-        column("uneven_positions", pa.int32(), "patches not where positions in time put them; null: none have times"),
-        column("shared_positions", pa.int32(), "patches at the position in time of the one before; null likewise"),
-        column(
-            "error_class",
-            pa.string(),
-            "unsupported too-short corrupt timeout crash out-of-memory policy io own-code internal",
-        ),
-        column("error_stage", pa.string(), "decode, encode, prune or write"),
-        column("decode_s", pa.float64(), "seconds"),
-        column("encode_s", pa.float64(), "seconds"),
-        column("prune_s", pa.float64(), "seconds"),
-        column("write_s", pa.float64(), "seconds, the video's share of its shard"),
-        column("token_shard", pa.string(), "file below the cache that holds the tokens"),
-        # What readers of single videos need.
-        column("uri", pa.string(), "where the video was read", nullable=False),
-        column("start_s", pa.float64(), "start of the clip in seconds; null for the beginning"),
-        column("end_s", pa.float64(), "end of the clip in seconds; null for the end"),
-        column("source_hash", pa.string(), "algorithm:hex of the whole source file"),
-        column("error_message", pa.string(), "at most 1 KB, printable"),
-        column("error_signal", pa.int32(), "the signal that ended the decode process"),
-        column("retryable", pa.bool_(), "whether another attempt may succeed"),
-        column("backend", pa.string(), "the decoder that served, or failed"),
-        column("backend_version", pa.string(), "its version"),
-        column("codec", pa.string(), "video codec of the source"),
-        column("first_row_group", pa.int32(), "the video's first row group in it"),
-        column("row_counts", pa.list_(pa.int32()), "rows of each of the video's row groups"),
-        column("footer_hash", pa.string(), "algorithm:hex of the token shard's Parquet footer"),
-        column(
-            "checksum",
-            pa.string(),
-            "algorithm:hex of the video's token bytes, in order of selection, then each level's",
-        ),
-        column("retention_ratio", pa.float64(), "nominal share of tokens stored"),
-        column("nested", pa.bool_(), "whether smaller ratios are prefixes of the stored rows"),
-        column("n_frames", pa.int32(), "T, sampled frames (temporal patches on Qwen)"),
-        column("tokens_per_frame", pa.int32(), "N"),
-        column("frame_indices", pa.list_(pa.int64()), "the source frames sampled; repeats where it has too few"),
-        column("timestamps", pa.list_(pa.float64()), "seconds of each sampled frame from the start of the source"),
-        column("fps", pa.float64(), "average frames a second of the whole source, by its timestamps"),
-        column("duration_s", pa.float64(), "seconds of the source"),
-        column("source_frames", pa.int64(), "frames of the source"),
-        column("clip_frames", pa.int64(), "frames of it inside [start_s, end_s)"),
-        column("n_repeated", pa.int32(), "sampled frames that repeat another one"),
-        column("source_width", pa.int32(), "pixels stored in a row as shown; sample_aspect_ratio stretches nothing"),
-        column("source_height", pa.int32(), "rows of pixels as shown"),
-        column("width", pa.int32(), "pixels the encoder saw"),
-        column("height", pa.int32(), "pixels the encoder saw"),
-        column("kept_per_frame", pa.list_(pa.int32()), "stored tokens of each frame; 0 is legal"),
-        column("temporal_density", pa.list_(pa.float32()), "normalised temporal density, Eq. (7)"),
-        column("manifest", pa.string(), "JSON of the manifest's other columns"),
-        column("runtime", pa.string(), "JSON: device, dtype and attention kernel of the encoder"),
-        column("model_extra", pa.string(), "JSON of what this model family needs besides (grids, patch times)"),
-        column("token_codec", pa.string(), "how the tokens are stored; null for bfloat16 numbers"),
-        column("token_block", pa.int32(), "numbers that share a scale of that codec"),
-        column("tower_hash", pa.string(), "algorithm:hex of the vision encoder's weights; null where not known"),
-        column("source_shard", pa.string(), "the archive that the video's file lies in"),
-        column("source_offset", pa.int64(), "the file's first byte in it"),
-        column("clip_fps", pa.float64(), "frames a second of the clip; null where an older rule took the frames"),
-        column("source_mark", pa.uint64(), "a hash of the file's ETag, CRC-32 or time of change, whichever is known"),
-        column("source_sample", pa.uint64(), "a hash of the file's size and of 16 KiB at its start, middle and end"),
-    ]
+    column(name, _parse_type(spec.kind), spec.meaning, nullable=spec.nullable) for name, spec in VIDEO_COLUMNS.items()
 )
 #: Nullable columns that came after the schema version, and the date since when files have them.
-LATER: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            ("color_transfer", "sample_aspect_ratio", "uneven_positions", "shared_positions"), "2026-11-26"
-        ),
-        "clip_fps": "2026-11-26",
-        **dict.fromkeys(("source_mark", "source_sample"), "2026-11-27"),
-    }
-)
+LATER: Mapping[str, str] = {name: spec.since for name, spec in VIDEO_COLUMNS.items() if spec.since}
 # Columns by which rows of one id are found and compared, computed from the others.
 KEY_COLUMNS = ("id_high", "id_low", "clip_key", "rewritten", "earlier_attempts", "tie_break")
 

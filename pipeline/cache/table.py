@@ -426,20 +426,26 @@ def read_file(store: Store, file: TableFile, columns: Sequence[str] = tuple(VIDE
 
 
 def build_table(rows: Sequence[VideoRecord] | Sequence[VideoRow]) -> pa.Table:
-    """Build a table of VIDEO_SCHEMA from rows, with their KEY_COLUMNS; counts of rewrites and earlier attempts stay."""
-    table = pa.Table.from_pylist(list(rows), schema=VIDEO_SCHEMA)
-    keys = keys_of(table["video_id"])
-    key_columns = {
+    """Build a table of VIDEO_SCHEMA from rows, with their KEY_COLUMNS as ``add_keys`` computes them."""
+    return add_keys(pa.Table.from_pylist(list(rows), schema=VIDEO_SCHEMA))
+
+
+def add_keys(rows: pa.Table) -> pa.Table:
+    """Return rows as VIDEO_SCHEMA with their KEY_COLUMNS; counts of rewrites and earlier attempts stay.
+
+    ``rows`` have the columns of VIDEO_SCHEMA; those that are never null may be nullable.
+    """
+    keys = keys_of(rows["video_id"])
+    columns = {
+        **dict(zip(rows.schema.names, rows.columns, strict=True)),
         "id_high": pa.array(keys[:, 0]),
         "id_low": pa.array(keys[:, 1]),
-        "clip_key": pa.array(clip_keys(table)),
-        "rewritten": pc.fill_null(table["rewritten"], 0),
-        "earlier_attempts": pc.fill_null(table["earlier_attempts"], 0),
-        "tie_break": pa.array(tie_keys(table)),
+        "clip_key": pa.array(clip_keys(rows)),
+        "rewritten": pc.fill_null(rows["rewritten"], 0),
+        "earlier_attempts": pc.fill_null(rows["earlier_attempts"], 0),
+        "tie_break": pa.array(tie_keys(rows)),
     }
-    for name, values in key_columns.items():
-        table = table.set_column(table.schema.get_field_index(name), VIDEO_SCHEMA.field(name), values)
-    return table
+    return pa.table([columns[name] for name in VIDEO_SCHEMA.names], schema=VIDEO_SCHEMA).combine_chunks()
 
 
 def add_places(table: pa.Table, name: str) -> pa.Table:

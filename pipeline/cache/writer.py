@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 
 from gstep.evidence import is_per_frame
 from pipeline.cache.codecs import BFLOAT16, TokenCodec
+from pipeline.cache.live import select_ok
 from pipeline.cache.schema import (
     TOKENS,
+    VIDEO_SCHEMA,
     digest,
     hex_digest,
     slice_footer,
@@ -31,7 +33,7 @@ from pipeline.cache.schema import (
     token_schema,
     write_parquet,
 )
-from pipeline.cache.table import build_table, serialise_small
+from pipeline.cache.table import add_keys, serialise_small
 from pipeline.errors import RunFailed
 from pipeline.rows import VideoRecord
 from pipeline.storage.stores import Store, request_threads
@@ -146,8 +148,13 @@ def write_token_shard(
     return rows
 
 
-def commit_records(store: Store, run_id: str, number: int, rows: Sequence[VideoRecord], *, made_with: str) -> pa.Table:
-    """Make the records visible: one small file of the videos table, put whole. Returns them as VIDEO_SCHEMA.
+def commit_records(store: Store, run_id: str, number: int, records: Sequence[VideoRecord], *, made_with: str) -> None:
+    """Make the records visible, as ``commit_rows`` does."""
+    commit_rows(store, run_id, number, pa.Table.from_pylist(list(records), schema=VIDEO_SCHEMA), made_with=made_with)
+
+
+def commit_rows(store: Store, run_id: str, number: int, rows: pa.Table, *, made_with: str) -> None:
+    """Make rows (the columns of VIDEO_SCHEMA) visible: one small file of the videos table, put whole.
 
     Every row gets ``run_id``. ``number`` counts the run's commits. ``made_with`` is the fingerprint of the cache's
     identity; it goes into the file's metadata, under MADE_WITH.
@@ -155,7 +162,7 @@ def commit_records(store: Store, run_id: str, number: int, rows: Sequence[VideoR
     Raises OSError if their token shards are missing: a node without the shared folder wrote them to its own disk.
     Raises RunFailed if they were removed while this process was stopped; the file is deleted again.
     """
-    needs = sorted({row["token_shard"] for row in rows if row["status"] == "ok"})
+    needs = sorted(set(select_ok(rows)["token_shard"].to_pylist()))
     if missing_shards := _find_missing(store, needs):
         raise FileNotFoundError(
             errno.ENOENT,
@@ -163,15 +170,14 @@ def commit_records(store: Store, run_id: str, number: int, rows: Sequence[VideoR
             "removed meanwhile",
             missing_shards[0],
         )
-    table = build_table([{**row, "run_id": run_id} for row in rows])
-    name, data = serialise_small(run_id, number, table, made_with)
+    rows = rows.set_column(rows.schema.get_field_index("run_id"), "run_id", pa.repeat(run_id, len(rows)))
+    name, data = serialise_small(run_id, number, add_keys(rows), made_with)
     store.put(name, data)
     # If this process was stopped in between, a cleanup may have deleted the shards.
     if missing_shards := _find_missing(store, needs):
         store.delete(name)
         message = f"{store}: {missing_shards[0]} was removed before its videos were committed"
         raise RunFailed(f"{message}. Rerun the command")
-    return table
 
 
 def _find_missing(store: Store, names: Sequence[str]) -> list[str]:

@@ -80,7 +80,7 @@ def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: Objects, r
     )  # with the default decoder: a row must not choose what code runs here
     with same_source(row, objects, fetch_again(row, objects, roots)) as source, DecodeSandbox() as sandbox:
         video = source.decode(sandbox, request)
-    if video.source_hash != row["source_hash"]:
+    if video.record["source_hash"] != row["source_hash"]:
         raise ReplacedSource("the source file has changed since: its hash is another one")
     if video.frame_indices.tolist() != row["frame_indices"]:
         raise VideoFault("io", "decoded now, the source file gives other frames than those that were sampled")

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from gstep.evidence import is_per_frame
@@ -100,9 +101,9 @@ def pack_written(rows: Sequence[VideoRecord]) -> pa.Table:
     return pa.Table.from_pylist(list(rows), schema=WRITTEN_SCHEMA)
 
 
-def unpack_written(batch: pa.Table) -> list[VideoRecord]:
-    """Unpack the records from rows of WRITTEN_SCHEMA."""
-    return [without_nulls(row, VideoRecord) for row in batch.to_pylist()]
+def unpack_failed(rows: pa.Table) -> list[VideoRecord]:
+    """Unpack the records of the failed videos among rows of WRITTEN_SCHEMA."""
+    return [without_nulls(row, VideoRecord) for row in rows.filter(pc.not_equal(rows["status"], "ok")).to_pylist()]
 
 
 def _rebuild_kept(

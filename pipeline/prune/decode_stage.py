@@ -23,7 +23,7 @@ from pipeline.cache.writer import VideoItem
 from pipeline.errors import FaultClass, UsageError, VideoFault
 from pipeline.inputs.forms import OpenArchives
 from pipeline.prune.batches import pack, unpack_unit
-from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewhere, without_nulls
+from pipeline.rows import VIDEO_COLUMNS, TodoRow, VideoRecord, failed_video, may_succeed_elsewhere, without_nulls
 from pipeline.runner.heartbeat import Heartbeat, ItemsInHand
 from pipeline.storage.hub import is_remote
 from pipeline.storage.location import Location
@@ -41,24 +41,6 @@ if TYPE_CHECKING:
 _FULL_HD = 1920, 1080
 _USUAL_SIZES = _FULL_HD, (1280, 720), (854, 480), (426, 240)  # of videos, (width, height)
 _USUAL_FRAMES = 32  # of a video that is sampled by time
-# Columns of the videos table that a row to process has under the same names, and columns that a decoded video has.
-_ROW_COLUMNS = ("video_id", "uri", "attempts", "start_s", "end_s", "manifest", "source_offset")
-_DECODED_COLUMNS = (
-    *(
-        "fps",
-        "clip_fps",
-        "duration_s",
-        "source_frames",
-        "clip_frames",
-        "n_repeated",
-        "source_width",
-        "source_height",
-        "codec",
-    ),
-    *("backend", "backend_version", "backend_note", "decode_warnings", "source_size", "source_hash"),
-    "source_sample",
-    *("color_transfer", "sample_aspect_ratio"),
-)
 
 
 @dataclass(frozen=True)
@@ -247,7 +229,7 @@ def _locate(row: TodoRow) -> Location:
 
 def _first_record(row: TodoRow, source: Source) -> VideoRecord:
     """Return the record of a video before decoding: the columns of its manifest row and open file, status "ok"."""
-    columns = {name: value for name, value in row.items() if name in _ROW_COLUMNS}
+    columns = {name: value for name, value in row.items() if name in VIDEO_COLUMNS}
     columns["source_mark"] = source.location.mark
     if source.location.member is not None:
         columns["source_shard"] = source.location.file
@@ -273,11 +255,10 @@ def make_decoding_columns(video: DecodedVideo, attempts: int) -> VideoRecord:
     ``attempts`` is the number of this attempt; a second try within it adds one.
     """
     return {
-        **without_nulls({name: getattr(video, name) for name in _DECODED_COLUMNS}, VideoRecord),
+        **without_nulls(video.record, VideoRecord),
         "attempts": attempts + video.attempts - 1,
         "frame_indices": video.frame_indices.tolist(),
         "timestamps": video.timestamps.tolist(),
         "height": video.frames.shape[1],
         "width": video.frames.shape[2],
-        "decode_s": video.seconds,  # without the start of the child, which serves many videos
     }

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.cache.live import select_ok
 from pipeline.errors import LimitReached
 from pipeline.rows import VideoRecord
 
@@ -50,17 +55,16 @@ class Facts:
             self._since = self.clock()
         self._encoders = encoders
 
-    def add(self, records: Iterable[VideoRecord]) -> None:
-        """Add the rows of a shard, failed videos too. Pruning on CPUs counts as encoding."""
-        for record in records:
-            self.videos += 1
-            self.decode_core_s += record.get("decode_s", 0.0)
-            self.encode_s += record.get("encode_s", 0.0)
-            if not self.on_gpus:  # a GPU prunes one video while it encodes another
-                self.encode_s += record.get("prune_s", 0.0)
-            self.tokens += record.get("n_tokens", 0)
-            if record["status"] == "ok":
-                self.video_s += measure_seconds(record)
+    def add(self, rows: pa.Table) -> None:
+        """Add the rows of a shard (WRITTEN_SCHEMA), failed videos too. Pruning on CPUs counts as encoding."""
+        self.videos += len(rows)
+        self.decode_core_s += sum_column(rows, "decode_s")
+        self.encode_s += sum_column(rows, "encode_s")
+        if not self.on_gpus:  # a GPU prunes one video while it encodes another
+            self.encode_s += sum_column(rows, "prune_s")
+        self.tokens += sum_column(rows, "n_tokens")
+        clips = select_ok(rows).select(["start_s", "end_s", "duration_s"])
+        self.video_s += sum(map(measure_seconds, clips.to_pylist()))
 
     def check_limit(self) -> None:
         """Raise LimitReached, and set ``limit_reached``, once ``max_hours`` have passed."""
@@ -84,6 +88,11 @@ class Facts:
             "encoder_busy": min(1.0, self.encode_s / encoder_s) if encoder_s else 0.0,
             "video_hours": self.video_s / _HOUR,
         }
+
+
+def sum_column(rows: pa.Table, name: str) -> Any:
+    """Return the sum of a column of numbers, in its type; a null counts as 0."""
+    return pc.sum(rows[name], min_count=0).as_py()
 
 
 def measure_seconds(record: VideoRecord) -> float:

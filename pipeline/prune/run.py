@@ -11,7 +11,7 @@ import math
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from typing import cast
 
@@ -32,11 +32,11 @@ from pipeline.cache.header import (
     made_with,
     read_header,
 )
-from pipeline.cache.live import TIMED_STAGES, Ledger
+from pipeline.cache.live import TIMED_STAGES, Ledger, select_ok
 from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES, try_merge
 from pipeline.cache.schema import VIDEOS
 from pipeline.cache.token_shard import parse_shard_id
-from pipeline.cache.writer import commit_records
+from pipeline.cache.writer import commit_rows
 from pipeline.errors import (
     FAULTS,
     CorruptShard,
@@ -53,10 +53,10 @@ from pipeline.inputs.left_out import format_counts
 from pipeline.inputs.manifest import given_manifest
 from pipeline.inputs.video_list import First, VideoList
 from pipeline.options import read_ids
-from pipeline.prune.batches import unpack_written
+from pipeline.prune.batches import unpack_failed
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import check_decoder_device
-from pipeline.prune.facts import Facts
+from pipeline.prune.facts import Facts, sum_column
 from pipeline.prune.graph import build_graph
 from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
 from pipeline.prune.recipe import resolve
@@ -72,7 +72,7 @@ from pipeline.prune.resume import (
 )
 from pipeline.prune.summary import Summary, format_lost, summarise
 from pipeline.prune.todo import Selection, Todo
-from pipeline.rows import JsonObject, VideoRecord, is_infrastructure_error, may_succeed_elsewhere
+from pipeline.rows import JsonObject, is_infrastructure_error, may_succeed_elsewhere
 from pipeline.runner.cluster import choose_device, find_failing_nodes, provenance, sum_resources
 from pipeline.runner.driver import Driver
 from pipeline.runner.heartbeats import WorkerReport
@@ -397,22 +397,21 @@ class PruneRun(Driver[PruneConfig, Todo, Summary]):
 
         Raises RunFailed if the cache's header has changed.
         """
-        records = unpack_written(rows)
         self._check_header()
-        commit_records(self.store, self.run_id, number, records, made_with=self._made_with)
-        ok_records = [record for record in records if record["status"] == "ok"]
-        failed_records = [record for record in records if record["status"] != "ok"]
-        new = [record for record in records if (record["video_id"], record["attempts"]) not in self._last_counted]
-        self._last_counted = {(record["video_id"], record["attempts"]) for record in records}
-        if new:  # else an interrupt came after the same rows were counted
-            self._count(new)
-        self._record_shards({parse_shard_id(record["token_shard"]) for record in ok_records})
+        commit_rows(self.store, self.run_id, number, rows, made_with=self._made_with)
+        attempts = list(zip(rows["video_id"].to_pylist(), rows["attempts"].to_pylist(), strict=True))
+        is_new = [attempt not in self._last_counted for attempt in attempts]
+        self._last_counted = set(attempts)
+        if any(is_new):  # else an interrupt came after the same rows were counted
+            self._count(rows.filter(pa.array(is_new)))
+        ok_rows, failed_records = select_ok(rows), unpack_failed(rows)
+        self._record_shards(set(map(parse_shard_id, ok_rows["token_shard"].to_pylist())))
         self._n_unmerged += 1
         if self._n_unmerged > MAX_WAITING_FILES:
             try_merge(self.store, self._made_with, MAX_WAITING_FILES, self.say)
             self._n_unmerged = 0
-        for record in ok_records:
-            self.failed.pop(record["video_id"], None)
+        for video_id in ok_rows["video_id"].to_pylist():
+            self.failed.pop(video_id, None)
         self.failed |= {record["video_id"]: record["attempts"] for record in failed_records}
         self.retryable |= {
             record["video_id"]: record["attempts"] for record in filter(may_succeed_elsewhere, failed_records)
@@ -433,29 +432,26 @@ class PruneRun(Driver[PruneConfig, Todo, Summary]):
                 f"{self.store}: another cache was started here during this run. This run writes nothing more"
             )
 
-    def _count(self, records: Sequence[VideoRecord]) -> None:
-        """Add the seconds, tokens and bytes of committed videos to the facts and the metrics of the run.
+    def _count(self, rows: pa.Table) -> None:
+        """Add the seconds, tokens and bytes of committed rows to the facts and the metrics of the run.
 
         Infrastructure errors are counted by their class.
         """
         assert self.facts is not None
-        self.facts.add(records)
-        for record in filter(is_infrastructure_error, records):
+        self.facts.add(rows)
+        failed_records = unpack_failed(rows)
+        for record in filter(is_infrastructure_error, failed_records):
             self._infrastructure_errors[record["error_class"]] += 1
             self._example[record["error_class"]] = f"{record['video_id']}: {record['error_message']}"
-        self.fetched += sum(record.get("source_size") or 0 for record in records if is_remote(record["uri"]))
-        n_failed = sum(record["status"] != "ok" for record in records)
-        self.monitor.count_rows("video", len(records) - n_failed, n_failed)
-        n_kept, metrics = sum(record.get("n_tokens", 0) for record in records), self.monitor.metrics
-        metrics.count("tokens", sum(record.get("n_total", 0) for record in records), kind="in")
+        self.fetched += sum_column(rows.filter(pa.array(map(is_remote, rows["uri"].to_pylist()))), "source_size")
+        self.monitor.count_rows("video", len(rows) - len(failed_records), len(failed_records))
+        n_kept, metrics = sum_column(rows, "n_tokens"), self.monitor.metrics
+        metrics.count("tokens", sum_column(rows, "n_total"), kind="in")
         metrics.count("tokens", n_kept, kind="kept")
-        metrics.count("bytes", sum(record.get("source_size") or 0 for record in records), kind="read")
+        metrics.count("bytes", sum_column(rows, "source_size"), kind="read")
         metrics.count("bytes", n_kept * self.facts.token_bytes, kind="stored")
-        seconds = [
-            [record.get(name, 0.0) for name in ("decode_s", "encode_s", "prune_s", "write_s")] for record in records
-        ]
-        for stage, stage_s in zip(TIMED_STAGES, zip(*seconds, strict=True), strict=True):
-            metrics.count("stage_seconds", sum(stage_s), stage=stage)
+        for stage in TIMED_STAGES:
+            metrics.count("stage_seconds", sum_column(rows, f"{stage}_s"), stage=stage)
 
     def _record_shards(self, token_shards: Collection[str]) -> None:
         """Add committed token shards and the facts to the run's record, so that lost files of the table are noticed.

@@ -13,11 +13,12 @@ import struct
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, cast, get_type_hints
 
 import numpy as np
 
 from pipeline.errors import FAULTS, VideoFault, printable
+from pipeline.rows import VIDEO_COLUMNS, VideoRecord
 from pipeline.video.decode import DecodedVideo
 from pipeline.video.shared_frames import Handover
 
@@ -25,12 +26,9 @@ _MAX_BYTES = 2**16  # bytes of a message's JSON, whose texts have 1 KB at most
 _MAX_FRAMES = 2**22  # frames of a video, of which a message has the numbers and times
 _MAX_WAIT_S = 1e6  # a pipe is polled for 2^31 ms at most
 _FIELDS: Mapping[str, Any] = {
-    name: kind
-    for name, kind in get_type_hints(DecodedVideo).items()
-    if name not in ("frames", "frame_indices", "timestamps")
+    name: kind for name, kind in get_type_hints(VideoRecord).items() if VIDEO_COLUMNS[name].decoded
 }
-# The bits of integers that are no int32 in the videos table.
-_BITS = {"source_size": 63, "source_frames": 63, "clip_frames": 63, "source_sample": 64}
+_BITS = {"int32": 31, "int64": 63, "uint64": 64}  # the bits of integers of 0 or more, by the type of their column
 
 
 class WrongMessage(Exception):  # noqa: N818
@@ -57,7 +55,7 @@ def send_fault(pipe: Connection, fault: VideoFault) -> None:
 
 def send_video(pipe: Connection, video: DecodedVideo, handover: Handover) -> None:
     """Send a decoded video but for its pixels, which are in shared memory."""
-    values = ((name, getattr(video, name)) for name in _FIELDS)
+    values = ((name, video.record.get(name)) for name in _FIELDS)
     fields = {name: printable(value) if isinstance(value, str) else value for name, value in values}
     arrays = np.asarray(video.frame_indices, "<i8").tobytes() + np.asarray(video.timestamps, "<f8").tobytes()
     _send(pipe, {"video": fields, "shape": video.frames.shape, "handover": handover}, arrays)
@@ -154,7 +152,7 @@ def _make_video(fields: dict[Any, Any], n_frames: int, arrays: bytes) -> Decoded
     for name, value in fields.items():
         is_valid = isinstance(value, _FIELDS[name]) and not isinstance(value, bool)
         if isinstance(value, int):
-            is_valid = is_valid and _is_int(value, 0, 2 ** _BITS.get(name, 31))
+            is_valid = is_valid and _is_int(value, 0, 2 ** _BITS[VIDEO_COLUMNS[name].kind])
         if isinstance(value, float):
             is_valid = is_valid and math.isfinite(value)
         if not is_valid:
@@ -165,9 +163,5 @@ def _make_video(fields: dict[Any, Any], n_frames: int, arrays: bytes) -> Decoded
         raise WrongMessage("its frames are not numbered in order, or have no times")
     texts = {name: printable(value) for name, value in fields.items() if isinstance(value, str)}
     no_frames = np.empty((0, 0, 0, 3), np.uint8)
-    return DecodedVideo(
-        frames=no_frames,
-        frame_indices=indices.astype(np.int64),
-        timestamps=timestamps.astype(np.float64),
-        **fields | texts,
-    )
+    record = cast(VideoRecord, fields | texts)
+    return DecodedVideo(no_frames, indices.astype(np.int64), timestamps.astype(np.float64), record)

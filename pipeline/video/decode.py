@@ -28,7 +28,7 @@ from gstep.backbones.preprocess import resize_frames
 from gstep.errors import TooFewFrames, UnsupportedVideo
 from pipeline.errors import FaultClass, VideoFault
 from pipeline.own_code import locate_own_error
-from pipeline.rows import BY_DECODING, SIZES_DIFFER
+from pipeline.rows import BY_DECODING, SIZES_DIFFER, VideoRecord
 from pipeline.video.containers import count_missing_bytes, has_overstated_table, open_regular, sniff
 from pipeline.video.damage import check_decodable
 from pipeline.video.decoders import DECODERS, Frames, choose_decoders, find_version, load_decoder
@@ -108,58 +108,23 @@ class DecodedVideo:
         frames: [T,h,w,3] uint8 RGB, C-contiguous, resized.
         frame_indices: [T] int64, the frames of the file, ascending; an index repeats where the clip has too few.
         timestamps: [T] float64 seconds of these frames from the start of the file, as players show them.
-        fps: average frames a second of the whole file.
-        clip_fps: frames a second of the clip, which differ where the file's rate varies.
-        duration_s: end of the file's last frame, seconds.
-        source_frames: frames in the file.
-        clip_frames: frames in the clip [start_s, end_s).
-        n_repeated: how many of the T frames repeat an earlier one.
-        source_width: pixels of the largest stored frame among them, turned as it is shown; ``sample_aspect_ratio``
-            stretches nothing.
-        source_height: likewise.
-        codec: of the video stream, as FFmpeg calls it.
-        backend: the decoder that served: a name of ``decoders.DECODERS`` or an import path.
-        backend_version: its version.
-        backend_note: why the decoder tried first did not serve, what of the film was not read, and whether the frame
-            size changes, separated by semicolons; empty if there is nothing to say.
-        decode_warnings: lines FFmpeg logged as errors while it read the file, or else holes in what decodes; above 0,
-            frames may be damaged. Beyond some 60,000 lines there may have been more.
-        color_transfer: the transfer function of the colours, as FFmpeg calls it; None where the file states none.
-        sample_aspect_ratio: width by height of a shown pixel ("16:15"); None where the file does not state it.
-        source_size: bytes of the file.
-        source_hash: "blake2b:" and the 16 byte digest of the whole file in hex.
-        source_sample: the ``sample_key`` of the file, or of a folder's frames.
-        seconds: what decoding took, from opening the file on.
+        record: the columns of the videos table that the decode process finds (``Column.decoded``).
         attempts: child processes it took (2 where another library than PyAV took the first one down).
     """
 
     frames: Frames
     frame_indices: NDArray[np.int64]
     timestamps: NDArray[np.float64]
-    fps: float
-    clip_fps: float
-    duration_s: float
-    source_frames: int
-    clip_frames: int
-    n_repeated: int
-    source_width: int
-    source_height: int
-    codec: str
-    backend: str
-    backend_version: str
-    backend_note: str = ""
-    decode_warnings: int = 0
-    source_size: int = 0
-    source_hash: str = ""
-    source_sample: int | None = None
-    seconds: float = 0.0
+    record: VideoRecord
     attempts: int = 1
-    color_transfer: str | None = None
-    sample_aspect_ratio: str | None = None
 
-    def with_note(self, note: str) -> DecodedVideo:
+    def add_columns(self, columns: VideoRecord) -> DecodedVideo:
+        """Return the video with more columns in its record, or other values of them."""
+        return replace(self, record={**self.record, **columns})
+
+    def add_note(self, note: str) -> DecodedVideo:
         """Return the video with another note before its own one."""
-        return replace(self, backend_note="; ".join(filter(None, (note, self.backend_note))))
+        return self.add_columns({"backend_note": "; ".join(filter(None, (note, self.record["backend_note"])))})
 
 
 def frames_array(shape: tuple[int, ...]) -> Frames:
@@ -188,8 +153,8 @@ def decode_video(
     try:
         with count_warnings() as count:
             video = decoding.video(count)
-            warnings = max(count(), video.decode_warnings)
-        return replace(video, decode_warnings=warnings, seconds=time.perf_counter() - start)
+            warnings = max(count(), video.record["decode_warnings"] or 0)
+        return video.add_columns({"decode_warnings": warnings, "decode_s": time.perf_counter() - start})
     except VideoFault as fault:
         fault.backend = fault.backend or decoding.backend
         raise
@@ -227,16 +192,16 @@ class _Decoding:
             raise
         assert index.packets is not None
         with closing(index.packets):
-            sample = sample_file(path)
-            return replace(self._read_by_any(index), source_size=size, source_hash=digest, source_sample=sample)
+            source: VideoRecord = {"source_size": size, "source_hash": digest, "source_sample": sample_file(path)}
+            return self._read_by_any(index).add_columns(source)
 
     def _decode_folder(self, path: str) -> DecodedVideo:
         """Decode a folder of JPEG frames, whatever decoder is requested. Raises VideoFault, or an error of PyAV's."""
         index = index_frames(path)
         size, digest = fingerprint_frames(path, frame_names(path))
         clip = round_to_frames(self._request.start_s, self._request.end_s, index.fps)
-        video = self._read(index, JPEGS, clip)
-        return replace(video, source_size=size, source_hash=digest, source_sample=sample_file(path))
+        source: VideoRecord = {"source_size": size, "source_hash": digest, "source_sample": sample_file(path)}
+        return self._read(index, JPEGS, clip).add_columns(source)
 
     def _read_by_any(self, index: VideoIndex) -> DecodedVideo:
         """Read with the first of the request's decoders that succeeds. Raises the last decoder's error.
@@ -262,7 +227,7 @@ class _Decoding:
             note = note or f"{BY_DECODING}: {error}{holes_text}"
             video = self._read(scanned, last, clip)
         unread = index.packets.note if index.packets is not None else ""
-        return video.with_note("; ".join(filter(None, (note, unread))))
+        return video.add_note("; ".join(filter(None, (note, unread))))
 
     def _read(self, index: VideoIndex, backend: str, clip: tuple[float | None, float | None]) -> DecodedVideo:
         """Choose the frames of the ``clip`` (start, end in seconds) by ``index``, and read them with one decoder.
@@ -285,27 +250,24 @@ class _Decoding:
         with closing(kind(index)) as decoder:
             frames, sizes = self._resize_frames(decoder.read(np.unique(indices)), indices)
             version = find_version(kind) if ":" in backend else str(decoder.version)
-        height, width = sizes[-1]
-        return DecodedVideo(
-            frames=frames,
-            frame_indices=indices,
-            timestamps=index.timestamps[indices],
-            fps=index.fps,
-            clip_fps=clip_rate(times, index.fps, *clip, *end),
-            duration_s=index.duration_s,
-            source_frames=len(index.timestamps),
-            clip_frames=stop - first,
-            n_repeated=count_repeated(indices),
-            source_width=width,
-            source_height=height,
-            codec=index.codec,
-            backend=backend,
-            backend_version=version,
-            backend_note=_describe_sizes({*sizes, (index.height, index.width)}),
-            decode_warnings=self._check(index, clip),  # again: decoding may have met what reading had not
-            color_transfer=index.color_transfer,
-            sample_aspect_ratio=index.sample_aspect_ratio,
-        )
+        height, width = sizes[-1]  # of the largest frame
+        record: VideoRecord = {
+            **index.record,
+            "codec": index.codec,
+            "fps": index.fps,
+            "clip_fps": clip_rate(times, index.fps, *clip, *end),
+            "duration_s": index.duration_s,
+            "source_frames": len(index.timestamps),
+            "clip_frames": stop - first,
+            "n_repeated": count_repeated(indices),
+            "source_width": width,
+            "source_height": height,
+            "backend": backend,
+            "backend_version": version,
+            "backend_note": _describe_sizes({*sizes, (index.height, index.width)}),
+            "decode_warnings": self._check(index, clip),  # again: decoding may have met what reading had not
+        }
+        return DecodedVideo(frames, indices, index.timestamps[indices], record)
 
     def _check(self, index: VideoIndex, clip: tuple[float | None, float | None]) -> int:
         """Return the number of damages known without FFmpeg's log: corrupt packets or holes, whichever are more.

@@ -19,6 +19,7 @@ from av.error import DecoderNotFoundError, PatchWelcomeError
 from numpy.typing import NDArray
 
 from pipeline.errors import VideoFault
+from pipeline.rows import VideoRecord
 from pipeline.video.damage import Hole, find_lost_stretches, find_skipped_holes, find_unlisted_hole
 from pipeline.video.packets import MAX_KEPT_BYTES, PacketInfo, VideoPackets, read_packets
 from pipeline.video.sampling import find_true_times
@@ -63,8 +64,7 @@ class VideoIndex:
         keyframes: [K] int64 presentation times at which decoding can start, ascending.
         whole: whether frames come out at these ``pts`` only where all packets are decoded, since some are damaged.
         holes: (start, end) in seconds of stretches that the file lists and that do not decode, as far as known.
-        color_transfer: the transfer function that the file states, as FFmpeg calls it ("smpte2084"); None for none.
-        sample_aspect_ratio: width by height of a shown pixel ("16:15"); None where the file does not state it.
+        record: columns of the videos table that the file states and decoding does not need.
         packets: the open file; None for a folder of frames. A decoder may close it.
     """
 
@@ -84,8 +84,7 @@ class VideoIndex:
     keyframes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     whole: bool = False
     holes: tuple[Hole, ...] = ()
-    color_transfer: str | None = None
-    sample_aspect_ratio: str | None = None
+    record: VideoRecord = field(default_factory=VideoRecord)
     packets: VideoPackets | None = field(default=None, repr=False, compare=False)
 
     def find_true_times(self) -> tuple[NDArray[np.float64], float, float]:
@@ -133,8 +132,10 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
         pixel_format=first.format.name,
         fps=float(_list_stated_rates(packets)[0]),
         orientation=orientation,
-        color_transfer=color_transfer(first, packets.stream),
-        sample_aspect_ratio=pixel_shape(packets.stream, turned=orientation.transpose),
+        record={
+            "color_transfer": color_transfer(first, packets.stream),
+            "sample_aspect_ratio": pixel_shape(packets.stream, turned=orientation.transpose),
+        },
         keyframes=np.array(sorted(p.pts for p in shown_packets if p.keyframe and p.pts is not None), dtype=np.int64),
         packets=packets,
     )

@@ -109,7 +109,7 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
         except VideoFault as fault:
             fault.attempts = 2
             raise
-        return replace(video, attempts=2).with_note(f"{first.backend}: {first.message}")
+        return replace(video, attempts=2).add_note(f"{first.backend}: {first.message}")
 
     def _attempt(self, request: DecodeRequest, descriptor: int | None, deadline: float) -> DecodedVideo:
         """Send one request to the child and wait for its answer until ``deadline`` (monotonic). Raises VideoFault.
@@ -238,8 +238,13 @@ class _Child:
 
 def _check_backend(message: str | VideoFault | VideoMessage, request: DecodeRequest) -> None:
     """Raise WrongMessage if a message names a decoder that the request does not allow: names may be imported later."""
-    video = message.video if isinstance(message, VideoMessage) else message
-    name = video if isinstance(video, str) else video.backend
+    match message:
+        case VideoMessage():
+            name = message.video.record["backend"]
+        case VideoFault():
+            name = message.backend
+        case _:
+            name = message
     if name not in (*choose_decoders(request.decoder), JPEGS, None):
         raise WrongMessage("it names another decoder than requested")
 

@@ -82,7 +82,7 @@ class Source(AbstractContextManager["Source"]):
         except VideoFault as fault:
             fault.message = printable(self._with_uri(fault.message))
             raise
-        return replace(video, backend_note=self._with_uri(video.backend_note))
+        return video.add_columns({"backend_note": self._with_uri(video.record["backend_note"] or "")})
 
     def _with_uri(self, text: str) -> str:
         """Replace the names of temporary content in a message by the uri of the video."""

@@ -185,7 +185,7 @@ def stop_before_the_third_commit() -> None:
 
 
 def _signal_before_the_third_commit(
-    number_of_signal: signal.Signals, module: str = "pipeline.prune.run", name: str = "commit_records"
+    number_of_signal: signal.Signals, module: str = "pipeline.prune.run", name: str = "commit_rows"
 ) -> None:
     run, commits = import_module(module), count(1)
     commit = getattr(run, name)

@@ -50,7 +50,7 @@ class Forger:
         self.path = path
         self.pipe = pipe_to_parent()
         video = decode_video(DecodeRequest(path, Sampling(2), KeepSize(), decoder="pyav"))
-        self.fields: dict[str, Any] = {name: getattr(video, name) for name in child_messages._FIELDS}
+        self.fields: dict[str, Any] = {name: video.record.get(name) for name in child_messages._FIELDS}
         self.fields["backend"] = f"{__name__}:{name}"
         self.arrays = video.frame_indices.tobytes() + video.timestamps.tobytes()
         self.shape = list(video.frames.shape)

@@ -11,11 +11,13 @@ from pipeline.cache.live import LiveVideos
 from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.table import (
     SortedFile,
+    add_keys,
     build_table,
     in_key_order,
     list_table_files,
     parse_file_name,
     read_file,
+    serialise_small,
     serialise_sorted,
 )
 from pipeline.storage.stores import LocalStore
@@ -147,3 +149,14 @@ def test_keys_that_share_a_half_are_told_apart(store, monkeypatch):
     cache = TokenCache(store.root)
     assert [cache.metadata(f"folder/v{i}")["attempts"] for i in range(5)] == [1, 2, 3, 1, 2]
     assert len(cache.failed) == 5
+
+
+def test_rows_of_several_workers_become_the_same_file_as_one_table():
+    numbers = random.Random(0)
+    rows = [
+        {"video_id": f"v{i}", "run_id": "r", "uri": "u", "status": "ok", "attempts": 1, "timestamps": times}
+        for i, times in enumerate([numbers.random() for _ in range(768)] for _ in range(600))
+    ]
+    whole = build_table(rows)
+    parts = pa.concat_tables([whole.slice(start, 37) for start in range(0, len(whole), 37)])
+    assert serialise_small("r", 0, add_keys(parts), None) == serialise_small("r", 0, whole, None)

@@ -17,8 +17,8 @@ from pipeline.prune.batches import (
     pack_unit,
     pack_written,
     unpack,
+    unpack_failed,
     unpack_unit,
-    unpack_written,
 )
 from pipeline.rows import VideoRecord, failed_video
 from tests.pipeline.caches import encoded, random_tokens, source_record
@@ -111,13 +111,13 @@ def test_videos_of_many_shapes_and_failures_share_a_bundle_of_one_row():
             assert_same(ours, expected)
 
 
-def test_written_records_come_back_without_the_keys_that_were_absent():
+def test_failed_records_come_back_without_the_keys_that_were_absent():
     rows = [{**record("a"), "n_tokens": 0, "backend_note": "", "row_counts": [1, 2]}, FAILED.record]
     batch = pack_written(rows)
     assert batch.schema.equals(WRITTEN_SCHEMA) and batch["status"].to_pylist() == ["ok", "failed"]
-    assert unpack_written(batch) == rows
-    assert "start_s" not in unpack_written(batch)[0]  # a null is an absent key
-    assert unpack_written(pack_written([])) == []
+    assert unpack_failed(batch) == [FAILED.record]
+    assert "start_s" not in unpack_failed(batch)[0]  # a null is an absent key
+    assert unpack_failed(pack_written([])) == []
 
 
 @pytest.mark.parametrize(

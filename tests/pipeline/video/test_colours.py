@@ -51,7 +51,7 @@ def test_a_transfer_function_is_told_as_ffmpeg_tells_it(name, codec, transfer, t
     path = make_clip(tmp_path / name, *codec, *stating(transfer), count=8)
     said = ffmpeg("-i", path, "-f", "null", "-")
     assert f"/{transfer}" in said or f", {transfer}" in said
-    assert decode_frames(path).color_transfer == transfer
+    assert decode_frames(path).record["color_transfer"] == transfer
 
 
 def test_high_dynamic_range_changes_no_pixel(tmp_path):
@@ -108,13 +108,17 @@ def test_the_shape_of_pixels_is_told_and_stretches_nothing(name, codec, tmp_path
     path = make_clip(tmp_path / name, *codec, "-vf", f"setsar={shape.replace(':', '/')}", count=8)
     assert f"SAR {shape} " in ffmpeg("-i", path, "-f", "null", "-")
     video = decode_frames(path)
-    assert video.sample_aspect_ratio == shape
-    assert (video.source_width, video.source_height) == (96, 64) == video.frames.shape[2:0:-1]
+    assert video.record["sample_aspect_ratio"] == shape
+    assert (video.record["source_width"], video.record["source_height"]) == (96, 64) == video.frames.shape[2:0:-1]
 
 
 def test_a_picture_that_is_turned_has_its_pixels_turned(tmp_path):
     whole = make_clip(tmp_path / "whole.mp4", *X264, "-vf", "setsar=16/15", count=8)
     ffmpeg("-display_rotation", 90, "-i", whole, "-c", "copy", tmp_path / "a.mp4")
     video = decode_frames(tmp_path / "a.mp4")
-    assert (video.sample_aspect_ratio, video.source_width, video.source_height) == ("15:16", 64, 96)
+    assert (video.record["sample_aspect_ratio"], video.record["source_width"], video.record["source_height"]) == (
+        "15:16",
+        64,
+        96,
+    )
     assert re.search(r"SAR 16:15 ", ffmpeg("-i", tmp_path / "a.mp4", "-f", "null", "-"))

@@ -107,14 +107,14 @@ def assert_as_shown(
     assert len(truth.frames) > 1
     for count in (len(truth.frames), 5):
         video = decode(path, count)
-        assert video.source_frames == len(truth.frames)
-        assert (video.source_height, video.source_width) == truth.frames.shape[1:3]
+        assert video.record["source_frames"] == len(truth.frames)
+        assert (video.record["source_height"], video.record["source_width"]) == truth.frames.shape[1:3]
         late = video.timestamps - truth.timestamps[video.frame_indices]
         assert np.abs(late if exact_start else late - late[0]).max() < 1e-3
         expected = truth.frames[video.frame_indices].astype(int)
         assert np.abs(video.frames - expected).mean(axis=(1, 2, 3)).max() < NEAR
-        assert (video.backend, video.decode_warnings) == ("pyav", 0)
-        assert video.backend_note == note or (note and video.backend_note.endswith(f"; {note}"))
+        assert (video.record["backend"], video.record["decode_warnings"]) == ("pyav", 0)
+        assert video.record["backend_note"] == note or (note and video.record["backend_note"].endswith(f"; {note}"))
 
 
 @pytest.mark.parametrize("name", CLIPS)
@@ -196,7 +196,7 @@ def test_a_turn_that_the_codec_states_and_that_changes(decode, tmp_path, name, t
     assert (log.count(" s:96x64"), log.count(" s:64x96")) == (15, 15)
     for start_s, size in ((0.0, (96, 64)), (0.6, (64, 96)), (0.8, (64, 96))):
         video = decode_video(DecodeRequest(tmp_path / name, Sampling(4), KeepSize(), start_s, start_s + 0.4))
-        assert (video.source_width, video.source_height) == size == video.frames.shape[2:0:-1]
+        assert (video.record["source_width"], video.record["source_height"]) == size == video.frames.shape[2:0:-1]
 
 
 SMALL, LARGE = (64, 96), (128, 192)
@@ -241,8 +241,8 @@ def test_a_size_that_changes_on_the_way(decode, tmp_path, name, sizes):
     for number, size in enumerate(sizes):
         clip = DecodeRequest(path, Sampling(4), KeepSize(), 0.6 * number, 0.6 * number + 0.6)
         video = decode_video(clip)
-        assert (video.source_height, video.source_width) == size
-        assert video.backend_note.endswith(SIZES_NOTE) == (size != sizes[0])
+        assert (video.record["source_height"], video.record["source_width"]) == size
+        assert video.record["backend_note"].endswith(SIZES_NOTE) == (size != sizes[0])
 
 
 def test_models_get_the_size_that_follows_from_the_largest_frame(tmp_path):

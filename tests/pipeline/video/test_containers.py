@@ -151,9 +151,9 @@ def test_a_stream_behind_other_bytes_or_without_its_beginning_is_read_as_ffmpeg_
         assert sniff(path) == demuxer, kind
         video = decode_video(DecodeRequest(path, Sampling(8), KeepSize()))
         truth = shown(path)
-        assert abs(video.source_frames - len(truth.frames)) <= (kind == "a cut"), kind
+        assert abs(video.record["source_frames"] - len(truth.frames)) <= (kind == "a cut"), kind
         if kind != "a cut":
-            assert video.source_frames == 60 and len(set(numbers(video.frames))) == 8, kind
+            assert video.record["source_frames"] == 60 and len(set(numbers(video.frames))) == 8, kind
 
 
 @pytest.mark.parametrize("name", ["a.ts", "a.mpg", "a.m2v", "a.h264", "a.hevc"])

@@ -132,8 +132,10 @@ def test_with_a_hole_in_the_middle(name, clips, tmp_path):
     whole = decode_frames(path, num_frames=32)
     assert whole.timestamps[-1] > 3.8
     if CLIPS[name].lists:
-        assert left - 3 <= whole.source_frames <= left and whole.decode_warnings > 0  # frames that come late are none
-        assert whole.backend_note.startswith("index made by decoding") or name == "mpeg4.avi"
+        assert (
+            left - 3 <= whole.record["source_frames"] <= left and whole.record["decode_warnings"] > 0
+        )  # frames that come late are none
+        assert whole.record["backend_note"].startswith("index made by decoding") or name == "mpeg4.avi"
     fault = convert_error(path, 1.76, 2.1)
     assert (fault.fault_class, "the file is damaged" in fault.message) == ("corrupt", True), fault.message
 
@@ -160,7 +162,7 @@ def test_a_frame_that_does_not_decode_costs_no_other(name, clips, tmp_path):
     path = zeroed(clips(name), tmp_path / name, 50, 51)
     truth = shown(path)
     video = decode_frames(path, num_frames=COUNT)
-    assert (video.source_frames, video.decode_warnings > 0) == (len(truth.timestamps), True)
+    assert (video.record["source_frames"], video.record["decode_warnings"] > 0) == (len(truth.timestamps), True)
     assert np.abs(video.frames[:40].astype(int) - truth.frames[video.frame_indices[:40]]).mean() < 2
 
 
@@ -191,7 +193,7 @@ def test_ffmpeg_s_log_takes_no_more_memory_than_it_may(clips, tmp_path, monkeypa
             found.append(count())
             assert count() == found[-1]
     assert found[0] > 10 * found[1] > 100
-    assert decode_frames(path).decode_warnings > 0
+    assert decode_frames(path).record["decode_warnings"] > 0
 
 
 def test_a_line_that_does_not_fit_in_the_log_blocks_nobody(capfd):
@@ -217,10 +219,13 @@ def test_av1_goes_on_behind_an_error_that_its_decoder_does_not_recover_from(tmp_
     data[at : at + 2048] = bytes(2048)
     path.write_bytes(data)
     video = decode_frames(path, num_frames=32)
-    assert (video.source_frames, video.timestamps[-1]) == (275, pytest.approx(11.96))
-    assert video.backend_note.endswith("nothing decodes from 6.00 s to 7.00 s") and video.decode_warnings > 0
+    assert (video.record["source_frames"], video.timestamps[-1]) == (275, pytest.approx(11.96))
+    assert (
+        video.record["backend_note"].endswith("nothing decodes from 6.00 s to 7.00 s")
+        and video.record["decode_warnings"] > 0
+    )
     clip = decode_frames(path, 8.0, 12.0, num_frames=32)
-    assert (clip.timestamps[-1], clip.decode_warnings) == (pytest.approx(11.96), 0)
+    assert (clip.timestamps[-1], clip.record["decode_warnings"]) == (pytest.approx(11.96), 0)
     assert convert_error(path, 5.8, 7.0).fault_class == "corrupt"
 
 
@@ -303,7 +308,7 @@ def test_frames_that_come_late_behind_damage_shift_no_other(clips, tmp_path):
     packets.close()
     assert times != sorted(times)
     video = decode_frames(path, num_frames=len(times))
-    assert video.source_frames == sum(time == max(times[: i + 1]) for i, time in enumerate(times))
+    assert video.record["source_frames"] == sum(time == max(times[: i + 1]) for i, time in enumerate(times))
     assert video.timestamps[-1] == pytest.approx((COUNT - 1) / RATE)
     late = np.array(numbers(video.frames)) != np.round(video.timestamps * RATE)
     assert late.sum() <= 10 and not late[-30:].any()  # those of the damaged group are what FFmpeg makes of it

@@ -13,6 +13,7 @@ from gstep.backbones.qwen2_5_vl import Qwen2_5VL
 from gstep.backbones.qwen3_vl import Qwen3VL
 from pipeline.errors import VideoFault
 from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.frame_folders import sample_file
 from pipeline.video.sampling import Sampling
 from tests.pipeline.videos import KeepSize, audio_with_cover, numbers, sample, two_sizes_clip, write_clip
 
@@ -37,21 +38,36 @@ def test_a_real_clip_with_its_provenance():
     assert video.frames.flags.c_contiguous
     assert video.frame_indices.tolist() == np.linspace(0, 249, 32, dtype=int).tolist()
     assert np.allclose(video.timestamps, video.frame_indices / 25)
-    assert (video.fps, video.duration_s, video.source_frames, video.clip_frames) == (25.0, 10.0, 250, 250)
-    assert (video.source_width, video.source_height, video.codec) == (640, 272, "h264")
-    assert video.backend == "pyav" and video.backend_version and video.backend_note == ""
-    assert video.n_repeated == 0 and video.decode_warnings == 0 and video.attempts == 1
-    assert video.source_size == path.stat().st_size
-    assert video.source_hash == "blake2b:" + hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-    assert video.seconds > 0
+    assert video.attempts == 1 and video.record["decode_s"] > 0
+    assert video.record == {
+        "decode_s": video.record["decode_s"],
+        "fps": 25.0,
+        "clip_fps": 25.0,
+        "duration_s": 10.0,
+        "source_frames": 250,
+        "clip_frames": 250,
+        "n_repeated": 0,
+        "source_width": 640,
+        "source_height": 272,
+        "codec": "h264",
+        "color_transfer": None,
+        "sample_aspect_ratio": "1:1",
+        "backend": "pyav",
+        "backend_version": av.__version__,
+        "backend_note": "",
+        "decode_warnings": 0,
+        "source_size": path.stat().st_size,
+        "source_hash": "blake2b:" + hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest(),
+        "source_sample": sample_file(str(path)),
+    }
 
 
 def test_backends_agree_and_are_recorded():
     path = sample("carphone_pristine.mp4")
     videos = {name: decode_video(request(path, decoder=name)) for name in ("auto", "decord", "pyav")}
-    assert {name: v.backend for name, v in videos.items()} == {"auto": "pyav", "decord": "decord", "pyav": "pyav"}
+    assert [video.record["backend"] for video in videos.values()] == ["pyav", "decord", "pyav"]
     assert np.array_equal(videos["decord"].frames, videos["pyav"].frames)
-    assert videos["pyav"].backend_version == av.__version__
+    assert videos["pyav"].record["backend_version"] == av.__version__
 
 
 def test_a_clip_and_repeats(tmp_path):
@@ -59,16 +75,18 @@ def test_a_clip_and_repeats(tmp_path):
     video = decode_video(request(path, 8, start_s=0.4, end_s=0.6))
     assert video.frame_indices.tolist() == [10, 10, 11, 11, 12, 12, 13, 14]
     assert numbers(video.frames) == video.frame_indices.tolist()
-    assert (video.n_repeated, video.clip_frames, video.source_frames) == (3, 5, 30)
+    assert (video.record["n_repeated"], video.record["clip_frames"], video.record["source_frames"]) == (3, 5, 30)
     assert convert_error(path, start_s=9.0).fault_class == "unsupported"
 
 
 def test_what_decord_cannot_read_pyav_does(tmp_path):
     path = two_sizes_clip(tmp_path / "a.mp4")
-    assert decode_video(request(path)).backend == "pyav"
+    assert decode_video(request(path)).record["backend"] == "pyav"
     unknown = write_clip(tmp_path / "b.mp4", codec="libsvtav1")
     video = decode_video(request(unknown, 30, decoder="decord"))  # asked for by name, it still may fail
-    assert video.backend == "pyav" and video.backend_note.startswith("decord: IndexMismatch: only the frame size")
+    assert video.record["backend"] == "pyav" and video.record["backend_note"].startswith(
+        "decord: IndexMismatch: only the frame size"
+    )
     assert numbers(video.frames) == list(range(30))
 
 
@@ -79,8 +97,8 @@ def test_a_decoder_that_is_missing_is_replaced_and_named(name, monkeypatch):
     monkeypatch.delitem(sys.modules, f"pipeline.video.{name}_decoder", raising=False)
     path = sample("carphone_pristine.mp4")
     video, by_pyav = decode_video(request(path, decoder=name)), decode_video(request(path))
-    assert (video.backend, np.array_equal(video.frames, by_pyav.frames)) == ("pyav", True)
-    assert video.backend_note.startswith(f"{name}: ModuleNotFoundError: ")
+    assert (video.record["backend"], np.array_equal(video.frames, by_pyav.frames)) == ("pyav", True)
+    assert video.record["backend_note"].startswith(f"{name}: ModuleNotFoundError: ")
 
 
 def test_damaged_data_is_counted_and_ends_no_decoding(tmp_path, capfd):
@@ -90,7 +108,7 @@ def test_damaged_data_is_counted_and_ends_no_decoding(tmp_path, capfd):
         data[start + 40 : start + 60] = bytes(20)
     path.write_bytes(data)
     video = decode_video(request(path))
-    assert video.decode_warnings > 0 and len(video.frames) == 8
+    assert video.record["decode_warnings"] > 0 and len(video.frames) == 8
     print("to the real stderr", file=sys.stderr)
     assert capfd.readouterr().err == "to the real stderr\n"  # and nothing of FFmpeg's
 

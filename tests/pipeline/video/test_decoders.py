@@ -152,7 +152,7 @@ def test_decord_reads_no_file_whose_keyframes_are_none(tmp_path, name):
         frames_of(DecordDecoder, index, [13, 29])
     for start in (13, 29):
         video = decode_video(DecodeRequest(path, Sampling(1), KeepSize(), start / 25, decoder="decord"))
-        assert (video.backend, numbers(video.frames)) == ("pyav", [start])
+        assert (video.record["backend"], numbers(video.frames)) == ("pyav", [start])
 
 
 def test_what_packets_do_not_tell_decoding_does(tmp_path):
@@ -220,7 +220,7 @@ def compare(*paths):
                     for name in ("torchcodec", "pyav")
                 )
                 assert np.array_equal(by_torchcodec.frames, by_pyav.frames), path
-            print(Path(path).name, by_torchcodec.backend)
+            print(Path(path).name, by_torchcodec.record["backend"])
 
 
 def test_decoders_go_by_name_or_import_path():

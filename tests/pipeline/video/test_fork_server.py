@@ -40,7 +40,8 @@ for _ in range(2):
             parent = Path(f"/proc/{seen['pid']}/stat").read_text().rpartition(")")[2].split()[1]
             seen["ahead"] = int(parent) == waits
             seen["title"] = Path(f"/proc/{parent}/cmdline").read_text().strip(chr(0))
-            seen["decodes"] = sandbox.decode(DecodeRequest(sys.argv[1], Sampling(2), KeepSize())).source_frames
+            video = sandbox.decode(DecodeRequest(sys.argv[1], Sampling(2), KeepSize()))
+            seen["decodes"] = video.record["source_frames"]
             print(json.dumps(seen), flush=True)
 if "waits" in sys.argv:
     print(waits, flush=True)

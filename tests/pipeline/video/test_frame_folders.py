@@ -33,12 +33,24 @@ def test_the_whole_folder_with_its_provenance(frames):
     assert numbers(video.frames) == list(range(1, N_FRAMES + 1))
     assert video.frame_indices.tolist() == list(range(N_FRAMES))
     assert np.allclose(video.timestamps, np.arange(1, N_FRAMES + 1) / 3)
-    assert (video.fps, video.source_frames, video.clip_frames) == (3.0, N_FRAMES, N_FRAMES)
-    assert (video.source_width, video.source_height, video.codec) == (96, 64, "mjpeg")
-    assert (video.backend, video.backend_version, video.backend_note) == (JPEGS, av.__version__, "")
-    assert video.decode_warnings == 0
-    assert video.source_size == sum(path.stat().st_size for path in frames.iterdir()) == source_bytes(str(frames))
-    assert video.source_hash.startswith("blake2b:")
+    assert (video.record["fps"], video.record["source_frames"], video.record["clip_frames"]) == (
+        3.0,
+        N_FRAMES,
+        N_FRAMES,
+    )
+    assert (video.record["source_width"], video.record["source_height"], video.record["codec"]) == (96, 64, "mjpeg")
+    assert (video.record["backend"], video.record["backend_version"], video.record["backend_note"]) == (
+        JPEGS,
+        av.__version__,
+        "",
+    )
+    assert video.record["decode_warnings"] == 0
+    assert (
+        video.record["source_size"]
+        == sum(path.stat().st_size for path in frames.iterdir())
+        == source_bytes(str(frames))
+    )
+    assert video.record["source_hash"].startswith("blake2b:")
 
 
 def test_frames_of_several_sizes_get_the_largest(few, tmp_path):
@@ -46,8 +58,8 @@ def test_frames_of_several_sizes_get_the_largest(few, tmp_path):
     (larger / "00003.jpg").rename(few / "00003.jpg")
     video = decode_video(request(few, 3))
     assert numbers(video.frames) == [1, 2, 3] and video.frames.shape == (3, 128, 192, 3)
-    assert (video.source_width, video.source_height) == (192, 128)
-    assert video.backend_note == "frame sizes differ: 2 sizes from 96x64 to 192x128"
+    assert (video.record["source_width"], video.record["source_height"]) == (192, 128)
+    assert video.record["backend_note"] == "frame sizes differ: 2 sizes from 96x64 to 192x128"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +81,7 @@ def test_a_clip_goes_from_the_frame_nearest_to_its_start_to_the_one_nearest_to_i
 ):
     expected = list(range(first, last + 1))
     video = decode_video(request(frames, len(expected), start_s=start_s, end_s=end_s))
-    assert numbers(video.frames) == expected and video.clip_frames == len(expected)
+    assert numbers(video.frames) == expected and video.record["clip_frames"] == len(expected)
     if start_s is not None and end_s is not None:  # as the published reader has it
         assert (max(1, round(start_s * 3)), min(round(end_s * 3), N_FRAMES)) == (first, last)
 
@@ -128,9 +140,9 @@ def test_only_frames_count_of_which_content_order_and_length_are_in_the_hash(few
     for name in ("00003.png", "notes.txt", ".DS_Store", "1.jpg"):
         (few / name).write_text("x")
     before = decode_video(request(few, 3))
-    assert is_frame_folder(str(few)) and before.source_frames == 3
+    assert is_frame_folder(str(few)) and before.record["source_frames"] == 3
     one, two = few / "00001.jpg", few / "00002.jpg"
     first, second = one.read_bytes(), two.read_bytes()
     one.write_bytes(second)
     two.write_bytes(first)
-    assert decode_video(request(few, 3)).source_hash != before.source_hash
+    assert decode_video(request(few, 3)).record["source_hash"] != before.record["source_hash"]

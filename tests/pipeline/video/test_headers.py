@@ -91,11 +91,11 @@ def assert_as_shown(path: Path, *, exact_start: bool = True) -> None:
     truth, rates = shown(path), set()
     for sampling in (*map(Sampling, (len(truth.frames), 1, 3, 5, 8)), Sampling(None, 7.0)):
         video = decode_video(DecodeRequest(path, sampling, KeepSize()))
-        assert video.source_frames == len(truth.frames)
+        assert video.record["source_frames"] == len(truth.frames)
         assert np.abs(video.frames.astype(int) - truth.frames[video.frame_indices]).mean(axis=(1, 2, 3)).max() < 2
         late = video.timestamps - truth.timestamps[video.frame_indices]
         assert np.abs(late if exact_start else late - late[0]).max() < 1e-3
-        rates.add(video.fps)
+        rates.add(video.record["fps"])
     assert len(rates) == 1
 
 
@@ -138,7 +138,7 @@ def test_a_hidden_packet_at_a_time_of_its_own_changes_neither_rate_nor_frames(ma
     index.packets.close()
     for clip in ((None, None), (1.0, 2.0), (2.52, None)):
         video = decode_video(DecodeRequest(path, Sampling(4), KeepSize(), *clip))
-        assert (video.fps, video.clip_fps, video.source_frames) == (RATE, RATE, COUNT)
+        assert (video.record["fps"], video.record["clip_fps"], video.record["source_frames"]) == (RATE, RATE, COUNT)
         assert numbers(video.frames) == np.round(video.timestamps * RATE).tolist()
 
 

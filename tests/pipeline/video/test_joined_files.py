@@ -40,8 +40,10 @@ LONG_SOUND = {
 
 def decode(path):
     video = decode_video(DecodeRequest(path, Sampling(8), KeepSize()))
-    assert abs(video.source_frames - COUNT) <= (path.suffix in (".ts", ".wmv"))  # the last frame may be cut at the seam
-    return video.decode_warnings, video.backend_note
+    assert abs(video.record["source_frames"] - COUNT) <= (
+        path.suffix in (".ts", ".wmv")
+    )  # the last frame may be cut at the seam
+    return video.record["decode_warnings"], video.record["backend_note"]
 
 
 @pytest.mark.parametrize("name", JOINED)

@@ -63,7 +63,10 @@ def test_without_a_gpu_a_core_serves_and_the_row_says_why():
     request = DecodeRequest(sample("bikes.mp4"), Sampling(4), KeepSize(), decoder="nvdec")
     with DecodeSandbox(on_gpu=True) as sandbox:
         video = sandbox.decode(request)
-    assert video.backend == "pyav" and "PyAV finds no NVIDIA GPU with a video decoder here" in video.backend_note
+    assert (
+        video.record["backend"] == "pyav"
+        and "PyAV finds no NVIDIA GPU with a video decoder here" in video.record["backend_note"]
+    )
 
 
 @needs_cuda
@@ -74,5 +77,5 @@ def test_a_gpu_gives_the_frames_of_a_core(tmp_path, codec):
         there, here = (
             sandbox.decode(DecodeRequest(path, Sampling(8), KeepSize(), decoder=name)) for name in ("nvdec", "pyav")
         )
-    assert there.backend == "nvdec", there.backend_note
+    assert there.record["backend"] == "nvdec", there.record["backend_note"]
     assert np.array_equal(there.frames, here.frames)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import VideoFault
+from pipeline.rows import VIDEO_COLUMNS
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
@@ -44,7 +45,8 @@ def test_the_child_returns_what_decoding_here_does(sandbox):
     wanted = request(sample("bikes.mp4"), num_frames=32)
     there, here = sandbox.decode(wanted), decode_video(wanted)
     assert np.array_equal(there.frames, here.frames) and there.frames.flags.writeable
-    assert (there.source_hash, there.backend, there.attempts) == (here.source_hash, "pyav", 1)
+    assert there.record == {**here.record, "decode_s": there.record["decode_s"]} and there.attempts == 1
+    assert set(there.record) == {name for name, column in VIDEO_COLUMNS.items() if column.decoded}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,11 @@ def test_a_child_that_was_taken_over_costs_its_video_and_runs_nothing_here(sandb
 def test_what_forgers_change_is_an_honest_answer(sandbox, clip):
     wanted = DecodeRequest(clip, Sampling(2), KeepSize(), decoder="tests.pipeline.forging:Honest")
     video = sandbox.decode(wanted)
-    assert (video.frames.shape, video.frame_indices.tolist(), video.codec) == ((2, 64, 96, 3), [0, 29], "h264")
+    assert (video.frames.shape, video.frame_indices.tolist(), video.record["codec"]) == (
+        (2, 64, 96, 3),
+        [0, 29],
+        "h264",
+    )
 
 
 def test_no_file_that_a_child_writes_grows_beyond_its_memory(clip):
@@ -99,7 +105,7 @@ def test_beside_a_gpu_memory_that_is_written_is_limited_and_addresses_are_not(cl
         assert json.loads(convert_error(sandbox, request(clip, "Revealing")).message)["limits"][0] == -1
         assert convert_error(sandbox, request(clip, "Spacious")).message == "1099511627776 bytes reserved"
         assert convert_error(sandbox, request(clip, "Hungry")).fault_class == "out-of-memory"
-        assert sandbox.decode(request(clip)).source_frames == 30
+        assert sandbox.decode(request(clip)).record["source_frames"] == 30
     with DecodeSandbox(memory_mb=1024) as sandbox:
         assert convert_error(sandbox, request(clip, "Spacious")).fault_class == "out-of-memory"
 
@@ -111,19 +117,19 @@ def test_a_hang_ends_at_the_limit_and_is_not_tried_again(clip):
         fault = convert_error(sandbox, request(clip, "Hanging"))
         sandbox._timeout_s = usual  # a busy machine may need longer for a good video
         assert (fault.fault_class, fault.attempts) == ("timeout", 1) and "1 s" in fault.message
-        assert sandbox.decode(request(clip)).source_frames == 30
+        assert sandbox.decode(request(clip)).record["source_frames"] == 30
 
 
 def test_limits_beyond_what_the_system_takes_are_no_error(clip):
     with DecodeSandbox(timeout_s=1e300, memory_mb=2**62) as sandbox:
-        assert sandbox.decode(request(clip)).source_frames == 30
+        assert sandbox.decode(request(clip)).record["source_frames"] == 30
 
 
 def test_a_file_that_takes_decord_down_is_read_by_pyav(sandbox, clip, tmp_path):
     video = sandbox.decode(request(decord_killer(tmp_path / "a.mp4"), "decord"))
     assert numbers(video.frames) == np.linspace(0, 29, 8, dtype=int).tolist()
-    assert (video.backend, video.attempts) == ("pyav", 2) and "SIGABRT" in video.backend_note
-    assert sandbox.decode(request(clip)).backend == "pyav"
+    assert (video.record["backend"], video.attempts) == ("pyav", 2) and "SIGABRT" in video.record["backend_note"]
+    assert sandbox.decode(request(clip)).record["backend"] == "pyav"
 
 
 def test_a_table_that_states_more_samples_than_it_holds_is_damage_and_no_lack_of_memory(tmp_path):
@@ -163,7 +169,7 @@ def test_a_child_killed_while_idle_is_replaced(sandbox, clip):
     pid = json.loads(convert_error(sandbox, request(clip, "Revealing")).message)["pid"]
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the fork server reaps it")
-    assert sandbox.decode(request(clip)).source_frames == 30
+    assert sandbox.decode(request(clip)).record["source_frames"] == 30
 
 
 def test_closing_leaves_no_process_and_can_be_undone(clip):
@@ -172,13 +178,14 @@ def test_closing_leaves_no_process_and_can_be_undone(clip):
     sandbox.close()
     assert not alive(pid)
     sandbox.close()
-    assert sandbox.decode(request(clip)).source_frames == 30
+    assert sandbox.decode(request(clip)).record["source_frames"] == 30
     sandbox.close()
 
 
 PARENT = """
 import sys
 from pipeline.errors import VideoFault
+from pipeline.rows import VIDEO_COLUMNS
 from pipeline.video.decode import DecodeRequest
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox

@@ -66,8 +66,11 @@ def test_an_object_decodes_like_its_file_in_one_request(server, place, decoder):
     with DecodeSandbox() as sandbox:
         there = decode(sandbox, server, uri, request(decoder))
     here = decode_video(DecodeRequest(path, Sampling(num_frames=8), KeepSize(), decoder=decoder))
-    assert np.array_equal(there.frames, here.frames) and there.backend == here.backend
-    assert (there.source_size, there.source_hash) == (here.source_size, here.source_hash)
+    assert np.array_equal(there.frames, here.frames) and there.record["backend"] == here.record["backend"]
+    assert (there.record["source_size"], there.record["source_hash"]) == (
+        here.record["source_size"],
+        here.record["source_hash"],
+    )
     assert server.counts() == {"GET": 1}
 
 

@@ -182,8 +182,10 @@ def test_recordings_joined_to_one_file_follow_each_other(tmp_path, name, options
     (tmp_path / name).write_bytes(b"".join(part.read_bytes() for part in parts))
     count = 32 * len(parts)
     video = decode_video(DecodeRequest(tmp_path / name, Sampling(count), KeepSize()))
-    assert (video.fps, video.clip_fps, video.source_frames) == (25.0, 25.0, count)
-    assert video.timestamps == pytest.approx(np.arange(count) / 25) and video.duration_s == pytest.approx(count / 25)
+    assert (video.record["fps"], video.record["clip_fps"], video.record["source_frames"]) == (25.0, 25.0, count)
+    assert video.timestamps == pytest.approx(np.arange(count) / 25) and video.record["duration_s"] == pytest.approx(
+        count / 25
+    )
     late = np.array(numbers(video.frames)) != np.arange(count)
     assert late.sum() <= len(parts) - 1  # FFmpeg may make up a frame at a seam
 
@@ -192,7 +194,7 @@ def test_recordings_joined_to_one_file_follow_each_other(tmp_path, name, options
 def test_a_clock_that_wraps_goes_on(tmp_path, name):
     path = make_clip(tmp_path / name, *MPEG2, "-output_ts_offset", 2**33 / 90_000 - 0.7)
     video = decode_video(DecodeRequest(path, Sampling(32), KeepSize()))
-    assert numbers(video.frames) == list(range(32)) and video.fps == 25.0
+    assert numbers(video.frames) == list(range(32)) and video.record["fps"] == 25.0
     assert video.timestamps == pytest.approx(np.arange(32) / 25, abs=1e-4)
 
 

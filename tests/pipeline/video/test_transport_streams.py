@@ -46,8 +46,10 @@ def assert_follow_each_other(path: Path, n_parts: int, note: str = "") -> None:
     count = COUNT * n_parts
     for sampling in (Sampling(count), Sampling(7), Sampling(None, 5.0)):
         video = decode_video(DecodeRequest(path, sampling, KeepSize()))
-        assert (video.source_frames, video.backend_note) == (count, note)
-        assert video.fps == pytest.approx(RATE, rel=1e-3) and video.duration_s == pytest.approx(count / RATE, abs=0.05)
+        assert (video.record["source_frames"], video.record["backend_note"]) == (count, note)
+        assert video.record["fps"] == pytest.approx(RATE, rel=1e-3) and video.record["duration_s"] == pytest.approx(
+            count / RATE, abs=0.05
+        )
         late = np.array(numbers(video.frames)) != np.round(video.timestamps * RATE)
         assert late.sum() <= n_parts - 1
     clip = decode(path, 4, COUNT / RATE + 0.4, COUNT / RATE + 1.0)
@@ -84,7 +86,7 @@ def test_the_other_pid_comes_up_behind_what_ffmpeg_reads_to_open_the_file(tmp_pa
     assert len(parts[0]) > 6_000_000
     path = write_joined(tmp_path, *parts)
     assert_follow_each_other(path, 2)
-    assert decode(path, 5, decoder="decord").source_frames == 2 * COUNT
+    assert decode(path, 5, decoder="decord").record["source_frames"] == 2 * COUNT
     index = probe(str(path), sniff(path), 0)
     kept = probe(str(path), sniff(path), MAX_KEPT_BYTES)
     assert np.array_equal(index.timestamps, kept.timestamps) and len(index.timestamps) == 2 * COUNT
@@ -109,9 +111,9 @@ def test_a_part_of_another_codec_is_named(other_first, tmp_path):
     codecs = [MPEG2, X264] if other_first else [X264, MPEG2]
     parts = [record(tmp_path, i, *codec, *(FIRST, SECOND)[i]) for i, codec in enumerate(codecs)]
     video = decode(write_joined(tmp_path, *parts), 8)
-    assert (video.source_frames, video.decode_warnings > 0) == (COUNT, True)
-    assert video.backend_note.startswith("only a part was read: ")
-    assert "% of the file is another stream of video, " in video.backend_note
+    assert (video.record["source_frames"], video.record["decode_warnings"] > 0) == (COUNT, True)
+    assert video.record["backend_note"].startswith("only a part was read: ")
+    assert "% of the file is another stream of video, " in video.record["backend_note"]
 
 
 def test_programs_at_the_same_time_stay_apart(tmp_path):
@@ -123,7 +125,10 @@ def test_programs_at_the_same_time_stay_apart(tmp_path):
     ffmpeg(*both, tmp_path / "one-program.ts")
     for name in ("two.ts", "one-program.ts"):
         video = decode(tmp_path / name, COUNT)
-        assert numbers(video.frames) == list(range(COUNT)) and (video.backend_note, video.decode_warnings) == ("", 0)
+        assert numbers(video.frames) == list(range(COUNT)) and (
+            video.record["backend_note"],
+            video.record["decode_warnings"],
+        ) == ("", 0)
     joined = write_joined(tmp_path, (tmp_path / "two.ts").read_bytes(), record(tmp_path, 1, *X264, *THIRD))
     assert numbers(decode(joined, 2 * COUNT).frames) == list(range(2 * COUNT))
 
@@ -133,7 +138,10 @@ def test_sound_alone_behind_the_picture_is_no_part_of_the_film(tmp_path):
     sound = ("-f", "lavfi", "-i", "sine=d=30", "-c:a", "mp2", "-b:a", "384k", "-streamid", "0:301")
     ffmpeg(*sound, tmp_path / "sound.ts")
     video = decode(write_joined(tmp_path, picture, (tmp_path / "sound.ts").read_bytes()), COUNT)
-    assert numbers(video.frames) == list(range(COUNT)) and (video.backend_note, video.decode_warnings) == ("", 0)
+    assert numbers(video.frames) == list(range(COUNT)) and (
+        video.record["backend_note"],
+        video.record["decode_warnings"],
+    ) == ("", 0)
 
 
 def test_where_the_sync_is_lost_often_each_packet_is_looked_at_a_few_times(tmp_path, monkeypatch):

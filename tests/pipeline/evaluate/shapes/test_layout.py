@@ -148,7 +148,12 @@ def test_every_way_of_sampling_takes_each_rendered_frame_once(tmp_path, length, 
     ):
         decoded = decode_video(DecodeRequest(path, sampling, KeepSize(), decoder=decoder))
         assert decoded.frame_indices.tolist() == list(range(count)) == decoded.timestamps.tolist()
-        assert (decoded.fps, decoded.duration_s, decoded.codec, decoded.n_repeated) == (1.0, float(count), "h264", 0)
+        assert (
+            decoded.record["fps"],
+            decoded.record["duration_s"],
+            decoded.record["codec"],
+            decoded.record["n_repeated"],
+        ) == (1.0, float(count), "h264", 0)
         assert abs(decoded.frames.astype(int) - read_mp4(path)).max() <= 2
 
 
