@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,6 +27,9 @@ class Poison(Pruner):
         if len(visual.tokens) == KILLS:
             os.kill(os.getpid(), signal.SIGKILL)
         if len(visual.tokens) == BREAKS_THE_GPU:
+            if visual.tokens.is_cuda:
+                with suppress(RuntimeError):  # the context is broken from here on
+                    visual.tokens.flatten()[torch.full((4,), 2**40, device=visual.tokens.device)].sum().item()
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return Selection(index=visual.tokens.flatten(0, 1).norm(dim=1).argsort()[:budget].sort().values)
 

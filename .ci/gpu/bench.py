@@ -1,0 +1,69 @@
+"""What all measurements share: their sizes, their inputs, and the lines of their figures."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+
+class Bench:
+    """The settings of all measurements, and the report of their figures.
+
+    Attributes:
+        work: a folder for models, clips and caches.
+        rehearse: whether all of it runs on a CPU at toy sizes.
+        name: the measurement of this process.
+    """
+
+    def __init__(self, folder: Path, work: Path, rehearse: bool) -> None:
+        """Choose the sizes; ``folder`` gets the report and the logs."""
+        self.work, self.rehearse, self.name = work, rehearse, ""
+        self.device = "cpu" if rehearse else "cuda"
+        self.frames, self.repeats = (4, 1) if rehearse else (32, 5)
+        self.size, self.clip_s = ((320, 180), 1.0) if rehearse else ((1280, 720), 10.0)
+        self.clips, self.copies = (4, 1) if rehearse else (48, 8)
+        self._folder, self._out = folder, sys.stdout
+
+    def begin(self, name: str) -> None:
+        """Take a measurement's name, and redirect all output of this process but figures to the measurement's log."""
+        self.name, self._out = name, os.fdopen(os.dup(1), "w", encoding="utf-8")
+        with self._log(name).open("wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+
+    def _log(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def read_last_line(self, name: str) -> str:
+        """Return the last line of a measurement's log, where its error is."""
+        return (self._log(name).read_text(errors="replace").strip().splitlines() or ["no output"])[-1][:200]
+
+    def say(self, label: str, value: object, unit: str = "") -> None:
+        """Report a figure in a line, on stdout and in report.txt."""
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+        line = " | ".join(filter(None, (self.name, label, f"{text} {unit}".strip())))
+        print(line, file=self._out, flush=True)
+        with (self._folder / "report.txt").open("a", encoding="utf-8") as report:
+            print(line, file=report)
+
+    def wait_for(self, name: str) -> Path:
+        """Wait until an input has been made, and return its path."""
+        while not (self.work / name).exists():
+            time.sleep(0.1)
+        return self.work / name
+
+
+def run_command(main: Callable[[Sequence[str]], int], *argv: object) -> dict[str, Any]:
+    """Run a command of this package in this process, and return its JSON document. Raises RuntimeError if it fails."""
+    with redirect_stdout(io.StringIO()) as stdout:
+        code = main([*map(str, argv), "--json"])
+    if code != 0:
+        raise RuntimeError(f"exit code {code}: {' '.join(stdout.getvalue().split())[-500:]}")
+    return json.loads(stdout.getvalue())
