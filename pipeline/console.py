@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -13,6 +14,15 @@ from rich.text import Text
 
 # C0 and C1 but for the newline, marks and overrides of the direction of writing, and halves of surrogate pairs.
 _CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+#: Prints a line for the user.
+Say = Callable[[str], object]
+
+
+def speaker(console: Console) -> Say:
+    """Return the function that prints lines for the user on a console, as they are."""
+    return partial(console.print, highlight=False, markup=False, soft_wrap=True)
 
 
 def clean(text: str) -> str:

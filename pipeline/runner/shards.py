@@ -35,9 +35,12 @@ class GraphOutput(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """One written shard, or several in one commit: the last shard's number, and the rows to commit.
+    """One written shard, or several in one commit.
 
-    ``n_taken`` is the number of items that its batches were taken for, an upper bound of the rows.
+    Attributes:
+        number: the number of the last of these shards.
+        rows: the rows to commit.
+        n_taken: the number of items that its batches were taken for, an upper bound of the rows.
     """
 
     number: int
@@ -96,7 +99,8 @@ class Shards:
     """The bundler of batches into shards of ``graph.items_per_shard`` items, or fewer after ``age_s`` seconds.
 
     Each writer has one shard in hand and one queued. Once one more shard is complete, no more batches are taken. Ray
-    recomputes a lost block, as for the arguments of any call. The ``with`` block ends the writers.
+    recomputes a lost block, as for the arguments of any call. ``next_written`` returns a shard again and again until
+    ``acknowledge``: an interrupted driver cannot know whether it is committed. The ``with`` block ends the writers.
 
     A job slower than a shard in ``age_s`` seconds writes small shards of two files: 2,880 files a day at a minute.
     Nothing joins token shards later.
@@ -116,6 +120,7 @@ class Shards:
         # The answer to come -> shard number, writer, items taken.
         self._writing: dict[ray.ObjectRef, tuple[int, ActorHandle, int]] = {}
         self._ready: deque[Shard] = deque()  # shards of a graph without writers
+        self._answers: Sequence[ray.ObjectRef] = ()  # of the shard that next_written returned last
         self._input_ended = False
 
     def __enter__(self) -> Shards:
@@ -129,7 +134,7 @@ class Shards:
 
     @property
     def has_unwritten(self) -> bool:
-        """True if a batch was taken whose shard was not yet yielded and committed."""
+        """True if a batch was taken whose shard is not acknowledged yet."""
         return bool(self._waiting or self._writing or self._ready)
 
     def has_room(self) -> bool:
@@ -154,56 +159,53 @@ class Shards:
         self._write_due()
 
     def finish(self) -> bool:
-        """End the input: waiting batches become a shard. Return True while shards are left to write or commit."""
+        """End the input: waiting batches become a shard. Return True while shards are left to write or acknowledge."""
         self._input_ended = True
         self._write_due()
         return self.has_unwritten
 
-    def iter_written(self, wait_s: float = TICK_S) -> Iterator[Shard]:
-        """Yield the written shards to commit; wait up to ``wait_s`` seconds only while no batch can be taken.
+    def next_written(self, wait_s: float = TICK_S) -> Shard | None:
+        """Return the written shards to commit as one ``Shard``, or None if there is none now.
 
-        Shards that were written meanwhile come as one ``Shard``: a commit takes about as long whatever its size, so a
-        slow driver catches up. While batches can be taken it looks only each LOOK_S seconds, and may yield nothing. A
-        shard is yielded again if the generator was closed at it: an interrupted driver cannot know whether it is
-        committed.
+        Shards that were written meanwhile come together: a commit takes about as long whatever its size, so a slow
+        driver catches up. While batches can be taken, this looks for them only each LOOK_S seconds. Otherwise it waits
+        up to ``wait_s`` seconds.
 
         Raises RayError if a writer failed; its shard is given up.
         """
         self._write_due()
-        while self._ready:
-            yield self._ready[0]
+        if self._ready:
+            return self._ready[0]
+        if not self._writing:
+            return None
+        free = self.has_room() and not self._input_ended
+        if free and self._clock() - self._looked_at < LOOK_S:
+            return None  # a look costs Ray a check of every pending answer
+        self._looked_at = self._clock()
+        answers = list(self._writing)
+        if not free:
+            ray.wait(answers, timeout=wait_s)
+        ready_answers, _ = ray.wait(answers, num_returns=len(answers), timeout=0)
+        tables: dict[ray.ObjectRef, pa.Table] = {}
+        for answer in ready_answers[:MAX_SHARDS_PER_COMMIT]:
+            try:
+                tables[answer] = ray.get(answer)
+            except ray.exceptions.RayError:
+                del self._writing[answer]
+                raise
+        if not tables:
+            return None
+        self._answers = list(tables)
+        numbers, _, counts = zip(*(self._writing[answer] for answer in tables), strict=True)
+        return Shard(max(numbers), pa.concat_tables(tables.values()), sum(counts))
+
+    def acknowledge(self) -> None:
+        """Forget the shard that ``next_written`` returned last, which is committed."""
+        if self._ready:
             self._ready.popleft()
-        if self._writing:
-            free = self.has_room() and not self._input_ended
-            if free and self._clock() - self._looked_at < LOOK_S:
-                return  # a look costs Ray a check of every pending answer
-            self._looked_at = self._clock()
-            answers = list(self._writing)
-            if not free:
-                ray.wait(answers, timeout=wait_s)
-            ready_answers, _ = ray.wait(answers, num_returns=len(answers), timeout=0)
-            tables: dict[ray.ObjectRef, pa.Table] = {}
-            for answer in ready_answers[:MAX_SHARDS_PER_COMMIT]:
-                try:
-                    tables[answer] = ray.get(answer)
-                except ray.exceptions.RayError:
-                    del self._writing[answer]
-                    raise
-            if tables:
-                numbers, _, counts = zip(*(self._writing[answer] for answer in tables), strict=True)
-                yield Shard(max(numbers), pa.concat_tables(tables.values()), sum(counts))
-                for answer in tables:
-                    del self._writing[answer]
-
-    def iter_last(self, within_s: float) -> Iterator[Shard]:
-        """End the input, and yield the shards written within ``within_s`` seconds, as ``iter_written`` does.
-
-        Shards whose writer fails are left out.
-        """
-        deadline = time.monotonic() + within_s
-        while self.finish() and (left_s := deadline - time.monotonic()) > 0:
-            with suppress(ray.exceptions.RayError):  # the other shards may still be written
-                yield from self.iter_written(min(TICK_S, left_s))
+        for answer in self._answers:
+            del self._writing[answer]
+        self._answers = ()
 
     def _write_due(self) -> None:
         """Write the waiting batches as a shard if they are a whole shard, older than ``age_s``, or the last ones."""

@@ -268,6 +268,9 @@ class Fetcher(Generic[T]):
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         """Raise _Abandoned in the thread unless it ends by itself, and wait up to _END_S seconds for its end.
 
         Nothing simpler stops a waiting iteration: Ray Data has no public way to shut its executor down, and a thread

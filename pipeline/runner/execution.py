@@ -1,0 +1,232 @@
+"""One graph while it runs: its output becomes written shards, and its workers are watched meanwhile."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import ExitStack, suppress
+from typing import Generic, TypeVar
+
+import pyarrow.compute as pc
+import ray
+
+from pipeline.errors import RunFailed
+from pipeline.runner.cluster import describe_cause, is_out_of_disk, sum_resources
+from pipeline.runner.head import Head, HeadLost
+from pipeline.runner.heartbeats import WorkerReport, heartbeats_of
+from pipeline.runner.job import Items, Job, Watch
+from pipeline.runner.nodes import DiskSearch, find_full_disks, find_known_full_disks
+from pipeline.runner.progress import reporter
+from pipeline.runner.shards import TICK_S, Shard, Shards
+from pipeline.runner.stages import Plan
+from pipeline.runner.watchdog import SHRUNK_S, DiskFull, Fetcher, Growth, Watchdog
+from pipeline.storage.outages import OUTAGES
+
+T = TypeVar("T", bound=Items)
+FREE_SPACE = (
+    "Free space on them, or start these nodes with --temp-dir or --object-spilling-directory on another disk "
+    "(RAY_TMPDIR where the command itself starts Ray)"
+)
+# With a full disk Ray cannot start workers. A run in which nothing moves waits so long for free space.
+_FULL_S = 60.0
+# Workers that start, or a cluster that ends with the run, do not answer. A stop does not wait for them.
+_STOP_LOOK_S = 5.0
+
+
+class GraphExecution(Generic[T]):
+    """The execution of one graph of a job, which ends with ``close``.
+
+    Attributes:
+        n_shards: the number behind the last shard that is committed; shards are numbered from 0.
+    """
+
+    def __init__(self, job: Job[T], items: T, watch: Watch) -> None:
+        """Plan the workers for ``items``, and build and start the graph. Raises RunFailed if the cluster is too small."""
+        self._job, self._items, self._watch, self._plan = job, items, watch, job.plan(items)
+        self._head = Head(job.say)
+        self._growth = Growth(self._plan, job.options.max_gpus)
+        self._named_disks: dict[str, str] = {}
+        self._n_taken = 0  # items that came out of the graph, an upper bound of those that are not committed yet
+        self._last_writes_until: float | None = None  # set once no more output of the graph is taken
+        self.n_shards = 0
+        with ExitStack() as stack:
+            heartbeats = stack.enter_context(heartbeats_of(tuple(self._plan.wording.stages)))
+            self._look_at_nodes(WorkerReport())
+            job.say(f"starting workers: {self._plan.workers}")
+            graph = job.graph(items, self._plan, heartbeats)
+            display = reporter(job.console, len(items), job.options.log_interval, self._plan.wording)
+            self._reporter = stack.enter_context(display)
+            self._shards = stack.enter_context(Shards(graph, job.options.flush_seconds))
+            self._watchdog = Watchdog(
+                heartbeats, job.options.stall_timeout, self._plan, len(items), job.available_resources
+            )
+            self._looked_at = time.monotonic()
+            self._batches = stack.enter_context(Fetcher(graph.batches()))
+            self._resources = stack.pop_all()
+
+    @property
+    def n_done(self) -> int:
+        """The number of items that are committed."""
+        return self._reporter.progress.done
+
+    @property
+    def n_unwritten(self) -> int:
+        """The number of items that came out of the graph and are not committed; at most, before the end."""
+        return self._n_taken - self.n_done
+
+    @property
+    def has_unwritten(self) -> bool:
+        """True if shards are not committed."""
+        return self._shards.has_unwritten
+
+    def next_shard(self) -> Shard | None:
+        """Run the graph until a shard is written, and return it; None after the last one.
+
+        After ``end_input`` only finished work is written, within the time for that; shards whose writer fails are left
+        out. Otherwise the workers are watched.
+
+        Raises RunFailed or ClusterChanged if the graph must end.
+        """
+        if self._last_writes_until is not None:
+            return self._next_last()
+        try:
+            while True:
+                self._head.look()
+                self._look_when_due()
+                if (shard := self._shards.next_written()) is not None:
+                    return shard
+                if not self._batches.is_at_end:
+                    self._take_batch()
+                elif not self._shards.finish():
+                    return None
+        except (ray.exceptions.RayError, OSError) as error:
+            raise self._explain(error) from error
+
+    def acknowledge(self, shard: Shard) -> None:
+        """Count the shard that ``next_shard`` returned last as committed, and restart the stall timer."""
+        self.n_shards = max(self.n_shards, shard.number + 1)
+        self._watchdog.record_movement()
+        self._grow_reporter()
+        ok = pc.sum(pc.equal(shard.rows["status"], "ok")).as_py()
+        self._reporter.advance(ok, len(shard.rows) - ok)
+        self._n_taken -= shard.n_taken - len(shard.rows)
+        self._shards.acknowledge()
+
+    def end_input(self, within_s: float = math.inf) -> None:
+        """End the graph. What came out of it is still written, within ``within_s`` seconds."""
+        self._batches.close()
+        self._last_writes_until = time.monotonic() + within_s
+
+    def check_complete(self) -> None:
+        """Raise RunFailed if items have no row after the last shard."""
+        if n_missing := len(self._items) - self.n_done:
+            item = self._plan.wording.item
+            raise RunFailed(f"{n_missing} of {len(self._items)} {item}s have no row. Rerun the command")
+
+    def close(self, *, is_stop: bool = False) -> None:
+        """End the graph, and take the last report of its workers; ``is_stop``: an interrupt ends the run."""
+        with self._resources:
+            self._batches.close()
+            is_short = is_stop or not self._head.answers()
+            report = self._watchdog.read_latest(_STOP_LOOK_S if is_short else self._watchdog.every_s)
+            OUTAGES.take_reports(report.outages)
+            self._watch.take_last(report, self._reporter.current)
+            if not is_stop:
+                self._look_at_nodes(report)
+            for worker in report.excluded_workers:
+                self._job.say(f"note: excluded worker: {worker}")
+
+    def _take_batch(self) -> None:
+        """Take the graph's next output, if it comes within TICK_S seconds and there is room for it."""
+        if self._shards.has_room() and (batch := self._batches.next(TICK_S)) is not None:
+            self._n_taken += batch.n_items  # first, as an interrupt may come while a writer has it already
+            self._shards.take(batch)
+            self._reporter.count_computed(batch.n_items)
+
+    def _next_last(self) -> Shard | None:
+        """Return the next shard that is written within the time for last writes, or None."""
+        assert self._last_writes_until is not None
+        while self._shards.finish() and (left_s := self._last_writes_until - time.monotonic()) > 0:
+            with suppress(ray.exceptions.RayError):  # the other shards may still be written
+                if (shard := self._shards.next_written(min(TICK_S, left_s))) is not None:
+                    return shard
+        return None
+
+    def _explain(self, error: ray.exceptions.RayError | OSError) -> RunFailed | DiskFull:
+        """Return the error that ends the graph, in the words of the worker that failed.
+
+        It is DiskFull if nodes have full disks and others can run all stages.
+        """
+        is_of_ray = isinstance(error, ray.exceptions.RayError)
+        if is_of_ray and not self._head.answers():
+            return HeadLost(self._head.describe_loss())
+        why = (is_of_ray and self._watchdog.failure()) or describe_cause(error)
+        disks = DiskSearch({}, {})
+        with suppress(Exception):  # a cluster that does not answer: the error itself says more
+            if is_of_ray:
+                reported, spilling_failed = self._watchdog.report.full_disks, is_out_of_disk(error)
+                disks = find_full_disks(self._job.excluded_nodes, reported, spilling_failed=spilling_failed)
+        if disks.full:
+            return self._make_disk_error(disks.full, why)
+        if disks.silent:
+            nodes = ", ".join(sorted(disks.silent.values()))
+            why += f"; no process started on {nodes}, as on a full disk: look at Ray's folder there"
+        return RunFailed(why)
+
+    def _make_disk_error(self, full: dict[str, str], why: str) -> DiskFull | RunFailed:
+        """Return DiskFull if other nodes can run all stages, else the error that ends the run because of ``why``."""
+        if self._job.can_run_on(sum_resources({**self._job.excluded_nodes, **full})):
+            return DiskFull(full)
+        return RunFailed(
+            f"{why}; {DiskFull(full)}, and no other node can run all stages. {FREE_SPACE}; then rerun the command"
+        )
+
+    def _look_when_due(self) -> None:
+        """Read and show the workers' report at intervals. Raise RunFailed or ClusterChanged if the graph should end.
+
+        It may ask an autoscaler for more nodes.
+        """
+        if time.monotonic() - self._looked_at < self._watchdog.every_s or not self._head.answers():
+            return
+        self._looked_at = time.monotonic()
+        display = self._reporter
+        self._watchdog.grow(len(self._items))
+        report = self._watchdog.read()
+        OUTAGES.take_reports(report.outages)
+        self._grow_reporter()
+        display.stages(report)
+        self._look_at_nodes(report)
+        self._watch.look(report, display.current)
+        self._look_at_disks(report)
+        self._watchdog.check()
+        if (speed := display.pace.speed()) is not None and display.progress.busy:
+            self._growth.look(display.progress, speed, self._replan(speed.n_left))
+
+    def _look_at_disks(self, report: WorkerReport) -> None:
+        """Name full disks while nothing moves, and end the graph after _FULL_S if no worker has an item in hand."""
+        still_s, full = self._watchdog.still_s, dict[str, str]()
+        if still_s > SHRUNK_S:
+            with suppress(Exception):  # a cluster that does not answer: the watchdog will tell
+                full = find_known_full_disks(self._job.excluded_nodes, report.full_disks)
+        if full and not self._named_disks:
+            self._job.say(f"note: {DiskFull(full)}, and nothing moves. Ray cannot start workers there. {FREE_SPACE}")
+        self._named_disks = full
+        if full and still_s > _FULL_S and not any(report.inside.values()):
+            raise self._make_disk_error(full, f"no {self._plan.wording.item} moved for {still_s:.0f} s")
+
+    def _look_at_nodes(self, report: WorkerReport) -> None:
+        """Log nodes that joined or were lost. Nothing is raised if the cluster does not answer."""
+        with suppress(Exception):  # a cluster that does not answer: the watchdog will tell
+            if self._head.answers():  # else Ray would wait for it
+                self._job.nodes.look(report, self._plan)
+
+    def _grow_reporter(self) -> None:
+        """Show the number of items known by now, and whether more will come."""
+        self._reporter.grow(len(self._items), is_final=self._items.is_complete)
+
+    def _replan(self, n_items: int) -> Plan | None:
+        """Plan ``n_items`` for the current cluster; None if it does not answer or no plan is possible."""
+        try:
+            return self._job.replan(n_items) if self._head.answers() else None
+        except Exception:  # noqa: BLE001 - a cluster that does not answer has not grown
+            return None

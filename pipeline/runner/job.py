@@ -1,0 +1,129 @@
+"""What a kind of run tells a ``Stream``: how to plan and build its graphs, and when to end."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import ClassVar, Generic, Protocol, Self, TypeVar
+
+import pyarrow as pa
+from ray.actor import ActorHandle
+from rich.console import Console
+
+from pipeline.console import Say, speaker
+from pipeline.errors import RunFailed
+from pipeline.options import RunOptions
+from pipeline.runner.cluster import describe_cause, sum_resources
+from pipeline.runner.heartbeats import WorkerReport
+from pipeline.runner.monitor import Monitor
+from pipeline.runner.nodes import NodeLog
+from pipeline.runner.progress import Progress
+from pipeline.runner.shards import RunGraph
+from pipeline.runner.stages import Plan, Wording
+from pipeline.storage.outages import announce_outages
+
+
+class Items(Protocol):
+    """The items of a run, such as videos. More of them may be found while the run works.
+
+    Attributes:
+        KEY: the columns of a committed row that tell its item.
+    """
+
+    KEY: ClassVar[Sequence[str]]
+
+    def __len__(self) -> int:
+        """Return the number of items that are known."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all items are known."""
+
+    def without(self, rows: pa.Table) -> Self:
+        """Return the items that have no row among ``rows``, committed by this run; waits until all items are known."""
+
+
+T = TypeVar("T", bound=Items)
+
+
+class Job(ABC, Generic[T]):
+    """The work of one run on items T: it plans the workers and builds a graph of Ray Data for them.
+
+    Attributes:
+        wording: the words about the run in messages.
+        options: the options of the run.
+        console: where lines for the user go.
+        excluded_nodes: the nodes on which no worker may run, id -> host.
+        nodes: the log of nodes that come and go.
+        n_shards: the next free shard number.
+    """
+
+    wording: ClassVar[Wording]
+
+    def __init__(self, options: RunOptions, console: Console) -> None:
+        self.options, self.console, self.say = options, console, speaker(console)
+        self.excluded_nodes: dict[str, str] = {}
+        self.nodes = NodeLog(self.say)
+        self.n_shards = 0
+
+    @abstractmethod
+    def plan(self, items: T) -> Plan:
+        """Divide the cluster's resources among the workers for items. Raise RunFailed if they do not suffice."""
+
+    @abstractmethod
+    def graph(self, items: T, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
+        """Build the graph of Ray Data for items; its workers report to ``heartbeats``."""
+
+    @abstractmethod
+    def replan(self, n_items: int) -> Plan | None:
+        """Plan ``n_items`` on the current nodes; None if no plan is possible now."""
+
+    def available_resources(self) -> Mapping[str, float]:
+        """Return the resources of the nodes that the run may use now."""
+        return sum_resources(self.excluded_nodes, self.options.max_gpus)
+
+    def can_run_on(self, cluster: Mapping[str, float]) -> bool:
+        """Return True if a cluster with these resources can run all stages."""
+        return cluster.get("CPU", 0.0) > 0
+
+
+class Watch:
+    """The observer of a run: it passes the workers' reports to the monitor, and may end the run.
+
+    Attributes:
+        reports: the last report of each graph.
+    """
+
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor = monitor
+        self.reports: list[WorkerReport] = []
+
+    def look(self, report: WorkerReport, progress: Progress) -> None:
+        """Look at a report. Raise RunFailed to end the run."""
+        self.monitor.look(report, progress)
+
+    def take_last(self, report: WorkerReport, progress: Progress) -> None:
+        """Keep the last report of a graph, however the graph ended."""
+        self.monitor.look(report, progress)
+        self.reports.append(report)
+
+
+@contextmanager
+def convert_store_errors(say: Say) -> Iterator[None]:
+    """Announce stores that do not answer inside the context, and raise an OSError as RunFailed.
+
+    A fault of a single item becomes its error row, so an OSError is a store's.
+    """
+    with announce_outages(say):
+        try:
+            yield
+        except OSError as error:
+            raise RunFailed(describe_cause(error)) from error
+
+
+def print_options(options: RunOptions, console: Console) -> None:
+    """Print the options that are not at their defaults in one line."""
+    changed_options = " ".join(f"{name}={value}" for name, value in options.changed_values().items())
+    line = f"configuration: {changed_options or 'all defaults'}"
+    console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)

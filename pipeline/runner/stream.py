@@ -1,0 +1,206 @@
+"""The written shards of a run, one after the other, and their commits: the loop that every run on Ray has.
+
+``commit_all`` is the loop. ``Stream`` yields the shards. It runs the items through a graph
+(``pipeline.runner.execution``). When the nodes change, it runs the items without a committed row through another one.
+
+However a run ends, finished work is written first, unless the store itself fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import TracebackType
+from typing import Generic, TypeVar
+
+import pyarrow as pa
+
+from pipeline.errors import RunFailed
+from pipeline.runner.cluster import describe_cause
+from pipeline.runner.execution import FREE_SPACE, GraphExecution
+from pipeline.runner.head import HeadLost
+from pipeline.runner.job import Items, Job, Watch
+from pipeline.runner.last_writes import LAST_WRITES_S, NO_ANSWER, seconds_left, write_last
+from pipeline.runner.shards import Shard
+from pipeline.runner.stages import end_workers
+from pipeline.runner.watchdog import ClusterChanged, DiskFull, is_still_running
+
+T = TypeVar("T", bound=Items)
+# The part of the time for last writes that is kept for the record and the note of the run.
+_RECORD_S = 3.0
+_END_S = 60.0  # for the thread of an interrupted graph, where this process or Ray stood still
+
+
+def commit_all(stream: Stream[T], commit: Callable[[int, pa.Table], object]) -> None:
+    """Commit every shard of a stream; on an error or an interrupt, first write and commit what is finished.
+
+    Args:
+        stream: the shards of a run.
+        commit: makes the rows of a shard visible, under the shard's number. After an interrupt it may get the same
+            rows again, together with others; that must change nothing.
+
+    Raises RunFailed if the graph or the store fails, if nothing moves, or if rows are missing.
+    """
+    with stream:
+        try:
+            for shard in stream:
+                commit(shard.number, shard.rows)
+            stream.check_complete()
+        except (OSError, RunFailed, KeyboardInterrupt) as error:
+            ending, failure = stream.explain(error), ""
+            if not _is_store_away(ending):
+                for shard in stream.drain(ending):
+                    if failure := write_last(ending, partial(commit, shard.number, shard.rows), _RECORD_S):
+                        break
+            stream.describe_end(ending, failure)
+            if ending is error:
+                raise
+            raise ending from error
+
+
+def _is_store_away(ending: BaseException) -> bool:
+    """Return True if the store's error ends the run: a store that failed would fail again."""
+    return isinstance(ending.__cause__, OSError)
+
+
+class Stream(Generic[T]):
+    """The shards that a job's workers have written, over as many graphs as it takes. Iterate it in a ``with`` block.
+
+    A shard counts as committed when the next one is asked for. The block ends with the last report of the workers.
+
+    Iterating raises RunFailed if the graph fails, or if nothing moves for ``options.stall_timeout`` seconds. An
+    interrupt does not end the iterator, as it would a generator: ``drain`` yields the shards that are not committed.
+    """
+
+    def __init__(self, job: Job[T], items: T, watch: Watch) -> None:
+        """Set up a stream; nothing starts before the first shard is asked for."""
+        self._job, self._items, self._watch = job, items, watch
+        self._execution: GraphExecution[T] | None = None
+        self._change: ClusterChanged | None = None  # why the graph ends before its last item
+        self._shard: Shard | None = None  # yielded, and not known to be committed
+        self._committed: list[pa.Table] = []  # columns of the rows that items are found by
+        self._n_done = 0  # items with rows by earlier graphs
+        self._had_unwritten = False
+
+    def __enter__(self) -> Stream[T]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """End the graph and its workers, and take their last report."""
+        self._close(is_stop=isinstance(error, KeyboardInterrupt))
+        # The workers of a lost head end with their nodes, and nobody could be asked for them.
+        if isinstance(error, RunFailed) and not isinstance(error, HeadLost):
+            end_workers()  # they would keep resources from the next run of this process
+
+    def __iter__(self) -> Stream[T]:
+        return self
+
+    def __next__(self) -> Shard:
+        """Return the next written shard, under the run's number for it."""
+        self._acknowledge()
+        while len(self._items):
+            if self._execution is None:
+                self._execution = GraphExecution(self._job, self._items, self._watch)
+            try:
+                shard = self._execution.next_shard()
+            except ClusterChanged as change:
+                self._change = change
+                self._execution.end_input(LAST_WRITES_S - _RECORD_S)
+                continue
+            if shard is not None:
+                return self._number(shard)
+            if self._change is None:
+                break
+            self._reschedule(self._change)
+        raise StopIteration
+
+    def check_complete(self) -> None:
+        """Raise RunFailed if items have no row after the last shard."""
+        if self._execution is not None:
+            self._execution.check_complete()
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return what ends the run because of ``error``: an OSError, which is the store's, becomes a RunFailed."""
+        if not isinstance(error, OSError):
+            return error
+        ending = RunFailed(describe_cause(error))
+        ending.__cause__ = error
+        return ending
+
+    def drain(self, ending: BaseException) -> Iterator[Shard]:
+        """End the graph's input, and yield the shards written in the time for the last writes of ``ending``.
+
+        The shard that was yielded last comes again, unless it is known to be committed.
+        """
+        if self._execution is None:
+            return
+        self._execution.end_input()
+        if not self._execution.has_unwritten:
+            return
+        self._had_unwritten = True
+        self._job.say(f"stopping: flushing finished work (up to {LAST_WRITES_S:g} s)")
+        self._execution.end_input(seconds_left(ending) - _RECORD_S)
+        while (shard := self._execution.next_shard()) is not None:
+            yield self._number(shard)
+            self._acknowledge()
+
+    def describe_end(self, ending: BaseException, failure: str) -> None:
+        """Add to ``ending`` how many items have a row, and how many finished items were not written.
+
+        ``failure`` is the error of the last write, "" if there was none.
+        """
+        execution, item = self._execution, self._job.wording.item
+        if execution is None:
+            return
+        if self._had_unwritten and (n_left := execution.n_unwritten):
+            reason = failure or NO_ANSWER
+            ending.add_note(
+                f"{n_left} finished {item}s were not written: {reason}. Rerun the command to process them again"
+            )
+        n_done, n_items = self._n_done + execution.n_done, self._n_done + len(self._items)
+        count = f"{n_done} of {n_items} {item}s"
+        if isinstance(ending, KeyboardInterrupt):
+            ending.add_note(f"this run has written rows for {count}")
+        elif isinstance(ending, HeadLost) or ending.__cause__ is not None:
+            ending.args = (f"the run stopped after {count}: {ending}",)
+
+    def _number(self, shard: Shard) -> Shard:
+        """Remember a shard until it is committed, and return it under its number in the run."""
+        self._shard = shard
+        return shard._replace(number=self._job.n_shards + shard.number)
+
+    def _acknowledge(self) -> None:
+        """Count the shard that was yielded last as committed."""
+        shard, execution = self._shard, self._execution
+        if shard is not None and execution is not None:
+            self._committed.append(shard.rows.select(self._items.KEY))
+            execution.acknowledge(shard)
+        self._shard = None
+
+    def _reschedule(self, change: ClusterChanged) -> None:
+        """Leave the graph, and go on with the items that have no row; nodes with full disks are excluded from then on.
+
+        Raises RunFailed if the graph does not end.
+        """
+        wording, n_items = self._job.wording, len(self._items)
+        self._close()
+        self._change = None
+        if self._committed:
+            self._items = self._items.without(pa.concat_tables(self._committed))
+        self._n_done += n_items - len(self._items)
+        if is_still_running(_END_S):
+            raise RunFailed(f"{change}, but the previous workers do not end. Rerun the command")
+        end_workers()
+        reschedule = f"Rescheduling {len(self._items)} {wording.item}s on the"
+        if isinstance(change, DiskFull):
+            self._job.excluded_nodes |= change.nodes
+            self._job.say(f"note: {change}. {reschedule} other nodes. {FREE_SPACE}")
+        else:
+            self._job.say(f"note: {change}. {reschedule} current nodes")
+
+    def _close(self, *, is_stop: bool = False) -> None:
+        """Leave the graph, if one runs; ``is_stop``: an interrupt ends the run."""
+        if self._execution is not None:
+            self._execution.close(is_stop=is_stop)
+            self._job.n_shards += self._execution.n_shards
+        self._execution = None
