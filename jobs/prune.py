@@ -46,7 +46,7 @@ def _prune(config: PruneConfig, console: Console) -> CommandResult:
     # Ray, torch and the decoders load only now: --help, a mistyped flag and a file that is no video answer at once.
     with import_libraries(console):
         from pipeline.prune.forecast import make_forecast, plan_run, render_forecast  # noqa: PLC0415
-        from pipeline.prune.run import PruneRun  # noqa: PLC0415
+        from pipeline.prune.run import prune  # noqa: PLC0415
         from pipeline.prune.summary import render  # noqa: PLC0415
 
     if config.plan:
@@ -57,7 +57,7 @@ def _prune(config: PruneConfig, console: Console) -> CommandResult:
     if config.dry_run:
         todo = make_forecast(config, console)
         return CommandResult(0, todo.as_record(), [render_forecast(todo)])
-    summary = PruneRun(config, console).run()
+    summary = prune(config, console)
     look = f"look inside: python -m jobs.inspect {shlex.quote(config.out)}"
     limit = config.infrastructure_limit(summary.n_videos)
     failure = ""

@@ -59,7 +59,7 @@ from pipeline.generate.removal import bar_videos, read_barred
 from pipeline.generate.run import AnswerRun
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.run import PruneRun
+from pipeline.prune.run import prune
 from pipeline.prune.summary import Summary
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
 from pipeline.runner.claim import Claim
@@ -179,7 +179,7 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
     request.store.put(MANIFEST, ("\n".join(lines) + "\n").encode())
     config = PruneConfig(**{**vars(request.videos), "videos": [request.config.in_out(MANIFEST)]})
     console.print(f"{len(rows)} videos, all tokens of each once", highlight=False)
-    summary = PruneRun(config, console).run()
+    summary = prune(config, console)
     # If every remaining video is broken, its questions fail, but questions on videos cached before can be asked.
     if not summary.n_ok and not len(TokenCache(request.cache, store=store_at(request.cache, request.objects))):
         reasons = "; ".join(f"{name}: {count}, {summary.examples[name][1]}" for name, count in summary.failures.items())

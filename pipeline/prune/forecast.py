@@ -45,11 +45,12 @@ from pipeline.prune.encode_stage import VideoEncoder
 from pipeline.prune.facts import COLUMN_BYTES, measure_seconds
 from pipeline.prune.manifest_checks import Example, find_sure_failures
 from pipeline.prune.recipe import Recipe, resolve
+from pipeline.prune.request import check_request
 from pipeline.prune.resume import ManifestCounts
-from pipeline.prune.run import PruneRun
 from pipeline.rows import JsonObject, TodoRow, VideoRecord, failed_video
 from pipeline.runner.claim import describe_holder, find_holder
 from pipeline.runner.nodes import count_cores
+from pipeline.runner.run_record import new_run_id
 from pipeline.storage.stores import Store
 from pipeline.video.sampling import count_frames
 
@@ -114,15 +115,14 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
 
     Prints the notes that a run prints before it starts. Raises UsageError for whatever a run would refuse.
     """
-    run = PruneRun(config, console)
-    run.prepare()
+    request = check_request(config, console)
+    store, recipe = request.store, request.recipe
     with store_usage_errors():
-        if not config.join and (holder := find_holder(run.store)):
-            raise CacheLocked(f"{run.store}: another run writes here: {describe_holder(holder)}")
-        _check_writable(run.store)
-        remaining = run.list_remaining()
-    todo = remaining.list_todo()
-    recipe = run.recipe
+        if not config.join and (holder := find_holder(store)):
+            raise CacheLocked(f"{store}: another run writes here: {describe_holder(holder)}")
+        _check_writable(store)
+        _, todo = request.select_todo(new_run_id())
+    rows = todo.list_todo()
     family, sampling = family_of(recipe.source), recipe.sampling
     video = plan_video(family.preprocessor(), sampling.num_frames or sampling.max_frames or 0)
     shape = video.shape
@@ -131,11 +131,11 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
     with usage_errors():
         tensors_checked = family.check_tensors()
     return Forecast(
-        out=str(run.store),
-        tally=remaining.tally,
-        n_todo=len(todo),
-        doomed=find_sure_failures(todo),
-        first_ids=todo["video_id"].slice(0, _MAX_EXAMPLES).to_pylist(),
+        out=str(store),
+        tally=todo.tally,
+        n_todo=len(rows),
+        doomed=find_sure_failures(rows),
+        first_ids=rows["video_id"].slice(0, _MAX_EXAMPLES).to_pylist(),
         identity=recipe.identity(recipe.dtype),
         grid=(T, N),
         kept=budget_for(recipe.retention_ratio, T * N),
@@ -147,8 +147,8 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
         one_size=sampling.fps is None and family.preprocessor().target_size(shape[0], 240, 240) == shape[1:],
         model=_describe_model(recipe, tensors_checked),
         stock=_compare_to_stock(recipe),
-        unlisted=[place.uri for place in run.videos.unindexed],
-        left_out=run.videos.indexes.left_out.counts(),
+        unlisted=[place.uri for place in request.videos.unindexed],
+        left_out=request.videos.indexes.left_out.counts(),
     )
 
 
@@ -340,22 +340,21 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
 
     Indexes all archives first. Raises UsageError if no video is named, or no video of the sample can be read.
     """
-    run = PruneRun(config, console)
-    run.prepare()
+    request = check_request(config, console)
+    recipe = request.recipe
     with store_usage_errors():
-        remaining = run.list_remaining()
-    with remaining:
-        todo = remaining.wait_for_all()
-    run.refuse_empty(remaining)
-    recipe = run.recipe
-    n_videos = len(todo)
+        _, todo = request.select_todo(new_run_id())
+    with todo:
+        rows = todo.wait_for_all()
+    todo.refuse_empty()
+    n_videos = len(rows)
     if not n_videos:
         return Workload(videos=0)
     indices = sorted(
         {int(index) for index in np.linspace(0, n_videos - 1, min(config.probe or _DEFAULT_PROBE, n_videos))}
     )
     console.print(f"probing {len(indices)} of {n_videos} videos", highlight=False)
-    sample: list[TodoRow] = todo.take(indices).to_pylist()
+    sample: list[TodoRow] = rows.take(indices).to_pylist()
     records, encode_s = _probe(recipe, sample, cluster)
     good = [record for record in records if record["status"] == "ok"]
     if not good:
@@ -376,7 +375,7 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
         failed=1 - len(good) / len(records),
         decode_s=mean_of([record["decode_s"] for record in records], n_videos, least=0.1),
         encode_s=mean_of(encode_s, n_videos, least=0.1) if encode_s else counted_work.encode_s,
-        input_bytes=_estimate_input_bytes(todo["size"], unlisted_records),
+        input_bytes=_estimate_input_bytes(rows["size"], unlisted_records),
         video_s=mean_of([measure_seconds(record) for record in good], n_videos),
         notes=(*notes, *(() if encode_s else counted_work.notes)),
     )

@@ -10,7 +10,7 @@ from pipeline.inputs.forms import FORMS, OF_COLUMNS
 from pipeline.inputs.listings import find_suffix
 from pipeline.options import make_config
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.run import PruneRun
+from pipeline.prune.run import prune
 from pipeline.prune.summary import Summary
 from pipeline.runner.library import ProgressOption, check_outcome, make_console, run_here
 
@@ -60,7 +60,7 @@ def prune_videos(
             "column is for .parquet, .arrow and .feather files, named by a text; paths and rows have no other column"
         )
     with run_here():
-        summary = PruneRun(config, make_console(progress), given_rows, list_failed=True).run()
+        summary = prune(config, make_console(progress), given_rows, list_failed=True)
     return check_outcome(summary, config, summary.n_videos, config.infrastructure_limit(summary.n_videos))
 
 

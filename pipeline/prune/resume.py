@@ -306,20 +306,6 @@ def _describe_change(row: ManifestRow, old: VideoRow, size: int, *, is_replaced:
     return f"{row['video_id']}: the file had {old['source_size']} bytes, has {size}"
 
 
-def select_unfinished(todo: pa.Table, ledger: Ledger, failed_attempts: Mapping[str, int]) -> pa.Table:
-    """Select the rows of ``todo`` (TODO_SCHEMA) whose attempt has no row in the cache yet.
-
-    ``failed_attempts`` maps each video that failed in this run to its attempt. The attempt in its live row may be
-    earlier.
-    """
-    ids, target_attempts = todo["video_id"], todo["attempts"].to_numpy()
-    rows = ledger.find(ids)
-    attempts = np.zeros(len(todo), np.int64)
-    attempts[rows >= 0] = ledger.columns["attempts"][rows[rows >= 0]]
-    attempts = np.maximum(attempts, [failed_attempts.get(video_id, 0) for video_id in ids.to_pylist()])
-    return todo.filter(pa.array(attempts < target_attempts))
-
-
 def select_retries(todo: pa.Table, failed_attempts: Mapping[str, int], max_attempts: int) -> pa.Table:
     """Select the rows of ``todo`` (TODO_SCHEMA) of failed videos, with the number of their next attempt.
 

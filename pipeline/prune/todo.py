@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.cache.live import REMOVED, Ledger
-from pipeline.errors import RunFailed
+from pipeline.errors import RunFailed, UsageError
 from pipeline.inputs.indexes import View, forget_members
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.inputs.video_list import VideoList, find_size
@@ -91,12 +91,15 @@ class Todo(AbstractContextManager["Todo"]):
     The length is the number of videos to process so far, but at least one before the end.
 
     Attributes:
+        KEY: the column of a committed row that tells its video.
         tally: the numbers of new, cached, failed and changed videos among those known at the start.
         n_archives: the number of archives that had no index when the run began.
         n_parts: the final number of parts.
         n_waiting: new videos known so far that the limit leaves for another run.
         n_cut: the number of archives that were read in part.
     """
+
+    KEY: ClassVar[Sequence[str]] = ("video_id",)
 
     def __init__(self, known_videos: pa.Table, remaining: Remaining, selection: Selection | None = None) -> None:
         """Prepare the search; its thread starts with the ``with`` block.
@@ -196,6 +199,18 @@ class Todo(AbstractContextManager["Todo"]):
             pass
         self.check()
         return self.list_todo()
+
+    def without(self, rows: pa.Table) -> Todo:
+        """Wait for the end, and return the videos that have no row among ``rows``. Raises RunFailed."""
+        todo = self.wait_for_all()
+        return Todo.of(todo.filter(pc.invert(pc.is_in(todo["video_id"], rows["video_id"].combine_chunks()))))
+
+    def refuse_empty(self) -> None:
+        """Raise UsageError if no opened archive holds a video, and no other video is named."""
+        if self._selection is not None and not len(self.list_videos()):
+            config = self._selection.config
+            part = "" if config.shard is None else f" of --shard {config.shard}"
+            raise UsageError(f"{config.named}: none of the {self.n_archives} archives holds a video{part}")
 
     def list_todo(self) -> pa.Table:
         """Return the videos to process that are known so far, TODO_SCHEMA."""

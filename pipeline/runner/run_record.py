@@ -71,8 +71,9 @@ class RunFile:
         self._store = store
         self._record: dict[str, Json] = {**record, "started": now()}
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> RunFile:
         self.save(status="running")
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         """Record how the run ended. If the store does not take it, ``value`` gets a line that says so.

@@ -152,7 +152,7 @@ class Stream(Generic[T]):
         execution, item = self._execution, self._job.wording.item
         if execution is None:
             return
-        if self._had_unwritten and (n_left := execution.n_unwritten):
+        if self._had_unwritten and (n_left := execution.n_unwritten) > 0:
             reason = failure or NO_ANSWER
             ending.add_note(
                 f"{n_left} finished {item}s were not written: {reason}. Rerun the command to process them again"

@@ -1,0 +1,164 @@
+"""A request for answers: the options, checked against questions, cache, model and stored answers. Nothing starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from rich.console import Console
+
+from pipeline.cache.changed_code import REDO
+from pipeline.cache.header import fingerprint, read_header
+from pipeline.cache.live import LiveVideos, find_widths, select_ok
+from pipeline.cache.reader import MAX_HINTS
+from pipeline.console import speaker
+from pipeline.errors import UsageError, store_usage_errors, usage_errors
+from pipeline.generate.answer_setup import (
+    LIVE_COLUMNS,
+    AnswerSetup,
+    PromptForecast,
+    choose_token_order,
+    identify_answers,
+    make_spec,
+    resolve_prunings,
+)
+from pipeline.generate.answers import AnswersIdentity, MatchedIdentity, check_place, match_answers
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.engines import ENGINES, VLLM
+from pipeline.generate.late_pruning import PruningSpec
+from pipeline.generate.model import check_tokens, find_model, make_prompt_builder, read_tower_hash
+from pipeline.generate.questions import AnswerMode, make_questions, read_questions
+from pipeline.generate.removal import read_barred
+from pipeline.runner.run_record import check_out, new_run_id
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import Store, store_at
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerRequest:
+    """A checked request for answers.
+
+    Attributes:
+        config: the options.
+        store, run_id: the answers to bring up to date, and the name of the run that does it.
+        questions: QUESTION_SCHEMA and carried columns.
+        setup: the settings of the workers, without a device.
+        forecast: the questions that need no model, and the sizes of prompts.
+        identity: the settings that all answers in the store share, as the options name them.
+        video_runs: the columns of the questions' videos for ``format_encoded_again``.
+        is_evaluation: whether an evaluation asks, which scores by its own annotations.
+    """
+
+    config: GenerateConfig
+    store: Store
+    run_id: str
+    questions: pa.Table
+    setup: AnswerSetup
+    forecast: PromptForecast
+    identity: AnswersIdentity
+    video_runs: pa.Table
+    is_evaluation: bool
+
+    @property
+    def n_questions(self) -> int:
+        """The number of questions times prunings."""
+        return len(self.questions) * len(self.setup.prunings)
+
+    def match(self) -> MatchedIdentity:
+        """Match the settings with those of the stored answers. Raise IdentityMismatch if they differ."""
+        return match_answers(self.store, self.identity, redo=self.config.on_changed == REDO)
+
+
+def check_request(
+    config: GenerateConfig,
+    console: Console,
+    questions: pa.Table | None = None,
+    specs: Mapping[str, PruningSpec | None] | None = None,
+    evaluation: AnswersIdentity | None = None,
+) -> AnswerRequest:
+    """Check the options against questions, cache, model and stored answers. Starts and writes nothing.
+
+    Prints notes on prompts that are too long, on a model that reasons first, and on a ratio that does not count.
+
+    Args:
+        questions: QUESTION_SCHEMA and carried columns; None reads the file that the options name, or makes those of
+            ``--ask``.
+        specs: the prunings under which every question is asked, by name; None is the pruning that the options name.
+        evaluation: what an evaluation adds to the identity of the answers.
+
+    Raises UsageError, CorruptShard.
+    """
+    say = speaker(console)
+    specs = {"": make_spec(config)} if specs is None else specs
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
+    if questions is None and config.questions is not None:
+        with store_usage_errors():
+            questions = read_questions(config.questions, AnswerMode.of(config), objects, config.limit)
+    cache, store = store_at(config.cache, objects), store_at(config.out, objects)
+    run_id = new_run_id()  # before the cache is read: ``format_encoded_again`` compares it with the runs of videos
+    check_out(store)
+    with store_usage_errors():
+        header = read_header(cache)
+        videos = LiveVideos.open(cache, fingerprint(header["identity"]))
+        if questions is None:
+            questions = make_questions(config.ask, _list_videos_with_tokens(videos, config), AnswerMode.of(config))
+            questions = questions.slice(0, config.limit)
+        video_ids = pc.unique(pc.list_flatten(questions["video_ids"])).to_pylist()
+        live = videos.rows_of(video_ids, (*LIVE_COLUMNS, "run_id"))
+        known_ids = set(live["video_id"].to_pylist())
+        unknown = (video_id for video_id in video_ids if video_id not in known_ids)
+        near = {video_id: videos.near(video_id) for video_id in islice(unknown, MAX_HINTS)}
+        check_place(store)
+    cache_identity = header["identity"]
+    # vLLM takes other weights too, if they come with the vision encoder that made the cache.
+    tower = partial(read_tower_hash, cache, header) if config.engine == VLLM else None
+    with usage_errors(), store_usage_errors():
+        source = find_model(cache, cache_identity["model"], config.model, config.revision, tower, config.family)
+        builder = make_prompt_builder(source, config)
+    check_tokens(cache, header, find_widths(live), builder)
+    if builder.open_tag and builder.policy.thought == "open" and evaluation is None:
+        say(
+            f"note: the chat template of {source.name} ends with {builder.open_tag}, so the model reasons first. "
+            "Choices are scored, and short answers cut, inside the reasoning. Give --choices generate and "
+            "--max-new-tokens of some thousands, or --close-thought"
+        )
+    prunings = resolve_prunings(config, specs, cache_identity, source, builder)
+    late = prunings.get("")
+    if late is not None and config.retention_ratio not in (None, late.retention_ratio):
+        kept = f"{late.retention_ratio:g} of the tokens, not {config.retention_ratio:g}"
+        say(f"note: --pruner {config.pruner} keeps {kept}")
+    order = choose_token_order(config, cache_identity, prunings)
+    setup = AnswerSetup(config, source, cache, live.drop_columns(["run_id"]), prunings, order)
+    forecast = PromptForecast(setup, builder, near, read_barred(store))
+    forecast.check_ratio(cache_identity["retention_ratio"])
+    forecast.check_context(questions, console)
+    setup = replace(setup, largest_video=forecast.largest_video())
+    if config.engine == VLLM:
+        with usage_errors():
+            ENGINES[VLLM].check_room(config, source, setup.largest_video)
+    request = AnswerRequest(
+        config=config,
+        store=store,
+        run_id=run_id,
+        questions=questions,
+        setup=setup,
+        forecast=forecast,
+        identity=identify_answers(setup, cache_identity, builder.policy, evaluation),
+        video_runs=live.select(["video_id", "status", "run_id", "rewritten"]),
+        is_evaluation=evaluation is not None,
+    )
+    with store_usage_errors():
+        request.match()
+    return request
+
+
+def _list_videos_with_tokens(videos: LiveVideos, config: GenerateConfig) -> list[str]:
+    """List the ids of the videos that ``--ask`` asks about. Raises UsageError if there are none."""
+    ids: list[str] = select_ok(videos.live(("video_id", "status")))["video_id"].to_pylist()
+    if not ids:
+        raise UsageError(f"--ask: no video in {config.cache} has tokens; python -m jobs.prune makes some")
+    return ids

@@ -1,0 +1,155 @@
+"""What a prune run has committed so far, and when that ends the run."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+import pyarrow as pa
+
+from pipeline.cache.live import TIMED_STAGES, select_ok
+from pipeline.cache.token_shard import parse_shard_id
+from pipeline.errors import FAULTS, FaultClass, RunFailed
+from pipeline.prune.batches import unpack_failed
+from pipeline.prune.facts import Facts, sum_column
+from pipeline.prune.table import CacheTable
+from pipeline.prune.todo import Todo
+from pipeline.rows import VideoRecord, is_infrastructure_error, may_succeed_elsewhere
+from pipeline.runner.heartbeats import WorkerReport
+from pipeline.runner.job import Watch
+from pipeline.runner.monitor import Monitor
+from pipeline.runner.progress import Progress
+from pipeline.runner.run_record import COMMITTED_KEY, RunFile
+from pipeline.storage.hub import is_remote
+
+_MIN_SAVE_S = 60.0  # seconds between two saves of the run's record while it runs
+
+
+class Counts:
+    """The commits of a run, counted for its record, its metrics, its limits and its summary.
+
+    Attributes:
+        record: the record of the run.
+        facts: the seconds and bytes of the run.
+        failed: failed video -> its attempts so far.
+        retryable: the same for failed videos that may succeed on another machine.
+        unread: the same for videos that could not be read, and may be readable later.
+        infrastructure_errors: class of an infrastructure error -> videos with it.
+        examples: class -> id and message of one of these videos.
+        fetched: bytes of videos that were read from stores.
+    """
+
+    def __init__(self, table: CacheTable, record: RunFile, monitor: Monitor, facts: Facts) -> None:
+        self.facts = facts
+        self.failed: dict[str, int] = {}
+        self.retryable: dict[str, int] = {}
+        self.unread: dict[str, int] = {}
+        self.infrastructure_errors: Counter[FaultClass] = Counter()
+        self.examples: dict[FaultClass, str] = {}
+        self.fetched = 0
+        self.record, self._table, self._monitor = record, table, monitor
+        self._last_counted: set[tuple[str, int]] = set()  # the ids and attempts of the last commit
+        self._token_shards: list[str] = []  # committed by this run, ascending
+        self._saved_at = time.monotonic()
+
+    def commit(self, number: int, rows: pa.Table) -> None:
+        """Commit the rows of a shard (WRITTEN_SCHEMA), and count them, once if they come again after an interrupt.
+
+        Now and then this saves the run's record and merges small files of the table. Raises OSError, RunFailed.
+        """
+        self._table.commit(number, rows)
+        attempts = list(zip(rows["video_id"].to_pylist(), rows["attempts"].to_pylist(), strict=True))
+        is_new = [attempt not in self._last_counted for attempt in attempts]
+        self._last_counted = set(attempts)
+        if any(is_new):  # else an interrupt came after the same rows were counted
+            self._count(rows.filter(pa.array(is_new)))
+        ok_rows, failed_records = select_ok(rows), unpack_failed(rows)
+        self._record_shards(set(map(parse_shard_id, ok_rows["token_shard"].to_pylist())))
+        self._table.merge_some()
+        for video_id in ok_rows["video_id"].to_pylist():
+            self.failed.pop(video_id, None)
+        self.failed |= _list_attempts(failed_records)
+        self.retryable |= _list_attempts(filter(may_succeed_elsewhere, failed_records))
+        self.unread |= _list_attempts(record for record in failed_records if record["error_class"] == "io")
+
+    def _count(self, rows: pa.Table) -> None:
+        """Add the seconds, tokens and bytes of committed rows to the facts and the metrics of the run.
+
+        Infrastructure errors are counted by their class.
+        """
+        self.facts.add(rows)
+        failed_records = unpack_failed(rows)
+        for record in filter(is_infrastructure_error, failed_records):
+            self.infrastructure_errors[record["error_class"]] += 1
+            self.examples[record["error_class"]] = f"{record['video_id']}: {record['error_message']}"
+        self.fetched += sum_column(rows.filter(pa.array(map(is_remote, rows["uri"].to_pylist()))), "source_size")
+        self._monitor.count_rows("video", len(rows) - len(failed_records), len(failed_records))
+        n_kept, metrics = sum_column(rows, "n_tokens"), self._monitor.metrics
+        metrics.count("tokens", sum_column(rows, "n_total"), kind="in")
+        metrics.count("tokens", n_kept, kind="kept")
+        metrics.count("bytes", sum_column(rows, "source_size"), kind="read")
+        metrics.count("bytes", n_kept * self.facts.token_bytes, kind="stored")
+        for stage in TIMED_STAGES:
+            metrics.count("stage_seconds", sum_column(rows, f"{stage}_s"), stage=stage)
+
+    def _record_shards(self, token_shards: Collection[str]) -> None:
+        """Add committed token shards and the facts to the run's record, so that lost files of the table are noticed.
+
+        Saves the record each minute.
+        """
+        for shard in token_shards:  # sorting the whole list would take longer with each commit
+            index = bisect_left(self._token_shards, shard)
+            if self._token_shards[index : index + 1] != [shard]:
+                self._token_shards.insert(index, shard)
+        self.record.note(**{COMMITTED_KEY: self._token_shards}, **self.facts.as_record())
+        if time.monotonic() - self._saved_at > _MIN_SAVE_S:
+            self.record.save()
+            self._saved_at = time.monotonic()
+
+
+def _list_attempts(records: Iterable[VideoRecord]) -> dict[str, int]:
+    """Return each video's attempts so far."""
+    return {record["video_id"]: record["attempts"] for record in records}
+
+
+class PruneWatch(Watch):
+    """The watch of a prune run, which ends it at its limit of hours, or if too many videos fail for one reason.
+
+    Attributes:
+        is_second_pass: whether failed videos are tried once more: then no number of failures ends the run.
+    """
+
+    def __init__(self, done: Counts, todo: Todo, monitor: Monitor, record: RunFile, max_alike_failures: int) -> None:
+        """Watch the videos of ``todo``; ``max_alike_failures`` infrastructure errors of one class end no run."""
+        super().__init__(monitor)
+        self.is_second_pass = False
+        self._done, self._todo, self._record, self._max_alike_failures = done, todo, record, max_alike_failures
+        self._is_estimated = not todo.is_complete
+
+    def look(self, report: WorkerReport, progress: Progress) -> None:
+        """Look at a report; save the number of videos in the run's record once all archives are indexed.
+
+        Raises LimitReached after ``--max-hours``, and RunFailed if an archive cannot be indexed, or if too many videos
+        failed for one infrastructure reason and no worker does better.
+        """
+        super().look(report, progress)
+        self._todo.check()
+        if self._is_estimated and self._todo.is_complete:
+            self._is_estimated = False
+            self._record.save(videos=len(self._todo), estimated=False)
+        self._done.facts.check_limit()
+        if self.is_second_pass or not report.failing or not self._done.infrastructure_errors:
+            return
+        ((fault, count),) = self._done.infrastructure_errors.most_common(1)
+        if count > self._max_alike_failures:
+            stage, example = report.failing[0], self._done.examples[fault]
+            raise RunFailed(
+                f"{count} videos failed alike and all {stage} workers fail ({fault}, {example}): {FAULTS[fault].remedy}"
+            )
+
+    def take_last(self, report: WorkerReport, progress: Progress) -> None:
+        """Keep the last report of a graph, and add its excluded workers to the run's record."""
+        super().take_last(report, progress)
+        self._record.note(out_of_service=[worker for last in self.reports for worker in last.excluded_workers])

@@ -1,0 +1,126 @@
+"""A checked request to prune videos: what a run, a dry run and a plan begin with. Nothing is started or written here.
+
+The exceptions are new indexes of archives, and a cache whose method has other code now: a run stores the ones and
+restarts the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pyarrow as pa
+from rich.console import Console
+
+from pipeline.cache.header import HEADER
+from pipeline.console import Say, speaker
+from pipeline.errors import NotACache, UsageError, store_usage_errors
+from pipeline.inputs.indexes import Indexes
+from pipeline.inputs.left_out import format_counts
+from pipeline.inputs.manifest import given_manifest
+from pipeline.inputs.video_list import First, VideoList
+from pipeline.options import read_ids
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
+from pipeline.prune.recipe import Recipe, resolve
+from pipeline.prune.resume import check_redo, format_skipped, keep_stored_ids, select_shard
+from pipeline.prune.table import CacheTable, restart_with_new_code
+from pipeline.prune.todo import Selection, Todo
+from pipeline.runner.run_record import check_out
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import Store, store_at
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request whose options, videos and model go together with each other and with the cache.
+
+    Attributes:
+        config: the options.
+        console: where lines for the user go.
+        store: the cache.
+        objects: the access to S3.
+        videos: the list of the videos that the options or the caller name, of all shards.
+        redo: the ids of ``--redo``; None without it.
+        recipe: the settings that make the rows of the cache.
+    """
+
+    config: PruneConfig
+    console: Console
+    store: Store
+    objects: Objects
+    videos: VideoList
+    redo: pa.Array | None
+    recipe: Recipe
+
+    def match_cache(self) -> Request:
+        """Return the request with the settings of the cache as it is now. Raises IdentityMismatch if they differ."""
+        return replace(self, recipe=self.recipe.match_cache(self.store, self.console))
+
+    def select_todo(self, run_id: str) -> tuple[CacheTable, Todo]:
+        """Read the rows of the cache, say what is skipped, and return them with the videos left to process.
+
+        A cache of a method with other code is restarted. Raises UsageError.
+        """
+        say = speaker(self.console)
+        if self.recipe.is_restarted:
+            restart_with_new_code(self.store, self.recipe, self.videos, self.config, run_id, say)
+        table = CacheTable(self.store, self.recipe, run_id, say)
+        if self.redo is not None:
+            known = None if self.videos.unindexed else keep_stored_ids(self.videos.known, table.ledger)
+            check_redo(self.redo, known, table.ledger, self.config)
+        selection = Selection(self.config, self.videos, table.ledger, self.redo)
+        todo = Todo(*selection.select(self.videos.known), selection)
+        for line in format_skipped(todo.tally, self.config):
+            say(line)
+        return table, todo
+
+
+def check_request(config: PruneConfig, console: Console, given: object = None) -> Request:
+    """Check the options, read the list of videos, and resolve model and method; print notes.
+
+    Args:
+        given: paths, or rows with video_id and uri (``given_manifest``); None if the options name the videos.
+
+    Raises UsageError if the request cannot be carried out.
+    """
+    say = speaker(console)
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
+    store = store_at(config.out, objects)
+    check_out(store)
+    redo = None if config.redo is None else pa.array(read_ids("redo", config.redo), pa.string())
+    with store_usage_errors():
+        if not store.exists(HEADER) and store.has_other_files():
+            raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
+        videos = _list_videos(config, store, objects, given, say)
+    recipe = resolve(config, objects)
+    if config.retention_ratio not in (recipe.retention_ratio, PruneConfig.retention_ratio):
+        kept = f"{recipe.retention_ratio:g} of the tokens, not {config.retention_ratio:g}"
+        say(f"note: --pruner {config.pruner} keeps {kept}")
+    with store_usage_errors():
+        return Request(config, console, store, objects, videos, redo, recipe).match_cache()
+
+
+def _list_videos(config: PruneConfig, store: Store, objects: Objects, given: object, say: Say) -> VideoList:
+    """Read the manifest or the caller's rows; print notes on files left out. Raises UsageError.
+
+    New indexes of archives are stored in the cache, except for a plan or a dry run.
+    """
+    is_limited, writes = config.limit is not None, not (config.dry_run or config.plan)
+    indexes = Indexes(config.archive_options(), store, keeps=writes, say=say)
+    if given is not None:
+        videos = VideoList(given_manifest(given, config.video_root, objects), indexes, objects)
+    else:
+        first: First = "needed"
+        if config.dry_run or (config.plan and not is_limited):
+            first = "kept" if config.dry_run and not config.index else "all"
+        videos = VideoList.read(config.videos, config.video_root, objects, indexes, first=first, is_limited=is_limited)
+        for name in config.videos if len(config.videos) == 1 else ():
+            refuse_other_files(videos.known, name, objects)
+    for kind, remedy in indexes.left_out.remedies.items():
+        say(f"note: left out: {format_counts({kind: indexes.left_out.counts()[kind]})}. {remedy}")
+    own_videos = select_shard(videos.known, config.part())
+    if len(videos.known) and not len(own_videos) and not videos.unindexed:
+        raise UsageError(f"--shard {config.shard}: none of the {len(videos.known)} videos are in it")
+    if config.on_forbidden == "refuse":
+        refuse_forbidden(own_videos, config.named)
+    return videos

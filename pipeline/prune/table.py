@@ -1,0 +1,123 @@
+"""The videos table of the cache that a run writes to: its rows before the run, and the run's commits."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+
+from gstep.backbones import family_of
+from pipeline.cache.changed_code import delete_superseded, restart_cache
+from pipeline.cache.dataset_card import write_new_header
+from pipeline.cache.header import HEADER, fingerprint, made_with, read_header
+from pipeline.cache.live import Ledger
+from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES, try_merge
+from pipeline.cache.schema import VIDEOS
+from pipeline.cache.writer import commit_rows
+from pipeline.console import Say
+from pipeline.errors import CorruptShard, RunFailed, UsageError
+from pipeline.inputs.video_list import VideoList
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.recipe import Recipe
+from pipeline.prune.resume import keep_stored_ids
+from pipeline.prune.summary import format_lost
+from pipeline.runner.run_record import list_committed_shards
+from pipeline.storage.stores import Store
+
+
+class CacheTable:
+    """The rows of a cache, and the commits of a run to it.
+
+    Attributes:
+        store: the cache.
+        ledger: its rows, as of the last ``refresh``.
+        committed: the token shards that earlier runs committed, by their records.
+    """
+
+    def __init__(self, store: Store, recipe: Recipe, run_id: str, say: Say) -> None:
+        """Read the rows that earlier runs committed, and print warnings on lost rows and on foreign files.
+
+        Files of the table from a superseded identity are left out without a warning.
+        """
+        self.store, self._run_id, self._say = store, run_id, say
+        self._header = b""  # of the cache when this run began to write
+        self._made_with = ""
+        self._n_unmerged = 0
+        self.committed = list_committed_shards(store)
+        identity = fingerprint(recipe.identity(recipe.dtype)) if recipe.is_restarted else made_with(store)
+        self.ledger = Ledger(store, identity).refresh()
+        superseded = read_header(store).get("superseded", []) if store.exists(HEADER) else []
+        if foreign := [name for name, made in self.ledger.foreign.items() if made not in superseded]:
+            say(
+                f"warning: {len(foreign)} files of {store}/{VIDEOS} were made with other settings than its "
+                f"header. Their rows do not count. First file: {foreign[0]}"
+            )
+        if strays := self.ledger.strays:
+            say(f"note: {strays[0]} is no file of the videos table ({len(strays)} such files): left out")
+        if lost_ids := self.ledger.lost(self.committed):
+            say(f"warning: {format_lost(len(lost_ids), lost_ids)}")
+
+    def begin(self, recipe: Recipe, dtype: str) -> None:
+        """Write the header of a new cache, and read the header of this run's commits."""
+        if not self.store.names(VIDEOS, ".parquet"):
+            write_new_header(self.store, recipe.header(dtype, family_of(recipe.source).static()))
+            self.ledger = Ledger(self.store, made_with(self.store))  # the header may be new
+        self._header = self.store.read(HEADER)
+        self._made_with = fingerprint(json.loads(self._header)["identity"])
+
+    def commit(self, number: int, rows: pa.Table) -> None:
+        """Make rows visible as commit ``number`` of the run.
+
+        Raises OSError, and RunFailed if the cache was deleted, or replaced by another cache.
+        """
+        try:
+            header = self.store.read(HEADER)
+        except FileNotFoundError:
+            message = f"{self.store}: {HEADER} was deleted during this run, and the run's work with it"
+            raise RunFailed(message) from None
+        if header != self._header:
+            raise RunFailed(
+                f"{self.store}: another cache was started here during this run. This run writes nothing more"
+            )
+        commit_rows(self.store, self._run_id, number, rows, made_with=self._made_with)
+
+    def merge_some(self) -> None:
+        """Merge the small files of the table if this run has written many since the last time."""
+        self._n_unmerged += 1
+        if self._n_unmerged > MAX_WAITING_FILES:
+            try_merge(self.store, self._made_with, MAX_WAITING_FILES, self._say)
+            self._n_unmerged = 0
+
+    def tidy(self) -> None:
+        """Delete the files of the method's old code, and merge files of the table.
+
+        A failure to delete is only a warning.
+        """
+        try:
+            delete_superseded(self.store, read_header(self.store))
+        except (CorruptShard, OSError) as error:
+            self._say(f"warning: the files of the old code were not deleted: {error}")
+        try_merge(self.store, made_with(self.store), MAX_WAITING_AT_END, self._say)
+
+
+def restart_with_new_code(
+    store: Store, recipe: Recipe, videos: VideoList, config: PruneConfig, run_id: str, say: Say
+) -> None:
+    """Restart a cache with its method's new code: its rows count no more. A plan or dry run only says so.
+
+    Raises UsageError if that loses tokens of videos that this run does not name.
+    """
+    ledger = Ledger(store, made_with(store)).refresh()
+    with_tokens = np.flatnonzero(ledger.columns["fault"] == 0)
+    with_tokens = with_tokens[~ledger.removed(with_tokens)]
+    unnamed_rows = np.setdiff1d(with_tokens, ledger.find(keep_stored_ids(videos.known, ledger)["video_id"]))
+    if len(unnamed_rows) and not videos.unindexed:
+        example = ledger.read(int(unnamed_rows[0]))["video_id"]
+        raise UsageError(
+            f"--on-changed redo encodes a whole cache again, and {store} has {len(unnamed_rows)} videos that "
+            f"{config.named} does not name, e.g. {example}: name them too, or another --out"
+        )
+    say(f"note: {recipe.method} has other code now: its videos in {store} are encoded again")
+    if not (config.dry_run or config.plan):
+        restart_cache(store, read_header(store), recipe.identity(recipe.dtype), run_id)
