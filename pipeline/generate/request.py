@@ -26,51 +26,105 @@ from pipeline.generate.answer_setup import (
     make_spec,
     resolve_prunings,
 )
-from pipeline.generate.answers import AnswersIdentity, MatchedIdentity, check_place, match_answers
+from pipeline.generate.answers import (
+    PRUNINGS,
+    AnswersIdentity,
+    AnswersTable,
+    check_place,
+    find_code,
+    format_answered,
+    format_encoded_again,
+    format_new_targets,
+    list_shards,
+    match_answers,
+    read_answers_header,
+    select_remaining_questions,
+    write_answers_header,
+)
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import ENGINES, VLLM
 from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.model import check_tokens, find_model, make_prompt_builder, read_tower_hash
-from pipeline.generate.questions import AnswerMode, make_questions, read_questions
-from pipeline.generate.removal import read_barred
-from pipeline.runner.run_record import check_out, new_run_id
+from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, find_count_from_1, make_questions, read_questions
+from pipeline.generate.removal import format_removed, read_barred
+from pipeline.rows import QuestionRecord
+from pipeline.runner.run_record import check_out
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class AnswerRequest:
-    """A checked request for answers.
+    """A request whose options, questions, cache and model go together with each other and with the stored answers.
 
     Attributes:
         config: the options.
-        store, run_id: the answers to bring up to date, and the name of the run that does it.
+        console: where lines for the user go.
+        store: the answers.
         questions: QUESTION_SCHEMA and carried columns.
-        setup: the settings of the workers, without a device.
+        setup: the settings of the workers; the device is not chosen yet.
         forecast: the questions that need no model, and the sizes of prompts.
-        identity: the settings that all answers in the store share, as the options name them.
-        video_runs: the columns of the questions' videos for ``format_encoded_again``.
-        is_evaluation: whether an evaluation asks, which scores by its own annotations.
+        identity: the settings that all answers in the store share.
+        video_runs: columns of the questions' videos for ``format_encoded_again``.
+        is_evaluation: whether an evaluation asks. It scores by its own annotations.
+        is_code_changed: whether other code of a method made stored answers, which are asked again.
     """
 
     config: GenerateConfig
+    console: Console
     store: Store
-    run_id: str
     questions: pa.Table
     setup: AnswerSetup
     forecast: PromptForecast
     identity: AnswersIdentity
     video_runs: pa.Table
-    is_evaluation: bool
+    is_evaluation: bool = False
+    is_code_changed: bool = False
 
     @property
     def n_questions(self) -> int:
         """The number of questions times prunings."""
         return len(self.questions) * len(self.setup.prunings)
 
-    def match(self) -> MatchedIdentity:
-        """Match the settings with those of the stored answers. Raise IdentityMismatch if they differ."""
-        return match_answers(self.store, self.identity, redo=self.config.on_changed == REDO)
+    def match_answers(self) -> AnswerRequest:
+        """Return the request with the settings of the stored answers. Raises IdentityMismatch if they differ."""
+        identity, is_changed = match_answers(self.store, self.identity, redo=self.config.on_changed == REDO)
+        return replace(self, identity=identity, is_code_changed=is_changed)
+
+    def select_todo(self) -> tuple[AnswersTable, list[QuestionRecord]]:
+        """Read the stored answers, print how many questions have one, and return them with the questions still to ask.
+
+        If the code of a method has changed, the header gets the new code now. Answers by the old code are not live
+        after that. Raises QuestionsChanged if a question with a good answer has changed.
+        """
+        store, forecast, say = self.store, self.forecast, speaker(self.console)
+        table = AnswersTable(store, self.identity)
+        if self.is_code_changed:  # from now on rows by other code are not live
+            say(f"note: a method has other code now: its questions in {store} are asked again")
+            self.write_header()
+        live = table.select_live_of(self.questions, self.setup.prunings)
+        to_ask = self.questions.select(QUESTION_SCHEMA.names)
+        codes = {name: find_code(self.identity, name) for name in self.setup.prunings}
+        todo = select_remaining_questions(store, live, to_ask, codes, self.config, forecast.cached, forecast.removed)
+        lines = format_answered(live, self.n_questions, todo, self.config)
+        lines += format_removed(store, live, todo, forecast.removed)
+        lines += format_encoded_again(store, live, self.video_runs)
+        if not self.is_evaluation:
+            lines += format_new_targets(store, live, self.questions)
+            targets = zip(*(self.questions[name].to_pylist() for name in ("target", "choices")), strict=True)
+            if reason := find_count_from_1(targets):
+                lines.append(f"note: {reason}; jobs.evaluate --score refuses these")
+        for line in lines:
+            say(line)
+        return table, todo
+
+    def write_header(self) -> None:
+        """Write the header of the answers; earlier runs' prunings stay in it while there are answers."""
+        identity = self.identity
+        if PRUNINGS in identity and list_shards(self.store)[0]:
+            earlier = read_answers_header(self.store)["identity"].get(PRUNINGS, {})
+            identity = {**identity, PRUNINGS: {**earlier, **identity[PRUNINGS]}}
+        write_answers_header(self.store, identity)
 
 
 def check_request(
@@ -99,7 +153,6 @@ def check_request(
         with store_usage_errors():
             questions = read_questions(config.questions, AnswerMode.of(config), objects, config.limit)
     cache, store = store_at(config.cache, objects), store_at(config.out, objects)
-    run_id = new_run_id()  # before the cache is read: ``format_encoded_again`` compares it with the runs of videos
     check_out(store)
     with store_usage_errors():
         header = read_header(cache)
@@ -140,20 +193,13 @@ def check_request(
     if config.engine == VLLM:
         with usage_errors():
             ENGINES[VLLM].check_room(config, source, setup.largest_video)
-    request = AnswerRequest(
-        config=config,
-        store=store,
-        run_id=run_id,
-        questions=questions,
-        setup=setup,
-        forecast=forecast,
-        identity=identify_answers(setup, cache_identity, builder.policy, evaluation),
-        video_runs=live.select(["video_id", "status", "run_id", "rewritten"]),
-        is_evaluation=evaluation is not None,
-    )
+    identity = identify_answers(setup, cache_identity, builder.policy, evaluation)
+    video_runs = live.select(["video_id", "status", "run_id", "rewritten"])
+    is_evaluation = evaluation is not None
     with store_usage_errors():
-        request.match()
-    return request
+        return AnswerRequest(
+            config, console, store, questions, setup, forecast, identity, video_runs, is_evaluation
+        ).match_answers()
 
 
 def _list_videos_with_tokens(videos: LiveVideos, config: GenerateConfig) -> list[str]:

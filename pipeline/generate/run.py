@@ -1,17 +1,16 @@
 """One run of answering: questions -> answer (GPU actors: cached tokens -> prompt -> language model) -> commits.
 
-``AnswerRun`` checks everything first, then streams questions through the answering stage, and commits each shard.
-``python -m jobs.generate`` runs it, and so does ``answer_questions`` from Python.
+``answer`` is the whole run. ``python -m jobs.generate`` calls it, and so does ``answer_questions`` from Python.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from itertools import islice
+from itertools import chain
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -20,63 +19,48 @@ import ray
 from ray.actor import ActorHandle
 from rich.console import Console
 
-from pipeline.cache.changed_code import REDO
-from pipeline.cache.header import fingerprint, read_header
-from pipeline.cache.live import LiveVideos, find_widths, select_ok
+from gstep.backbones import choose_runtime
 from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES
-from pipeline.cache.reader import MAX_HINTS, TokenCache
-from pipeline.errors import RunFailed, UsageError, store_usage_errors, usage_errors
-from pipeline.generate.answer_setup import (
-    LIVE_COLUMNS,
-    AnswerSetup,
-    PromptForecast,
-    choose_token_order,
-    identify_answers,
-    make_spec,
-    resolve_prunings,
-)
+from pipeline.cache.reader import TokenCache
+from pipeline.console import Say, speaker
+from pipeline.errors import RunFailed, UsageError, usage_errors
+from pipeline.generate.answer_setup import AnswerSetup
 from pipeline.generate.answerer import STAGE, Answerer, group_by_videos, pack_blocks, unpack_answers
 from pipeline.generate.answers import (
+    KEYS,
     PRUNINGS,
     AnswersIdentity,
     AnswersTable,
     answer_key,
-    check_place,
     commit_answers,
     find_code,
     format_answered,
     format_encoded_again,
     format_new_targets,
-    match_answers,
+    list_shards,
     read_answers_header,
     select_remaining_questions,
     try_merge_answers,
     write_answers_header,
 )
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.engines import ENGINES, VLLM, choose_batch_size
+from pipeline.generate.engines import choose_batch_size
 from pipeline.generate.late_pruning import PruningSpec
-from pipeline.generate.model import check_tokens, find_model, make_prompt_builder, read_tower_hash
-from pipeline.generate.questions import (
-    QUESTION_SCHEMA,
-    AnswerMode,
-    find_count_from_1,
-    make_questions,
-    read_given_questions,
-    read_questions,
-)
-from pipeline.generate.removal import format_removed, read_barred
+from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, find_count_from_1, read_given_questions
+from pipeline.generate.removal import format_removed
+from pipeline.generate.request import AnswerRequest, check_request
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.options import make_config
-from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
-from pipeline.runner.cluster import cap_gpus, choose_device, node_selector, provenance, sum_resources
-from pipeline.runner.driver import Driver
+from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
+from pipeline.runner.claim import Claim
+from pipeline.runner.cluster import cap_gpus, check_device, choose_device, node_selector, provenance, sum_resources
+from pipeline.runner.job import Job, Watch, convert_store_errors, print_options
 from pipeline.runner.library import ProgressOption, check_outcome, make_console, run_here
-from pipeline.runner.run_record import RunFile, check_out, new_run_id
+from pipeline.runner.monitor import Monitor
+from pipeline.runner.run_record import RunFile
 from pipeline.runner.shards import RunGraph
 from pipeline.runner.stages import MAX_BLOCKS, Plan, Stage, StageWords, Wording, add_stage
-from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import store_at
+from pipeline.runner.stream import Stream, commit_all
 
 ANSWERING = Wording(
     doing="answering",
@@ -85,6 +69,223 @@ ANSWERING = Wording(
     to_lower="--workers",
 )
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow")
+
+
+def answer(
+    config: GenerateConfig,
+    console: Console,
+    questions: pa.Table | None = None,
+    specs: Mapping[str, PruningSpec | None] | None = None,
+    evaluation: AnswersIdentity | None = None,
+    *,
+    here: bool = False,
+) -> AnswerSummary:
+    """Bring the answers ``config.out`` up to date with the questions, and return their counts.
+
+    Args:
+        questions, specs, evaluation: as of ``check_request``.
+        here: answer in this process instead of on Ray, and commit every batch, so that a killed run loses one.
+
+    Raises UsageError (nothing was started), CorruptShard, or RunFailed (committed rows stay; a rerun resumes).
+    """
+    say = speaker(console)
+    with convert_store_errors(say):
+        request = check_request(config, console, questions, specs, evaluation)
+        print_options(config, console)
+        store = request.store
+        store.make()
+        with Claim(store, request.run_id, say, join=config.join) as claim:
+            identity, is_code_changed = request.match()  # another run may have written before the claim was made
+            start = time.monotonic()
+            if is_code_changed:  # from now on rows by other code are not live
+                say(f"note: a method has other code now: its questions in {store} are asked again")
+                _write_header(request, identity)
+            table = AnswersTable(store, identity)
+            todo = list_remaining(request, identity, table, say)
+            with Monitor(store, request.run_id, claim.set_progress) as monitor:
+                if not todo:
+                    check_device(config, say)
+                record = _answer_remaining(request, identity, todo, console, monitor, here=here) if todo else None
+            wall_s = time.monotonic() - start
+            live = table.select_live_of(request.questions, request.setup.prunings)
+            summary = summarise_answers(live, request.n_questions, set(map(answer_key, todo)), wall_s)
+            summary = replace(summary, out=str(store), log=monitor.log)
+            if record is not None:
+                record.save(summary=summary.as_record())
+                try_merge_answers(store, MAX_WAITING_AT_END, say)
+    return summary
+
+
+def list_remaining(
+    request: AnswerRequest, identity: AnswersIdentity, table: AnswersTable, say: Say
+) -> list[QuestionRecord]:
+    """Return the questions still to ask, under each pruning, and print how many have answers already.
+
+    Raises QuestionsChanged if a question with a good answer has changed.
+    """
+    store, config, forecast = request.store, request.config, request.forecast
+    live = table.select_live_of(request.questions, request.setup.prunings)
+    to_ask = request.questions.select(QUESTION_SCHEMA.names)
+    codes = {name: find_code(identity, name) for name in request.setup.prunings}
+    todo = select_remaining_questions(store, live, to_ask, codes, config, forecast.cached, forecast.removed)
+    lines = [
+        *format_answered(live, request.n_questions, todo, config),
+        *format_removed(store, live, todo, forecast.removed),
+        *format_encoded_again(store, live, request.video_runs),
+    ]
+    if not request.is_evaluation:
+        lines += format_new_targets(store, live, request.questions)
+        targets = zip(*(request.questions[name].to_pylist() for name in ("target", "choices")), strict=True)
+        if reason := find_count_from_1(targets):
+            lines.append(f"note: {reason}; jobs.evaluate --score refuses these")
+    for line in lines:
+        say(line)
+    return todo
+
+
+def _answer_remaining(
+    request: AnswerRequest,
+    identity: AnswersIdentity,
+    todo: list[QuestionRecord],
+    console: Console,
+    monitor: Monitor,
+    *,
+    here: bool,
+) -> RunFile:
+    """Commit the rows that need no model, then answer the other questions, if any; return the run's record.
+
+    Joins or starts the cluster only if a question needs a model. Raises UsageError before any row is written, RunFailed.
+    """
+    config, setup, say = request.config, request.setup, speaker(console)
+    for_model, settled_rows = request.forecast.split(todo)
+    if for_model:  # before any row is written: the cluster may lack the resources of the flags
+        device, dtype = _choose_device_here(config) if here else _choose_device_of_cluster(config, say)
+        setup = replace(setup, device=device, dtype=dtype)
+    _write_header(request, identity)
+    facts = provenance(request.run_id, _RECORDED_VERSIONS)
+    record = RunFile(request.store, {**facts, "config": config.as_record(), "questions": len(todo)})
+    with record:
+        done = CommittedAnswers(request, record, monitor, say)
+        done.commit_settled(settled_rows)
+        if for_model:
+            record.save(device=setup.device, dtype=setup.dtype)
+            if here:
+                _answer_here(setup, for_model, done, say)
+            else:
+                monitor.start()
+                job = AnswerJob(setup, console, record, n_shards=done.n_settled_shards)
+                commit_all(Stream(job, Questions(for_model), Watch(monitor)), done.commit)
+    return record
+
+
+def _answer_here(setup: AnswerSetup, questions: list[QuestionRecord], done: CommittedAnswers, say: Say) -> None:
+    """Answer questions batch by batch in this process, commit each batch, and print the progress."""
+    with usage_errors():
+        answerer = Answerer(setup)
+    last_line_at = time.monotonic()
+    blocks = pack_blocks(group_by_videos(questions, setup.batch_size))
+    for number, batch in enumerate(chain.from_iterable(map(answerer, blocks)), done.n_settled_shards):
+        done.commit(number, unpack_answers(batch))
+        if time.monotonic() - last_line_at > setup.config.log_interval:
+            say(f"{done.n_answers} of {len(questions)} questions answered, {done.n_failed} of them failed")
+            last_line_at = time.monotonic()
+
+
+def _choose_device_here(config: GenerateConfig) -> tuple[str, str]:
+    """Return the (device, dtype) that this process computes with."""
+    with usage_errors():
+        runtime = choose_runtime(config.device, config.dtype, config.attn)
+    return runtime.device, runtime.dtype_name
+
+
+def _choose_device_of_cluster(config: GenerateConfig, say: Say) -> tuple[str, str]:
+    """Join or start the cluster, and return the (device, dtype). Raise UsageError if it lacks the resources."""
+    device, dtype = choose_device(config, config.dtype, say)
+    if device == "cuda" and _sum_for_models(config, {})["GPU"] < config.tensor_parallel:
+        raise UsageError(f"--tensor-parallel {config.tensor_parallel}: no node of the cluster has so many GPUs")
+    return device, dtype
+
+
+def _write_header(request: AnswerRequest, identity: AnswersIdentity) -> None:
+    """Write the header of the answers; earlier runs' prunings stay in it while there are answers."""
+    store = request.store
+    if PRUNINGS in identity and list_shards(store)[0]:
+        earlier = read_answers_header(store)["identity"].get(PRUNINGS, {})
+        identity = {**identity, PRUNINGS: {**earlier, **identity[PRUNINGS]}}
+    write_answers_header(store, identity)
+
+
+class CommittedAnswers:
+    """The commits of a run, and their counts.
+
+    Attributes:
+        n_settled_shards: shards of rows that needed no model; the shards of answers are numbered from there.
+        n_failed: failed rows of this run.
+    """
+
+    def __init__(self, request: AnswerRequest, record: RunFile, monitor: Monitor, say: Say) -> None:
+        self._request, self._record, self._monitor, self._say = request, record, monitor, say
+        self._keys: set[tuple[str, str | None]] = set()
+        self._runtimes: list[str] = []
+        self.n_settled_shards = self.n_failed = 0
+
+    @property
+    def n_answers(self) -> int:
+        """The number of questions that a model has answered, or failed to answer."""
+        return len(self._keys)
+
+    def commit_settled(self, rows: Sequence[AnswerRecord]) -> None:
+        """Commit the rows that need no model."""
+        size = self._request.config.questions_per_shard
+        for start in range(0, len(rows), size):
+            self._write(self.n_settled_shards, rows[start : start + size])
+            self.n_settled_shards += 1
+        self.n_failed += sum(row["status"] == "failed" for row in rows)
+
+    def commit(self, number: int, rows: pa.Table) -> None:
+        """Commit ``rows`` (ANSWERED_SCHEMA) as shard ``number``, count them, and record new runtimes of workers.
+
+        Rows that come again after an interrupt are counted once. Merges small files after every MAX_WAITING_FILES
+        shards.
+        """
+        if new := [text for text in pc.unique(rows["runtime"]).to_pylist() if text not in self._runtimes]:
+            self._runtimes.extend(new)
+            self._record.save(runtimes=[json.loads(text) for text in self._runtimes])
+        answers = [without_nulls(row, AnswerRecord) for row in rows.drop_columns(["runtime"]).to_pylist()]
+        self._write(number, answers)
+        uncounted = [row for row in answers if answer_key(row) not in self._keys]
+        self._keys.update(map(answer_key, uncounted))
+        n_failed = sum(row["status"] == "failed" for row in uncounted)
+        self.n_failed += n_failed
+        self._monitor.count_rows(ANSWERING.item, len(uncounted) - n_failed, n_failed)
+        if (number + 1) % MAX_WAITING_FILES == 0:
+            try_merge_answers(self._request.store, MAX_WAITING_FILES, self._say)
+
+    def _write(self, number: int, rows: Sequence[AnswerRecord]) -> None:
+        """Write rows as shard ``number``."""
+        request = self._request
+        commit_answers(request.store, request.run_id, number, rows, request.config.format, request.questions)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The questions of a stream."""
+
+    KEY: ClassVar[Sequence[str]] = KEYS
+    rows: Sequence[QuestionRecord]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def is_complete(self) -> bool:
+        """True: no more questions come."""
+        return True
+
+    def without(self, rows: pa.Table) -> Questions:
+        """Return the questions that have no row among ``rows``."""
+        keys = set(zip(*(rows[name].to_pylist() for name in self.KEY), strict=True))
+        return Questions([question for question in self.rows if answer_key(question) not in keys])
 
 
 @dataclass(frozen=True)
@@ -125,291 +326,68 @@ def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateCon
     )
 
 
-def build_graph(
-    questions: Sequence[QuestionRecord],
-    setup: AnswerSetup,
-    plan: AnswerPlan,
-    heartbeats: ActorHandle | None = None,
-    *,
-    without: Collection[str] = (),
-) -> RunGraph:
-    """Build the Ray Data graph that answers the questions; it runs once its batches are read.
+class AnswerJob(Job[Questions]):
+    """The work of a run on Ray: language models that answer blocks of questions."""
 
-    Its rows are ANSWERED_SCHEMA. ``without``: the ids of nodes on which no worker may run.
-    """
-    blocks = pack_blocks(group_by_videos(questions, plan.questions_per_block))
-    answers = add_stage(
-        ray.data.from_blocks(blocks), Answerer, plan.answer, (setup, heartbeats), node_selector(without)
-    )
-    return RunGraph(answers, plan.questions_per_block, unpack_block=unpack_answers)
+    wording = ANSWERING
+    options: GenerateConfig
 
-
-class AnswerRun(Driver[GenerateConfig, list[QuestionRecord], AnswerSummary]):
-    """The run that answers questions: it brings the answers ``config.out`` up to date with the questions.
-
-    Attributes:
-        questions: QUESTION_SCHEMA and carried columns; ``prepare`` sets it and the next three.
-        setup: the settings of the workers.
-        identity: the settings that all answers in the output share.
-        forecast: the questions that need no model, and the sizes of prompts.
-        device, dtype: of the language models, once a question needs a model.
-        answered_keys: keys of the committed answers.
-        n_failed: questions of this run that failed.
-    """
-
-    questions: pa.Table
-    setup: AnswerSetup
-    identity: AnswersIdentity
-    forecast: PromptForecast
-    device = dtype = ""
-
-    def __init__(
-        self,
-        config: GenerateConfig,
-        console: Console,
-        questions: pa.Table | None = None,
-        specs: Mapping[str, PruningSpec | None] | None = None,
-        evaluation: AnswersIdentity | None = None,
-    ) -> None:
-        """Prepare nothing yet.
+    def __init__(self, setup: AnswerSetup, console: Console, record: RunFile, n_shards: int = 0) -> None:
+        """Set up the work; nothing is planned yet.
 
         Args:
-            questions: QUESTION_SCHEMA and carried columns; None reads the file that the options name, or makes those
-                of ``--ask``.
-            specs: the prunings under which every question is asked, by name; None is the pruning that the options name.
-            evaluation: what an evaluation adds to the identity of the answers.
+            setup: the settings of the workers, with a device.
+            record: gets each plan.
+            n_shards: shards that the run has written already.
         """
-        super().__init__(config, console)
-        self._given_questions = questions
-        self._specs = {"": make_spec(config)} if specs is None else specs
-        self._evaluation = evaluation
-        self.answered_keys: set[tuple[str, str | None]] = set()
-        self.n_failed = 0
-        self._runtimes: list[str] = []
+        super().__init__(setup.config, console)
+        self._setup, self._record, self.n_shards = setup, record, n_shards
 
-    def prepare(self) -> None:
-        """Check the options against questions, cache, model and answers; set the attributes. Starts nothing.
-
-        Prints notes on prompts that are too long, and on a model that reasons first.
-
-        Raises UsageError, CorruptShard.
-        """
-        config = self.options
-        objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
-        if self._given_questions is not None:
-            self.questions = self._given_questions
-        elif config.questions is not None:
-            with store_usage_errors():
-                self.questions = read_questions(config.questions, AnswerMode.of(config), objects, config.limit)
-        cache, self.store = store_at(config.cache, objects), store_at(config.out, objects)
-        self.run_id = new_run_id()
-        check_out(self.store)
-        with store_usage_errors():
-            header = read_header(cache)
-            videos = LiveVideos.open(cache, fingerprint(header["identity"]))
-            if config.ask:
-                self.questions = make_questions(config.ask, self._videos_with_tokens(videos), AnswerMode.of(config))
-                self.questions = self.questions.slice(0, config.limit)
-            video_ids = pc.unique(pc.list_flatten(self.questions["video_ids"])).to_pylist()
-            live = videos.rows_of(video_ids, (*LIVE_COLUMNS, "run_id"))
-            known_ids = set(live["video_id"].to_pylist())
-            unknown = (video_id for video_id in video_ids if video_id not in known_ids)
-            near = {video_id: videos.near(video_id) for video_id in islice(unknown, MAX_HINTS)}
-            check_place(self.store)
-        cache_identity = header["identity"]
-        # vLLM takes other weights too, if they come with the vision encoder that made the cache.
-        tower = partial(read_tower_hash, cache, header) if config.engine == VLLM else None
-        with usage_errors(), store_usage_errors():
-            source = find_model(cache, cache_identity["model"], config.model, config.revision, tower, config.family)
-            builder = make_prompt_builder(source, config)
-        check_tokens(cache, header, find_widths(live), builder)
-        self._video_runs = live.select(["video_id", "status", "run_id", "rewritten"])
-        live = live.drop_columns(["run_id"])
-        if builder.open_tag and builder.policy.thought == "open" and self._evaluation is None:
-            self.say(
-                f"note: the chat template of {source.name} ends with {builder.open_tag}, so the model reasons first. "
-                "Choices are scored, and short answers cut, inside the reasoning. Give --choices generate and "
-                "--max-new-tokens of some thousands, or --close-thought"
-            )
-        prunings = resolve_prunings(config, self._specs, cache_identity, source, builder)
-        late = prunings.get("")
-        if late is not None and config.retention_ratio not in (None, late.retention_ratio):
-            kept = f"{late.retention_ratio:g} of the tokens, not {config.retention_ratio:g}"
-            self.say(f"note: --pruner {config.pruner} keeps {kept}")
-        order = choose_token_order(config, cache_identity, prunings)
-        setup = AnswerSetup(config, source, cache, live, prunings, order)
-        self.forecast = PromptForecast(setup, builder, near, read_barred(self.store))
-        self.forecast.check_ratio(cache_identity["retention_ratio"])
-        self.forecast.check_context(self.questions, self.console)
-        self.setup = replace(setup, largest_video=self.forecast.largest_video())
-        if config.engine == VLLM:
-            with usage_errors():
-                ENGINES[VLLM].check_room(config, source, self.setup.largest_video)
-        self._requested_identity = identify_answers(self.setup, cache_identity, builder.policy, self._evaluation)
-        with store_usage_errors():
-            self.match()
-
-    def _videos_with_tokens(self, videos: LiveVideos) -> list[str]:
-        """List the ids of the videos that ``--ask`` asks about. Raises UsageError if there are none."""
-        ids: list[str] = select_ok(videos.live(("video_id", "status")))["video_id"].to_pylist()
-        if not ids:
-            raise UsageError(f"--ask: no video in {self.options.cache} has tokens; python -m jobs.prune makes some")
-        return ids
-
-    def match(self) -> None:
-        """Match the settings with the stored answers: set ``identity``. Raise IdentityMismatch if they differ."""
-        redo = self.options.on_changed == REDO
-        self.identity, self._changed = match_answers(self.store, self._requested_identity, redo=redo)
-
-    def list_remaining(self) -> list[QuestionRecord]:
-        """Return the questions still to ask, under each pruning, and print how many have answers already.
-
-        If the code of a method has changed (``on_changed=redo``), the header gets the new code now. Answers by the old
-        code are not live after that. Raises QuestionsChanged.
-        """
-        self.table = AnswersTable(self.store, self.identity)
-        if self._changed:  # from now on rows by other code are not live
-            self.say(f"note: a method has other code now: its questions in {self.store} are asked again")
-            write_answers_header(self.store, self._merge_identity())
-        prunings, cached_videos = self.setup.prunings, self.forecast.cached
-        codes = {name: find_code(self.identity, name) for name in prunings}
-        live = self.table.select_live_of(self.questions, prunings)
-        to_ask = self.questions.select(QUESTION_SCHEMA.names)
-        removed = self.forecast.removed
-        questions = select_remaining_questions(self.store, live, to_ask, codes, self.options, cached_videos, removed)
-        for line in format_answered(live, self.n_questions, questions, self.options):
-            self.say(line)
-        for line in format_removed(self.store, live, questions, removed):
-            self.say(line)
-        for line in format_encoded_again(self.store, live, self._video_runs):
-            self.say(line)
-        if self._evaluation is None:  # an evaluation scores by its own annotations
-            for line in format_new_targets(self.store, live, self.questions):
-                self.say(line)
-            answers = zip(*(self.questions[name].to_pylist() for name in ("target", "choices")), strict=True)
-            if reason := find_count_from_1(answers):
-                self.say(f"note: {reason}; jobs.evaluate --score refuses these")
-        return questions
-
-    @property
-    def n_questions(self) -> int:
-        """The number of questions times prunings."""
-        return len(self.questions) * len(self.setup.prunings)
-
-    def process(self, todo: list[QuestionRecord]) -> None:
-        """Commit the rows that need no model, then answer the other questions on Ray, if any.
-
-        Writes the header of the answers first. Joins or starts the cluster only if a question needs a model. Raises
-        UsageError before any row is written, RunFailed.
-        """
-        config = self.options
-        for_model, settled_rows = self.forecast.split(todo)
-        if for_model:  # before any row is written: the cluster may lack the resources of the flags
-            self.device, self.dtype = self.choose_device()
-        write_answers_header(self.store, self._merge_identity())
-        about: JsonObject = {"config": config.as_record(), "questions": len(todo)}
-        self.run_file = RunFile(self.store, {**provenance(self.run_id, _RECORDED_VERSIONS), **about})
-        with self.run_file:
-            for start in range(0, len(settled_rows), config.questions_per_shard):
-                part = settled_rows[start : start + config.questions_per_shard]
-                commit_answers(self.store, self.run_id, self.n_shards, part, config.format, self.questions)
-                self.n_shards += 1
-            self.n_failed += sum(row["status"] == "failed" for row in settled_rows)
-            if for_model:
-                self.run_file.save(device=self.device, dtype=self.dtype)
-                self.answer(for_model)
-
-    def choose_device(self) -> tuple[str, str]:
-        """Join or start the cluster, and choose (device, dtype). Raise UsageError if it lacks the resources."""
-        device, dtype = choose_device(self.options, self.options.dtype, self.say)
-        n_gpus = self.options.tensor_parallel
-        if device == "cuda" and self.available_resources()["GPU"] < n_gpus:
-            raise UsageError(f"--tensor-parallel {n_gpus}: no node of the cluster has so many GPUs")
-        return device, dtype
-
-    def answer(self, questions: list[QuestionRecord]) -> None:
-        """Answer questions on the cluster. Raises RunFailed."""
-        self.monitor.start()
-        self.stream(questions)
-
-    def _merge_identity(self) -> AnswersIdentity:
-        """Return the identity for the header: earlier runs' prunings stay in it while there are answers."""
-        if PRUNINGS not in self.identity or not self.table.names():
-            return self.identity
-        earlier = read_answers_header(self.store)["identity"].get(PRUNINGS, {})
-        return {**self.identity, PRUNINGS: {**earlier, **self.identity[PRUNINGS]}}
-
-    def plan(self, items: list[QuestionRecord]) -> AnswerPlan:
+    def plan(self, items: Questions) -> AnswerPlan:
         """Divide the cluster among language models, and record the plan.
 
         Raises RunFailed if the nodes that it needs were lost. Prints a note if ``workers`` do not fit.
         """
-        cluster, config = self.available_resources(), self.options
+        cluster, workers = self.available_resources(), self.options.workers
         if not self.can_run_on(cluster):
             raise RunFailed("the nodes that the run needs were lost. Rerun the command once they are back")
         plan = self.replan(len(items))
-        if config.workers is not None and plan.answer.workers < min(config.workers, len(items)):
-            self.say(f"note: the cluster fits only {plan.answer.workers} of --workers {config.workers}")
-        self.run_file.save(resources={"cluster": cluster, "plan": asdict(plan)})
+        if workers is not None and plan.answer.workers < min(workers, len(items)):
+            self.say(f"note: the cluster fits only {plan.answer.workers} of --workers {workers}")
+        self._record.save(resources={"cluster": cluster, "plan": asdict(plan)})
         return plan
 
     def replan(self, n_items: int) -> AnswerPlan:
         """Plan ``n_items`` on the current nodes."""
-        cluster = self.available_resources()
-        return plan_answers(cluster["CPU"], cluster["GPU"] if self.device == "cuda" else 0.0, n_items, self.options)
+        cluster, on_gpus = self.available_resources(), self._setup.device == "cuda"
+        return plan_answers(cluster["CPU"], cluster["GPU"] if on_gpus else 0.0, n_items, self.options)
+
+    def graph(self, items: Questions, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
+        """Build the graph that answers the questions; its rows are ANSWERED_SCHEMA."""
+        assert isinstance(plan, AnswerPlan)
+        size, selector = plan.questions_per_block, node_selector(self.excluded_nodes)
+        blocks = ray.data.from_blocks(pack_blocks(group_by_videos(items.rows, size)))
+        answers = add_stage(blocks, Answerer, plan.answer, (self._setup, heartbeats), selector)
+        return RunGraph(answers, size, unpack_block=unpack_answers)
 
     def available_resources(self) -> dict[str, float]:
-        """Return the nodes' resources, with at most ``max_gpus`` GPUs, of nodes that have enough for a whole model."""
-        cluster, per_model = sum_resources(self.excluded_nodes), self.options.tensor_parallel
-        gpus = cluster.get("GPU", 0.0)
-        if per_model > 1:
-            nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in self.excluded_nodes]
-            of_nodes = (node["Resources"].get("GPU", 0.0) for node in nodes)
-            gpus = sum(per_model * (n_gpus // per_model) for n_gpus in of_nodes)
-        return cap_gpus({**cluster, "GPU": gpus}, self.options.max_gpus)
+        """Return the resources of the nodes that the run may use now."""
+        return _sum_for_models(self.options, self.excluded_nodes)
 
     def can_run_on(self, cluster: Mapping[str, float]) -> bool:
-        n_gpus = self.options.tensor_parallel if self.device == "cuda" else 0
+        """Return True if a cluster with these resources can run a model."""
+        n_gpus = self.options.tensor_parallel if self._setup.device == "cuda" else 0
         return super().can_run_on(cluster) and cluster.get("GPU", 0.0) >= n_gpus
 
-    def build(self, items: list[QuestionRecord], plan: Plan, heartbeats: ActorHandle) -> RunGraph:
-        assert isinstance(plan, AnswerPlan)
-        return build_graph(items, self.worker_setup(), plan, heartbeats, without=self.excluded_nodes)
 
-    def worker_setup(self) -> AnswerSetup:
-        """Return the settings of the workers, on the chosen device and dtype."""
-        return replace(self.setup, device=self.device, dtype=self.dtype)
-
-    def commit(self, number: int, rows: pa.Table) -> None:
-        """Commit ``rows`` (ANSWERED_SCHEMA) as shard ``number``, count them, and record new runtimes of workers.
-
-        Merges small files after every MAX_WAITING_FILES shards.
-        """
-        if new := [text for text in pc.unique(rows["runtime"]).to_pylist() if text not in self._runtimes]:
-            self._runtimes.extend(new)
-            self.run_file.save(runtimes=[json.loads(text) for text in self._runtimes])
-        answers = [without_nulls(row, AnswerRecord) for row in rows.drop_columns(["runtime"]).to_pylist()]
-        commit_answers(self.store, self.run_id, number, answers, self.options.format, self.questions)
-        # An interrupt may have come after the same rows were counted.
-        uncounted = [answer for answer in answers if answer_key(answer) not in self.answered_keys]
-        self.answered_keys.update(map(answer_key, uncounted))
-        n_failed = sum(answer["status"] == "failed" for answer in uncounted)
-        self.n_failed += n_failed
-        self.monitor.count_rows("question", len(uncounted) - n_failed, n_failed)
-        if (number + 1) % MAX_WAITING_FILES == 0:
-            try_merge_answers(self.store, MAX_WAITING_FILES, self.say)
-
-    def select_unfinished(self, items: list[QuestionRecord]) -> list[QuestionRecord]:
-        return [question for question in items if answer_key(question) not in self.answered_keys]
-
-    def summarise(self, todo: list[QuestionRecord], wall_s: float) -> AnswerSummary:
-        """Count the committed rows of all questions of the request, with the counts of the questions in ``todo``."""
-        live = self.table.select_live_of(self.questions, self.setup.prunings)
-        new = {answer_key(question) for question in todo}
-        return replace(summarise_answers(live, self.n_questions, new, wall_s), out=str(self.store))
-
-    def tidy(self) -> None:
-        try_merge_answers(self.store, MAX_WAITING_AT_END, self.say)
+def _sum_for_models(config: GenerateConfig, excluded_nodes: Mapping[str, str]) -> dict[str, float]:
+    """Return the nodes' resources, with at most ``max_gpus`` GPUs, of nodes that have enough for a whole model."""
+    cluster, per_model = sum_resources(excluded_nodes), config.tensor_parallel
+    gpus = cluster.get("GPU", 0.0)
+    if per_model > 1:
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in excluded_nodes]
+        gpus = sum(per_model * (node["Resources"].get("GPU", 0.0) // per_model) for node in nodes)
+    return cap_gpus({**cluster, "GPU": gpus}, config.max_gpus)
 
 
 def answer_questions(
@@ -452,5 +430,5 @@ def answer_questions(
     console = make_console(progress)
     with run_here():
         table = None if is_file else read_given_questions(questions, AnswerMode.of(config), config.limit)
-        summary = AnswerRun(config, console, table).run()
+        summary = answer(config, console, table)
     return check_outcome(summary, config, summary.n_questions)

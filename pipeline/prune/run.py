@@ -71,7 +71,7 @@ def prune(config: PruneConfig, console: Console, given: object = None, *, list_f
                     done = encode(request, run_id, table, todo, monitor)
                 else:  # no cluster, no record
                     check_device(config, speaker(console))
-            summary = _summarise(request, table, todo, done, time.monotonic() - start, list_failed=list_failed)
+            summary = make_summary(request, table, todo, done, time.monotonic() - start, list_failed=list_failed)
             summary = replace(summary, log=monitor.log)
             if done is not None:
                 done.record.save(summary=summary.as_record())
@@ -162,8 +162,8 @@ def _select_second_pass(
     return Todo.of(retries)
 
 
-def _summarise(
-    request: Request, table: CacheTable, todo: Todo, done: Counts | None, wall_s: float, *, list_failed: bool
+def make_summary(
+    request: Request, table: CacheTable, todo: Todo, done: Counts | None, wall_s: float, *, list_failed: bool = False
 ) -> Summary:
     """Return the summary of the cache's rows for this run's videos; say which archives were not read wholly.
 

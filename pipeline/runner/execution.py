@@ -41,7 +41,10 @@ class GraphExecution(Generic[T]):
     """
 
     def __init__(self, job: Job[T], items: T, watch: Watch) -> None:
-        """Plan the workers for ``items``, build the graph and start it. Raises RunFailed if the cluster is too small."""
+        """Plan the workers for ``items``, build the graph and start it.
+
+        Raises RunFailed if the cluster is too small.
+        """
         self._job, self._items, self._watch, self._plan = job, items, watch, job.plan(items)
         self._head = Head(job.say)
         self._growth = Growth(self._plan, job.options.max_gpus)

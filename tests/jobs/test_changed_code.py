@@ -19,7 +19,7 @@ from jobs import evaluate, generate, inspect, merge, prune, remove, reprune, ver
 from pipeline import TokenCache
 from pipeline.cache.header import read_header
 from pipeline.generate.answers import read_answers
-from pipeline.prune.run import PruneRun
+from pipeline.prune.table import CacheTable
 from pipeline.runner.prefork.server import start_server
 from tests.jobs.faults import tiny_videos
 from tests.jobs.jobs import environment, forbid_ray, run_here
@@ -137,14 +137,14 @@ def test_other_code_is_refused_with_its_file_and_redo_makes_the_whole_cache_agai
     assert "has 1 videos that" in alone and "e.g. v001.mp4: name them too, or another --out" in alone
 
     with monkeypatch.context() as patch:
-        commit, commits = PruneRun.commit, count(1)
+        commit, commits = CacheTable.commit, count(1)
 
-        def commit_one_video(run, number, rows):
+        def commit_one_video(table, number, rows):
             if next(commits) == 1:
-                commit(run, number, rows.slice(0, 1))  # a slow driver is given both shards as one
+                commit(table, number, rows.slice(0, 1))  # a slow driver is given both shards as one
             raise ZeroDivisionError
 
-        patch.setattr(PruneRun, "commit", commit_one_video)
+        patch.setattr(CacheTable, "commit", commit_one_video)
         with pytest.raises(ZeroDivisionError):
             pruned(videos, out, "--on-changed", "redo", "--videos-per-shard", "1")
     assert len(TokenCache(out).video_ids) == 1 and kept_largest(out) == {False}

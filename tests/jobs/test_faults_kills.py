@@ -21,7 +21,7 @@ import torch
 
 from jobs import inspect, prune
 from pipeline import TokenCache
-from pipeline.prune import run
+from pipeline.prune import table
 from tests.jobs.faults import (
     COUNTED,
     N_VIDEOS,
@@ -80,7 +80,7 @@ def test_killed_workers_cost_no_row_and_no_more_calls_than_they_had_in_hand(
     The driver, which is this process, does it between two commits. Until then half of the videos wait to be decoded.
     """
     cache, killed = tmp_path / "c", []
-    commit, commits = run.commit_rows, count(1)
+    commit, commits = table.commit_rows, count(1)
 
     def kill_and_commit(*args: Any, **more: Any) -> Any:
         if stage := {2: "Decoder", 5: "Encoder"}.get(next(commits)):
@@ -90,7 +90,7 @@ def test_killed_workers_cost_no_row_and_no_more_calls_than_they_had_in_hand(
             let_through(videos, N_VIDEOS)
         return commit(*args, **more)
 
-    monkeypatch.setattr(run, "commit_rows", kill_and_commit)
+    monkeypatch.setattr(table, "commit_rows", kill_and_commit)
     let_through(videos, 64)
     options = [*OPTIONS, "--videos-per-shard", "4", "--decoder", "tests.jobs.hostile:CountedStuckDecoder"]
     done = run_here(prune, [str(videos), "--out", str(cache), *options])

@@ -1,5 +1,6 @@
 """``prune_videos`` where nothing needs Ray: what is refused, and what is there already."""
 
+import io
 from unittest.mock import Mock
 
 import pytest
@@ -12,8 +13,10 @@ from gstep.backbones import family_of
 from pipeline.cache.header import HEADER, serialise_header
 from pipeline.errors import ManifestError, TooManyFailed, UsageError, VideoFault
 from pipeline.prune.config import PruneConfig
+from pipeline.prune.counts import Counts
 from pipeline.prune.facts import Facts
-from pipeline.prune.run import PruneRun
+from pipeline.prune.request import check_request
+from pipeline.prune.run import make_summary
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_shard
 from tests.pipeline.videos import write_clip
 
@@ -31,12 +34,12 @@ def no_ray(monkeypatch, tmp_path):
 def clips(tmp_path):
     """Two clips whose rows the cache ``c`` holds: one is ok, one failed."""
     paths = [write_clip(tmp_path / name, count=2) for name in ("a.mp4", "b.mp4")]
-    run = PruneRun(PruneConfig(out="c", num_frames=4), Console(quiet=True), paths)
-    run.prepare()
-    run.store.make()
-    run.store.put(HEADER, serialise_header(run.recipe.header("float32", family_of(run.recipe.source).static())))
+    request = check_request(PruneConfig(out="c", num_frames=4), Console(quiet=True), paths)
+    store, recipe = request.store, request.recipe
+    store.make()
+    store.put(HEADER, serialise_header(recipe.header("float32", family_of(recipe.source).static())))
     good = encoded("a.mp4", random_tokens(0, (4, 196, 64)), 0.25, "gstep", uri=str(paths[0]))
-    write_shard(run.store, "run", good, encoded_failure("b.mp4", VideoFault("corrupt", "cut"), uri=str(paths[1])))
+    write_shard(store, "run", good, encoded_failure("b.mp4", VideoFault("corrupt", "cut"), uri=str(paths[1])))
     return paths
 
 
@@ -55,19 +58,17 @@ def test_what_is_there_is_a_summary_that_names_the_failed_and_prints_as_a_table(
 
 def test_a_ratio_that_the_method_does_not_keep_is_a_note():
     for ratio, notes in ((0.5, ["note: --pruner none keeps 1 of the tokens, not 0.5"]), (0.25, []), (1.0, [])):
-        run, said = PruneRun(PruneConfig(out="new", pruner="none", retention_ratio=ratio), Console(quiet=True)), []
-        run.say = said.append
-        run.prepare()
-        assert said == notes
+        console = Console(file=io.StringIO(), width=200)
+        check_request(PruneConfig(out="new", pruner="none", retention_ratio=ratio), console)
+        assert console.file.getvalue().splitlines() == notes
 
 
 def test_a_limit_of_hours_in_the_second_pass_counts_a_video_once(clips):
-    run = PruneRun(PruneConfig(out="c", num_frames=4, retry_failed=True), Console(quiet=True), clips)
-    run.prepare()
-    todo = run.list_remaining()
-    assert run.knows_all(todo) and not run.knows_all(Mock(is_complete=False))
-    run.facts = Facts(1.0, videos=2, limit_reached="--max-hours 1 is reached")  # b.mp4 has been tried twice
-    assert run.summarise(todo, 1.0).n_new == len(todo) == 1
+    request = check_request(PruneConfig(out="c", num_frames=4, retry_failed=True), Console(quiet=True), clips)
+    table, todo = request.select_todo("r")
+    facts = Facts(1.0, videos=2, limit_reached="--max-hours 1 is reached")  # b.mp4 has been tried twice
+    done = Counts(table, Mock(), Mock(), facts)
+    assert make_summary(request, table, todo, done, 1.0).n_new == len(todo) == 1
 
 
 def test_more_failures_than_may_be_are_an_error_that_has_the_summary(clips):

@@ -18,7 +18,7 @@ from pipeline.cache.writer import VideoItem
 from pipeline.errors import IdentityMismatch
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import make_sampling
-from pipeline.prune.run import PruneRun
+from pipeline.prune.request import check_request
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
 from tests.pipeline.caches import encoded, random_tokens, write_shard
@@ -33,9 +33,8 @@ def request_for(tmp_path):
 
     def make(**options):
         options = {"pruner": "none", "dtype": "float32", **options}
-        run = PruneRun(PruneConfig(videos=[str(tmp_path / "videos")], out=str(tmp_path / "c"), **options), Console())
-        run.prepare()
-        return run.recipe
+        config = PruneConfig(videos=[str(tmp_path / "videos")], out=str(tmp_path / "c"), **options)
+        return check_request(config, Console()).recipe
 
     return make
 

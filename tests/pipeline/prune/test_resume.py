@@ -20,7 +20,6 @@ from pipeline.prune.resume import (
     select_existing,
     select_remaining,
     select_retries,
-    select_unfinished,
 )
 from pipeline.storage.stores import LocalStore
 from pipeline.video.frame_folders import source_state
@@ -97,17 +96,6 @@ def test_a_second_pass_has_what_failed_and_may_be_tried_again(todo):
     assert again.schema == TODO_SCHEMA
     assert (again["video_id"].to_pylist(), again["attempts"].to_pylist()) == (["c.mp4"], [2])
     assert len(select_retries(todo, {}, 2)) == 0
-
-
-def test_what_is_left_of_a_pass_is_what_has_no_row_of_its_attempt(folder, live, todo):
-    assert select_unfinished(todo, live, {}).equals(todo)
-    store = LocalStore(folder / "cache")
-    write_shard(store, "later", encoded_failure("b.mp4", VideoFault("crash", "x"), attempts=2))
-    assert select_unfinished(todo, live.refresh(), {})["video_id"].to_pylist() == ["c.mp4"]
-    redone_in_vain = {"c.mp4": 1}  # its row does not count, but is there
-    assert len(select_unfinished(todo, live, redone_in_vain)) == 0
-    write_shard(store, "latest", encoded("c.mp4", TOKENS, 0.25, "gstep"))
-    assert len(select_unfinished(todo, live.refresh(), {})) == 0
 
 
 def test_an_id_of_redo_that_only_looks_like_a_stored_id_is_refused_with_the_stored_id(folder):

@@ -2,28 +2,33 @@
 
 import json
 import math
-from unittest.mock import create_autospec
+from pathlib import Path
+from unittest.mock import Mock, create_autospec
 
 import pyarrow as pa
 import pytest
-from rich.console import Console
 
 from pipeline import TokenCache
 from pipeline.cache.merging import MAX_WAITING_FILES
 from pipeline.cache.table import list_table_files
 from pipeline.cache.token_shard import parse_shard_id
 from pipeline.cache.writer import write_token_shard
-from pipeline.errors import RunFailed
+from pipeline.errors import LimitReached, RunFailed
+from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.batches import pack_written
 from pipeline.prune.config import PruneConfig
+from pipeline.prune.counts import Counts, PruneWatch
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.facts import Facts
-from pipeline.prune.recipe import PruneStages
+from pipeline.prune.recipe import PruneStages, resolve
 from pipeline.prune.resources import MAX_MEASURED_FILES, list_shortfalls, plan_workers, total_file_bytes
-from pipeline.prune.run import PruneRun
+from pipeline.prune.run import MIN_ALIKE_FAILURES
+from pipeline.prune.table import CacheTable
+from pipeline.prune.todo import Todo
 from pipeline.runner.heartbeats import WorkerReport
 from pipeline.runner.monitor import Monitor
+from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RunFile
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header
@@ -111,14 +116,23 @@ def test_sizes_of_a_few_files_are_added_up_and_one_unknown_makes_all_unknown(tmp
 
 
 @pytest.fixture
-def run(tmp_path) -> PruneRun:
-    """A run that has begun to process videos, into an empty cache ``c``."""
-    run = PruneRun(PruneConfig(), Console(quiet=True))
-    run.store, run.run_id = write_header(tmp_path / "c"), "run"
-    run.monitor, run.run_file = Monitor(run.store, "run", print), RunFile(run.store, {"run_id": "run"})
-    run.facts = Facts(0.0)
-    run.remember_header()
-    return run
+def done(tmp_path) -> Counts:
+    """The commits of a run that has begun to process videos, into an empty cache ``c``."""
+    return begin(tmp_path / "c")
+
+
+def begin(out: Path) -> Counts:
+    """Begin to commit to an empty cache as the run "run" does."""
+    store, recipe = LocalStore(out), resolve(PruneConfig(out=str(out)))
+    store.make()
+    table = CacheTable(store, recipe, "run", print)
+    table.begin(recipe, "float32")
+    return Counts(table, RunFile(store, {"run_id": "run"}), Monitor(store, "run", print), Facts(0.0))
+
+
+def store_of(done: Counts) -> LocalStore:
+    assert isinstance(done._table.store, LocalStore)
+    return done._table.store
 
 
 def written(store: LocalStore, *names: str) -> pa.Table:
@@ -126,58 +140,80 @@ def written(store: LocalStore, *names: str) -> pa.Table:
     return pack_written(write_token_shard(videos, store=store, run_id="run"))
 
 
-def test_a_run_ends_where_its_cache_was_moved_away_and_another_one_begun(run, tmp_path):
-    rows = written(run.store, "a")
-    run.commit(0, rows)
+def test_a_run_ends_where_its_cache_was_moved_away_and_another_one_begun(done, tmp_path):
+    rows = written(store_of(done), "a")
+    done.commit(0, rows)
     (tmp_path / "c").rename(tmp_path / "old")
     with pytest.raises(RunFailed, match=r"cache\.json was deleted during this run"):
-        run.commit(1, rows)
+        done.commit(1, rows)
     assert not (tmp_path / "c").exists()
     write_header(tmp_path / "c", ratio=0.5)
     with pytest.raises(RunFailed, match="another cache was started here"):
-        run.commit(1, rows)
+        done.commit(1, rows)
     assert not (tmp_path / "c" / "videos").exists() and TokenCache(tmp_path / "old").video_ids == ["a"]
 
 
-def test_many_commits_are_merged_while_the_run_goes_on_and_its_record_says_what_it_committed(run):
-    names = [f"v{number:02}" for number in range(MAX_WAITING_FILES + 2)]
+def test_many_commits_are_merged_while_the_run_goes_on_and_its_record_says_what_it_committed(done):
+    names, store = [f"v{number:02}" for number in range(MAX_WAITING_FILES + 2)], store_of(done)
     for number, name in enumerate(names):
-        run.commit(number, written(run.store, name))
-    run.run_file.save()
-    shards = json.loads(run.store.read("runs/run.json"))["token_shards"]
-    assert sorted(shards) == sorted(map(parse_shard_id, run.store.names("tokens", ".parquet")))
-    levels = [file.level for file in list_table_files(run.store)]
-    assert max(levels) > 0 and TokenCache(run.store.root).video_ids == names
+        done.commit(number, written(store, name))
+    done.record.save()
+    shards = json.loads(store.read("runs/run.json"))["token_shards"]
+    assert sorted(shards) == sorted(map(parse_shard_id, store.names("tokens", ".parquet")))
+    levels = [file.level for file in list_table_files(store)]
+    assert max(levels) > 0 and TokenCache(store.root).video_ids == names
 
 
-def test_the_record_gets_the_number_of_videos_once_it_is_known(run, tmp_path):
+def test_the_record_gets_the_number_of_videos_once_it_is_known(done, tmp_path):
     write_tars(tmp_path / "tars")
-    run._todo, run._is_estimated = search(tmp_path / "tars", tmp_path), True
-    run.run_file.save(videos=65, estimated=True)
-    with run._todo:
-        list(run._todo.parts())
-        assert run.find_stop_reason(WorkerReport()) is None
-    record = json.loads(run.store.read("runs/run.json"))
+    todo = search(tmp_path / "tars", tmp_path)
+    watch = PruneWatch(done, todo, Mock(), done.record, MIN_ALIKE_FAILURES)
+    done.record.save(videos=65, estimated=True)
+    with todo:
+        list(todo.parts())
+        watch.look(WorkerReport(), Progress())
+    record = json.loads(store_of(done).read("runs/run.json"))
     assert (record["videos"], record["estimated"]) == (6, False)
 
 
-def test_rows_that_are_committed_again_after_an_interrupt_count_once(run):
+def test_a_reason_that_all_failures_share_ends_the_run_but_not_its_second_pass(done):
+    """It needs more failures than may be, and workers of which none does better."""
+    bad = [{"video_id": f"v{i}", "uri": "u", "status": "failed", "attempts": 1, **IO} for i in range(3)]
+    done.commit(0, pack_written(bad))
+    watch = PruneWatch(done, Todo.of(TODO_SCHEMA.empty_table()), Mock(), done.record, 2)
+    watch.look(WorkerReport(), Progress())
+    failing = WorkerReport(failing=["decode"])
+    with pytest.raises(RunFailed, match=r"3 videos failed alike and all decode workers fail \(io, v2: gone\): "):
+        watch.look(failing, Progress())
+    PruneWatch(done, Todo.of(TODO_SCHEMA.empty_table()), Mock(), done.record, 3).look(failing, Progress())
+    watch.is_second_pass = True
+    watch.look(failing, Progress())
+
+
+def test_a_limit_of_hours_ends_a_run(done):
+    watch = PruneWatch(done, Todo.of(TODO_SCHEMA.empty_table()), Mock(), done.record, 2)
+    done.facts = Facts(0.0, max_hours=0.0)
+    with pytest.raises(LimitReached, match="--max-hours 0 is reached"):
+        watch.look(WorkerReport(), Progress())
+
+
+def test_rows_that_are_committed_again_after_an_interrupt_count_once(done):
     """Together with rows of another shard, which was written meanwhile."""
-    bad = [{"video_id": "b", "uri": "u", "status": "failed", "attempts": 1, **IO}]
-    first, later = pa.concat_tables([written(run.store, "a"), pack_written(bad)]), written(run.store, "c")
-    run.commit(0, first)
-    run.commit(0, first)
-    assert (run.facts.videos, run._infrastructure_errors) == (2, {"io": 1})
-    run.commit(1, pa.concat_tables([first, later]))
-    assert (run.facts.videos, run._infrastructure_errors) == (3, {"io": 1})
-    assert TokenCache(run.store.root).video_ids == ["a", "c"]
-    run.commit(2, pack_written([{**bad[0], "attempts": 2}]))  # a second pass
-    assert (run.facts.videos, run._infrastructure_errors) == (4, {"io": 2})
+    bad, store = [{"video_id": "b", "uri": "u", "status": "failed", "attempts": 1, **IO}], store_of(done)
+    first, later = pa.concat_tables([written(store, "a"), pack_written(bad)]), written(store, "c")
+    done.commit(0, first)
+    done.commit(0, first)
+    assert (done.facts.videos, done.infrastructure_errors) == (2, {"io": 1})
+    done.commit(1, pa.concat_tables([first, later]))
+    assert (done.facts.videos, done.infrastructure_errors) == (3, {"io": 1})
+    assert TokenCache(store.root).video_ids == ["a", "c"]
+    done.commit(2, pack_written([{**bad[0], "attempts": 2}]))  # a second pass
+    assert (done.facts.videos, done.infrastructure_errors) == (4, {"io": 2})
 
 
-def test_a_video_that_failed_and_is_ok_later_counts_once(run):
+def test_a_video_that_failed_and_is_ok_later_counts_once(done):
     bad = [{"video_id": name, "uri": "u", "status": "failed", "attempts": 1, **IO} for name in ("a", "b")]
-    run.commit(0, pack_written(bad))
-    assert run.failed == run.retryable == {"a": 1, "b": 1}
-    run.commit(1, written(run.store, "a"))
-    assert run.failed == {"b": 1}
+    done.commit(0, pack_written(bad))
+    assert done.failed == done.retryable == done.unread == {"a": 1, "b": 1}
+    done.commit(1, written(store_of(done), "a"))
+    assert done.failed == {"b": 1}

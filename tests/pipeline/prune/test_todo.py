@@ -177,3 +177,10 @@ def test_videos_that_are_all_known_are_one_part(tars, tmp_path):
     todo = Todo.of(rows)
     assert len(todo) == todo.estimate_count() == 4 and todo.is_complete and todo.n_parts == 1
     assert [part.todo for part in todo.parts()] == [rows] and isinstance(todo.list_todo(), pa.Table)
+
+
+def test_what_is_left_after_a_change_of_nodes_is_what_has_no_row_yet(tars, tmp_path):
+    with search(tars, tmp_path) as todo:
+        left = todo.without(pa.table({"video_id": ["0.tar/1.mp4", "2.tar/0.mp4", "other"]}))
+    assert ids(left.list_todo()) == ["0.tar/0.mp4", "0.tar/2.mp4", "1.tar/0.mp4", "1.tar/1.mp4"]
+    assert left.is_complete and len(left) == left.estimate_count() == 4
