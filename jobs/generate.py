@@ -40,10 +40,10 @@ def _generate(config: GenerateConfig, console: Console) -> CommandResult:
     """Answer the questions; return the exit code, the record and the summary to print."""
     # Ray, torch and transformers load only now: --help and a mistyped flag answer at once.
     with import_libraries(console):
-        from pipeline.generate.run import AnswerRun  # noqa: PLC0415
+        from pipeline.generate.run import answer  # noqa: PLC0415
         from pipeline.generate.summary import render_answers  # noqa: PLC0415
 
-    summary = AnswerRun(config, console).run()
+    summary = answer(config, console)
     rows = f'read_answers({json.dumps(config.out)}).select(["question_id", "answer"]).slice(0, 5).to_pylist()'
     code = f'from pipeline import read_answers; print(*{rows}, sep="\\n")'
     read = f"read the first: python -c {shlex.quote(code)}"

@@ -56,7 +56,7 @@ from pipeline.generate.answers import (
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.removal import bar_videos, read_barred
-from pipeline.generate.run import AnswerRun
+from pipeline.generate.run import answer
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.run import prune
@@ -193,7 +193,7 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
     evaluation: AnswersIdentity = {"benchmark": request.benchmark.name, "protocol": request.identity}
     n_questions = len(request.questions) * len(request.grid)
     console.print(f"{len(request.questions)} questions under {len(request.grid)} prunings: {n_questions} answers")
-    return AnswerRun(config, console, request.questions, request.grid, evaluation).run()
+    return answer(config, console, request.questions, request.grid, evaluation)
 
 
 def answers_config(request: EvaluateRequest) -> GenerateConfig:

@@ -64,7 +64,7 @@ class AnswerRequest:
         questions: QUESTION_SCHEMA and carried columns.
         setup: the settings of the workers; the device is not chosen yet.
         forecast: the questions that need no model, and the sizes of prompts.
-        identity: the settings that all answers in the store share.
+        identity: the settings that all answers in the store share; before ``match_answers``, as the options name them.
         video_runs: columns of the questions' videos for ``format_encoded_again``.
         is_evaluation: whether an evaluation asks. It scores by its own annotations.
         is_code_changed: whether other code of a method made stored answers, which are asked again.
@@ -87,7 +87,7 @@ class AnswerRequest:
         return len(self.questions) * len(self.setup.prunings)
 
     def match_answers(self) -> AnswerRequest:
-        """Return the request with the settings of the stored answers. Raises IdentityMismatch if they differ."""
+        """Return the request with the settings that the answers have now. Raises IdentityMismatch if they differ."""
         identity, is_changed = match_answers(self.store, self.identity, redo=self.config.on_changed == REDO)
         return replace(self, identity=identity, is_code_changed=is_changed)
 
@@ -136,7 +136,7 @@ def check_request(
 ) -> AnswerRequest:
     """Check the options against questions, cache, model and stored answers. Starts and writes nothing.
 
-    Prints notes on prompts that are too long, on a model that reasons first, and on a ratio that does not count.
+    Prints notes on prompts that are too long, on a model that reasons first, and on a method that keeps another ratio.
 
     Args:
         questions: QUESTION_SCHEMA and carried columns; None reads the file that the options name, or makes those of
@@ -196,10 +196,10 @@ def check_request(
     identity = identify_answers(setup, cache_identity, builder.policy, evaluation)
     video_runs = live.select(["video_id", "status", "run_id", "rewritten"])
     is_evaluation = evaluation is not None
+    request = AnswerRequest(config, console, store, questions, setup, forecast, identity, video_runs, is_evaluation)
     with store_usage_errors():
-        return AnswerRequest(
-            config, console, store, questions, setup, forecast, identity, video_runs, is_evaluation
-        ).match_answers()
+        request.match_answers()
+    return request
 
 
 def _list_videos_with_tokens(videos: LiveVideos, config: GenerateConfig) -> list[str]:

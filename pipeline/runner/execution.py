@@ -34,48 +34,46 @@ _STOP_LOOK_S = 5.0
 
 
 class GraphExecution(Generic[T]):
-    """The execution of one graph of a job, which ends with ``close``.
+    """The execution of one graph of a job, which ``close`` ends.
 
     Attributes:
         n_shards: the number behind the last shard that is committed; shards are numbered from 0.
     """
 
-    def __init__(self, job: Job[T], items: T, watch: Watch) -> None:
+    def __init__(self, job: Job[T], items: T, watch: Watch, resources: ExitStack) -> None:
         """Plan the workers for ``items``, build the graph and start it.
 
-        Raises RunFailed if the cluster is too small.
+        ``resources`` gets the contexts to leave after ``close``, even if an interrupt comes half-way. Raises RunFailed
+        if the cluster is too small.
         """
         self._job, self._items, self._watch, self._plan = job, items, watch, job.plan(items)
         self._head = Head(job.say)
         self._growth = Growth(self._plan, job.options.max_gpus)
         self._named_disks: dict[str, str] = {}
-        self._n_taken = 0  # items that came out of the graph, an upper bound of those that are not committed yet
         self._last_writes_until: float | None = None  # set once no more output of the graph is taken
         self.n_shards = 0
-        with ExitStack() as stack:
-            heartbeats = stack.enter_context(heartbeats_of(tuple(self._plan.wording.stages)))
-            self._look_at_nodes(WorkerReport())
-            job.say(f"starting workers: {self._plan.workers}")
-            graph = job.graph(items, self._plan, heartbeats)
-            display = reporter(job.console, len(items), job.options.log_interval, self._plan.wording)
-            self._reporter = stack.enter_context(display)
-            self._shards = stack.enter_context(Shards(graph, job.options.flush_seconds))
-            self._watchdog = Watchdog(
-                heartbeats, job.options.stall_timeout, self._plan, len(items), job.available_resources
-            )
-            self._looked_at = time.monotonic()
-            self._batches = stack.enter_context(Fetcher(graph.batches()))
-            self._resources = stack.pop_all()
+        heartbeats = resources.enter_context(heartbeats_of(tuple(self._plan.wording.stages)))
+        display = reporter(job.console, len(items), job.options.log_interval, self._plan.wording)
+        self._look_at_nodes(WorkerReport())
+        job.say(f"starting workers: {self._plan.workers}")
+        graph = job.graph(items, self._plan, heartbeats)
+        self._reporter = resources.enter_context(display)
+        self._shards = resources.enter_context(Shards(graph, job.options.flush_seconds))
+        self._watchdog = Watchdog(
+            heartbeats, job.options.stall_timeout, self._plan, len(items), job.available_resources
+        )
+        self._looked_at = time.monotonic()
+        self._batches = resources.enter_context(Fetcher(graph.batches()))
 
     @property
     def n_done(self) -> int:
         """The number of items that are committed."""
-        return self._reporter.progress.done
+        return self._shards.n_committed
 
     @property
     def n_unwritten(self) -> int:
         """The number of items that came out of the graph and are not committed; at most, before the end."""
-        return self._n_taken - self.n_done
+        return self._shards.n_taken - self.n_done
 
     @property
     def has_unwritten(self) -> bool:
@@ -103,17 +101,17 @@ class GraphExecution(Generic[T]):
                 elif not self._shards.finish():
                     return None
         except (ray.exceptions.RayError, OSError) as error:
+            self._batches.close()  # first: a graph that runs on keeps resources, which the search for a cause needs
             raise self._explain(error) from error
 
     def acknowledge(self, shard: Shard) -> None:
         """Count the shard that ``next_shard`` returned last as committed, and restart the stall timer."""
+        self._shards.acknowledge()  # first: behind it an interrupt does not bring the shard again
         self.n_shards = max(self.n_shards, shard.number + 1)
         self._watchdog.record_movement()
         self._grow_reporter()
         ok = pc.sum(pc.equal(shard.rows["status"], "ok")).as_py()
         self._reporter.advance(ok, len(shard.rows) - ok)
-        self._n_taken -= shard.n_taken - len(shard.rows)
-        self._shards.acknowledge()
 
     def end_input(self, within_s: float = math.inf) -> None:
         """End the graph. What came out of it is still written, within ``within_s`` seconds."""
@@ -128,31 +126,30 @@ class GraphExecution(Generic[T]):
 
     def close(self, *, is_stop: bool = False) -> None:
         """End the graph, and take the last report of its workers; ``is_stop``: an interrupt ends the run."""
-        with self._resources:
-            self._batches.close()
-            is_short = is_stop or not self._head.answers()
-            report = self._watchdog.read_latest(_STOP_LOOK_S if is_short else self._watchdog.every_s)
-            OUTAGES.take_reports(report.outages)
-            self._watch.take_last(report, self._reporter.current)
-            if not is_stop:
-                self._look_at_nodes(report)
-            for worker in report.excluded_workers:
-                self._job.say(f"note: excluded worker: {worker}")
+        self._batches.close()
+        is_short = is_stop or not self._head.answers()
+        report = self._watchdog.read_latest(_STOP_LOOK_S if is_short else self._watchdog.every_s)
+        OUTAGES.take_reports(report.outages)
+        self._watch.take_last(report, self._reporter.current)
+        if not is_stop:
+            self._look_at_nodes(report)
+        for worker in report.excluded_workers:
+            self._job.say(f"note: excluded worker: {worker}")
 
     def _take_batch(self) -> None:
         """Take the graph's next output, if it comes within TICK_S seconds and there is room for it."""
         if self._shards.has_room() and (batch := self._batches.next(TICK_S)) is not None:
-            self._n_taken += batch.n_items  # first, as an interrupt may come while a writer has it already
             self._shards.take(batch)
             self._reporter.count_computed(batch.n_items)
 
     def _next_last(self) -> Shard | None:
         """Return the next shard that is written within the time for last writes, or None."""
         assert self._last_writes_until is not None
-        while self._shards.finish() and (left_s := self._last_writes_until - time.monotonic()) > 0:
-            with suppress(ray.exceptions.RayError):  # the other shards may still be written
-                if (shard := self._shards.next_written(min(TICK_S, left_s))) is not None:
-                    return shard
+        with suppress(ray.exceptions.RayError):  # no writer takes the rest
+            while self._shards.finish() and (left_s := self._last_writes_until - time.monotonic()) > 0:
+                with suppress(ray.exceptions.RayError):  # the other shards may still be written
+                    if (shard := self._shards.next_written(min(TICK_S, left_s))) is not None:
+                        return shard
         return None
 
     def _explain(self, error: ray.exceptions.RayError | OSError) -> RunFailed | DiskFull:

@@ -9,6 +9,7 @@ However a run ends, finished work is written first, unless the store itself fail
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -76,10 +77,12 @@ class Stream(Generic[T]):
         """Set up a stream; nothing starts before the first shard is asked for."""
         self._job, self._items, self._watch = job, items, watch
         self._execution: GraphExecution[T] | None = None
+        self._resources = ExitStack()  # of the execution; not its own, as an interrupt may lose it while it starts
         self._change: ClusterChanged | None = None  # why the graph ends before its last item
         self._shard: Shard | None = None  # yielded, and not known to be committed
         self._committed: list[pa.Table] = []  # columns of the rows that items are found by
         self._n_done = 0  # items with rows by earlier graphs
+        self._n_left_out = 0  # those of them that ``_items`` does not hold any more
         self._had_unwritten = False
 
     def __enter__(self) -> Stream[T]:
@@ -100,12 +103,12 @@ class Stream(Generic[T]):
         self._acknowledge()
         while len(self._items):
             if self._execution is None:
-                self._execution = GraphExecution(self._job, self._items, self._watch)
+                self._execution = GraphExecution(self._job, self._items, self._watch, self._resources)
             try:
                 shard = self._execution.next_shard()
             except ClusterChanged as change:
                 self._change = change
-                self._execution.end_input(LAST_WRITES_S - _RECORD_S)
+                self._flush(self._execution, change)
                 continue
             if shard is not None:
                 return self._number(shard)
@@ -134,12 +137,8 @@ class Stream(Generic[T]):
         """
         if self._execution is None:
             return
-        self._execution.end_input()
-        if not self._execution.has_unwritten:
-            return
-        self._had_unwritten = True
-        self._job.say(f"stopping: flushing finished work (up to {LAST_WRITES_S:g} s)")
-        self._execution.end_input(seconds_left(ending) - _RECORD_S)
+        self._flush(self._execution, ending)
+        self._had_unwritten = self._execution.has_unwritten
         while (shard := self._execution.next_shard()) is not None:
             yield self._number(shard)
             self._acknowledge()
@@ -150,19 +149,26 @@ class Stream(Generic[T]):
         ``failure`` is the error of the last write, "" if there was none.
         """
         execution, item = self._execution, self._job.wording.item
-        if execution is None:
+        n_done = self._n_done + (0 if execution is None else execution.n_done)
+        if execution is None and not n_done:  # nothing has started
             return
-        if self._had_unwritten and (n_left := execution.n_unwritten) > 0:
+        if execution is not None and self._had_unwritten and (n_left := execution.n_unwritten) > 0:
             reason = failure or NO_ANSWER
             ending.add_note(
                 f"{n_left} finished {item}s were not written: {reason}. Rerun the command to process them again"
             )
-        n_done, n_items = self._n_done + execution.n_done, self._n_done + len(self._items)
-        count = f"{n_done} of {n_items} {item}s"
+        count = f"{n_done} of {self._n_left_out + len(self._items)} {item}s"
         if isinstance(ending, KeyboardInterrupt):
             ending.add_note(f"this run has written rows for {count}")
         elif isinstance(ending, HeadLost) or ending.__cause__ is not None:
             ending.args = (f"the run stopped after {count}: {ending}",)
+
+    def _flush(self, execution: GraphExecution[T], ending: BaseException) -> None:
+        """End the graph's input; what came out of it is written in the time for the last writes of ``ending``."""
+        execution.end_input()
+        if execution.has_unwritten:  # else the time begins with the record of the run
+            self._job.say(f"stopping: flushing finished work (up to {LAST_WRITES_S:g} s)")
+            execution.end_input(seconds_left(ending) - _RECORD_S)
 
     def _number(self, shard: Shard) -> Shard:
         """Remember a shard until it is committed, and return it under its number in the run."""
@@ -173,7 +179,8 @@ class Stream(Generic[T]):
         """Count the shard that was yielded last as committed."""
         shard, execution = self._shard, self._execution
         if shard is not None and execution is not None:
-            self._committed.append(shard.rows.select(self._items.KEY))
+            # A copy: a slice would keep the whole shard in Ray's object store.
+            self._committed.append(shard.rows.select(self._items.KEY).take(pa.array(range(len(shard.rows)))))
             execution.acknowledge(shard)
         self._shard = None
 
@@ -182,12 +189,12 @@ class Stream(Generic[T]):
 
         Raises RunFailed if the graph does not end.
         """
-        wording, n_items = self._job.wording, len(self._items)
+        wording = self._job.wording
         self._close()
         self._change = None
         if self._committed:
-            self._items = self._items.without(pa.concat_tables(self._committed))
-        self._n_done += n_items - len(self._items)
+            remaining = self._items.without(pa.concat_tables(self._committed))
+            self._items, self._n_left_out = remaining, self._n_done
         if is_still_running(_END_S):
             raise RunFailed(f"{change}, but the previous workers do not end. Rerun the command")
         end_workers()
@@ -200,7 +207,12 @@ class Stream(Generic[T]):
 
     def _close(self, *, is_stop: bool = False) -> None:
         """Leave the graph, if one runs; ``is_stop``: an interrupt ends the run."""
-        if self._execution is not None:
-            self._execution.close(is_stop=is_stop)
-            self._job.n_shards += self._execution.n_shards
-        self._execution = None
+        execution = self._execution
+        try:
+            with self._resources:
+                if execution is not None:
+                    execution.close(is_stop=is_stop)
+        finally:
+            if execution is not None:
+                self._job.n_shards += execution.n_shards
+                self._execution, self._n_done = None, self._n_done + execution.n_done

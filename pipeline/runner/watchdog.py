@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -260,6 +262,7 @@ class Fetcher(Generic[T]):
         self._ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(1)
         self._close_event = threading.Event()
         self._may_interrupt = True  # guarded by the lock; False once the thread ends by itself
+        self._end_by = math.inf  # when ``close`` stops waiting
         self._interrupt_lock = threading.Lock()
         self._thread = threading.Thread(target=self._fetch, name=_thread_of_graph(), daemon=True)
         self._thread.start()
@@ -273,6 +276,8 @@ class Fetcher(Generic[T]):
     def close(self) -> None:
         """Raise _Abandoned in the thread unless it ends by itself, and wait up to _END_S seconds for its end.
 
+        Several calls share these seconds.
+
         Nothing simpler stops a waiting iteration: Ray Data has no public way to shut its executor down, and a thread
         cannot be cancelled. Shutting Ray down could end a head of another owner. Ray waits in Python code, in short
         sleeps. It shuts the execution down at an exception of any kind, as for Ctrl-C.
@@ -285,7 +290,10 @@ class Fetcher(Generic[T]):
                 )
         # Not earlier: the thread would raise _Abandoned by itself, and the other one would find it behind its handler.
         self._close_event.set()
-        self._thread.join(_END_S)
+        with suppress(queue.Empty):
+            self._ready.get_nowait()  # a thread that waits for room goes on at once
+        self._end_by = min(self._end_by, time.monotonic() + _END_S)
+        self._thread.join(max(0.0, self._end_by - time.monotonic()))
 
     def next(self, timeout_s: float) -> T | None:
         """Return the next item; None after ``timeout_s`` seconds without one, or at the end (``is_at_end``).

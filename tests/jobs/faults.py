@@ -178,14 +178,14 @@ def die_before_the_third_commit_of_answers() -> None:
 
 def stop_before_the_third_commit() -> None:
     """Make this driver stop itself there, after it said so; its note has a sign of life every two seconds."""
-    from pipeline.runner import driver  # noqa: PLC0415
+    from pipeline.prune import run  # noqa: PLC0415
 
-    driver.Claim = partial(driver.Claim, heartbeat_s=FAST_BEAT)  # type: ignore[assignment,misc]
+    run.Claim = partial(run.Claim, heartbeat_s=FAST_BEAT)  # type: ignore[assignment,misc]
     _signal_before_the_third_commit(signal.SIGSTOP)
 
 
 def _signal_before_the_third_commit(
-    number_of_signal: signal.Signals, module: str = "pipeline.prune.run", name: str = "commit_rows"
+    number_of_signal: signal.Signals, module: str = "pipeline.prune.table", name: str = "commit_rows"
 ) -> None:
     run, commits = import_module(module), count(1)
     commit = getattr(run, name)
@@ -202,9 +202,9 @@ def _signal_before_the_third_commit(
 def die_in_a_merge() -> None:
     """Make this driver kill itself right behind the first merged file of the table, which comes early."""
     from pipeline.cache.table import parse_file_name  # noqa: PLC0415
-    from pipeline.prune import run  # noqa: PLC0415
+    from pipeline.prune import table  # noqa: PLC0415
 
-    run.MAX_WAITING_FILES = 2  # type: ignore[attr-defined]
+    table.MAX_WAITING_FILES = 2  # type: ignore[attr-defined]
     put = LocalStore.put
 
     def put_and_die(store: LocalStore, name: str, data: Any) -> None:

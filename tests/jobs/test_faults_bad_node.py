@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 
 from jobs import prune
 from pipeline import TokenCache
-from pipeline.runner import driver
+from pipeline.runner import execution
 from pipeline.runner.heartbeats import WorkerReport, heartbeats_of
 from tests.jobs.faults import calls, tiny_videos
 from tests.jobs.jobs import run_here
@@ -57,7 +57,7 @@ def _run_until(
                 watching.result()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "heartbeats_of", watched)
+        patch.setattr(execution, "heartbeats_of", watched)
         return run_here(prune, argv)
 
 

@@ -27,7 +27,7 @@ from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar_and_zip import Tar
 from pipeline.prune.summary import Summary
 from pipeline.prune.todo import Todo
-from pipeline.runner import driver, watchdog
+from pipeline.runner import execution, stream, watchdog
 from pipeline.runner.stages import end_workers
 from tests.jobs.faults import Driver, files, tiny_videos
 from tests.jobs.hostile import let_through
@@ -201,7 +201,7 @@ def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path, node_of_a_small
     """No decoder finds room on the other node before the first workers have ended: else it might do too many videos."""
     nodes = {"num_cpus": 1, "object_store_memory": 2**29}, node_of_a_small_disk
     with ray_here(*nodes) as (other, full), ExitStack() as held:
-        monkeypatch.setattr(driver, "end_workers", lambda: (end_workers(), held.close()))
+        monkeypatch.setattr(stream, "end_workers", lambda: (end_workers(), held.close()))
         held.enter_context(hold_cpu(scheduling_strategy=NodeAffinitySchedulingStrategy(other, soft=False)))
         ids, done = _prune_large_frames(tmp_path)
     assert done.returncode == 0, done.stdout
@@ -214,7 +214,7 @@ def test_a_node_with_a_full_disk_is_left_out_and_named(tmp_path, node_of_a_small
 
 def stand_still_briefly() -> None:
     """Let this driver wait seconds instead of a minute for free space on a disk that keeps workers from starting."""
-    driver.SHRUNK_S, driver._FULL_S, watchdog._MAX_LOOK_S = 3.0, 6.0, 1.0
+    execution.SHRUNK_S, execution._FULL_S, watchdog._MAX_LOOK_S = 3.0, 6.0, 1.0
 
 
 def test_a_full_disk_on_which_no_worker_can_start_ends_the_run_with_its_folder(tmp_path):

@@ -9,9 +9,11 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from ray.data._internal.logical.optimizers import get_execution_plan
+from rich.console import Console
 
 from gstep.backbones import ModelSource
 from jobs import generate, prune
@@ -19,7 +21,7 @@ from pipeline import answer_questions
 from pipeline.generate import run
 from pipeline.generate.answers import AnswersTable, read_answers
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.run import build_graph, plan_answers
+from pipeline.generate.job import AnswerJob, Questions, plan_answers
 from pipeline.runner.heartbeats import WorkerReport
 from pipeline.runner.stages import RESTARTS, TASK_RETRIES
 from pipeline.runner.watchdog import Watchdog
@@ -239,8 +241,8 @@ class HastyWatchdog(Watchdog):
 
 
 def test_a_worker_that_hangs_ends_the_run_and_is_named(first, cache, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("pipeline.generate.run.Answerer", HangingAnswerer)
-    monkeypatch.setattr("pipeline.runner.driver.Watchdog", HastyWatchdog)
+    monkeypatch.setattr("pipeline.generate.job.Answerer", HangingAnswerer)
+    monkeypatch.setattr("pipeline.runner.execution.Watchdog", HastyWatchdog)
     assert ask(cache, first[0], tmp_path / "o", "--stall-timeout", "30") == 1
     text = " ".join(capsys.readouterr().err.split())
     assert "failed: no question moved for 30 s: answer holds 1 (q00 on " in text and "the storage of the cache" in text
@@ -254,7 +256,8 @@ def test_a_worker_that_hangs_ends_the_run_and_is_named(first, cache, tmp_path, m
 def test_every_retry_is_finite(cache):
     plan = plan_answers(8, 2, 100, GenerateConfig(questions="q.jsonl"))
     question = {"question_id": "1", "video_ids": ["v"], "prompt": "p", "decoding": "{}", "attempts": 1}
-    dataset = build_graph([question], setup_of(LocalStore(cache)), plan).dataset
+    job = AnswerJob(setup_of(LocalStore(cache)), Console(quiet=True), Mock())
+    dataset = job.graph(Questions([question]), plan, None).dataset
     operator = get_execution_plan(dataset._logical_plan)[0].dag
     options = {name: operator._ray_remote_args[name] for name in ("max_restarts", "max_task_retries", "num_gpus")}
     assert options == {"max_restarts": RESTARTS, "max_task_retries": TASK_RETRIES, "num_gpus": 1}

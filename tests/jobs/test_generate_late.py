@@ -97,7 +97,7 @@ def test_a_method_with_an_order_of_its_own_is_prompted_in_it(tmp_path):
     for frame in range(4):  # dominant first in each frame
         flags = merged[prompted.index // 49 == frame].tolist()
         assert flags == sorted(flags) and any(flags)
-    prompt = make_prompt_builder(own.setup.source, own.options).build("What?", [prompted])
+    prompt = make_prompt_builder(own.setup.source, own.config).build("What?", [prompted])
     assert torch.equal(prompt.positions, torch.arange(len(prompt))[None])
     assert torch.equal(VideoMemory(opened, order=plain.setup.order).read("a").tokens, pruned.tokens)
 

@@ -209,7 +209,7 @@ def test_what_another_run_wrote_before_the_lock_was_ours_counts(ask, tmp_path, m
         shutil.copytree(tmp_path / "other", tmp_path / "o", dirs_exist_ok=True)
         return Claim(*arguments, **options)
 
-    monkeypatch.setattr("pipeline.runner.driver.Claim", late)
+    monkeypatch.setattr("pipeline.generate.run.Claim", late)
     code, text = ask(rows=GONE)
     assert code == 2 and "max_new_tokens: the answers have 9, this run 64" in text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runner import driver
+from pipeline.runner import execution
 from pipeline.runner.prefork.server import SOCKET
 from tests.jobs.faults import Driver, files, tiny_videos
 from tests.jobs.hostile import let_through
@@ -37,7 +37,7 @@ def count_from_the_freeze() -> None:
     os.environ.pop(SOCKET, None)
     shut_ray_down_in_the_end()
     clock = LateClock(Path(os.environ["FROZEN"]))
-    driver.Watchdog = partial(driver.Watchdog, clock=clock)  # type: ignore[assignment,misc]
+    execution.Watchdog = partial(execution.Watchdog, clock=clock)  # type: ignore[assignment,misc]
 
 
 def test_a_frozen_worker_ends_the_run_and_its_stage_is_named(tmp_path):

@@ -27,7 +27,7 @@ from pipeline.generate.answers import AnswersIdentity
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import LatePruning, PruningSpec
 from pipeline.generate.questions import AnswerMode, read_questions
-from pipeline.generate.run import AnswerRun
+from pipeline.generate.request import AnswerRequest, check_request
 from pipeline.storage.stores import LocalStore, Store
 from tests.pipeline.caches import encoded, encoded_failure, make_identity, random_tokens, read_live, write_shard
 
@@ -115,14 +115,19 @@ def request_about(
     grid: Mapping[str, PruningSpec | None] | None = None,
     about: AnswersIdentity | None = None,
     **options: Any,
-) -> AnswerRun:
-    """Return a run, prepared to ask ``rows`` of the cache; their file and the answers lie beside it.
+) -> AnswerRequest:
+    """Return a checked request to ask ``rows`` of the cache; their file and the answers lie beside it.
 
     With a ``grid`` each is asked under every pruning of it, as in an evaluation, ``about`` something.
     """
     path = str(write_questions(cache.parent / "q.jsonl", rows))
     config = GenerateConfig(cache=str(cache), questions=path, out=str(cache.parent / "o"), **options)
     questions = None if grid is None else read_questions(path, AnswerMode.of(config))
-    run = AnswerRun(config, Console(quiet=True), questions, grid, about)
-    run.prepare()
-    return run
+    console = Console(file=io.StringIO(), width=400)
+    return check_request(config, console, questions, grid, about).match_answers()
+
+
+def lines_of(request: AnswerRequest) -> list[str]:
+    """Return the lines that a request has printed."""
+    assert isinstance(request.console.file, io.StringIO)
+    return request.console.file.getvalue().splitlines()

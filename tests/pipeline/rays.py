@@ -158,9 +158,10 @@ def rows_of(
                 and (batch := batches.next(min(every_s, TICK_S))) is not None
             ):
                 shards.take(batch)
-            for shard in shards.iter_written():
+            if (shard := shards.next_written()) is not None:
                 moved()
                 rows += shard.rows.to_pylist()
+                shards.acknowledge()
     return rows
 
 

@@ -2,52 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import pyarrow as pa
 from rich.console import Console
 
-from gstep.backbones import choose_runtime
 from pipeline.cache.header import read_header
 from pipeline.cache.reader import TokenCache
-from pipeline.errors import RunFailed, UnknownVideo, UsageError, store_usage_errors, usage_errors
+from pipeline.errors import RunFailed, UnknownVideo, UsageError, store_usage_errors
 from pipeline.evaluate.lmms.arguments import EMPTY, Arguments, explain_flags
 from pipeline.evaluate.lmms.questions import LMMS_SCHEMA, CachedIds, LmmsQuestion
-from pipeline.generate.answerer import Answerer, group_by_videos, pack_blocks, unpack_answers
 from pipeline.generate.answers import AnswersTable
 from pipeline.generate.questions import QUESTION_SCHEMA
-from pipeline.generate.run import AnswerRun
-from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
+from pipeline.generate.request import check_request
+from pipeline.generate.run import answer
+from pipeline.rows import AnswerRecord, without_nulls
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
 _MAX_EXAMPLES = 5  # examples shown in an error
-
-
-class AnswersHere(AnswerRun):
-    """An answer run in this process that commits every batch, so that a killed run loses one."""
-
-    def choose_device(self) -> tuple[str, str]:
-        """Return the device and dtype that this process computes on."""
-        with usage_errors():
-            runtime = choose_runtime(self.options.device, self.options.dtype, self.options.attn)
-        return runtime.device, runtime.dtype_name
-
-    def answer(self, questions: list[QuestionRecord]) -> None:
-        """Answer the questions batch by batch in this process, commit each batch, and print the progress."""
-        with usage_errors():
-            answerer = Answerer(self.worker_setup())
-        last_line_at = time.monotonic()
-        for block in pack_blocks(group_by_videos(questions, self.setup.batch_size)):
-            for part in answerer(block):
-                self.commit(self.n_shards, unpack_answers(part))
-                self.n_shards += 1
-            if time.monotonic() - last_line_at > self.options.log_interval:
-                self.say(
-                    f"{len(self.answered_keys)} of {len(questions)} questions answered, {self.n_failed} of them failed"
-                )
-                last_line_at = time.monotonic()
 
 
 class CachedReplies:
@@ -74,7 +47,7 @@ class CachedReplies:
             )
         with explain_flags():
             self._config = arguments.config(identity)
-            self._make_run(QUESTION_SCHEMA.empty_table()).prepare()
+            check_request(self._config, self._console, QUESTION_SCHEMA.empty_table())
         self._ids: CachedIds | None = None
 
     def replies(self, questions: Sequence[LmmsQuestion]) -> list[str]:
@@ -92,7 +65,7 @@ class CachedReplies:
         ]
         table = pa.Table.from_pylist(rows, schema=LMMS_SCHEMA)
         with explain_flags():
-            self._make_run(table).run()
+            answer(self._config, self._console, table, here=True)
         rows_by_id = self._answer_rows(table)
         failures = [
             (question, row) for question in questions if (row := rows_by_id[question.question_id])["status"] != "ok"
@@ -105,10 +78,6 @@ class CachedReplies:
                 ]
             )
         return [question.reply(rows_by_id[question.question_id].get("answer", "")) for question in questions]
-
-    def _make_run(self, questions: pa.Table) -> AnswersHere:
-        """Return the run that answers these questions (QUESTION_SCHEMA)."""
-        return AnswersHere(self._config, self._console, questions)
 
     def _answer_rows(self, questions: pa.Table) -> dict[str, AnswerRecord]:
         """Return the committed live answers to these questions, by id. Raise RunFailed if one is missing."""

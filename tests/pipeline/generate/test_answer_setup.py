@@ -11,6 +11,7 @@ from pipeline.generate.answer_setup import identify_answers
 from pipeline.generate.answers import PRUNINGS, commit_answers, read_answers_header, write_answers_header
 from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.model import make_prompt_builder
+from pipeline.generate.run import answer
 from tests.pipeline.asking import request_about, tiny_cache
 from tests.pipeline.evidence import tiny_cache_with_embeddings
 
@@ -52,12 +53,12 @@ def test_the_identity_is_of_what_decides_an_answer(cache):
 def test_answers_bind_once_there_is_one(cache):
     job, other = request_about(cache, ROWS), request_about(cache, ROWS, max_new_tokens=3)
     write_answers_header(job.store, job.identity)
-    other.match()  # of a run that ended before its first answer
+    other.match_answers()  # of a run that ended before its first answer
     question = job.questions.to_pylist()[0]
     commit_answers(job.store, "run", 0, [{**question, "status": "ok", "attempts": 1}])
-    job.match()
+    job.match_answers()
     with pytest.raises(IdentityMismatch, match=r"decoding\.max_new_tokens: the answers have 64, this run 3"):
-        other.match()
+        other.match_answers()
 
 
 def test_a_pruning_is_told_from_others_by_method_parameters_and_ratio():
@@ -100,8 +101,8 @@ def test_a_grid_says_what_each_of_its_prunings_is(whole):
 
 def test_answers_of_a_grid_grow_by_methods_and_ratios(whole):
     answered(request_about(whole, ROWS, {**FULL, **late("gstep")}), "none@1")
-    request_about(whole, ROWS, {**FULL, **late("gstep"), **late("gstep", 0.1), **late("uniform")}).match()
-    request_about(whole, ROWS, late("uniform")).match()  # and by others alone
+    request_about(whole, ROWS, {**FULL, **late("gstep"), **late("gstep", 0.1), **late("uniform")}).match_answers()
+    request_about(whole, ROWS, late("uniform")).match_answers()  # and by others alone
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_evidence_beside_the_tokens_is_no_difference_to_a_grid(whole):
     """It changes no token: a cache that holds more serves the answers that are there."""
 
     def identity_on(job, cache_identity):
-        policy = make_prompt_builder(job.setup.source, job.options).policy
+        policy = make_prompt_builder(job.setup.source, job.config).policy
         return identify_answers(job.setup, cache_identity, policy)
 
     plain, alone = request_about(whole, ROWS, {**FULL, **late("gstep")}), request_about(whole, ROWS)
@@ -164,6 +165,6 @@ def test_what_others_asked_for_stays_in_the_header_while_there_are_answers_under
     write_answers_header(stale.store, stale.identity)  # of a run that ended before its first answer
     for grid in ({**FULL, **late("gstep")}, {**FULL, **late("uniform")}):
         job = request_about(whole, ROWS[2:], grid)  # of a video that is gone, which needs no model
-        job.run()
+        answer(job.config, job.console, job.questions, grid)
     held = read_answers_header(stale.store)["identity"][PRUNINGS]
     assert held.keys() == {"none@1", "gstep@0.25", "uniform@0.25"} and not ray.is_initialized()

@@ -25,9 +25,9 @@ from pipeline.generate.answerer import (
 from pipeline.generate.answers import AnswersTable, commit_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines.transformers import TransformersEngine
+from pipeline.generate.job import plan_answers
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import AnswerMode, read_questions
-from pipeline.generate.run import plan_answers
 from pipeline.generate.summary import summarise_answers
 from pipeline.rows import QuestionRecord, without_nulls
 from pipeline.runner import heartbeat

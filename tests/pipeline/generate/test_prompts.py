@@ -1,13 +1,11 @@
 """Cached videos for prompts: pruned when asked they are what a cache pruned by the method would give; few are held."""
 
-import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
-from rich.console import Console
 
 import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
@@ -20,7 +18,6 @@ from pipeline.generate.engines import load_engine
 from pipeline.generate.late_pruning import LatePruning, PruningSpec, resolve_pruning
 from pipeline.generate.prompts import LruCache, PromptMaker, VideoMemory, count_bytes
 from pipeline.generate.questions import AnswerMode
-from pipeline.generate.run import AnswerRun
 from pipeline.options import EngineOptions
 from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
@@ -31,7 +28,7 @@ from pipeline.storage.stores import LocalStore
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.gstep.language.prompts import text_of
-from tests.pipeline.asking import request_about, setup_of, thinking_model, tiny_cache
+from tests.pipeline.asking import lines_of, request_about, setup_of, thinking_model, tiny_cache
 from tests.pipeline.caches import write_shard
 from tests.pipeline.videos import sample
 
@@ -208,9 +205,8 @@ def test_a_thought_is_closed_in_the_prompt_and_in_the_identity_of_the_answers(tm
         (question,) = (without_nulls(row, QuestionRecord) for row in job.questions.to_pylist())
         prompts = PromptMaker(job.setup, SimpleNamespace(context_length=10**6), "cpu", Heartbeat("answer"))
         prompt = prompts.make({**question, "attempts": 1}, AnswerMode.parse(question["decoding"])).prompt
-        said = io.StringIO()
-        AnswerRun(job.options, Console(file=said, width=400)).prepare()
-        return text_of("tiny", prompt), job.identity, "ends with <think>, so the model reasons first" in said.getvalue()
+        told = any("ends with <think>, so the model reasons first" in line for line in lines_of(job))
+        return text_of("tiny", prompt), job.identity, told
 
     (plain, before, told), (closed, identity, told_too) = made(), made(close_thought=True)
     assert told and not told_too

@@ -17,13 +17,14 @@ from pipeline.generate.answers import (
     select_remaining_questions,
     write_answers_header,
 )
+from pipeline.generate.job import Questions
 from pipeline.generate.late_pruning import PruningSpec
-from pipeline.generate.run import AnswerRun
+from pipeline.generate.run import CommittedAnswers
 from pipeline.generate.summary import summarise_answers
 from pipeline.rows import failed_answer
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.moves import join_tokens, remove_videos
-from tests.pipeline.asking import SHAPE, request_about, tiny_cache
+from tests.pipeline.asking import SHAPE, lines_of, request_about, tiny_cache
 from tests.pipeline.caches import encoded, random_tokens, write_shard
 
 ROWS = [
@@ -55,7 +56,7 @@ def select_live_of(job):
 def unanswered(job):
     """What a job is left to ask."""
     codes, cached = dict.fromkeys(job.setup.prunings), job.forecast.cached
-    return select_remaining_questions(job.store, select_live_of(job), job.questions, codes, job.options, cached)
+    return select_remaining_questions(job.store, select_live_of(job), job.questions, codes, job.config, cached)
 
 
 @pytest.fixture
@@ -82,31 +83,52 @@ def test_what_has_a_row_is_not_asked_again_and_failed_questions_on_request_withi
     assert [r["question_id"] for r in todo] == ["bad", "tried", "gone", "since", "new"]
 
 
-def test_a_ratio_that_the_method_does_not_keep_is_a_note(tmp_path, monkeypatch):
+def test_a_ratio_that_the_method_does_not_keep_is_a_note(tmp_path):
     tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
-    said = []
-    monkeypatch.setattr(AnswerRun, "say", lambda run, line: said.append(line))
-    for method, ratio in (("none", 0.1), ("none", 1.0), ("random", 0.1)):
-        request_about(tmp_path / "c", ROWS[:1], pruner=method, retention_ratio=ratio)
-    assert said == ["note: --pruner none keeps 1 of the tokens, not 0.1"]
+    note = "note: --pruner none keeps 1 of the tokens, not 0.1"
+    for method, ratio, said in (("none", 0.1, [note]), ("none", 1.0, []), ("random", 0.1, [])):
+        assert lines_of(request_about(tmp_path / "c", ROWS[:1], pruner=method, retention_ratio=ratio)) == said
 
 
 def test_rows_that_are_committed_again_after_an_interrupt_count_once(job_of):
-    job = job_of()
+    """They may come with others. What the workers compute with is recorded once for each kind."""
+    job, record, monitor = job_of(), Mock(), Mock()
     job.store.make()
-    job.monitor, job.run_file = Mock(), Mock()
-    (question,) = (row for row in job.questions.to_pylist() if row["question_id"] == "bad")
-    row = {**failed_answer(question, QuestionFault("io", "why")), "attempts": 1, "runtime": "{}"}
-    for _ in range(2):
-        job.commit(0, pa.Table.from_pylist([row], schema=ANSWERED_SCHEMA))
-    assert job.n_failed == 1 and len(job.answered_keys) == 1
-    assert [call.args for call in job.monitor.count_rows.call_args_list] == [("question", 0, 1), ("question", 0, 0)]
+    done = CommittedAnswers(job, "run", record, monitor)
+    asked = job.questions.to_pylist()[:3]
+    failed = [failed_answer(question, QuestionFault("io", "why")) for question in asked]
+    rows = [{**row, "attempts": 1, "runtime": runtime} for row, runtime in zip(failed, ("{}", "{}", "[]"), strict=True)]
+    for number, end in enumerate((1, 1, 3)):
+        done.commit(number, pa.Table.from_pylist(rows[:end], schema=ANSWERED_SCHEMA))
+    assert done.n_failed == len(done.keys) == 3 and len(AnswersTable(job.store).live()) == 3
+    counts = [("question", 0, 1), ("question", 0, 0), ("question", 0, 2)]
+    assert [call.args for call in monitor.count_rows.call_args_list] == counts
+    assert [call.kwargs for call in record.save.call_args_list] == [{"runtimes": [{}]}, {"runtimes": [{}, []]}]
+
+
+def test_the_shards_of_a_stream_are_numbered_behind_the_rows_that_need_no_model(job_of):
+    job = job_of(questions_per_shard=2)
+    job.store.make()
+    questions = [{**question, "attempts": 1} for question in job.questions.to_pylist()]
+    done = CommittedAnswers(job, "run", Mock(), Mock())
+    done.commit_settled([failed_answer(question, QuestionFault("io", "why")) for question in questions[:5]])
+    assert (done.n_settled_shards, done.n_failed, len(done.keys)) == (3, 5, 0)
+    assert len(job.store.names("answers", ".parquet")) == 3
+
+
+def test_questions_whose_rows_are_committed_are_not_asked_again_after_the_nodes_change(grid_job):
+    """A question is one of a pruning."""
+    questions = Questions(unanswered(grid_job()))
+    rows = pa.table({"question_id": ["ok", "bad", "none"], "pruning": ["gstep@0.25", "none@1", "none@1"]})
+    left = [("ok", "none@1"), ("ok", "fastv,K=1@0.1"), ("bad", "gstep@0.25"), ("bad", "fastv,K=1@0.1")]
+    assert under(questions.without(rows).rows) == left and len(questions) == 6
+    assert len(questions.without(rows.slice(0, 0))) == 6
 
 
 def test_what_is_not_asked_again_is_said_with_the_way_to_ask_it(job_of, answered):
     def said(rows=ROWS, **options):
         job = job_of(rows, **options)
-        return format_answered(select_live_of(job), job.n_questions, unanswered(job), job.options)
+        return format_answered(select_live_of(job), job.n_questions, unanswered(job), job.config)
 
     assert said() == [
         "5 of 6 questions have their answers already, 4 of them as errors (--retry-failed asks them again)"
@@ -141,10 +163,9 @@ def test_a_right_answer_that_was_corrected_after_the_question_is_said_not_to_cou
     """Of the questions that failed nothing is said: they are wrong by any right answer."""
 
     def said(rows):
-        job, lines = job_of(rows), []
-        job.say = lines.append
-        assert job.list_remaining() == []
-        return [line for line in lines if "right answer" in line]
+        job = job_of(rows)
+        assert job.select_todo()[1] == []
+        return [line for line in lines_of(job) if "right answer" in line]
 
     now, failed = {**ROWS[0], "answer": "no"}, {**ROWS[1], "answer": "no"}
     assert said([ROWS[0], failed]) == []
@@ -158,10 +179,9 @@ def test_a_right_answer_that_was_corrected_after_the_question_is_said_not_to_cou
 def test_right_answers_that_are_counted_from_1_are_noted_before_anything_is_asked(job_of):
     def said(answers):
         rows = [{**ROWS[0], "question_id": i, "choices": ["x", "y"], "answer": a} for i, a in enumerate(answers)]
-        job, lines = job_of(rows), []
-        job.say = lines.append
-        assert len(job.list_remaining()) == len(rows)
-        return lines
+        job = job_of(rows)
+        assert len(job.select_todo()[1]) == len(rows)
+        return lines_of(job)
 
     assert said([0, 1, None]) == []
     (line,) = said([1, 2, None])
@@ -170,10 +190,9 @@ def test_right_answers_that_are_counted_from_1_are_noted_before_anything_is_aske
 
 def test_answers_on_a_video_that_was_encoded_again_are_said_to_be_of_the_earlier_tokens(job_of, answered, tmp_path):
     def said():
-        job, lines = job_of(), []
-        job.say = lines.append
-        assert [question["question_id"] for question in job.list_remaining()] == ["new"]
-        return [line for line in lines if "encoded again" in line]
+        job = job_of()
+        assert [question["question_id"] for question in job.select_todo()[1]] == ["new"]
+        return [line for line in lines_of(job) if "encoded again" in line]
 
     assert said() == []
     cache = LocalStore(tmp_path / "c")
@@ -188,10 +207,9 @@ def test_answers_on_a_video_that_was_encoded_again_are_said_to_be_of_the_earlier
 
 def test_of_tokens_that_were_moved_the_run_that_made_them_is_not_known(job_of, tmp_path):
     def said():
-        job, lines = job_of(ROWS[:1]), []
-        job.say = lines.append
-        job.list_remaining()
-        return sum("encoded again" in line for line in lines)
+        job = job_of(ROWS[:1])
+        job.select_todo()
+        return sum("encoded again" in line for line in lines_of(job))
 
     job = job_of(ROWS[:1])
     write_answers_header(job.store, job.identity)
@@ -270,7 +288,7 @@ def test_every_question_is_left_under_each_pruning_that_it_has_no_row_of(grid_jo
     left = [("ok", "fastv,K=1@0.1"), *(("bad", pruning) for pruning in GRID)]
     assert under(unanswered(job)) == left
     assert under(select_live_of(job).to_pylist()) == [("ok", "gstep@0.25"), ("ok", "none@1")]
-    lines = format_answered(select_live_of(job), job.n_questions, unanswered(job), job.options)
+    lines = format_answered(select_live_of(job), job.n_questions, unanswered(job), job.config)
     assert lines == [
         "2 of 6 questions have their answers already, 1 of them as errors (--retry-failed asks them again)"
     ]

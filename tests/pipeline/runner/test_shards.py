@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 import ray
 
-from pipeline.runner.shards import GraphOutput, RunGraph, Shards
+from pipeline.runner.shards import GraphOutput, RunGraph, Shard, Shards
 from pipeline.runner.stages import Stage, start_actors
 from tests.pipeline.rays import ray_here
 from tests.waiting import wait_until
@@ -32,7 +32,18 @@ def of_three(clock: Clock) -> Shards:
 
 
 def given(shards: Shards) -> list[list[str]]:
-    return [shard.rows["id"].to_pylist() for shard in shards.iter_written()]
+    """Return the ids of each shard that is written, and acknowledge it."""
+    return [shard.rows["id"].to_pylist() for shard in committed(shards)]
+
+
+def committed(shards: Shards, until_the_end: bool = False) -> list[Shard]:
+    """Return the shards that are written now, or until no shard is left, and acknowledge each."""
+    written = []
+    while (shard := shards.next_written()) is not None or (until_the_end and shards.finish()):
+        if shard is not None:
+            written.append(shard)
+            shards.acknowledge()
+    return written
 
 
 def test_a_shard_is_full_by_its_number_of_items_and_a_part_that_is_too_large_begins_the_next():
@@ -63,16 +74,21 @@ def test_what_has_waited_long_enough_is_a_shard_although_nothing_follows():
 def test_a_shard_whose_commit_was_interrupted_is_given_again_under_its_number():
     shards = of_three(Clock())
     shards.take(batch("a", "b", "c"))
-    interrupted = shards.iter_written()
-    first = next(interrupted)
+    first = shards.next_written()
     assert (first.number, first.rows["id"].to_pylist()) == (0, ["a", "b", "c"])
-    interrupted.close()
-    assert shards.has_unwritten
+    assert shards.has_unwritten and (shards.n_taken, shards.n_committed) == (3, 0)  # the commit was interrupted
     shards.take(batch("d"))
-    (again, other) = shards.iter_last(within_s=60)
+    assert shards.finish()
+    again, other = committed(shards)
     assert again.number == 0 and again.rows.equals(first.rows)
     assert (other.number, other.rows["id"].to_pylist()) == (1, ["d"])
-    assert not shards.has_unwritten
+    assert not shards.has_unwritten and (shards.n_taken, shards.n_committed) == (4, 4)
+
+
+def test_items_that_turn_out_not_to_exist_are_taken_no_more_once_the_shard_is_committed():
+    shards = of_three(Clock())
+    shards.take(GraphOutput(batch("a", "b").tables, 3))  # three at most
+    assert (shards.n_taken, given(shards), shards.n_taken, shards.n_committed) == (3, [["a", "b"]], 2, 2)
 
 
 class Gated:
@@ -103,11 +119,11 @@ def test_no_more_is_taken_than_writers_have_to_do_and_one_that_is_killed_loses_n
             for number in range(6):  # a shard that is written, one that is next, and one that waits for its place
                 assert shards.has_room()
                 shards.take(GraphOutput([ray.put(batch(f"v{number}").tables[0])], 1))
-            assert not shards.has_room() and list(shards.iter_written(wait_s=0)) == []
+            assert not shards.has_room() and shards.next_written(wait_s=0) is None
             (writer,) = shards._writers
             ray.kill(writer, no_restart=False)
             gate.touch()
-            done = sorted(shards.iter_last(within_s=60), key=lambda shard: shard.number)
+            done = sorted(committed(shards, until_the_end=True), key=lambda shard: shard.number)
         assert sorted(name for shard in done for name in shard.rows["id"].to_pylist()) == [f"v{n}" for n in range(6)]
         assert done[-1].number == 2
         wait_until(lambda: has_ended(writer), "the writer's end")  # which the end of the block asked for
@@ -123,13 +139,12 @@ def test_shards_that_are_written_meanwhile_are_committed_together_and_again_afte
                 shards.take(GraphOutput([ray.put(batch(f"v{number}").tables[0])], 1))
             for gate in gates:
                 gate.touch()
-            ray.wait(list(shards._writing), num_returns=4, timeout=60)
-            interrupted = shards.iter_written()
-            first = next(interrupted)
+            ray.wait([writing.answer for writing in shards._writing.values()], num_returns=4, timeout=60)
+            first = shards.next_written()
             assert (first.number, sorted(first.rows["id"].to_pylist())) == (3, ["v0", "v1", "v2", "v3"])
-            interrupted.close()  # the driver was interrupted in its commit
-            (again,) = shards.iter_last(within_s=60)
-            assert again.rows.equals(first.rows) and not shards.has_unwritten
+            assert shards.finish()  # the driver was interrupted in its commit
+            (again,) = committed(shards)
+            assert again.rows.equals(first.rows) and not shards.has_unwritten and shards.n_committed == 4
 
 
 def gated(gate: Path):

@@ -1,0 +1,159 @@
+"""The job of a run that answers questions: language models planned for the cluster as it is, and their graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+import pyarrow as pa
+import ray
+from ray.actor import ActorHandle
+from rich.console import Console
+
+from pipeline.console import Say
+from pipeline.errors import RunFailed, UsageError
+from pipeline.generate.answer_setup import AnswerSetup
+from pipeline.generate.answerer import STAGE, Answerer, group_by_videos, pack_blocks, unpack_answers
+from pipeline.generate.answers import KEYS, answer_key
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.engines import choose_batch_size
+from pipeline.rows import QuestionRecord
+from pipeline.runner.cluster import cap_gpus, choose_device, node_selector, sum_resources
+from pipeline.runner.job import Job
+from pipeline.runner.run_record import RunFile
+from pipeline.runner.shards import RunGraph
+from pipeline.runner.stages import MAX_BLOCKS, Plan, Stage, StageWords, Wording, add_stage
+
+ANSWERING = Wording(
+    doing="answering",
+    item="question",
+    stages={STAGE: StageWords("asked", "look at that host, its GPU, and the storage of the cache")},
+    to_lower="--workers",
+)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The questions that a run asks a model; all of them are known from the start."""
+
+    KEY: ClassVar[Sequence[str]] = KEYS
+    is_complete: ClassVar[bool] = True
+
+    rows: Sequence[QuestionRecord]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def without(self, rows: pa.Table) -> Questions:
+        """Return the questions that have no row among ``rows``."""
+        keys = set(zip(*(rows[name].to_pylist() for name in self.KEY), strict=True))
+        return Questions([question for question in self.rows if answer_key(question) not in keys])
+
+
+@dataclass(frozen=True)
+class AnswerPlan(Plan):
+    """The resources that a graph of answering reserves."""
+
+    wording: ClassVar[Wording] = ANSWERING
+
+    answer: Stage
+    questions_per_block: int
+
+    @property
+    def workers(self) -> str:
+        """A description of the workers that start."""
+        return f"{self.answer.workers} to answer, which load the model first"
+
+
+def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateConfig) -> AnswerPlan:
+    """Divide the cluster's CPUs and GPUs among language models; ``gpus`` is 0 where models run on CPUs.
+
+    There are never more models than questions, and at least one. On CPUs it is one unless ``workers`` says more.
+    """
+    gpus_per_model = config.tensor_parallel
+    max_workers = max(1, int(gpus) // gpus_per_model) if gpus >= 1 else max(1, int(cpus))
+    workers = max(1, min(config.workers or (max_workers if gpus >= 1 else 1), max_workers, n_questions))
+    # A block is the unit of work, of retry and of a commit. Small runs use small blocks, but of whole batches, and no
+    # more blocks than the driver tracks lightly.
+    batch = min(choose_batch_size(config), max(1, n_questions // workers))
+    batches = min(config.questions_per_shard, n_questions // (8 * workers)) // batch
+    block = batch * max(1, batches)
+    return AnswerPlan(
+        answer=Stage(
+            0, gpus_per_model, workers, "one model a GPU, or several of a node; a CPU for its host thread is left"
+        )
+        if gpus >= 1
+        else Stage(min(1.0, cpus), 0, workers, "for trying things out: a CPU answers slowly"),
+        questions_per_block=max(block, n_questions // MAX_BLOCKS),
+    )
+
+
+class AnswerJob(Job[Questions]):
+    """The work of a run on Ray: language models that answer blocks of questions.
+
+    Args:
+        setup: the settings of the workers, with their device.
+        record: gets each plan.
+    """
+
+    wording = ANSWERING
+    options: GenerateConfig
+
+    def __init__(self, setup: AnswerSetup, console: Console, record: RunFile) -> None:
+        super().__init__(setup.config, console)
+        self._setup, self._record = setup, record
+
+    def plan(self, items: Questions) -> AnswerPlan:
+        """Divide the cluster among language models, and record the plan.
+
+        Raises RunFailed if the nodes that it needs were lost. Prints a note if ``workers`` do not fit.
+        """
+        cluster, workers = self.available_resources(), self.options.workers
+        if not self.can_run_on(cluster):
+            raise RunFailed("the nodes that the run needs were lost. Rerun the command once they are back")
+        plan = self.replan(len(items))
+        if workers is not None and plan.answer.workers < min(workers, len(items)):
+            self.say(f"note: the cluster fits only {plan.answer.workers} of --workers {workers}")
+        self._record.save(resources={"cluster": cluster, "plan": asdict(plan)})
+        return plan
+
+    def replan(self, n_items: int) -> AnswerPlan:
+        """Plan ``n_items`` on the current nodes."""
+        cluster, on_gpus = self.available_resources(), self._setup.device == "cuda"
+        return plan_answers(cluster["CPU"], cluster["GPU"] if on_gpus else 0.0, n_items, self.options)
+
+    def graph(self, items: Questions, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
+        """Build the graph that answers the questions; its rows are ANSWERED_SCHEMA."""
+        assert isinstance(plan, AnswerPlan)
+        size, selector = plan.questions_per_block, node_selector(self.excluded_nodes)
+        blocks = ray.data.from_blocks(pack_blocks(group_by_videos(items.rows, size)))
+        answers = add_stage(blocks, Answerer, plan.answer, (self._setup, heartbeats), selector)
+        return RunGraph(answers, size, unpack_block=unpack_answers)
+
+    def available_resources(self) -> dict[str, float]:
+        """Return the resources of the nodes that the run may use now."""
+        return sum_for_models(self.options, self.excluded_nodes)
+
+    def can_run_on(self, cluster: Mapping[str, float]) -> bool:
+        """Return True if a cluster with these resources can run a model."""
+        n_gpus = self.options.tensor_parallel if self._setup.device == "cuda" else 0
+        return super().can_run_on(cluster) and cluster.get("GPU", 0.0) >= n_gpus
+
+
+def sum_for_models(config: GenerateConfig, excluded_nodes: Mapping[str, str]) -> dict[str, float]:
+    """Return the nodes' resources, with at most ``max_gpus`` GPUs, of nodes that have enough for a whole model."""
+    cluster, per_model = sum_resources(excluded_nodes), config.tensor_parallel
+    gpus = cluster.get("GPU", 0.0)
+    if per_model > 1:
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in excluded_nodes]
+        gpus = sum(per_model * (node["Resources"].get("GPU", 0.0) // per_model) for node in nodes)
+    return cap_gpus({**cluster, "GPU": gpus}, config.max_gpus)
+
+
+def choose_device_for_models(config: GenerateConfig, say: Say) -> tuple[str, str]:
+    """Join or start the cluster, and choose (device, dtype). Raise UsageError if it lacks the resources."""
+    device, dtype = choose_device(config, config.dtype, say)
+    if device == "cuda" and sum_for_models(config, {})["GPU"] < config.tensor_parallel:
+        raise UsageError(f"--tensor-parallel {config.tensor_parallel}: no node of the cluster has so many GPUs")
+    return device, dtype

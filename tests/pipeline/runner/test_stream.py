@@ -1,0 +1,869 @@
+"""Written shards and their commits, over graphs of words: each shard on disk as it comes, and every way to end."""
+
+import gc
+import io
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any, ClassVar
+from unittest.mock import Mock
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import ray
+from rich.console import Console
+
+from pipeline.errors import RunFailed
+from pipeline.options import RunOptions
+from pipeline.runner import execution, last_writes, shards, stream, watchdog
+from pipeline.runner.head import HeadLost
+from pipeline.runner.heartbeats import Heartbeats, WorkerReport
+from pipeline.runner.job import Job, Watch
+from pipeline.runner.progress import Progress
+from pipeline.runner.shards import GraphOutput, RunGraph, Shard, Shards
+from pipeline.runner.stages import Plan, Stage, StageWords, Wording
+from pipeline.runner.stream import Stream, commit_all
+from pipeline.runner.watchdog import ClusterChanged, is_still_running
+from pipeline.storage.outages import OUTAGES, Outage
+from pipeline.storage.stores import LocalStore
+from tests.pipeline.rays import handle_of
+from tests.waiting import wait_until
+
+WRITING = Wording("writing", "word", {"write": StageWords("written", "look at it")}, "--words")
+
+
+@dataclass(frozen=True)
+class WordPlan(Plan):
+    """One writer of words."""
+
+    wording: ClassVar[Wording] = WRITING
+    write: Stage
+    workers = "1 to write"
+
+
+class WordGraph(RunGraph):
+    """A graph of words, two a shard: each is its own batch. A word "?" makes the graph fail, as Ray would."""
+
+    def batches(self) -> Iterator[GraphOutput]:
+        for word in self.dataset:
+            if word == "?":
+                raise ray.exceptions.RaySystemError("the node is gone")
+            yield GraphOutput([pa.table({"word": [word], "status": ["failed" if word == "bad" else "ok"]})], 1)
+
+
+class Words(list[str]):
+    """Words to write."""
+
+    KEY = ("word",)
+    is_complete = True
+
+    def without(self, rows: pa.Table) -> "Words":
+        return Words(word for word in self if word not in rows["word"].to_pylist())
+
+
+class WordJob(Job[Words]):
+    """Plans one writer, whatever the cluster; notes what each graph is built for."""
+
+    wording = WRITING
+
+    def __init__(self, **options: Any) -> None:
+        options = {"device": "cpu", "log_interval": 60, "stall_timeout": 60, **options}
+        super().__init__(RunOptions(**options), Console(file=io.StringIO(), width=200))
+        self.built: list[Words] = []
+
+    @property
+    def said(self) -> str:
+        return self.console.file.getvalue()
+
+    def plan(self, items: Words) -> WordPlan:
+        return WordPlan(Stage(0, 0, 1, ""))
+
+    def replan(self, n_items: int) -> None:
+        return None
+
+    def graph(self, items: Words, plan: Plan, heartbeats: object) -> RunGraph:
+        self.built.append(items)
+        return WordGraph(items, 2)
+
+    def available_resources(self) -> dict[str, float]:
+        return {"CPU": 1.0}
+
+
+class Disk:
+    """What is committed: each word as a file with the number of its shard. It is full once it is to hold "c"."""
+
+    def __init__(self, root: Path, is_full_at: str | None = None) -> None:
+        self.store, self._is_full_at = LocalStore(root), is_full_at
+
+    def commit(self, number: int, rows: pa.Table) -> None:
+        words, states = (rows[name].to_pylist() for name in ("word", "status"))
+        if self._is_full_at in words:
+            raise OSError(28, "No space left on device", self._is_full_at)
+        for word, status in zip(words, states, strict=True):
+            self.store.put(f"words/{word}", f"{number} {status}".encode())
+
+    def words(self) -> dict[str, str]:
+        names = sorted(self.store.names("words", ""))
+        return {name.removeprefix("words/"): self.store.read(name).decode() for name in names}
+
+
+class Endless:
+    """Words, and then a wait without end that an exception can end, as Ray's own."""
+
+    def __init__(self, words: list[str]) -> None:
+        self._words, self.at_end = words, threading.Event()
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._words
+        self.at_end.set()  # the last word has left the graph
+        while True:
+            time.sleep(0.01)
+
+
+class WaitingJob(WordJob):
+    """Its first graph gives some words and then nothing more."""
+
+    def __init__(
+        self, items_per_shard: int = 2, kind: type[WordGraph] = WordGraph, n_words: int = 3, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self._first = partial(kind, items_per_shard=items_per_shard)
+        self._n_words = n_words
+        self.start_writers: Callable[[], list[Writer]] | None = None
+
+    def graph(self, items: Words, plan: Plan, heartbeats: object) -> RunGraph:
+        self.built.append(items)
+        if len(self.built) > 1:
+            return WordGraph(items, 2)
+        self.first = Endless(items[: self._n_words])
+        return self._first(self.first, start_writers=self.start_writers)
+
+
+class EndingWatch(Watch):
+    """Ends the first graph of a WaitingJob by ``ending``, at the second look behind its last word.
+
+    The words before are on disk by then, and the last word is taken.
+    """
+
+    def __init__(self, job: WordJob, ending: BaseException | None) -> None:
+        super().__init__(Mock())
+        self._job, self._ending, self._n_looks = job, ending, 0
+
+    def look(self, report: WorkerReport, progress: Progress) -> None:
+        super().look(report, progress)
+        if len(self._job.built) == 1 and self._job.first.at_end.is_set() and self._ending is not None:
+            self._n_looks += 1
+            if self._n_looks == 2:
+                raise self._ending
+
+
+@pytest.fixture(autouse=True)
+def heartbeats_in_this_process(monkeypatch):
+    """The heartbeats' own class, which answers here instead of in an actor of Ray."""
+    heartbeats = Heartbeats(("write",))
+    monkeypatch.setattr(ray, "get", lambda answer, timeout=None: answer)
+    monkeypatch.setattr(execution, "heartbeats_of", lambda stages: nullcontext(handle_of(heartbeats.read)))
+
+
+class Answer:
+    """The answer of a writer: rows, an error, or None while it has not come."""
+
+    def __init__(self, rows: pa.Table | Exception | None) -> None:
+        self.rows = rows
+
+
+class Writer:
+    """The handle of a writer that answers at once.
+
+    It never answers for the word "w", fails for "x", and does not take "y".
+    """
+
+    def __init__(self) -> None:
+        self.write = SimpleNamespace(remote=self._write)
+
+    def _write(self, *tables: pa.Table) -> Answer:
+        rows = pa.concat_tables(tables)
+        words = rows["word"].to_pylist()
+        if "y" in words:
+            raise ray.exceptions.RaySystemError("no writer takes it")
+        return Answer(None if "w" in words else ray.exceptions.RaySystemError("no disk") if "x" in words else rows)
+
+
+def start_writers() -> list[Writer]:
+    return [Writer(), Writer()]
+
+
+@pytest.fixture
+def writers_in_this_process(monkeypatch):
+    """Writers of graphs that answer here."""
+
+    def get(answer: Any, timeout: float | None = None) -> Any:
+        result = answer.rows if isinstance(answer, Answer) else answer
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def wait(answers: list[Answer], num_returns: int = 1, timeout: float = 0) -> tuple[list[Answer], list[Answer]]:
+        ready = [answer for answer in answers if answer.rows is not None]
+        if len(ready) < num_returns:
+            time.sleep(timeout)
+        return ready, []
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "kill", lambda writer: None)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Looks at the workers and waits for batches are 50 ms apart."""
+    monkeypatch.setattr(watchdog, "_MAX_LOOK_S", 0.05)
+    monkeypatch.setattr(execution, "TICK_S", 0.05)
+
+
+def write(disk: Disk, job: WordJob, words: str | list[str], watch: Watch | None = None) -> None:
+    """Commit the words to the disk, as a run does."""
+    commit_all(Stream(job, Words(words), watch or Watch(Mock())), disk.commit)
+
+
+def test_every_word_has_a_row_and_failures_are_counted(tmp_path):
+    disk, job = Disk(tmp_path), WordJob()
+    watch = Watch(Mock())
+    write(disk, job, ["a", "b", "bad"], watch)
+    assert disk.words() == {"a": "0 ok", "b": "0 ok", "bad": "1 failed"}
+    assert "starting workers: 1 to write" in job.said and "3/3 words, 1 failed" in job.said
+    assert len(watch.reports) == 1 and job.n_shards == 2
+    write(disk, job, "c")  # another stream of the job
+    assert disk.words()["c"] == "2 ok"
+
+
+def test_no_words_start_nothing(tmp_path):
+    job, watch = WordJob(), Watch(Mock())
+    write(Disk(tmp_path), job, [], watch)
+    assert (job.built, job.said, watch.reports) == ([], "", [])
+
+
+def test_a_stream_that_has_ended_gives_nothing_more_and_counts_the_last_shard_once():
+    with Stream(WordJob(), Words("abc"), Watch(Mock())) as words:
+        assert [(shard.number, shard.rows["word"].to_pylist()) for shard in words] == [(0, ["a", "b"]), (1, ["c"])]
+        assert list(words) == []
+        words.check_complete()
+
+
+def test_a_shard_is_on_disk_before_the_graph_has_ended(tmp_path):
+    class Watched(WordGraph):
+        def batches(self) -> Iterator[GraphOutput]:
+            for number, batch in enumerate(super().batches()):
+                # One batch waits to be fetched and one to be taken, so that five behind a shard it must be written.
+                assert number < 7 or (tmp_path / "words" / "w0").exists()
+                yield batch
+
+    disk, job = Disk(tmp_path), WordJob()
+    job.graph = lambda items, plan, heartbeats: Watched(items, 2)
+    write(disk, job, [f"w{number}" for number in range(9)])
+    assert disk.words()["w8"] == "4 ok" and len(disk.words()) == 9
+
+
+def test_a_committed_shard_does_not_stay_in_memory():
+    """Its bytes are Ray's: they would fill the object store of this node."""
+    bytes_of_shards: list[weakref.ref] = []
+
+    class Large(WordGraph):
+        def batches(self) -> Iterator[GraphOutput]:
+            for word in self.dataset:
+                letters = np.frombuffer(bytearray(word * 2, "ascii"), np.uint8)
+                bytes_of_shards.append(weakref.ref(letters))
+                ends = pa.py_buffer(np.array([0, 1, 2], np.int32))
+                words = pa.Array.from_buffers(pa.string(), 2, [None, ends, pa.py_buffer(letters)])
+                del letters
+                yield GraphOutput([pa.table({"word": words, "status": ["ok", "ok"]})], 2)
+
+    job = WordJob()
+    job.graph = lambda items, plan, heartbeats: Large(items[::2], 2)
+    with Stream(job, Words("aabbccdd"), Watch(Mock())) as words:
+        for shard in words:
+            gc.collect()
+            assert shard.number == 0 or bytes_of_shards[0]() is None
+        words.check_complete()
+        assert len(bytes_of_shards) == 4
+
+
+def test_what_was_committed_before_the_store_failed_stays_and_the_error_says_how_much(tmp_path):
+    with pytest.raises(RunFailed, match=r"the run stopped after 2 of 4 words: OSError: .*No space left") as caught:
+        write(Disk(tmp_path, is_full_at="c"), job := WordJob(), "abcd")
+    assert isinstance(caught.value.__cause__, OSError)
+    assert "flushing" not in job.said  # a store that failed would fail again
+    disk = Disk(tmp_path)
+    assert sorted(disk.words()) == ["a", "b"]
+    write(disk, WordJob(), "cd")  # the rerun goes on
+    assert sorted(disk.words()) == list("abcd")
+
+
+def test_rows_that_are_missing_fail_the_run(tmp_path):
+    job = WordJob()
+    job.graph = lambda items, plan, heartbeats: WordGraph(items[:3], 2)
+    with pytest.raises(RunFailed, match=r"^2 of 5 words have no row\. Rerun the command") as caught:
+        write(Disk(tmp_path), job, "abcde")
+    # Nothing is left to write: the time for last writes begins with the record of the run.
+    assert "flushing" not in job.said and "last_writes_until" not in vars(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("told", "said"), [(None, "the node is gone"), ("OSError: No space left on device", "OSError: No space left")]
+)
+def test_what_ray_raises_is_told_in_the_words_of_the_worker_and_what_came_out_is_written_first(
+    tmp_path, monkeypatch, told, said
+):
+    def read() -> WorkerReport:
+        return WorkerReport(failure=told)
+
+    monkeypatch.setattr(execution, "heartbeats_of", lambda stages: nullcontext(handle_of(read)))
+    disk, job = Disk(tmp_path), WordJob()
+    with pytest.raises(RunFailed, match=rf"^the run stopped after 3 of 5 words: .*{said}"):
+        write(disk, job, [*"abc", "?", "d"])
+    assert "stopping: flushing finished work (up to 15 s)" in job.said and sorted(disk.words()) == list("abc")
+
+
+def test_a_graph_that_failed_has_ended_when_the_cause_is_searched(tmp_path, monkeypatch):
+    """The search starts a process on each node."""
+    job = WaitingJob()
+    ended: list[bool] = []
+
+    def search(*_: object, **__: object) -> execution.DiskSearch:
+        ended.append(not any(thread.name.startswith("graph of ") for thread in threading.enumerate()))
+        return execution.DiskSearch({}, {"n": "host n"})
+
+    monkeypatch.setattr(execution, "find_full_disks", search)
+    monkeypatch.setattr(Shards, "next_written", Mock(side_effect=ray.exceptions.RaySystemError("a writer is gone")))
+    with pytest.raises(RunFailed, match="a writer is gone; no process started on host n, as on a full disk: look at"):
+        write(Disk(tmp_path), job, "abcde")
+    assert ended == [True]
+
+
+def test_what_is_left_is_planned_anew_where_the_cluster_changed(tmp_path, quick):
+    disk, job = Disk(tmp_path), WaitingJob()
+    watch = EndingWatch(job, ClusterChanged("nodes were lost and nothing moves"))
+    write(disk, job, "abcde", watch)
+    assert "note: nodes were lost and nothing moves. Rescheduling 2 words on the current nodes" in job.said
+    # What had come out of the first graph was written first; no number of a shard is used again.
+    assert disk.words() == {"a": "0 ok", "b": "0 ok", "c": "1 ok", "d": "2 ok", "e": "2 ok"}
+    assert job.built == [[*"abcde"], [*"de"]] and len(watch.reports) == 2 and job.n_shards == 3
+
+
+def test_a_reason_to_give_up_ends_the_run_behind_what_came_out(tmp_path, quick):
+    disk, job = Disk(tmp_path), WaitingJob()
+    with pytest.raises(RunFailed, match=r"^all words are bad$"):
+        write(disk, job, "abcde", EndingWatch(job, RunFailed("all words are bad")))
+    assert sorted(disk.words()) == list("abc")
+
+
+def test_no_time_is_told_while_items_are_still_found(tmp_path, quick):
+    class Growing(Words):
+        is_complete = False
+
+    job = WaitingJob()
+    watch = EndingWatch(job, RunFailed("all words are bad"))
+    with pytest.raises(RunFailed, match="all words are bad"):
+        commit_all(Stream(job, Growing("abcde"), watch), Disk(tmp_path).commit)
+    assert "words/s, more words are being listed" in job.said and " s left" not in job.said
+
+
+class Bundles(WordGraph):
+    """A graph whose batches may hold two words each, and hold one."""
+
+    def batches(self) -> Iterator[GraphOutput]:
+        return (GraphOutput(batch.tables, 2) for batch in super().batches())
+
+
+@pytest.mark.parametrize(
+    ("lost", "notes"), [(None, []), ("c", ["2 finished words were not written: [Errno 28] No space left"])]
+)
+def test_bundles_that_are_not_full_do_not_pass_for_words_that_were_not_written(tmp_path, quick, lost, notes):
+    disk, job = Disk(tmp_path, is_full_at=lost), WaitingJob(3, Bundles)
+    with pytest.raises(RunFailed, match="all words are bad") as caught:
+        write(disk, job, "abcde", EndingWatch(job, RunFailed("all words are bad")))
+    assert sorted(disk.words()) == sorted({*"abc"} - {lost})
+    assert [note[: len(notes[0])] for note in getattr(caught.value, "__notes__", ())] == notes
+
+
+def test_the_items_of_earlier_graphs_count_in_the_line_of_a_run_that_stops(tmp_path, quick):
+    disk, job = Disk(tmp_path), WaitingJob()
+    with pytest.raises(RunFailed, match=r"the run stopped after 4 of 5 words: .*the node is gone"):
+        write(disk, job, [*"abcd", "?"], EndingWatch(job, ClusterChanged("nodes were lost")))
+    assert len(job.built) == 2 and sorted(disk.words()) == list("abcd")
+
+
+def test_items_found_while_a_graph_runs_do_not_change_how_many_have_a_row(tmp_path, quick):
+    class Found(Words):
+        def without(self, rows: pa.Table) -> Words:
+            return Words([*super().without(rows), "f", "?"])  # which were not known when the graph began
+
+    job = WaitingJob()
+    watch = EndingWatch(job, ClusterChanged("nodes were lost"))
+    with pytest.raises(RunFailed, match=r"the run stopped after 6 of 7 words: .*the node is gone"):
+        commit_all(Stream(job, Found("abcde"), watch), Disk(tmp_path).commit)
+
+
+def test_a_stop_says_how_many_items_have_a_row_after_the_last_writes(tmp_path, quick):
+    job = WaitingJob()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        write(Disk(tmp_path), job, "abcde", EndingWatch(job, KeyboardInterrupt()))
+    assert caught.value.__notes__ == ["this run has written rows for 3 of 5 words"]
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (KeyboardInterrupt(), ""),
+        (OSError(5, "no record"), "the run stopped after 3 of 5 words: OSError: [Errno 5] no record"),
+        (RunFailed("no node is left"), "no node is left"),
+    ],
+)
+def test_an_error_between_two_graphs_says_how_many_items_have_a_row(tmp_path, quick, error, line):
+    disk, job = Disk(tmp_path), WaitingJob()
+    plan = WordPlan(Stage(0, 0, 1, ""))
+    job.plan = Mock(side_effect=[plan, error])
+    with pytest.raises((KeyboardInterrupt, RunFailed)) as caught:
+        write(disk, job, "abcde", EndingWatch(job, ClusterChanged("nodes were lost")))
+    notes = ["this run has written rows for 3 of 5 words"] if isinstance(error, KeyboardInterrupt) else []
+    assert (str(caught.value), getattr(caught.value, "__notes__", [])) == (line, notes)
+    assert sorted(disk.words()) == list("abc")
+
+
+def test_a_commit_that_fails_while_the_rest_is_rescheduled_ends_the_run(tmp_path, quick):
+    disk, job = Disk(tmp_path, is_full_at="c"), WaitingJob()
+    with pytest.raises(RunFailed, match=r"the run stopped after 2 of 5 words: OSError: .*No space left"):
+        write(disk, job, "abcde", EndingWatch(job, ClusterChanged("nodes were lost")))
+    assert len(job.built) == 1 and sorted(disk.words()) == ["a", "b"]
+
+
+def test_workers_of_a_graph_that_does_not_end_are_not_joined_by_others(tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(stream, "is_still_running", lambda within_s: True)
+    job = WaitingJob()
+    with pytest.raises(RunFailed, match=r"^nodes were lost, but the previous workers do not end"):
+        write(Disk(tmp_path), job, "abcde", EndingWatch(job, ClusterChanged("nodes were lost")))
+    assert len(job.built) == 1
+
+
+class FullDiskJob(WaitingJob):
+    """A job on a node whose disk is full, in which nothing moves after three words."""
+
+    has_others = False
+
+    def can_run_on(self, cluster: dict[str, float]) -> bool:
+        return self.has_others
+
+
+@pytest.mark.parametrize("has_others", [False, True])
+def test_a_run_that_stands_still_beside_a_full_disk_names_it(tmp_path, quick, monkeypatch, has_others):
+    """With other nodes the rest is rescheduled there."""
+    monkeypatch.setattr(execution, "SHRUNK_S", 0.1)
+    monkeypatch.setattr(execution, "_FULL_S", 0.3)
+    monkeypatch.setattr(execution, "sum_resources", lambda nodes, most=None: {})
+    monkeypatch.setattr(execution, "find_known_full_disks", lambda without, known: {"n": "host n (/ray, 100% full)"})
+    disk, job = Disk(tmp_path), FullDiskJob()
+    job.has_others = has_others
+    if has_others:
+        write(disk, job, "abcde")
+        assert sorted(disk.words()) == list("abcde") and job.excluded_nodes == {"n": "host n (/ray, 100% full)"}
+        assert "note: the disk is full on host n (/ray, 100% full). Rescheduling 2 words on the other nodes" in job.said
+    else:
+        with pytest.raises(
+            RunFailed, match=r"no word moved for \d+ s; the disk is full on host n \(/ray, 100% full\), an"
+        ):
+            write(disk, job, "abcde")
+    assert job.said.count("note: the disk is full on host n (/ray, 100% full), and nothing moves. ") == 1
+    assert "Free space on them, or start these nodes with --temp-dir" in job.said
+
+
+def test_a_disk_that_rays_error_finds_full_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(execution, "sum_resources", lambda nodes, most=None: {"CPU": 1.0})
+    found = execution.DiskSearch({"n": "host n"}, {})
+    monkeypatch.setattr(execution, "find_full_disks", lambda *_, **__: found)
+    disk, job = Disk(tmp_path), WordJob()
+    job.graph = lambda items, plan, heartbeats: WordGraph(items if job.excluded_nodes else [*items[:3], "?"], 2)
+    write(disk, job, "abcde")
+    assert sorted(disk.words()) == list("abcde") and job.excluded_nodes == {"n": "host n"}
+
+
+@pytest.mark.parametrize(("ending", "last"), [(KeyboardInterrupt(), [5.0]), (RunFailed("bad"), [0.05, "nodes"])])
+def test_a_stop_waits_little_for_workers_and_not_for_nodes(tmp_path, quick, monkeypatch, ending, last):
+    """A cluster that ends at the same time answers neither."""
+    looks: list[object] = []
+
+    def get(answer: WorkerReport, timeout: float) -> WorkerReport:
+        looks.append(timeout)
+        return answer
+
+    def nodes() -> list[object]:
+        looks.append("nodes")
+        return []
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "nodes", nodes)
+    disk, job = Disk(tmp_path), WaitingJob()
+    with pytest.raises(type(ending)):
+        write(disk, job, "abcde", EndingWatch(job, ending))
+    assert looks[-len(last) :] == last and sorted(disk.words()) == list("abc")
+
+
+@pytest.mark.parametrize(
+    ("ending", "ends_workers"),
+    [
+        (None, False),
+        (RunFailed("bad"), True),
+        (KeyboardInterrupt(), False),
+        (HeadLost("the head is away"), False),
+        (ClusterChanged("nodes were lost"), True),  # before another graph needs their resources
+    ],
+)
+def test_a_stream_ends_its_graph_then_reads_the_last_report_and_ends_the_workers_last(
+    tmp_path, quick, monkeypatch, ending, ends_workers
+):
+    steps: list[str] = []
+
+    def noting(step: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any, **more: Any) -> Any:
+            steps.append(step)
+            return method(*arguments, **more)
+
+        return noted
+
+    @contextmanager
+    def heartbeats_of(stages: object) -> Iterator[object]:
+        try:
+            yield handle_of(Heartbeats(("write",)).read)
+        finally:
+            steps.append("heartbeats")
+
+    monkeypatch.setattr(execution, "heartbeats_of", heartbeats_of)
+    monkeypatch.setattr(stream, "end_workers", lambda: steps.append("workers"))
+    monkeypatch.setattr(watchdog.Fetcher, "close", noting("graph", watchdog.Fetcher.close))
+    monkeypatch.setattr(Shards, "__exit__", noting("writers", Shards.__exit__))
+    monkeypatch.setattr(Watch, "take_last", noting("report", Watch.take_last))
+    job = WordJob() if ending is None else WaitingJob()
+    watch = Watch(Mock()) if ending is None else EndingWatch(job, ending)
+    is_quiet = ending is None or isinstance(ending, ClusterChanged)
+    with nullcontext() if is_quiet else pytest.raises(type(ending)):
+        write(Disk(tmp_path), job, "abcd" if is_quiet else "abc", watch)
+    steps = list(dict.fromkeys(steps))
+    assert steps == ["graph", "report", "writers", "heartbeats", *["workers"] * ends_workers]
+
+
+def test_the_time_of_the_last_writes_begins_once_the_graph_has_ended(tmp_path, quick, monkeypatch):
+    """A graph that blocks outside Python code would take all of it."""
+    blocked = threading.Event()
+
+    class Stuck(WordGraph):
+        def batches(self) -> Iterator[GraphOutput]:
+            yield from WordGraph([*"abc"], 2).batches()
+            job.first.at_end.set()
+            blocked.wait()
+
+    monkeypatch.setattr(watchdog, "_END_S", 2.0)
+    monkeypatch.setattr(last_writes, "LAST_WRITES_S", 1.5)
+    monkeypatch.setattr(stream, "_RECORD_S", 0.1)
+    disk, job = Disk(tmp_path), WaitingJob(2, Stuck)
+    start = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            write(disk, job, "abcde", EndingWatch(job, KeyboardInterrupt()))
+        assert time.monotonic() - start < 5  # all that wait for the graph share its two seconds
+    finally:
+        blocked.set()
+    assert sorted(disk.words()) == list("abc")
+    assert caught.value.__notes__ == ["this run has written rows for 3 of 5 words"]
+
+
+def job_with_writers(n_words: int) -> WaitingJob:
+    job = WaitingJob(1, n_words=n_words)
+    job.start_writers = start_writers
+    return job
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt(), ClusterChanged("nodes were lost")])
+def test_a_writer_that_does_not_answer_has_the_time_of_the_last_writes(
+    tmp_path, quick, monkeypatch, writers_in_this_process, ending
+):
+    """The cluster may have lost its node. Then the words run again."""
+    monkeypatch.setattr(last_writes, "LAST_WRITES_S", 1.0)
+    monkeypatch.setattr(stream, "_RECORD_S", 0.1)
+    disk, job = Disk(tmp_path), job_with_writers(3)
+    start = time.monotonic()
+    if isinstance(ending, ClusterChanged):
+        write(disk, job, "awcde", EndingWatch(job, ending))
+        assert job.built == [[*"awcde"], [*"wde"]] and sorted(disk.words()) == [*"acdew"]
+    else:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            write(disk, job, "awcde", EndingWatch(job, ending))
+        assert sorted(disk.words()) == ["a", "c"]
+        assert caught.value.__notes__ == [
+            "1 finished words were not written: no answer within 15 s. Rerun the command to process them again",
+            "this run has written rows for 2 of 5 words",
+        ]
+    assert 0.8 < time.monotonic() - start < 10
+    assert job.said.count("stopping: flushing finished work") == 1
+
+
+def test_the_last_writes_leave_out_a_shard_whose_writer_fails(tmp_path, quick, monkeypatch, writers_in_this_process):
+    monkeypatch.setattr(shards, "LOOK_S", 3600.0)  # behind the first shard none is looked for before the end
+    disk, job = Disk(tmp_path), job_with_writers(4)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        write(disk, job, "bcdxe", EndingWatch(job, KeyboardInterrupt()))
+    assert sorted(disk.words()) == [*"bcd"]
+    assert [note[:34] for note in caught.value.__notes__] == [
+        "1 finished words were not written:",
+        "this run has written rows for 3 of",
+    ]
+
+
+def test_the_last_writes_end_where_no_writer_takes_a_shard(tmp_path, quick, writers_in_this_process):
+    """Ray has ended, say."""
+    disk, job = Disk(tmp_path), WaitingJob(2)
+    job.start_writers = start_writers
+    with pytest.raises(RunFailed, match=r"^bad\n") as caught:
+        write(disk, job, "abyde", EndingWatch(job, RunFailed("bad")))
+    assert sorted(disk.words()) == ["a", "b"]
+    assert "1 finished words were not written: " in caught.value.__notes__[0]
+
+
+def test_a_last_write_that_fails_is_the_last_one():
+    """A store that does not answer would not answer for the others, and takes all the time."""
+    calls: list[int] = []
+
+    def commit(number: int, rows: pa.Table) -> None:
+        calls.append(number)
+        raise RunFailed("the cache was deleted")
+
+    job = WordJob()
+    job.graph = lambda items, plan, heartbeats: WordGraph(items, 1)
+    with pytest.raises(RunFailed, match=r"^the cache was deleted\n") as caught:
+        commit_all(Stream(job, Words("abc"), Watch(Mock())), commit)
+    assert calls == [0, 0]
+    assert caught.value.__notes__[0].startswith("1 finished words were not written: the cache was deleted. Rerun")
+
+
+def test_a_commit_counts_as_movement(tmp_path, quick, monkeypatch):
+    clock = Mock(return_value=0.0)
+    monkeypatch.setattr(execution, "Watchdog", partial(watchdog.Watchdog, clock=clock))
+    disk, job = Disk(tmp_path), WordJob()
+
+    class Slow(WordGraph):
+        def batches(self) -> Iterator[GraphOutput]:
+            for number, batch in enumerate(super().batches()):
+                yield batch
+                wait_until(lambda: len(disk.words()) > number, "the commit")  # noqa: B023 - called here and now
+                clock.return_value += 40.0  # of 60
+
+    job.graph = lambda items, plan, heartbeats: Slow(items, 1)
+    write(disk, job, "abcd")
+    assert clock.return_value == 160.0
+
+
+def test_a_graph_in_which_nothing_moves_ends(tmp_path, quick, monkeypatch):
+    job = WaitingJob()
+    seconds = count(0, 10)
+    clock = Mock(side_effect=lambda: float(next(seconds)) if job.first.at_end.is_set() else 0.0)
+    job.first = Endless([])  # for a clock that is read before there is a graph
+    monkeypatch.setattr(execution, "Watchdog", partial(watchdog.Watchdog, clock=clock))
+    with pytest.raises(RunFailed, match=r"no word moved for 60 s: .*; or raise --stall-timeout"):
+        write(Disk(tmp_path), job, "abcde", EndingWatch(job, None))
+
+
+@pytest.mark.parametrize("is_lost_at_a_call", [False, True])
+def test_a_head_that_is_lost_ends_the_run_and_is_named(tmp_path, quick, monkeypatch, is_lost_at_a_call):
+    class Lost:
+        def __init__(self, say: object) -> None:
+            """The head of a cluster that is lost once the last word has left the graph."""
+
+        def look(self) -> None:
+            if not is_lost_at_a_call and not self.answers():
+                raise HeadLost(self.describe_loss())
+
+        def answers(self) -> bool:
+            return not job.first.at_end.is_set()
+
+        def describe_loss(self) -> str:
+            return "the head is away"
+
+    monkeypatch.setattr(execution, "Head", Lost)
+    job = WaitingJob(3)
+    if is_lost_at_a_call:
+        failures, next_written = [ray.exceptions.RaySystemError("a call failed")], Shards.next_written
+
+        def fail_once(written: Shards, *wait: float) -> Shard | None:
+            if failures and job.first.at_end.is_set():
+                raise failures.pop()
+            return next_written(written, *wait)
+
+        monkeypatch.setattr(Shards, "next_written", fail_once)
+    job.first = Endless([])  # for a head that is asked before there is a graph
+    monkeypatch.setattr(stream, "end_workers", Mock(side_effect=AssertionError))
+    with pytest.raises(HeadLost, match=r"^the run stopped after \d of 5 words: the head is away"):
+        write(Disk(tmp_path), job, "abcde")
+
+
+def test_the_last_report_of_a_graph_names_excluded_workers_and_stores_that_do_not_answer(tmp_path, monkeypatch):
+    report = WorkerReport(excluded_workers=["write on host h"], outages=[Outage("s3://b", time.time(), "503")])
+
+    def read() -> WorkerReport:
+        return report
+
+    monkeypatch.setattr(execution, "heartbeats_of", lambda stages: nullcontext(handle_of(read)))
+    job, watch = WordJob(), Watch(Mock())
+    write(Disk(tmp_path), job, "a", watch)
+    assert "note: excluded worker: write on host h" in job.said and watch.reports == [report]
+    assert OUTAGES.list_places() == ["s3://b"]
+    OUTAGES.clear()
+
+
+# Interrupts
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("is_behind_the_write", [False, True])
+def test_a_commit_that_is_interrupted_is_done_again_and_counts_once(tmp_path, number, is_behind_the_write):
+    disk, calls = Disk(tmp_path), []
+
+    def commit(shard: int, rows: pa.Table) -> None:
+        calls.append(shard)
+        if shard == number and calls.count(shard) == 1 and not is_behind_the_write:
+            raise KeyboardInterrupt
+        disk.commit(shard, rows)
+        if shard == number and calls.count(shard) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        commit_all(Stream(WordJob(), Words("abcde"), Watch(Mock())), commit)
+    words = disk.words()
+    assert list(words) == list("abcde")[: len(words)] and len(words) >= min(5, 2 * (number + 1))
+    assert calls.count(number) == 2 and len(calls) == len({*calls}) + 1
+    assert caught.value.__notes__ == [f"this run has written rows for {len(words)} of 5 words"]
+
+
+#: The event, the file, the function and the line.
+Point = tuple[str, str, str, int]
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt once in the main thread: the ``nth`` time that it is at a point.
+
+    A point is a line that is about to run, or a function that is about to return. Without a point it notes all points.
+    """
+
+    FILES: ClassVar = {module.__file__ for module in (stream, execution, shards)}
+
+    def __init__(self, point: Point | None = None, nth: int = 0) -> None:
+        self._point, self._left, self.seen = point, nth, list[Point]()
+        self.is_over = False
+
+    def __enter__(self) -> "Interrupt":
+        self._tracer = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(self._tracer)
+
+    def _call(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+        return None if self.is_over or frame.f_code.co_filename not in self.FILES else self._step
+
+    def _step(self, frame: FrameType, event: str, argument: object) -> Callable[..., Any]:
+        if event in ("line", "return") and not self.is_over:
+            self.seen.append((event, Path(frame.f_code.co_filename).name, frame.f_code.co_name, frame.f_lineno))
+            if self.seen[-1] == self._point:
+                self._left -= 1
+                if self._left == 0:
+                    self.is_over = True
+                    raise KeyboardInterrupt
+        return self._step
+
+
+class RecordedShards(Shards):
+    """Notes the words that it was given, and those that it has."""
+
+    given: ClassVar[list[str]] = []
+    had: ClassVar[list[str]] = []
+
+    def take(self, batch: GraphOutput) -> None:
+        words = batch.tables[0]["word"].to_pylist()
+        self.given.extend(words)
+        super().take(batch)
+        self.had.extend(words)
+
+
+class ChangingWatch(Watch):
+    """Says once that the cluster has changed, when three words are taken: so a second graph does the rest."""
+
+    is_over = False
+
+    def look(self, report: WorkerReport, progress: Progress) -> None:
+        if len(RecordedShards.had) == 3 and not self.is_over:
+            self.is_over = True
+            raise ClusterChanged("nodes were lost")
+
+
+@pytest.mark.parametrize("has_writers", [False, True])
+def test_an_interrupt_at_any_point_loses_no_shard_and_counts_none_twice(
+    monkeypatch, writers_in_this_process, has_writers
+):
+    monkeypatch.setattr(shards, "LOOK_S", 0.0)
+    monkeypatch.setattr(execution, "Shards", RecordedShards)
+    monkeypatch.setattr(watchdog, "_MAX_LOOK_S", 0.0)
+
+    class Job(WordJob):
+        def graph(self, items: Words, plan: Plan, heartbeats: object) -> RunGraph:
+            return WordGraph(items, 2, start_writers if has_writers else None)
+
+    def run(interrupt: Interrupt) -> tuple[set[str], list[tuple[int, set[str]]], KeyboardInterrupt | None]:
+        """Write seven words; return what is on disk, the commits (number and words), and the interrupt."""
+        RecordedShards.given.clear()
+        RecordedShards.had.clear()
+        commits: list[tuple[int, set[str]]] = []
+
+        def commit(number: int, rows: pa.Table) -> None:
+            commits.append((number, {*rows["word"].to_pylist()}))
+
+        words = Stream(Job(), Words("abcdefg"), ChangingWatch(Mock()))
+        # The interrupt comes while shards are written. What follows is the end of the run.
+        monkeypatch.setattr(words, "check_complete", lambda: sys.settrace(None))
+        error = None
+        try:
+            with interrupt:
+                commit_all(words, commit)
+        except KeyboardInterrupt as raised:
+            error = raised
+        return set[str]().union(*(words for _, words in commits)), commits, error
+
+    on_disk, _, error = run(uninterrupted := Interrupt())
+    assert error is None and on_disk == {*"abcdefg"}
+    seen = uninterrupted.seen
+    n_interrupted, faults = 0, []
+    for point, nth in [(point, nth) for point, n_times in Counter(seen).items() for nth in {1, n_times}]:
+        on_disk, commits, error = run(Interrupt(point, nth))
+        n_interrupted += error is not None
+        notes = getattr(error, "__notes__", [])
+        line = f"this run has written rows for {len(on_disk)} of 7 words"
+        is_whole, lost = {*RecordedShards.had} <= on_disk, {*RecordedShards.given} - on_disk
+        is_told = len(lost) == 1 if "not written" in "".join(notes) else len(lost) <= 1  # on its way to the shards
+        is_counted = error is None or line in notes or not (on_disk or notes)  # nothing is said before the first graph
+        # The same rows may come again, together with others. Other rows have another number.
+        are_apart = all(
+            words <= later or (not words & later and number != later_number)
+            for at, (number, words) in enumerate(commits)
+            for later_number, later in commits[at + 1 :]
+        )
+        if not (is_whole and is_told and is_counted and are_apart) or is_still_running(1):
+            faults.append((point, nth, RecordedShards.had, notes, commits))
+    assert not faults, "\n".join(map(str, faults))
+    assert n_interrupted > 200
