@@ -71,12 +71,17 @@ class _Index(NamedTuple):
 
 
 class View(NamedTuple):
-    """The videos of an archive that are known, MANIFEST_SCHEMA.
+    """What is known of an archive once it was read, or while it is read.
 
-    ``is_whole`` is True if these are all. If not, the next view of the archive has them too, and more.
+    Attributes:
+        videos: the videos, MANIFEST_SCHEMA.
+        left_out: files and members that are no videos, or are not read.
+        is_whole: whether these are all videos. If not, the next view of the archive has them too, and more; or, if the
+            archive cannot be read to its end, a single row with the reason.
     """
 
     videos: pa.Table
+    left_out: LeftOut
     is_whole: bool = True
 
 
@@ -90,7 +95,8 @@ class Indexes:
         keeps: whether new indexes are written there.
         roots: the places besides a table's own that the paths in its rows may name.
         say: gets notes about the forms of archives.
-        left_out: files and members that are no videos, or are not read.
+        left_out: files and members that are no videos, or are not read. Whoever takes a view of ``read`` adds the
+            view's.
         fetched: bytes that were read from stores.
         unit: the maximum number of videos that share a read.
         n_made: the number of archives that were read for an index.
@@ -130,7 +136,7 @@ class Indexes:
         if "#" in place.uri:
             raise ManifestError(f"{place.uri}: rename it: uris put a # between an archive's name and its members'")
         if place.policy is not None:
-            yield View(_table(place, [Member("", 0)], self.options))
+            yield self._make_view(place, _Index([Member("", 0)], LeftOut()))
             return
         kept_index = self._kept_index(place)
         if kept_index is None and missing == "later":
@@ -139,7 +145,7 @@ class Indexes:
             with closing(open_archive(place.uri, objects, place.info)) as file:
                 try:
                     if kept_index is not None and kept_index.mark and kept_index.mark == self._mark(place, file):
-                        yield self._finish(place, kept_index)
+                        yield self._make_view(place, kept_index)
                     elif missing != "skip":
                         yield from self._make(place, file, in_views)
                 finally:
@@ -148,12 +154,13 @@ class Indexes:
         except OSError as error:
             wrong = fault("io", printable(f"the archive cannot be read: {error.strerror or error}"))
             # This row stands for all of its videos.
-            yield self._finish(place, _Index([Member("", 0, fault=wrong)], LeftOut()))
+            yield self._make_view(place, _Index([Member("", 0, fault=wrong)], LeftOut()))
 
     def _make(self, place: NamedArchive, file: RandomFile, in_views: bool) -> Iterator[View]:
         """Make the index of an open archive, and yield its videos; nothing once ``stopped`` is set.
 
-        Only a whole index is kept. Raises what ``read`` does, and OSError.
+        Only a whole index is kept. Raises ManifestError for an impossible request, RunFailed if the index cannot be
+        kept, and OSError if the archive cannot be read.
         """
         with self._counting:
             self.n_made += 1
@@ -166,20 +173,17 @@ class Indexes:
                 next_view *= 2
                 index = self._make_index(place, file, archive, members)
                 if self._clips_known(place, index):
-                    try:
-                        yield View(self._make_table(place, index), is_whole=False)
-                    except GeneratorExit:  # nothing more of the archive is wanted
-                        self._finish(place, index)
-                        raise
+                    yield self._make_view(place, index, is_whole=False)
             members.append(member)
         index = self._make_index(place, file, archive, members)
         self._write_index(place, index)
-        yield self._finish(place, index)
+        yield self._make_view(place, index)
 
-    def _finish(self, place: NamedArchive, index: _Index) -> View:
-        """Count what an archive leaves out, and return its videos."""
-        self.left_out.add_all(index.left_out.as_record(), f"{place.name}/")
-        return View(self._make_table(place, index))
+    def _make_view(self, place: NamedArchive, index: _Index, *, is_whole: bool = True) -> View:
+        """Return the view of an index; the names of left-out files lie inside the archive."""
+        left_out = LeftOut()
+        left_out.add_all(index.left_out.as_record(), f"{place.name}/")
+        return View(self._make_table(place, index), left_out, is_whole)
 
     def _make_table(self, place: NamedArchive, index: _Index) -> pa.Table:
         """Return the members of an archive as MANIFEST_SCHEMA. Rows with a path instead of bytes become files."""

@@ -114,7 +114,11 @@ class VideoList:
         return listed
 
     def __iter__(self) -> Generator[View, None, None]:
-        """Index the archives that are left, and yield their videos. Raises ManifestError, RunFailed."""
+        """Index the archives that are left, and yield their videos.
+
+        What a whole archive leaves out is counted before it is yielded. Raises ManifestError for an impossible request,
+        RunFailed if an index cannot be kept.
+        """
         views = self._read_in_views() if self.is_limited else self._read_in_parallel(self.unindexed)
         with closing(self._note_progress(views, len(self.unindexed))) as views:
             for view in views:
@@ -123,11 +127,17 @@ class VideoList:
                 videos = view.videos if self._ids is None else self._ids.separate_ids(view.videos)
                 if self._ids is not None and view.is_whole:
                     self._ids.add(videos)
-                yield View(videos, view.is_whole)
+                if view.is_whole:
+                    self.count_left_out(view)
+                yield view._replace(videos=videos)
 
     def close(self) -> None:
         """End the iteration at the next member of the archive that it reads. Any thread may call it."""
         self.indexes.stopped.set()
+
+    def count_left_out(self, view: View) -> None:
+        """Count what an archive leaves out. Call it for a view that is not whole if no other view is read."""
+        self.indexes.left_out.add_all(view.left_out.as_record())
 
     def _read_first(self, places: Sequence[NamedArchive], first: First) -> list[pa.Table]:
         """Return the videos of each archive; of one that is left for later, an empty table."""
@@ -138,7 +148,10 @@ class VideoList:
                 waits = first == "needed" and self._ids is not None and bool(self.unindexed)
                 if view is None or waits:
                     self.unindexed.append(place)
-                tables.append(MANIFEST_SCHEMA.empty_table() if view is None or waits else view.videos)
+                    tables.append(MANIFEST_SCHEMA.empty_table())
+                else:
+                    self.count_left_out(view)
+                    tables.append(view.videos)
         return tables
 
     def _read_in_parallel(

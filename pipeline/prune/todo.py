@@ -44,13 +44,14 @@ class Selection:
     def select(self, videos: pa.Table) -> tuple[pa.Table, Remaining]:
         """Return the videos of this run's shard among some videos (MANIFEST_SCHEMA), and those to process.
 
-        Raises what ``select_remaining`` does.
+        Raises SourceChanged if a cached video has changed and ``--on-changed`` is ``refuse``; UsageError if the store
+        does not answer.
         """
         own_videos = keep_stored_ids(select_shard(videos, self.config.part()), self.ledger)
-        self._forget_removed(keep_stored_ids(videos, self.ledger))
+        self.forget_removed(videos)
         return own_videos, select_remaining(own_videos, self.ledger, self.config, self.listed.objects, self.redo)
 
-    def _forget_removed(self, videos: pa.Table) -> None:
+    def forget_removed(self, videos: pa.Table) -> None:
         """Delete removed videos again from the kept indexes of archives, and from the names of left-out files.
 
         An index that is made after jobs.remove lists all members of its archive, removed videos too. Does nothing if
@@ -59,6 +60,7 @@ class Selection:
         indexes = self.listed.indexes
         if indexes.store is None or not indexes.keeps or not np.any(self.ledger.columns["state"] == REMOVED):
             return
+        videos = keep_stored_ids(videos, self.ledger)
         rows = self.ledger.find(videos["video_id"])
         is_removed = rows >= 0
         is_removed[is_removed] = self.ledger.removed(rows[is_removed])
@@ -224,8 +226,11 @@ class Todo(AbstractContextManager["Todo"]):
         """
         assert self._selection is not None  # else there are no archives
         videos, remaining = self._selection.select(view.videos)
-        if not view.is_whole and len(remaining.todo) < self._n_allowed:
-            return False
+        if not view.is_whole:
+            if len(remaining.todo) < self._n_allowed:
+                return False
+            self._list.count_left_out(view)
+            self._selection.forget_removed(view.videos)
         with self._new_part:
             todo = self._take(remaining.todo)
             is_last = self._n_allowed <= 0

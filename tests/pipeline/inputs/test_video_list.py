@@ -121,6 +121,20 @@ def test_a_close_by_another_thread_ends_it_within_an_archive_whose_index_is_drop
         assert "1.tar" in left(list_for_run(tars, folder))
 
 
+def test_what_an_archive_leaves_out_is_counted_once_its_videos_are_listed(tmp_path):
+    places = [tmp_path / name / "0.tar" for name in "pq"]
+    for place in places:
+        place.parent.mkdir()
+        write_tar(place, {f"{place.parent.name}.mp4": b"x", f"{place.parent.name}.jpg": b"x"})
+    named = [*map(str, places)]
+    list_for_run(named, tmp_path)
+    (tmp_path / "cache" / "sources").joinpath(*first_index(places[0], tmp_path)).unlink()
+    videos = list_for_run(named, tmp_path, is_limited=True)  # the second waits for the first, though its index is kept
+    assert left(videos) == ["0.tar", "0.tar"] and videos.indexes.left_out.counts() == {}
+    assert [ids(item.videos) for item in videos] == [["0.tar/p.mp4"], ["0.tar/q.mp4"]]
+    assert videos.indexes.left_out.as_record() == {"other files": {"count": 2, "names": ["0.tar/p.jpg", "0.tar/q.jpg"]}}
+
+
 def test_archives_whose_ids_may_meet_and_a_single_one_are_indexed_first(tars, tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "y").mkdir()

@@ -1,17 +1,20 @@
 """The videos that a run processes: found while others are processed, up to the limit, and who ends the search."""
 
 import threading
+from datetime import timedelta
 
 import pyarrow as pa
 import pytest
 
 from pipeline.cache.live import Ledger
-from pipeline.errors import RunFailed
+from pipeline.errors import RunFailed, VideoFault
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar_and_zip import Tar
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import ManifestCounts
 from pipeline.prune.todo import Selection, Todo
+from pipeline.verify.moves import remove_videos
+from tests.pipeline.caches import encoded_failure, write_header, write_shard
 from tests.pipeline.inputs.test_video_list import (
     Noting,
     doubled_tars,
@@ -28,10 +31,10 @@ def tars(tmp_path):
     return write_tars(tmp_path / "tars")
 
 
-def search(place, tmp_path, limit=None, kind=Selection, column=None):
-    """What a run without a cache has to do."""
+def search(place, tmp_path, limit=None, kind=Selection, column=None, shard=None):
+    """What a run has to do, of whose cache there are no rows but those of removed videos."""
     videos = list_for_run(place, tmp_path, column, is_limited=limit is not None)
-    selection = kind(PruneConfig(limit=limit), videos, Ledger(videos.indexes.store))
+    selection = kind(PruneConfig(limit=limit, shard=shard), videos, Ledger(videos.indexes.store).refresh())
     return Todo(*selection.select(videos.known), selection)
 
 
@@ -118,8 +121,23 @@ def test_a_limit_opens_no_archive_behind_its_last_video(tars, tmp_path, limit, o
     assert len(list_for_run(tars, tmp_path).known) == [3, 5, 6][opened - 1]  # no other index was made
 
 
-def take(place, tmp_path, limit, kind=Selection, column=None):
-    with search(place, tmp_path, limit, kind, column) as todo:
+def test_what_a_cut_archive_leaves_out_is_counted_once_and_names_no_removed_video(tmp_path):
+    videos = {f"{number:04}.mp4": b"x" for number in range(600)}
+    files = {"gone.jpg": b"", "kept.jpg": b"", "gone.mp4": b"x", **videos, "behind.jpg": b""}
+    path = write_tar(tmp_path / "a.tar", files)
+    store, gone = write_header(tmp_path / "cache"), "a.tar/gone.mp4"
+    write_shard(store, "run", encoded_failure(gone, VideoFault("corrupt", "no video")))
+    remove_videos(store, [gone], "why", lambda line: None, timedelta(0))
+    for limit, n_cut, names in ((300, 1, ["kept"]), (600, 0, ["kept", "behind"])):
+        names_taken, todo = take(path, tmp_path, limit)
+        assert names_taken == [f"a.tar/{name}" for name in videos][:limit] and todo.n_cut == n_cut
+        left_out = todo._list.indexes.left_out.as_record()
+        assert left_out == {"other files": {"count": len(names) + 1, "names": [f"a.tar/{name}.jpg" for name in names]}}
+    assert gone not in ids(list_for_run(path, tmp_path).known)
+
+
+def take(place, tmp_path, limit, kind=Selection, column=None, shard=None):
+    with search(place, tmp_path, limit, kind, column, shard) as todo:
         return ids(todo.wait_for_all()), todo
 
 
