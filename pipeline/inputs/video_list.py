@@ -194,10 +194,10 @@ class VideoList:
             for view in views:
                 if view is None or view.is_whole:
                     n_indexed, n_videos = n_indexed + 1, n_videos + (0 if view is None else len(view.videos))
-                is_last = n_indexed == n_archives and self.indexes.n_made
-                if is_last or time.monotonic() - last_line_at > _NOTE_S:
-                    last_line_at = time.monotonic()
-                    self.indexes.say(f"indexed {n_indexed} of {n_archives} archives: {n_videos} videos so far")
+                    is_last = n_indexed == n_archives and self.indexes.n_made
+                    if is_last or time.monotonic() - last_line_at > _NOTE_S:
+                        last_line_at = time.monotonic()
+                        self.indexes.say(f"indexed {n_indexed} of {n_archives} archives: {n_videos} videos so far")
                 yield view
 
     def _separate_ids(self, parts: Sequence[pa.Table], ids: Ids) -> pa.Table:
