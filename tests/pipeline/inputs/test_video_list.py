@@ -1,6 +1,7 @@
 """The list of a run's videos: what is known before a start, and archives that are indexed later, until it is closed."""
 
 import threading
+import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -119,6 +120,27 @@ def test_a_close_by_another_thread_ends_it_within_an_archive_whose_index_is_drop
         thread.join(60)
         assert not thread.is_alive() and [ids(item.videos)[0] for item in items] == ["0.tar/0.mp4"]
         assert "1.tar" in left(list_for_run(tars, folder))
+
+
+def test_an_archive_that_is_a_mistake_ends_the_reading_of_the_others(tars, tmp_path, monkeypatch):
+    n_read = 0
+
+    class Long(Tar):
+        def members(self, options):
+            nonlocal n_read
+            (member, *_) = super().members(options)
+            for _ in range(400):
+                n_read += 1
+                yield member
+                time.sleep(0.05)
+
+    monkeypatch.setitem(FORMS, ".tar", Long)
+    write_tar(tars / "#.tar", {"a.mp4": b"a"})
+    with pytest.raises(ManifestError, match=r"#\.tar: rename it"):
+        list_for_run(tars, tmp_path)
+    with pytest.raises(ManifestError, match=r"#\.tar: rename it"):
+        VideoList.read(str(tars), (), NOWHERE)
+    assert n_read < 400 and not (tmp_path / "cache").exists()
 
 
 def test_what_an_archive_leaves_out_is_counted_once_its_videos_are_listed(tmp_path):

@@ -121,6 +121,33 @@ def test_a_limit_opens_no_archive_behind_its_last_video(tars, tmp_path, limit, o
     assert len(list_for_run(tars, tmp_path).known) == [3, 5, 6][opened - 1]  # no other index was made
 
 
+def test_a_limit_that_known_videos_reach_opens_no_archive(tars, tmp_path):
+    take(tars, tmp_path, 4)
+    for limit in (2, 5):
+        with search(tars, tmp_path, limit) as todo:
+            first, *others = todo.parts()
+            assert len(first.todo) == len(todo) == todo.estimate_count() == limit and first.later_bytes == 0
+            assert (len(others), todo.n_left, todo.n_waiting) == (1, 1, 5 - limit) and not len(others[0].todo)
+        assert todo._list.indexes.n_made == 0
+
+
+def test_each_shard_has_a_limit_of_its_own(tmp_path):
+    path = write_tar(tmp_path / "a.tar", {f"{number:04}.mp4": b"x" for number in range(600)})
+    (tmp_path / "b").mkdir()
+    write_tar(tmp_path / "b" / "b.tar", {"b.mp4": b"x"})
+    places = [str(path), str(tmp_path / "b" / "b.tar")]
+    everything = ids(take(places, tmp_path / "whole", None)[1].list_todo())
+    taken = [take(places, tmp_path, 200, shard=f"{number}/2")[1] for number in range(2)]
+    for todo in taken:
+        names = ids(todo.list_todo())
+        assert len(names) == 200 and names == ids(todo.list_videos())[:200]
+        assert (todo.n_cut, todo.n_left) == (1, 2) and todo.n_waiting == len(todo.list_videos()) - 200
+        assert names == [name for name in everything if name in set(names)]
+    assert not set(ids(taken[0].list_videos())) & set(ids(taken[1].list_videos()))
+    counts = [len(take(places, tmp_path / "all", None, shard=f"{number}/2")[0]) for number in range(2)]
+    assert sum(counts) == 601 and min(counts) > 200
+
+
 def test_what_a_cut_archive_leaves_out_is_counted_once_and_names_no_removed_video(tmp_path):
     videos = {f"{number:04}.mp4": b"x" for number in range(600)}
     files = {"gone.jpg": b"", "kept.jpg": b"", "gone.mp4": b"x", **videos, "behind.jpg": b""}
