@@ -120,6 +120,16 @@ def test_a_close_by_another_thread_ends_it_within_an_archive_whose_index_is_drop
         thread.join(60)
         assert not thread.is_alive() and [ids(item.videos)[0] for item in items] == ["0.tar/0.mp4"]
         assert "1.tar" in left(list_for_run(tars, folder))
+        assert not is_limited or videos.indexes.n_made == 2
+
+
+def test_after_a_close_nothing_comes_that_was_read_before(tars, tmp_path):
+    videos = list_for_run(tars, tmp_path)
+    archives = iter(videos)
+    assert ids(next(archives).videos)[0] == "0.tar/0.mp4"
+    wait_until(lambda: len(left(list_for_run(tars, tmp_path))) == 0, "the indexes of all tars")
+    videos.close()
+    assert [*archives] == []
 
 
 def test_an_archive_that_is_a_mistake_ends_the_reading_of_the_others(tars, tmp_path, monkeypatch):
@@ -235,6 +245,10 @@ def test_what_is_known_to_be_a_mistake_is_refused_at_once(tmp_path):
     write_tar(tmp_path / "q" / "0.tar", {"b.mp4": b"b", "a.mp4": b"a"})
     with pytest.raises(ManifestError, match=r"q/0\.tar: all of its 2 videos have ids of earlier ones, e\.g\. 0\.tar/b"):
         list_for_run([p, q], tmp_path)
+    known = list_for_run([p, q], tmp_path, is_limited=True).known  # the second may not be needed
+    assert [row["video_id"] for row in known.to_pylist() if row["fault"]] == [
+        f"0.tar/{name}@{q}#{name}" for name in ("b.mp4", "a.mp4")
+    ]
     for place in (p, q):
         (tmp_path / place).write_bytes(b"no tar")  # a row of its own each, and no mistake of who named them
     known = list_for_run([p, q], tmp_path).known
