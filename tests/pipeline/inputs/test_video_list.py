@@ -34,9 +34,9 @@ def write_tars(folder):
     return folder
 
 
-def list_for_run(place, tmp_path, column=None, *, is_limited=False):
+def list_for_run(place, tmp_path, column=None, *, is_limited=False, say=lambda line: None):
     """The list of ``place`` as a run reads it, which keeps indexes in ``tmp_path``."""
-    indexes = Indexes(ArchiveOptions(column), LocalStore(tmp_path / "cache"), keeps=True)
+    indexes = Indexes(ArchiveOptions(column), LocalStore(tmp_path / "cache"), keeps=True, say=say)
     names = place if isinstance(place, list) else [str(place)]
     return VideoList.read(names, (), NOWHERE, indexes, first="needed", is_limited=is_limited)
 
@@ -68,7 +68,8 @@ def noting(monkeypatch):
 
 
 def test_tars_wait_and_come_one_after_the_other_and_their_indexes_are_kept(tars, tmp_path):
-    videos = list_for_run(tars, tmp_path)
+    lines = []
+    videos = list_for_run(tars, tmp_path, say=lines.append)
     assert len(videos.known) == 0 and left(videos) == ["0.tar", "1.tar", "2.tar"]
     assert [find_size(place) for place in videos.unindexed] == [path.stat().st_size for path in sorted(tars.iterdir())]
     items = [*videos]
@@ -76,18 +77,19 @@ def test_tars_wait_and_come_one_after_the_other_and_their_indexes_are_kept(tars,
         [f"{tar}.tar/{number}.mp4" for number in range(3 - tar)] for tar in range(3)
     ]
     assert all(item.is_whole for item in items)
-    again = list_for_run(tars, tmp_path)
+    again = list_for_run(tars, tmp_path, say=lines.append)
     assert ids(again.known) == [video for item in items for video in ids(item.videos)] and left(again) == []
-    assert again.indexes.n_made == 0
+    assert again.indexes.n_made == 0 and lines == ["indexed 3 of 3 archives: 6 videos so far"]
 
 
 def test_an_archive_that_has_changed_is_indexed_before_the_start_and_a_new_one_waits(tars, tmp_path):
     [*list_for_run(tars, tmp_path)]
-    write_tar(tars / "3.tar", {"new.mp4": bytes(9)})
+    write_tar(tars / "00.tar", {"new.mp4": bytes(9)})
     write_tar(tars / "1.tar", {"changed.mp4": bytes(9)})
     videos = list_for_run(tars, tmp_path)
-    assert left(videos) == ["3.tar"] and "1.tar/changed.mp4" in ids(videos.known)
-    assert [ids(item.videos) for item in videos] == [["3.tar/new.mp4"]]
+    known = [*(f"0.tar/{number}.mp4" for number in range(3)), "1.tar/changed.mp4", "2.tar/0.mp4"]
+    assert left(videos) == ["00.tar"] and ids(videos.known) == known
+    assert [ids(item.videos) for item in videos] == [["00.tar/new.mp4"]]
 
 
 def test_a_close_by_another_thread_ends_it_within_an_archive_whose_index_is_dropped(tars, tmp_path, monkeypatch):

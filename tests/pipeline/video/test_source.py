@@ -16,6 +16,7 @@ from pipeline.storage import s3 as objects_module
 from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.frame_folders import source_state
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from pipeline.video.source import open_source
@@ -206,3 +207,11 @@ def test_a_store_that_stalls_or_hangs_up_in_mid_body_is_an_io_fault(monkeypatch,
         assert reason in source.fault.message and len(set(starts) if mode == "stalling" else starts) == requests
         assert "s3://bucket/a.mp4" in source.fault.message
         assert url.partition("//")[2] not in source.fault.message and SECRET not in source.fault.message
+
+
+def test_a_file_on_disk_has_its_mark_of_now_and_a_missing_one_that_of_its_listing(tmp_path):
+    path = tmp_path / "a.mp4"
+    for expected in (7, None):
+        with open_source(Location(str(path), mark=7), Objects(), LIMIT) as source:
+            assert source.location.mark == (expected or source_state(str(path)).mark)
+        path.write_bytes(b"x")
