@@ -33,7 +33,7 @@ from pipeline.video.decoders import decoder_version
 from pipeline.video.frame_folders import source_bytes
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from pipeline.video.source import Source, open_source
+from pipeline.video.source import Source, prepare_source
 
 if TYPE_CHECKING:
     from gstep.backbones import Preprocessor
@@ -142,7 +142,7 @@ class VideoDecoder:
             fault_class, _, message = row["fault"].partition(": ")
             return Source(location, VideoFault(cast(FaultClass, fault_class), message))
         fetch = None if location.member is None else partial(archives.fetch, location)
-        return open_source(location, self._setup.objects, self._setup.fetch_mb * 2**20, fetch)
+        return prepare_source(location, self._setup.objects, self._setup.fetch_mb * 2**20, fetch)
 
     def open_archives(self, rows: Iterable[TodoRow]) -> OpenArchives:
         """Return the reader of the archives that contain these rows' videos."""

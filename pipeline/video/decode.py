@@ -73,7 +73,9 @@ class DecodeRequest:
     """A request to decode chosen frames of one video.
 
     Attributes:
-        path: a local file, or a folder of JPEG frames (``pipeline.video.frame_folders``).
+        path: what ``decode_video`` opens: a local file, a folder of JPEG frames (``pipeline.video.frame_folders``), or
+            an open file as ``/proc/self/fd/N``. Until then it may be any name of the video, as the uri of a row: the
+            source (``pipeline.video.source``) and the child process of the sandbox replace it.
         sampling: which frames.
         preprocessor: what size they get.
         start_s: start of the clip in seconds; None for the start of the video.
