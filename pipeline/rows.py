@@ -35,13 +35,22 @@ R = TypeVar("R", bound=Mapping[str, Any])
 
 
 class ManifestRow(TypedDict):
-    """A video that a user named, as ``pipeline.inputs`` found it: the row of the manifest.
+    """A video that a user named: a row of the table that ``pipeline.inputs`` makes (``named_videos.MANIFEST_SCHEMA``).
 
-    ``uri`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what
-    a listing on S3 or the manifest's size_bytes said; ``manifest`` is JSON of the columns that are only carried
-    along. A video in an archive has the uri ARCHIVE#NAME, and ``source_offset`` is where the archive's form finds
-    it. ``fault`` ("class: message") says what is known to be wrong with it. ``mark`` is the ``mark_key`` by which a
-    listing or an index tells another content; each of an archive's videos has its own, or the archive's.
+    Attributes:
+        video_id: the id, unique in the list.
+        uri: a path or an address of the video's file; ARCHIVE#NAME for a video in an archive or a table.
+        start_s: start of the clip in seconds; None for the beginning.
+        end_s: end of the clip in seconds; None for the end.
+        manifest: JSON of the columns, or of the members of an archive, that are only carried along.
+        policy: the reason why the file must not be read; then nothing opens it.
+        size: bytes of the video, by the listing of a store, the manifest's size_bytes, or the index of a tar or zip.
+            None if none of these tells it: for files on disk, and for rows of a table.
+        source_offset: the position of a video in its archive: of a tar, the first byte of the member's data; of a zip,
+            the first byte of the member's header; of a table, the number of the row. None for a file of its own.
+        fault: "class: message" of what is known to be wrong with the video.
+        mark: the ``mark_key`` of a text that changes with the content: of an object, the listing's ETag or hash; of a
+            member, the zip's CRC-32 of it, or the mark of the whole tar. None if no listing or index tells it.
     """
 
     video_id: str
@@ -102,7 +111,8 @@ class VideoRecord(TypedDict, total=False):
 
     A reader sees every column, None where it is null: of a failed video everything that encoding and writing add,
     whatever its type says here, and of an ok one what the source or the method does not have. ``manifest``, ``runtime``
-    and ``model_extra`` are JSON, text in the table and decoded in what TokenCache gives.
+    and ``model_extra`` are JSON, text in the table and decoded in what TokenCache gives. The meaning of
+    ``source_offset`` that files have is right for tars only: ``ManifestRow`` has it for zips and tables too.
     """
 
     # Columns for the rule of the live row, resume and the summary: adjacent, so that one read gets them all.
