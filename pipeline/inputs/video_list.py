@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 
 from pipeline.errors import ManifestError
 from pipeline.inputs.archive import fault
-from pipeline.inputs.forms import OF_COLUMNS
-from pipeline.inputs.indexes import Indexes, Missing, NamedArchive, View
-from pipeline.inputs.listings import find_suffix
-from pipeline.inputs.manifest import Listed, list_names, require_unique_files, sort_roots
+from pipeline.inputs.indexes import Indexes, Missing, NamedFile, View
+from pipeline.inputs.manifest import NameContents, list_names, require_unique_files, sort_roots
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.keys import column_keys, find, find_repeated
 from pipeline.storage.location import Location
@@ -55,7 +53,7 @@ class VideoList:
     indexes: Indexes = field(default_factory=Indexes)
     objects: Objects = field(default_factory=Objects)
     is_limited: bool = False
-    unindexed: list[NamedArchive] = field(default_factory=list)
+    unindexed: list[NamedFile] = field(default_factory=list)
     _ids: Ids | None = None  # of all videos so far, where archives may share an id
 
     @classmethod
@@ -96,22 +94,22 @@ class VideoList:
         ids = None if _are_ids_apart(listings, places) else Ids()
         if first == "needed" and ids is not None and not is_limited:
             first = "all"
-        listed = cls(MANIFEST_SCHEMA.empty_table(), indexes, objects, is_limited, _ids=ids)
-        tables = iter(listed._read_first(places, first))
+        video_list = cls(MANIFEST_SCHEMA.empty_table(), indexes, objects, is_limited, _ids=ids)
+        tables = iter(video_list._read_first(places, first))
         parts = [
             part
             for listing in listings
             for part in (islice(tables, len(listing.archives)) if listing.videos is None else [listing.videos])
         ]
-        listed.known = pa.concat_tables(parts)
-        if not len(listed.known) and not listed.unindexed:
+        video_list.known = pa.concat_tables(parts)
+        if not len(video_list.known) and not video_list.unindexed:
             raise ManifestError(f"{names}: none of the {len(parts)} archives holds a video")
-        if len(listed.known) == len(parts) == 1 and (wrong := listed.known["fault"][0].as_py()) is not None:
-            raise ManifestError(f"{listed.known['uri'][0]}: {wrong}")
+        if len(video_list.known) == len(parts) == 1 and (wrong := video_list.known["fault"][0].as_py()) is not None:
+            raise ManifestError(f"{video_list.known['uri'][0]}: {wrong}")
         require_unique_files(listings, indexes.options)
         if ids is not None:
-            listed.known = listed._separate_ids(parts, ids)
-        return listed
+            video_list.known = video_list._separate_ids(parts, ids)
+        return video_list
 
     def __iter__(self) -> Generator[View, None, None]:
         """Index the archives that are left, and yield their videos.
@@ -139,7 +137,7 @@ class VideoList:
         """Count what an archive leaves out. Call it for a view that is not whole if no other view is read."""
         self.indexes.left_out.add_all(view.left_out.as_record())
 
-    def _read_first(self, places: Sequence[NamedArchive], first: First) -> list[pa.Table]:
+    def _read_first(self, places: Sequence[NamedFile], first: First) -> list[pa.Table]:
         """Return the videos of each archive; of one that is left for later, an empty table."""
         tables = list[pa.Table]()
         with closing(self._note_progress(self._read_in_parallel(places, first), len(places))) as views:
@@ -155,7 +153,7 @@ class VideoList:
         return tables
 
     def _read_in_parallel(
-        self, places: Sequence[NamedArchive], first: First = "all"
+        self, places: Sequence[NamedFile], first: First = "all"
     ) -> Generator[View | None, None, None]:
         """Yield the whole view of each archive in order; None for one that is left for later, and after ``close``."""
         with request_threads(_AT_ONCE) as pool:
@@ -170,11 +168,11 @@ class VideoList:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _read_whole(self, place: NamedArchive, first: First) -> View | None:
+    def _read_whole(self, place: NamedFile, first: First) -> View | None:
         """Return all videos of an archive, as ``_read_in_parallel`` yields them."""
         missing: Missing = "skip" if first == "kept" else "make"
-        if first == "needed" and (self.is_limited or self.indexes.is_kept(place)):
-            missing = "later"
+        if first == "needed" and (self.is_limited or (self.indexes.store is not None and not place.is_table)):
+            missing = "renew"
         views = list(self.indexes.read(place, self.objects, missing))
         return views[-1] if views else None
 
@@ -261,18 +259,18 @@ class Ids:
         )
 
 
-def _are_ids_apart(listings: Sequence[Listed], places: Sequence[NamedArchive]) -> bool:
+def _are_ids_apart(listings: Sequence[NameContents], places: Sequence[NamedFile]) -> bool:
     """Return True if videos are named only in several tars and zips, and no two of these can share an id.
 
     An id begins with its archive's name. A single archive is indexed before its first video anyway.
     """
     names = sorted(f"{place.name}/" for place in places)
     apart = all(listing.videos is None for listing in listings) and len(places) > 1
-    apart = apart and not any(find_suffix(place.uri) in OF_COLUMNS for place in places)  # rows may name any id
+    apart = apart and not any(place.is_table for place in places)  # rows may name any id
     return apart and not any(after.startswith(name) for name, after in pairwise(names))
 
 
-def find_size(place: NamedArchive) -> int:
+def find_size(place: NamedFile) -> int:
     """Return the bytes of an archive, 0 if unknown."""
     if place.info is not None:
         return place.info.size

@@ -382,7 +382,7 @@ class PruneRun(Driver[PruneConfig, Todo, Summary]):
     def _plan_workers(self, cluster: Mapping[str, float], n_videos: int) -> tuple[Resources, Resources]:
         """Plan the workers as ``plan_workers`` does, and make units of whole row groups."""
         uncapped, plan = plan_workers(self.options, self.stages, cluster, n_videos, self._total_file_bytes)
-        return uncapped, replace(plan, rows_per_group=self.videos.indexes.unit)
+        return uncapped, replace(plan, rows_per_group=self.videos.indexes.rows_per_group)
 
     def build(self, items: Todo, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
         """Build the graph of the plan, which must be a ``Resources``, without the excluded nodes."""

@@ -31,13 +31,13 @@ class Selection:
 
     Attributes:
         config: the options of the run.
-        listed: the list. Removed videos are deleted from the indexes of its archives.
+        video_list: the list. Removed videos are deleted from the indexes of its archives.
         ledger: the rows of the cache.
         redo: the ids of ``--redo``; None without it.
     """
 
     config: PruneConfig
-    listed: VideoList
+    video_list: VideoList
     ledger: Ledger
     redo: pa.Array | None = None
 
@@ -49,7 +49,7 @@ class Selection:
         """
         own_videos = keep_stored_ids(select_shard(videos, self.config.part()), self.ledger)
         self.forget_removed(videos)
-        return own_videos, select_remaining(own_videos, self.ledger, self.config, self.listed.objects, self.redo)
+        return own_videos, select_remaining(own_videos, self.ledger, self.config, self.video_list.objects, self.redo)
 
     def forget_removed(self, videos: pa.Table) -> None:
         """Delete removed videos again from the kept indexes of archives, and from the names of left-out files.
@@ -57,7 +57,7 @@ class Selection:
         An index that is made after jobs.remove lists all members of its archive, removed videos too. Does nothing if
         the run keeps no index.
         """
-        indexes = self.listed.indexes
+        indexes = self.video_list.indexes
         if indexes.store is None or not indexes.keeps or not np.any(self.ledger.columns["state"] == REMOVED):
             return
         videos = keep_stored_ids(videos, self.ledger)
@@ -109,7 +109,7 @@ class Todo(AbstractContextManager["Todo"]):
             selection: selects from the archives of its list, up to the limit of its options; None if all videos are
                 known.
         """
-        self._list = VideoList(known_videos) if selection is None else selection.listed
+        self._list = VideoList(known_videos) if selection is None else selection.video_list
         self._selection = selection
         limit = None if selection is None else selection.config.limit
         self._n_allowed = math.inf if limit is None else limit

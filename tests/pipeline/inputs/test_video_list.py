@@ -205,7 +205,7 @@ def test_with_a_limit_tables_wait_too_and_only_those_that_are_asked_for_are_open
     archives = iter(videos)
     assert [ids(next(archives).videos) for _ in range(2)] == [["0-0", "0-1", "0-2"], ["1-0", "1-1", "1-2"]]
     archives.close()
-    assert videos.indexes.n_made == 2 and videos.indexes.unit == 2
+    assert videos.indexes.n_made == 2 and videos.indexes.rows_per_group == 2
 
 
 def write_table(path, names):

@@ -248,7 +248,7 @@ def test_a_limit_opens_no_table_that_it_does_not_need(tmp_path):
     for limit, left in ((1, 3), (3, 3), (4, 2), (9, 1)):
         names, todo = take(tmp_path / "tables", tmp_path, limit, column="video")
         assert names == [f"{number}-{part}" for number in range(3) for part in range(3)][:limit]
-        assert (todo.n_left, todo._list.indexes.n_made) == (left, 4 - left) and todo._list.indexes.unit == 2
+        assert (todo.n_left, todo._list.indexes.n_made) == (left, 4 - left) and todo._list.indexes.rows_per_group == 2
     write_table(tmp_path / "tables/1.parquet", ["1-0", "0-2"])
     assert len(take(tmp_path / "tables", tmp_path, 4, column="video")[0]) == 4
     doubled = take(tmp_path / "tables", tmp_path, 5, column="video")[1].list_todo().to_pylist()[-1]
