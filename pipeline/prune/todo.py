@@ -1,4 +1,7 @@
-"""The videos that a run processes: those known at its start, and those that a thread finds in archives meanwhile."""
+"""The videos that a run processes: those known at its start, and those that a thread finds in archives meanwhile.
+
+Rows of MANIFEST_SCHEMA go in (``pipeline.inputs.video_list``), and rows of TODO_SCHEMA come out, in parts.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class Selection:
 
     Attributes:
         config: the options of the run.
-        video_list: the list. Removed videos are deleted from the indexes of its archives.
+        video_list: the list of the videos, and the indexes of its archives.
         ledger: the rows of the cache.
         redo: the ids of ``--redo``; None without it.
     """
@@ -42,10 +45,11 @@ class Selection:
     redo: pa.Array | None = None
 
     def select(self, videos: pa.Table) -> tuple[pa.Table, Remaining]:
-        """Return the videos of this run's shard among some videos (MANIFEST_SCHEMA), and those to process.
+        """Return the videos of this run's shard among some videos (MANIFEST_SCHEMA), and which of them to process.
 
-        Raises SourceChanged if a cached video has changed and ``--on-changed`` is ``refuse``; UsageError if the store
-        does not answer.
+        To process are new videos, failed videos that are retried, and videos that are done again. It also deletes
+        removed videos, of all shards, from the indexes in the cache. Raises SourceChanged for a changed video that
+        ``--on-changed`` refuses; UsageError if the store does not answer.
         """
         own_videos = keep_stored_ids(select_shard(videos, self.config.part()), self.ledger)
         self.forget_removed(videos)
@@ -71,7 +75,7 @@ class Selection:
 
 
 class Part(NamedTuple):
-    """The videos known at the start, or the videos of an archive.
+    """The videos known at the start, or the videos of an archive that was not indexed then.
 
     Attributes:
         videos: the run's videos, MANIFEST_SCHEMA.
@@ -85,23 +89,25 @@ class Part(NamedTuple):
 
 
 class Todo(AbstractContextManager["Todo"]):
-    """The videos that a run processes: a part known at the start, then a part for each archive.
+    """The videos that a run processes: a part known at the start, then a part for each archive not indexed by then.
 
-    The ``with`` block starts and ends a thread that goes through the archives of the list. ``--limit`` is applied here
-    and nowhere else: behind its last video no archive is opened, and of the last archive no more is read than needed.
+    The ``with`` block starts and ends a thread that goes through these archives. The rows of a run are cut at
+    ``--limit`` here only. Behind the last video no archive is indexed, and the last archive is read until a view with
+    that video: the first view has 256 videos, each later view twice as many. Which archives are indexed before the
+    start, with a limit or without, is the decision of ``pipeline.inputs.video_list.plan_indexing``.
 
     The length is the number of videos to process so far, but at least one before the end.
 
     Attributes:
         tally: the numbers of new, cached, failed and changed videos among those known at the start.
-        n_archives: the number of archives that had no index when the run began.
+        n_archives: the number of archives whose videos were not known at the start.
         n_parts: the final number of parts.
         n_waiting: new videos known so far that the limit leaves for another run.
         n_cut: the number of archives that were read in part.
     """
 
     def __init__(self, known_videos: pa.Table, remaining: Remaining, selection: Selection | None = None) -> None:
-        """Prepare the search; its thread starts with the ``with`` block.
+        """Prepare the thread, which the ``with`` block starts.
 
         Args:
             known_videos: the run's videos known at the start, MANIFEST_SCHEMA.
@@ -117,7 +123,7 @@ class Todo(AbstractContextManager["Todo"]):
         self.n_archives = len(self._list.unindexed)
         self.n_parts = 1 + self.n_archives
         todo = self._take(remaining.todo)
-        self._sizes = [find_size(place) for place in self._list.unindexed]
+        self._sizes = [find_size(archive) for archive in self._list.unindexed]
         self._parts = [Part(known_videos, todo, sum(self._sizes) if self._n_allowed > 0 else 0)]
         self._no_part = Part(known_videos.slice(len(known_videos)), todo.slice(len(todo)), 0)  # of an unopened archive
         self._new_part = threading.Condition()
@@ -211,7 +217,7 @@ class Todo(AbstractContextManager["Todo"]):
         """Go through the archives until the limit is reached; runs in the thread. An error is kept for ``check``."""
         try:
             if self._n_allowed > 0:
-                with closing(iter(self._list)) as archives:
+                with closing(self._list.read_unindexed()) as archives:
                     for view in archives:
                         if self._add(view):
                             break
