@@ -243,13 +243,18 @@ class VideoList:
     def _note_progress(
         self, views: Generator[View | None, None, None], n_archives: int
     ) -> Generator[View | None, None, None]:
-        """Yield the views; say now and then how many archives are indexed, and at the end if one was read for that."""
-        last_line_at, n_indexed, n_videos = time.monotonic(), 0, 0
+        """Yield the views; say now and then how many archives are indexed, and at the end if one was read for that.
+
+        An archive that waits, whose view is None, is not indexed.
+        """
+        last_line_at, n_archives_seen, n_indexed, n_videos = time.monotonic(), 0, 0, 0
         with closing(views):
             for view in views:
                 if view is None or view.is_whole:
-                    n_indexed, n_videos = n_indexed + 1, n_videos + (0 if view is None else len(view.videos))
-                    is_last = n_indexed == n_archives and self.indexes.n_made
+                    n_archives_seen += 1
+                    if view is not None:
+                        n_indexed, n_videos = n_indexed + 1, n_videos + len(view.videos)
+                    is_last = n_archives_seen == n_archives and self.indexes.n_made
                     if is_last or time.monotonic() - last_line_at > _NOTE_S:
                         last_line_at = time.monotonic()
                         self.indexes.say(f"indexed {n_indexed} of {n_archives} archives: {n_videos} videos so far")

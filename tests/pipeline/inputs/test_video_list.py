@@ -121,6 +121,19 @@ def test_the_archives_that_wait_are_those_of_the_table_on_the_page(tars, tmp_pat
     assert len(videos.known) == beside + sum(count[name] for name in count if name not in waiting)
 
 
+def test_the_line_on_progress_counts_no_archive_that_waits(tars, tmp_path):
+    (tars / "2.tar").rename(tmp_path / "2.tar")
+    [*list_for_run(tars, tmp_path).read_unindexed()]
+    (tmp_path / "2.tar").rename(tars / "2.tar")
+    write_tar(tars / "1.tar", {"changed.mp4": bytes(9)})
+    lines = []
+    indexes = Indexes(store=LocalStore(tmp_path / "cache"), keeps=True, say=lines.append)
+    videos = VideoList.read(str(tars), (), NOWHERE, indexes, first="needed")
+    assert left(videos) == ["2.tar"] and lines == ["indexed 2 of 3 archives: 4 videos so far"]
+    [*videos.read_unindexed()]
+    assert lines[1:] == ["indexed 1 of 1 archives: 1 videos so far"]
+
+
 def test_a_close_by_another_thread_ends_it_within_an_archive_whose_index_is_dropped(tars, tmp_path, monkeypatch):
     reading, closed = threading.Event(), threading.Event()
 
