@@ -64,7 +64,7 @@ from pipeline.prune.resources import Resources, list_shortfalls, plan_workers, t
 from pipeline.prune.resume import (
     check_redo,
     format_skipped,
-    keep_stored_ids,
+    restore_old_ids,
     select_existing,
     select_retries,
     select_shard,
@@ -213,7 +213,7 @@ class PruneRun(Driver[PruneConfig, Todo, Summary]):
         if lost_ids := self.ledger.lost(self._committed):
             self.say(f"warning: {format_lost(len(lost_ids), lost_ids)}")
         if self._redo is not None:
-            known = None if self.videos.unindexed else keep_stored_ids(self.videos.known, self.ledger)
+            known = None if self.videos.unindexed else restore_old_ids(self.videos.known, self.ledger)
             check_redo(self._redo, known, self.ledger, self.options)
         selection = Selection(self.options, self.videos, self.ledger, self._redo)
         todo = Todo(*selection.select(self.videos.known), selection)
@@ -229,7 +229,7 @@ class PruneRun(Driver[PruneConfig, Todo, Summary]):
         ledger = Ledger(self.store, made_with(self.store)).refresh()
         with_tokens = np.flatnonzero(ledger.columns["fault"] == 0)
         with_tokens = with_tokens[~ledger.removed(with_tokens)]
-        unnamed_rows = np.setdiff1d(with_tokens, ledger.find(keep_stored_ids(self.videos.known, ledger)["video_id"]))
+        unnamed_rows = np.setdiff1d(with_tokens, ledger.find(restore_old_ids(self.videos.known, ledger)["video_id"]))
         if len(unnamed_rows) and not self.videos.unindexed:
             example = ledger.read(int(unnamed_rows[0]))["video_id"]
             raise UsageError(

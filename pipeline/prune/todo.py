@@ -23,7 +23,7 @@ from pipeline.inputs.indexes import View, forget_members
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.inputs.video_list import VideoList, find_size
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.resume import ManifestCounts, Remaining, keep_stored_ids, select_remaining, select_shard
+from pipeline.prune.resume import ManifestCounts, Remaining, restore_old_ids, select_remaining, select_shard
 
 _LEAVE_S = 5.0  # seconds that a run waits at its end for the current archive
 
@@ -51,7 +51,7 @@ class Selection:
         removed videos, of all shards, from the indexes in the cache. Raises SourceChanged for a changed video that
         ``--on-changed`` refuses; UsageError if the store does not answer.
         """
-        own_videos = keep_stored_ids(select_shard(videos, self.config.part()), self.ledger)
+        own_videos = restore_old_ids(select_shard(videos, self.config.part()), self.ledger)
         self.forget_removed(videos)
         return own_videos, select_remaining(own_videos, self.ledger, self.config, self.video_list.objects, self.redo)
 
@@ -64,7 +64,7 @@ class Selection:
         indexes = self.video_list.indexes
         if indexes.store is None or not indexes.keeps or not np.any(self.ledger.columns["state"] == REMOVED):
             return
-        videos = keep_stored_ids(videos, self.ledger)
+        videos = restore_old_ids(videos, self.ledger)
         rows = self.ledger.find(videos["video_id"])
         is_removed = rows >= 0
         is_removed[is_removed] = self.ledger.removed(rows[is_removed])
