@@ -81,20 +81,24 @@ class KeptTokens:
         evidence: Mapping[str, Tensor],
         order: Tensor | slice = slice(None),
     ) -> Self:
-        """Convert tensors on any device to the arrays that are stored. Values that need no conversion are not copied.
+        """Convert tensors on any device to arrays in the memory of this process.
+
+        Values of a CPU that have the type and the order of the result are not copied: both share their memory.
 
         Args:
-            video: the kept tokens, as a method selected them or as a cache was read.
-            deepstack, evidence: further vectors of the kept tokens, in order of selection.
-            order: [B] the rows of ``video`` in order of selection; by default they have this order.
+            video: the kept tokens of a method or of a cached video.
+            deepstack: [B,D] of each level, in the order of the result.
+            evidence: [B,...] by label, in the order of the result; [T,...] for evidence of frames.
+            order: [B] the row of ``video`` for each row of the result; by default the order of ``video`` stays.
         """
-        import torch  # noqa: PLC0415 - as above
+        import torch  # noqa: PLC0415 - a driver commits records without torch
 
         def to_array(values: Tensor | None, dtype: torch.dtype) -> Any:
             return None if values is None else values[order].to(dtype).cpu().numpy()
 
         def to_bits(values: Tensor) -> Bits:
-            bits = values.reshape(len(values), -1).to(torch.bfloat16).contiguous().view(torch.int16)
+            width = math.prod(values.shape[1:])  # torch cannot infer the width of a tensor without rows
+            bits = values.reshape(len(values), width).to(torch.bfloat16).contiguous().view(torch.int16)
             return np.asarray(bits.cpu().numpy())
 
         return cls(
