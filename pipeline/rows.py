@@ -302,7 +302,7 @@ class AnswerRecord(QuestionRecord, total=False):
 
 
 def without_nulls(row: Mapping[str, Any], kind: type[R]) -> R:
-    """Convert a row that Arrow read to a record of type ``kind``: nulls become absent keys."""
+    """Return a row as a record of type ``kind``, without the keys whose value is None."""
     return cast(R, {name: value for name, value in row.items() if value is not None})
 
 
