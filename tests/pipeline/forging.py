@@ -95,6 +95,13 @@ def make_file(size: int) -> int:
         return os.dup(file.fileno())
 
 
+def flood(forger: Forger) -> None:
+    """Name the decoder without end, many times a write: each time the parent looks, another message is there."""
+    message = json.dumps({"text": forger.fields["backend"]}).encode()
+    while True:
+        forger.raw(1000 * (struct.pack("!i", len(message)) + message))
+
+
 class Attack(NamedTuple):
     """A message, and the reason for which the parent refuses it: no other check may hide that its own is missing."""
 
@@ -159,7 +166,7 @@ ATTACKS = {
     "NoDescriptorAtAll": Attack(LATE, lambda f: f.video(memory=None)),
     "HalfALength": Attack(LATE, lambda f: f.raw(b"\0\0")),
     "HalfAMessage": Attack(LATE, lambda f: f.raw(struct.pack("!i", 100) + b"{")),
-    "Flood": Attack(LATE, lambda f: [f.text(json.dumps({"text": f.fields["backend"]})) for _ in iter(int, 1)]),
+    "Flood": Attack(LATE, flood),
 }
 MESSAGES: dict[str, Callable[[Forger], object]] = {
     "Honest": Forger.video,  # what the attacks change, to see that it is taken

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from pipeline.errors import VideoFault
 from pipeline.rows import VIDEO_COLUMNS
+from pipeline.video import sandbox as sandbox_module
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
@@ -83,6 +85,22 @@ def test_a_child_that_was_taken_over_costs_its_video_and_runs_nothing_here(sandb
     assert re.match(beginning + ATTACKS[name].reason, fault.message)
     assert [path.name for path in tmp_path.iterdir()] == ["v.mp4"] and "antigravity" not in sys.modules
     assert numbers(sandbox.decode(request(clip)).frames) == np.linspace(0, 29, 8, dtype=int).tolist()
+
+
+def test_a_child_whose_next_message_is_always_there_is_ended_at_the_limit(sandbox, clip, monkeypatch):
+    """Even a flood of messages may pause for a moment after the limit, which would end the wait for the next one."""
+
+    def receive_name(pipe, deadline, max_frame_bytes):
+        assert time.monotonic() < deadline + 5, "the limit has passed"
+        return "tests.pipeline.videos:Hanging"
+
+    sandbox.decode(request(clip))  # the child is up
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox_module, "receive", receive_name)
+        sandbox._timeout_s, usual = 0.5, sandbox._timeout_s
+        assert convert_error(sandbox, request(clip, "Hanging")).fault_class == "timeout"
+    sandbox._timeout_s = usual
+    assert sandbox.decode(request(clip)).record["source_frames"] == 30
 
 
 def test_what_forgers_change_is_an_honest_answer(sandbox, clip):
