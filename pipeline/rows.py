@@ -116,8 +116,8 @@ class VideoRecord(TypedDict, total=False):
     A reader sees every column, and None for a null. In an ok row, only the columns about errors and those whose type
     allows None may be null. In a failed row, every column that decoding, encoding or writing adds may be null, whatever
     its type is here. ``manifest``, ``runtime`` and ``model_extra`` are JSON: text in the table, decoded in the rows
-    that TokenCache returns. The meaning of ``source_offset`` in files holds for
-    tars only; ``ManifestRow`` has it for zips and tables too.
+    that TokenCache returns. The meaning of ``source_offset`` in files holds for tars only; ``ManifestRow`` has it for
+    zips and tables too.
     """
 
     # Columns for the rule of the live row, resume and the summary: adjacent, so that one read gets them all.
