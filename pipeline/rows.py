@@ -35,13 +35,22 @@ R = TypeVar("R", bound=Mapping[str, Any])
 
 
 class ManifestRow(TypedDict):
-    """A video that a user named, as ``pipeline.inputs`` found it: the row of the manifest.
+    """A video that a user named: a row of the table that ``pipeline.inputs`` makes (``named_videos.MANIFEST_SCHEMA``).
 
-    ``uri`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what
-    a listing on S3 or the manifest's size_bytes said; ``manifest`` is JSON of the columns that are only carried
-    along. A video in an archive has the uri ARCHIVE#NAME, and ``source_offset`` is where the archive's form finds
-    it. ``fault`` ("class: message") says what is known to be wrong with it. ``mark`` is the ``mark_key`` by which a
-    listing or an index tells another content; each of an archive's videos has its own, or the archive's.
+    Attributes:
+        video_id: the id, unique in the list.
+        uri: a path or an address of the video's file; ARCHIVE#NAME for a video in an archive or a table.
+        start_s: start of the clip in seconds; None for the beginning.
+        end_s: end of the clip in seconds; None for the end.
+        manifest: JSON of the columns, or of the members of an archive, that are only carried along.
+        policy: the reason why the file must not be read; then nothing opens it.
+        size: bytes of the video, by the listing of a store, the manifest's size_bytes, or the index of a tar or zip.
+            None if none of these tells it: for files on disk, and for rows of a table.
+        source_offset: the position of a video in its archive: of a tar, the first byte of the member's data; of a zip,
+            the first byte of the member's header; of a table, the number of the row. None for a file of its own.
+        fault: "class: message" of what is known to be wrong with the video.
+        mark: the ``mark_key`` of a text that changes with the content: of an object, the listing's ETag or hash; of a
+            member, the zip's CRC-32 of it, or the mark of the whole tar. None if no listing or index tells it.
     """
 
     video_id: str
@@ -78,12 +87,14 @@ def todo_row(
 
 
 class Column(NamedTuple):
-    """A column of the videos table, in the annotation of a key of ``VideoRecord``.
+    """The description of a column of the videos table, in the annotation of a key of ``VideoRecord``.
 
     Attributes:
-        kind: the name of its Arrow type, or "list<NAME>".
-        meaning: what it holds; files of the table have it in their metadata.
-        decoded: whether the decode process finds and sends it.
+        kind: the name of its Arrow type, or "list<NAME>" for a list of that type.
+        meaning: what it holds; files of the table have this text in their metadata.
+        decoded: whether the decode process finds and sends its value.
+        may_be_unstated: whether the decode process may send null, because a video file need not state the value. The
+            decode process always sends the other ``decoded`` values.
         nullable: whether a row may lack it.
         since: the date since when files have it; "" for a column that every file has.
     """
@@ -91,6 +102,7 @@ class Column(NamedTuple):
     kind: str
     meaning: str
     decoded: bool = False
+    may_be_unstated: bool = False
     nullable: bool = True
     since: str = ""
 
@@ -98,11 +110,14 @@ class Column(NamedTuple):
 class VideoRecord(TypedDict, total=False):
     """A row of the videos table, complete or on its way there: each stage adds its keys.
 
-    This is the one list of the table's columns, in their order: ``pipeline.cache.schema.VIDEO_SCHEMA`` is made from it.
+    This is the one list of the table's columns. Their order is the order of the columns in files:
+    ``pipeline.cache.schema.VIDEO_SCHEMA`` is made from it.
 
-    A reader sees every column, None where it is null: of a failed video everything that encoding and writing add,
-    whatever its type says here, and of an ok one what the source or the method does not have. ``manifest``, ``runtime``
-    and ``model_extra`` are JSON, text in the table and decoded in what TokenCache gives.
+    A reader sees every column, and None for a null. In an ok row, only the columns about errors and those whose type
+    allows None may be null. In a failed row, every column that decoding, encoding or writing adds may be null, whatever
+    its type is here. ``manifest``, ``runtime`` and ``model_extra`` are JSON: text in the table, decoded in the rows
+    that TokenCache returns. The meaning of ``source_offset`` in files holds for tars only; ``ManifestRow`` has it for
+    zips and tables too.
     """
 
     # Columns for the rule of the live row, resume and the summary: adjacent, so that one read gets them all.
@@ -139,12 +154,19 @@ class VideoRecord(TypedDict, total=False):
             "string",
             "FFmpeg's name of the source's transfer function; null: not stated",
             decoded=True,
+            may_be_unstated=True,
             since="2026-11-26",
         ),
     ]
     sample_aspect_ratio: Annotated[
         str | None,
-        Column("string", "W:H of the source's pixels as shown; null: not stated", decoded=True, since="2026-11-26"),
+        Column(
+            "string",
+            "W:H of the source's pixels as shown; null: not stated",
+            decoded=True,
+            may_be_unstated=True,
+            since="2026-11-26",
+        ),
     ]
     uneven_positions: Annotated[
         int | None,
@@ -290,7 +312,7 @@ class AnswerRecord(QuestionRecord, total=False):
 
 
 def without_nulls(row: Mapping[str, Any], kind: type[R]) -> R:
-    """Convert a row that Arrow read to a record of type ``kind``: nulls become absent keys."""
+    """Return a row as a record of type ``kind``, without the keys whose value is None."""
     return cast(R, {name: value for name, value in row.items() if value is not None})
 
 

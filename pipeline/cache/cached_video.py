@@ -68,7 +68,8 @@ class CachedVideo:
     def visual(self) -> Visual:
         """The tokens as prompts take them (``gstep.language``), in the order in which they were read.
 
-        Cached, because a language model computes videos that prompts share once only if they are the same object.
+        The result is kept: a language model computes a video that several prompts share only once if all of them have
+        the same object.
         """
         from gstep.types import Visual  # noqa: PLC0415 - who only reads tokens does without
 

@@ -53,7 +53,7 @@ Bits = NDArray[np.int16]  # bits of bfloat16, which numpy lacks
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The tokens of a video as they are stored, in order of selection.
+    """The kept tokens of a video in the types of a token shard; to be stored, they are in order of selection.
 
     Attributes:
         tokens: [B,D] bits of bfloat16.
@@ -81,20 +81,24 @@ class KeptTokens:
         evidence: Mapping[str, Tensor],
         order: Tensor | slice = slice(None),
     ) -> Self:
-        """Convert tensors on any device to the arrays that are stored. Values that need no conversion are not copied.
+        """Convert tensors on any device to arrays in the memory of this process.
+
+        Values of a CPU that have the type and the order of the result are not copied: both share their memory.
 
         Args:
-            video: the kept tokens, as a method selected them or as a cache was read.
-            deepstack, evidence: further vectors of the kept tokens, in order of selection.
-            order: [B] the rows of ``video`` in order of selection; by default they have this order.
+            video: the kept tokens of a method or of a cached video.
+            deepstack: [B,D] of each level, in the order of the result.
+            evidence: [B,...] by label, in the order of the result; [T,...] for evidence of frames.
+            order: [B] the row of ``video`` for each row of the result; by default the order of ``video`` stays.
         """
-        import torch  # noqa: PLC0415 - as above
+        import torch  # noqa: PLC0415 - a driver commits records without torch
 
         def to_array(values: Tensor | None, dtype: torch.dtype) -> Any:
             return None if values is None else values[order].to(dtype).cpu().numpy()
 
         def to_bits(values: Tensor) -> Bits:
-            bits = values.reshape(len(values), -1).to(torch.bfloat16).contiguous().view(torch.int16)
+            width = math.prod(values.shape[1:])  # torch cannot infer the width of a tensor without rows
+            bits = values.reshape(len(values), width).to(torch.bfloat16).contiguous().view(torch.int16)
             return np.asarray(bits.cpu().numpy())
 
         return cls(
@@ -149,18 +153,24 @@ def write_token_shard(
 
 
 def commit_records(store: Store, run_id: str, number: int, records: Sequence[VideoRecord], *, made_with: str) -> None:
-    """Make the records visible, as ``commit_rows`` does."""
+    """Make records visible in the videos table: convert them to rows, and call ``commit_rows``.
+
+    Raises OSError if their token shards are missing, and RunFailed if they were removed meanwhile.
+    """
     commit_rows(store, run_id, number, pa.Table.from_pylist(list(records), schema=VIDEO_SCHEMA), made_with=made_with)
 
 
 def commit_rows(store: Store, run_id: str, number: int, rows: pa.Table, *, made_with: str) -> None:
-    """Make rows (the columns of VIDEO_SCHEMA) visible: one small file of the videos table, put whole.
+    """Make rows visible in the videos table: write them as one small file, which appears when it is complete.
 
-    Every row gets ``run_id``. ``number`` counts the run's commits. ``made_with`` is the fingerprint of the cache's
-    identity; it goes into the file's metadata, under MADE_WITH.
+    Args:
+        run_id: the run; it replaces the ``run_id`` of every row.
+        number: the number of this commit in the run.
+        rows: they have the columns of VIDEO_SCHEMA, which may all be nullable; KEY_COLUMNS are computed here.
+        made_with: the fingerprint of the cache's identity, for the file's metadata.
 
-    Raises OSError if their token shards are missing: a node without the shared folder wrote them to its own disk.
-    Raises RunFailed if they were removed while this process was stopped; the file is deleted again.
+    Raises OSError if a token shard of an ok row is missing: a node without the shared folder wrote it to its own disk.
+    Raises RunFailed if a token shard was removed while this process was stopped; the new file is then deleted.
     """
     needs = sorted(set(select_ok(rows)["token_shard"].to_pylist()))
     if missing_shards := _find_missing(store, needs):

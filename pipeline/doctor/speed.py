@@ -36,7 +36,7 @@ def first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[T
     """
     indexes = Indexes(config.archive_options())
     videos = VideoList.read(config.videos, config.video_root, objects, indexes, first="needed", is_limited=True)
-    tables, n_missing, archives = [videos.known], n_videos - len(videos.known), iter(videos)
+    tables, n_missing, archives = [videos.known], n_videos - len(videos.known), videos.read_unindexed()
     while n_missing > 0 and (view := next(archives, None)) is not None:
         if view.is_whole or len(view.videos) >= n_missing:
             tables.append(view.videos)

@@ -84,10 +84,11 @@ def count_bytes(visual: Visual) -> int:
 
 
 class VideoMemory:
-    """Cached videos, and their tokens as prompts take them. Recent videos stay in memory, with selections of prunings.
+    """A reader of cached videos that prunes their tokens for prompts, and keeps recently used results in memory.
 
-    All questions on a video share one Visual. A method that ignores the question selects once for each video. A nested
-    method selects at its largest ratio: the selections of smaller ratios are a prefix of it.
+    While a video is in memory, questions under the same pruning share one Visual of it, unless the method depends on
+    the question. A method that ignores the question selects once for each video. If the method is nested, it selects at
+    the largest ratio of its prunings: the selections of smaller ratios are prefixes of that selection.
 
     Attributes:
         read_s: the seconds that reading videos from the cache has taken so far.
@@ -131,7 +132,11 @@ class VideoMemory:
         self._visuals: LruCache[Hashable, Visual] = LruCache(_MAX_SELECTED_BYTES, count_bytes)
 
     def read(self, video_id: str) -> CachedVideo:
-        """Return a video with its stored tokens, from memory or from the cache. Raises as TokenCache.get."""
+        """Return a video with its stored tokens, from memory or from the cache.
+
+        Raises UnknownVideo, FailedVideo, RemovedVideo, RatioNotCached, EvidenceNotCached, CorruptShard, and OSError if
+        the store fails.
+        """
         if (video := self._videos.get(video_id)) is not None:
             return video
         start = time.perf_counter()
@@ -143,8 +148,8 @@ class VideoMemory:
     def prune(self, video: CachedVideo, late: LatePruning | None = None, words: Tensor | None = None) -> Visual:
         """Return a video's tokens pruned by ``late``; all of them if ``late`` is None or prunes inside the model.
 
-        ``words`` is the question's embedding, for a method that needs it. Raises as ``prune_tokens`` if the method
-        cannot prune the tokens.
+        ``words`` is the question's embedding [Q,De], for a method that needs it. Raises the method's error if it cannot
+        prune the tokens; for an error of a user's own method, OwnCodeError, or MethodFails if it fails for every video.
         """
         visual = video.visual
         if late is None or late.inside is not None:

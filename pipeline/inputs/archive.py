@@ -1,7 +1,7 @@
 """The base of an input form: a file with many videos (an archive or a table), its index, and its videos' bytes.
 
-A form is one file in this folder and a line in ``pipeline.inputs.forms``. The index is made once, by the driver; the
-bytes of a video are read by the worker that decodes it. Nothing is ever unpacked to disk.
+A form is a class in this folder and a line in ``pipeline.inputs.forms``. The driver makes the index. The worker that
+decodes a video reads its bytes alone: no archive is unpacked.
 """
 
 from __future__ import annotations
@@ -82,11 +82,12 @@ class Archive(ABC):
     """An open archive or table: the base of every input form, made from a RandomFile.
 
     Attributes:
-        unit: the maximum number of videos that share a read: the rows of a row group.
+        rows_per_group: the maximum number of videos that are read together: the rows of a row group or record batch of
+            a table, known once ``members`` has begun; 1 for tars and zips.
         note: a note for the user about the members, after reading.
     """
 
-    unit = 1
+    rows_per_group = 1
     note: str | None = None
 
     @abstractmethod

@@ -55,24 +55,24 @@ class Table(Archive):
 
     def __init__(self, file: RandomFile) -> None:
         """Hash the end of the file, for the names of the videos; the table itself is opened when it is read."""
-        self._file, self.unit = file, 1
+        self._file, self.rows_per_group = file, 1
         tail = file.read(max(0, file.size - _TAIL), file.size)
         self._hash = hashlib.blake2b(tail + str(file.size).encode(), digest_size=6).hexdigest()
         self._pieces: _RowGroups | RecordBatches | None = None
-        self._place: tuple[str, int, int] = "", -1, 0  # column, piece and next row of what is being read
+        self._position: tuple[str, int, int] = "", -1, 0  # column, piece and next row of what is being read
         self._rows: Iterator[pa.Scalar] = iter(())
 
     def members(self, options: ArchiveOptions) -> Iterator[Member]:
         """Yield a member for each row in order, also for a row without bytes.
 
         Raises ManifestError without a column of bytes, OSError. A damaged part ends the list with a fault. Sets
-        ``unit``.
+        ``rows_per_group``.
         """
         number = 0
         try:
             batches = self._open_pieces()
             names = self._names(batches.schema, options)
-            self.unit = max([1, *batches.lengths])
+            self.rows_per_group = max([1, *batches.lengths])
             for piece in range(len(batches.lengths)):
                 for row, path in self._read_rows(piece, names, str(options.column)):
                     name = f"{self._hash}/{options.column}/{number}"
@@ -126,13 +126,13 @@ class Table(Archive):
         batches = self._open_pieces()
         starts = [*accumulate(batches.lengths, initial=0)]
         piece = bisect_right(starts, row) - 1
-        if self._place[:2] != (column, piece) or row < self._place[2]:
+        if self._position[:2] != (column, piece) or row < self._position[2]:
             at_once = 1 if isinstance(batches, _RowGroups) else _ROWS  # a record batch is in memory as a whole
             self._rows = (value for part in batches.read(piece, [column], at_once) for value in part.column(0))
-            self._place = column, piece, starts[piece]
-        for _ in range(row - self._place[2]):
+            self._position = column, piece, starts[piece]
+        for _ in range(row - self._position[2]):
             next(self._rows)
-        self._place = column, piece, row + 1
+        self._position = column, piece, row + 1
         return next(self._rows)
 
     def _open_pieces(self) -> _RowGroups | RecordBatches:

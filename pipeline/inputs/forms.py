@@ -26,8 +26,8 @@ FORMS: dict[str, Callable[[RandomFile], Archive]] = {
     ".arrow": Table,
     ".feather": Table,
 }
-#: The forms that need --column to name the column of videos.
-OF_COLUMNS = frozenset({".parquet", ".arrow", ".feather"})
+#: The forms that are tables: they need --column to name the column of videos.
+TABLE_FORMS = frozenset({".parquet", ".arrow", ".feather"})
 
 
 def fetch_again(
@@ -94,10 +94,12 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
         return n_done
 
     def find_again(self, location: Location) -> Location:
-        """Return the current location of a member: the same if its archive still has the ``mark``, or none is known.
+        """Return the current location of a member, found by its name; ``location`` itself if no member has the name.
 
-        In a repacked archive the member is found by its name. ``location`` is returned if there is none. Raises
-        VideoFault for an unknown suffix, or OSError.
+        A tar with the ``mark`` of ``location`` is not listed again. A zip always is, since the mark of its members is a
+        CRC-32. Without a mark, as of a table's rows, ``location`` is returned.
+
+        Raises VideoFault for an unknown suffix, or OSError.
         """
         archive = self._open_archive(location.file)
         assert self._open is not None

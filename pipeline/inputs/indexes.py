@@ -1,4 +1,4 @@
-"""The indexes of archives and tables: the videos of each, found once and kept in the cache."""
+"""The indexes of archives and tables: the videos of each. The cache keeps those of whole tars and zips."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pipeline.inputs.archive import (
     fault,
     open_archive,
 )
-from pipeline.inputs.forms import FORMS, OF_COLUMNS
+from pipeline.inputs.forms import FORMS, TABLE_FORMS
 from pipeline.inputs.left_out import LeftOut
 from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
@@ -43,23 +43,28 @@ _VERSION: Final = 2  # of kept indexes; other versions are made again
 _SUFFIX: Final = ".json.zlib"
 _MAX_KEPT_NAMES = 100  # of what is left out, of a kind, in a kept index
 _BEYOND: Final = 2**53  # bytes that no file has; sums of smaller numbers fit 64 bits
-Missing = Literal["make", "later", "skip"]
+Missing = Literal["make", "renew", "skip"]
 
 
-class NamedArchive(NamedTuple):
-    """An archive or table in the user's VIDEOS.
+class NamedFile(NamedTuple):
+    """A file that a name in VIDEOS stands for: a video, an archive or a table.
 
     Attributes:
         uri: a path or an address.
-        name: the prefix of its videos' ids.
+        name: the id of a video; the prefix of the ids of an archive's videos.
         policy: the reason why it must not be read, if any.
-        info: the listing's entry.
+        info: the entry of an object in the listing of its store; None for a file on disk.
     """
 
     uri: str
     name: str
     policy: str | None = None
     info: ObjectInfo | None = None
+
+    @property
+    def is_table(self) -> bool:
+        """True for a table of videos: it needs ``--column``, and its index is not kept, since tables are read fast."""
+        return find_suffix(self.uri) in TABLE_FORMS
 
 
 class _Index(NamedTuple):
@@ -71,18 +76,26 @@ class _Index(NamedTuple):
 
 
 class View(NamedTuple):
-    """The videos of an archive that are known, MANIFEST_SCHEMA.
+    """What is known of an archive once it was read, or while it is read.
 
-    ``is_whole`` is True if these are all. If not, the next view of the archive has them too, and more.
+    Attributes:
+        videos: the videos, MANIFEST_SCHEMA.
+        left_out: files and members that are no videos, or are not read.
+        is_whole: whether these are all videos. If not, the next view of the archive has them too, and more; or, if the
+            archive cannot be read to its end, a single row with the reason.
     """
 
     videos: pa.Table
+    left_out: LeftOut
     is_whole: bool = True
 
 
 @dataclass
 class Indexes:
-    """The indexes of archives: each is made once, and kept in the cache for the next run. Several threads may read.
+    """The maker and reader of the indexes of archives. Several threads may read.
+
+    The cache keeps the index of a whole tar or zip for the next run. A table, or an archive that was read in part, is
+    read again in the next run.
 
     Attributes:
         options: the options about archives and tables.
@@ -90,9 +103,10 @@ class Indexes:
         keeps: whether new indexes are written there.
         roots: the places besides a table's own that the paths in its rows may name.
         say: gets notes about the forms of archives.
-        left_out: files and members that are no videos, or are not read.
+        left_out: files and members that are no videos, or are not read. Whoever takes a view of ``read`` adds the
+            view's.
         fetched: bytes that were read from stores.
-        unit: the maximum number of videos that share a read.
+        rows_per_group: the maximum ``Archive.rows_per_group`` of the archives that were read for an index.
         n_made: the number of archives that were read for an index.
         stopped: ends every ``read`` at its next member, without an index, once any thread sets it.
     """
@@ -104,136 +118,130 @@ class Indexes:
     say: Callable[[str], object] = lambda line: None
     left_out: LeftOut = field(default_factory=LeftOut)
     fetched: int = 0
-    unit: int = 1
+    rows_per_group: int = 1
     n_made: int = 0
     stopped: threading.Event = field(default_factory=threading.Event)
     _notes: set[str] = field(default_factory=set)  # forms whose note was printed
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
-    def is_kept(self, place: NamedArchive) -> bool:
-        """Return True if indexes of this form are kept: not for tables, which are read fast."""
-        return self.store is not None and find_suffix(place.uri) not in OF_COLUMNS
-
     def read(
-        self, place: NamedArchive, objects: Objects, missing: Missing = "make", *, in_views: bool = False
+        self, named_file: NamedFile, objects: Objects, missing: Missing = "make", *, in_views: bool = False
     ) -> Iterator[View]:
         """Yield the videos of an archive. If it must not or cannot be read, they are a single row with the reason.
 
         Args:
-            missing: what to do without a kept index that fits the archive. "make" makes one. "later" yields nothing if
-                no index is kept, and makes one if the archive has changed. "skip" yields nothing.
+            missing: what to do without a kept index that fits the archive. "make" makes one. "renew" makes one if the
+                kept index does not fit, and yields nothing if none is kept. "skip" yields nothing.
             in_views: whether the videos read so far are yielded while a new index is made. Each view has all videos of
                 the view before it. Closing the generator at a view leaves the rest of the archive unread.
 
         Raises ManifestError for an impossible request, RunFailed if an index cannot be kept.
         """
-        if "#" in place.uri:
-            raise ManifestError(f"{place.uri}: rename it: uris put a # between an archive's name and its members'")
-        if place.policy is not None:
-            yield View(_table(place, [Member("", 0)], self.options))
+        if "#" in named_file.uri:
+            raise ManifestError(f"{named_file.uri}: rename it: uris put a # between an archive's name and its members'")
+        if named_file.policy is not None:
+            yield self._make_view(named_file, _Index([Member("", 0)], LeftOut()))
             return
-        kept_index = self._kept_index(place)
-        if kept_index is None and missing == "later":
+        kept_index = self._kept_index(named_file)
+        if kept_index is None and missing == "renew":
             return
         try:
-            with closing(open_archive(place.uri, objects, place.info)) as file:
+            with closing(open_archive(named_file.uri, objects, named_file.info)) as file:
                 try:
-                    if kept_index is not None and kept_index.mark and kept_index.mark == self._mark(place, file):
-                        yield self._finish(place, kept_index)
+                    if kept_index is not None and kept_index.mark and kept_index.mark == self._mark(named_file, file):
+                        yield self._make_view(named_file, kept_index)
                     elif missing != "skip":
-                        yield from self._make(place, file, in_views)
+                        yield from self._make(named_file, file, in_views)
                 finally:
                     with self._counting:
                         self.fetched += file.fetched
         except OSError as error:
             wrong = fault("io", printable(f"the archive cannot be read: {error.strerror or error}"))
             # This row stands for all of its videos.
-            yield self._finish(place, _Index([Member("", 0, fault=wrong)], LeftOut()))
+            yield self._make_view(named_file, _Index([Member("", 0, fault=wrong)], LeftOut()))
 
-    def _make(self, place: NamedArchive, file: RandomFile, in_views: bool) -> Iterator[View]:
+    def _make(self, named_file: NamedFile, file: RandomFile, in_views: bool) -> Iterator[View]:
         """Make the index of an open archive, and yield its videos; nothing once ``stopped`` is set.
 
-        Only a whole index is kept. Raises what ``read`` does, and OSError.
+        Only a whole index is kept. Raises ManifestError for an impossible request, RunFailed if the index cannot be
+        kept, and OSError if the archive cannot be read.
         """
         with self._counting:
             self.n_made += 1
-        archive, members, next_view = FORMS[find_suffix(place.uri)](file), list[Member](), _FIRST_VIEW
+        archive, members, next_view = FORMS[find_suffix(named_file.uri)](file), list[Member](), _FIRST_VIEW
         for member in archive.members(self.options):
             if self.stopped.is_set():
                 return
             # The archive was read up to this video, so the members between it and the last video are known.
             if in_views and len(members) == next_view:
                 next_view *= 2
-                index = self._make_index(place, file, archive, members)
-                if self._clips_known(place, index):
-                    try:
-                        yield View(self._make_table(place, index), is_whole=False)
-                    except GeneratorExit:  # nothing more of the archive is wanted
-                        self._finish(place, index)
-                        raise
+                index = self._make_index(named_file, file, archive, members)
+                if self._clips_known(named_file, index):
+                    yield self._make_view(named_file, index, is_whole=False)
             members.append(member)
-        index = self._make_index(place, file, archive, members)
-        self._write_index(place, index)
-        yield self._finish(place, index)
+        index = self._make_index(named_file, file, archive, members)
+        self._write_index(named_file, index)
+        yield self._make_view(named_file, index)
 
-    def _finish(self, place: NamedArchive, index: _Index) -> View:
-        """Count what an archive leaves out, and return its videos."""
-        self.left_out.add_all(index.left_out.as_record(), f"{place.name}/")
-        return View(self._make_table(place, index))
+    def _make_view(self, named_file: NamedFile, index: _Index, *, is_whole: bool = True) -> View:
+        """Return the view of an index; the names of left-out files lie inside the archive."""
+        left_out = LeftOut()
+        left_out.add_all(index.left_out.as_record(), f"{named_file.name}/")
+        return View(self._make_table(named_file, index), left_out, is_whole)
 
-    def _make_table(self, place: NamedArchive, index: _Index) -> pa.Table:
+    def _make_table(self, named_file: NamedFile, index: _Index) -> pa.Table:
         """Return the members of an archive as MANIFEST_SCHEMA. Rows with a path instead of bytes become files."""
-        table = _table(place, index.members, self.options, index.mark)
+        table = _table(named_file, index.members, self.options, index.mark)
         paths = pa.array([member.path for member in index.members], pa.string())
         if paths.null_count == len(paths):
             return table
-        located = NamedVideos.beside(place.uri, self.roots).locate(paths.drop_null())
+        uri_columns = NamedVideos.beside(named_file.uri, self.roots).locate(paths.drop_null())
         is_file, columns = paths.is_valid(), {name: table[name].combine_chunks() for name in table.column_names}
-        columns["uri"] = pc.replace_with_mask(columns["uri"], is_file, located.uris)
-        columns["policy"] = pc.replace_with_mask(columns["policy"], is_file, located.policy)
+        columns["uri"] = pc.replace_with_mask(columns["uri"], is_file, uri_columns.uris)
+        columns["policy"] = pc.replace_with_mask(columns["policy"], is_file, uri_columns.policy)
         columns["source_offset"] = pc.if_else(is_file, None, columns["source_offset"])
         return pa.Table.from_pydict(columns, MANIFEST_SCHEMA)
 
-    def _mark(self, place: NamedArchive, file: RandomFile) -> str:
+    def _mark(self, named_file: NamedFile, file: RandomFile) -> str:
         """Return a text that changes with an archive, or with the options for reading it; "" for none."""
-        encoding = self.options.zip_encoding if find_suffix(place.uri) == ".zip" else None
+        encoding = self.options.zip_encoding if find_suffix(named_file.uri) == ".zip" else None
         return f"{file.mark} {encoding}" if encoding and file.mark else file.mark
 
-    def _make_index(self, place: NamedArchive, file: RandomFile, archive: Archive, members: list[Member]) -> _Index:
+    def _make_index(self, named_file: NamedFile, file: RandomFile, archive: Archive, members: list[Member]) -> _Index:
         """Return the index of the members read so far, with checked names; note what their form says of them."""
-        form = find_suffix(place.uri)
+        form = find_suffix(named_file.uri)
         with self._counting:
-            self.unit = max(self.unit, archive.unit)
+            self.rows_per_group = max(self.rows_per_group, archive.rows_per_group)
             if archive.note is not None and form not in self._notes:
                 self._notes.add(form)
-                self.say(f"note: {place.uri}: {printable(archive.note)}")
+                self.say(f"note: {named_file.uri}: {printable(archive.note)}")
         members, left_out = archive.pair_sidecars(members)
-        if form not in OF_COLUMNS:  # names of rows are no part of an id
+        if form not in TABLE_FORMS:  # names of rows are no part of an id
             seen_names = set[str]()
             members = [check_name(member, seen_names) for member in members]
-        return _Index(members, left_out, self._mark(place, file))
+        return _Index(members, left_out, self._mark(named_file, file))
 
-    def _clips_known(self, place: NamedArchive, index: _Index) -> bool:
+    def _clips_known(self, named_file: NamedFile, index: _Index) -> bool:
         """Return True if the clips of members are known; what tells the clip of a tar's video may lie far behind it."""
-        if self.options.clips_from is None or find_suffix(place.uri) in OF_COLUMNS:
+        if self.options.clips_from is None or named_file.is_table:
             return True
         return all(member.carried is not None or member.fault is not None for member in index.members)
 
-    def _kept_index(self, place: NamedArchive) -> _Index | None:
+    def _kept_index(self, named_file: NamedFile) -> _Index | None:
         """Return the kept index of an archive; None if none is kept.
 
         An index that is damaged, has another version, or cannot be read from the store is returned as an empty index. A
         new index then replaces it.
         """
-        if self.store is None or not self.is_kept(place):
+        if self.store is None or named_file.is_table:
             return None
         try:
-            facts, *members = json.loads(zlib.decompress(self.store.read(_name(place.uri))))
+            facts, *members = json.loads(zlib.decompress(self.store.read(_name(named_file.uri))))
             version, uri, mark, *left_out = facts
-            if (version, uri) != (_VERSION, place.uri):
+            if (version, uri) != (_VERSION, named_file.uri):
                 return _Index([], LeftOut())  # it is made again
             # Older versions kept fewer fields. They took the name of a zip's member for the end of its id.
-            if find_suffix(place.uri) == ".zip" and any(
+            if find_suffix(named_file.uri) == ".zip" and any(
                 "\\" in member[0] and len(member) < len(Member._fields) for member in members
             ):
                 return _Index([], LeftOut())
@@ -250,20 +258,20 @@ class Indexes:
         ):  # a damaged index is made again
             return _Index([], LeftOut())
 
-    def _write_index(self, place: NamedArchive, index: _Index) -> None:
-        """Write a whole index to the cache, if this run and form keep indexes; concurrent runs write the same.
+    def _write_index(self, named_file: NamedFile, index: _Index) -> None:
+        """Write the whole index of a tar or zip to the cache, if this run keeps any; concurrent runs write the same.
 
         Raises RunFailed if the store fails.
         """
-        if self.store is None or not self.keeps or not self.is_kept(place) or not index.mark:
+        if self.store is None or not self.keeps or named_file.is_table or not index.mark:
             return
-        facts = [_VERSION, place.uri, index.mark, index.left_out.as_record(_MAX_KEPT_NAMES)]
+        facts = [_VERSION, named_file.uri, index.mark, index.left_out.as_record(_MAX_KEPT_NAMES)]
         data = json.dumps([facts, *index.members]).encode()
         self.store.make()
         try:
-            self.store.put(_name(place.uri), zlib.compress(data, 1))
+            self.store.put(_name(named_file.uri), zlib.compress(data, 1))
         except OSError as error:  # the store failed, not the archive
-            raise RunFailed(f"{self.store}: the index of {place.uri} cannot be kept: {error}") from error
+            raise RunFailed(f"{self.store}: the index of {named_file.uri} cannot be kept: {error}") from error
 
 
 def forget_members(store: Store, uris: Collection[str], ids: Collection[str] = ()) -> list[str]:
@@ -314,30 +322,31 @@ def _name(uri: str) -> str:
     return f"{INDEXES}/{digest}{_SUFFIX}"
 
 
-def _table(place: NamedArchive, members: Sequence[Member], options: ArchiveOptions, mark: str = "") -> pa.Table:
+def _table(named_file: NamedFile, members: Sequence[Member], options: ArchiveOptions, mark: str = "") -> pa.Table:
     """Return the members of an archive as MANIFEST_SCHEMA, with their clips.
 
     ``mark`` is the archive's, for members without a mark. A clip or a size that makes no sense becomes a fault.
     """
-    rows = find_suffix(place.uri) in OF_COLUMNS
+    is_table = named_file.is_table
     members = [_check_bounds(member) for member in members]
-    if options.clips_from is not None or rows:
-        members = [_add_clip(member, options.clips_from, rows) for member in members]
-    names = [str(member.offset) if rows else member.shown_name or member.name for member in members]
+    if options.clips_from is not None or is_table:
+        members = [_add_clip(member, options.clips_from, is_table) for member in members]
+    names = [str(member.offset) if is_table else member.shown_name or member.name for member in members]
     columns = {
         "video_id": [
-            member.video_id or f"{place.name}/{name}".rstrip("/") for member, name in zip(members, names, strict=True)
+            member.video_id or f"{named_file.name}/{name}".rstrip("/")
+            for member, name in zip(members, names, strict=True)
         ],
-        "uri": [make_uri(place.uri, member.name) for member in members],
+        "uri": [make_uri(named_file.uri, member.name) for member in members],
         "start_s": [member.start_s for member in members],
         "end_s": [member.end_s for member in members],
         "manifest": [member.carried for member in members],
-        "policy": [place.policy] * len(members),
+        "policy": [named_file.policy] * len(members),
         "size": [member.size for member in members],
         "source_offset": [member.offset for member in members],
         "fault": [member.fault for member in members],
         # A table that was changed has other uris.
-        "mark": [None if rows else mark_key(member.mark or mark) for member in members],
+        "mark": [None if is_table else mark_key(member.mark or mark) for member in members],
     }
     return pa.Table.from_pydict(columns, MANIFEST_SCHEMA)
 

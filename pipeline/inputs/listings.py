@@ -1,7 +1,6 @@
-"""The names that a manifest, a glob or an address on S3 stands for.
+"""The objects that an address in a store names, brace patterns in names, and the checks of addresses.
 
-An address on S3 lists objects at the price of requests. Braces in names are expanded as shells do: {a,b}, {000..010},
-one within another.
+Listing the objects costs requests. Braces are expanded as shells do: {a,b}, {000..010}, one within another.
 """
 
 from __future__ import annotations
@@ -33,15 +32,17 @@ OUTSIDE_PREFIXES = "the object lies outside the folder that was named (add --vid
 _DOTS = "a key with . or .. segments or control characters is not read; rename the object"
 
 
-class Listing(NamedTuple):
+class ObjectListing(NamedTuple):
     """The objects that an address names, and the prefix that their ids are relative to."""
 
     folder: str
-    found: list[ObjectInfo]
+    infos: list[ObjectInfo]
 
 
-def list_videos(videos: str, suffixes: frozenset[str], objects: Files, left_out: LeftOut | None = None) -> Listing:
-    """List the videos that an address on S3 names, in the order of their keys.
+def list_objects(
+    address: str, suffixes: frozenset[str], objects: Files, left_out: LeftOut | None = None
+) -> ObjectListing:
+    """List the videos and archives that an address on S3 or the hub names, in the order of their keys.
 
     - ``s3://bucket/folder/`` and ``s3://bucket/folder`` name every object below it with one of ``suffixes``.
     - A glob names the objects with such a suffix that match it, unless an object has its very name. ``*``, ``?`` and
@@ -50,53 +51,53 @@ def list_videos(videos: str, suffixes: frozenset[str], objects: Files, left_out:
 
     It sends one LIST for each thousand keys below the folder or the literal beginning of a glob, and one HEAD for an
     address with one of ``suffixes``. It sends both only where a name misleads: an object without such a suffix, a
-    folder with such a suffix. ``left_out`` counts the listed objects that are no videos.
+    folder with such a suffix. ``left_out`` counts the other objects that lie below the folder or
+    match the glob.
 
     Raises ManifestError, with the store's reason, for no video, no such bucket, no access.
     """
     try:
-        listing = _list(videos, suffixes, objects, left_out or LeftOut())
+        listing = _list(address, suffixes, objects, left_out or LeftOut())
     except OSError as error:
-        raise ManifestError(f"{videos}: cannot be listed: {error.strerror}") from error
-    if not listing.found:
-        store = "S3" if videos.startswith(SCHEME) else "the hub"
-        raise ManifestError(f"{videos}: no video on {store} at or below it (looked for {' '.join(sorted(suffixes))})")
+        raise ManifestError(f"{address}: cannot be listed: {error.strerror}") from error
+    if not listing.infos:
+        store = "S3" if address.startswith(SCHEME) else "the hub"
+        raise ManifestError(f"{address}: no video on {store} at or below it (looked for {' '.join(sorted(suffixes))})")
     return listing
 
 
-def _list(videos: str, suffixes: frozenset[str], objects: Files, left_out: LeftOut) -> Listing:
-    """List the objects that ``list_videos`` names; the list may be empty. Raises OSError."""
+def _list(address: str, suffixes: frozenset[str], objects: Files, left_out: LeftOut) -> ObjectListing:
+    """List the objects that ``list_objects`` names; the list may be empty. Raises OSError."""
 
     def below(prefix: str, glob: Sequence[str] | None = None) -> list[ObjectInfo]:
-        """Return the objects below a prefix that are videos and match ``glob``; other files are counted as left out."""
+        """Return the objects below a prefix with one of the suffixes that match ``glob``; count other files."""
         objects_below = []
         for info in objects.list(prefix, deep=True):
-            if not (glob is None or info.uri == videos or segments_match(info.uri.split("/"), glob)):
+            if not (glob is None or info.uri == address or segments_match(info.uri.split("/"), glob)):
                 continue
             if is_taken(info.uri.removeprefix(SCHEME), suffixes, left_out):
                 objects_below.append(info)
         return objects_below
 
-    _, slash, key = videos.removeprefix(SCHEME).partition("/")
+    _, slash, key = address.removeprefix(SCHEME).partition("/")
     if not key or key.endswith("/"):
-        folder = videos if slash else f"{videos}/"
-        return Listing(folder, below(folder))
+        folder = address if slash else f"{address}/"
+        return ObjectListing(folder, below(folder))
     if globbing.has_magic(key):
-        literal = re.split(r"[*?\[]", videos, maxsplit=1)[0]
-        listing = below(literal, videos.split("/"))
-        return Listing(_parent(literal), [info for info in listing if info.uri == videos] or listing)
-    if find_suffix(videos) in suffixes:
-        return _find_object(videos, objects) or Listing(f"{videos}/", below(f"{videos}/"))
-    objects_found = below(f"{videos}/")
-    return (
-        Listing(f"{videos}/", objects_found) if objects_found else _find_object(videos, objects) or Listing(videos, [])
-    )
+        literal = re.split(r"[*?\[]", address, maxsplit=1)[0]
+        infos = below(literal, address.split("/"))
+        return ObjectListing(_parent(literal), [info for info in infos if info.uri == address] or infos)
+    if find_suffix(address) in suffixes:
+        return _find_object(address, objects) or ObjectListing(f"{address}/", below(f"{address}/"))
+    if infos := below(f"{address}/"):
+        return ObjectListing(f"{address}/", infos)
+    return _find_object(address, objects) or ObjectListing(address, [])
 
 
-def _find_object(uri: str, objects: Files) -> Listing | None:
-    """Return the Listing of a single object, or None where there is no such object."""
+def _find_object(uri: str, objects: Files) -> ObjectListing | None:
+    """Return the listing of a single object, or None if there is no such object."""
     try:
-        return Listing(_parent(uri), [objects.info(uri)])
+        return ObjectListing(_parent(uri), [objects.info(uri)])
     except FileNotFoundError:
         return None
 

@@ -1,6 +1,7 @@
-"""The videos to process: a folder, glob, file or manifest becomes one Arrow table, a row a video.
+"""What each name in VIDEOS stands for: a table of videos, or archives whose indexes tell the videos.
 
-Nothing is opened here but the manifest itself: a video that is missing or broken becomes an error row later.
+Manifests are read here, and tables are opened to learn whether their ``--column`` holds paths or bytes. Videos, tars
+and zips are not opened: a video that is missing or broken becomes an error row later.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import pyarrow.compute as pc
 from pipeline.errors import ManifestError, near_file, store_usage_errors
 from pipeline.inputs.archive import ArchiveOptions, open_archive
 from pipeline.inputs.columns import holds_paths
-from pipeline.inputs.forms import FORMS, OF_COLUMNS
-from pipeline.inputs.indexes import NamedArchive
+from pipeline.inputs.forms import FORMS, TABLE_FORMS
+from pipeline.inputs.indexes import NamedFile
 from pipeline.inputs.left_out import ARCHIVES, CLOSED, LeftOut, format_counts
 from pipeline.inputs.listings import (
     VIDEO_SUFFIXES,
@@ -32,7 +33,7 @@ from pipeline.inputs.listings import (
     expand_braces,
     find_suffix,
     is_taken,
-    list_videos,
+    list_objects,
     root_prefix,
     segments_match,
 )
@@ -43,69 +44,76 @@ from pipeline.storage.hub import is_remote, reach
 from pipeline.storage.s3 import SCHEME, Objects, check_uri, has_query, is_s3
 
 
-class Listed(NamedTuple):
-    """The videos that a name stands for, or the archives, whose indexes tell the videos."""
+class NameContents(NamedTuple):
+    """The videos that a name stands for, or else its archives.
+
+    Attributes:
+        videos: the videos, MANIFEST_SCHEMA; None for archives.
+        archives: the archives, whose indexes tell the videos.
+    """
 
     videos: pa.Table | None = None
-    archives: Sequence[NamedArchive] = ()
+    archives: Sequence[NamedFile] = ()
 
 
 def list_names(
     names: str | Sequence[str], roots: Roots, objects: Objects, options: ArchiveOptions, left_out: LeftOut
-) -> list[Listed]:
+) -> list[NameContents]:
     """List what each of the user's names stands for, in their order; a table of paths counts as a manifest.
 
     ``left_out`` counts the other files. Raises ManifestError.
     """
-    listings = [
+    all_contents = [
         _list_name(name, roots, objects, options, left_out)
         for name in expand_braces([names] if isinstance(names, str) else names)
     ]
-    has_tables = any(find_suffix(place.uri) in OF_COLUMNS for listing in listings for place in listing.archives)
+    has_tables = any(file.is_table for contents in all_contents for file in contents.archives)
     if options.column is not None and not has_tables:
         raise ManifestError(f"{names}: {_NO_TABLE}")
-    listings = [part for listing in listings for part in _parts(listing, options.column, roots, objects)]
-    if options.clips_from is not None and any(listing.videos is not None for listing in listings):
+    all_contents = [
+        part for contents in all_contents for part in _read_path_tables(contents, options.column, roots, objects)
+    ]
+    if options.clips_from is not None and any(contents.videos is not None for contents in all_contents):
         raise ManifestError(f"{names}: {_NO_CLIPS}")
-    return listings
+    return all_contents
 
 
-def require_unique_files(listings: Sequence[Listed], options: ArchiveOptions) -> None:
-    """Raise ManifestError if a ``video_id`` repeats among the videos that are no members of archives."""
-    if files := [listing.videos for listing in listings if listing.videos is not None]:
+def require_unique_files(all_contents: Sequence[NameContents], options: ArchiveOptions) -> None:
+    """Raise ManifestError if a ``video_id`` repeats among the videos that are not members of archives."""
+    if files := [contents.videos for contents in all_contents if contents.videos is not None]:
         require_unique_ids(pa.concat_tables(files), _ONE_BY_ONE if options.column is None else _TABLES)
 
 
-def _list_name(videos: str, roots: Roots, objects: Objects, options: ArchiveOptions, left_out: LeftOut) -> Listed:
-    """List the videos, or else the archives, of one name; a table counts as an archive if a column of videos is given.
+def _list_name(name: str, roots: Roots, objects: Objects, options: ArchiveOptions, left_out: LeftOut) -> NameContents:
+    """List the videos of one name, or else its archives; a table counts as an archive if a ``--column`` is given.
 
     ``left_out`` counts the other files. Raises ManifestError.
     """
-    _refuse_compressed(videos)
-    forms = frozenset(FORMS) - (OF_COLUMNS if options.column is None else frozenset())
-    if videos == "sample":
-        return _from_files(_sample_folder(), videos, roots.folders, forms, LeftOut())
-    if is_remote(videos):
-        if is_s3(videos):
-            check_uri(videos)
-        return _from_store(videos, roots, objects, forms, left_out)
-    if "://" in videos and not videos.startswith("file://"):
-        shown_name = without_secrets(videos)
+    _refuse_compressed(name)
+    forms = frozenset(FORMS) - (TABLE_FORMS if options.column is None else frozenset())
+    if name == "sample":
+        return _from_files(_sample_folder(), name, roots.folders, forms, LeftOut())
+    if is_remote(name):
+        if is_s3(name):
+            check_uri(name)
+        return _from_store(name, roots, objects, forms, left_out)
+    if "://" in name and not name.startswith("file://"):
+        shown_name = without_secrets(name)
         raise ManifestError(
             f"{shown_name}: only local paths, s3:// and hf://datasets/ are read, not "
             f"{shown_name.split('://', maxsplit=1)[0]}://"
         )
-    path = Path(videos.removeprefix("file://"))
+    path = Path(name.removeprefix("file://"))
     if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises for a name that is too long
-        return _from_files(path, videos, roots.folders, forms, left_out)
+        return _from_files(path, name, roots.folders, forms, left_out)
     if os.path.isfile(path):  # noqa: PTH113
         if (suffix := find_suffix(path.name)) in TABLE_SUFFIXES - forms:
-            return Listed(_manifest_at(str(path), roots, objects))
-        place = _place(path, path.parent, Judge([path.parent, *roots.folders]))
-        return _make_listed([place], videos=suffix not in forms)
+            return NameContents(_manifest_at(str(path), roots, objects))
+        file = _make_named_file(path, path.parent, Judge([path.parent, *roots.folders]))
+        return _make_contents([file], videos=suffix not in forms)
     if globbing.has_magic(str(path)):
         return _from_glob(str(path), roots.folders, forms, left_out)
-    raise ManifestError(f"{videos}: {_why_absent(path)}")
+    raise ManifestError(f"{name}: {_why_absent(path)}")
 
 
 def _why_absent(path: Path) -> str:
@@ -119,30 +127,30 @@ def _why_absent(path: Path) -> str:
     return "neither a folder nor a file"
 
 
-def _parts(listing: Listed, column: str | None, roots: Roots, objects: Objects) -> list[Listed]:
-    """Return the listing in its order, with tables as manifests if the ``column`` of the first table holds paths.
+def _read_path_tables(contents: NameContents, column: str | None, roots: Roots, objects: Objects) -> list[NameContents]:
+    """Read the tables of a name as manifests if the ``column`` of the first table holds paths; keep the order.
 
     A table that cannot be read stays an archive, whose index has the reason. Raises ManifestError.
     """
-    tables = [place for place in listing.archives if find_suffix(place.uri) in OF_COLUMNS and place.policy is None]
+    tables = [file for file in contents.archives if file.is_table and file.policy is None]
     if column is None or not tables:
-        return [listing]
+        return [contents]
     kinds = ((table, _names_paths(table, column, objects)) for table in tables)
     readable = ((table, of_paths) for table, of_paths in kinds if of_paths is not None)
     first, of_paths = next(readable, (tables[0], False))
     if not of_paths:
-        return [listing]
-    manifests = {first.uri: Listed(_manifest_at(first.uri, roots, objects, column))}
+        return [contents]
+    manifests = {first.uri: NameContents(_manifest_at(first.uri, roots, objects, column))}
     for table, of_paths in readable:
         if not of_paths:
             raise ManifestError(
                 f"{table.uri}: no column {column} of paths, which {first.uri} has; name such tables alone"
             )
-        manifests[table.uri] = Listed(_manifest_at(table.uri, roots, objects, column))
-    return [manifests.get(place.uri, Listed(None, [place])) for place in listing.archives]
+        manifests[table.uri] = NameContents(_manifest_at(table.uri, roots, objects, column))
+    return [manifests.get(file.uri, NameContents(None, [file])) for file in contents.archives]
 
 
-def _names_paths(table: NamedArchive, column: str, objects: Objects) -> bool | None:
+def _names_paths(table: NamedFile, column: str, objects: Objects) -> bool | None:
     """Return True if the ``column`` of a table holds paths; None where the table cannot be read."""
     try:
         with closing(open_archive(table.uri, objects, table.info)) as file:
@@ -174,12 +182,12 @@ def _manifest_at(uri: str, roots: Roots, objects: Objects, paths: str | None = N
 def _unique_videos(name: str, named_videos: NamedVideos, parts: Iterable[TableRows], none: str) -> pa.Table:
     """Return the videos of the ``parts`` of a manifest. Raises ManifestError, which says ``none`` where it has none."""
     try:
-        tables = [named_videos.table(rows) for rows in parts]
+        batches = [named_videos.convert(rows) for rows in parts]
     except BadRow as error:
         raise ManifestError(str(error)) from error
-    if not tables:
+    if not batches:
         raise ManifestError(f"{name}: {none}")
-    return require_unique_ids(pa.Table.from_batches(tables, MANIFEST_SCHEMA), name)
+    return require_unique_ids(pa.Table.from_batches(batches, MANIFEST_SCHEMA), name)
 
 
 def _decide_access(videos: pa.Table, objects: Objects) -> pa.Table:
@@ -196,17 +204,17 @@ def _decide_access(videos: pa.Table, objects: Objects) -> pa.Table:
     return videos
 
 
-def _refuse_compressed(videos: str) -> None:
+def _refuse_compressed(name: str) -> None:
     """Raise ManifestError for forms that WebDataset and others read and this package does not, with the remedy."""
-    if videos.startswith("pipe:"):  # its command may hold a token
+    if name.startswith("pipe:"):  # its command may hold a token
         raise ManifestError("pipe: no command is run; name the tars themselves, as paths, s3:// or hf://")
-    shown = without_secrets(videos) if "://" in videos else videos
-    if _COMPRESSED_SUFFIX.search(videos):
+    shown = without_secrets(name) if "://" in name else name
+    if _COMPRESSED_SUFFIX.search(name):
         raise ManifestError(
             f"{shown}: a compressed tar can only be read from its beginning, and videos do not shrink; make it plain: "
             "gunzip a.tar.gz (zstd -d, xz -d, bunzip2 likewise)"
         )
-    if videos.rstrip("/").endswith(".lance"):
+    if name.rstrip("/").endswith(".lance"):
         raise ManifestError(f"{shown}: Lance is not read here; write the table as Parquet, and name its --column")
 
 
@@ -255,18 +263,20 @@ def _sample_folder() -> Path:
     return folder
 
 
-def _from_files(folder: Path, name: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> Listed:
+def _from_files(
+    folder: Path, name: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut
+) -> NameContents:
     """List the videos of a folder, or else its archives. Raises ManifestError where it has neither."""
     judge = Judge([folder, *roots])
-    if (listing := _videos_or_archives(_walk([str(folder)], left_out), folder, judge, forms, left_out)) is not None:
-        return listing
+    if (contents := _videos_or_archives(_walk([str(folder)], left_out), folder, judge, forms, left_out)) is not None:
+        return contents
     suffixes = " ".join(sorted(VIDEO_SUFFIXES | forms))
     raise ManifestError(f"{name}: no video in this folder (looked for {suffixes}){_and_left(left_out)}")
 
 
 def _videos_or_archives(
     paths: Iterable[Path], root: Path, judge: Judge, forms: frozenset[str], left_out: LeftOut
-) -> Listed | None:
+) -> NameContents | None:
     """List the videos among some files, or else the archives; None without either.
 
     Archives beside videos, and other files, are counted in ``left_out``.
@@ -279,9 +289,9 @@ def _videos_or_archives(
         if is_taken(str(path.relative_to(root)), suffixes, left_out, str(path)):
             (videos if suffix in VIDEO_SUFFIXES else archives).append(path)
     if videos:
-        _leave_archives([str(path) for path in archives], str(root), left_out)
-    places = (_place(path, root, judge) for path in sorted(videos or archives))
-    return _make_listed(places, videos=bool(videos)) if videos or archives else None
+        _record_skipped_archives([str(path) for path in archives], str(root), left_out)
+    files = (_make_named_file(path, root, judge) for path in sorted(videos or archives))
+    return _make_contents(files, videos=bool(videos)) if videos or archives else None
 
 
 def _and_left(left_out: LeftOut) -> str:
@@ -289,7 +299,7 @@ def _and_left(left_out: LeftOut) -> str:
     return f"; left out: {format_counts(counts)}" if (counts := left_out.counts()) else ""
 
 
-def _leave_archives(uris: Sequence[str], root: str, left_out: LeftOut) -> None:
+def _record_skipped_archives(uris: Sequence[str], root: str, left_out: LeftOut) -> None:
     """Count the archives beside videos, with a remedy for the user.
 
     The same videos may lie in both, and encoding them twice helps nobody.
@@ -302,19 +312,19 @@ def _leave_archives(uris: Sequence[str], root: str, left_out: LeftOut) -> None:
         left_out.remedies[ARCHIVES] = f"The same videos may lie in both. To take them too, name {names} as well"
 
 
-def _make_listed(places: Iterable[NamedArchive], *, videos: bool) -> Listed:
+def _make_contents(files: Iterable[NamedFile], *, videos: bool) -> NameContents:
     """Return files as videos, or as archives. Raises ManifestError for a repeated ``video_id``."""
     if not videos:
-        return Listed(None, [*places])
-    iterator, parts = iter(places), []
+        return NameContents(None, [*files])
+    iterator, parts = iter(files), []
     while part := list(islice(iterator, ROWS_AT_ONCE)):
         rows = [
-            {"video_id": place.name, "uri": place.uri, "policy": place.policy, "size": size, "mark": mark_key(mark)}
-            for place in part
-            for _, size, mark in (place.info or (place.uri, None, ""),)
+            {"video_id": file.name, "uri": file.uri, "policy": file.policy, "size": size, "mark": mark_key(mark)}
+            for file in part
+            for _, size, mark in (file.info or (file.uri, None, ""),)
         ]
         parts.append(pa.RecordBatch.from_pylist(rows, schema=MANIFEST_SCHEMA))
-    return Listed(require_unique_ids(pa.Table.from_batches(parts, MANIFEST_SCHEMA)))
+    return NameContents(require_unique_ids(pa.Table.from_batches(parts, MANIFEST_SCHEMA)))
 
 
 def _walk(roots: Iterable[str], left_out: LeftOut, *, with_hidden: bool = True) -> Iterator[Path]:
@@ -346,15 +356,15 @@ def _walk(roots: Iterable[str], left_out: LeftOut, *, with_hidden: bool = True) 
                 yield from (Path(parent, name) for name in names)
 
 
-def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> Listed:
+def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> NameContents:
     """List the videos that match a local glob, or else the archives. Raises ManifestError where nothing matches."""
     parts = Path(pattern).parts
     literal = next(i for i, part in enumerate(parts) if globbing.has_magic(part))
     root = Path(*parts[:literal]) if literal else Path()
-    listing = _videos_or_archives(_match(parts, left_out), root, Judge([root, *roots]), forms, left_out)
-    if listing is None:
+    contents = _videos_or_archives(_match(parts, left_out), root, Judge([root, *roots]), forms, left_out)
+    if contents is None:
         raise ManifestError(f"{pattern}: no video matches this glob{_and_left(left_out)}")
-    return listing
+    return contents
 
 
 def _match(pattern: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
@@ -374,8 +384,8 @@ def _match(pattern: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
             yield path
 
 
-def _place(path: Path, root: Path, judge: Judge) -> NamedArchive:
-    """Return the NamedArchive of a file found below ``root``; its name is the POSIX path relative to it.
+def _make_named_file(path: Path, root: Path, judge: Judge) -> NamedFile:
+    """Return the NamedFile of a file found below ``root``; its name is the POSIX path relative to it.
 
     A path that is not UTF-8 is escaped, and gets a policy that refuses it.
     """
@@ -385,7 +395,7 @@ def _place(path: Path, root: Path, judge: Judge) -> NamedArchive:
     if not is_text(absolute):
         policy = "the file's name is not valid UTF-8; rename it"
         name, absolute = _as_text(name), _as_text(absolute)
-    return NamedArchive(absolute, name, policy)
+    return NamedFile(absolute, name, policy)
 
 
 def _as_text(name: str) -> str:
@@ -393,19 +403,18 @@ def _as_text(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def _from_store(videos: str, roots: Roots, objects: Objects, forms: frozenset[str], left_out: LeftOut) -> Listed:
+def _from_store(name: str, roots: Roots, objects: Objects, forms: frozenset[str], left_out: LeftOut) -> NameContents:
     """List the videos, or else the archives, that an address in a store names. Raises ManifestError."""
-    if find_suffix(videos) in TABLE_SUFFIXES - forms and not videos.endswith("/") and not globbing.has_magic(videos):
-        return Listed(_manifest_at(videos, roots, objects))
-    folder, objects_found = list_videos(videos, VIDEO_SUFFIXES | forms, reach(videos, objects), left_out)
-    videos_found = [info for info in objects_found if find_suffix(info.uri) not in forms]
-    if videos_found:
-        _leave_archives([info.uri for info in objects_found if find_suffix(info.uri) in forms], folder, left_out)
-    places = (
-        NamedArchive(info.uri, info.uri.removeprefix(folder), check_listed(info.uri), info)
-        for info in videos_found or objects_found
+    if find_suffix(name) in TABLE_SUFFIXES - forms and not name.endswith("/") and not globbing.has_magic(name):
+        return NameContents(_manifest_at(name, roots, objects))
+    folder, infos = list_objects(name, VIDEO_SUFFIXES | forms, reach(name, objects), left_out)
+    videos = [info for info in infos if find_suffix(info.uri) not in forms]
+    if videos:
+        _record_skipped_archives([info.uri for info in infos if find_suffix(info.uri) in forms], folder, left_out)
+    files = (
+        NamedFile(info.uri, info.uri.removeprefix(folder), check_listed(info.uri), info) for info in videos or infos
     )
-    return _make_listed(places, videos=bool(videos_found))
+    return _make_contents(files, videos=bool(videos))
 
 
 def given_manifest(rows: object, video_roots: Sequence[str] = (), objects: Objects | None = None) -> pa.Table:

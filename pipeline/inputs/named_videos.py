@@ -1,4 +1,6 @@
-"""The rows of a manifest, a few ten thousand at a time: checked, located, judged, and then Arrow columns.
+"""The table of videos that lists and indexes give, and the conversion of the rows of a manifest to it.
+
+A few ten thousand rows at a time are checked, located, judged whether they may be read, and become Arrow columns.
 
 Most manifests are plain: text ids, paths without dots, numbers of seconds. Their columns are checked as a whole. A part
 with anything else in it goes row by row, so that an error names its row.
@@ -24,10 +26,7 @@ from pipeline.rows import ManifestRow
 from pipeline.storage.hub import is_remote
 from pipeline.storage.s3 import is_s3
 
-# ``uri`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what a
-# listing on S3 said, or the manifest's size_bytes; null elsewhere, where it costs a request or a look at the file.
-# ``source_offset`` is set only in archives and tables; ``fault`` is "class: message" for a video known to be broken.
-# ``mark`` is the ``mark_key`` of what a listing or an index says of the content.
+# The columns are the keys of ``pipeline.rows.ManifestRow``, whose docstring has their meaning.
 MANIFEST_SCHEMA = pa.schema(
     [
         pa.field("video_id", pa.string(), nullable=False),
@@ -90,7 +89,7 @@ class Judge:
         return any(Path(real).is_relative_to(root) for root in self._roots)
 
 
-class Located(NamedTuple):
+class UriColumns(NamedTuple):
     """The locations of videos, and why some of them must not be read: two columns of MANIFEST_SCHEMA."""
 
     uris: pa.Array
@@ -118,15 +117,15 @@ class NamedVideos:
         """Return the converter for a manifest or a table at ``uri``: relative uris begin at its folder or prefix."""
         return cls(uri, uri[: uri.rindex("/") + 1] if is_remote(uri) else Path(uri).parent, roots)
 
-    def locate(self, uris: pa.Array) -> Located:
+    def locate(self, uris: pa.Array) -> UriColumns:
         """Locate each of the uris, and judge whether it may be read."""
         at_once = None if _needs_closer_look(uris) else self._all_objects(uris) or self._all_files(uris)
         if at_once is not None:
             return at_once
         locations, policies = zip(*map(self._locate, uris.to_pylist()), strict=True)
-        return Located(pa.array(locations, pa.string()), pa.array(policies, pa.string()))
+        return UriColumns(pa.array(locations, pa.string()), pa.array(policies, pa.string()))
 
-    def table(self, rows: TableRows) -> pa.RecordBatch:
+    def convert(self, rows: TableRows) -> pa.RecordBatch:
         """Convert rows to MANIFEST_SCHEMA. Raises ManifestError that names the first bad one."""
         plain = self._convert_at_once(rows)
         return self._one_by_one(rows) if plain is None else plain
@@ -140,14 +139,14 @@ class NamedVideos:
             return None
         if _needs_closer_look(ids) or _needs_closer_look(uris):
             return None
-        located = self._all_objects(uris) or self._all_files(uris)
-        if located is None:
+        uri_columns = self._all_objects(uris) or self._all_files(uris)
+        if uri_columns is None:
             return None
-        columns = [ids, located.uris, *times, rows.carried(_OWN_COLUMNS), located.policy, sizes]
+        columns = [ids, uri_columns.uris, *times, rows.carried(_OWN_COLUMNS), uri_columns.policy, sizes]
         columns += [pa.nulls(len(ids), kind) for kind in (pa.int64(), pa.string(), pa.uint64())]
         return pa.RecordBatch.from_arrays(columns, schema=MANIFEST_SCHEMA)
 
-    def _all_objects(self, uris: pa.Array) -> Located | None:
+    def _all_objects(self, uris: pa.Array) -> UriColumns | None:
         """Locate all uris as objects on S3 at once, or return None where one of them needs a closer look.
 
         An object outside the prefixes gets a policy.
@@ -164,9 +163,9 @@ class NamedVideos:
         inside = pa.repeat(False, len(uri_column))
         for prefix in self._prefixes:
             inside = pc.or_(inside, pc.starts_with(uri_column, prefix))
-        return Located(uri_column, pc.if_else(inside, pa.scalar(None, pa.string()), OUTSIDE_PREFIXES))
+        return UriColumns(uri_column, pc.if_else(inside, pa.scalar(None, pa.string()), OUTSIDE_PREFIXES))
 
-    def _all_files(self, uris: pa.Array) -> Located | None:
+    def _all_files(self, uris: pa.Array) -> UriColumns | None:
         """Locate all uris as local files at once, or return None where one of them needs a closer look.
 
         A file outside the folders gets a policy. Links are followed for that, on the disk.
@@ -178,7 +177,7 @@ class NamedVideos:
             return None
         folder = os.path.abspath(self._base).rstrip("/") if isinstance(self._base, Path) else ""  # noqa: PTH100
         paths = pc.if_else(absolute, uris, pc.binary_join_element_wise(folder, uris, "/"))
-        return Located(paths, pa.array(map(self._judge, paths.to_pylist()), pa.string()))
+        return UriColumns(paths, pa.array(map(self._judge, paths.to_pylist()), pa.string()))
 
     def _one_by_one(self, rows: TableRows) -> pa.RecordBatch:
         """Convert rows one by one, so that an error names its row. Raises ManifestError."""

@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 
 from pipeline.errors import ManifestError
 from pipeline.inputs.archive import fault
-from pipeline.inputs.forms import OF_COLUMNS
-from pipeline.inputs.indexes import Indexes, Missing, NamedArchive, View
-from pipeline.inputs.listings import find_suffix
-from pipeline.inputs.manifest import Listed, list_names, require_unique_files, sort_roots
+from pipeline.inputs.indexes import Indexes, Missing, NamedFile, View
+from pipeline.inputs.manifest import NameContents, list_names, require_unique_files, sort_roots
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.keys import column_keys, find, find_repeated
 from pipeline.storage.location import Location
@@ -35,27 +33,75 @@ _BEFORE, _BEHIND = fault("corrupt", "an earlier video has the id "), f" already;
 First = Literal["all", "needed", "kept"]
 
 
+class IndexingPlan(NamedTuple):
+    """When the archives of a list are indexed, as ``plan_indexing`` decides.
+
+    Attributes:
+        missing: what ``Indexes.read`` does before the start without a kept index that fits an archive. If it yields
+            nothing, the archive is indexed while the run works.
+        in_order: whether an archive behind the first such archive waits too, even if its index is known.
+    """
+
+    missing: Missing
+    in_order: bool = False
+
+
+def plan_indexing(first: First, *, is_limited: bool, may_share_ids: bool, keeps_indexes: bool) -> IndexingPlan:
+    """Decide which archives are indexed before the start of a run, and which wait and are indexed while it works.
+
+    Nothing else decides this. The state of an archive is that of its kept index: the index fits, the archive has
+    changed since, or there is no index. Only tars and zips have kept indexes. An archive that must not be read has no
+    index and does not wait: it is a single error row.
+
+    ========  ==========  =============  ===========  ===========  ========
+    first     is_limited  may_share_ids  index fits   changed      no index
+    ========  ==========  =============  ===========  ===========  ========
+    "all"     any         any            before       before       before
+    "needed"  False       True           before       before       before
+    "needed"  False       False          before       before       waits
+    "needed"  True        any            before (*)   before (*)   waits
+    "kept"    any         any            before       waits        waits
+    ========  ==========  =============  ===========  ===========  ========
+
+    (*) If archives may share an id, an archive behind one that waits waits too: which of its videos repeat an id is
+    known once all archives before it are indexed. A changed archive is indexed to its end, whatever the limit.
+
+    Args:
+        first: the argument of ``VideoList.read``.
+        is_limited: whether fewer videos than all may be taken (``--limit``).
+        may_share_ids: whether videos of two archives, or an archive's and others, may have the same id. Also True for a
+            single archive, which there is no use in leaving for later without a limit.
+        keeps_indexes: whether there is a cache with kept indexes. Without it "needed" is "all", unless ``is_limited``.
+    """
+    if first == "kept":
+        return IndexingPlan("skip")
+    can_wait = is_limited or (keeps_indexes and not may_share_ids)
+    if first == "all" or not can_wait:
+        return IndexingPlan("make")
+    return IndexingPlan("renew", in_order=may_share_ids)
+
+
 @dataclass
 class VideoList:
     """The videos of a run: those known before its start, and those of archives that are indexed while it runs.
 
-    Iterating, which is possible once, indexes the archives in ``unindexed``, one after the other in their order, and
-    yields the videos of each. Whoever has enough closes the iterator, or calls ``close`` from another thread.
+    ``read`` decides by ``plan_indexing`` which archives are indexed before the start. ``read_unindexed`` indexes the
+    other archives.
 
     Attributes:
         known: the videos known before a start in a stable order, MANIFEST_SCHEMA.
         indexes: the indexes of archives, with the files that are left out.
         objects: the access to S3.
-        is_limited: whether fewer videos than all may be taken. Then any archive without a kept index can wait, and a
-            large archive comes in several views (``View.is_whole``).
-        unindexed: the archives whose videos are not in ``known``.
+        is_limited: whether fewer videos than all may be taken. ``read_unindexed`` then reads one archive at a time, and
+            a large one in several views.
+        unindexed: the archives whose videos are not in ``known``, in the order of the list.
     """
 
     known: pa.Table
     indexes: Indexes = field(default_factory=Indexes)
     objects: Objects = field(default_factory=Objects)
     is_limited: bool = False
-    unindexed: list[NamedArchive] = field(default_factory=list)
+    unindexed: list[NamedFile] = field(default_factory=list)
     _ids: Ids | None = None  # of all videos so far, where archives may share an id
 
     @classmethod
@@ -73,48 +119,62 @@ class VideoList:
 
         Args:
             names: folders, globs, files, manifests or addresses, with brace patterns. On S3 a manifest is one GET,
-                whatever it names; for anything else see ``list_videos``.
+                whatever it names; the cost of other addresses is that of ``listings.list_objects``.
             video_roots: folders and prefixes besides their own that manifests and tables may name.
             objects: the access to S3; None makes it from the environment.
             indexes: the indexes of archives; None keeps none.
-            first: the archives that are indexed now. "all": all of them. "needed": those whose videos must be known
-                before a start, and those that have changed since their index was kept; tars and zips can wait, unless
-                archives may share an id. "kept": none; only kept indexes that fit their archives are read.
+            first: the archives that are indexed now (``plan_indexing``). "all": all of them. "needed": the archives
+                that cannot wait until the run works. "kept": none; only kept indexes that fit their archives are read.
+            is_limited: whether fewer videos than all may be taken (``--limit``). Then tables can wait too, and archives
+                that may share an id.
 
         Raises ManifestError (a UsageError) where the list cannot be made: no such folder, no video in it, an unreadable
         manifest, a missing or duplicate ``video_id``; RunFailed if an index cannot be kept.
         """
         objects, indexes = objects or Objects.from_environment(), indexes or Indexes()
         indexes.roots = sort_roots(video_roots)
-        listings = list_names(names, indexes.roots, objects, indexes.options, indexes.left_out)
-        if len(listings) == 1 and listings[0].videos is not None:
-            return cls(listings[0].videos, indexes, objects)
-        places = [place for listing in listings for place in listing.archives]
-        (place, count), *_ = Counter(place[:2] for place in places).most_common(1) or [(("", ""), 0)]
+        all_contents = list_names(names, indexes.roots, objects, indexes.options, indexes.left_out)
+        if len(all_contents) == 1 and all_contents[0].videos is not None:
+            return cls(all_contents[0].videos, indexes, objects)
+        archives = [archive for contents in all_contents for archive in contents.archives]
+        ((uri, _), count), *_ = Counter(archive[:2] for archive in archives).most_common(1) or [(("", ""), 0)]
         if count > 1:
-            raise ManifestError(f"{place[0]}: it is named {count} times; name it once")
-        ids = None if _are_ids_apart(listings, places) else Ids()
-        if first == "needed" and ids is not None and not is_limited:
-            first = "all"
-        listed = cls(MANIFEST_SCHEMA.empty_table(), indexes, objects, is_limited, _ids=ids)
-        tables = iter(listed._read_first(places, first))
+            raise ManifestError(f"{uri}: it is named {count} times; name it once")
+        ids = Ids() if _may_share_ids(all_contents, archives) else None
+        plan = plan_indexing(
+            first,
+            is_limited=is_limited,
+            may_share_ids=ids is not None,
+            keeps_indexes=indexes.store is not None,
+        )
+        video_list = cls(MANIFEST_SCHEMA.empty_table(), indexes, objects, is_limited, _ids=ids)
+        tables = iter(video_list._read_first(archives, plan))
         parts = [
             part
-            for listing in listings
-            for part in (islice(tables, len(listing.archives)) if listing.videos is None else [listing.videos])
+            for contents in all_contents
+            for part in (islice(tables, len(contents.archives)) if contents.videos is None else [contents.videos])
         ]
-        listed.known = pa.concat_tables(parts)
-        if not len(listed.known) and not listed.unindexed:
+        video_list.known = pa.concat_tables(parts)
+        if not len(video_list.known) and not video_list.unindexed:
             raise ManifestError(f"{names}: none of the {len(parts)} archives holds a video")
-        if len(listed.known) == len(parts) == 1 and (wrong := listed.known["fault"][0].as_py()) is not None:
-            raise ManifestError(f"{listed.known['uri'][0]}: {wrong}")
-        require_unique_files(listings, indexes.options)
+        if len(video_list.known) == len(parts) == 1 and (wrong := video_list.known["fault"][0].as_py()) is not None:
+            raise ManifestError(f"{video_list.known['uri'][0]}: {wrong}")
+        require_unique_files(all_contents, indexes.options)
         if ids is not None:
-            listed.known = listed._separate_ids(parts, ids)
-        return listed
+            video_list.known = video_list._separate_ids(parts, ids)
+        return video_list
 
-    def __iter__(self) -> Generator[View, None, None]:
-        """Index the archives that are left, and yield their videos. Raises ManifestError, RunFailed."""
+    def read_unindexed(self) -> Generator[View, None, None]:
+        """Index the archives in ``unindexed``, and yield their views in order. Call it once.
+
+        Without a limit 32 archives are read at once, and each gives a view of all its videos. With a limit archives are
+        read one after the other; a large archive gives several views, each with all videos of the view before it. To
+        leave the rest unread, close the generator, or call ``close`` from another thread.
+
+        What a whole archive leaves out is counted before its view is yielded; ``count_left_out`` is for other views.
+
+        Raises ManifestError for an impossible request, RunFailed if an index cannot be kept.
+        """
         views = self._read_in_views() if self.is_limited else self._read_in_parallel(self.unindexed)
         with closing(self._note_progress(views, len(self.unindexed))) as views:
             for view in views:
@@ -123,33 +183,44 @@ class VideoList:
                 videos = view.videos if self._ids is None else self._ids.separate_ids(view.videos)
                 if self._ids is not None and view.is_whole:
                     self._ids.add(videos)
-                yield View(videos, view.is_whole)
+                if view.is_whole:
+                    self.count_left_out(view)
+                yield view._replace(videos=videos)
 
     def close(self) -> None:
-        """End the iteration at the next member of the archive that it reads. Any thread may call it."""
+        """End ``read_unindexed`` at the next member of each archive that it reads. Any thread may call it."""
         self.indexes.stopped.set()
 
-    def _read_first(self, places: Sequence[NamedArchive], first: First) -> list[pa.Table]:
-        """Return the videos of each archive; of one that is left for later, an empty table."""
+    def count_left_out(self, view: View) -> None:
+        """Count what an archive leaves out. Call it for a view that is not whole if no other view is read."""
+        self.indexes.left_out.add_all(view.left_out.as_record())
+
+    def _read_first(self, archives: Sequence[NamedFile], plan: IndexingPlan) -> list[pa.Table]:
+        """Return a table of videos for each archive; it is empty for an archive that waits, which joins ``unindexed``.
+
+        An archive that waits because of its order alone is read again later.
+        """
         tables = list[pa.Table]()
-        with closing(self._note_progress(self._read_in_parallel(places, first), len(places))) as views:
-            for place, view in zip(places, views, strict=True):
-                # Which videos of an archive repeat an id is known once all archives before it are.
-                waits = first == "needed" and self._ids is not None and bool(self.unindexed)
+        with closing(self._note_progress(self._read_in_parallel(archives, plan.missing), len(archives))) as views:
+            for archive, view in zip(archives, views, strict=True):
+                waits = plan.in_order and bool(self.unindexed)
                 if view is None or waits:
-                    self.unindexed.append(place)
-                tables.append(MANIFEST_SCHEMA.empty_table() if view is None or waits else view.videos)
+                    self.unindexed.append(archive)
+                    tables.append(MANIFEST_SCHEMA.empty_table())
+                else:
+                    self.count_left_out(view)
+                    tables.append(view.videos)
         return tables
 
     def _read_in_parallel(
-        self, places: Sequence[NamedArchive], first: First = "all"
+        self, archives: Sequence[NamedFile], missing: Missing = "make"
     ) -> Generator[View | None, None, None]:
-        """Yield the whole view of each archive in order; None for one that is left for later, and after ``close``."""
+        """Yield the whole view of each archive in order; None for an archive that waits, and after ``close``."""
         with request_threads(_AT_ONCE) as pool:
-            begun = (pool.submit(self._read_whole, place, first) for place in places)
+            begun = (pool.submit(self._read_whole, archive, missing) for archive in archives)
             reading = deque(islice(begun, _AT_ONCE))
             try:
-                for _ in places:
+                for _ in archives:
                     yield reading.popleft().result()
                     reading.extend(islice(begun, 1))
             except BaseException:
@@ -157,34 +228,36 @@ class VideoList:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _read_whole(self, place: NamedArchive, first: First) -> View | None:
-        """Return all videos of an archive, as ``_read_in_parallel`` yields them."""
-        missing: Missing = "skip" if first == "kept" else "make"
-        if first == "needed" and (self.is_limited or self.indexes.is_kept(place)):
-            missing = "later"
-        views = list(self.indexes.read(place, self.objects, missing))
+    def _read_whole(self, archive: NamedFile, missing: Missing) -> View | None:
+        """Return the whole view of an archive, or None, as ``_read_in_parallel`` yields them."""
+        views = list(self.indexes.read(archive, self.objects, missing))
         return views[-1] if views else None
 
     def _read_in_views(self) -> Generator[View | None, None, None]:
         """Yield the views of each archive, one archive after the other, until ``close``."""
-        for place in self.unindexed:
+        for archive in self.unindexed:
             if self.indexes.stopped.is_set():
                 return
-            yield from self.indexes.read(place, self.objects, in_views=True)
+            yield from self.indexes.read(archive, self.objects, in_views=True)
 
     def _note_progress(
         self, views: Generator[View | None, None, None], n_archives: int
     ) -> Generator[View | None, None, None]:
-        """Yield the views; say now and then how many archives are indexed, and at the end if one was read for that."""
-        last_line_at, n_indexed, n_videos = time.monotonic(), 0, 0
+        """Yield the views; say now and then how many archives are indexed, and at the end if one was read for that.
+
+        An archive that waits, whose view is None, is not indexed.
+        """
+        last_line_at, n_archives_seen, n_indexed, n_videos = time.monotonic(), 0, 0, 0
         with closing(views):
             for view in views:
                 if view is None or view.is_whole:
-                    n_indexed, n_videos = n_indexed + 1, n_videos + (0 if view is None else len(view.videos))
-                is_last = n_indexed == n_archives and self.indexes.n_made
-                if is_last or time.monotonic() - last_line_at > _NOTE_S:
-                    last_line_at = time.monotonic()
-                    self.indexes.say(f"indexed {n_indexed} of {n_archives} archives: {n_videos} videos so far")
+                    n_archives_seen += 1
+                    if view is not None:
+                        n_indexed, n_videos = n_indexed + 1, n_videos + len(view.videos)
+                    is_last = n_archives_seen == n_archives and self.indexes.n_made
+                    if is_last or time.monotonic() - last_line_at > _NOTE_S:
+                        last_line_at = time.monotonic()
+                        self.indexes.say(f"indexed {n_indexed} of {n_archives} archives: {n_videos} videos so far")
                 yield view
 
     def _separate_ids(self, parts: Sequence[pa.Table], ids: Ids) -> pa.Table:
@@ -248,22 +321,24 @@ class Ids:
         )
 
 
-def _are_ids_apart(listings: Sequence[Listed], places: Sequence[NamedArchive]) -> bool:
-    """Return True if videos are named only in several tars and zips, and no two of these can share an id.
+def _may_share_ids(all_contents: Sequence[NameContents], archives: Sequence[NamedFile]) -> bool:
+    """Return False if only tars and zips are named, several of them, and no two of these can share an id.
 
-    An id begins with its archive's name. A single archive is indexed before its first video anyway.
+    An id begins with its archive's name, so the ids of two archives differ unless a name with a slash begins the other.
+    Rows of tables may have any id, and so may the videos beside archives.
     """
-    names = sorted(f"{place.name}/" for place in places)
-    apart = all(listing.videos is None for listing in listings) and len(places) > 1
-    apart = apart and not any(find_suffix(place.uri) in OF_COLUMNS for place in places)  # rows may name any id
-    return apart and not any(after.startswith(name) for name, after in pairwise(names))
+    if len(archives) <= 1 or any(contents.videos is not None for contents in all_contents):
+        return True
+    names = sorted(f"{archive.name}/" for archive in archives)
+    has_prefixes = any(after.startswith(name) for name, after in pairwise(names))
+    return has_prefixes or any(archive.is_table for archive in archives)
 
 
-def find_size(place: NamedArchive) -> int:
+def find_size(archive: NamedFile) -> int:
     """Return the bytes of an archive, 0 if unknown."""
-    if place.info is not None:
-        return place.info.size
+    if archive.info is not None:
+        return archive.info.size
     try:
-        return os.path.getsize(place.uri)  # noqa: PTH202 - as manifests have it
+        return os.path.getsize(archive.uri)  # noqa: PTH202 - as manifests have it
     except OSError:
         return 0

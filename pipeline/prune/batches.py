@@ -3,7 +3,8 @@
 Small videos share a bundle, because Ray Data carries about twenty blocks a second and worker, whatever their size. A
 bundle is one row, because Ray Data cuts blocks between rows: so a call yields exactly one block. The records of the
 videos are one cell of JSON, because a column for each key costs milliseconds a block. Arrays are flat bytes, one cell a
-video, with their shapes in the records. The arrays of a single video are not copied.
+video: the layout has the widths of kept tokens, and the records have the shape of frames. The arrays of a single video
+are not copied.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from gstep.evidence import is_per_frame
 from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.writer import KeptTokens, VideoItem
 from pipeline.inputs.named_videos import TODO_SCHEMA
@@ -38,7 +38,7 @@ _ARRAYS: Mapping[str, type[np.generic]] = {
 #: A unit of work: the rows of videos that one call decodes, in one cell.
 UNIT = pa.schema([pa.field("videos", BYTES)])
 #: A bundle of videos between two stages. ``deepstack`` and ``evidence`` hold the arrays of all videos in a row;
-#: ``layout`` has the number of levels and the names of evidence of each video.
+#: ``layout`` has the widths of each video's tokens, deepstack levels and evidence, as ``_measure_widths`` returns them.
 BUNDLE = pa.schema(
     [
         pa.field("records", BYTES),
@@ -46,6 +46,7 @@ BUNDLE = pa.schema(
         *(pa.field(name, CELLS) for name in ("frames", *_ARRAYS, "deepstack", "evidence")),
     ]
 )
+#: The rows of written videos: VIDEO_SCHEMA, but columns that a commit fills may be null.
 WRITTEN_SCHEMA = pa.schema([field.with_nullable(True) for field in VIDEO_SCHEMA])
 
 
@@ -66,7 +67,7 @@ def unpack_unit(unit: pa.Table) -> pa.RecordBatch:
 def pack(videos: Sequence[VideoItem]) -> pa.Table:
     """Pack videos into one row of BUNDLE. Raise KeyError for a record with an unknown key."""
     kept_tokens = [video.kept for video in videos]
-    layout = [(len(tokens.deepstack), list(tokens.evidence)) if tokens else (0, []) for tokens in kept_tokens]
+    layout = [_measure_widths(tokens) if tokens else (0, [], {}) for tokens in kept_tokens]
     columns: list[Iterable[NDArray[Any] | None]] = [
         [video.frames for video in videos],
         *([getattr(tokens, name, None) for tokens in kept_tokens] for name in _ARRAYS),
@@ -85,43 +86,37 @@ def unpack(bundle: pa.Table) -> list[VideoItem]:
     """
     columns = {name: bundle[name].chunk(0).flatten() for name in BUNDLE.names if name not in ("records", "layout")}
     next_level, next_label, videos = count(), count(), []  # deepstack and evidence: the cells of all videos in a row
-    layout = _unpack_json(bundle["layout"])
-    for number, (record, (n_levels, names)) in enumerate(zip(_unpack_json(bundle["records"]), layout, strict=True)):
+    records, layout = _unpack_json(bundle["records"]), _unpack_json(bundle["layout"])
+    for number, (record, (width, levels, labels)) in enumerate(zip(records, layout, strict=True)):
         arrays = {name: read_cell(columns[name], number, kind) for name, kind in _ARRAYS.items()}
-        deepstack = [read_cell(columns["deepstack"], next(next_level), np.int16) for _ in range(n_levels)]
-        evidence = {name: read_cell(columns["evidence"], next(next_label), np.int16) for name in names}
-        kept_tokens = _rebuild_kept(record, arrays, deepstack, evidence)
+        kept_tokens = None
+        if arrays["index"] is not None:
+            arrays["tokens"] = arrays["tokens"].reshape(-1, width)
+            deepstack = [read_cell(columns["deepstack"], next(next_level), np.int16).reshape(-1, n) for n in levels]
+            evidence = {
+                name: read_cell(columns["evidence"], next(next_label), np.int16).reshape(-1, n)
+                for name, n in labels.items()
+            }
+            kept_tokens = KeptTokens(**arrays, deepstack=deepstack, evidence=evidence)
         videos.append(VideoItem(record, kept_tokens, read_cell(columns["frames"], number, np.uint8)))
     return videos
 
 
 def pack_written(rows: Sequence[VideoRecord]) -> pa.Table:
-    """Pack the records of written videos as WRITTEN_SCHEMA."""
+    """Pack the records of written videos as rows of WRITTEN_SCHEMA. Raise KeyError for a record with an unknown key."""
     _refuse_unknown(rows)
     return pa.Table.from_pylist(list(rows), schema=WRITTEN_SCHEMA)
 
 
 def unpack_failed(rows: pa.Table) -> list[VideoRecord]:
-    """Unpack the records of the failed videos among rows of WRITTEN_SCHEMA."""
+    """Unpack the records of the rows of WRITTEN_SCHEMA whose status is not "ok". A record lacks the keys of nulls."""
     return [without_nulls(row, VideoRecord) for row in rows.filter(pc.not_equal(rows["status"], "ok")).to_pylist()]
 
 
-def _rebuild_kept(
-    record: VideoRecord, arrays: Mapping[str, Any], deepstack: Sequence[Any], evidence: Mapping[str, Any]
-) -> KeptTokens | None:
-    """Rebuild a video's kept tokens from flat arrays by its record's shapes; None for a failed video."""
-    index = arrays["index"]
-    if index is None:
-        return None
-    n = len(index)
-    return KeptTokens(
-        **{**arrays, "tokens": arrays["tokens"].reshape(n, -1)},
-        deepstack=[level.reshape(n, -1) for level in deepstack],
-        evidence={
-            name: values.reshape(record["n_frames"] if is_per_frame(name) else n, -1)
-            for name, values in evidence.items()
-        },
-    )
+def _measure_widths(tokens: KeptTokens) -> tuple[int, list[int], dict[str, int]]:
+    """Return the numbers in a row of the tokens, of each deepstack level, and of each evidence by its label."""
+    levels = [level.shape[1] for level in tokens.deepstack]
+    return tokens.tokens.shape[1], levels, {name: values.shape[1] for name, values in tokens.evidence.items()}
 
 
 def _pack_json(value: object) -> pa.Array:

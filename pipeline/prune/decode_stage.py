@@ -33,7 +33,7 @@ from pipeline.video.decoders import decoder_version
 from pipeline.video.frame_folders import source_bytes
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from pipeline.video.source import Source, open_source
+from pipeline.video.source import Source, prepare_source
 
 if TYPE_CHECKING:
     from gstep.backbones import Preprocessor
@@ -133,7 +133,7 @@ class VideoDecoder:
     def open(self, row: TodoRow, archives: OpenArchives) -> Source:
         """Open the video of a row. An error becomes the ``fault`` of the source: nothing is raised.
 
-        ``archives`` reads the archives of this row and of others.
+        ``archives`` fetches the videos that are in archives; see ``open_archives``.
         """
         location = _locate(row)
         if row["policy"]:
@@ -142,10 +142,13 @@ class VideoDecoder:
             fault_class, _, message = row["fault"].partition(": ")
             return Source(location, VideoFault(cast(FaultClass, fault_class), message))
         fetch = None if location.member is None else partial(archives.fetch, location)
-        return open_source(location, self._setup.objects, self._setup.fetch_mb * 2**20, fetch)
+        return prepare_source(location, self._setup.objects, self._setup.fetch_mb * 2**20, fetch)
 
     def open_archives(self, rows: Iterable[TodoRow]) -> OpenArchives:
-        """Return the reader of the archives that contain these rows' videos."""
+        """Return a reader of the archives that contain videos of these rows. Close it after use.
+
+        Rows with a policy or a known fault are left out, because nothing opens their files.
+        """
         locations = [_locate(row) for row in rows if not (row["policy"] or row["fault"])]
         return OpenArchives(self._setup.objects, locations)
 
@@ -228,7 +231,10 @@ def _locate(row: TodoRow) -> Location:
 
 
 def _first_record(row: TodoRow, source: Source) -> VideoRecord:
-    """Return the record of a video before decoding: the columns of its manifest row and open file, status "ok"."""
+    """Return the record of a video before decoding, with status "ok".
+
+    It has the values of the row that are columns of the videos table, and the mark and archive of the opened source.
+    """
     columns = {name: value for name, value in row.items() if name in VIDEO_COLUMNS}
     columns["source_mark"] = source.location.mark
     if source.location.member is not None:
@@ -239,7 +245,8 @@ def _first_record(row: TodoRow, source: Source) -> VideoRecord:
 def _find_size(location: Location) -> int | None:
     """Return the size in bytes of a failed video's file, or None if it is not known.
 
-    A remote file or a member of an archive that could not be fetched has the size of the list.
+    The size of a local file is measured. The size of a remote file or a member of an archive is that of ``location``:
+    from the fetched copy, else from the listing or index.
     """
     if is_remote(location.file) or location.member is not None:
         return location.size
@@ -250,9 +257,9 @@ def _find_size(location: Location) -> int | None:
 
 
 def make_decoding_columns(video: DecodedVideo, attempts: int) -> VideoRecord:
-    """Return the columns of the videos table about decoding.
+    """Return the columns of the videos table that a decoded video fills.
 
-    ``attempts`` is the number of this attempt; a second try within it adds one.
+    ``attempts`` is the number of this attempt over all runs; a second try within this attempt adds one.
     """
     return {
         **without_nulls(video.record, VideoRecord),

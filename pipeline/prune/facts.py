@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from pipeline.cache.live import select_ok
 from pipeline.errors import LimitReached
 from pipeline.rows import VideoRecord
 
 #: Bytes of a token in its shard without its vectors: index, rank, frame and density, compressed.
 COLUMN_BYTES = 12
 _HOUR = 3600.0
+# The columns of the videos table that a run's figures are made from.
+_COLUMNS = ("status", "decode_s", "encode_s", "prune_s", "n_tokens", "start_s", "end_s", "duration_s")
 
 
 @dataclass
@@ -56,15 +58,20 @@ class Facts:
         self._encoders = encoders
 
     def add(self, rows: pa.Table) -> None:
-        """Add the rows of a shard (WRITTEN_SCHEMA), failed videos too. Pruning on CPUs counts as encoding."""
+        """Add the rows of a shard (the columns of WRITTEN_SCHEMA), failed videos too.
+
+        Pruning on CPUs counts as encoding. Seconds are added row by row: a float sum depends on the order, and equal
+        rows must give equal figures, however they are divided into shards.
+        """
         self.videos += len(rows)
-        self.decode_core_s += sum_column(rows, "decode_s")
-        self.encode_s += sum_column(rows, "encode_s")
-        if not self.on_gpus:  # a GPU prunes one video while it encodes another
-            self.encode_s += sum_column(rows, "prune_s")
-        self.tokens += sum_column(rows, "n_tokens")
-        clips = select_ok(rows).select(["start_s", "end_s", "duration_s"])
-        self.video_s += sum(map(measure_seconds, clips.to_pylist()))
+        for row in rows.select(_COLUMNS).to_pylist():
+            self.decode_core_s += row["decode_s"] or 0.0
+            self.encode_s += row["encode_s"] or 0.0
+            if not self.on_gpus:  # a GPU prunes one video while it encodes another
+                self.encode_s += row["prune_s"] or 0.0
+            self.tokens += row["n_tokens"] or 0
+            if row["status"] == "ok":
+                self.video_s += measure_seconds(row)
 
     def check_limit(self) -> None:
         """Raise LimitReached, and set ``limit_reached``, once ``max_hours`` have passed."""
@@ -91,8 +98,11 @@ class Facts:
 
 
 def sum_column(rows: pa.Table, name: str) -> Any:
-    """Return the sum of a column of numbers, in its type; a null counts as 0."""
-    return pc.sum(rows[name], min_count=0).as_py()
+    """Return the sum of a column of numbers; a null counts as 0, and a table without rows gives 0.
+
+    Python adds the numbers in the order of the rows. Integers are exact, and may exceed the 64 bits of Arrow's own sum.
+    """
+    return reduce(add, (value for value in rows[name].to_pylist() if value is not None), 0)
 
 
 def measure_seconds(record: VideoRecord) -> float:

@@ -71,7 +71,7 @@ class PruneJob(Job[Todo]):
     def _plan_workers(self, cluster: Mapping[str, float], n_videos: int) -> tuple[Resources, Resources]:
         """Plan the workers as ``plan_workers`` does; units of work are whole row groups of tables of videos."""
         uncapped, plan = plan_workers(self.options, self._stages, cluster, n_videos, self._total_file_bytes)
-        return uncapped, replace(plan, rows_per_group=self._request.videos.indexes.unit)
+        return uncapped, replace(plan, rows_per_group=self._request.videos.indexes.rows_per_group)
 
     def graph(self, items: Todo, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
         """Build the graph of the plan, which must be a ``Resources``, without the excluded nodes."""

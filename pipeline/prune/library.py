@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from pipeline.errors import UsageError
-from pipeline.inputs.forms import FORMS, OF_COLUMNS
+from pipeline.inputs.forms import FORMS, TABLE_FORMS
 from pipeline.inputs.listings import find_suffix
 from pipeline.options import make_config
 from pipeline.prune.config import PruneConfig
@@ -69,4 +69,4 @@ def _has_archives(videos: object) -> bool:
     names = (
         [os.fspath(path) for path in videos if isinstance(path, str | os.PathLike)] if isinstance(videos, list) else []
     )
-    return any(find_suffix(name) in FORMS.keys() - OF_COLUMNS for name in names)
+    return any(find_suffix(name) in FORMS.keys() - TABLE_FORMS for name in names)

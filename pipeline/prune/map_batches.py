@@ -76,7 +76,7 @@ class DecodeVideos:
         self._decoder.close()
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        rows = [self._named_videos.table(part) for part in given_parts("videos", batch, "video_id and uri")]
+        rows = [self._named_videos.convert(part) for part in given_parts("videos", batch, "video_id and uri")]
         videos = pa.Table.from_batches(rows, MANIFEST_SCHEMA)
         todo = videos.append_column("attempts", pa.array([1] * len(videos), pa.int32()))
         return (_to_rows(bundle) for bundle in self._decoder.decode(todo))

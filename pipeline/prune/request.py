@@ -22,7 +22,7 @@ from pipeline.options import read_ids
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
 from pipeline.prune.recipe import Recipe, resolve
-from pipeline.prune.resume import check_redo, format_skipped, keep_stored_ids, select_shard
+from pipeline.prune.resume import check_redo, format_skipped, restore_old_ids, select_shard
 from pipeline.prune.table import CacheTable, restart_with_new_code
 from pipeline.prune.todo import Selection, Todo
 from pipeline.runner.run_record import check_out
@@ -66,7 +66,7 @@ class Request:
             restart_with_new_code(self.store, self.recipe, self.videos, self.config, run_id, say)
         table = CacheTable(self.store, self.recipe, run_id, say)
         if self.redo is not None:
-            known = None if self.videos.unindexed else keep_stored_ids(self.videos.known, table.ledger)
+            known = None if self.videos.unindexed else restore_old_ids(self.videos.known, table.ledger)
             check_redo(self.redo, known, table.ledger, self.config)
         selection = Selection(self.config, self.videos, table.ledger, self.redo)
         todo = Todo(*selection.select(self.videos.known), selection)

@@ -60,15 +60,16 @@ class Remaining(NamedTuple):
     tally: ManifestCounts
 
 
-def select_shard(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
-    """Select the videos of ``--shard I/N`` by the hash of their ids; all videos without ``part``."""
-    if part is None or not len(manifest):
+def select_shard(manifest: pa.Table, shard: tuple[int, int] | None) -> pa.Table:
+    """Select the videos of ``--shard I/N``, here (I, N), by the hash of their ids; all videos without ``shard``."""
+    if shard is None or not len(manifest):
         return manifest
-    return manifest.filter(pa.array(column_keys(manifest["video_id"])[:, 0] % np.uint64(part[1]) == part[0]))
+    number, n_shards = shard
+    return manifest.filter(pa.array(column_keys(manifest["video_id"])[:, 0] % np.uint64(n_shards) == number))
 
 
-def keep_stored_ids(videos: pa.Table, ledger: Ledger) -> pa.Table:
-    """Return the videos; a member of a zip that the cache has by the name with backslashes keeps that id.
+def restore_old_ids(videos: pa.Table, ledger: Ledger) -> pa.Table:
+    """Return the videos; a member of a zip that the cache has under an id with backslashes gets this id again.
 
     Earlier versions took such a name as it is written in the zip, which is how its uri still ends. Without this, its
     video would be encoded again and stand in the cache twice.

@@ -20,7 +20,7 @@ from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.inputs.video_list import VideoList
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import Recipe
-from pipeline.prune.resume import keep_stored_ids
+from pipeline.prune.resume import restore_old_ids
 from pipeline.prune.summary import format_lost
 from pipeline.runner.run_record import list_committed_shards
 from pipeline.storage.stores import Store
@@ -111,7 +111,7 @@ def restart_with_new_code(
     ledger = Ledger(store, made_with(store)).refresh()
     with_tokens = np.flatnonzero(ledger.columns["fault"] == 0)
     with_tokens = with_tokens[~ledger.removed(with_tokens)]
-    unnamed_rows = np.setdiff1d(with_tokens, ledger.find(keep_stored_ids(videos.known, ledger)["video_id"]))
+    unnamed_rows = np.setdiff1d(with_tokens, ledger.find(restore_old_ids(videos.known, ledger)["video_id"]))
     if len(unnamed_rows) and not videos.unindexed:
         example = ledger.read(int(unnamed_rows[0]))["video_id"]
         raise UsageError(

@@ -1,4 +1,7 @@
-"""The videos that a run processes: those known at its start, and those that a thread finds in archives meanwhile."""
+"""The videos that a run processes: those known at its start, and those that a thread finds in archives meanwhile.
+
+Rows of MANIFEST_SCHEMA go in (``pipeline.inputs.video_list``), and rows of TODO_SCHEMA come out, in parts.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from pipeline.inputs.indexes import View, forget_members
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.inputs.video_list import VideoList, find_size
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.resume import ManifestCounts, Remaining, keep_stored_ids, select_remaining, select_shard
+from pipeline.prune.resume import ManifestCounts, Remaining, restore_old_ids, select_remaining, select_shard
 
 _LEAVE_S = 5.0  # seconds that a run waits at its end for the current archive
 
@@ -31,34 +34,37 @@ class Selection:
 
     Attributes:
         config: the options of the run.
-        listed: the list. Removed videos are deleted from the indexes of its archives.
+        video_list: the list of the videos, and the indexes of its archives.
         ledger: the rows of the cache.
         redo: the ids of ``--redo``; None without it.
     """
 
     config: PruneConfig
-    listed: VideoList
+    video_list: VideoList
     ledger: Ledger
     redo: pa.Array | None = None
 
     def select(self, videos: pa.Table) -> tuple[pa.Table, Remaining]:
-        """Return the videos of this run's shard among some videos (MANIFEST_SCHEMA), and those to process.
+        """Return the videos of this run's shard among some videos (MANIFEST_SCHEMA), and which of them to process.
 
-        Raises what ``select_remaining`` does.
+        To process are new videos, failed videos that are retried, and videos that are done again. It also deletes
+        removed videos, of all shards, from the indexes in the cache. Raises SourceChanged for a changed video that
+        ``--on-changed`` refuses; UsageError if the store does not answer.
         """
-        own_videos = keep_stored_ids(select_shard(videos, self.config.part()), self.ledger)
-        self._forget_removed(keep_stored_ids(videos, self.ledger))
-        return own_videos, select_remaining(own_videos, self.ledger, self.config, self.listed.objects, self.redo)
+        own_videos = restore_old_ids(select_shard(videos, self.config.part()), self.ledger)
+        self.forget_removed(videos)
+        return own_videos, select_remaining(own_videos, self.ledger, self.config, self.video_list.objects, self.redo)
 
-    def _forget_removed(self, videos: pa.Table) -> None:
+    def forget_removed(self, videos: pa.Table) -> None:
         """Delete removed videos again from the kept indexes of archives, and from the names of left-out files.
 
         An index that is made after jobs.remove lists all members of its archive, removed videos too. Does nothing if
         the run keeps no index.
         """
-        indexes = self.listed.indexes
+        indexes = self.video_list.indexes
         if indexes.store is None or not indexes.keeps or not np.any(self.ledger.columns["state"] == REMOVED):
             return
+        videos = restore_old_ids(videos, self.ledger)
         rows = self.ledger.find(videos["video_id"])
         is_removed = rows >= 0
         is_removed[is_removed] = self.ledger.removed(rows[is_removed])
@@ -69,7 +75,7 @@ class Selection:
 
 
 class Part(NamedTuple):
-    """The videos known at the start, or the videos of an archive.
+    """The videos known at the start, or the videos of an archive that was not indexed then.
 
     Attributes:
         videos: the run's videos, MANIFEST_SCHEMA.
@@ -83,17 +89,19 @@ class Part(NamedTuple):
 
 
 class Todo(AbstractContextManager["Todo"]):
-    """The videos that a run processes: a part known at the start, then a part for each archive.
+    """The videos that a run processes: a part known at the start, then a part for each archive not indexed by then.
 
-    The ``with`` block starts and ends a thread that goes through the archives of the list. ``--limit`` is applied here
-    and nowhere else: behind its last video no archive is opened, and of the last archive no more is read than needed.
+    The ``with`` block starts and ends a thread that goes through these archives. The rows of a run are cut at
+    ``--limit`` here only. Behind the last video no archive is indexed, and the last archive is read until a view with
+    that video: the first view has 256 videos, each later view twice as many. Which archives are indexed before the
+    start, with a limit or without, is the decision of ``pipeline.inputs.video_list.plan_indexing``.
 
     The length is the number of videos to process so far, but at least one before the end.
 
     Attributes:
         KEY: the column of a committed row that tells its video.
         tally: the numbers of new, cached, failed and changed videos among those known at the start.
-        n_archives: the number of archives that had no index when the run began.
+        n_archives: the number of archives whose videos were not known at the start.
         n_parts: the final number of parts.
         n_waiting: new videos known so far that the limit leaves for another run.
         n_cut: the number of archives that were read in part.
@@ -102,7 +110,7 @@ class Todo(AbstractContextManager["Todo"]):
     KEY: ClassVar[Sequence[str]] = ("video_id",)
 
     def __init__(self, known_videos: pa.Table, remaining: Remaining, selection: Selection | None = None) -> None:
-        """Prepare the search; its thread starts with the ``with`` block.
+        """Prepare the thread, which the ``with`` block starts.
 
         Args:
             known_videos: the run's videos known at the start, MANIFEST_SCHEMA.
@@ -110,7 +118,7 @@ class Todo(AbstractContextManager["Todo"]):
             selection: selects from the archives of its list, up to the limit of its options; None if all videos are
                 known.
         """
-        self._list = VideoList(known_videos) if selection is None else selection.listed
+        self._list = VideoList(known_videos) if selection is None else selection.video_list
         self._selection = selection
         limit = None if selection is None else selection.config.limit
         self._n_allowed = math.inf if limit is None else limit
@@ -118,7 +126,7 @@ class Todo(AbstractContextManager["Todo"]):
         self.n_archives = len(self._list.unindexed)
         self.n_parts = 1 + self.n_archives
         todo = self._take(remaining.todo)
-        self._sizes = [find_size(place) for place in self._list.unindexed]
+        self._sizes = [find_size(archive) for archive in self._list.unindexed]
         self._parts = [Part(known_videos, todo, sum(self._sizes) if self._n_allowed > 0 else 0)]
         self._no_part = Part(known_videos.slice(len(known_videos)), todo.slice(len(todo)), 0)  # of an unopened archive
         self._new_part = threading.Condition()
@@ -224,7 +232,7 @@ class Todo(AbstractContextManager["Todo"]):
         """Go through the archives until the limit is reached; runs in the thread. An error is kept for ``check``."""
         try:
             if self._n_allowed > 0:
-                with closing(iter(self._list)) as archives:
+                with closing(self._list.read_unindexed()) as archives:
                     for view in archives:
                         if self._add(view):
                             break
@@ -239,8 +247,11 @@ class Todo(AbstractContextManager["Todo"]):
         """
         assert self._selection is not None  # else there are no archives
         videos, remaining = self._selection.select(view.videos)
-        if not view.is_whole and len(remaining.todo) < self._n_allowed:
-            return False
+        if not view.is_whole:
+            if len(remaining.todo) < self._n_allowed:
+                return False
+            self._list.count_left_out(view)
+            self._selection.forget_removed(view.videos)
         with self._new_part:
             todo = self._take(remaining.todo)
             is_last = self._n_allowed <= 0

@@ -13,21 +13,19 @@ import struct
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, cast, get_type_hints
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from pipeline.errors import FAULTS, VideoFault, printable
-from pipeline.rows import VIDEO_COLUMNS, VideoRecord
+from pipeline.rows import VIDEO_COLUMNS, Column, VideoRecord
 from pipeline.video.decode import DecodedVideo
 from pipeline.video.shared_frames import Handover
 
 _MAX_BYTES = 2**16  # bytes of a message's JSON, whose texts have 1 KB at most
 _MAX_FRAMES = 2**22  # frames of a video, of which a message has the numbers and times
 _MAX_WAIT_S = 1e6  # a pipe is polled for 2^31 ms at most
-_FIELDS: Mapping[str, Any] = {
-    name: kind for name, kind in get_type_hints(VideoRecord).items() if VIDEO_COLUMNS[name].decoded
-}
+_COLUMNS: Mapping[str, Column] = {name: column for name, column in VIDEO_COLUMNS.items() if column.decoded}
 _BITS = {"int32": 31, "int64": 63, "uint64": 64}  # the bits of integers of 0 or more, by the type of their column
 
 
@@ -54,8 +52,8 @@ def send_fault(pipe: Connection, fault: VideoFault) -> None:
 
 
 def send_video(pipe: Connection, video: DecodedVideo, handover: Handover) -> None:
-    """Send a decoded video but for its pixels, which are in shared memory."""
-    values = ((name, video.record.get(name)) for name in _FIELDS)
+    """Send a decoded video without its pixels, which are in shared memory; a column that its record lacks is null."""
+    values = ((name, video.record.get(name)) for name in _COLUMNS)
     fields = {name: printable(value) if isinstance(value, str) else value for name, value in values}
     arrays = np.asarray(video.frame_indices, "<i8").tobytes() + np.asarray(video.timestamps, "<f8").tobytes()
     _send(pipe, {"video": fields, "shape": video.frames.shape, "handover": handover}, arrays)
@@ -108,7 +106,7 @@ def _read(pipe: Connection, deadline: float, max_bytes: int) -> bytes:
     """
     (size,) = struct.unpack("!i", _read_exactly(pipe, deadline, 4))
     if not 0 <= size <= max_bytes:
-        raise WrongMessage(f"it has {size} bytes, more than {max_bytes}")
+        raise WrongMessage(f"its length is {size}, and not 0 to {max_bytes}")
     return _read_exactly(pipe, deadline, size)
 
 
@@ -146,16 +144,13 @@ def _check_handover(handover: list[Any]) -> Handover:
 
 
 def _make_video(fields: dict[Any, Any], n_frames: int, arrays: bytes) -> DecodedVideo:
-    """Make the video of a message's values, without pixels. Raises WrongMessage for a missing or wrong value."""
-    if fields.keys() != _FIELDS.keys() or len(arrays) != 16 * n_frames:
-        raise WrongMessage("values are missing")
+    """Make the video of a message, without its pixels. Raises WrongMessage for a missing, unknown or wrong value."""
+    if fields.keys() != _COLUMNS.keys():
+        raise WrongMessage("its values are not those of a video")
+    if len(arrays) != 16 * n_frames:
+        raise WrongMessage(f"its arrays have {len(arrays)} bytes, and not 16 for each of {n_frames} frames")
     for name, value in fields.items():
-        is_valid = isinstance(value, _FIELDS[name]) and not isinstance(value, bool)
-        if isinstance(value, int):
-            is_valid = is_valid and _is_int(value, 0, 2 ** _BITS[VIDEO_COLUMNS[name].kind])
-        if isinstance(value, float):
-            is_valid = is_valid and math.isfinite(value)
-        if not is_valid:
+        if not _is_valid(value, _COLUMNS[name]):
             raise WrongMessage(f"{name} has a wrong value")
     indices = np.frombuffer(arrays, "<i8", n_frames)
     timestamps = np.frombuffer(arrays, "<f8", n_frames, offset=8 * n_frames)
@@ -165,3 +160,19 @@ def _make_video(fields: dict[Any, Any], n_frames: int, arrays: bytes) -> Decoded
     no_frames = np.empty((0, 0, 0, 3), np.uint8)
     record = cast(VideoRecord, fields | texts)
     return DecodedVideo(no_frames, indices.astype(np.int64), timestamps.astype(np.float64), record)
+
+
+def _is_valid(value: object, column: Column) -> bool:
+    """Return True if the decode process may send this value of a column.
+
+    The value has the column's type, and its range: integers are not negative, and other numbers are finite. None is
+    valid only if a file may leave the value unstated.
+    """
+    match value:
+        case None:
+            return column.may_be_unstated
+        case str():
+            return column.kind == "string"
+        case float():
+            return column.kind == "float64" and math.isfinite(value)
+    return column.kind in _BITS and _is_int(value, 0, 2 ** _BITS[column.kind])

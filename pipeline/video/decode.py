@@ -73,7 +73,9 @@ class DecodeRequest:
     """A request to decode chosen frames of one video.
 
     Attributes:
-        path: a local file, or a folder of JPEG frames (``pipeline.video.frame_folders``).
+        path: what ``decode_video`` opens: a local file, a folder of JPEG frames (``pipeline.video.frame_folders``), or
+            an open file as ``/proc/self/fd/N``. Until then it may be any name of the video, as the uri of a row: the
+            source (``pipeline.video.source``) and the child process of the sandbox replace it.
         sampling: which frames.
         preprocessor: what size they get.
         start_s: start of the clip in seconds; None for the start of the video.
@@ -108,8 +110,9 @@ class DecodedVideo:
         frames: [T,h,w,3] uint8 RGB, C-contiguous, resized.
         frame_indices: [T] int64, the frames of the file, ascending; an index repeats where the clip has too few.
         timestamps: [T] float64 seconds of these frames from the start of the file, as players show them.
-        record: the columns of the videos table that the decode process finds (``Column.decoded``).
-        attempts: child processes it took (2 where another library than PyAV took the first one down).
+        record: the columns of the videos table that decoding finds (``Column.decoded``), without those that the file
+            does not state, or with None for them.
+        attempts: how often decoding was tried: 2 if another library than PyAV ended the first decode process.
     """
 
     frames: Frames
@@ -119,11 +122,11 @@ class DecodedVideo:
     attempts: int = 1
 
     def add_columns(self, columns: VideoRecord) -> DecodedVideo:
-        """Return the video with more columns in its record, or other values of them."""
+        """Return a copy whose record also has these columns; they replace columns of the same names."""
         return replace(self, record={**self.record, **columns})
 
     def add_note(self, note: str) -> DecodedVideo:
-        """Return the video with another note before its own one."""
+        """Return a copy with a note before its own ``backend_note``; "" adds nothing. The record must have a note."""
         return self.add_columns({"backend_note": "; ".join(filter(None, (note, self.record["backend_note"])))})
 
 

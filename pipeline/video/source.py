@@ -1,10 +1,10 @@
 """The sources of videos: their current sizes, and access for a decode process.
 
-A file on disk is read in place; a remote file, or a member of an archive, is fetched into memory before the clock
-starts.
+The decode process opens a file or a folder of JPEG frames on disk by its own path. A remote file or a member of an
+archive is fetched first: into an anonymous file in memory, or a temporary file on systems without these.
 
-The fetching process has the credentials; the decode process gets an open file that no process can write to any more.
-Decoders open it by a path, so that they cannot tell it from a file on disk.
+The fetching process has the credentials; the decode process gets a file in memory as an open descriptor. On kernels
+with seals no process can write to it any more. Decoders open it by the path ``/proc/self/fd/N``, as a file on disk.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class Source(AbstractContextManager["Source"]):
     """A video that is ready to be decoded, or the fault that prevents that. Close it after use.
 
     Attributes:
-        location: the location of the video. ``open_source`` sets its current mark, and the size of a copy.
+        location: the location of the video. ``prepare_source`` sets its current mark, and the size of a copy.
         fault: the reason why there is nothing to decode.
         descriptor: of the content in memory.
         path: of the content on disk: the video's own, or a temporary file's where the platform has no files in memory.
-        fetched: whether the content is a copy, which ``close`` deletes.
+        is_copy: whether the content is a copy, which ``close`` deletes.
     """
 
     location: Location
     fault: VideoFault | None = None
     descriptor: int | None = None
     path: str | None = None
-    fetched: bool = False
+    is_copy: bool = False
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -66,7 +66,7 @@ class Source(AbstractContextManager["Source"]):
         """Release the content. May be called twice."""
         if self.descriptor is not None:
             os.close(self.descriptor)
-        if self.path is not None and self.fetched:
+        if self.path is not None and self.is_copy:
             Path(self.path).unlink(missing_ok=True)
         self.descriptor = self.path = None
 
@@ -86,21 +86,22 @@ class Source(AbstractContextManager["Source"]):
 
     def _with_uri(self, text: str) -> str:
         """Replace the names of temporary content in a message by the uri of the video."""
-        if not self.fetched:
+        if not self.is_copy:
             return text
         uri = self.location.uri
         return _IN_MEMORY.sub(lambda _: uri, text if self.path is None else text.replace(self.path, uri))
 
 
-def open_source(location: Location, objects: Objects, limit: int, fetch: Fetch | None = None) -> Source:
-    """Open a path as it is, or fetch a remote file of at most ``limit`` bytes in one GET; faults come in the source.
+def prepare_source(location: Location, objects: Objects, limit: int, fetch: Fetch | None = None) -> Source:
+    """Note the mark of a local path, or fetch a remote file or a member of an archive; faults come in the source.
 
-    A path that does not exist is no fault yet. ``fetch`` brings the bytes of a member of an archive.
+    A local file or folder is not opened: the decode process does that, and finds out if it does not exist. A remote
+    file is fetched in one GET, a member by ``fetch``; either may have at most ``limit`` bytes.
     """
     if not is_remote(location.file) and fetch is None:
         mark = _state_on_disk(location.file).mark or location.mark  # that of a listing may be older
         return Source(location._replace(mark=mark), path=location.file)
-    source = Source(location, fetched=True)
+    source = Source(location, is_copy=True)
     try:
         size = _fetch(source, fetch or partial(_download, source, objects), limit)
         source.location = source.location._replace(size=size)
@@ -111,17 +112,19 @@ def open_source(location: Location, objects: Objects, limit: int, fetch: Fetch |
 
 
 def same_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> Source:
-    """Open the source of a videos row, if its size is still the recorded one; an object is one GET.
+    """Prepare the source of a videos row, if its size is still the recorded one; an object is one GET.
 
-    ``fetch`` is as ``open_source`` takes it. Raises VideoFault("io") where the file is gone or cannot be read, or the
-    row lacks its size or hash; ReplacedSource where it has another size, or a copy has another fault.
+    ``fetch`` is as ``prepare_source`` takes it.
+
+    Raises VideoFault("io") where the file is gone or cannot be read, or the row lacks its size or hash; ReplacedSource
+    where it has another size, or a copy has another fault.
     """
     is_copy = fetch is not None or is_remote(row["uri"])
     if not is_copy:
         _check_present(row)
     if row["source_size"] is None or row["source_hash"] is None:
         raise VideoFault("io", "the cache does not say which file was read")
-    source = open_source(Location.parse(row["uri"], row["source_offset"]), objects, row["source_size"], fetch)
+    source = prepare_source(Location.parse(row["uri"], row["source_offset"]), objects, row["source_size"], fetch)
     if source.fault is not None and source.fault.fault_class == "io":
         raise VideoFault("io", f"the source object is not at hand: {source.fault.message}")
     if is_copy and source.location.size != row["source_size"]:  # a larger object is not fetched at all

@@ -8,16 +8,34 @@ import numpy as np
 import pytest
 import torch
 
+from gstep import PrunedTokens
 from pipeline import TokenCache
 from pipeline.cache.codecs import CODECS
 from pipeline.cache.header import made_with
 from pipeline.cache.token_shard import hash_vectors, read_videos
-from pipeline.cache.writer import commit_records, write_token_shard
+from pipeline.cache.writer import KeptTokens, commit_records, write_token_shard
 from pipeline.errors import RunFailed
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header
 
 VIDEO = encoded("v", random_tokens(0), 0.25, "gstep")
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_tensors_without_rows_become_arrays_of_their_width(count):
+    index = torch.arange(count)
+    pruned = PrunedTokens(torch.ones(count, 8), index, index, None, n_total=12, retention_ratio=0.25)
+    evidence = {
+        "token_attention": torch.ones(count),
+        "token_key": torch.ones(count, 4),
+        "frame_feature": torch.ones(0, 6),
+    }
+    for order in (slice(None), index.flip(0)):
+        kept = KeptTokens.of(pruned, [torch.ones(count, 8)], evidence, order)
+        assert [values.shape for values in (kept.tokens, *kept.deepstack)] == [(count, 8), (count, 8)]
+        shapes = {name: values.shape for name, values in kept.evidence.items()}
+        assert shapes == {"token_attention": (count, 1), "token_key": (count, 4), "frame_feature": (0, 6)}
+        assert kept.tokens.dtype == np.int16 and (kept.index.shape, kept.rank.shape) == ((count,), (count,))
 
 
 def test_tokens_on_a_disk_that_is_not_shared_are_not_committed(tmp_path):

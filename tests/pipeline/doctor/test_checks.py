@@ -17,6 +17,8 @@ from pipeline.doctor.nodes import judge_nodes, look_at_nodes, look_here, on_each
 from pipeline.doctor.speed import check_balance, check_decoding, first_videos
 from pipeline.doctor.store import check_store, reachable
 from pipeline.errors import UsageError
+from pipeline.inputs.forms import FORMS
+from pipeline.inputs.tar_and_zip import Tar
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import resolve
 from pipeline.storage.s3 import Objects
@@ -141,13 +143,22 @@ def test_decoding_costs_what_the_run_would_record_and_names_what_fails():
     assert "1 h264" in says["ok"] and "1 of 2 videos: io, e.g. bad" in says["wrong"]
 
 
-def test_the_videos_are_those_of_the_run_and_no_more_containers_are_opened_than_hold_them(tmp_path):
+def test_the_videos_are_those_of_the_run_and_no_more_containers_are_opened_than_hold_them(tmp_path, monkeypatch):
+    opened = []
+
+    class Noting(Tar):
+        def __init__(self, file):
+            opened.append(file.uri)
+            super().__init__(file)
+
+    monkeypatch.setitem(FORMS, ".tar", Noting)
     for name in "abcd":
         write_tar(tmp_path / f"{name}.tar", {f"{number}.mp4": b"x" for number in range(2)})
     (tmp_path / "d.tar").write_bytes(b"never opened")
     pq.write_table(pa.table({"film": [b"x", b"y"]}), tmp_path / "e.parquet")
     found = first_videos(PruneConfig(videos=[f"{tmp_path}/*.tar"]), Objects(), 3)
     assert [row["video_id"] for row in found] == ["a.tar/0.mp4", "a.tar/1.mp4", "b.tar/0.mp4"]
+    assert opened == [f"{tmp_path}/a.tar", f"{tmp_path}/b.tar"]
     found = first_videos(PruneConfig(videos=[f"{tmp_path}/e.parquet"], column="film"), Objects(), 3)
     assert [(row["video_id"], row["attempts"]) for row in found] == [("e.parquet/0", 1), ("e.parquet/1", 1)]
     with pytest.raises(UsageError, match="needs a video_id and a uri"):

@@ -1,6 +1,7 @@
 """The list of a run's videos: what is known before a start, and archives that are indexed later, until it is closed."""
 
 import threading
+import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,9 +34,9 @@ def write_tars(folder):
     return folder
 
 
-def list_for_run(place, tmp_path, column=None, *, is_limited=False):
+def list_for_run(place, tmp_path, column=None, *, is_limited=False, say=lambda line: None):
     """The list of ``place`` as a run reads it, which keeps indexes in ``tmp_path``."""
-    indexes = Indexes(ArchiveOptions(column), LocalStore(tmp_path / "cache"), keeps=True)
+    indexes = Indexes(ArchiveOptions(column), LocalStore(tmp_path / "cache"), keeps=True, say=say)
     names = place if isinstance(place, list) else [str(place)]
     return VideoList.read(names, (), NOWHERE, indexes, first="needed", is_limited=is_limited)
 
@@ -67,26 +68,70 @@ def noting(monkeypatch):
 
 
 def test_tars_wait_and_come_one_after_the_other_and_their_indexes_are_kept(tars, tmp_path):
-    videos = list_for_run(tars, tmp_path)
+    lines = []
+    videos = list_for_run(tars, tmp_path, say=lines.append)
     assert len(videos.known) == 0 and left(videos) == ["0.tar", "1.tar", "2.tar"]
     assert [find_size(place) for place in videos.unindexed] == [path.stat().st_size for path in sorted(tars.iterdir())]
-    items = [*videos]
+    items = [*videos.read_unindexed()]
     assert [ids(item.videos) for item in items] == [
         [f"{tar}.tar/{number}.mp4" for number in range(3 - tar)] for tar in range(3)
     ]
     assert all(item.is_whole for item in items)
-    again = list_for_run(tars, tmp_path)
+    again = list_for_run(tars, tmp_path, say=lines.append)
     assert ids(again.known) == [video for item in items for video in ids(item.videos)] and left(again) == []
-    assert again.indexes.n_made == 0
+    assert again.indexes.n_made == 0 and lines == ["indexed 3 of 3 archives: 6 videos so far"]
 
 
 def test_an_archive_that_has_changed_is_indexed_before_the_start_and_a_new_one_waits(tars, tmp_path):
-    [*list_for_run(tars, tmp_path)]
-    write_tar(tars / "3.tar", {"new.mp4": bytes(9)})
+    [*list_for_run(tars, tmp_path).read_unindexed()]
+    write_tar(tars / "00.tar", {"new.mp4": bytes(9)})
     write_tar(tars / "1.tar", {"changed.mp4": bytes(9)})
     videos = list_for_run(tars, tmp_path)
-    assert left(videos) == ["3.tar"] and "1.tar/changed.mp4" in ids(videos.known)
-    assert [ids(item.videos) for item in videos] == [["3.tar/new.mp4"]]
+    known = [*(f"0.tar/{number}.mp4" for number in range(3)), "1.tar/changed.mp4", "2.tar/0.mp4"]
+    assert left(videos) == ["00.tar"] and ids(videos.known) == known
+    assert [ids(item.videos) for item in videos.read_unindexed()] == [["00.tar/new.mp4"]]
+
+
+@pytest.mark.parametrize(
+    ("first", "is_limited", "beside", "waiting"),
+    [
+        ("all", False, False, []),
+        ("all", True, False, []),
+        ("needed", False, True, []),
+        ("needed", False, False, ["2.tar"]),
+        ("needed", True, True, ["2.tar"]),
+        ("needed", True, False, ["2.tar"]),
+        ("kept", False, True, ["1.tar", "2.tar"]),
+        ("kept", True, False, ["1.tar", "2.tar"]),
+    ],
+)
+def test_the_archives_that_wait_are_those_of_the_table_on_the_page(tars, tmp_path, first, is_limited, beside, waiting):
+    """The first tar has a kept index, the second has changed since, and the third is new. A file may have any id."""
+    (tars / "2.tar").rename(tmp_path / "2.tar")
+    [*list_for_run(tars, tmp_path).read_unindexed()]
+    (tmp_path / "2.tar").rename(tars / "2.tar")
+    write_tar(tars / "1.tar", {"changed.mp4": bytes(9)})
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y" / "y.mp4").write_bytes(b"y")
+    indexes = Indexes(store=LocalStore(tmp_path / "cache"), keeps=True)
+    names = [str(tars), str(tmp_path / "y")] if beside else [str(tars)]
+    videos = VideoList.read(names, (), NOWHERE, indexes, first=first, is_limited=is_limited)
+    assert left(videos) == waiting
+    count = {"0.tar": 3, "1.tar": 1, "2.tar": 1}
+    assert len(videos.known) == beside + sum(count[name] for name in count if name not in waiting)
+
+
+def test_the_line_on_progress_counts_no_archive_that_waits(tars, tmp_path):
+    (tars / "2.tar").rename(tmp_path / "2.tar")
+    [*list_for_run(tars, tmp_path).read_unindexed()]
+    (tmp_path / "2.tar").rename(tars / "2.tar")
+    write_tar(tars / "1.tar", {"changed.mp4": bytes(9)})
+    lines = []
+    indexes = Indexes(store=LocalStore(tmp_path / "cache"), keeps=True, say=lines.append)
+    videos = VideoList.read(str(tars), (), NOWHERE, indexes, first="needed")
+    assert left(videos) == ["2.tar"] and lines == ["indexed 2 of 3 archives: 4 videos so far"]
+    [*videos.read_unindexed()]
+    assert lines[1:] == ["indexed 1 of 1 archives: 1 videos so far"]
 
 
 def test_a_close_by_another_thread_ends_it_within_an_archive_whose_index_is_dropped(tars, tmp_path, monkeypatch):
@@ -108,7 +153,7 @@ def test_a_close_by_another_thread_ends_it_within_an_archive_whose_index_is_drop
         videos, items = list_for_run(tars, folder, is_limited=is_limited), []
 
         def collect(videos=videos, items=items):
-            items.extend(videos)
+            items.extend(videos.read_unindexed())
 
         thread = threading.Thread(target=collect)
         thread.start()
@@ -119,6 +164,51 @@ def test_a_close_by_another_thread_ends_it_within_an_archive_whose_index_is_drop
         thread.join(60)
         assert not thread.is_alive() and [ids(item.videos)[0] for item in items] == ["0.tar/0.mp4"]
         assert "1.tar" in left(list_for_run(tars, folder))
+        assert not is_limited or videos.indexes.n_made == 2
+
+
+def test_after_a_close_nothing_comes_that_was_read_before(tars, tmp_path):
+    videos = list_for_run(tars, tmp_path)
+    archives = videos.read_unindexed()
+    assert ids(next(archives).videos)[0] == "0.tar/0.mp4"
+    wait_until(lambda: len(left(list_for_run(tars, tmp_path))) == 0, "the indexes of all tars")
+    videos.close()
+    assert [*archives] == []
+
+
+def test_an_archive_that_is_a_mistake_ends_the_reading_of_the_others(tars, tmp_path, monkeypatch):
+    n_read = 0
+
+    class Long(Tar):
+        def members(self, options):
+            nonlocal n_read
+            (member, *_) = super().members(options)
+            for _ in range(400):
+                n_read += 1
+                yield member
+                time.sleep(0.05)
+
+    monkeypatch.setitem(FORMS, ".tar", Long)
+    write_tar(tars / "#.tar", {"a.mp4": b"a"})
+    with pytest.raises(ManifestError, match=r"#\.tar: rename it"):
+        list_for_run(tars, tmp_path)
+    with pytest.raises(ManifestError, match=r"#\.tar: rename it"):
+        VideoList.read(str(tars), (), NOWHERE)
+    assert n_read < 400 and not (tmp_path / "cache").exists()
+
+
+def test_what_an_archive_leaves_out_is_counted_once_its_videos_are_listed(tmp_path):
+    places = [tmp_path / name / "0.tar" for name in "pq"]
+    for place in places:
+        place.parent.mkdir()
+        write_tar(place, {f"{place.parent.name}.mp4": b"x", f"{place.parent.name}.jpg": b"x"})
+    named = [*map(str, places)]
+    list_for_run(named, tmp_path)
+    (tmp_path / "cache" / "sources").joinpath(*first_index(places[0], tmp_path)).unlink()
+    videos = list_for_run(named, tmp_path, is_limited=True)  # the second waits for the first, though its index is kept
+    assert left(videos) == ["0.tar", "0.tar"] and videos.indexes.left_out.counts() == {}
+    assert [ids(item.videos) for item in videos.read_unindexed()] == [["0.tar/p.mp4"], ["0.tar/q.mp4"]]
+    assert videos.indexes.left_out.as_record() == {"other files": {"count": 2, "names": ["0.tar/p.jpg", "0.tar/q.jpg"]}}
 
 
 def test_archives_whose_ids_may_meet_and_a_single_one_are_indexed_first(tars, tmp_path):
@@ -135,13 +225,13 @@ def test_with_a_limit_a_large_tar_comes_in_growing_items_and_can_be_left(tmp_pat
     path = write_tar(tmp_path / "a.tar", {f"{number:04}.mp4": bytes(number % 7) for number in range(1200)})
     videos = list_for_run(path, tmp_path, is_limited=True)
     assert len(videos.known) == 0 and noting.n_read == 0
-    first, *_, last = items = [*videos]
+    first, *_, last = items = [*videos.read_unindexed()]
     assert [len(item.videos) for item in items] == [256, 512, 1024, 1200]
     assert [item.is_whole for item in items] == [False, False, False, True]
     assert last.videos.slice(0, 256).equals(first.videos)
     assert len(list_for_run(path, tmp_path, is_limited=True).known) == 1200  # the index is whole, and was kept
     noting.n_read = 0
-    archives = iter(list_for_run(path, tmp_path / "other", is_limited=True))
+    archives = list_for_run(path, tmp_path / "other", is_limited=True).read_unindexed()
     assert ids(next(archives).videos)[0] == "a.tar/0000.mp4"
     archives.close()
     assert noting.n_read == 257 and not (tmp_path / "other").exists()  # a part of an index is not kept
@@ -154,10 +244,10 @@ def test_with_a_limit_tables_wait_too_and_only_those_that_are_asked_for_are_open
     (tmp_path / "tables/3.parquet").write_bytes(b"is never read")
     videos = list_for_run(tmp_path / "tables", tmp_path, "video", is_limited=True)
     assert len(videos.unindexed) == 4
-    archives = iter(videos)
+    archives = videos.read_unindexed()
     assert [ids(next(archives).videos) for _ in range(2)] == [["0-0", "0-1", "0-2"], ["1-0", "1-1", "1-2"]]
     archives.close()
-    assert videos.indexes.n_made == 2 and videos.indexes.unit == 2
+    assert videos.indexes.n_made == 2 and videos.indexes.rows_per_group == 2
 
 
 def write_table(path, names):
@@ -177,7 +267,7 @@ def test_an_id_that_two_tars_give_is_an_error_row_known_first_or_later(tmp_path)
     places = doubled_tars(tmp_path)
     own = f"0.tar/a.mp4@{places[1]}#a.mp4"
     later = list_for_run(places, tmp_path, is_limited=True)
-    tables = [later.known, *(item.videos for item in later)]
+    tables = [later.known, *(item.videos for item in later.read_unindexed())]
     for table in (pa.concat_tables(tables), list_for_run(places, tmp_path / "other").known):
         assert ids(table) == ["0.tar/a.mp4", "0.tar/b.mp4", "0.tar/c.mp4", own, "1.tar/a.mp4"]
         assert [row["video_id"] for row in table.to_pylist() if row["fault"]] == [own]
@@ -188,7 +278,7 @@ def test_an_id_that_two_tars_give_is_an_error_row_known_first_or_later(tmp_path)
 
 def first_index(uri, tmp_path):
     """The name of the kept index of an archive."""
-    [*list_for_run(uri, tmp_path / "alone")]
+    [*list_for_run(uri, tmp_path / "alone").read_unindexed()]
     return [path.name for path in (tmp_path / "alone" / "cache" / "sources").iterdir()]
 
 
@@ -199,6 +289,10 @@ def test_what_is_known_to_be_a_mistake_is_refused_at_once(tmp_path):
     write_tar(tmp_path / "q" / "0.tar", {"b.mp4": b"b", "a.mp4": b"a"})
     with pytest.raises(ManifestError, match=r"q/0\.tar: all of its 2 videos have ids of earlier ones, e\.g\. 0\.tar/b"):
         list_for_run([p, q], tmp_path)
+    known = list_for_run([p, q], tmp_path, is_limited=True).known  # the second may not be needed
+    assert [row["video_id"] for row in known.to_pylist() if row["fault"]] == [
+        f"0.tar/{name}@{q}#{name}" for name in ("b.mp4", "a.mp4")
+    ]
     for place in (p, q):
         (tmp_path / place).write_bytes(b"no tar")  # a row of its own each, and no mistake of who named them
     known = list_for_run([p, q], tmp_path).known

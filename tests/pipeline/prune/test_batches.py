@@ -100,6 +100,7 @@ def test_videos_of_many_shapes_and_failures_share_a_bundle_of_one_row():
         encoded("d", random_tokens(0), 0.25, "gstep"),
         VideoItem(record("e"), kept(3, 2, levels=1, evidence={"token_key": 1, "ä": 4})),
         VideoItem(record("f"), kept(1, 1, levels=3)),
+        VideoItem(record("g"), kept(0, 4, levels=1, evidence={"token_key": 2})),
         FIVE,
     ]
     bundle = pack(videos)

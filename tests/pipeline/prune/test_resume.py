@@ -16,7 +16,7 @@ from pipeline.prune.resume import (
     ManifestCounts,
     check_redo,
     format_skipped,
-    keep_stored_ids,
+    restore_old_ids,
     select_existing,
     select_remaining,
     select_retries,
@@ -73,10 +73,10 @@ def test_a_member_of_a_zip_keeps_the_id_with_backslashes_that_the_cache_has(fold
         for video_id, name in stored.items()
     ]
     store = write_header(folder / "cache")
-    assert keep_stored_ids(videos, Ledger(store).refresh()) is videos
+    assert restore_old_ids(videos, Ledger(store).refresh()) is videos
     write_shard(store, "run", *rows)
     ledger = Ledger(store).refresh()
-    kept = keep_stored_ids(videos, ledger)
+    kept = restore_old_ids(videos, ledger)
     assert kept["video_id"].to_pylist() == [
         f"z.zip/{name}" for name in ("x\\old.mp4", "x/new.mp4", "x/both.mp4", "plain.mp4")
     ]

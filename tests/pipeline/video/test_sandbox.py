@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,11 +15,12 @@ import pytest
 
 from pipeline.errors import VideoFault
 from pipeline.rows import VIDEO_COLUMNS
+from pipeline.video import sandbox as sandbox_module
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from tests.paths import ROOT
-from tests.pipeline.forging import ATTACKS
+from tests.pipeline.forging import ATTACKS, LATE
 from tests.pipeline.videos import KeepSize, decord_killer, numbers, sample, write_clip
 from tests.waiting import wait_until
 
@@ -67,20 +70,37 @@ def test_a_bad_decoder_costs_one_video(sandbox, clip, decoder, fault_class, exit
         assert numbers(sandbox.decode(request(clip)).frames) == np.linspace(0, 29, 8, dtype=int).tolist()
 
 
-@pytest.mark.parametrize("name", [name for name in ATTACKS if name != "Honest"])
+@pytest.mark.parametrize("name", ATTACKS)
 def test_a_child_that_was_taken_over_costs_its_video_and_runs_nothing_here(sandbox, clip, name, tmp_path):
     video = tmp_path / "v.mp4"
     video.write_bytes(clip.read_bytes())
-    stops = name in ("HalfALength", "HalfAMessage", "NoDescriptorAtAll", "Flood")
+    stops = ATTACKS[name].reason == LATE
     sandbox.decode(request(clip))  # the child is up: only the limit counts below
     sandbox._timeout_s, usual = 2.0 if stops else 60.0, sandbox._timeout_s
     wanted = DecodeRequest(video, Sampling(2), KeepSize(), decoder=f"tests.pipeline.forging:{name}")
     fault = convert_error(sandbox, wanted)
     sandbox._timeout_s = usual
     assert (fault.fault_class, fault.exit_signal) == ("timeout" if stops else "crash", None)
-    assert stops or "the decode process sent a wrong message" in fault.message
+    beginning = "" if stops else "the decode process sent a wrong message: .*"
+    assert re.match(beginning + ATTACKS[name].reason, fault.message)
     assert [path.name for path in tmp_path.iterdir()] == ["v.mp4"] and "antigravity" not in sys.modules
     assert numbers(sandbox.decode(request(clip)).frames) == np.linspace(0, 29, 8, dtype=int).tolist()
+
+
+def test_a_child_whose_next_message_is_always_there_is_ended_at_the_limit(sandbox, clip, monkeypatch):
+    """Even a flood of messages may pause for a moment after the limit, which would end the wait for the next one."""
+
+    def receive_name(pipe, deadline, max_frame_bytes):
+        assert time.monotonic() < deadline + 5, "the limit has passed"
+        return "tests.pipeline.videos:Hanging"
+
+    sandbox.decode(request(clip))  # the child is up
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox_module, "receive", receive_name)
+        sandbox._timeout_s, usual = 0.5, sandbox._timeout_s
+        assert convert_error(sandbox, request(clip, "Hanging")).fault_class == "timeout"
+    sandbox._timeout_s = usual
+    assert sandbox.decode(request(clip)).record["source_frames"] == 30
 
 
 def test_what_forgers_change_is_an_honest_answer(sandbox, clip):

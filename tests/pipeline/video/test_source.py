@@ -16,9 +16,10 @@ from pipeline.storage import s3 as objects_module
 from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.frame_folders import source_state
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from pipeline.video.source import open_source
+from pipeline.video.source import prepare_source
 from tests.pipeline.s3 import KEY, SECRET
 from tests.pipeline.videos import KeepSize, decord_killer, memory_files, sample
 from tests.waiting import wait_until
@@ -49,7 +50,7 @@ def request(decoder="auto", num_frames=8):
 
 
 def decode(sandbox, server, uri, wanted):
-    with open_source(Location(uri), server.objects(), LIMIT) as source:
+    with prepare_source(Location(uri), server.objects(), LIMIT) as source:
         return source.decode(sandbox, wanted)
 
 
@@ -141,13 +142,13 @@ def test_what_cannot_be_fetched_is_a_fault_with_its_remedy(server, place):
         ("secret.mp4", 7, "io", "AccessDenied"),
     ]:
         with (
-            open_source(Location(server.uri(name)), objects, limit) as source,
+            prepare_source(Location(server.uri(name)), objects, limit) as source,
             pytest.raises(VideoFault, match=message) as caught,
         ):
             source.decode(DecodeSandbox(), request())
         assert caught.value.fault_class == fault_class and server.uri(name) in caught.value.message
         assert caught.value.retryable and source.descriptor is None and source.path is None
-    with open_source(Location(uri), objects, 8) as source:
+    with prepare_source(Location(uri), objects, 8) as source:
         assert source.fault is None and source.location.size == 8
 
 
@@ -200,9 +201,17 @@ def test_a_store_that_stalls_or_hangs_up_in_mid_body_is_an_io_fault(monkeypatch,
         objects = Objects(
             endpoint_url=url, region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=SECRET
         )
-        source = open_source(Location("s3://bucket/a.mp4"), objects, LIMIT)
+        source = prepare_source(Location("s3://bucket/a.mp4"), objects, LIMIT)
         assert source.fault is not None and source.fault.fault_class == "io"
         # With so little patience, what is answered late by chance is asked for again.
         assert reason in source.fault.message and len(set(starts) if mode == "stalling" else starts) == requests
         assert "s3://bucket/a.mp4" in source.fault.message
         assert url.partition("//")[2] not in source.fault.message and SECRET not in source.fault.message
+
+
+def test_a_file_on_disk_has_its_mark_of_now_and_a_missing_one_that_of_its_listing(tmp_path):
+    path = tmp_path / "a.mp4"
+    for expected in (7, None):
+        with prepare_source(Location(str(path), mark=7), Objects(), LIMIT) as source:
+            assert source.location.mark == (expected or source_state(str(path)).mark)
+        path.write_bytes(b"x")
