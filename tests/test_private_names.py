@@ -12,6 +12,8 @@ import pytest
 
 from tests.paths import ROOT
 
+CONNECTION = "pipeline/runner/cluster/connection.py"
+
 
 class Private(NamedTuple):
     """A name without a promise, where it lives, and what is lost with it."""
@@ -25,38 +27,38 @@ class Private(NamedTuple):
 
 
 TABLE = (
-    Private("read_ray_address", "ray", "2.60", "ray._private.utils", "pipeline/runner/access.py",
+    Private("read_ray_address", "ray", "2.60", "ray._private.utils", "pipeline/runner/cluster/address.py",
             "a driver does not know the cluster that `ray start` left on this machine"),
-    Private("GcsClient", "ray", "2.60", "ray._raylet", "pipeline/runner/access.py",
+    Private("GcsClient", "ray", "2.60", "ray._raylet", "pipeline/runner/cluster/address.py",
             "a cluster that does not answer is waited for as long as Ray likes"),
     Private("GcsLogSubscriber", "ray", "2.60", "ray._raylet", "pipeline/runner/monitor.py",
             "the log of a run has who died and with what in hand, not what they had written"),
-    Private("_global_node", "ray", "2.60", "ray._private.worker", "pipeline/runner/cluster.py",
+    Private("_global_node", "ray", "2.60", "ray._private.worker", CONNECTION,
             "harmless lines of Ray's own are nowhere"),
-    Private("get_ray_address_file", "ray", "2.60", "ray._private.utils", "pipeline/runner/ray_folder.py",
+    Private("get_ray_address_file", "ray", "2.60", "ray._private.utils", "pipeline/runner/cluster/session_folder.py",
             "a Ray that a command starts does not lie where RAY_TMPDIR or TMPDIR says"),
-    Private("_global_node", "ray", "2.60", "ray._private.worker", "pipeline/runner/head.py",
+    Private("_global_node", "ray", "2.60", "ray._private.worker", "pipeline/runner/cluster/head.py",
             "a run whose head is lost ends after a minute without a word"),
-    Private("_global_node", "ray", "2.60", "ray._private.worker", "pipeline/runner/disks.py",
+    Private("_global_node", "ray", "2.60", "ray._private.worker", "pipeline/runner/cluster/disks.py",
             "nobody knows the folders of Ray on a node, nor whether their disk is full"),
-    Private("get_num_cpus", "ray", "2.60", "ray._private.utils", "pipeline/runner/nodes.py",
+    Private("get_num_cpus", "ray", "2.60", "ray._private.utils", "pipeline/runner/cluster/nodes.py",
             "a plan in a container reckons with the cores of the whole machine"),
     Private("get_system_memory", "ray", "2.60", "ray._private.utils", "pipeline/doctor/nodes.py",
             "the doctor takes the memory of a whole machine for that of a container"),
-    Private("RayParams", "ray", "2.60", "ray._private.parameter", "pipeline/runner/cluster.py",
+    Private("RayParams", "ray", "2.60", "ray._private.parameter", CONNECTION,
             "every command starts a monitor, and waits a second for it when it ends"),
-    Private("start_api_server", "ray", "2.60", "ray._private.node:Node", "pipeline/runner/cluster.py",
+    Private("start_api_server", "ray", "2.60", "ray._private.node:Node", CONNECTION,
             "every command starts a server without a page, and waits a second for it"),
-    Private("get_dashboard_dependency_error", "ray", "2.60", "ray._private.utils", "pipeline/runner/cluster.py",
+    Private("get_dashboard_dependency_error", "ray", "2.60", "ray._private.utils", CONNECTION,
             "the agent of a command's own Ray imports what serves a dashboard, and measures each process all the time"),
-    Private("set_kill_on_parent_death_linux", "ray", "2.60", "ray._private.utils", "pipeline/runner/cluster.py",
+    Private("set_kill_on_parent_death_linux", "ray", "2.60", "ray._private.utils", CONNECTION,
             "`timeout` and `kill 0` end a command's own Ray before the command, which then loses what it has finished"),
     Private("iter_internal_ref_bundles", "ray", "2.60", "ray.data:Dataset", "pipeline/runner/shards.py",
             "encoded videos would pass through the driver on their way to a writer"),
-    Private("ActorClassID", "ray", "2.60", "ray.actor", "pipeline/runner/prefork/server.py",
+    Private("ActorClassID", "ray", "2.60", "ray.actor", "pipeline/runner/cluster/prefork/server.py",
             "forked workers draw the same ids, and abort where two of them use the object store at once"),
     Private("SETUP_WORKER_FILENAME", "ray", "2.60", "ray._private.ray_constants",
-            "pipeline/runner/prefork/server.py", "every worker imports Ray twice, and all that it uses"),
+            "pipeline/runner/cluster/prefork/server.py", "every worker imports Ray twice, and all that it uses"),
     Private("get_memory_info_reply", "ray", "2.60", "ray._private.internal_api", "jobs/benchmark/pipeline_job.py",
             "the benchmark does not know what went through the object store"),
     Private("_new_shared", "torch", "2.13", "torch:UntypedStorage", "pipeline/datasets/packing.py",

@@ -69,7 +69,7 @@ HEAVY = {"torch", "transformers", "ray", "pyarrow", "av", "decord", "triton"}
             "jobs.generate": {"torch", "ray", "pyarrow", "transformers", "av", "decord"},
             "pipeline.prune.config": {"torch", "ray", "pyarrow", "transformers"},
             # What Ray's workers load each time one starts: decoders and writers never touch a tensor.
-            "pipeline.runner.heartbeat": {"torch", "transformers", "av", "pyarrow", "ray.data"},
+            "pipeline.runner.worker_heartbeat": {"torch", "transformers", "av", "pyarrow", "ray.data"},
             "pipeline.prune.write_stage": {"torch", "transformers", "av", "ray.data"},
             "pipeline.prune.decode_stage": {"torch", "transformers", "ray.data"},
         },

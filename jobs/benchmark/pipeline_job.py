@@ -28,10 +28,10 @@ from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder, collect_kept_
 from pipeline.prune.library import prune_videos
 from pipeline.prune.recipe import Recipe
 from pipeline.rows import TodoRow, VideoRecord
-from pipeline.runner.access import workers_import_this
-from pipeline.runner.cluster import connect, private_ray
-from pipeline.runner.prefork.server import forking_workers
-from pipeline.runner.ray_folder import make_ray_folder
+from pipeline.runner.cluster.address import workers_import_this
+from pipeline.runner.cluster.connection import connect, private_ray
+from pipeline.runner.cluster.prefork.server import forking_workers
+from pipeline.runner.cluster.session_folder import make_ray_folder
 from pipeline.storage.location import Location
 from pipeline.video.source import Source
 

@@ -15,8 +15,8 @@ from pipeline.doctor.store import check_store, reachable
 from pipeline.errors import usage_errors
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import Recipe, resolve
-from pipeline.runner.cluster import connect
-from pipeline.runner.nodes import iter_alive_nodes
+from pipeline.runner.cluster.connection import connect
+from pipeline.runner.cluster.nodes import iter_alive_nodes
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 

@@ -14,9 +14,9 @@ import ray
 from ray._private.utils import get_system_memory
 
 from pipeline.doctor.finding import Finding
-from pipeline.runner.cluster import describe_cause, package_version
-from pipeline.runner.disks import RayDisk
-from pipeline.runner.nodes import count_cores, iter_alive_nodes, task_on
+from pipeline.runner.cluster.connection import describe_cause, package_version
+from pipeline.runner.cluster.disks import RayDisk
+from pipeline.runner.cluster.nodes import count_cores, iter_alive_nodes, task_on
 
 T = TypeVar("T")
 PACKAGES = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "numpy")

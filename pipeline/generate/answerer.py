@@ -26,7 +26,7 @@ from pipeline.generate.engines import Engine, EngineCrashed, load_engine
 from pipeline.generate.prompts import PreparedQuestion, PromptMaker, convert_error, make_heartbeat_name
 from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, parse_letter
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, without_nulls
-from pipeline.runner.heartbeat import Heartbeat, give_up_process
+from pipeline.runner.worker_heartbeat import Heartbeat, give_up_process
 
 STAGE = "answer"
 GROW_AFTER = 16  # batches after a failure before a larger one is tried

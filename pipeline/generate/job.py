@@ -19,7 +19,7 @@ from pipeline.generate.answers import KEYS, answer_key
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import choose_batch_size
 from pipeline.rows import QuestionRecord
-from pipeline.runner.cluster import cap_gpus, choose_device, node_selector, sum_resources
+from pipeline.runner.cluster.connection import cap_gpus, choose_device, node_selector, sum_resources
 from pipeline.runner.job import Job
 from pipeline.runner.run_record import RunFile
 from pipeline.runner.shards import RunGraph

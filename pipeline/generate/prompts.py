@@ -41,8 +41,8 @@ from pipeline.generate.model import make_prompt_builder
 from pipeline.generate.questions import AnswerMode, add_choices, list_letters
 from pipeline.own_code import locate_own_error
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, removed_answer
-from pipeline.runner.heartbeat import POISON, Heartbeat, exit_after_gpu_fault
-from pipeline.runner.heartbeats import describe_crashes
+from pipeline.runner.worker_heartbeat import POISON, Heartbeat, exit_after_gpu_fault
+from pipeline.runner.worker_reports import describe_crashes
 
 _MAX_VIDEO_BYTES = 2**30  # of videos that a worker keeps in memory for later questions
 _MAX_SELECTED_BYTES = 2**29  # of selections, and again of selected tokens, kept beside them

@@ -33,8 +33,8 @@ from pipeline.generate.answers import (
 from pipeline.inputs.tables import carried_json
 from pipeline.rows import JsonObject, QuestionRecord
 from pipeline.runner.claim import Claim
-from pipeline.runner.cluster import provenance
-from pipeline.runner.forget import delete_unfinished, forget_in_runs, iter_texts
+from pipeline.runner.cluster.connection import provenance
+from pipeline.runner.redaction import delete_unfinished, forget_in_runs, iter_texts
 from pipeline.runner.run_record import RUNS, RunFile, new_run_id, now
 from pipeline.storage.stores import Store
 

@@ -41,10 +41,10 @@ from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.options import make_config
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 from pipeline.runner.claim import Claim
-from pipeline.runner.cluster import check_device, provenance
+from pipeline.runner.cluster.connection import check_device, provenance
 from pipeline.runner.job import Watch, convert_store_errors, print_options
-from pipeline.runner.library import ProgressOption, check_outcome, make_console, run_here
 from pipeline.runner.monitor import Monitor
+from pipeline.runner.python_calls import ProgressOption, check_outcome, make_console, run_here
 from pipeline.runner.run_record import RunFile, new_run_id
 from pipeline.runner.stream import Stream, commit_all
 

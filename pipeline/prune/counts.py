@@ -17,11 +17,11 @@ from pipeline.prune.facts import Facts, sum_column
 from pipeline.prune.table import CacheTable
 from pipeline.prune.todo import Todo
 from pipeline.rows import VideoRecord, is_infrastructure_error, may_succeed_elsewhere
-from pipeline.runner.heartbeats import WorkerReport
 from pipeline.runner.job import Watch
 from pipeline.runner.monitor import Monitor
 from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import COMMITTED_KEY, RunFile
+from pipeline.runner.worker_reports import WorkerReport
 from pipeline.storage.hub import is_remote
 
 _MIN_SAVE_S = 60.0  # seconds between two saves of the run's record while it runs

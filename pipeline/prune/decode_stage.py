@@ -24,7 +24,7 @@ from pipeline.errors import FaultClass, UsageError, VideoFault
 from pipeline.inputs.forms import OpenArchives
 from pipeline.prune.batches import pack, unpack_unit
 from pipeline.rows import VIDEO_COLUMNS, TodoRow, VideoRecord, failed_video, may_succeed_elsewhere, without_nulls
-from pipeline.runner.heartbeat import Heartbeat, ItemsInHand
+from pipeline.runner.worker_heartbeat import Heartbeat, ItemsInHand
 from pipeline.storage.hub import is_remote
 from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects

@@ -35,8 +35,8 @@ from pipeline.own_method import prune_or_fault
 from pipeline.prune.batches import pack, unpack
 from pipeline.prune.warm_up import compiled_beside
 from pipeline.rows import Json, VideoRecord, failed_video, may_succeed_elsewhere
-from pipeline.runner.heartbeat import POISON, Heartbeat, ItemsInHand, exit_after_gpu_fault
-from pipeline.runner.heartbeats import describe_crashes
+from pipeline.runner.worker_heartbeat import POISON, Heartbeat, ItemsInHand, exit_after_gpu_fault
+from pipeline.runner.worker_reports import describe_crashes
 
 T = TypeVar("T")
 CAREFUL = 100  # videos encoded one by one after a crash: more than a process has in hand or queued

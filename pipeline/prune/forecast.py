@@ -49,7 +49,7 @@ from pipeline.prune.request import check_request
 from pipeline.prune.resume import ManifestCounts
 from pipeline.rows import JsonObject, TodoRow, VideoRecord, failed_video
 from pipeline.runner.claim import describe_holder, find_holder
-from pipeline.runner.nodes import count_cores
+from pipeline.runner.cluster.nodes import count_cores
 from pipeline.runner.run_record import new_run_id
 from pipeline.storage.stores import Store
 from pipeline.video.sampling import count_frames

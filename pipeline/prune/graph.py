@@ -34,7 +34,7 @@ from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.prune.resources import CALLS, Resources
 from pipeline.prune.todo import Todo
 from pipeline.prune.write_stage import Writer
-from pipeline.runner.cluster import node_selector
+from pipeline.runner.cluster.connection import node_selector
 from pipeline.runner.shards import RunGraph
 from pipeline.runner.stages import MAX_BLOCKS, Stage, add_stage, start_actors
 from pipeline.storage.stores import Store

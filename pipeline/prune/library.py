@@ -12,7 +12,7 @@ from pipeline.options import make_config
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.run import prune
 from pipeline.prune.summary import Summary
-from pipeline.runner.library import ProgressOption, check_outcome, make_console, run_here
+from pipeline.runner.python_calls import ProgressOption, check_outcome, make_console, run_here
 
 
 def prune_videos(

@@ -36,7 +36,7 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup, check_decoder_device, plan_video
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.facts import COLUMN_BYTES
-from pipeline.runner.cluster import can_have_gpus
+from pipeline.runner.cluster.connection import can_have_gpus
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store
 from pipeline.video.decoders import DECODERS, load_decoder

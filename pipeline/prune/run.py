@@ -34,12 +34,18 @@ from pipeline.prune.table import CacheTable
 from pipeline.prune.todo import Todo
 from pipeline.rows import JsonObject
 from pipeline.runner.claim import Claim
-from pipeline.runner.cluster import check_device, choose_device, find_failing_nodes, provenance, sum_resources
-from pipeline.runner.heartbeats import WorkerReport
+from pipeline.runner.cluster.connection import (
+    check_device,
+    choose_device,
+    find_failing_nodes,
+    provenance,
+    sum_resources,
+)
 from pipeline.runner.job import convert_store_errors, print_options
 from pipeline.runner.monitor import Monitor
 from pipeline.runner.run_record import RunFile, new_run_id, newest_record
 from pipeline.runner.stream import Stream, commit_all
+from pipeline.runner.worker_reports import WorkerReport
 from pipeline.storage.stores import Store
 from pipeline.video.sampling import CHANGED_BY_RULES, DECODING_RULES
 

@@ -8,7 +8,7 @@ from ray.actor import ActorHandle
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.cache.writer import write_token_shard
 from pipeline.prune.batches import pack_written, unpack
-from pipeline.runner.heartbeat import Heartbeat
+from pipeline.runner.worker_heartbeat import Heartbeat
 from pipeline.storage.stores import Store
 
 

@@ -30,7 +30,7 @@ from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.rewrite.rewrite import check_place
 from pipeline.rows import VideoRow
 from pipeline.runner.claim import Claim
-from pipeline.runner.cluster import provenance
+from pipeline.runner.cluster.connection import provenance
 from pipeline.runner.run_record import RUNS, RunFile, new_run_id
 from pipeline.storage.stores import LocalStore, Store, request_threads
 from pipeline.verify.moves import erase_removed

@@ -44,7 +44,7 @@ from pipeline.cache.writer import KeptTokens, VideoItem, commit_records, make_bu
 from pipeline.errors import NotACache, RunFailed, UsageError, VideoFault, store_usage_errors
 from pipeline.rows import JsonObject, VideoRecord, VideoRow, failed_video
 from pipeline.runner.claim import Claim
-from pipeline.runner.cluster import provenance
+from pipeline.runner.cluster.connection import provenance
 from pipeline.runner.run_record import COMMITTED_KEY, RunFile, check_out, new_run_id, newest_record
 from pipeline.storage.stores import Store
 from pipeline.verify.moves import erase_removed

@@ -22,7 +22,7 @@ from typing import TypedDict, cast
 from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.errors import CacheLocked, UsageError
 from pipeline.rows import JsonObject
-from pipeline.runner.last_writes import write_last
+from pipeline.runner.ending import write_last
 from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RUNS
 from pipeline.storage.stores import INDEXES, NOTE, Store

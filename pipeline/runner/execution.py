@@ -11,15 +11,15 @@ import pyarrow.compute as pc
 import ray
 
 from pipeline.errors import RunFailed
-from pipeline.runner.cluster import describe_cause, is_out_of_disk, sum_resources
-from pipeline.runner.head import Head, HeadLost
-from pipeline.runner.heartbeats import WorkerReport, heartbeats_of
+from pipeline.runner.cluster.connection import describe_cause, is_out_of_disk, sum_resources
+from pipeline.runner.cluster.head import Head, HeadLost
+from pipeline.runner.cluster.nodes import DiskSearch, find_full_disks, find_known_full_disks
 from pipeline.runner.job import Items, Job, Watch
-from pipeline.runner.nodes import DiskSearch, find_full_disks, find_known_full_disks
 from pipeline.runner.progress import reporter
 from pipeline.runner.shards import TICK_S, Shard, Shards
 from pipeline.runner.stages import Plan
 from pipeline.runner.watchdog import SHRUNK_S, DiskFull, Fetcher, Growth, Watchdog
+from pipeline.runner.worker_reports import WorkerReport, heartbeats_of
 from pipeline.storage.outages import OUTAGES
 
 T = TypeVar("T", bound=Items)

@@ -14,13 +14,13 @@ from rich.console import Console
 from pipeline.console import Say, speaker
 from pipeline.errors import RunFailed
 from pipeline.options import RunOptions
-from pipeline.runner.cluster import describe_cause, sum_resources
-from pipeline.runner.heartbeats import WorkerReport
+from pipeline.runner.cluster.connection import describe_cause, sum_resources
+from pipeline.runner.cluster.nodes import NodeLog
 from pipeline.runner.monitor import Monitor
-from pipeline.runner.nodes import NodeLog
 from pipeline.runner.progress import Progress
 from pipeline.runner.shards import RunGraph
 from pipeline.runner.stages import Plan, Wording
+from pipeline.runner.worker_reports import WorkerReport
 from pipeline.storage.outages import announce_outages
 
 

@@ -24,10 +24,10 @@ import ray
 from ray.util import metrics as ray_metrics
 
 from pipeline.errors import printable
-from pipeline.runner.head import HeadLost
-from pipeline.runner.heartbeats import CrashedProcess, FailureKind, WorkerReport
+from pipeline.runner.cluster.head import HeadLost
 from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RUNS, name_ending
+from pipeline.runner.worker_reports import CrashedProcess, FailureKind, WorkerReport
 from pipeline.storage.outages import OUTAGES
 from pipeline.storage.stores import Store
 

@@ -15,8 +15,8 @@ from rich import progress as rich_progress
 from rich.console import Console
 
 from pipeline.console import CleanConsole
-from pipeline.runner.heartbeats import WorkerReport
 from pipeline.runner.stages import Wording
+from pipeline.runner.worker_reports import WorkerReport
 from pipeline.storage.outages import OUTAGES
 
 _LOOKS = 4  # stored reports: busy shares are measured over the three intervals between them, half a minute

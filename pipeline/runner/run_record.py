@@ -24,7 +24,7 @@ from pipeline.cache.token_shard import parse_run_id, parse_shard_id
 from pipeline.console import CleanConsole
 from pipeline.errors import BUGS, Fault, UsageError, printable
 from pipeline.rows import Json, JsonObject
-from pipeline.runner.last_writes import write_last
+from pipeline.runner.ending import write_last
 from pipeline.storage.stores import Store
 
 RUNS = "runs"

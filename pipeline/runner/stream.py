@@ -17,11 +17,11 @@ from typing import Generic, TypeVar
 import pyarrow as pa
 
 from pipeline.errors import RunFailed
-from pipeline.runner.cluster import describe_cause
+from pipeline.runner.cluster.connection import describe_cause
+from pipeline.runner.cluster.head import HeadLost
+from pipeline.runner.ending import LAST_WRITES_S, NO_ANSWER, seconds_left, write_last
 from pipeline.runner.execution import FREE_SPACE, GraphExecution
-from pipeline.runner.head import HeadLost
 from pipeline.runner.job import Items, Job, Watch
-from pipeline.runner.last_writes import LAST_WRITES_S, NO_ANSWER, seconds_left, write_last
 from pipeline.runner.shards import Shard
 from pipeline.runner.stages import end_workers
 from pipeline.runner.watchdog import ClusterChanged, DiskFull, is_still_running

@@ -17,9 +17,9 @@ import ray
 from ray.actor import ActorHandle
 
 from pipeline.errors import RunFailed, printable
-from pipeline.runner.heartbeats import WorkerReport
 from pipeline.runner.progress import Progress, Speed
 from pipeline.runner.stages import Plan
+from pipeline.runner.worker_reports import WorkerReport
 
 T = TypeVar("T")
 

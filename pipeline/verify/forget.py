@@ -14,7 +14,7 @@ from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.cache.table import is_table_name
 from pipeline.cache.token_shard import has_shard_form
 from pipeline.inputs.indexes import forget_members
-from pipeline.runner.forget import delete_unfinished, forget_in_runs
+from pipeline.runner.redaction import delete_unfinished, forget_in_runs
 from pipeline.runner.run_record import RUNS
 from pipeline.storage.stores import INDEXES, Store
 from pipeline.verify.report import KEPT_IN

@@ -32,7 +32,7 @@ from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder
 from pipeline.prune.recipe import resolve
 from pipeline.rows import VideoRecord, VideoRow, todo_row
-from pipeline.runner.cluster import package_version
+from pipeline.runner.cluster.connection import package_version
 from pipeline.runner.run_record import RUNS, RunRecord, newest_record, read_record
 from pipeline.storage.s3 import Objects
 from pipeline.verify.report import Kind, LiveResult, Problem, Report

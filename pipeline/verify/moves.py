@@ -35,7 +35,7 @@ from pipeline.cache.writer import SHARD_BYTES, commit_records, make_bundles, put
 from pipeline.errors import CorruptShard, describe_near, name_first, printable
 from pipeline.rows import JsonObject, VideoRecord, VideoRow
 from pipeline.runner.claim import Claim
-from pipeline.runner.cluster import provenance
+from pipeline.runner.cluster.connection import provenance
 from pipeline.runner.run_record import COMMITTED_KEY, RUNS, RunFile, new_run_id, read_record
 from pipeline.storage.stores import Store
 from pipeline.verify.forget import forget_videos, list_strays_with

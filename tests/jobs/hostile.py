@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.runner.heartbeat import Heartbeat
+from pipeline.runner.worker_heartbeat import Heartbeat
 from pipeline.video.decoders import PyavDecoder
 from pipeline.video.probe import VideoIndex
 from tests.waiting import wait_until

@@ -23,7 +23,7 @@ import ray
 
 from pipeline import TokenCache
 from pipeline.cache.table import list_table_files, read_file
-from pipeline.runner.prefork.server import SOCKET, start_server
+from pipeline.runner.cluster.prefork.server import SOCKET, start_server
 from pipeline.storage.stores import Store
 from tests.paths import ROOT, python_path
 from tests.pipeline.videos import SAMPLES, sample

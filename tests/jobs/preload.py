@@ -2,7 +2,7 @@
 
 from importlib import import_module
 
-from pipeline.runner.prefork.server import no_random_ids
+from pipeline.runner.cluster.prefork.server import no_random_ids
 
 with no_random_ids():
     for module in ("jobs.prune", "pipeline.prune.run", "pipeline.prune.summary", "transformers", "tests.jobs.faults"):

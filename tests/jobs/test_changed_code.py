@@ -20,7 +20,7 @@ from pipeline import TokenCache
 from pipeline.cache.header import read_header
 from pipeline.generate.answers import read_answers
 from pipeline.prune.table import CacheTable
-from pipeline.runner.prefork.server import start_server
+from pipeline.runner.cluster.prefork.server import start_server
 from tests.jobs.faults import tiny_videos
 from tests.jobs.jobs import environment, forbid_ray, run_here
 from tests.jobs.test_own_method import CODE

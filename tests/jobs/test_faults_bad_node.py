@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 from jobs import prune
 from pipeline import TokenCache
 from pipeline.runner import execution
-from pipeline.runner.heartbeats import WorkerReport, heartbeats_of
+from pipeline.runner.worker_reports import WorkerReport, heartbeats_of
 from tests.jobs.faults import calls, tiny_videos
 from tests.jobs.jobs import run_here
 from tests.pipeline.rays import ray_here

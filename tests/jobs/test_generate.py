@@ -22,9 +22,9 @@ from pipeline.generate import run
 from pipeline.generate.answers import AnswersTable, read_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.job import AnswerJob, Questions, plan_answers
-from pipeline.runner.heartbeats import WorkerReport
 from pipeline.runner.stages import RESTARTS, TASK_RETRIES
 from pipeline.runner.watchdog import Watchdog
+from pipeline.runner.worker_reports import WorkerReport
 from pipeline.storage.stores import LocalStore, store_at
 from tests.jobs.faults import begin_forked, fork
 from tests.jobs.hostile import HangingAnswerer

@@ -22,7 +22,7 @@ from pipeline.generate.answers import read_answers
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.rows import QuestionRecord, without_nulls
-from pipeline.runner import heartbeat
+from pipeline.runner import worker_heartbeat as heartbeat
 from tests.gstep.llms import llm
 from tests.pipeline.asking import request_about, setup_of, tiny_cache, write_questions
 from tests.pipeline.evidence import tiny_cache_with_embeddings

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.runner import execution
-from pipeline.runner.prefork.server import SOCKET
+from pipeline.runner.cluster.prefork.server import SOCKET
 from tests.jobs.faults import Driver, files, tiny_videos
 from tests.jobs.hostile import let_through
 from tests.jobs.jobs import ALONE, environment, shut_ray_down_in_the_end

@@ -23,13 +23,13 @@ from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import build_graph
 from pipeline.prune.resources import Resources
 from pipeline.prune.todo import Todo
-from pipeline.runner.cluster import private_ray
-from pipeline.runner.heartbeat import Heartbeat
-from pipeline.runner.heartbeats import Heartbeats, Worker
-from pipeline.runner.prefork.server import SOCKET, forking_workers
+from pipeline.runner.cluster.connection import private_ray
+from pipeline.runner.cluster.prefork.server import SOCKET, forking_workers
 from pipeline.runner.shards import TICK_S, RunGraph, Shards
 from pipeline.runner.stages import configure_ray_data
 from pipeline.runner.watchdog import Fetcher
+from pipeline.runner.worker_heartbeat import Heartbeat
+from pipeline.runner.worker_reports import Heartbeats, Worker
 from pipeline.storage.stores import LocalStore, Store
 from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import environment, fork_server

@@ -30,7 +30,7 @@ from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import AnswerMode, read_questions
 from pipeline.generate.summary import summarise_answers
 from pipeline.rows import QuestionRecord, without_nulls
-from pipeline.runner import heartbeat
+from pipeline.runner import worker_heartbeat as heartbeat
 from pipeline.storage.stores import LocalStore
 from tests.gstep.llms import llm
 from tests.pipeline.asking import SHAPE, setup_of, tiny_cache, write_questions

@@ -14,7 +14,7 @@ from pipeline import TokenCache
 from pipeline.generate.prompts import PreparedQuestion, PromptMaker
 from pipeline.generate.questions import AnswerMode
 from pipeline.rows import QuestionRecord, without_nulls
-from pipeline.runner.heartbeat import Heartbeat
+from pipeline.runner.worker_heartbeat import Heartbeat
 from tests.gstep.language.prompts import builder
 from tests.gstep.stock import stock_video_text
 from tests.pipeline.asking import request_about, tiny_cache

@@ -23,7 +23,7 @@ from pipeline.prune.decode_stage import make_decoding_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.recipe import parse_evidence
 from pipeline.rows import QuestionRecord, without_nulls
-from pipeline.runner.heartbeat import Heartbeat
+from pipeline.runner.worker_heartbeat import Heartbeat
 from pipeline.storage.stores import LocalStore
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling

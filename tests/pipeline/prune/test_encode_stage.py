@@ -20,7 +20,7 @@ from pipeline.prune import encode_stage
 from pipeline.prune.batches import pack, unpack
 from pipeline.prune.encode_stage import Encoder, EncodeSetup, VideoEncoder
 from pipeline.rows import failed_video
-from pipeline.runner.heartbeats import ProgressDelta, Worker
+from pipeline.runner.worker_reports import ProgressDelta, Worker
 from tests.gstep.synthetic import needs_cuda
 from tests.pipeline.caches import source_record
 from tests.pipeline.rays import heartbeats_here

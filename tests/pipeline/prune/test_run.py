@@ -26,10 +26,10 @@ from pipeline.prune.resources import MAX_MEASURED_FILES, list_shortfalls, plan_w
 from pipeline.prune.run import MIN_ALIKE_FAILURES
 from pipeline.prune.table import CacheTable
 from pipeline.prune.todo import Todo
-from pipeline.runner.heartbeats import WorkerReport
 from pipeline.runner.monitor import Monitor
 from pipeline.runner.progress import Progress
 from pipeline.runner.run_record import RunFile
+from pipeline.runner.worker_reports import WorkerReport
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header
 from tests.pipeline.inputs.test_video_list import write_tars

@@ -10,7 +10,7 @@ from pipeline.errors import VideoFault
 from pipeline.prune.batches import WRITTEN_SCHEMA, pack
 from pipeline.prune.resources import PRUNING
 from pipeline.prune.write_stage import Writer
-from pipeline.runner.heartbeats import Worker
+from pipeline.runner.worker_reports import Worker
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header
 from tests.pipeline.rays import heartbeats_here

@@ -15,7 +15,7 @@ import ray
 from ray.util import get_node_ip_address
 
 from pipeline.prune.resources import plan_resources
-from pipeline.runner.cluster import sum_resources
+from pipeline.runner.cluster.connection import sum_resources
 from pipeline.runner.progress import Progress, Speed
 from pipeline.runner.watchdog import ClusterChanged, Growth
 from tests.jobs.jobs import environment

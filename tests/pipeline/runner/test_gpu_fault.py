@@ -4,21 +4,21 @@ import pytest
 import torch
 
 from gstep.errors import is_out_of_memory
-from pipeline.runner import heartbeat
-from pipeline.runner.heartbeat import exit_after_gpu_fault
+from pipeline.runner import worker_heartbeat as heartbeat
+from pipeline.runner.worker_heartbeat import exit_after_gpu_fault
 from tests.gstep.synthetic import needs_cuda
 from tests.interpreter import run_python
 
 CODE = """
 import atexit
-from pipeline.runner.heartbeat import exit_after_gpu_fault
+from pipeline.runner.worker_heartbeat import exit_after_gpu_fault
 atexit.register(print, "said goodbye")
 exit_after_gpu_fault("a.mp4", RuntimeError("CUDA error: an illegal memory access was encountered"))
 """
 
 ON_A_GPU = """
 import torch
-from pipeline.runner.heartbeat import exit_after_gpu_fault
+from pipeline.runner.worker_heartbeat import exit_after_gpu_fault
 numbers = torch.zeros(8, device="cuda")
 exit_after_gpu_fault("fine.mp4", RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED"))
 print("went on", flush=True)

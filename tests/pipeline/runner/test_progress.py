@@ -9,8 +9,8 @@ from rich.console import Console
 from pipeline.generate.run import ANSWERING
 from pipeline.prune.resources import PRUNING
 from pipeline.runner import progress as progress_module
-from pipeline.runner.heartbeats import WorkerReport
 from pipeline.runner.progress import LineReporter, Listening, OneLine, Pace, Progress, reporter
+from pipeline.runner.worker_reports import WorkerReport
 from pipeline.storage.outages import OUTAGES, Outage, announce_outages
 from tests.waiting import wait_until
 

@@ -11,9 +11,9 @@ import ray
 from pipeline.errors import RunFailed
 from pipeline.prune.resources import PRUNING, plan_resources
 from pipeline.runner import watchdog as watchdog_module
-from pipeline.runner.heartbeats import Heartbeats, ProgressDelta, Worker, heartbeats_of
 from pipeline.runner.progress import Progress, Speed
 from pipeline.runner.watchdog import SHRUNK_S, ClusterChanged, Fetcher, Growth, Watchdog
+from pipeline.runner.worker_reports import Heartbeats, ProgressDelta, Worker, heartbeats_of
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.rays import PLAIN, graph_of, handle_of, hold_cpu, ray_here, rows_of
 from tests.pipeline.videos import write_clip

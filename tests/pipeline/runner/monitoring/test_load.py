@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeline.runner.heartbeats import WorkerReport
 from pipeline.runner.progress import Load, find_bottleneck
+from pipeline.runner.worker_reports import WorkerReport
 
 
 def report(n_passed_on=(0, 0, 0), up_s=(0.0, 0.0, 0.0), busy_s=(0.0, 0.0, 0.0)) -> WorkerReport:

@@ -7,8 +7,8 @@ import sys
 import pytest
 import ray
 
-from pipeline.runner.heartbeats import CrashedProcess, Worker
 from pipeline.runner.monitor import WorkerLogs
+from pipeline.runner.worker_reports import CrashedProcess, Worker
 from tests.jobs.processes import family
 from tests.pipeline.rays import ray_here
 from tests.waiting import wait_until

@@ -16,7 +16,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]  # what ray.init
 from ray.job_config import JobConfig
 
 from pipeline.errors import RunFailed, printable
-from pipeline.runner.ray_folder import find_ray_folder
+from pipeline.runner.cluster.session_folder import find_ray_folder
 
 _REACH_S = 10.0
 _TRIES = 3  # attempts to reach a cluster; Ray waits 40 s for each answer, which a busy one may need
@@ -167,5 +167,5 @@ def workers_import_this() -> Iterator[JobConfig | None]:
     if {"", current_folder} & set(sys.path[:-1]):
         yield None
         return
-    with chdir(Path(__file__).parents[2]):
+    with chdir(Path(__file__).parents[3]):
         yield JobConfig(_py_driver_sys_path=[current_folder]) if sys.path[-1] == current_folder else None

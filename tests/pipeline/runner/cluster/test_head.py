@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from pipeline.runner.head import Head, HeadLost
+from pipeline.runner.cluster.head import Head, HeadLost
 
 
 class Clock:

@@ -11,9 +11,9 @@ import pytest
 import ray
 
 from pipeline.prune.resources import PRUNING
-from pipeline.runner import heartbeat
-from pipeline.runner.heartbeat import Heartbeat
-from pipeline.runner.heartbeats import (
+from pipeline.runner import worker_heartbeat as heartbeat
+from pipeline.runner.worker_heartbeat import Heartbeat
+from pipeline.runner.worker_reports import (
     CRASHES_S,
     MAX_CRASHES,
     RECENT,

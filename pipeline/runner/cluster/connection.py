@@ -30,18 +30,18 @@ from gstep.lazy import pause_garbage_collector, repeat_line
 from pipeline.errors import RunFailed, UsageError, printable, usage_errors
 from pipeline.options import RunOptions
 from pipeline.rows import Json
-from pipeline.runner.access import (
+from pipeline.runner.cluster.address import (
     check_answers,
     describe_startup_failure,
     find_address,
     set_cluster_token,
     workers_import_this,
 )
-from pipeline.runner.heartbeats import NodeTally
-from pipeline.runner.nodes import read_fraction_of_cpu
-from pipeline.runner.prefork.server import forking_workers
-from pipeline.runner.ray_folder import lock_session, make_ray_folder
+from pipeline.runner.cluster.nodes import read_fraction_of_cpu
+from pipeline.runner.cluster.prefork.server import forking_workers
+from pipeline.runner.cluster.session_folder import lock_session, make_ray_folder
 from pipeline.runner.stages import OOM_RETRIES, configure_ray_data
+from pipeline.runner.worker_reports import NodeTally
 
 _LOOK_S = 1.0
 # A start that fails later than this has waited for a process of Ray in vain, as on a busy machine: it is tried again.

@@ -14,9 +14,9 @@ import ray
 from ray._private.utils import get_num_cpus
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from pipeline.runner.disks import RayDisk
-from pipeline.runner.heartbeats import WorkerReport
+from pipeline.runner.cluster.disks import RayDisk
 from pipeline.runner.stages import Plan
+from pipeline.runner.worker_reports import WorkerReport
 
 T = TypeVar("T")
 _ANSWER_S = 30.0  # seconds that nodes may take to say how full their disks are

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ray._private.utils import get_ray_address_file
 
-from pipeline.runner.disks import MIN_FREE_BYTES
+from pipeline.runner.cluster.disks import MIN_FREE_BYTES
 
 _KEPT_SESSIONS = 3  # ended sessions whose logs stay
 _LOCK = "gstep.lock"  # a file in a session; only sessions that have it are deleted, not those of ``ray start``

@@ -18,8 +18,8 @@ from ray.actor import ActorHandle
 
 from gstep.errors import is_gpu_broken, is_out_of_memory
 from pipeline.errors import printable
-from pipeline.runner.disks import RayDisk
-from pipeline.runner.heartbeats import REPORT_S, SELDOM_S, Crash, ProgressDelta, Worker
+from pipeline.runner.cluster.disks import RayDisk
+from pipeline.runner.worker_reports import REPORT_S, SELDOM_S, Crash, ProgressDelta, Worker
 from pipeline.storage.outages import OUTAGES, Outage
 
 _ANSWER_S = 10.0

@@ -10,14 +10,14 @@ import ray
 from ray._private.utils import get_ray_address_file
 
 from pipeline.errors import RunFailed
-from pipeline.runner.access import (
+from pipeline.runner.cluster.address import (
     check_answers,
     describe_startup_failure,
     find_address,
     set_cluster_token,
     workers_import_this,
 )
-from pipeline.runner.cluster import explained_end
+from pipeline.runner.cluster.connection import explained_end
 from tests.paths import ROOT
 from tests.waiting import wait_until
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.runner import ray_folder
-from pipeline.runner.ray_folder import find_ray_folder, lock_session, make_ray_folder
+from pipeline.runner.cluster import session_folder
+from pipeline.runner.cluster.session_folder import find_ray_folder, lock_session, make_ray_folder
 from tests.jobs.jobs import clips, run
 
 OWN = f"ray-{os.geteuid()}"  # the private folder around Ray's
@@ -49,7 +49,7 @@ def test_in_a_private_folder_ray_has_its_own_name(base):
 
 
 def test_a_full_disk_is_named_before_ray_starts(base, monkeypatch):
-    monkeypatch.setattr(ray_folder.shutil, "disk_usage", lambda folder: SimpleNamespace(total=2**40, free=4096))
+    monkeypatch.setattr(session_folder.shutil, "disk_usage", lambda folder: SimpleNamespace(total=2**40, free=4096))
     with pytest.raises(OSError, match=r"the disk is full: free space on it, .* RAY_TMPDIR: '.*ray'"):
         make_ray_folder()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.runner.prefork import worker
-from pipeline.runner.prefork.server import SOCKET
+from pipeline.runner.cluster.prefork import worker
+from pipeline.runner.cluster.prefork.server import SOCKET
 from tests.interpreter import run_python
 from tests.jobs.jobs import environment, fork_server
 from tests.jobs.processes import assert_all_gone, family
@@ -24,7 +24,7 @@ import json, os, signal, sys
 from pathlib import Path
 import numpy as np
 import ray, torch
-from pipeline.runner.cluster import connect
+from pipeline.runner.cluster.connection import connect
 
 @ray.remote(num_cpus=0)
 class Worker:
@@ -123,7 +123,7 @@ def test_forked_workers_draw_ids_of_their_own(request_program, tmp_path):
 def test_a_process_that_started_cuda_forks_nothing(tmp_path):
     """CUDA opens a device that NVML leaves alone; here a file has its name."""
     script = (
-        "import pipeline.runner.prefork.server as server\n"
+        "import pipeline.runner.cluster.prefork.server as server\n"
         "opened = [open('nvidiactl', 'w')]\n"
         "server._import(())\n"
         "print('forks', flush=True)\n"

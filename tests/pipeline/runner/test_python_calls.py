@@ -10,7 +10,7 @@ import ray
 from ray.data import DataContext
 
 from pipeline.errors import UsageError
-from pipeline.runner.library import make_console, run_here
+from pipeline.runner.python_calls import make_console, run_here
 from pipeline.runner.stages import configure_ray_data
 
 

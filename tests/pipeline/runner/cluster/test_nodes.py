@@ -9,11 +9,10 @@ from ray._private import utils
 from pipeline.errors import UsageError
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.resources import plan_resources
-from pipeline.runner import cluster, nodes
-from pipeline.runner.cluster import choose_device, find_failing_nodes
-from pipeline.runner.disks import RayDisk
-from pipeline.runner.heartbeats import NodeTally, WorkerReport
-from pipeline.runner.nodes import (
+from pipeline.runner.cluster import connection, nodes
+from pipeline.runner.cluster.connection import choose_device, find_failing_nodes
+from pipeline.runner.cluster.disks import RayDisk
+from pipeline.runner.cluster.nodes import (
     DiskSearch,
     NodeLog,
     count_cores,
@@ -21,6 +20,7 @@ from pipeline.runner.nodes import (
     iter_alive_nodes,
     read_fraction_of_cpu,
 )
+from pipeline.runner.worker_reports import NodeTally, WorkerReport
 from tests.pipeline.rays import PLAIN, ray_here
 
 GIB = 2**30
@@ -38,14 +38,14 @@ LIMITS = [
 
 @pytest.mark.parametrize(("files", "fraction"), LIMITS)
 def test_a_container_with_less_than_one_cpu_counts_as_one_cpu(tmp_path, monkeypatch, caplog, files, fraction):
-    monkeypatch.setattr(cluster, "make_ray_folder", lambda: tmp_path)  # whose path is too long for sockets
+    monkeypatch.setattr(connection, "make_ray_folder", lambda: tmp_path)  # whose path is too long for sockets
     names = "cpu_quota_file_name", "cpu_period_file_name", "cpu_max_file_name", "cpuset_file_name"
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     places = {name: str(tmp_path / name) for name in names}
     monkeypatch.setattr(utils, "_get_docker_cpus", partial(utils._get_docker_cpus, **places))
     said = list[str]()
-    options = cluster._make_start_options(said.append)
+    options = connection._make_start_options(said.append)
     assert (options.get("num_cpus"), read_fraction_of_cpu()) == (1 if fraction else None, fraction)
     assert count_cores() >= 1 and caplog.messages == []
     about = f"note: this container may use {fraction:g} CPUs, " if fraction else ""
@@ -53,7 +53,7 @@ def test_a_container_with_less_than_one_cpu_counts_as_one_cpu(tmp_path, monkeypa
 
 
 def test_a_cluster_without_cpus_is_named_with_what_may_have_caused_it(monkeypatch):
-    monkeypatch.setattr(cluster, "connect", lambda say: {})
+    monkeypatch.setattr(connection, "connect", lambda say: {})
     monkeypatch.setattr(ray, "cluster_resources", dict)
     with pytest.raises(UsageError, match=r"container may use less than one CPU: give it one, or .* --num-cpus=1"):
         choose_device(PruneConfig(), "auto", print)
