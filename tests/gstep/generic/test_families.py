@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -83,10 +83,15 @@ def load_case(name: str, folder: Path) -> Case:
     reader = "ThinkerForConditional" if "thinker_config" in FAMILIES[name].config else "ForConditional"
     stock_class = getattr(transformers, FAMILIES[name].model.replace("ForConditional", reader))
     stock = stock_class.from_pretrained(folder, dtype=torch.float32).eval()
-    clip, source = make_clip(), ModelSource.resolve(str(folder), family="generic")
+    source = ModelSource.resolve(str(folder), family="generic")
+    inputs = read_by_stock(folder, make_clip())
+    return Case(source, inputs, stock, encode_clip(source), load_language_model(source, RUNTIME))
+
+
+def encode_clip(source: ModelSource) -> VisualTokens:
+    """Encode the clip by the generic family."""
     sampled = SampledVideo(HEIGHT, WIDTH, [i / FPS for i in range(N_FRAMES)], None, FPS, N_FRAMES)
-    video = family_of(source).load(RUNTIME).encode(clip, video=sampled)
-    return Case(source, read_by_stock(folder, clip), stock, video, load_language_model(source, RUNTIME))
+    return family_of(source).load(RUNTIME).encode(make_clip(), video=sampled)
 
 
 def read_by_stock(folder: Path, clip: Tensor) -> dict[str, Any]:
@@ -116,11 +121,13 @@ def run_stock(case: Case, **changes: Tensor) -> Tensor:
 @every_family
 def test_with_all_tokens_the_logits_are_those_of_the_stock_model(tiny_checkpoint, name):
     case = load_case(name, tiny_checkpoint(name))
-    prompt = case.build_prompt()
-    assert prompt.input_ids.tolist() == case.inputs["input_ids"][0].tolist()
-    difference = (case.language_model.logits([prompt])[0] - run_stock(case)).abs().max()
-    # HY-V4 sums in another order when a video is encoded in pieces.
-    assert difference <= (2e-5 if name == "hy_v4_vl" else 0.0)
+    whole = replace(case, video=encode_clip(replace(case.source, layout={**case.source.layout, "in_pieces": False})))
+    expected = run_stock(case)
+    # A video in pieces differs in the last digits, for some models and on some CPUs.
+    for one, tolerance in ((whole, 0.0), (case, 2e-5 * max(1.0, float(expected.std())))):
+        prompt = one.build_prompt()
+        assert prompt.input_ids.tolist() == case.inputs["input_ids"][0].tolist()
+        assert (case.language_model.logits([prompt])[0] - expected).abs().max() <= tolerance
 
 
 @every_family

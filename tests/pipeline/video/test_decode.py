@@ -93,6 +93,8 @@ def test_what_decord_cannot_read_pyav_does(tmp_path):
 @pytest.mark.parametrize("name", ["decord", "torchcodec"])
 def test_a_decoder_that_is_missing_is_replaced_and_named(name, monkeypatch):
     """As on a worker without it: its package is not there."""
+    for module in [module for module in sys.modules if module.startswith(f"{name}.")]:  # another test has imported it
+        monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, f"pipeline.video.{name}_decoder", raising=False)
     path = sample("carphone_pristine.mp4")
