@@ -272,6 +272,8 @@ def _finish(
         result = work()
     except failures as error:
         _print_error(console, f"failed: {error}")
+        for note in getattr(error, "__notes__", ()):  # such as finished videos that were not written
+            _print_error(console, note)
         return CommandResult(1, error_record(error))
     except refusals as error:
         # Printed without the time of a log line, because nothing was started, and with the message's own newlines.

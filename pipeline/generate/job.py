@@ -94,7 +94,7 @@ class AnswerJob(Job[Questions]):
 
     Args:
         setup: the settings of the workers, with their device.
-        record: gets each plan.
+        record: gets the latest plan.
     """
 
     wording = ANSWERING

@@ -28,7 +28,7 @@ _MIN_SAVE_S = 60.0  # seconds between two saves of the run's record while it run
 
 
 class Counts:
-    """The commits of a run, counted for its record, its metrics, its limits and its summary.
+    """The commits of a run: each shard is committed, then counted for the run's record, metrics, limits and summary.
 
     Attributes:
         record: the record of the run.
@@ -55,7 +55,7 @@ class Counts:
         self._saved_at = time.monotonic()
 
     def commit(self, number: int, rows: pa.Table) -> None:
-        """Commit the rows of a shard (WRITTEN_SCHEMA), and count them, once if they come again after an interrupt.
+        """Commit the rows of a shard (WRITTEN_SCHEMA), and count them; rows of the commit before count only once.
 
         Now and then this saves the run's record and merges small files of the table. Raises OSError, RunFailed.
         """

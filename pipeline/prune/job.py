@@ -29,7 +29,7 @@ class PruneJob(Job[Todo]):
         request: names the options and the cache.
         stages: the settings of the workers.
         run_id: the run of the token shards that workers write.
-        record: gets each plan.
+        record: gets the latest plan.
         facts: gets the number of encoders of each plan.
     """
 
@@ -64,7 +64,7 @@ class PruneJob(Job[Todo]):
         return plan
 
     def replan(self, n_items: int) -> Resources | None:
-        if self._todo is None or self._todo.n_left:  # the number of videos is unknown until all archives are indexed
+        if self._todo is None or not self._todo.is_complete:  # the number of videos is unknown
             return None
         return self._plan_workers(self.available_resources(), n_items)[1]
 

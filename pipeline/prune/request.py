@@ -1,7 +1,7 @@
-"""A checked request to prune videos: what a run, a dry run and a plan begin with. Nothing is started or written here.
+"""A checked request to prune videos: what a run, a dry run and a plan begin with. Nothing is started here.
 
-The exceptions are new indexes of archives, and a cache whose method has other code now: a run stores the ones and
-restarts the other.
+A run writes two things already here: new indexes of archives, and the new header of a cache whose method has other code
+now (``restart_with_new_code``).
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Request:
         """
         say = speaker(self.console)
         if self.recipe.is_restarted:
-            restart_with_new_code(self.store, self.recipe, self.videos, self.config, run_id, say)
+            restart_with_new_code(self.store, self.recipe, self.videos, self.redo, self.config, run_id, say)
         table = CacheTable(self.store, self.recipe, run_id, say)
-        if self.redo is not None:
+        if self.redo is not None and not self.recipe.is_restarted:
             known = None if self.videos.unindexed else restore_old_ids(self.videos.known, table.ledger)
             check_redo(self.redo, known, table.ledger, self.config)
         selection = Selection(self.config, self.videos, table.ledger, self.redo)

@@ -1,12 +1,16 @@
 """The life of a prune run on one page: ``prune``, then its steps.
 
-check_request   prune/request.py    options, list of videos, model and method: refusals come before anything starts
-Claim           runner/claim.py     the note that this run writes here
-select_todo     prune/request.py    the rows of the cache (prune/table.py), the videos left (prune/todo.py)
-PruneJob        prune/job.py        workers planned for the cluster, and their graph (prune/graph.py)
-Stream          runner/stream.py    the graph's written shards, over as many graphs as changes of the nodes need
-Counts          prune/counts.py     each shard committed and counted; PruneWatch may end the run
-summarise       prune/summary.py    counts of the committed rows
+check_request   prune/request.py       options, list of videos, model and method (prune/recipe.py)
+Claim           runner/claim.py        the note that this run writes here
+select_todo     prune/request.py       the rows of the cache (prune/table.py), the videos left (prune/todo.py)
+RunFile         runner/run_record.py   runs/<run_id>.json: provenance, plan and progress
+PruneJob        prune/job.py           workers planned for the cluster, and their graph (prune/graph.py)
+Stream          runner/stream.py       the graph's written shards, over as many graphs as changes of the nodes need
+Counts          prune/counts.py        each shard committed and counted; PruneWatch may end the run
+summarise       prune/summary.py       counts of the committed rows
+
+A video passes a row of ``Todo``, ``Decoder`` (prune/decode_stage.py), ``Encoder`` (prune/encode_stage.py), a bundle of
+the driver (runner/shards.py), ``Writer`` (prune/write_stage.py, cache/writer.py) and ``CacheTable.commit``.
 """
 
 from __future__ import annotations
@@ -61,7 +65,7 @@ def prune(config: PruneConfig, console: Console, given: object = None, *, list_f
         given: paths, or rows with video_id and uri (``given_manifest``); None if the options name the videos.
         list_failed: whether ``Summary.failed`` names each failed video.
 
-    Raises UsageError (nothing was started) or RunFailed (committed rows stay; a rerun resumes).
+    Raises UsageError (no video was processed) or RunFailed (committed rows stay; a rerun resumes).
     """
     run_id = new_run_id()
     with convert_store_errors(speaker(console)):
@@ -74,8 +78,8 @@ def prune(config: PruneConfig, console: Console, given: object = None, *, list_f
             table, todo = request.select_todo(run_id)
             with Monitor(request.store, run_id, claim.set_progress) as monitor:
                 if len(todo):
-                    done = encode(request, run_id, table, todo, monitor)
-                else:  # no cluster, no record
+                    done = process(request, run_id, table, todo, monitor)
+                else:  # no record, and no Ray is started
                     check_device(config, speaker(console))
             summary = make_summary(request, table, todo, done, time.monotonic() - start, list_failed=list_failed)
             summary = replace(summary, log=monitor.log)
@@ -85,8 +89,8 @@ def prune(config: PruneConfig, console: Console, given: object = None, *, list_f
             return summary
 
 
-def encode(request: Request, run_id: str, table: CacheTable, todo: Todo, monitor: Monitor) -> Counts:
-    """Encode the videos and commit their rows, then the failed videos once more; return what was committed.
+def process(request: Request, run_id: str, table: CacheTable, todo: Todo, monitor: Monitor) -> Counts:
+    """Decode, encode and prune the videos and commit their rows, then the failed videos once more; return the counts.
 
     Archives are indexed meanwhile. A limit of hours ends the run without an error. Raises UsageError, RunFailed.
     """
@@ -98,9 +102,9 @@ def encode(request: Request, run_id: str, table: CacheTable, todo: Todo, monitor
         monitor.start()
         check_decoder_device(config.decoder, device)
         with usage_errors():
-            table.begin(recipe, dtype)
             stages = recipe.stages(device, dtype)
             stages = replace(stages, encode=replace(stages.encode, tower_hash=tower_hash(recipe.source)))
+            table.begin(recipe, dtype)
         _note_other_rules(store, say)
         about: JsonObject = {
             **provenance(run_id, _RECORDED_VERSIONS),
@@ -130,6 +134,8 @@ def encode(request: Request, run_id: str, table: CacheTable, todo: Todo, monitor
             except LimitReached as reached:
                 record.note(ended_by=str(reached))
                 say(f"note: {reached}. Progress is saved. Rerun the command to continue")
+                for note in getattr(reached, "__notes__", ()):
+                    say(note)
     return done
 
 
@@ -148,8 +154,8 @@ def _select_second_pass(
 ) -> Todo:
     """Return the failed videos to try once more, and print a note about them.
 
-    If most failed on some nodes, these are videos that may succeed elsewhere. Those nodes are excluded from then on.
-    Otherwise they are videos that could not be read and exist now.
+    If a stage failed more often on some nodes than on the others, these are the videos that may succeed elsewhere, and
+    those nodes are excluded from then on. Otherwise they are the videos that could not be read and exist now.
     """
     without: dict[str, str] = {}
     for report in reports:

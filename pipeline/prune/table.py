@@ -20,7 +20,7 @@ from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.inputs.video_list import VideoList
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import Recipe
-from pipeline.prune.resume import restore_old_ids
+from pipeline.prune.resume import check_redo, restore_old_ids
 from pipeline.prune.summary import format_lost
 from pipeline.runner.run_record import list_committed_shards
 from pipeline.storage.stores import Store
@@ -102,13 +102,16 @@ class CacheTable:
 
 
 def restart_with_new_code(
-    store: Store, recipe: Recipe, videos: VideoList, config: PruneConfig, run_id: str, say: Say
+    store: Store, recipe: Recipe, videos: VideoList, redo: pa.Array | None, config: PruneConfig, run_id: str, say: Say
 ) -> None:
     """Restart a cache with its method's new code: its rows count no more. A plan or dry run only says so.
 
-    Raises UsageError if that loses tokens of videos that this run does not name.
+    Raises UsageError for ids of ``--redo`` that ``check_redo`` refuses, and if the restart loses tokens of videos that
+    this run does not name; that is not checked while archives are left to index.
     """
     ledger = Ledger(store, made_with(store)).refresh()
+    if redo is not None:  # before the restart, after which no id has a row
+        check_redo(redo, None, ledger, config)
     with_tokens = np.flatnonzero(ledger.columns["fault"] == 0)
     with_tokens = with_tokens[~ledger.removed(with_tokens)]
     unnamed_rows = np.setdiff1d(with_tokens, ledger.find(restore_old_ids(videos.known, ledger)["video_id"]))

@@ -160,7 +160,7 @@ class Todo(AbstractContextManager["Todo"]):
 
     @property
     def n_left(self) -> int:
-        """The number of archives whose videos are not known yet."""
+        """The number of archives whose videos are not all known; the limit leaves some unknown for good."""
         return self.n_parts - len(self._parts) + self.n_cut
 
     def fail(self, error: Exception) -> None:

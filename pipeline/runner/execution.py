@@ -37,7 +37,7 @@ class GraphExecution(Generic[T]):
     """The execution of one graph of a job, which ``close`` ends.
 
     Attributes:
-        n_shards: the number behind the last shard that is committed; shards are numbered from 0.
+        n_shards: one more than the largest number of a committed shard; shards are numbered from 0.
     """
 
     def __init__(self, job: Job[T], items: T, watch: Watch, resources: ExitStack) -> None:
@@ -120,18 +120,21 @@ class GraphExecution(Generic[T]):
 
     def check_complete(self) -> None:
         """Raise RunFailed if items have no row after the last shard."""
-        if n_missing := len(self._items) - self.n_done:
+        if (n_missing := len(self._items) - self.n_done) > 0:
             item = self._plan.wording.item
             raise RunFailed(f"{n_missing} of {len(self._items)} {item}s have no row. Rerun the command")
 
-    def close(self, *, is_stop: bool = False) -> None:
-        """End the graph, and take the last report of its workers; ``is_stop``: an interrupt ends the run."""
+    def close(self, within_s: float | None = None) -> None:
+        """End the graph, and take the last report of its workers.
+
+        ``within_s``: the seconds that an interrupt which ends the run leaves for that; None without an interrupt.
+        """
         self._batches.close()
-        is_short = is_stop or not self._head.answers()
-        report = self._watchdog.read_latest(_STOP_LOOK_S if is_short else self._watchdog.every_s)
+        look_s = self._watchdog.every_s if within_s is None and self._head.answers() else _STOP_LOOK_S
+        report = self._watchdog.read_latest(look_s if within_s is None else min(look_s, within_s))
         OUTAGES.take_reports(report.outages)
         self._watch.take_last(report, self._reporter.current)
-        if not is_stop:
+        if within_s is None:
             self._look_at_nodes(report)
         for worker in report.excluded_workers:
             self._job.say(f"note: excluded worker: {worker}")

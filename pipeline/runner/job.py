@@ -56,7 +56,7 @@ class Job(ABC, Generic[T]):
         console: where lines for the user go.
         excluded_nodes: the nodes on which no worker may run, id -> host.
         nodes: the log of nodes that come and go.
-        n_shards: the next free shard number.
+        n_shards: the number of the first shard of the next graph.
     """
 
     wording: ClassVar[Wording]
@@ -113,7 +113,7 @@ class Watch:
 def convert_store_errors(say: Say) -> Iterator[None]:
     """Announce stores that do not answer inside the context, and raise an OSError as RunFailed.
 
-    A fault of a single item becomes its error row, so an OSError is a store's.
+    A fault of a single item becomes its error row, so any other OSError is taken for the store's.
     """
     with announce_outages(say):
         try:

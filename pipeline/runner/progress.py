@@ -30,7 +30,7 @@ class Progress:
 
     Attributes:
         item: the kind of its items, "video" or "question".
-        total: items of this run.
+        total: items of the current graph.
         ok: items with a result.
         failed: items with an error row.
         ahead: results of each stage before the last, by its word: {"decoded": 9}.

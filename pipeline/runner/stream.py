@@ -3,7 +3,7 @@
 ``commit_all`` is the loop. ``Stream`` yields the shards. It runs the items through a graph
 (``pipeline.runner.execution``). When the nodes change, it runs the items without a committed row through another one.
 
-However a run ends, finished work is written first, unless the store itself fails.
+However a run ends, finished work is written first, unless the store itself fails or the driver has a bug.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ def commit_all(stream: Stream[T], commit: Callable[[int, pa.Table], object]) -> 
 
 
 def _is_store_away(ending: BaseException) -> bool:
-    """Return True if the store's error ends the run: a store that failed would fail again."""
+    """Return True if the store's error ends the run: a store that failed would fail again.
+
+    An OSError of a worker counts too: Ray raises it as a RayTaskError that is an OSError.
+    """
     return isinstance(ending.__cause__, OSError)
 
 
@@ -90,7 +93,7 @@ class Stream(Generic[T]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """End the graph and its workers, and take their last report."""
-        self._close(is_stop=isinstance(error, KeyboardInterrupt))
+        self._close(error if isinstance(error, KeyboardInterrupt) else None)
         # The workers of a lost head end with their nodes, and nobody could be asked for them.
         if isinstance(error, RunFailed) and not isinstance(error, HeadLost):
             end_workers()  # they would keep resources from the next run of this process
@@ -146,7 +149,8 @@ class Stream(Generic[T]):
     def describe_end(self, ending: BaseException, failure: str) -> None:
         """Add to ``ending`` how many items have a row, and how many finished items were not written.
 
-        ``failure`` is the error of the last write, "" if there was none.
+        The first is added for an interrupt, a lost head and an error of Ray or the store. ``failure`` is the error of
+        the last write, "" if there was none.
         """
         execution, item = self._execution, self._job.wording.item
         n_done = self._n_done + (0 if execution is None else execution.n_done)
@@ -205,13 +209,13 @@ class Stream(Generic[T]):
         else:
             self._job.say(f"note: {change}. {reschedule} current nodes")
 
-    def _close(self, *, is_stop: bool = False) -> None:
-        """Leave the graph, if one runs; ``is_stop``: an interrupt ends the run."""
+    def _close(self, interrupt: KeyboardInterrupt | None = None) -> None:
+        """Leave the graph, if one runs; ``interrupt`` ends the run, and a part of its time for last writes is kept."""
         execution = self._execution
         try:
             with self._resources:
                 if execution is not None:
-                    execution.close(is_stop=is_stop)
+                    execution.close(None if interrupt is None else max(0.0, seconds_left(interrupt) - _RECORD_S))
         finally:
             if execution is not None:
                 self._job.n_shards += execution.n_shards

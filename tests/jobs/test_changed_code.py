@@ -133,6 +133,9 @@ def test_other_code_is_refused_with_its_file_and_redo_makes_the_whole_cache_agai
     assert run_here(remove, gone).returncode == 0
     pruned(videos, out, "--on-changed", "redo", "--dry-run")
     assert kept_largest(out) == {True}
+    (tmp_path / "wrong.txt").write_text("v777.mp4")
+    unknown = pruned(videos, out, "--on-changed", "redo", "--redo", str(tmp_path / "wrong.txt"), code=2)
+    assert "1 of its ids have no row" in unknown and kept_largest(out) == {True}  # nothing was begun anew
     alone = pruned(videos / "v000.mp4", out, "--on-changed", "redo", code=2)
     assert "has 1 videos that" in alone and "e.g. v001.mp4: name them too, or another --out" in alone
 

@@ -151,10 +151,13 @@ def test_an_error_behind_an_interrupt_is_a_line_and_not_its_end():
     assert code_of(work(OSError("the store"))) == (130, "interrupted\nfailed: the store")
 
 
-def test_what_could_not_be_written_is_said_of_an_interrupt():
-    interrupt = KeyboardInterrupt()
-    interrupt.add_note("the record was not written")
+def test_what_could_not_be_written_is_said_of_an_interrupt_and_of_a_failure():
+    interrupt, failure = KeyboardInterrupt(), RunFailed("no word moved")
+    for ending in (interrupt, failure):
+        ending.add_note("the record was not written")
     assert code_of(raising(interrupt)) == (130, "interrupted\nthe record was not written")
+    said = "failed: no word moved\nthe record was not written"
+    assert code_of(raising(failure), failures=(RunFailed,)) == (1, said)
 
 
 LEAVING = """

@@ -47,7 +47,7 @@ def test_a_run_with_nothing_to_do_looks_at_its_device_under_the_claim_and_leaves
 ):
     store, holders = fill(config), []
     monkeypatch.setattr(run, "check_device", lambda config, say: holders.append(find_holder(store)))
-    monkeypatch.setattr(run, "encode", None)  # it is not called
+    monkeypatch.setattr(run, "process", None)  # it is not called
     summary = run.prune(config, console)
     assert (summary.n_ok, summary.n_new, summary.out) == (1, 0, config.out)
     assert holders[0] is not None and find_holder(store) is None and store.names("runs", ".json") == []
@@ -56,7 +56,7 @@ def test_a_run_with_nothing_to_do_looks_at_its_device_under_the_claim_and_leaves
 
 
 @pytest.mark.parametrize(
-    ("owner", "step"), [(run, "check_request"), (Request, "select_todo"), (run, "encode"), (run, "make_summary")]
+    ("owner", "step"), [(run, "check_request"), (Request, "select_todo"), (run, "process"), (run, "make_summary")]
 )
 def test_a_store_that_fails_at_any_step_ends_the_run_and_frees_the_place(config, console, monkeypatch, owner, step):
     holders = []
