@@ -24,7 +24,7 @@ from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
 from pipeline.prune.recipe import Recipe, resolve
 from pipeline.prune.resume import check_redo, format_skipped, restore_old_ids, select_shard
 from pipeline.prune.table import CacheTable, restart_with_new_code
-from pipeline.prune.todo import Selection, Todo
+from pipeline.prune.todo import Todo, TodoSelection
 from pipeline.runner.run_record import check_out
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
@@ -68,7 +68,7 @@ class Request:
         if self.redo is not None and not self.recipe.is_restarted:
             known = None if self.videos.unindexed else restore_old_ids(self.videos.known, table.ledger)
             check_redo(self.redo, known, table.ledger, self.config)
-        selection = Selection(self.config, self.videos, table.ledger, self.redo)
+        selection = TodoSelection(self.config, self.videos, table.ledger, self.redo)
         todo = Todo(*selection.select(self.videos.known), selection)
         for line in format_skipped(todo.tally, self.config):
             say(line)

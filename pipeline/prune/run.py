@@ -1,13 +1,13 @@
 """The life of a prune run on one page: ``prune``, then its steps.
 
-check_request   prune/request.py       options, list of videos, model and method (prune/recipe.py)
-Claim           runner/claim.py        the note that this run writes here
-select_todo     prune/request.py       the rows of the cache (prune/table.py), the videos left (prune/todo.py)
-RunFile         runner/run_record.py   runs/<run_id>.json: provenance, plan and progress
-PruneJob        prune/job.py           workers planned for the cluster, and their graph (prune/graph.py)
-Stream          runner/stream.py       the graph's written shards, over as many graphs as changes of the nodes need
-Counts          prune/counts.py        each shard committed and counted; PruneWatch may end the run
-summarise       prune/summary.py       counts of the committed rows
+check_request    prune/request.py       options, list of videos, model and method (prune/recipe.py)
+Claim            runner/claim.py        the note that this run writes here
+select_todo      prune/request.py       the rows of the cache (prune/table.py), the videos left (prune/todo.py)
+RunFile          runner/run_record.py   runs/<run_id>.json: provenance, plan and progress
+PruneJob         prune/job.py           workers planned for the cluster, and their graph (prune/graph.py)
+Stream           runner/stream.py       the graph's written shards, over as many graphs as changes of the nodes need
+CommittedVideos  prune/committed.py     each shard committed and counted; PruneWatch may end the run
+summarise        prune/summary.py       counts of the committed rows
 
 A video passes a row of ``Todo``, ``Decoder`` (prune/decode_stage.py), ``Encoder`` (prune/encode_stage.py), a bundle of
 the driver (runner/shards.py), ``Writer`` (prune/write_stage.py, cache/writer.py) and ``CacheTable.commit``.
@@ -26,8 +26,8 @@ from gstep.checkpoints.tensors import tower_hash
 from pipeline.cache.header import deepstack_levels, find_codec, read_header
 from pipeline.console import Say, speaker
 from pipeline.errors import LimitReached, usage_errors
+from pipeline.prune.committed import CommittedVideos, PruneWatch
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.counts import Counts, PruneWatch
 from pipeline.prune.decode_stage import check_decoder_device
 from pipeline.prune.facts import Facts
 from pipeline.prune.job import PruneJob
@@ -89,7 +89,7 @@ def prune(config: PruneConfig, console: Console, given: object = None, *, list_f
             return summary
 
 
-def process(request: Request, run_id: str, table: CacheTable, todo: Todo, monitor: Monitor) -> Counts:
+def process(request: Request, run_id: str, table: CacheTable, todo: Todo, monitor: Monitor) -> CommittedVideos:
     """Decode, encode and prune the videos and commit their rows, then the failed videos once more; return the counts.
 
     Archives are indexed meanwhile. A limit of hours ends the run without an error. Raises UsageError, RunFailed.
@@ -120,7 +120,7 @@ def process(request: Request, run_id: str, table: CacheTable, todo: Todo, monito
         with RunFile(store, about) as record:
             facts = Facts(recipe.token_bytes(), device == "cuda", config.max_hours)
             job = PruneJob(request, stages, run_id, record, facts)
-            done = Counts(table, record, monitor, facts)
+            done = CommittedVideos(table, record, monitor, facts)
             max_alike = max(config.infrastructure_limit(n_videos), MIN_ALIKE_FAILURES)
             watch = PruneWatch(done, todo, monitor, record, max_alike)
             try:
@@ -150,7 +150,7 @@ def _note_other_rules(store: Store, say: Say) -> None:
 
 
 def _select_second_pass(
-    request: Request, job: PruneJob, todo: Todo, done: Counts, reports: Sequence[WorkerReport]
+    request: Request, job: PruneJob, todo: Todo, done: CommittedVideos, reports: Sequence[WorkerReport]
 ) -> Todo:
     """Return the failed videos to try once more, and print a note about them.
 
@@ -175,7 +175,13 @@ def _select_second_pass(
 
 
 def make_summary(
-    request: Request, table: CacheTable, todo: Todo, done: Counts | None, wall_s: float, *, list_failed: bool = False
+    request: Request,
+    table: CacheTable,
+    todo: Todo,
+    done: CommittedVideos | None,
+    wall_s: float,
+    *,
+    list_failed: bool = False,
 ) -> Summary:
     """Return the summary of the cache's rows for this run's videos; say which archives were not read wholly.
 

@@ -29,7 +29,7 @@ _LEAVE_S = 5.0  # seconds that a run waits at its end for the current archive
 
 
 @dataclass(frozen=True)
-class Selection:
+class TodoSelection:
     """What decides which of the listed videos a run processes, but for ``--limit``.
 
     Attributes:
@@ -109,7 +109,7 @@ class Todo(AbstractContextManager["Todo"]):
 
     KEY: ClassVar[Sequence[str]] = ("video_id",)
 
-    def __init__(self, known_videos: pa.Table, remaining: Remaining, selection: Selection | None = None) -> None:
+    def __init__(self, known_videos: pa.Table, remaining: Remaining, selection: TodoSelection | None = None) -> None:
         """Prepare the thread, which the ``with`` block starts.
 
         Args:

@@ -101,8 +101,10 @@ def test_a_grid_says_what_each_of_its_prunings_is(whole):
 
 def test_answers_of_a_grid_grow_by_methods_and_ratios(whole):
     answered(request_about(whole, ROWS, {**FULL, **late("gstep")}), "none@1")
-    request_about(whole, ROWS, {**FULL, **late("gstep"), **late("gstep", 0.1), **late("uniform")}).match_answers()
-    request_about(whole, ROWS, late("uniform")).match_answers()  # and by others alone
+    grid = {**FULL, **late("gstep"), **late("gstep", 0.1), **late("uniform")}
+    assert request_about(whole, ROWS, grid).match_answers().identity["prunings"].keys() == grid.keys()
+    alone = request_about(whole, ROWS, late("uniform")).match_answers()  # and by others alone
+    assert alone.identity["prunings"].keys() == late("uniform").keys()
 
 
 @pytest.mark.parametrize(

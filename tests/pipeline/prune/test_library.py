@@ -12,8 +12,8 @@ import pipeline
 from gstep.backbones import family_of
 from pipeline.cache.header import HEADER, serialise_header
 from pipeline.errors import ManifestError, TooManyFailed, UsageError, VideoFault
+from pipeline.prune.committed import CommittedVideos
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.counts import Counts
 from pipeline.prune.facts import Facts
 from pipeline.prune.request import check_request
 from pipeline.prune.run import make_summary
@@ -67,7 +67,7 @@ def test_a_limit_of_hours_in_the_second_pass_counts_a_video_once(clips):
     request = check_request(PruneConfig(out="c", num_frames=4, retry_failed=True), Console(quiet=True), clips)
     table, todo = request.select_todo("r")
     facts = Facts(1.0, videos=2, limit_reached="--max-hours 1 is reached")  # b.mp4 has been tried twice
-    done = Counts(table, Mock(), Mock(), facts)
+    done = CommittedVideos(table, Mock(), Mock(), facts)
     assert make_summary(request, table, todo, done, 1.0).n_new == len(todo) == 1
 
 

@@ -16,8 +16,8 @@ from pipeline.cache.writer import write_token_shard
 from pipeline.errors import LimitReached, RunFailed
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.prune.batches import pack_written
+from pipeline.prune.committed import CommittedVideos, PruneWatch
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.counts import Counts, PruneWatch
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.facts import Facts
@@ -116,21 +116,21 @@ def test_sizes_of_a_few_files_are_added_up_and_one_unknown_makes_all_unknown(tmp
 
 
 @pytest.fixture
-def done(tmp_path) -> Counts:
+def done(tmp_path) -> CommittedVideos:
     """The commits of a run that has begun to process videos, into an empty cache ``c``."""
     return begin(tmp_path / "c")
 
 
-def begin(out: Path) -> Counts:
+def begin(out: Path) -> CommittedVideos:
     """Begin to commit to an empty cache as the run "run" does."""
     store, recipe = LocalStore(out), resolve(PruneConfig(out=str(out)))
     store.make()
     table = CacheTable(store, recipe, "run", print)
     table.begin(recipe, "float32")
-    return Counts(table, RunFile(store, {"run_id": "run"}), Monitor(store, "run", print), Facts(0.0))
+    return CommittedVideos(table, RunFile(store, {"run_id": "run"}), Monitor(store, "run", print), Facts(0.0))
 
 
-def store_of(done: Counts) -> LocalStore:
+def store_of(done: CommittedVideos) -> LocalStore:
     assert isinstance(done._table.store, LocalStore)
     return done._table.store
 

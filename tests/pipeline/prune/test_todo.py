@@ -12,7 +12,7 @@ from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar_and_zip import Tar
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import ManifestCounts, select_shard
-from pipeline.prune.todo import Selection, Todo
+from pipeline.prune.todo import Todo, TodoSelection
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.moves import remove_videos
 from tests.pipeline.caches import encoded_failure, write_header, write_shard
@@ -32,7 +32,7 @@ def tars(tmp_path):
     return write_tars(tmp_path / "tars")
 
 
-def search(place, tmp_path, limit=None, kind=Selection, column=None, **options):
+def search(place, tmp_path, limit=None, kind=TodoSelection, column=None, **options):
     """What a run has to do."""
     videos = list_for_run(place, tmp_path, column, is_limited=limit is not None)
     selection = kind(PruneConfig(limit=limit, **options), videos, Ledger(videos.indexes.store).refresh())
@@ -91,7 +91,7 @@ def test_the_end_of_the_run_ends_the_search_in_mid_archive(tars, tmp_path, gate)
     assert not todo.is_complete and "1.tar" in [place.name for place in list_for_run(tars, tmp_path).unindexed]
 
 
-class Changed(Selection):
+class Changed(TodoSelection):
     """Meets a video that has changed."""
 
     def select(self, videos):
@@ -144,7 +144,7 @@ def test_failed_videos_to_retry_count_to_the_limit_and_do_not_wait_behind_it(tar
         assert todo.list_todo()["attempts"].to_pylist() == [2, 2, 2, 1][:limit] and todo.n_waiting == waiting
     assert take(tars, tmp_path, 4)[0] == ["1.tar/0.mp4", "1.tar/1.mp4", "2.tar/0.mp4"]
     videos = list_for_run(tars, tmp_path)
-    selection = Selection(PruneConfig(), videos, Ledger(store).refresh(), redo=pa.array(["0.tar/1.mp4"]))
+    selection = TodoSelection(PruneConfig(), videos, Ledger(store).refresh(), redo=pa.array(["0.tar/1.mp4"]))
     assert ids(selection.select(videos.known)[1].todo) == ["0.tar/1.mp4", "1.tar/0.mp4", "1.tar/1.mp4", "2.tar/0.mp4"]
 
 
@@ -190,7 +190,7 @@ def test_a_run_deletes_removed_videos_from_new_indexes_of_all_shards_and_a_plan_
     (number,) = (number for number in range(2) if "a.tar/2.mp4" not in ids(select_shard(videos.known, (number, 2))))
     for keeps in (False, True):
         videos.indexes.keeps = keeps
-        Selection(PruneConfig(shard=f"{number}/2"), videos, ledger).select(videos.known)
+        TodoSelection(PruneConfig(shard=f"{number}/2"), videos, ledger).select(videos.known)
         assert (kept.read_bytes() == before) is not keeps
     assert ids(list_for_run(path, tmp_path).known) == [f"a.tar/{number}.mp4" for number in (0, 1, 3)]
 
@@ -209,12 +209,12 @@ def test_what_a_cut_archive_leaves_out_is_counted_once_and_names_no_removed_vide
     assert gone not in ids(list_for_run(path, tmp_path).known)
 
 
-def take(place, tmp_path, limit, kind=Selection, column=None, **options):
+def take(place, tmp_path, limit, kind=TodoSelection, column=None, **options):
     with search(place, tmp_path, limit, kind, column, **options) as todo:
         return ids(todo.wait_for_all()), todo
 
 
-class Undone(Selection):
+class Undone(TodoSelection):
     """Takes the first 1500 videos for done."""
 
     def select(self, videos):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import pyarrow as pa
 
@@ -27,7 +27,7 @@ from pipeline.storage.hub import is_remote
 _MIN_SAVE_S = 60.0  # seconds between two saves of the run's record while it runs
 
 
-class Counts:
+class CommittedVideos:
     """The commits of a run: each shard is committed, then counted for the run's record, metrics, limits and summary.
 
     Attributes:
@@ -62,10 +62,11 @@ class Counts:
         self._table.commit(number, rows)
         attempts = list(zip(rows["video_id"].to_pylist(), rows["attempts"].to_pylist(), strict=True))
         is_new = [attempt not in self._last_counted for attempt in attempts]
-        self._last_counted = set(attempts)
-        if any(is_new):  # else an interrupt came after the same rows were counted
-            self._count(rows.filter(pa.array(is_new)))
+        new_attempts, self._last_counted = {*attempts} - self._last_counted, set(attempts)
         ok_rows, failed_records = select_ok(rows), unpack_failed(rows)
+        if new_attempts:  # else an interrupt came after the same rows were counted
+            new_failures = [row for row in failed_records if (row["video_id"], row["attempts"]) in new_attempts]
+            self._count(rows.filter(pa.array(is_new)), new_failures)
         self._record_shards(set(map(parse_shard_id, ok_rows["token_shard"].to_pylist())))
         self._table.merge_some()
         for video_id in ok_rows["video_id"].to_pylist():
@@ -74,13 +75,12 @@ class Counts:
         self.retryable |= _list_attempts(filter(may_succeed_elsewhere, failed_records))
         self.unread |= _list_attempts(record for record in failed_records if record["error_class"] == "io")
 
-    def _count(self, rows: pa.Table) -> None:
+    def _count(self, rows: pa.Table, failed_records: Sequence[VideoRecord]) -> None:
         """Add the seconds, tokens and bytes of committed rows to the facts and the metrics of the run.
 
-        Infrastructure errors are counted by their class.
+        Infrastructure errors are counted by their class. ``failed_records`` are the failed rows among ``rows``.
         """
         self.facts.add(rows)
-        failed_records = unpack_failed(rows)
         for record in filter(is_infrastructure_error, failed_records):
             self.infrastructure_errors[record["error_class"]] += 1
             self.examples[record["error_class"]] = f"{record['video_id']}: {record['error_message']}"
@@ -121,7 +121,9 @@ class PruneWatch(Watch):
         is_second_pass: whether failed videos are tried once more: then no number of failures ends the run.
     """
 
-    def __init__(self, done: Counts, todo: Todo, monitor: Monitor, record: RunFile, max_alike_failures: int) -> None:
+    def __init__(
+        self, done: CommittedVideos, todo: Todo, monitor: Monitor, record: RunFile, max_alike_failures: int
+    ) -> None:
         """Watch the videos of ``todo``; ``max_alike_failures`` infrastructure errors of one class end no run."""
         super().__init__(monitor)
         self.is_second_pass = False
