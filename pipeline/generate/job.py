@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 from rich.console import Console
 
 from pipeline.console import Say
-from pipeline.errors import RunFailed, UsageError
+from pipeline.errors import UsageError
 from pipeline.generate.answer_setup import AnswerSetup
 from pipeline.generate.answerer import STAGE, Answerer, group_by_videos, pack_blocks, unpack_answers
 from pipeline.generate.answers import KEYS, answer_key
@@ -109,9 +109,7 @@ class AnswerJob(Job[Questions]):
 
         Raises RunFailed if the nodes that it needs were lost. Prints a note if ``workers`` do not fit.
         """
-        cluster, workers = self.available_resources(), self.options.workers
-        if not self.can_run_on(cluster):
-            raise RunFailed("the nodes that the run needs were lost. Rerun the command once they are back")
+        cluster, workers = self.require_resources(), self.options.workers
         plan = self.replan(len(items))
         if workers is not None and plan.answer.workers < min(workers, len(items)):
             self.say(f"note: the cluster fits only {plan.answer.workers} of --workers {workers}")

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 
 from ray.actor import ActorHandle
 
-from pipeline.errors import RunFailed
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.facts import Facts
 from pipeline.prune.graph import build_graph
@@ -51,9 +50,7 @@ class PruneJob(Job[Todo]):
 
         Raises RunFailed if no node is left that the run needs.
         """
-        cluster = self.available_resources()
-        if not self.can_run_on(cluster):
-            raise RunFailed("the nodes that the run needs were lost. Rerun the command once they are back")
+        cluster = self.require_resources()
         n_videos, self._todo = items.estimate_count(), items
         self._total_file_bytes = math.inf if items.n_left else total_file_bytes(items.list_todo())
         uncapped, plan = self._plan_workers(cluster, n_videos)

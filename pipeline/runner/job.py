@@ -87,6 +87,13 @@ class Job(ABC, Generic[T]):
         """Return True if a cluster with these resources can run all stages."""
         return cluster.get("CPU", 0.0) > 0
 
+    def require_resources(self) -> Mapping[str, float]:
+        """Return ``available_resources``. Raise RunFailed if they cannot run all stages."""
+        cluster = self.available_resources()
+        if not self.can_run_on(cluster):
+            raise RunFailed("the nodes that the run needs were lost. Rerun the command once they are back")
+        return cluster
+
 
 class Watch:
     """The observer of a run: it passes the workers' reports to the monitor, and may end the run.
