@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,6 +108,18 @@ class AnswerCounts:
         return self.n_unparsed / self.n_replies if self.n_replies else None
 
 
+class Parts(NamedTuple):
+    """The parts of a benchmark that a number is a mean over.
+
+    Attributes:
+        numbers: the part of each question, 0 to P-1, or NO_PART where it does not count, [Q].
+        weights: of the parts, [P], which need not add up to 1; None: they weigh the same.
+    """
+
+    numbers: Ints
+    weights: Floats | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScoreMatrix:
     """Scores of one benchmark, questions sorted by their id.
@@ -123,16 +136,21 @@ class ScoreMatrix:
     splits: Sequence[dict[str, str]]
     tallies: Sequence[AnswerCounts]
 
-    def whole(self) -> Ints:
-        """Return each question's part for the mean over all questions: 0."""
-        return np.zeros(len(self.clusters), np.int64)
+    def whole(self) -> Parts:
+        """Return the parts for the mean over all questions: a single one."""
+        return Parts(np.zeros(len(self.clusters), np.int64))
 
-    def split(self, name: str, value: str) -> Ints:
-        """Return each question's part for the mean over one value of a split: 0, or NO_PART for other values."""
-        return np.array([0 if of_one.get(name) == value else NO_PART for of_one in self.splits], np.int64)
+    def split(self, name: str, value: str) -> Parts:
+        """Return the parts for the mean over one value of a split; questions with other values are left out."""
+        return Parts(np.array([0 if of_one.get(name) == value else NO_PART for of_one in self.splits], np.int64))
 
-    def by(self, name: str) -> Ints:
-        """Return each question's part for the mean over the parts of a split, such as MLVU's tasks.
+    def by(self, name: str, weights: Mapping[str, float] = MappingProxyType({})) -> Parts:
+        """Return the parts for the mean over the parts of a split, such as MLVU's tasks.
+
+        Args:
+            name: the split.
+            weights: the weight of each part by its name; {} weighs all parts the same. Questions of a part that has no
+                weight here are left out.
 
         Raises ValueError if a question is in no part of the split.
         """
@@ -140,8 +158,13 @@ class ScoreMatrix:
             raise ValueError(
                 f"{n_missing} questions have no {name!r}, over which this benchmark averages: score them again"
             )
-        part: Ints = np.unique([splits[name] for splits in self.splits], return_inverse=True)[1]
-        return part
+        values = [splits[name] for splits in self.splits]
+        if not weights:
+            return Parts(np.unique(values, return_inverse=True)[1])
+        counted = sorted({value for value in values if weights.get(value)})
+        number = {value: i for i, value in enumerate(counted)}
+        of_questions = [number.get(value, NO_PART) for value in values]
+        return Parts(np.array(of_questions, np.int64), np.array([weights[value] for value in counted]))
 
 
 def arms_of(scores: pa.Table) -> list[MethodAtRatio]:
@@ -250,7 +273,7 @@ class Estimate:
 
 
 def estimates(
-    scores_AQ: Floats, cluster_Q: Ints, parts: Sequence[Ints], draws: int, generator: np.random.Generator
+    scores_AQ: Floats, cluster_Q: Ints, parts: Sequence[Parts], draws: int, generator: np.random.Generator
 ) -> list[Estimate]:
     """Return an estimate for each column: every arm's mean over the parts, and the same mean of each bootstrap draw.
 
@@ -259,26 +282,26 @@ def estimates(
     Args:
         scores_AQ: scores; an arm that was not scored is nan throughout.
         cluster_Q: the video of each question, 0 to G-1.
-        parts: for each column the part of each question, 0 to P-1, or NO_PART where the column leaves it out.
+        parts: the parts of each column.
         draws: R, the number of draws; with 0 the estimates have values and no draws.
         generator: advanced by the call; generators in equal states give equal draws for as many videos.
     """
-    G, columns = int(cluster_Q.max(initial=-1)) + 1, [_sums(scores_AQ, cluster_Q, part_Q) for part_Q in parts]
+    G, columns = int(cluster_Q.max(initial=-1)) + 1, [_sums(scores_AQ, cluster_Q, of_one.numbers) for of_one in parts]
     drawn = [np.empty((draws, len(scores_AQ))) for _ in parts]
     for start in range(0, draws, _CHUNK):
         n = min(_CHUNK, draws - start)
         flat = generator.integers(max(G, 1), size=(n, G)) + np.arange(n)[:, None] * G
         times_RG = np.bincount(flat.ravel(), minlength=n * G).reshape(n, G).astype(float)
-        for drawn_RA, (sum_GPA, count_GP) in zip(drawn, columns, strict=True):
+        for drawn_RA, (sum_GPA, count_GP), of_one in zip(drawn, columns, parts, strict=True):
             sum_RPA = np.tensordot(times_RG, sum_GPA, axes=1)
-            drawn_RA[start : start + n] = _mean_over_parts(sum_RPA, times_RG @ count_GP)
+            drawn_RA[start : start + n] = _mean_over_parts(sum_RPA, times_RG @ count_GP, of_one.weights)
     return [
         Estimate(
-            value=_mean_over_parts(sum_GPA.sum(0, keepdims=True), count_GP.sum(0, keepdims=True))[0],
+            value=_mean_over_parts(sum_GPA.sum(0, keepdims=True), count_GP.sum(0, keepdims=True), of_one.weights)[0],
             drawn=drawn_RA,
             n_videos=int(np.sum(count_GP.any(1))),
         )
-        for drawn_RA, (sum_GPA, count_GP) in zip(drawn, columns, strict=True)
+        for drawn_RA, (sum_GPA, count_GP), of_one in zip(drawn, columns, parts, strict=True)
     ]
 
 
@@ -292,10 +315,15 @@ def _sums(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints) -> tuple[Floats, Flo
     return sum_GPA, np.bincount(cell_Q, minlength=G * P).reshape(G, P).astype(float)
 
 
-def _mean_over_parts(sum_RPA: Floats, count_RP: Floats) -> Floats:
-    """Return the mean over parts of the parts' means, [R, A]; nan without a part, or with one that is empty."""
+def _mean_over_parts(sum_RPA: Floats, count_RP: Floats, weight_P: Floats | None) -> Floats:
+    """Return the weighted mean of the parts' means, [R, A]; nan without a part, or with one that is empty.
+
+    With ``weight_P`` None all parts weigh the same.
+    """
     with np.errstate(invalid="ignore"):  # 0 / 0
         means_RPA = sum_RPA / count_RP[:, :, None]
+        if weight_P is not None:
+            means_RPA = means_RPA * (weight_P / weight_P.mean())[:, None]
         mean_RA: Floats = means_RPA.sum(1) / np.float64(means_RPA.shape[1])
     return mean_RA
 

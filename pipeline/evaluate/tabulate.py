@@ -20,8 +20,8 @@ from pipeline.evaluate.statistics import (
     AnswerCounts,
     Estimate,
     Floats,
-    Ints,
     MethodAtRatio,
+    Parts,
     ScoreMatrix,
     arms_of,
     estimates,
@@ -67,6 +67,8 @@ class ScoredBenchmark:
         made_of: what else the scores were made of, by name, such as frames and protocol.
         notes: sentences about it that belong below the table.
         names: of methods from elsewhere, by import path.
+        weights: the weights of the values of ``mean_over``, where they differ; questions of a value without a weight do
+            not count. {}: the values weigh the same.
     """
 
     title: str
@@ -77,6 +79,7 @@ class ScoredBenchmark:
     made_of: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[str] = ()
     names: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 class _Group(NamedTuple):
@@ -132,18 +135,18 @@ def results_table(
     last = list[int]()  # the index of each benchmark's overall score among the columns
     for benchmark, matrix in zip(benchmarks, matrices, strict=True):
         parts = _list_columns(benchmark, matrix)
-        part_Qs = [part_Q for *_, part_Q in parts]
+        of_columns = [of_one for *_, of_one in parts]
         generator = np.random.default_rng([seed, crc32(benchmark.title.encode())])
         mean_AQ = np.stack([matrix.scores[group.arms].mean(0) for group in groups])
-        measured = estimates(mean_AQ, matrix.clusters, part_Qs, draws, generator)
-        of_seeds = estimates(matrix.scores, matrix.clusters, part_Qs, 0, generator)
-        for (key, name, part_Q), numbers, of_arms in zip(parts, measured, of_seeds, strict=True):
+        measured = estimates(mean_AQ, matrix.clusters, of_columns, draws, generator)
+        of_seeds = estimates(matrix.scores, matrix.clusters, of_columns, 0, generator)
+        for (key, name, of_one), numbers, of_arms in zip(parts, measured, of_seeds, strict=True):
             columns.append(
                 Column(
                     key=key if len(benchmarks) == 1 else f"{benchmark.title}: {key}",
                     title=name,
                     benchmark=benchmark.title,
-                    n_questions=int(np.sum(part_Q != NO_PART)),
+                    n_questions=int(np.sum(of_one.numbers != NO_PART)),
                     n_whole=benchmark.n_questions if key == OVERALL else None,
                     n_videos=numbers.n_videos,
                     made_of=benchmark.made_of,
@@ -293,8 +296,8 @@ def _row_title(group: _Group, names: Mapping[str, str]) -> str:
     return f"{title}, {group.positions} positions" if group.positions else title
 
 
-def _list_columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> list[tuple[str, str, Ints]]:
-    """Return (key, title, part of each question) of each column of a benchmark, the overall score last.
+def _list_columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> list[tuple[str, str, Parts]]:
+    """Return (key, title, parts of the questions) of each column of a benchmark, the overall score last.
 
     Raises ValueError for a column that is no SPLIT=VALUE.
     """
@@ -304,7 +307,7 @@ def _list_columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> list[tuple
         if not is_split:
             raise ValueError(f"column {key!r} of {benchmark.title} is no SPLIT=VALUE, such as duration=short")
         parts.append((key, title, matrix.split(name, value)))
-    whole = matrix.whole() if benchmark.mean_over is None else matrix.by(benchmark.mean_over)
+    whole = matrix.whole() if benchmark.mean_over is None else matrix.by(benchmark.mean_over, benchmark.weights)
     return [*parts, (OVERALL, "Overall" if benchmark.columns else benchmark.title, whole)]
 
 

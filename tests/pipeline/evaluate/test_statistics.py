@@ -12,6 +12,7 @@ from pipeline.evaluate.statistics import (
     ORIGINAL,
     Estimate,
     MethodAtRatio,
+    Parts,
     arms_of,
     estimates,
     is_named,
@@ -31,7 +32,7 @@ SPLITS = [{"duration": "short", "task": "b"}, {"duration": "long", "task": "a"},
 
 def estimated(scores, video, part=None, draws=500, seed=0):
     part = np.zeros(len(video), np.int64) if part is None else part
-    (found,) = estimates(scores, video, [part], draws, np.random.default_rng(seed))
+    (found,) = estimates(scores, video, [Parts(part)], draws, np.random.default_rng(seed))
     return found
 
 
@@ -64,7 +65,7 @@ def test_draws_are_of_whole_videos_and_repeat_with_their_seed():
 def test_a_draw_computes_the_mean_over_parts_anew():
     """Parts of unequal size, a question of the first video left out, against a plain loop over the same draws."""
     part = np.array([NO_PART, 0, 0, 1, 1, 0, 2, NO_PART, 0, 1, 0, 2])
-    found, whole = estimates(SCORES, VIDEO, [part, ALL], 50, np.random.default_rng(0))
+    found, whole = estimates(SCORES, VIDEO, [Parts(part), Parts(ALL)], 50, np.random.default_rng(0))
     flat = np.random.default_rng(0).integers(4, size=(50, 4))
     for r in range(50):
         times = np.bincount(flat[r], minlength=4)[VIDEO]
@@ -77,6 +78,22 @@ def test_a_draw_computes_the_mean_over_parts_anew():
             means = [np.sum((times * SCORES[arm])[part == p]) / sizes[p] for p in range(3)]
             assert found.drawn[r, arm] == pytest.approx(np.mean(means))
     assert np.isnan(found.drawn).any() and not np.isnan(found.drawn).all()
+
+
+def test_parts_have_weights_and_one_without_a_weight_does_not_count():
+    part = np.array([NO_PART, 0, 0, 1, 1, 0, 1, NO_PART, 0, 1, 0, 1])
+    (found,) = estimates(SCORES, VIDEO, [Parts(part, np.array([3.0, 1.0]))], 20, np.random.default_rng(0))
+    assert found.value == pytest.approx(
+        [0.75 * SCORES[arm, part == 0].mean() + 0.25 * SCORES[arm, part == 1].mean() for arm in range(2)]
+    )
+    flat = np.random.default_rng(0).integers(4, size=(20, 4))
+    for r in range(20):
+        times = np.bincount(flat[r], minlength=4)[VIDEO]
+        sums = [[np.sum((times * SCORES[1])[part == p]), times[part == p].sum()] for p in range(2)]
+        if all(count for _, count in sums):
+            assert found.drawn[r, 1] == pytest.approx(0.75 * sums[0][0] / sums[0][1] + 0.25 * sums[1][0] / sums[1][1])
+    by = score_matrix(table(), [ORIGINAL]).by("task", {"b": 0.5, "c": 1.0})
+    assert by.numbers.tolist() == [0, NO_PART, 0] and by.weights.tolist() == [0.5]
 
 
 def test_rel_is_the_mean_ratio_with_each_benchmarks_own_draws():
@@ -136,9 +153,9 @@ def test_scores_do_not_depend_on_the_order_of_rows():
 
 def test_parts_of_columns():
     matrix = score_matrix(table(), [ORIGINAL])
-    assert matrix.whole().tolist() == [0, 0, 0]
-    assert matrix.split("duration", "long").tolist() == [NO_PART, 0, NO_PART]
-    assert matrix.by("task").tolist() == [1, 0, 1]
+    assert matrix.whole().numbers.tolist() == [0, 0, 0]
+    assert matrix.split("duration", "long").numbers.tolist() == [NO_PART, 0, NO_PART]
+    assert matrix.by("task").numbers.tolist() == [1, 0, 1]
     with pytest.raises(ValueError, match="1 questions have no 'duration'"):
         matrix.by("duration")
 
