@@ -183,7 +183,7 @@ def _make_presentation(request: EvaluateRequest, scored: ScoredQuestions) -> Pre
     """Describe a benchmark's results for tables and page: title, facts about model and run."""
     return Presentation(
         title=request.title,
-        benchmark=request.benchmark,
+        benchmark=request.benchmark.stored_in(request.store),
         described=request.identity,
         facts=[*_list_facts(request, scored), *_machine()],
         token_bytes=request.token_bytes,

@@ -155,6 +155,7 @@ class Protocol:
         others: the rules for model types that ``models`` does not list.
         max_new_tokens: a reply's length at most.
         temperature: 0 is greedy.
+        top_p, top_k: as of ``Decoding``; without effect on greedy replies.
         parser: name of the rule in :mod:`pipeline.evaluate.parsers` that reads a reply.
         reasoning: tags between which a reply thinks: removed with what they hold before the rule reads it. Answers
             stay as they are, so it is no part of the results' identity.
@@ -169,6 +170,8 @@ class Protocol:
     others: ModelRules = field(default_factory=ModelRules)
     max_new_tokens: int = 16
     temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
     parser: str
     reasoning: tuple[tuple[str, str], ...] = ()
     choices: ChoicesMethod = "generate"
@@ -193,6 +196,7 @@ class Protocol:
             **self.rules(model_type, family).describe(),
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
+            **({"top_p": self.top_p, "top_k": self.top_k} if self.temperature > 0 else {}),
             "parser": self.parser,
             "choices": self.choices,
             "metric": self.metric,

@@ -145,7 +145,7 @@ def _write(store: Store, identity: JsonObject, scores: pa.Table) -> list[str]:
     if not len(scores):
         return []
     is_scored = "scored" in identity
-    benchmark = None if is_scored else find_benchmark(str(identity["benchmark"]))
+    benchmark = None if is_scored else find_benchmark(str(identity["benchmark"])).stored_in(store)
     if benchmark is not None and benchmark.submission:
         store.put(SCORES, write_parquet(scores))
         return [SCORES]

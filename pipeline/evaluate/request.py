@@ -36,6 +36,7 @@ from pipeline.cache.header import (
 from pipeline.cache.live import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import digest
+from pipeline.console import speaker
 from pipeline.errors import IdentityMismatch, NotACache, NotResults, UsageError, store_usage_errors, usage_errors
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark
@@ -170,16 +171,16 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
     store, cache = store_at(config.out, objects), config.cache or config.in_out(CACHE_FOLDER)
     check_out(store)
-    benchmark = find_benchmark(config.benchmark)
+    cache_store = store_at(cache, objects)
+    cache_identity = _read_cache_identity(cache_store, is_named=config.cache is not None)
+    source = _model(config, cache_identity)
+    benchmark = find_benchmark(config.benchmark).open(source.model_type, config.data, speaker(console))
     protocol = benchmark.protocol(config.protocol)
     if config.max_new_tokens is not None:
         protocol = replace(protocol, max_new_tokens=config.max_new_tokens)
     questions = benchmark.load(config.data, [*map(Path, config.video_root)]).first(config.limit)
     answers_store = store_at(config.in_out(ANSWERS_FOLDER), objects)
     questions = _leave_removed(questions, answers_store, console)
-    cache_store = store_at(cache, objects)
-    cache_identity = _read_cache_identity(cache_store, is_named=config.cache is not None)
-    source = _model(config, cache_identity)
     if cache_identity is not None:
         check_model(cache_store, cache_identity["model"], source)
     if config.data is None and cache_identity is not None:

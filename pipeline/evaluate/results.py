@@ -25,7 +25,7 @@ from pipeline.evaluate.protocols import QUESTIONS
 from pipeline.evaluate.request import read_results_header, write_results_header
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import LATER_COLUMNS, SCORE_SCHEMA, SCORES
-from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, arms_of, is_named, score_matrix
+from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, arms_of, is_named, score_matrix, set_arm_scores
 from pipeline.evaluate.submissions import FORM, unknown_names, with_server_scores
 from pipeline.evaluate.table import ResultsTable
 from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
@@ -144,17 +144,20 @@ def _write_tables(store: Store, tables: Sequence[ResultsTable], page: str) -> li
 def _make_scored(benchmark: Benchmark, identity: JsonObject, scores: pa.Table) -> ScoredBenchmark:
     """Return a benchmark's scores for a table, with its metric, and notes on its frames, protocol and missing parts."""
     facts = {"Frames": _frames(identity), "Protocol": str(identity.get("protocol", ""))}
-    metric, notes = str(identity.get("metric", QUESTIONS)), list[str]()
+    metric, notes = benchmark.metric(str(identity.get("metric", QUESTIONS))), list[str]()
     for split in benchmark.splits:
         present = pc.map_lookup(scores["splits"], split.name, "first").unique().drop_null().to_pylist()
         notes.append(split.describe_parts(present, metric))
+    if not (benchmark.scores_questions or benchmark.submission):
+        scores = set_arm_scores(scores, {arm: benchmark.arm_share(arm.label) for arm in arms_of(scores)})
     return ScoredBenchmark(
         title=benchmark.title,
         scores=scores,
         mean_over=None if metric == QUESTIONS else metric,
         n_questions=benchmark.n_questions,
-        made_of={name: text for name, text in facts.items() if text},
-        notes=[f"{note}." for note in notes if note],
+        made_of={**{name: text for name, text in facts.items() if text}, **benchmark.made_of},
+        notes=[*(f"{note}." for note in notes if note), *benchmark.notes],
+        weights=benchmark.weights,
     )
 
 
@@ -312,8 +315,8 @@ def _read(place: str, objects: Objects) -> _Results:
         raise NotResults(f"{place} holds scored answers, not the results of a benchmark")
     if lacking := {"model", "num_frames", "protocol"} - identity.keys():
         raise NotResults(f"{place}: {RESULTS_HEADER} does not say {', '.join(sorted(lacking))}: evaluate again")
-    benchmark = find_benchmark(str(identity["benchmark"]))
-    scores = read_scores(place, store, published=not benchmark.submission)
+    benchmark = find_benchmark(str(identity["benchmark"])).stored_in(store)
+    scores = read_scores(place, store, published=benchmark.scores_questions)
     if not benchmark.submission:
         return _Results(place, benchmark, identity, about, scores)
     unknown = unknown_names(store, arms_of(scores))

@@ -28,7 +28,8 @@ from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.errors import NotAnswers, RunFailed, UsageError
 from pipeline.evaluate.benchmarks.annotations import NotAskable
-from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector
+from pipeline.evaluate.benchmarks.base import OWN_NUMBERS
+from pipeline.evaluate.benchmarks.items import AnnotationFault, Item, LoadedQuestions, QuestionCollector
 from pipeline.evaluate.benchmarks.own import clusters_of
 from pipeline.evaluate.config import ANSWERS_FOLDER, RESULTS_HEADER, EvaluateConfig
 from pipeline.evaluate.protocols import LETTER
@@ -39,7 +40,7 @@ from pipeline.evaluate.request import (
     passed_on,
     write_results_header,
 )
-from pipeline.evaluate.scores import answered_item, mode_of, score_table
+from pipeline.evaluate.scores import AnsweredItems, answered_item, mode_of, score_table
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import (
     ANSWER_SCHEMA,
@@ -124,14 +125,25 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
         label: ORIGINAL if spec is None else MethodAtRatio(spec.method_label, spec.retention_ratio)
         for label, spec in request.grid.items()
     }
-    scores = score_table(request.loaded.items, arms, live, request.protocol)
-    if not len(scores):
+    answered = AnsweredItems.select(request.loaded.items, arms, live)
+    if not answered.items:
         raise UsageError(f"{request.store}: every question is about a removed video, and none is left to score")
+    own = request.benchmark.score_replies(answered.items, answered.replies(request.protocol), request.protocol)
+    if own is not None:
+        request.store.put(OWN_NUMBERS, (json.dumps(own.numbers, indent=1) + "\n").encode())
+        for line in own.notes:
+            console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
+    scores = score_table(answered, request.protocol, own)
     # The facts in the header have been about the earlier scores until now.
     write_results_header(request.store, request.identity, request.about)
     scored_ids = set(pc.unique(scores["question_id"]).to_pylist())
     items = tuple(item for item in request.loaded.items if item.question_id in scored_ids)
-    loaded = replace(request.loaded, items=items)
+    uncounted = [
+        AnnotationFault("not-counted", item.question_id, f"document {item.question_id}: the task leaves it out", True)
+        for item in answered.items
+        if item.question_id not in scored_ids
+    ]
+    loaded = replace(request.loaded, items=items, faults=(*request.loaded.faults, *uncounted))
     return ScoredQuestions(loaded=loaded, scores=scores, answers=answers, videos=videos)
 
 
@@ -291,7 +303,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
         tables.append(live.set_column(live.schema.get_field_index("pruning"), "pruning", pa.repeat(place, len(live))))
     questions = first.finish(config.score[0], "give the questions a column answer")
     items = clusters_of(questions.items)
-    scores = score_table(items, arms, pa.concat_tables(tables), LETTER)
+    scores = score_table(AnsweredItems.select(items, arms, pa.concat_tables(tables)), LETTER)
     n_left_out = sum(fault.left_out for fault in questions.faults)
     return ScoredQuestions(loaded=replace(questions, items=tuple(items)), scores=scores, n_left_out=n_left_out)
 

@@ -11,12 +11,13 @@ import pyarrow.compute as pc
 
 from gstep.language import Decoding
 from pipeline.cache.schema import column
+from pipeline.evaluate.benchmarks.base import OwnScores
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.benchmarks.own import is_unpublished, item_of, same_text
 from pipeline.evaluate.parsers import Parsed, parse
 from pipeline.evaluate.protocols import Protocol
 from pipeline.evaluate.statistics import MethodAtRatio
-from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, without_reasoning
+from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, derive_seed, without_reasoning
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
 
 SCORES = "scores.parquet"
@@ -77,25 +78,71 @@ class Reply(NamedTuple):
     weak: str | None = None
 
 
-def score_table(
-    items: Sequence[Item], arms: Mapping[str, MethodAtRatio], answers: pa.Table, protocol: Protocol
-) -> pa.Table:
+class AnsweredItems(NamedTuple):
+    """The questions that can be scored, and their answers.
+
+    Attributes:
+        items: without the questions that were removed under some arm.
+        rows: arm -> id of a question -> its answer, which may have failed; a missing answer is not there.
+    """
+
+    items: Sequence[Item]
+    rows: Mapping[MethodAtRatio, Mapping[str, AnswerRecord]]
+
+    @classmethod
+    def select(cls, items: Sequence[Item], arms: Mapping[str, MethodAtRatio], answers: pa.Table) -> AnsweredItems:
+        """Select the answers of some arms.
+
+        Args:
+            items: the questions that were asked.
+            arms: by the label that the answers have as their ``pruning``; answers of other labels are ignored.
+            answers: live rows of ANSWER_SCHEMA.
+        """
+        removed_ids = set(answers.filter(pc.equal(answers["status"], "removed"))["question_id"].to_pylist())
+        rows = {}
+        for label, arm in arms.items():
+            own_answers = answers.filter(pc.equal(answers["pruning"], label)).select(_NEEDED_COLUMNS)
+            rows[arm] = {row["question_id"]: without_nulls(row, AnswerRecord) for row in own_answers.to_pylist()}
+        return cls([item for item in items if item.question_id not in removed_ids], rows)
+
+    def replies(self, protocol: Protocol) -> dict[str, dict[str, str]]:
+        """Return the replies of each arm by its label and the question's id, without their thoughts.
+
+        A question that failed has none.
+        """
+        return {
+            arm.label: {
+                question_id: without_reasoning(row["answer"], protocol.reasoning)
+                for question_id, row in of_arm.items()
+                if row["status"] == "ok"
+            }
+            for arm, of_arm in self.rows.items()
+        }
+
+
+def score_table(answered: AnsweredItems, protocol: Protocol, own: OwnScores | None = None) -> pa.Table:
     """Return rows of SCORE_SCHEMA, arm by arm: each question under each arm.
 
-    A question without an answer counts as failed. A question that was removed under some arm is left out.
+    A question without an answer counts as failed.
 
     Args:
-        arms: by the label that the answers have as their ``pruning``; answers of other labels are ignored.
-        answers: live rows of ANSWER_SCHEMA.
-        protocol: whose rule reads replies.
+        answered: the questions and their answers.
+        protocol: whose rule reads each reply.
+        own: the scores by the benchmark's own code, which take the place of that rule; questions that they leave out
+            have no row.
     """
-    removed_ids = set(answers.filter(pc.equal(answers["status"], "removed"))["question_id"].to_pylist())
-    items = [item for item in items if item.question_id not in removed_ids]
     tables = [SCORE_SCHEMA.empty_table()]
-    for label, arm in arms.items():
-        own_answers = answers.filter(pc.equal(answers["pruning"], label)).select(_NEEDED_COLUMNS)
-        rows = {row["question_id"]: without_nulls(row, AnswerRecord) for row in own_answers.to_pylist()}
-        score_rows = [_row(item, arm, rows.get(item.question_id), protocol) for item in items]
+    for arm, rows in answered.rows.items():
+        of_arm = None if own is None or own.scores is None else own.scores[arm.label]
+        score_rows = []
+        for item in answered.items:
+            if of_arm is not None and item.question_id not in of_arm:
+                continue
+            row = _row(item, arm, rows.get(item.question_id), protocol)
+            if own is not None:
+                score = None if of_arm is None else of_arm[item.question_id] if row["status"] == "ok" else 0.0
+                row = {**row, "score": score, "right": None if score is None else score == 1.0}
+            score_rows.append(row)
         tables.append(pa.Table.from_pylist(score_rows, schema=SCORE_SCHEMA))
     return pa.concat_tables(tables)
 
@@ -140,7 +187,7 @@ def _row(item: Item, arm: MethodAtRatio, row: AnswerRecord | None, protocol: Pro
 
 def mode_of(protocol: Protocol, model_type: str) -> AnswerMode:
     """Return the protocol's mode of answering: choices method, system message and decoding, for all questions."""
-    decoding = Decoding(max_new_tokens=protocol.max_new_tokens, temperature=protocol.temperature)
+    decoding = Decoding(protocol.max_new_tokens, protocol.temperature, protocol.top_p, protocol.top_k)
     return AnswerMode(decoding, protocol.choices, protocol.rules(model_type).system)
 
 
@@ -161,6 +208,9 @@ def _question(item: Item, protocol: Protocol, model_type: str, mode: AnswerMode)
     protocol's whole text with the options in it, and there are no ``choices``.
     """
     is_scored = bool(item.options) and protocol.choices != "generate"
+    # Seeds only count where replies are sampled, and a question's own seed does not depend on the other questions.
+    decoding = replace(mode.decoding, seed=derive_seed(mode.decoding.seed, item.question_id))
+    mode = replace(mode, decoding=decoding)
     question: QuestionRecord = {
         "question_id": item.question_id,
         "video_ids": list(item.video_ids),

@@ -37,6 +37,11 @@ class MethodAtRatio(NamedTuple):
     method: str
     ratio: float
 
+    @property
+    def label(self) -> str:
+        """The method and the ratio in one text: ``gstep@0.25``."""
+        return f"{self.method}@{self.ratio:g}"
+
 
 #: Full retention.
 ORIGINAL = MethodAtRatio("none", 1.0)
@@ -230,6 +235,23 @@ def _tallies(scores: pa.Table, arm_N: Ints, failed_N: NDArray[np.bool_], n_arms:
         "kept_shares": np.bincount(arm_N[known_N], share_N[known_N], n_arms).tolist(),
     }
     return [AnswerCounts(**{name: values[a] for name, values in columns.items()}) for a in range(n_arms)]
+
+
+def set_arm_scores(scores: pa.Table, shares: Mapping[MethodAtRatio, float | None]) -> pa.Table:
+    """Return rows of scores in which every row of an arm has the number of the whole arm; None: it has no score.
+
+    Every row counts as answered, and as about one video, so that no interval is drawn.
+    """
+    share_by_row = [shares.get(arm) for arm in arm_by_row(scores)]
+    columns = {
+        "score": pa.array(share_by_row, pa.float64()),
+        "cluster": pa.repeat("all", len(share_by_row)),
+        "status": pa.repeat("ok", len(share_by_row)),
+    }
+    for name, values in columns.items():
+        place = scores.schema.get_field_index(name)
+        scores = scores.set_column(place, scores.schema.field(name), values)
+    return scores
 
 
 class Difference(NamedTuple):

@@ -16,7 +16,7 @@ from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import SCORES
-from pipeline.evaluate.statistics import MethodAtRatio, arm_by_row, arms_of
+from pipeline.evaluate.statistics import MethodAtRatio, arm_by_row, arms_of, set_arm_scores
 from pipeline.storage.stores import Store
 
 FOLDER = "submissions"
@@ -83,16 +83,8 @@ def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
     about one video, so that no interval is drawn. Raises UsageError for a form with anything but percentages.
     """
     typed = server_scores(store)
-    of_row = [typed.get(submission_name(arm)) for arm in arm_by_row(scores)]
-    columns = {
-        "score": pa.array([None if value is None else value / 100 for value in of_row], pa.float64()),
-        "cluster": pa.repeat("server", len(of_row)),
-        "status": pa.repeat("ok", len(of_row)),
-    }
-    for name, values in columns.items():
-        place = scores.schema.get_field_index(name)
-        scores = scores.set_column(place, scores.schema.field(name), values)
-    return scores
+    percentages = {arm: typed.get(submission_name(arm)) for arm in arms_of(scores)}
+    return set_arm_scores(scores, {arm: None if value is None else value / 100 for arm, value in percentages.items()})
 
 
 def unknown_names(store: Store, arms: Iterable[MethodAtRatio]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from gstep.lazy import LazyTable, did_you_mean
 from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks.base import Benchmark
+from pipeline.evaluate.benchmarks.lmms import PREFIX, lmms_benchmark
 from pipeline.evaluate.benchmarks.own import own_benchmark
 from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.tables import TABLE_SUFFIXES
@@ -29,16 +30,20 @@ BENCHMARKS: Mapping[str, Benchmark] = LazyTable(
 
 
 def find_benchmark(name: str) -> Benchmark:
-    """Return the benchmark of this name, or the user's own questions in a file of this name; nothing is read yet.
+    """Return the benchmark of this name, a task of lmms-eval, or the user's own questions in a file of this name.
+
+    Nothing is read yet.
 
     Raises UsageError that lists the known names.
     """
     if name in BENCHMARKS:
         return BENCHMARKS[name]
+    if name.startswith(PREFIX):
+        return lmms_benchmark(name)
     if find_suffix(name) in TABLE_SUFFIXES:
         return own_benchmark(name)
     raise UsageError(
         f"--benchmark {name}: unknown{did_you_mean(name, BENCHMARKS)}; "
-        f"known are {', '.join(BENCHMARKS)}, and a file of your own questions named "
-        f"{', '.join(sorted(TABLE_SUFFIXES))}"
+        f"known are {', '.join(BENCHMARKS)}, {PREFIX}TASK for a task of lmms-eval ({PREFIX}list lists them), and a "
+        f"file of your own questions named {', '.join(sorted(TABLE_SUFFIXES))}"
     )

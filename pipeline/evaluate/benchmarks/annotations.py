@@ -124,6 +124,8 @@ FaultKind = Literal[
     "blank-candidate",
     "answer-no-candidate",
     "no-answer",
+    "other-media",
+    "not-counted",
 ]
 AnswerRule = Literal["letter", "index", "text"]
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")

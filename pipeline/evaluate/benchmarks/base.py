@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from string import Formatter
+from typing import Any
 
+from pipeline.console import Say
 from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks.annotations import (
     NO_ANSWER,
@@ -26,7 +28,10 @@ from pipeline.evaluate.benchmarks.annotations import (
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector, clip_id
 from pipeline.evaluate.protocols import ALIASES, QUESTIONS, Protocol
 from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow
+from pipeline.storage.stores import Store
 
+#: The file of results with the numbers that a benchmark's own code made.
+OWN_NUMBERS = "lmms.json"
 #: Converts a row of a file to the benchmark's columns; returns None for a row of another benchmark.
 Adapt = Callable[[UserRow, AnnotationRow], UserRow | None]
 
@@ -56,6 +61,22 @@ class Split:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OwnScores:
+    """Scores by the code of a benchmark, instead of a protocol's rule for single replies.
+
+    Attributes:
+        scores: label of an arm -> id of a question -> its score, 0 to 1, for the questions that count; None where a
+            method's number is no mean over questions, which then have no scores.
+        numbers: the numbers of every arm, JSON-able; written to the results as ``OWN_NUMBERS``.
+        notes: lines for the user.
+    """
+
+    scores: Mapping[str, Mapping[str, float]] | None
+    numbers: Mapping[str, Any]
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Benchmark:
     """The description of a benchmark: where its questions and videos are, and the protocols to ask them by.
 
@@ -77,6 +98,9 @@ class Benchmark:
         n_questions: of a complete data set.
         submission: where to bring the options that replies name, for a benchmark whose right answers are not published:
             there is no column ``answer`` then, and no score.
+        weights: of the parts of the split that is the protocol's metric; {}: they weigh the same.
+        made_of: what else its scores are made of, by name, for tables.
+        notes: sentences about its scores that belong below a table.
 
     Raises ValueError where a protocol's metric is the mean over a split that is not there.
     """
@@ -101,12 +125,59 @@ class Benchmark:
     splits: tuple[Split, ...] = ()
     n_questions: int | None = None
     submission: str = ""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    made_of: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError for a protocol whose metric is a split that the benchmark does not have."""
         known_names = [QUESTIONS, *(split.name for split in self.splits)]
         if odd := [protocol.metric for protocol in self.protocols if protocol.metric not in known_names]:
             raise ValueError(f"benchmark {self.name}: the metric {odd[0]!r} is none of {', '.join(known_names)}")
+
+    @property
+    def scores_questions(self) -> bool:
+        """True if every question has a score of its own; False if only a whole method has a number."""
+        return not self.submission
+
+    def open(self, model_type: str, data: Path | str | None, say: Say) -> Benchmark:
+        """Return the benchmark as a model of this type is asked, with what only its code can tell.
+
+        Args:
+            model_type: of the model that will be asked.
+            data: of ``load``.
+            say: prints a line about work that takes seconds.
+
+        Raises UsageError for a benchmark that cannot be asked.
+        """
+        return self
+
+    def score_replies(
+        self,
+        items: Sequence[Item],
+        replies: Mapping[str, Mapping[str, str]],
+        protocol: Protocol,
+    ) -> OwnScores | None:
+        """Score the replies by the benchmark's own code. None: the protocol's rule reads each reply by itself.
+
+        Args:
+            items: the questions to score.
+            replies: label of an arm -> id of a question -> reply; a question that failed has none.
+            protocol: that they were asked by.
+        """
+        return None
+
+    def stored_in(self, store: Store) -> Benchmark:
+        """Return the benchmark as the results in a store show it, with what was found out when they were scored."""
+        return self
+
+    def arm_share(self, label: str) -> float | None:
+        """Return the number of a whole arm as a share, where ``scores_questions`` is False; None: it has none."""
+        return None
+
+    def metric(self, stored: str) -> str:
+        """Return what the score is a mean over: ``QUESTIONS`` or a split. ``stored`` is what the results say."""
+        return stored
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -26,7 +26,8 @@ class AnnotationFault:
         kind: bad-row (a needed column is empty or of another type), missing-video, policy (its path leads outside the
             data folder), repeated-question (an id again, or the same question on the same video under another id),
             repeated-candidate, blank-candidate (a model can name it all the same), answer-no-candidate (the right
-            answer is none of the options: no reply can be right), no-answer (-1: it is not published).
+            answer is none of the options: no reply can be right), no-answer (-1: it is not published), other-media (it
+            is not about one video file), not-counted (the benchmark's own number leaves it out).
         question_id: whose; None where the row has none.
         message: at most 1 KB, printable; names the row.
         left_out: whether the question is not asked.

@@ -11,7 +11,7 @@ from pipeline.cache.header import read_header
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import RunFailed, UnknownVideo, UsageError, store_usage_errors
 from pipeline.evaluate.lmms.arguments import EMPTY, Arguments, explain_flags
-from pipeline.evaluate.lmms.questions import LMMS_SCHEMA, CachedIds, LmmsQuestion
+from pipeline.evaluate.tasks.questions import LMMS_SCHEMA, CachedIds, LmmsQuestion
 from pipeline.generate.answers import AnswersTable
 from pipeline.generate.questions import QUESTION_SCHEMA
 from pipeline.generate.request import check_request

@@ -13,7 +13,7 @@ from pipeline.console import CleanConsole
 from pipeline.errors import UsageError
 from pipeline.evaluate.lmms.answering import CachedReplies
 from pipeline.evaluate.lmms.arguments import Arguments
-from pipeline.evaluate.lmms.questions import LmmsQuestion, make_question, make_unique, video_key
+from pipeline.evaluate.tasks.questions import LmmsQuestion, make_question, make_unique, video_key
 
 
 class GstepCached(lmms):  # type: ignore[misc]

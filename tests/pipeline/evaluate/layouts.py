@@ -19,7 +19,7 @@ from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions
 from pipeline.evaluate.request import EvaluateRequest, write_results_header
 from pipeline.evaluate.results import Presentation, make_tables
 from pipeline.evaluate.run import ScoredQuestions
-from pipeline.evaluate.scores import score_table
+from pipeline.evaluate.scores import AnsweredItems, score_table
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import ANSWER_SCHEMA, commit_answers, write_answers_header
 from pipeline.rows import failed_answer
@@ -76,7 +76,7 @@ def replied(
         for arm in arms
     ]
     answers = pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)
-    scores = score_table(loaded.items, arms, answers, benchmark.protocol(protocol))
+    scores = score_table(AnsweredItems.select(loaded.items, arms, answers), benchmark.protocol(protocol))
     return ScoredQuestions(loaded=loaded, scores=scores)
 
 

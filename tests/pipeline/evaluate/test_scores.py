@@ -14,6 +14,7 @@ from pipeline.evaluate.page import format_warned_line
 from pipeline.evaluate.protocols import LETTER, PromptTemplate, Protocol
 from pipeline.evaluate.scores import (
     SCORE_SCHEMA,
+    AnsweredItems,
     Reply,
     answered_item,
     mode_of,
@@ -56,7 +57,9 @@ def by(rule, reasoning=()):
 
 
 def scored(items, *answers, arms=ARMS, rule="letter"):
-    table = score_table([*items], arms, pa.Table.from_pylist(list(answers), schema=ANSWER_SCHEMA), by(rule))
+    table = score_table(
+        AnsweredItems.select(items, arms, pa.Table.from_pylist(list(answers), schema=ANSWER_SCHEMA)), by(rule)
+    )
     assert table.schema == SCORE_SCHEMA
     return table.to_pylist()
 
@@ -165,7 +168,10 @@ def test_answers_under_other_prunings_and_to_other_questions_are_not_looked_at()
 def test_decode_warnings_reach_the_scores_and_one_line_of_them():
     rows = [row(question_id="1", decode_warnings=4), row(question_id="2", decode_warnings=0), row(question_id="3")]
     items = [item(name) for name in "123"]
-    table = score_table(items, {"none@1": ORIGINAL}, pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA), by("letter"))
+    table = score_table(
+        AnsweredItems.select(items, {"none@1": ORIGINAL}, pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)),
+        by("letter"),
+    )
     assert table["decode_warnings"].to_pylist() == [4, 0, None]
     assert format_warned_line(table) == (
         "1 of 3 answers, about 1 videos (v), come from frames that were decoded with warnings and may be damaged"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.evaluate.lmms.questions import MAX_NEW_TOKENS, CachedIds, make_question, video_key
+from pipeline.evaluate.tasks.questions import MAX_NEW_TOKENS, CachedIds, make_question, video_key
 
 STOCK = {"max_new_tokens": 16, "temperature": 0, "top_p": 1.0, "num_beams": 1, "do_sample": False, "until": ["\n\n"]}
 

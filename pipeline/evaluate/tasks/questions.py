@@ -63,7 +63,12 @@ class LmmsQuestion:
 
     def reply(self, answer: str) -> str:
         """Cut an answer at the task's stop strings."""
-        return min((answer.partition(stop)[0] for stop in self.until), key=len, default=answer)
+        return cut_reply(answer, self.until)
+
+
+def cut_reply(answer: str, stops: Iterable[str]) -> str:
+    """Return an answer up to the first of the texts that end it."""
+    return min((answer.partition(stop)[0] for stop in stops), key=len, default=answer)
 
 
 def make_unique(names: Iterable[str]) -> list[str]:
@@ -88,11 +93,19 @@ def make_question(
 
     Raises UsageError for settings that are not understood.
     """
+    decoding, stops = read_settings(task, settings, derive_seed(seed, question_id))
+    return LmmsQuestion(question_id, task, doc_id, key, prompt, decoding, stops)
+
+
+def read_settings(task: str, settings: Mapping[str, Any], seed: int = 0) -> tuple[Decoding, tuple[str, ...]]:
+    """Convert a task's ``generation_kwargs`` to options of decoding, with ``seed``, and the texts that end a reply.
+
+    Raises UsageError for settings that are not understood.
+    """
     try:
-        decoding, stops = _decoding(settings, derive_seed(seed, question_id)), _stops(settings)
+        return _decoding(settings, seed), _stops(settings)
     except (TypeError, ValueError) as error:
         raise UsageError(f"task {task}: generation_kwargs {dict(settings)}: {error}") from error
-    return LmmsQuestion(question_id, task, doc_id, key, prompt, decoding, stops)
 
 
 def _decoding(settings: Mapping[str, Any], seed: int) -> Decoding:

@@ -1,0 +1,237 @@
+"""How the number of a task follows from its documents, so that it can have an interval.
+
+A task of lmms-eval gives each document a result of any form, and aggregates all results to one number. If that number
+is a mean of numbers that each document has by itself, documents (and so whole videos) can be drawn with replacement,
+and differences between methods have an interval. Nothing in a task says so. It is found out by trying: results of
+different replies to the same document are mixed at random, the task aggregates each mixture, and an explanation counts
+only if it gives the task's own number for every mixture. A single mixture could agree by chance, above all with few
+documents.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+#: The metric that is the plain mean over all documents.
+QUESTIONS = "questions"
+MAX_PARTS = 30  # parts that a task may average over
+_TOLERANCE = 6e-5  # of a share: tasks round percentages to two decimals
+_FEWEST_MIXTURES = 24
+_SINGLE_TRIALS = (
+    20  # documents that are aggregated by themselves first, since most tasks that cannot do it fail at once
+)
+_MAX_DENOMINATOR = 500  # of the weight of a part
+_SEED = 0
+
+#: Makes one number of the results of several documents, by the task's own rule; it may raise anything.
+Aggregate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a task's number follows from a number of each document.
+
+    Attributes:
+        values: each document's numbers, from 0 to 1, in the order of its results.
+        counted: whether each document counts. Some metrics are about some documents, and of equal documents some tasks
+            count the last one alone.
+        mean_over: ``QUESTIONS``, or the field over whose values the task averages.
+        weights: of these values, together 1; {} for ``QUESTIONS``.
+        percent: whether the task's number is a percentage, and not a share.
+    """
+
+    values: Sequence[Sequence[float]]
+    counted: Sequence[bool]
+    mean_over: str
+    percent: bool
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Mixtures:
+    """Mixtures of results: one of the results of every document, and the task's own number of them.
+
+    Attributes:
+        choices: the place of each document's result among its results, [M, D].
+        own: the task's number of each mixture, [M].
+    """
+
+    choices: NDArray[np.int64]
+    own: Floats
+
+
+def explain(
+    results: Sequence[Sequence[Any]],
+    aggregate: Aggregate,
+    fields: Sequence[Mapping[str, str]],
+    keys: Sequence[str],
+) -> Explanation | None:
+    """Return how the number that ``aggregate`` makes follows from the documents; None if no explanation fits.
+
+    Args:
+        results: of each document, the results of different replies. Every document has as many: first one for each
+            method, then those of replies that are only tried.
+        aggregate: the task's own rule.
+        fields: of each document, the fields with few values, over which the task may average.
+        keys: of each document; documents with equal keys are the same question.
+    """
+    n_parts = max((len({of_one.get(name) for of_one in fields}) for name in _list_fields(fields)), default=0)
+    mixtures = _mix(results, aggregate, max(_FEWEST_MIXTURES, 3 * n_parts + 8))
+    if mixtures is None:
+        return None
+    last = {key: number for number, key in enumerate(keys)}
+    every, merged = [True] * len(keys), [last[key] == number for number, key in enumerate(keys)]
+    for numbers in _list_numbers(results, aggregate):
+        top = max(map(max, numbers))
+        values = np.array(numbers) / (100.0 if top > 1 else 1.0)
+        if values.min() < 0 or values.max() > 1:
+            continue
+        for counted in (every, merged) if merged != every else (every,):
+            if (means := _find_means(values, mixtures, fields, counted)) is not None:
+                mean_over, weights, scale = means
+                weighing = [
+                    counts and (not weights or weights[of_one[mean_over]] > 0)
+                    for counts, of_one in zip(counted, fields, strict=True)
+                ]
+                weights = {part: weight for part, weight in weights.items() if weight}
+                return Explanation(values.tolist(), weighing, mean_over, scale > 1, weights)
+    return None
+
+
+def as_number(value: Any) -> float | None:
+    """Return a finite number, a bool or a NumPy scalar as a float; None for anything else."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if is_number else None
+
+
+def _mix(results: Sequence[Sequence[Any]], aggregate: Aggregate, count: int) -> _Mixtures | None:
+    """Return mixtures of the results with the task's numbers; None if the task makes no number of a method's results.
+
+    The first mixtures are the results of each reply, unmixed. A mixture that the task refuses is left out.
+    """
+    n_results, draw = len(results[0]), random.Random(_SEED)
+    choices = [[place] * len(results) for place in range(n_results)]
+    choices += [[draw.randrange(n_results) for _ in results] for _ in range(count)]
+    kept, own = list[list[int]](), list[float]()
+    for choice in choices:
+        mixture = [of_one[place] for of_one, place in zip(results, choice, strict=True)]
+        try:
+            number = as_number(aggregate(deepcopy(mixture)))
+        except Exception:  # noqa: BLE001 - the code of a task
+            number = None
+        if number is not None:
+            kept.append(choice)
+            own.append(number)
+    return _Mixtures(np.array(kept), np.array(own)) if len(own) >= _FEWEST_MIXTURES else None
+
+
+def _list_numbers(results: Sequence[Sequence[Any]], aggregate: Aggregate) -> Iterator[list[list[float]]]:
+    """Yield what may be the number of each document's results: [D, number of results] each.
+
+    It is the result itself; what the task makes of the result alone; or a field of the result. Of the fields those are
+    tried that differ between replies: each by itself, and then whichever of them a result has, since tasks name the
+    fields of different kinds of questions differently.
+    """
+    if (complete := _complete([list(map(as_number, of_one)) for of_one in results])) is not None:
+        yield complete
+        return
+
+    def alone(result: Any) -> float | None:
+        try:
+            return as_number(aggregate([deepcopy(result)]))
+        except Exception:  # noqa: BLE001 - the code of a task
+            return None
+
+    if all(alone(of_one[0]) is not None for of_one in results[:_SINGLE_TRIALS]):
+        numbers = [[alone(result) for result in of_one] for of_one in results]
+        if (complete := _complete(numbers)) is not None:
+            yield complete
+    if all(isinstance(result, Mapping) for of_one in results for result in of_one):
+        yield from _list_fields_of_results(results)
+
+
+def _list_fields_of_results(results: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[list[list[float]]]:
+    """Yield the fields of results that differ between replies: each by itself, then whichever of them a result has."""
+    names = dict.fromkeys(
+        name
+        for of_one in results
+        for name in of_one[0]
+        if len({as_number(result.get(name)) for result in of_one} - {None}) > 1
+    )
+    for chosen in [*([name] for name in names), list(names)]:
+        numbers = [
+            [next((n for name in chosen if (n := as_number(result.get(name))) is not None), None) for result in of_one]
+            for of_one in results
+        ]
+        if names and (complete := _complete(numbers)) is not None:
+            yield complete
+
+
+def _complete(numbers: list[list[float | None]]) -> list[list[float]] | None:
+    """Return the numbers if none is missing."""
+    rows = [[number for number in row if number is not None] for row in numbers]
+    return rows if list(map(len, rows)) == list(map(len, numbers)) else None
+
+
+def _find_means(
+    values: Floats, mixtures: _Mixtures, fields: Sequence[Mapping[str, str]], counted: Sequence[bool]
+) -> tuple[str, dict[str, float], float] | None:
+    """Return by which mean the documents' numbers give the task's number of every mixture: (over, weights, scale).
+
+    The scale is 1 or 100. Returns None if no mean gives them.
+    """
+    drawn_MD = np.take_along_axis(values, mixtures.choices.T, axis=1).T[:, np.array(counted)]
+    of_counted = [of_one for of_one, counts in zip(fields, counted, strict=True) if counts]
+    for scale in (1.0, 100.0):
+        if _agree(drawn_MD.mean(1), mixtures.own / scale):
+            return QUESTIONS, {}, scale
+    for name in _list_fields(of_counted):
+        parts, part_D = np.unique([of_one[name] for of_one in of_counted], return_inverse=True)
+        means_MP = np.stack([drawn_MD[:, part_D == p].mean(1) for p in range(len(parts))], axis=1)
+        for scale in (1.0, 100.0):
+            if (weight_P := _find_weights(means_MP, mixtures.own / scale)) is not None:
+                return name, dict(zip(parts.tolist(), weight_P.tolist(), strict=True)), scale
+    return None
+
+
+def _list_fields(fields: Sequence[Mapping[str, str]]) -> list[str]:
+    """List the fields that every document has, with at least two and at most ``MAX_PARTS`` values."""
+    names = [name for name in fields[0] if all(name in of_one for of_one in fields)] if fields else []
+    return [name for name in names if 1 < len({of_one[name] for of_one in fields}) <= MAX_PARTS]
+
+
+def _find_weights(means_MP: Floats, own_M: Floats) -> Floats | None:
+    """Return the weights of parts, together 1, by which their means give every number; None if there are none.
+
+    Weights are computed from the first mixtures as simple fractions, and have to hold for all of them.
+    """
+    n_parts = means_MP.shape[1]
+    equal_P = np.full(n_parts, 1 / n_parts)
+    if _agree(means_MP @ equal_P, own_M):
+        return equal_P
+    n_used = 2 * n_parts + 4
+    if len(own_M) < n_used + 8 or np.linalg.matrix_rank(means_MP[:n_used]) < n_parts:
+        return None
+    exact_P = np.linalg.lstsq(means_MP[:n_used], own_M[:n_used], rcond=None)[0]
+    # Numbers are rounded, so weights are a little off: 1/24 is 0.0416669.
+    weight_P = np.array([float(Fraction(weight).limit_denominator(_MAX_DENOMINATOR)) for weight in exact_P])
+    is_mean = weight_P.min() >= 0 and abs(weight_P.sum() - 1) < 1e-6 and _agree(means_MP @ weight_P, own_M)
+    return weight_P if is_mean else None
+
+
+def _agree(means_M: Floats, own_M: Floats) -> bool:
+    """Return True if the means are the task's numbers, up to the rounding of percentages to two decimals."""
+    return bool(np.all(np.abs(means_M - own_M) <= _TOLERANCE))

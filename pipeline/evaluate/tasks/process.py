@@ -1,0 +1,150 @@
+"""The process that runs a task's code, from the side of the run that asks it: a request in, typed records out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from pipeline.console import Say
+from pipeline.errors import RunFailed, UsageError
+
+VERSION = "0.7.3"
+REMEDY = (
+    "it needs lmms-eval: pip install -e '.[lmms]' && pip install --no-deps lmms_eval=="
+    + VERSION
+    + " in an environment "
+    "of its own, see 'Tasks of lmms-eval' of pipeline/evaluate/README.md"
+)
+#: Folder below HF_HOME with TASK.parquet or TASK.jsonl, which replace a task's annotations on the hub.
+ANNOTATIONS = "annotations"
+_CHILD = "pipeline.evaluate.tasks.child"
+_LAST_LINES = 4  # of what a process said before it died
+
+
+@dataclass(frozen=True)
+class TaskDocument:
+    """A document of a task: what is asked about which video; or its ``fault``, and then the rest is empty.
+
+    Attributes:
+        prompt: the whole text of the question.
+        video: the path of its video.
+        fields: its short texts and whole numbers, but not the right answer.
+        fault: kind and message, where it cannot be asked.
+    """
+
+    prompt: str = ""
+    video: str = ""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    fault: tuple[str, str] | None = None
+
+    @classmethod
+    def read(cls, record: dict[str, Any]) -> TaskDocument:
+        """Read a document as the process describes it."""
+        if fault := record.get("fault"):
+            return cls(fault=(fault[0], fault[1]))
+        return cls(record["prompt"], record["video"], record["fields"])
+
+
+@dataclass(frozen=True)
+class DescribedTask:
+    """A task for one model type: how and what it asks.
+
+    Attributes:
+        version: of lmms-eval.
+        metric: whose number the tables show.
+        metrics: all that the task has.
+        settings: its ``generation_kwargs``.
+        documents: by their number.
+    """
+
+    version: str
+    metric: str
+    metrics: Sequence[str]
+    settings: Mapping[str, Any]
+    documents: Sequence[TaskDocument]
+
+
+class TaskProcess:
+    """Runs the code of one task in processes of its own, one for each call. Raises UsageError without lmms-eval.
+
+    Args:
+        name: of the task.
+        metric: to be shown; None: the task's first.
+        model_type: whose prompts the task takes, where it has several.
+        home: HF_HOME, an absolute path: the task finds annotations and videos below it.
+        say: prints a line before each process, since importing lmms-eval takes seconds.
+    """
+
+    def __init__(self, name: str, metric: str | None, model_type: str, home: Path, say: Say) -> None:
+        if find_spec("lmms_eval") is None:
+            raise UsageError(f"--benchmark lmms:{name}: {REMEDY}")
+        self._name, self._home, self._say = name, home, say
+        files = [home / ANNOTATIONS / f"{name}{suffix}" for suffix in (".parquet", ".jsonl", ".json")]
+        rows = next((str(file) for file in files if file.is_file()), None)
+        self._request = {"task": name, "metric": metric, "model_type": model_type, "rows": rows}
+
+    def describe(self) -> DescribedTask:
+        """Return the task's documents and settings.
+
+        Raises UsageError for a task that cannot be asked or scored here.
+        """
+        self._say(f"reading the task {self._name} of lmms-eval")
+        answer = self._run({})
+        if refusal := answer.get("refusal"):
+            remedy = ""
+            if "annotations" in refusal:
+                remedy = (
+                    f". They must be below HF_HOME ({self._home}), since nothing is downloaded: run lmms-eval's own "
+                    f"command for this task once, with --limit 1, or write them to {ANNOTATIONS}/{self._name}.parquet"
+                )
+            raise UsageError(f"--benchmark lmms:{self._name}: {refusal}{remedy}")
+        documents = [TaskDocument.read(record) for record in answer.pop("documents")]
+        return DescribedTask(documents=documents, **answer)
+
+    def score(self, arms: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+        """Return the task's numbers for the replies of each arm: see ``LoadedTask.score``. Raises RunFailed."""
+        n_replies = sum(map(len, arms.values()))
+        self._say(f"scoring {n_replies:,} replies by the rules of {self._name}")
+        answer = self._run({"arms": arms})
+        if refusal := answer.get("refusal"):
+            raise RunFailed(f"lmms:{self._name} could be asked, and cannot be scored now: {refusal}")
+        return answer
+
+    def _run(self, more: dict[str, Any]) -> dict[str, Any]:
+        """Run the process on the request and ``more``, and return its answer.
+
+        Raises RunFailed with the last lines that it printed if it dies.
+        """
+        with tempfile.TemporaryDirectory(prefix="gstep-lmms-") as name:
+            job, result, log = (Path(name) / file for file in ("job.json", "result.json", "log"))
+            job.write_text(json.dumps({**self._request, **more}))
+            with log.open("wb") as output:
+                done = subprocess.run(
+                    [sys.executable, "-m", _CHILD, str(job), str(result)],
+                    cwd=name,  # tasks write files into their working directory
+                    env=self._environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    check=False,
+                )
+            if done.returncode == 0 and result.is_file():
+                answer: dict[str, Any] = json.loads(result.read_text())
+                return answer
+            said = "\n  ".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+            raise RunFailed(f"lmms:{self._name}: its code ended with {done.returncode}:\n  {said}")
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment of the process: HF_HOME as it is named, and nothing of Hugging Face downloaded."""
+        root = str(Path(__file__).parents[3])  # the clone or site-packages that this module is from
+        paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+        offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
+        return {**os.environ, **offline, "HF_HOME": str(self._home), "PYTHONPATH": paths}
