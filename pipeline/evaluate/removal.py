@@ -14,6 +14,7 @@ from pipeline.cache.header import ModelIdentity
 from pipeline.cache.schema import write_parquet
 from pipeline.errors import NotAnswers
 from pipeline.evaluate.benchmarks import find_benchmark
+from pipeline.evaluate.benchmarks.base import OWN_NUMBERS
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import ANSWERS_FOLDER, EvaluateConfig
 from pipeline.evaluate.evaluate import present_answers
@@ -100,6 +101,8 @@ def remove_results(
     other_scores = scores.filter(pc.invert(is_removed))
     result.left = pc.count_distinct(other_scores["question_id"]).as_py()
     _drop_rows(store, frozenset(ids), frozenset(result.questions))
+    if result.scores:
+        _forget_numbers(store)
     result.written = _write(store, identity, other_scores)
     old_names = {file.name for file in store.list_files(_PAGES)}
     if not result.left:  # nothing is left to make them of
@@ -138,6 +141,13 @@ def _drop_rows(store: Store, ids: Collection[str], question_ids: Collection[str]
             choices = json.loads(store.read(name)).items()
             left_choices = {question_id: choice for question_id, choice in choices if question_id not in question_ids}
             store.put(name, json.dumps(left_choices, indent=1).encode())
+
+
+def _forget_numbers(store: Store) -> None:
+    """Take out the numbers that a benchmark's own code made of whole methods, since removed videos are in them."""
+    if store.exists(OWN_NUMBERS):
+        own = json.loads(store.read(OWN_NUMBERS))
+        store.put(OWN_NUMBERS, (json.dumps({**own, "numbers": {}}, indent=1) + "\n").encode())
 
 
 def _write(store: Store, identity: JsonObject, scores: pa.Table) -> list[str]:

@@ -236,4 +236,6 @@ def _describe_scoring(answer: dict[str, Any], numbers: dict[str, Any]) -> Iterat
 
 def _explain_number(own: dict[str, Any]) -> str:
     """Return a sentence about a number that is no mean over questions."""
+    if not own["numbers"]:
+        return f"{own['metric']} was the number of removed videos, too: run the evaluation again."
     return f"{own['metric']} is the task's own number of a whole method: no mean over questions, and without interval."

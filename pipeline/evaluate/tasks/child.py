@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import random
 import socket
 import sys
 import tempfile
@@ -22,6 +23,8 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from pipeline.evaluate.tasks.numbers import as_number, explain
 
@@ -216,6 +219,7 @@ class LoadedTask:
         judged, errors = dict[str, int](), list[str]()
         for label, replies in arms.items():
             before = self._network.attempts
+            _seed()
             results[label], n_judged = [], 0
             for number in numbers:
                 attempts = self._network.attempts
@@ -289,6 +293,12 @@ class LoadedTask:
         }
         weights = dict(means.weights)
         return {"scores": scores, "mean_over": means.mean_over, "weights": weights, "percent": means.percent}
+
+
+def _seed() -> None:
+    """Seed what rules may draw from as lmms-eval's command does."""
+    random.seed(0)
+    np.random.seed(1234)
 
 
 def _list_parts(value: Any) -> dict[str, Any]:

@@ -149,18 +149,33 @@ def _list_numbers(results: Sequence[Sequence[Any]], aggregate: Aggregate) -> Ite
         yield complete
         return
 
-    def alone(result: Any) -> float | None:
-        try:
-            return as_number(aggregate([deepcopy(result)]))
-        except Exception:  # noqa: BLE001 - the code of a task
-            return None
-
-    if all(alone(of_one[0]) is not None for of_one in results[:_SINGLE_TRIALS]):
-        numbers = [[alone(result) for result in of_one] for of_one in results]
+    if None not in _aggregate_alone([of_one[0] for of_one in results[:_SINGLE_TRIALS]], aggregate):
+        numbers = [_aggregate_alone(of_one, aggregate) for of_one in results]
         if (complete := _complete(numbers)) is not None:
             yield complete
     if all(isinstance(result, Mapping) for of_one in results for result in of_one):
         yield from _list_fields_of_results(results)
+
+
+def _aggregate_alone(results: Sequence[Any], aggregate: Aggregate) -> list[float | None]:
+    """Return what the task makes of each result alone; of equal results, which are many, once. None: no number."""
+    seen = list[tuple[Any, float | None]]()
+    for result in results:
+        if any(_is_equal(result, other) for other, _ in seen):
+            continue
+        try:
+            seen.append((result, as_number(aggregate([deepcopy(result)]))))
+        except Exception:  # noqa: BLE001 - the code of a task
+            seen.append((result, None))
+    return [next(number for other, number in seen if _is_equal(result, other)) for result in results]
+
+
+def _is_equal(result: Any, other: Any) -> bool:
+    """Return True for equal results; False also where they cannot be compared, such as arrays."""
+    try:
+        return result is other or bool(result == other)
+    except Exception:  # noqa: BLE001 - results are of any type
+        return False
 
 
 def _list_fields_of_results(results: Sequence[Sequence[Mapping[str, Any]]]) -> Iterator[list[list[float]]]:
