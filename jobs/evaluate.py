@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 
@@ -11,7 +12,7 @@ from jobs.command import EXIT_CODES, Parser, import_libraries, overridden_sampli
 from jobs.frame.json_document import CommandResult
 from jobs.frame.stores import make_say
 from pipeline.console import clean
-from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.config import LIST, EvaluateConfig
 
 EPILOG = """\
 examples:
@@ -19,6 +20,8 @@ examples:
       --method gstep vidcom2 fps --retention-ratio .10 .15 .20 .25 --out results
   python -m jobs.evaluate --benchmark questions.jsonl --data videos --method gstep fastv,K=3
   python -m jobs.evaluate --benchmark questions.jsonl --data videos --method gstep random,seed=0..4
+  python -m jobs.evaluate --benchmark lmms:list                 the tasks of lmms-eval about videos
+  python -m jobs.evaluate --benchmark lmms:vsibench --data $HF_HOME --model Qwen/Qwen2.5-VL-7B-Instruct --out vsi
   python -m jobs.evaluate --score answers answers-10            score answers of jobs.generate
   python -m jobs.evaluate --results r/videomme r/mlvu r/mvbench --out table            one table of several benchmarks
   python -m jobs.evaluate --results r/videomme --reference vidcom2 --out pairs         differences to another method
@@ -44,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _evaluate(config: EvaluateConfig, console: Console) -> CommandResult:
     """Run the evaluation and return its tables, or write and print the tables of ``--results``."""
     # Ray, torch and the decoders load only now: --help and a mistyped flag answer at once.
+    if config.benchmark == LIST:
+        return _list_tasks(console)
     if config.results:
         return _write_tables(config, console)
     with import_libraries(console):
@@ -51,6 +56,15 @@ def _evaluate(config: EvaluateConfig, console: Console) -> CommandResult:
 
     result = evaluate(config, console)
     return CommandResult(result.exit_code(config), result.as_record(), [render_evaluation(result)])
+
+
+def _list_tasks(console: Console) -> CommandResult:
+    """Print the tasks of lmms-eval about videos, and how far they fit."""
+    from pipeline.evaluate.tasks.listing import render_tasks  # noqa: PLC0415
+    from pipeline.evaluate.tasks.process import list_tasks  # noqa: PLC0415
+
+    tasks = list_tasks(make_say(console))
+    return CommandResult(0, {"tasks": [asdict(task) for task in tasks]}, [render_tasks(tasks)])
 
 
 def _write_tables(config: EvaluateConfig, console: Console) -> CommandResult:

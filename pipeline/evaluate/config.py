@@ -16,6 +16,7 @@ from pipeline.options import DTYPES, EngineOptions, check, check_ratio, option, 
 DEFAULT_METHODS = ("gstep", "vidcom2", "uniform", "random")
 DEFAULT_RATIOS = (0.25, 0.20, 0.15, 0.10)
 FULL = "none"  # full retention
+LIST = "lmms:list"  # the --benchmark that lists the tasks of lmms-eval
 RESULTS_HEADER = "evaluation.json"
 ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"  # of results, in the layouts of jobs.generate and jobs.prune
 #: ``--positions`` -> the positions that every method is asked at; None is the model family's.

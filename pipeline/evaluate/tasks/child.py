@@ -20,6 +20,8 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,12 @@ from typing import Any
 import numpy as np
 
 from pipeline.evaluate.tasks.numbers import as_number, explain
+from pipeline.evaluate.tasks.survey import check_settings, survey_tasks
 
 _MAX_FIELD = 60  # characters of a field's value that may name a part
 _N_PROBED = 5  # documents whose rule is tried before anything is asked
+#: Errors of Hugging Face's libraries for what would have to be downloaded.
+_NOT_HERE = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
 _NO_ANSWERS = ("", "None", "-1")
 _LETTER = "A"  # a reply that most rules understand
 _TAGS = '[["<think>", "</think>"], ["<analysis>", "</analysis>"]]'  # the default of lmms-eval's --reasoning_tags
@@ -78,34 +83,28 @@ class LoadedTask:
         logger.remove()  # every aggregation writes a line
         self.name, self._network = request["task"], network
         manager = TaskManager(model_name=request["model_type"])
-        rows = request.get("rows")
+        _refuse_name(manager, self.name)
+        rows, config = request.get("rows"), {}
         try:
             with _without_pauses():
                 config = manager._get_config(self.name)
+                if reason := check_settings(config):
+                    raise Refusal(reason)
                 overrides = {} if rows is None else _read_from(Path(rows), config)
                 self.task = manager.load_task_or_group([{"task": self.name, **overrides}])[self.name]
+        except Refusal:
+            raise
         except SystemExit as error:
             raise Refusal(f"its code ends the process: {error}") from error
         except Exception as error:
-            raise Refusal(_explain_loading(self.name, error)) from error
+            raise Refusal(_explain_loading(config, error)) from error
         self._aggregations: Mapping[str, Any] = self.task.aggregation()
         self._documents = self.task.eval_docs_no_media
         # Documents with their media: doc_to_visual may need a column that the others lack.
         self._with_media = self.task.test_docs() if self.task.has_test_docs() else self.task.validation_docs()
-        self._check()
-        self.metric = self._choose_metric(request.get("metric"))
-
-    def _check(self) -> None:
-        """Raise Refusal for a task that is asked in another way than by one prompt and one reply a document."""
-        config = self.task.config
-        if self.task.OUTPUT_TYPE != "generate_until":
-            raise Refusal(f"it is of the type {self.task.OUTPUT_TYPE}, and only generate_until is answered here")
-        if config.num_fewshot:
-            raise Refusal(f"it shows {config.num_fewshot} examples before each question")
-        if (config.repeats or 1) > 1:
-            raise Refusal(f"it asks each question {config.repeats} times")
         if len(self.task._filters) != 1:
             raise Refusal("it reads each reply through several filters")
+        self.metric = self._choose_metric(request.get("metric"))
 
     def _choose_metric(self, name: str | None) -> str:
         """Return the metric of this name, by default the first one of which more is better. Raises Refusal."""
@@ -310,6 +309,22 @@ def _list_parts(value: Any) -> dict[str, Any]:
     return {"": value}
 
 
+def _refuse_name(manager: Any, name: str) -> None:
+    """Raise Refusal unless lmms-eval has a task of this name: it names near ones, or the tasks of a group or tag."""
+    if name in manager.all_subtasks:
+        return
+    if name in manager.all_tasks:
+        members = manager.task_index[name].get("task")
+        if not isinstance(members, list):
+            members = manager._get_config(name).get("task") or []
+        names = ", ".join(one if isinstance(one, str) else str(one.get("task")) for one in members)
+        raise Refusal(f"it is a group of tasks: give each its own --out, and lay them out with --results: {names}")
+    near = get_close_matches(name, manager.all_tasks, n=3, cutoff=0.5)
+    near += [other for other in manager.all_subtasks if name in other and other not in near][:3]
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise Refusal(f"lmms-eval has no such task; {hint}--benchmark lmms:list lists the tasks about videos")
+
+
 def _read_from(rows: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a task's config that make it read a local file instead of a data set of the hub."""
     split = config.get("test_split") or config.get("validation_split")
@@ -317,19 +332,32 @@ def _read_from(rows: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"dataset_path": kind, "dataset_name": None, "dataset_kwargs": {"data_files": {split: str(rows)}}}
 
 
-def _explain_loading(name: str, error: BaseException) -> str:
-    """Return why a task could not be loaded, as far as its errors tell; it is tried several times."""
+def _explain_loading(config: Mapping[str, Any], error: BaseException) -> str:
+    """Return why a task could not be loaded, as far as the errors of its attempts tell."""
     attempt = getattr(error, "last_attempt", None)
     cause = attempt.exception() if attempt is not None else error
+    if isinstance(cause, ConnectionError) or type(cause).__name__ in _NOT_HERE:
+        return f"its annotations, the data set {config.get('dataset_path')} of the Hugging Face hub, are not here"
     return f"its annotations cannot be loaded: {type(cause).__name__}: {cause}"
+
+
+def _list_tasks() -> dict[str, Any]:
+    """Return the tasks about videos."""
+    from lmms_eval.tasks import TaskManager  # noqa: PLC0415 - seconds
+
+    with _without_pauses():
+        return {"tasks": [asdict(task) for task in survey_tasks(TaskManager())]}
 
 
 def main(job: str, result: str) -> None:
     """Do the job in the file ``job``, and write its answer, or the ``refusal``, to the file ``result``."""
-    request = json.loads(Path(job).read_text())
+    request, network = json.loads(Path(job).read_text()), _Network()
     try:
-        task = LoadedTask(request, _Network())
-        answer = task.score(request["arms"]) if "arms" in request else task.describe()
+        if "task" not in request:
+            answer = _list_tasks()
+        else:
+            task = LoadedTask(request, network)
+            answer = task.score(request["arms"]) if "arms" in request else task.describe()
     except Refusal as refusal:
         answer = {"refusal": str(refusal)}
     Path(result).write_text(json.dumps(answer))

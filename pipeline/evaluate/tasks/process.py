@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeline.console import Say
 from pipeline.errors import RunFailed, UsageError
+from pipeline.evaluate.tasks.survey import TaskFit
 
 VERSION = "0.7.3"
 REMEDY = (
@@ -84,8 +85,6 @@ class TaskProcess:
     """
 
     def __init__(self, name: str, metric: str | None, model_type: str, home: Path, say: Say) -> None:
-        if find_spec("lmms_eval") is None:
-            raise UsageError(f"--benchmark lmms:{name}: {REMEDY}")
         self._name, self._home, self._say = name, home, say
         files = [home / ANNOTATIONS / f"{name}{suffix}" for suffix in (".parquet", ".jsonl", ".json")]
         rows = next((str(file) for file in files if file.is_file()), None)
@@ -97,7 +96,7 @@ class TaskProcess:
         Raises UsageError for a task that cannot be asked or scored here.
         """
         self._say(f"reading the task {self._name} of lmms-eval")
-        answer = self._run({})
+        answer = run_child(self._request, self._home)
         if refusal := answer.get("refusal"):
             remedy = ""
             if "annotations" in refusal:
@@ -113,38 +112,49 @@ class TaskProcess:
         """Return the task's numbers for the replies of each arm: see ``LoadedTask.score``. Raises RunFailed."""
         n_replies = sum(map(len, arms.values()))
         self._say(f"scoring {n_replies:,} replies by the rules of {self._name}")
-        answer = self._run({"arms": arms})
+        answer = run_child({**self._request, "arms": arms}, self._home)
         if refusal := answer.get("refusal"):
             raise RunFailed(f"lmms:{self._name} could be asked, and cannot be scored now: {refusal}")
         return answer
 
-    def _run(self, more: dict[str, Any]) -> dict[str, Any]:
-        """Run the process on the request and ``more``, and return its answer.
 
-        Raises RunFailed with the last lines that it printed if it dies.
-        """
-        with tempfile.TemporaryDirectory(prefix="gstep-lmms-") as name:
-            job, result, log = (Path(name) / file for file in ("job.json", "result.json", "log"))
-            job.write_text(json.dumps({**self._request, **more}))
-            with log.open("wb") as output:
-                done = subprocess.run(
-                    [sys.executable, "-m", _CHILD, str(job), str(result)],
-                    cwd=name,  # tasks write files into their working directory
-                    env=self._environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    check=False,
-                )
-            if done.returncode == 0 and result.is_file():
-                answer: dict[str, Any] = json.loads(result.read_text())
-                return answer
-            said = "\n  ".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
-            raise RunFailed(f"lmms:{self._name}: its code ended with {done.returncode}:\n  {said}")
+def list_tasks(say: Say) -> list[TaskFit]:
+    """Return the tasks of lmms-eval about videos, and how far they fit. Raises UsageError without lmms-eval."""
+    say("reading the tasks of lmms-eval, which takes a minute")
+    with tempfile.TemporaryDirectory(prefix="gstep-lmms-") as home:
+        return [TaskFit(**record) for record in run_child({}, Path(home))["tasks"]]
 
-    def _environment(self) -> dict[str, str]:
-        """Return the environment of the process: HF_HOME as it is named, and nothing of Hugging Face downloaded."""
-        root = str(Path(__file__).parents[3])  # the clone or site-packages that this module is from
-        paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-        offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
-        return {**os.environ, **offline, "HF_HOME": str(self._home), "PYTHONPATH": paths}
+
+def run_child(request: Mapping[str, Any], home: Path) -> dict[str, Any]:
+    """Run the process on a request, with HF_HOME at ``home``, and return its answer.
+
+    Raises UsageError without lmms-eval, and RunFailed with the last lines that the process printed if it dies.
+    """
+    if find_spec("lmms_eval") is None:
+        raise UsageError(f"--benchmark lmms:{request.get('task', 'list')}: {REMEDY}")
+    with tempfile.TemporaryDirectory(prefix="gstep-lmms-") as name:
+        job, result, log = (Path(name) / file for file in ("job.json", "result.json", "log"))
+        job.write_text(json.dumps(request))
+        with log.open("wb") as output:
+            done = subprocess.run(
+                [sys.executable, "-m", _CHILD, str(job), str(result)],
+                cwd=name,  # tasks write files into their working directory
+                env=_make_environment(home),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+            )
+        if done.returncode == 0 and result.is_file():
+            answer: dict[str, Any] = json.loads(result.read_text())
+            return answer
+        said = "\n  ".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+        raise RunFailed(f"lmms:{request.get('task', 'list')}: its code ended with {done.returncode}:\n  {said}")
+
+
+def _make_environment(home: Path) -> dict[str, str]:
+    """Return the environment of the process: HF_HOME as it is named, and nothing of Hugging Face downloaded."""
+    root = str(Path(__file__).parents[3])  # the clone or site-packages that this module is from
+    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
+    return {**os.environ, **offline, "HF_HOME": str(home), "PYTHONPATH": paths}

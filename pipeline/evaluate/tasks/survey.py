@@ -1,0 +1,204 @@
+"""Which tasks of lmms-eval fit, as far as their settings and the code of their modules tell; no data is read.
+
+This runs in the process that imports lmms-eval (:mod:`pipeline.evaluate.tasks.child`). What a function of a task uses
+is read from its compiled code, through the functions of lmms-eval that it calls.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+FITS, IN_PART, UNKNOWN = "fits", "fits in part", "unknown until its data is here"
+NEEDS_JUDGE, UNFIT, UNLOADABLE = "needs a judge", "does not fit", "cannot be loaded here"
+
+# Packages that talk to a server; lmms_eval.llm_judge chooses among them.
+_JUDGES = (
+    *("aiohttp", "anthropic", "dashscope", "google.genai", "google.generativeai", "httpx", "litellm"),
+    *("lmms_eval.llm_judge", "openai", "requests", "urllib.request", "zhipuai"),
+)
+# Names of code that shows images or frames, instead of the path of one video.
+_MEDIA = frozenset({"VideoReader", "VideoCapture", "cv2", "decord", "convert"})
+
+
+@dataclass(frozen=True)
+class TaskFit:
+    """How far a task fits.
+
+    Attributes:
+        name: of the task.
+        folder: of lmms-eval's tasks that it is in.
+        fit: one of the constants of this module.
+        reason: why it does not fit wholly; "" where it does.
+        metrics: their names.
+    """
+
+    name: str
+    folder: str
+    fit: str
+    reason: str
+    metrics: Sequence[str]
+
+
+def survey_tasks(manager: Any) -> Iterator[TaskFit]:
+    """Yield the tasks about videos of an lmms_eval.tasks.TaskManager, by name.
+
+    The modules of tasks are imported. One that cannot be imported is named if its settings are about videos.
+    """
+    from lmms_eval.utils import load_yaml_config  # noqa: PLC0415 - seconds
+
+    for name in manager.all_subtasks:
+        file = manager.task_index[name]["yaml_path"]
+        folder = str(Path(file).parent).rpartition("/tasks/")[2]
+        try:
+            config = load_yaml_config(file, mode="full")
+            judgement = judge_task(config)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the code of a task
+            config = _load_simple(file)
+            is_video = (config.get("dataset_kwargs") or {}).get("video") or "video" in name
+            judgement = (UNLOADABLE, f"{type(error).__name__}: {error}") if is_video else None
+        if judgement is not None:
+            metrics = [str(entry.get("metric")) for entry in config.get("metric_list") or ()]
+            yield TaskFit(name, folder, *judgement, metrics)
+
+
+def _load_simple(file: str) -> Mapping[str, Any]:
+    """Return the settings in a YAML file without the functions that they name; {} if it cannot be read."""
+    from lmms_eval.utils import load_yaml_config  # noqa: PLC0415
+
+    try:
+        config: Mapping[str, Any] = load_yaml_config(file, mode="simple")
+    except (Exception, SystemExit):  # noqa: BLE001
+        return {}
+    return config
+
+
+def judge_task(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return how far a task fits, and why not wholly; None for a task that is not about videos.
+
+    Args:
+        config: its settings, with the functions that they name.
+    """
+    shows = list(_walk(config.get("doc_to_visual")))
+    words = {word for function in shows for word in (function.__name__, *_list_words(function.__code__))}
+    has_videos = (config.get("dataset_kwargs") or {}).get("video") or any("video" in word.lower() for word in words)
+    if not has_videos:
+        return None
+    if reason := check_settings(config):
+        return UNFIT, reason
+    rule = config.get("process_results")
+    metrics = [(str(entry.get("metric")), entry.get("aggregation")) for entry in config.get("metric_list") or ()]
+    judged = [name for name, aggregation in metrics if _find_judge(aggregation)]
+    if judge := _find_judge(rule):
+        if not _asks_in_branches(rule):
+            return NEEDS_JUDGE, f"its rule sends every reply to {judge}"
+        return IN_PART, f"replies that its rules do not decide are for {judge}, and count as if it had not answered"
+    if judged and judged[0] == metrics[0][0]:
+        return NEEDS_JUDGE, f"{judged[0]} is made by a judge"
+    if judged:
+        return IN_PART, f"not {', '.join(judged)}, which a judge makes"
+    if media := sorted(_MEDIA & words):
+        return UNKNOWN, f"some documents may show something else than one video file ({', '.join(media)})"
+    return FITS, ""
+
+
+def check_settings(config: Mapping[str, Any]) -> str:
+    """Return why a task is not asked by one prompt and one reply a document; "" if it is."""
+    output_type = config.get("output_type") or "generate_until"
+    if output_type != "generate_until":
+        return f"it is of the type {output_type}"
+    if config.get("num_fewshot"):
+        return "it shows examples before each question"
+    if (config.get("repeats") or 1) > 1:
+        return f"it asks each question {config['repeats']} times"
+    return "" if "class" not in config else "it has a class of its own"
+
+
+def _walk(function: Any, seen: set[Any] | None = None) -> Iterator[FunctionType]:
+    """Yield a function, the function of a ``partial``, or the methods of a class, and what they call of lmms-eval."""
+    seen = set() if seen is None else seen
+    function = getattr(function, "func", getattr(function, "__func__", function))
+    if not isinstance(function, FunctionType | type) or function in seen:
+        return
+    seen.add(function)
+    if isinstance(function, type):
+        for method in vars(function).values():
+            if isinstance(method, FunctionType):
+                yield from _walk(method, seen)
+        return
+    yield function
+    enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
+    for value in (*enclosed, *map(function.__globals__.get, set(_list_names(function.__code__)))):
+        if isinstance(value, FunctionType | type) and "lmms_eval" in _find_source(value):
+            yield from _walk(value, seen)
+
+
+def _find_source(value: FunctionType | type) -> str:
+    """Return the file of a function, or the module of a class."""
+    return value.__code__.co_filename if isinstance(value, FunctionType) else value.__module__
+
+
+def _list_names(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function uses, those of functions in it too."""
+    yield from code.co_names
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _list_names(value)
+
+
+def _list_words(code: CodeType) -> Iterator[str]:
+    """Yield the names and the texts in a function."""
+    yield from _list_names(code)
+    for value in code.co_consts:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, CodeType):
+            yield from (text for text in value.co_consts if isinstance(text, str))
+
+
+def _find_judge(function: Any) -> str | None:
+    """Return the package by which a function, or what it calls, talks to a server."""
+    return next((judge for called in _walk(function) for judge in _list_judges(called).values()), None)
+
+
+def _list_judges(function: FunctionType) -> dict[str, str]:
+    """Return the names in a function that stand for packages which talk to a server, with the packages."""
+    judges = {}
+    for name in _list_names(function.__code__):
+        value = function.__globals__.get(name)
+        if isinstance(value, ModuleType):
+            module = value.__name__
+        else:  # a class, a function or an object of such a package; or the name of an import in the function
+            module = name if value is None else str(getattr(value, "__module__", None) or type(value).__module__)
+        if judge := next((judge for judge in _JUDGES if f"{module}.".startswith(f"{judge}.")), None):
+            judges[name] = judge
+    return judges
+
+
+def _asks_in_branches(rule: Any) -> bool:
+    """Return True if a rule asks a judge only behind conditions: other replies are decided before."""
+    function = getattr(rule, "func", rule)
+    asking = set(_list_judges(function))
+    for name in _list_names(function.__code__):
+        value = function.__globals__.get(name)
+        if isinstance(value, FunctionType | type) and _find_judge(value):
+            asking.add(name)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):
+        return False
+
+    def list_places(node: ast.AST, in_branch: bool) -> Iterator[bool]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Name) and child.id in asking:
+                yield in_branch
+            yield from list_places(child, in_branch or isinstance(child, ast.If | ast.IfExp))
+
+    places = list(list_places(tree, in_branch=False))
+    return bool(places) and all(places)
