@@ -140,8 +140,9 @@ def _walk(function: Any, seen: set[Any] | None = None) -> Iterator[FunctionType]
 
 
 def _find_source(value: FunctionType | type) -> str:
-    """Return the file of a function, or the module of a class."""
-    return value.__code__.co_filename if isinstance(value, FunctionType) else value.__module__
+    """Return the file of a function, or of the methods of a class; "" if it has none that are written in Python."""
+    functions = [value] if isinstance(value, FunctionType) else vars(value).values()
+    return next((one.__code__.co_filename for one in functions if isinstance(one, FunctionType)), "")
 
 
 def _list_names(code: CodeType) -> Iterator[str]:
