@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from pipeline.evaluate.breaks import BREAKS_TITLE, Breaks
 from pipeline.evaluate.table import FEW, NONE, Cell, Column, ResultsTable, Row
 
 _COUNTS = ("Tokens", "Kept", "No option", "Cut", "Weak", "Failed")  # the last columns in Markdown
@@ -53,6 +54,20 @@ def markdown(*tables: ResultsTable) -> str:
         written_titles.update(new)
         sections += [f"### {escape_markdown(table.title)}", "\n".join(lines), *map(escape_markdown, new)]
     return "\n\n".join([*sections, escape_markdown(f"{MARKS} {COUNTS}")]) + "\n"
+
+
+def markdown_breaks(breaks: Breaks) -> str:
+    """Return the section *Where it breaks* as GitHub Markdown: a line for each kind and method, and the remarks."""
+    lines = [table_row(["Kind", "Method", "Lowest safe ratio", "Losses by retention ratio"]), table_row(["---"] * 4)]
+    for verdict in breaks.verdicts:
+        losses = "; ".join(f"{loss.share}: {loss.text}" for loss in verdict.losses)
+        answer = f"**{verdict.answer}** ({escape_markdown(verdict.reason)})"
+        names = (escape_markdown(name) for name in (verdict.kind.name, verdict.title))
+        lines.append(table_row([*names, answer, escape_markdown(losses)]))
+    tasks = [f"{kind.name}: {kind.text}." for kind in breaks.kinds]
+    texts = [*breaks.explanation, *([f"Kinds: {' '.join(tasks)}"] if tasks else []), *breaks.remarks]
+    sections = [f"### {BREAKS_TITLE}", *(["\n".join(lines)] if breaks.verdicts else []), *map(escape_markdown, texts)]
+    return "\n\n".join(sections) + "\n"
 
 
 def _markdown_row(table: ResultsTable, row: Row) -> str:
