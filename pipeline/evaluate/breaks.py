@@ -172,13 +172,13 @@ class Verdict:
         """The reason for the answer, in words."""
         if not self.tested:
             return "; ".join(dict.fromkeys(loss.lacking for loss in self.losses))
-        if not self.passed:
-            no_ratio_is_safe = "no tested ratio is safe: " if self.answer == UNSAFE else ""
-            return no_ratio_is_safe + self._describe_stop()
-        parts = []
-        if self.passed[-1].outcome == "no change":
-            parts.append(f"no change in {self.kind.n_questions:,}")
-        parts.append(self._describe_stop() or "the lowest ratio that was tested")
+        parts = list[str]()
+        if self.answer == UNSAFE:
+            parts.append(f"no tested ratio is safe: {self._describe_stop()}")
+        else:
+            if self.passed and self.passed[-1].outcome == "no change":
+                parts.append(f"no change in {self.kind.n_questions:,}")
+            parts.append(self._describe_stop() or "the lowest ratio that was tested")
         skipped = [f"{loss.share} {loss.lacking}" for loss in self.losses if loss.difference is None]
         return "; ".join([*parts, *skipped])
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeline.evaluate.breaks import Breaks, Kind, Loss, Verdict
+from pipeline.evaluate.breaks import UNKNOWN, Breaks, Kind, Loss, Verdict
 
 _STEPS = 6  # of a vertical axis, about
 _COLORS, _DASHES = 6, 3  # GSTEP has the first color for itself; dashes tell methods apart once colors are used up
-PANEL_WIDTH, PANEL_HEIGHT = 380, 236  # pixels of a panel
+PANEL_WIDTH, PANEL_HEIGHT = 380, 270  # pixels of a panel
 PANEL_LEFT, PANEL_RIGHT, _TOP, _BOTTOM = 40, 8, 22, 42  # pixels of its margins
 _APART = 40  # pixels between two labels of the horizontal axis
 _DODGE, _SPREAD = 8.0, 0.7  # pixels between methods at one ratio, and at most this share of a ratio's place
@@ -69,9 +69,12 @@ class Panel:
     traces: Sequence[Trace]
 
     @property
-    def empty(self) -> bool:
-        """True if no method has a point."""
-        return not any(trace.points for trace in self.traces)
+    def empty_text(self) -> str:
+        """The text that stands in a panel without points; "" where there are points."""
+        if any(trace.points for trace in self.traces):
+            return ""
+        texts = {f"{trace.verdict.answer}: {trace.verdict.reason}" for trace in self.traces}
+        return texts.pop() if len(texts) == 1 else UNKNOWN
 
 
 def assign_styles(titles: Iterable[str]) -> dict[str, Style]:
