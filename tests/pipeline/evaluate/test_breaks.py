@@ -286,7 +286,7 @@ def places(tmp_path):
     first = steady(
         {**falling("gstep", 0, 1, 2), **falling("fps", 3, 0, 0)}, task_type="Counting Problem", duration="short"
     )
-    second = steady({**falling("gstep", 0, 0, 0), **falling("fps", 0, 0, 0)}, 19, task_type="ego")
+    second = steady({**falling("gstep", 0, 0, 0), **falling("fps", 0, 0, 0)}, 19, task_type="order")
     return [write(tmp_path, "videomme", first), write(tmp_path, "mlvu-dev", second)]
 
 
@@ -312,7 +312,7 @@ class Page(HTMLParser):
 
 def test_the_section_stands_in_every_form_of_what_results_lays_out(tmp_path, places, capsys):
     table = tmp_path / "abilities.csv"
-    table.write_text("benchmark,split,value,ability\nmlvu-dev,task_type,ego,my|kind\nother,,,OCR\n")
+    table.write_text("benchmark,split,value,ability\nmlvu-dev,task_type,order,my|kind\nother,,,OCR\n")
     out = tmp_path / "out"
     options = ["--within", "3", "--abilities", str(table), "--draws", "100", "--json"]
     assert evaluate.main(["--results", *places, "--out", str(out), *options]) == 0
@@ -346,7 +346,7 @@ def test_the_picture_has_a_point_for_each_number_and_the_limit_as_a_band(tmp_pat
     assert evaluate.main(["--results", *places, "--out", str(out), "--draws", "100"]) == 0, capsys.readouterr().err
     html = (out / "report.html").read_text()
     panels = re.findall(r'<div class="panel">(.*?)</svg>', html, re.S)
-    assert [re.search(r"<h3>(.*)</h3>", panel)[1] for panel in panels] == ["counting", "general"]
+    assert [re.search(r"<h3>(.*)</h3>", panel)[1] for panel in panels] == ["counting", "order"]
     assert [panel.count("<circle") for panel in panels] == [6, 0] and panels[0].count('class="hollow"') == 5
     ticks = {label: float(y) for y, label in re.findall(r'y="([\d.]+)" text-anchor="end">([-+\d]+)<', panels[0])}
     step = (ticks["-6"] - ticks["0"]) / 6

@@ -323,6 +323,8 @@ def test_every_format_says_what_its_numbers_were_made_of(tmp_path, capsys):
         wanted = ["2700", "01234567"] if "json" in name else ["1,000 of 2,700", "Protocol", "01234567", "32"]
         assert [word for word in [*wanted, lacking] if word not in text.replace("&lt;", "<")] == [], name
     assert "(1 failed)" in (tmp_path / "paper" / "tables.tex").read_text()
+    page = (tmp_path / "paper" / "report.html").read_text()
+    assert "<td>–</td>" in page and ">None<" not in page
 
 
 def change_scores(root, change):
