@@ -22,11 +22,9 @@ examples:
   python -m jobs.evaluate --score answers answers-10            score answers of jobs.generate
   python -m jobs.evaluate --results r/videomme r/mlvu r/mvbench --out table            one table of several benchmarks
   python -m jobs.evaluate --results r/videomme --reference vidcom2 --out pairs         differences to another method
-  python -m jobs.evaluate --results r/videomme r/mlvu --within 1 --abilities abilities.csv --out table
 
 Rerun the same command to resume. Methods and ratios that you add are answered beside the existing answers. --out gets
-scores.parquet, tables.md, tables.tex, tables.json and report.html. With --results they say, too, where each method
-breaks: the lowest retention ratio that is safe for each kind of questions.
+scores.parquet, tables.md, tables.tex, tables.json and report.html. --results says, too, where each method breaks.
 
 """
 

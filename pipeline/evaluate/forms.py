@@ -33,10 +33,10 @@ def percent(share: float | None) -> str:
     return NONE if share is None else f"{100 * share:.1f}%"
 
 
-def markdown(*tables: ResultsTable) -> str:
+def markdown(*tables: ResultsTable, breaks: Breaks | None = None) -> str:
     """Return tables as one text of GitHub Markdown, each with a heading before it and its remarks below.
 
-    A remark that stands below an earlier table is not repeated.
+    A remark that stands below an earlier table is not repeated. The section *Where it breaks* comes last.
     """
     sections, written_titles = list[str](), set[str]()
     for table in tables:
@@ -53,11 +53,12 @@ def markdown(*tables: ResultsTable) -> str:
         new = [text for text in table.remarks if text not in written_titles]
         written_titles.update(new)
         sections += [f"### {escape_markdown(table.title)}", "\n".join(lines), *map(escape_markdown, new)]
-    return "\n\n".join([*sections, escape_markdown(f"{MARKS} {COUNTS}")]) + "\n"
+    sections.append(escape_markdown(f"{MARKS} {COUNTS}"))
+    return "\n\n".join([*sections, *(_breaks_sections(breaks) if breaks else [])]) + "\n"
 
 
-def markdown_breaks(breaks: Breaks) -> str:
-    """Return the section *Where it breaks* as GitHub Markdown: a line for each kind and method, and the remarks."""
+def _breaks_sections(breaks: Breaks) -> list[str]:
+    """Return the heading of *Where it breaks*, its table with a line for each kind and method, and its remarks."""
     lines = [table_row(["Kind", "Method", "Lowest safe ratio", "Losses by retention ratio"]), table_row(["---"] * 4)]
     for verdict in breaks.verdicts:
         losses = "; ".join(f"{loss.share}: {loss.text}" for loss in verdict.losses)
@@ -66,8 +67,7 @@ def markdown_breaks(breaks: Breaks) -> str:
         lines.append(table_row([*names, answer, escape_markdown(losses)]))
     tasks = [f"{kind.name}: {kind.text}." for kind in breaks.kinds]
     texts = [*breaks.explanation, *([f"Kinds: {' '.join(tasks)}"] if tasks else []), *breaks.remarks]
-    sections = [f"### {BREAKS_TITLE}", *(["\n".join(lines)] if breaks.verdicts else []), *map(escape_markdown, texts)]
-    return "\n\n".join(sections) + "\n"
+    return [f"### {BREAKS_TITLE}", *(["\n".join(lines)] if breaks.verdicts else []), *map(escape_markdown, texts)]
 
 
 def _markdown_row(table: ResultsTable, row: Row) -> str:

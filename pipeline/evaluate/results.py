@@ -21,7 +21,7 @@ from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.breaks import Breaks
 from pipeline.evaluate.config import DEFAULT_WITHIN, RESULTS_HEADER, EvaluateConfig
-from pipeline.evaluate.forms import latex, markdown, markdown_breaks
+from pipeline.evaluate.forms import latex, markdown
 from pipeline.evaluate.losses import find_breaks
 from pipeline.evaluate.page import report_page
 from pipeline.evaluate.protocols import QUESTIONS
@@ -136,7 +136,7 @@ def _write_tables(store: Store, tables: Sequence[ResultsTable], page: str, break
     """Write all tables and the page, and the first table as LaTeX; return the file names."""
     records = [_record(tables[0], breaks), *(table.as_record() for table in tables[1:])]
     texts = {
-        TABLES_MD: _text(tables, breaks),
+        TABLES_MD: markdown(*tables, breaks=breaks),
         TABLES_TEX: latex(tables[0]),
         TABLES_JSON: json.dumps(records, indent=1, ensure_ascii=False) + "\n",
         REPORT: page,
@@ -144,11 +144,6 @@ def _write_tables(store: Store, tables: Sequence[ResultsTable], page: str, break
     for name, text in texts.items():
         store.put(name, text.encode())
     return list(texts)
-
-
-def _text(tables: Sequence[ResultsTable], breaks: Breaks | None) -> str:
-    """Return tables and the section *Where it breaks* as Markdown."""
-    return markdown(*tables) + ("" if breaks is None else "\n" + markdown_breaks(breaks))
 
 
 def _record(table: ResultsTable, breaks: Breaks | None) -> JsonObject:
@@ -194,7 +189,7 @@ class LaidOut:
     @property
     def text(self) -> str:
         """The tables and the section *Where it breaks* as Markdown."""
-        return _text(self.tables, self.breaks)
+        return markdown(*self.tables, breaks=self.breaks)
 
     def as_record(self) -> JsonObject:
         """Return what was written, JSON-able, with the numbers of the first table."""
@@ -279,14 +274,9 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
             for result, of in zip(benchmarks, results, strict=True)
         ]
         tables = [results_table(results[0].model, by_part, **options)]
-    breaks = find_breaks(
-        {result.benchmark.name: benchmark for result, benchmark in zip(results, benchmarks, strict=True)},
-        rules,
-        within=DEFAULT_WITHIN if config.within is None else config.within,
-        methods=methods or None,
-        draws=config.draws,
-        seed=config.seed,
-    )
+    by_name = {result.benchmark.name: benchmark for result, benchmark in zip(results, benchmarks, strict=True)}
+    within = DEFAULT_WITHIN if config.within is None else config.within
+    breaks = find_breaks(by_name, rules, within=within, methods=methods or None, draws=config.draws, seed=config.seed)
     token_bytes = results[0].about.get("token_bytes")
     page = report_page(
         tables,

@@ -12,10 +12,10 @@ import pytest
 
 from jobs import evaluate
 from pipeline.evaluate.abilities import BUILT_IN, AbilityRule
-from pipeline.evaluate.forms import markdown_breaks
+from pipeline.evaluate.forms import markdown
 from pipeline.evaluate.losses import find_breaks
 from pipeline.evaluate.request import write_results_header
-from pipeline.evaluate.tabulate import ScoredBenchmark
+from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.evaluate.score_tables import score_rows, score_table
 
@@ -176,7 +176,9 @@ def test_benchmarks_whose_scores_are_not_per_question_take_no_part():
     (note,) = breaks.notes
     assert note == "EgoSchema takes no part here: its numbers are not means over questions that have a score each."
     assert breaks_of(egoschema=own_number).verdicts == []
-    assert "nothing can be said" in markdown_breaks(breaks_of(egoschema=own_number))
+    table = results_table("m", [own_number], draws=100)
+    assert "nothing can be said" in markdown(table, breaks=breaks_of(egoschema=own_number))
+    assert "Where it breaks" not in markdown(table)
 
 
 def test_rules_of_a_user_come_before_the_built_in_ones():
