@@ -172,6 +172,8 @@ class Verdict:
         """The reason for the answer, in words."""
         if not self.tested:
             return "; ".join(dict.fromkeys(loss.lacking for loss in self.losses))
+        if self.tested[0].outcome == "few videos":  # at every ratio
+            return self._describe_stop()
         parts = list[str]()
         if self.answer == UNSAFE:
             parts.append(f"no tested ratio is safe: {self._describe_stop()}")

@@ -151,6 +151,8 @@ def test_a_method_or_ratio_that_a_benchmark_lacks_has_no_number_and_is_not_avera
     assert gstep.answer == "10%" and gstep.reason.endswith("was tested; 25% not run on mvbench")
     assert (fps.answer, fps.reason) == ("cannot be told", "not run on mvbench")
     assert (random.answer, random.reason) == ("cannot be told", "not run with all 2 seeds on mvbench")
+    few = breaks_of(shapes=steady(falling("gstep", 0, 0, 0), 19), mvbench=steady(falling("gstep", 0, 0)))
+    assert only(few).reason == "19 videos of shapes"  # at every ratio, whether or not it was run
     unpaired = score_table(score_rows("gstep", 0.5, [1.0] * 30))
     assert only(breaks_of(shapes=unpaired)).reason == "full retention not run on shapes"
 
