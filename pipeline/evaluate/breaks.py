@@ -281,7 +281,7 @@ class Breaks:
             here = f"Not measured here: {', '.join(self.not_measured)}."
             elsewhere = [name.capitalize() for name in _FROM_ELSEWHERE if name in self.not_measured]
             more = " and ".join(elsewhere[:1] + [name.lower() for name in elsewhere[1:]])
-            needs = f" {more} {'need' if len(elsewhere) > 1 else 'needs'} tasks of lmms-eval." if elsewhere else ""
+            needs = f" {more}: by tasks of lmms-eval, or questions that --abilities names." if elsewhere else ""
             lines.append(here + needs)
         return [*lines, *self.notes]
 

@@ -137,8 +137,8 @@ def test_a_kind_is_the_equal_mean_of_tasks_of_unlike_sizes():
     assert verdict.kind.text == "shapes (1,000 questions, 20 videos) + mvbench (3,000 questions, 60 videos)"
     assert breaks.not_measured == ["grounding", "order", "hallucination", "OCR", "needle", "general"]
     assert breaks.remarks == [
-        "Not measured here: grounding, order, hallucination, OCR, needle, general. Grounding and hallucination need "
-        "tasks of lmms-eval."
+        "Not measured here: grounding, order, hallucination, OCR, needle, general. Grounding and hallucination: by "
+        "tasks of lmms-eval, or questions that --abilities names."
     ]
 
 
