@@ -27,7 +27,7 @@ examples:
   python -m jobs.evaluate --results r/videomme --reference vidcom2 --out pairs         differences to another method
 
 Rerun the same command to resume. Methods and ratios that you add are answered beside the existing answers. --out gets
-scores.parquet, tables.md, tables.tex, tables.json and report.html.
+scores.parquet, tables.md, tables.tex, tables.json and report.html. --results says, too, where each method breaks.
 
 """
 
@@ -69,17 +69,14 @@ def _list_tasks(console: Console) -> CommandResult:
 
 def _write_tables(config: EvaluateConfig, console: Console) -> CommandResult:
     """Write and print a table of the results in several folders (``--results``)."""
-    from pipeline.evaluate.forms import markdown  # noqa: PLC0415
     from pipeline.evaluate.results import lay_out  # noqa: PLC0415
 
     layout, say = lay_out(config), make_say(console)
     for line in layout.missing:
         say(f"note: {line}")
-    print(clean(markdown(*layout.tables)))
+    print(clean(layout.text))
     say(f"{layout.out}: {', '.join(layout.files)}")
-    return CommandResult(
-        0, {"out": layout.out, "files": layout.files, "missing": layout.missing, **layout.tables[0].as_record()}
-    )
+    return CommandResult(0, layout.as_record())
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pipeline.options import DTYPES, EngineOptions, check, check_ratio, option, 
 
 DEFAULT_METHODS = ("gstep", "vidcom2", "uniform", "random")
 DEFAULT_RATIOS = (0.25, 0.20, 0.15, 0.10)
+DEFAULT_WITHIN = 2.0  # points that a safe ratio may lose
 FULL = "none"  # full retention
 LIST = "lmms:list"  # the --benchmark that lists the tasks of lmms-eval
 RESULTS_HEADER = "evaluation.json"
@@ -134,6 +135,18 @@ class EvaluateConfig(EngineOptions):
         "retention where there is one method)",
         metavar="METHOD",
     )
+    within: float | None = option(
+        None,
+        "with --results: a retention ratio is safe for a kind of questions if it loses less than X points, as far as "
+        "its 95 %% interval tells (default: 2)",
+        metavar="X",
+    )
+    abilities: str | None = option(
+        None,
+        "with --results: a .csv with the columns benchmark,split,value,ability, which says what kind of ability "
+        "questions test, before the built-in table",
+        metavar="FILE",
+    )
     ours: str | None = option(None, "the method that tables.tex marks as ours", metavar="METHOD")
     out: str = option(
         "results",
@@ -179,6 +192,9 @@ class EvaluateConfig(EngineOptions):
         for name in ("limit", "drop_tokens", "max_new_tokens", "close_thought", "fps"):
             if getattr(self, name) and self.benchmark is None:
                 raise UsageError(f"--{name.replace('_', '-')} goes with --benchmark")
+        for name in ("within", "abilities"):
+            if getattr(self, name) is not None and not self.results:
+                raise UsageError(f"--{name} goes with --results")
         if self.score and (self.method or self.retention_ratio):
             raise UsageError("--method and --retention-ratio go with --benchmark or --results: answers name their own")
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
@@ -189,6 +205,7 @@ class EvaluateConfig(EngineOptions):
             value = getattr(self, name)
             check(value is None or value >= 1, name, "at least 1", value)
         check(self.seed >= 0, "seed", "at least 0", self.seed)
+        check(self.within is None or positive(self.within), "within", "a positive number of points", self.within)
         check(self.draws >= 100, "draws", "at least 100", self.draws)
         check(positive(self.decode_timeout), "decode_timeout", "a positive number of seconds", self.decode_timeout)
         if self.drop_tokens and self.cache is not None:

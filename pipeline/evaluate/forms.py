@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from pipeline.evaluate.breaks import BREAKS_TITLE, Breaks
 from pipeline.evaluate.table import FEW, NONE, Cell, Column, ResultsTable, Row
 
 _COUNTS = ("Tokens", "Kept", "No option", "Cut", "Weak", "Failed")  # the last columns in Markdown
@@ -32,10 +33,10 @@ def percent(share: float | None) -> str:
     return NONE if share is None else f"{100 * share:.1f}%"
 
 
-def markdown(*tables: ResultsTable) -> str:
+def markdown(*tables: ResultsTable, breaks: Breaks | None = None) -> str:
     """Return tables as one text of GitHub Markdown, each with a heading before it and its remarks below.
 
-    A remark that stands below an earlier table is not repeated.
+    A remark that stands below an earlier table is not repeated. The section *Where it breaks* comes last.
     """
     sections, written_titles = list[str](), set[str]()
     for table in tables:
@@ -52,7 +53,21 @@ def markdown(*tables: ResultsTable) -> str:
         new = [text for text in table.remarks if text not in written_titles]
         written_titles.update(new)
         sections += [f"### {escape_markdown(table.title)}", "\n".join(lines), *map(escape_markdown, new)]
-    return "\n\n".join([*sections, escape_markdown(f"{MARKS} {COUNTS}")]) + "\n"
+    sections.append(escape_markdown(f"{MARKS} {COUNTS}"))
+    return "\n\n".join([*sections, *(_breaks_sections(breaks) if breaks else [])]) + "\n"
+
+
+def _breaks_sections(breaks: Breaks) -> list[str]:
+    """Return the heading of *Where it breaks*, its table with a line for each kind and method, and its remarks."""
+    lines = [table_row(["Kind", "Method", "Lowest safe ratio", "Losses by retention ratio"]), table_row(["---"] * 4)]
+    for verdict in breaks.verdicts:
+        losses = "; ".join(f"{loss.share}: {loss.text}" for loss in verdict.losses)
+        answer = f"**{verdict.answer}** ({escape_markdown(verdict.reason)})"
+        names = (escape_markdown(name) for name in (verdict.kind.name, verdict.title))
+        lines.append(table_row([*names, answer, escape_markdown(losses)]))
+    tasks = [f"{kind.name}: {kind.text}." for kind in breaks.kinds]
+    texts = [*breaks.explanation, *([f"Kinds: {' '.join(tasks)}"] if tasks else []), *breaks.remarks]
+    return [f"### {BREAKS_TITLE}", *(["\n".join(lines)] if breaks.verdicts else []), *map(escape_markdown, texts)]
 
 
 def _markdown_row(table: ResultsTable, row: Row) -> str:

@@ -14,6 +14,17 @@ import pyarrow.compute as pc
 
 from pipeline.errors import name_first
 from pipeline.evaluate.benchmarks.items import AnnotationFault
+from pipeline.evaluate.breaks import Breaks
+from pipeline.evaluate.charts import (
+    PANEL_HEIGHT,
+    PANEL_LEFT,
+    PANEL_RIGHT,
+    PANEL_WIDTH,
+    Style,
+    assign_styles,
+    make_panels,
+    ticks,
+)
 from pipeline.evaluate.forms import COUNTS, MARKS, add_counts, percent
 from pipeline.evaluate.statistics import ORIGINAL
 from pipeline.evaluate.table import NONE, ResultsTable, Row
@@ -22,8 +33,6 @@ from pipeline.rows import JsonObject
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 820, 330, 46, 12, 44  # pixels of the chart and its margins
 _APART = 64  # pixels between two labels of the horizontal axis
-_STEPS = 6  # of the vertical axis, about
-_COLOURS, _DASHES = 6, 3  # GSTEP has the first colour for itself; dashes tell methods apart once colours are used up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +55,10 @@ class Chart:
 
 
 class Line(NamedTuple):
-    """The line of a method: its title, the number of its colour and dash, and (x, y, words) of its points."""
+    """The line of a method: its title, its style, and (x, y, words) of its points."""
 
     title: str
-    colour: int
-    dash: int
+    style: Style
     points: Sequence[tuple[float, float, str]]
 
 
@@ -62,6 +70,7 @@ def report_page(
     faults: Sequence[AnnotationFault] = (),
     scores: pa.Table | None = None,
     identity: JsonObject | None = None,
+    breaks: Breaks | None = None,
 ) -> str:
     """Return the page of results as HTML, with a chart of the first table.
 
@@ -72,13 +81,19 @@ def report_page(
         faults: of the annotations.
         scores: rows of ``scores.parquet``, whose failed answers are counted.
         identity: the settings that all results share, JSON-able.
+        breaks: the section *Where it breaks*; None for none.
     """
+    pruned_titles = [row.title for row in tables[0].rows if row.method != ORIGINAL.method]
+    styles = assign_styles([*pruned_titles, *(verdict.title for verdict in (breaks.verdicts if breaks else ()))])
     templates = environment("pipeline.evaluate")
-    templates.globals |= {"titled": add_counts, "percent": percent, "none": NONE}
+    templates.globals |= {"titled": add_counts, "percent": percent, "missing": NONE}
     return templates.get_template("results.html").render(
         tables=tables,
         facts=facts,
-        chart=_chart(tables[0], token_bytes),
+        chart=_chart(tables[0], token_bytes, styles),
+        breaks=breaks,
+        panels=[] if breaks is None else make_panels(breaks, styles),
+        panel={"width": PANEL_WIDTH, "height": PANEL_HEIGHT, "left": PANEL_LEFT, "right": PANEL_RIGHT},
         legend=f"{MARKS} {COUNTS}",
         faults=list(_fault_lines(faults)),
         failures=[] if scores is None else list(_failure_lines(scores)),
@@ -104,10 +119,11 @@ def format_warned_line(scores: pa.Table) -> str:
     )
 
 
-def _chart(table: ResultsTable, token_bytes: int | None) -> Chart | None:
+def _chart(table: ResultsTable, token_bytes: int | None, styles: Mapping[str, Style]) -> Chart | None:
     """Return the chart of the table's last number against tokens; None if no pruned row has both.
 
     The last number is the overall score, or Rel. of several benchmarks. Full retention is a level, not a point.
+    ``styles`` has the title of each pruned row.
     """
 
     def value(row: Row) -> float | None:
@@ -119,7 +135,7 @@ def _chart(table: ResultsTable, token_bytes: int | None) -> Chart | None:
     if not points:
         return None
     full = value(table.original)
-    ticks = _ticks([score for *_, score in points] + ([] if full is None else [full]))
+    marks = ticks([score for *_, score in points] + ([] if full is None else [full]))
     fewest, most = (math.log(pick(tokens for _, tokens, _ in points)) for pick in (min, max))
 
     def right(tokens: float) -> float:
@@ -127,7 +143,7 @@ def _chart(table: ResultsTable, token_bytes: int | None) -> Chart | None:
         return _LEFT + 24 + (_WIDTH - _LEFT - 60) * share
 
     def down(score: float) -> float:
-        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (ticks[-1] - score) / (ticks[-1] - ticks[0])
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (marks[-1] - score) / (marks[-1] - marks[0])
 
     def megabytes(tokens: float) -> str:
         return "" if token_bytes is None else f"{tokens * token_bytes / 1e6:.2g} MB"
@@ -141,30 +157,13 @@ def _chart(table: ResultsTable, token_bytes: int | None) -> Chart | None:
         words = f"{row.title}: {score:.1f} at {tokens:,.0f} tokens"
         more = f", {megabytes(tokens)}" if token_bytes else ""
         by_method.setdefault(row.title, []).append((right(tokens), down(score), words + more))
-    titles = dict.fromkeys(row.title for row, *_ in points)
-    other_titles = [title for title in titles if title != "GSTEP"]
-    lines = []
-    for title in titles:
-        number = 0 if title == "GSTEP" else other_titles.index(title)
-        colour = 0 if title == "GSTEP" else number % (_COLOURS - 1) + 1
-        lines.append(Line(title, colour, number // (_COLOURS - 1) % _DASHES, by_method[title]))
     return Chart(
         title="Rel." if table.several else table.columns[-1].text,
-        up=[(down(tick), f"{tick:g}") for tick in ticks],
+        up=[(down(tick), f"{tick:g}") for tick in marks],
         across=across,
         full=None if full is None else down(full),
-        lines=lines,
+        lines=[Line(title, styles[title], by_method[title]) for title in styles if title in by_method],
     )
-
-
-def _ticks(values: Sequence[float]) -> list[float]:
-    """Return at least two evenly spaced round numbers that enclose the values."""
-    low, high = min(values), max(values)
-    rough = max(high - low, 0.5) / _STEPS
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(s * power for s in (1.0, 2.0, 5.0, 10.0) if s * power >= rough * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(k * step, 10) for k in range(first, max(last, first + 1) + 1)]
 
 
 def _fault_lines(faults: Sequence[AnnotationFault]) -> Iterator[tuple[str, str, int, str]]:

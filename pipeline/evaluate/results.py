@@ -16,10 +16,13 @@ import pyarrow.parquet as pq
 from pipeline.cache.header import ModelIdentity, list_differences
 from pipeline.cache.schema import complete_columns, write_parquet
 from pipeline.errors import CorruptShard, IdentityMismatch, NotResults, UsageError
+from pipeline.evaluate.abilities import BUILT_IN, read_ability_rules
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.config import RESULTS_HEADER, EvaluateConfig
+from pipeline.evaluate.breaks import Breaks
+from pipeline.evaluate.config import DEFAULT_WITHIN, RESULTS_HEADER, EvaluateConfig
 from pipeline.evaluate.forms import latex, markdown
+from pipeline.evaluate.losses import find_breaks
 from pipeline.evaluate.page import report_page
 from pipeline.evaluate.protocols import QUESTIONS
 from pipeline.evaluate.request import read_results_header, write_results_header
@@ -35,6 +38,7 @@ from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
 TABLES_MD, TABLES_TEX, TABLES_JSON, REPORT = "tables.md", "tables.tex", "tables.json", "report.html"
+WHERE_IT_BREAKS = "where_it_breaks"  # key of the first record of a table that --results lays out
 _MAX_PARTS = 30  # parts of a split that a table shows
 _SPLIT_IN_PAPER = ("videomme",)  # benchmarks whose first split has columns beside other benchmarks
 #: The fields of the identity that all columns of a table share, besides the model.
@@ -128,17 +132,23 @@ def _split_scores(scored: ScoredBenchmark, split: Split) -> ScoredBenchmark:
     return replace(scored, columns=[(f"{split.name}={part}", title) for part, title in parts])
 
 
-def _write_tables(store: Store, tables: Sequence[ResultsTable], page: str) -> list[str]:
+def _write_tables(store: Store, tables: Sequence[ResultsTable], page: str, breaks: Breaks | None = None) -> list[str]:
     """Write all tables and the page, and the first table as LaTeX; return the file names."""
+    records = [_record(tables[0], breaks), *(table.as_record() for table in tables[1:])]
     texts = {
-        TABLES_MD: markdown(*tables),
+        TABLES_MD: markdown(*tables, breaks=breaks),
         TABLES_TEX: latex(tables[0]),
-        TABLES_JSON: json.dumps([table.as_record() for table in tables], indent=1, ensure_ascii=False) + "\n",
+        TABLES_JSON: json.dumps(records, indent=1, ensure_ascii=False) + "\n",
         REPORT: page,
     }
     for name, text in texts.items():
         store.put(name, text.encode())
     return list(texts)
+
+
+def _record(table: ResultsTable, breaks: Breaks | None) -> JsonObject:
+    """Return the first table with the section *Where it breaks*, JSON-able."""
+    return {**table.as_record(), **({} if breaks is None else {WHERE_IT_BREAKS: breaks.as_record()})}
 
 
 def _make_scored(benchmark: Benchmark, identity: JsonObject, scores: pa.Table) -> ScoredBenchmark:
@@ -158,6 +168,7 @@ def _make_scored(benchmark: Benchmark, identity: JsonObject, scores: pa.Table) -
         made_of={**{name: text for name, text in facts.items() if text}, **benchmark.made_of},
         notes=[*(f"{note}." for note in notes if note), *benchmark.notes],
         weights=benchmark.weights,
+        per_question=benchmark.scores_questions,
     )
 
 
@@ -173,9 +184,20 @@ class LaidOut:
     """A table of several benchmarks, or the tables of one: ``files`` below ``out``, lines about ``missing`` results."""
 
     tables: Sequence[ResultsTable]
+    breaks: Breaks
     missing: Sequence[str]
     out: str
     files: Sequence[str]
+
+    @property
+    def text(self) -> str:
+        """The tables and the section *Where it breaks* as Markdown."""
+        return markdown(*self.tables, breaks=self.breaks)
+
+    def as_record(self) -> JsonObject:
+        """Return what was written, JSON-able, with the numbers of the first table."""
+        written = {"out": self.out, "files": list(self.files), "missing": list(self.missing)}
+        return {**written, **_record(self.tables[0], self.breaks)}
 
 
 @dataclass(frozen=True)
@@ -222,12 +244,15 @@ class _Results:
 def lay_out(config: EvaluateConfig) -> LaidOut:
     """Write one table of the results in several places, in their order: Markdown, LaTeX, JSON and a page.
 
-    The results of a single place get a table for each split, as its evaluation wrote them. ``method`` and
+    The section *Where it breaks* follows it, except in LaTeX. The results of a single place get a table for each split,
+    as its evaluation wrote them. ``method`` and
     ``retention_ratio`` choose rows and their order. A method or ratio that a place lacks becomes a line of ``missing``.
 
     Raises UsageError (nothing was written) for missing or damaged results, or an ``out`` that holds something else.
-    Raises it also for two places of one benchmark, unlike models, frames or protocols, and a reference that is no row.
+    Raises it also for two places of one benchmark, unlike models, frames or protocols, a reference that is no row, and
+    a malformed table of abilities.
     """
+    rules = [*([] if config.abilities is None else read_ability_rules(config.abilities)), *BUILT_IN]
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
     store = store_at(config.out, objects)
     if store.has_other_files() and (store.exists(RESULTS_HEADER) or not store.exists(TABLES_JSON)):
@@ -252,10 +277,18 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
             for result, of in zip(benchmarks, results, strict=True)
         ]
         tables = [results_table(results[0].model, by_part, **options)]
+    by_name = {result.benchmark.name: benchmark for result, benchmark in zip(results, benchmarks, strict=True)}
+    within = DEFAULT_WITHIN if config.within is None else config.within
+    breaks = find_breaks(by_name, rules, within=within, methods=methods or None, draws=config.draws, seed=config.seed)
     token_bytes = results[0].about.get("token_bytes")
-    page = report_page(tables, _list_facts(results), token_bytes=token_bytes if isinstance(token_bytes, int) else None)
+    page = report_page(
+        tables,
+        _list_facts(results),
+        token_bytes=token_bytes if isinstance(token_bytes, int) else None,
+        breaks=breaks,
+    )
     store.make()
-    return LaidOut(tables, missing_lines, config.out, _write_tables(store, tables, page))
+    return LaidOut(tables, breaks, missing_lines, config.out, _write_tables(store, tables, page, breaks))
 
 
 def _check_alike(results: Sequence[_Results]) -> None:

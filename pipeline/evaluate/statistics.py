@@ -124,6 +124,13 @@ class Parts(NamedTuple):
     numbers: Ints
     weights: Floats | None = None
 
+    def within(self, inside_Q: NDArray[np.bool_]) -> Parts:
+        """Return the parts for the same mean over some of the questions: over the parts that have any of them."""
+        numbers = np.where(inside_Q, self.numbers, NO_PART)
+        present = np.unique(numbers[numbers != NO_PART])
+        renumbered = np.where(numbers == NO_PART, NO_PART, np.searchsorted(present, numbers))
+        return Parts(renumbered, None if self.weights is None else self.weights[present])
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreMatrix:

@@ -69,6 +69,8 @@ class ScoredBenchmark:
         names: of methods from elsewhere, by import path.
         weights: the weights of the values of ``mean_over``, where they differ; questions of a value without a weight do
             not count. {}: the values weigh the same.
+        per_question: whether its number is a mean over the scores of questions, and not one that a server or a task
+            computed of all answers and that stands in every row.
     """
 
     title: str
@@ -80,9 +82,14 @@ class ScoredBenchmark:
     notes: Sequence[str] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     weights: Mapping[str, float] = field(default_factory=dict)
+    per_question: bool = True
+
+    def average(self, matrix: ScoreMatrix) -> Parts:
+        """Return the parts of its questions that its overall score is a mean over."""
+        return matrix.whole() if self.mean_over is None else matrix.by(self.mean_over, self.weights)
 
 
-class _Group(NamedTuple):
+class ArmGroup(NamedTuple):
     """A row before its numbers: method, positions and ratio, and the place of its arms, one for each seed."""
 
     method: str
@@ -126,7 +133,7 @@ def results_table(
     titles = [benchmark.title for benchmark in benchmarks]
     if not titles or len(set(titles)) < len(titles):
         raise ValueError(f"benchmarks need different titles, for each is drawn on its own: {titles}")
-    arms, groups = _group_arms(benchmarks, methods)
+    arms, groups = group_arms(benchmarks, methods)
     reference = _choose_reference(groups, reference)
     ours = None if ours is None else _find_method(groups, ours, "ours")
     against = [_find_reference_row(groups, row, reference) for row in range(len(groups))]
@@ -170,7 +177,7 @@ def results_table(
     names = {path: name for benchmark in benchmarks for path, name in benchmark.names.items()}
     rows = [
         Row(
-            title=_row_title(group, names),
+            title=row_title(group, names),
             method=group.method,
             positions=group.positions,
             ratio=group.ratio,
@@ -216,9 +223,9 @@ def marks(shown: Sequence[Cell | None]) -> list[Mark]:
     return [mark.get(number, "") for number in value]
 
 
-def _group_arms(
+def group_arms(
     benchmarks: Sequence[ScoredBenchmark], methods: Sequence[str] | None
-) -> tuple[list[MethodAtRatio], list[_Group]]:
+) -> tuple[list[MethodAtRatio], list[ArmGroup]]:
     """Return all arms and their rows: full retention, then by falling ratio, positions and order of methods.
 
     The seeds of a method share a row, and their arms are neighbours. ``methods`` are as of ``is_named``; a name that no
@@ -235,16 +242,16 @@ def _group_arms(
         if methods is None
         else [split_seed(name.partition(POSITIONS)[0])[0] for name in methods]
     )
-    arms, groups = [ORIGINAL], [_Group(ORIGINAL.method, "", ORIGINAL.ratio, [0], slice(1))]
+    arms, groups = [ORIGINAL], [ArmGroup(ORIGINAL.method, "", ORIGINAL.ratio, [0], slice(1))]
     for minus, positions, method in sorted(seeds, key=lambda row: (*row[:2], order.index(row[2]))):
         members = dict(sorted(seeds[minus, positions, method].items()))
         label = method if len(members) > 1 else next(iter(members.values())).method.partition(POSITIONS)[0]
-        groups.append(_Group(label, positions, -minus, [*members], slice(len(arms), len(arms) + len(members))))
+        groups.append(ArmGroup(label, positions, -minus, [*members], slice(len(arms), len(arms) + len(members))))
         arms += members.values()
     return arms, groups
 
 
-def _choose_reference(groups: Sequence[_Group], name: str | None) -> str:
+def _choose_reference(groups: Sequence[ArmGroup], name: str | None) -> str:
     """Return the method that rows are compared with: ``name``, else GSTEP if it has rows, else the first method.
 
     A single method is compared with full retention. Raises UsageError if ``name`` is no row.
@@ -255,7 +262,7 @@ def _choose_reference(groups: Sequence[_Group], name: str | None) -> str:
     return ORIGINAL.method if len(methods) < 2 else "gstep" if "gstep" in methods else methods[0]
 
 
-def _find_method(groups: Sequence[_Group], name: str, option: str) -> str:
+def _find_method(groups: Sequence[ArmGroup], name: str, option: str) -> str:
     """Return the method of the rows that a user's ``name`` means. Raises UsageError if there is none.
 
     ``option`` is the flag that ``name`` came from, for the error.
@@ -267,7 +274,7 @@ def _find_method(groups: Sequence[_Group], name: str, option: str) -> str:
     raise UsageError(f"--{option} {name}: no row of the table; there are {', '.join(methods)}")
 
 
-def _find_reference_row(groups: Sequence[_Group], row: int, reference: str) -> int | None:
+def _find_reference_row(groups: Sequence[ArmGroup], row: int, reference: str) -> int | None:
     """Return the row of the reference that a row is compared with: at its ratio, and at its positions. None for no row.
 
     If the reference has only one row at the ratio, that row serves for all positions. Rows of the reference itself, and
@@ -282,7 +289,7 @@ def _find_reference_row(groups: Sequence[_Group], row: int, reference: str) -> i
     return next(iter(exact), same[0] if len(same) == 1 else None)
 
 
-def _row_title(group: _Group, names: Mapping[str, str]) -> str:
+def row_title(group: ArmGroup, names: Mapping[str, str]) -> str:
     """Return a row's method as printed, with the number of its seeds, and its positions where they are not usual.
 
     Args:
@@ -307,8 +314,7 @@ def _list_columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> list[tuple
         if not is_split:
             raise ValueError(f"column {key!r} of {benchmark.title} is no SPLIT=VALUE, such as duration=short")
         parts.append((key, title, matrix.split(name, value)))
-    whole = matrix.whole() if benchmark.mean_over is None else matrix.by(benchmark.mean_over, benchmark.weights)
-    return [*parts, (OVERALL, "Overall" if benchmark.columns else benchmark.title, whole)]
+    return [*parts, (OVERALL, "Overall" if benchmark.columns else benchmark.title, benchmark.average(matrix))]
 
 
 def _make_cell(score: float) -> Cell | None:
@@ -316,7 +322,7 @@ def _make_cell(score: float) -> Cell | None:
     return None if math.isnan(score) else Cell(score=score, printed=printed(score))
 
 
-def _add_spread(groups: Sequence[_Group], shown: Sequence[Cell | None], value_A: Floats) -> list[Cell | None]:
+def _add_spread(groups: Sequence[ArmGroup], shown: Sequence[Cell | None], value_A: Floats) -> list[Cell | None]:
     """Return a column's cells; a row of several seeds gets the standard deviation of their numbers, in points.
 
     ``value_A`` has the number of each arm, as a share.
@@ -338,7 +344,7 @@ def _average_cells(cells: Sequence[Cell | None]) -> Cell | None:
     return Cell(score=mean, printed=printed(mean))
 
 
-def _add_marks(groups: Sequence[_Group], shown: Sequence[Cell | None]) -> list[Cell | None]:
+def _add_marks(groups: Sequence[ArmGroup], shown: Sequence[Cell | None]) -> list[Cell | None]:
     """Return a column's cells with their marks in each block, rows of the same ratio and positions.
 
     Full retention gets no mark.

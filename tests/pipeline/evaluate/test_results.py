@@ -268,7 +268,8 @@ def test_what_the_server_of_egoschema_returned_goes_into_the_table(tmp_path, cap
     assert numbers["vidcom2", 0.25, None] == ["54.0", None, None]
     assert "server.json has a score of gstepp@0.25, which is none of its submissions" in said
     assert "has 1 submissions without a score: type what its server returns into" in said
-    assert "scores from its server, without intervals" in (tmp_path / "paper" / "report.html").read_text()
+    page = (tmp_path / "paper" / "report.html").read_text()
+    assert "scores from its server, without intervals" in page and "EgoSchema full set takes no part here" in page
 
 
 def refused(capsys, out, *places):
@@ -322,6 +323,8 @@ def test_every_format_says_what_its_numbers_were_made_of(tmp_path, capsys):
         wanted = ["2700", "01234567"] if "json" in name else ["1,000 of 2,700", "Protocol", "01234567", "32"]
         assert [word for word in [*wanted, lacking] if word not in text.replace("&lt;", "<")] == [], name
     assert "(1 failed)" in (tmp_path / "paper" / "tables.tex").read_text()
+    page = (tmp_path / "paper" / "report.html").read_text()
+    assert "<td>–</td>" in page and ">None<" not in page
 
 
 def change_scores(root, change):

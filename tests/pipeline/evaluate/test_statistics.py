@@ -96,6 +96,15 @@ def test_parts_have_weights_and_one_without_a_weight_does_not_count():
     assert by.numbers.tolist() == [0, NO_PART, 0] and by.weights.tolist() == [0.5]
 
 
+def test_parts_within_some_questions_are_those_that_have_any_with_their_weights():
+    parts = Parts(np.array([0, 1, 2, NO_PART, 2, 1]), np.array([3.0, 1.0, 2.0]))
+    within = parts.within(np.array([True, False, True, True, False, False]))
+    assert within.numbers.tolist() == [0, NO_PART, 1, NO_PART, NO_PART, NO_PART]
+    assert within.weights.tolist() == [3.0, 2.0]
+    alike = Parts(parts.numbers).within(parts.numbers == 2)
+    assert alike.numbers.tolist() == [NO_PART, NO_PART, 0, NO_PART, 0, NO_PART] and alike.weights is None
+
+
 def test_rel_is_the_mean_ratio_with_each_benchmarks_own_draws():
     one, other = estimated(*many(), draws=4000), estimated(*many(10), draws=4000, seed=3)
     rel = relative([one, other], 0)

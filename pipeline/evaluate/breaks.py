@@ -1,0 +1,298 @@
+"""Where methods break: for each kind of ability, what pruning loses, and the lowest retention ratio that is safe.
+
+The ratios of a method are tested from the largest down, and the first one that fails ends the test. In this fixed order
+the chance to call some unsafe ratio safe is that of a single test, however many ratios there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Literal
+
+from pipeline.evaluate.statistics import FEWEST_VIDEOS
+from pipeline.evaluate.table import signed
+from pipeline.rows import JsonObject
+
+BREAKS_TITLE = "Where it breaks"
+Outcome = Literal["passes", "no change", "loses", "may lose", "few videos", "wide", "no interval", "not run"]
+_PASSED: Sequence[Outcome] = ("passes", "no change")
+_UNKNOWN: Sequence[Outcome] = ("few videos", "wide", "no interval")
+UNKNOWN, UNSAFE = "cannot be told", "none"  # answers that name no ratio
+_FROM_ELSEWHERE = ("grounding", "hallucination")  # kinds that hardly any questions of the built-in benchmarks test
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The questions of one benchmark that test one kind of ability.
+
+    Attributes:
+        title: of the benchmark.
+    """
+
+    title: str
+    n_questions: int
+    n_videos: int
+
+    @property
+    def text(self) -> str:
+        """The benchmark with the numbers of these questions and their videos."""
+        return f"{self.title} ({self.n_questions:,} questions, {self.n_videos:,} videos)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of ability, whose score is the equal mean over its tasks."""
+
+    name: str
+    tasks: Sequence[Task]
+
+    @property
+    def n_questions(self) -> int:
+        """The questions of all tasks."""
+        return sum(task.n_questions for task in self.tasks)
+
+    @property
+    def n_videos(self) -> int:
+        """The videos of the task that has the fewest."""
+        return min(task.n_videos for task in self.tasks)
+
+    @property
+    def text(self) -> str:
+        """The tasks in one line."""
+        return " + ".join(task.text for task in self.tasks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """The score of a method at one ratio minus that of full retention, on the questions of one kind, in points.
+
+    Attributes:
+        ratio: the retention ratio.
+        outcome: of the test of this ratio by itself.
+        difference: negative where something is lost; None where the method was not run on each task.
+        low: lower end of the 95 % interval; None, like its upper end, where there is none.
+        high: its upper end.
+        lacking: why there is no number; "" where there is one.
+    """
+
+    ratio: float
+    outcome: Outcome
+    difference: float | None = None
+    low: float | None = None
+    high: float | None = None
+    lacking: str = ""
+
+    @property
+    def share(self) -> str:
+        """The retention ratio in percent."""
+        return f"{100 * self.ratio:g}%"
+
+    @property
+    def passed(self) -> bool:
+        """True if the test of lower ratios goes on."""
+        return self.outcome in _PASSED
+
+    @property
+    def half_width(self) -> float:
+        """Half the width of the interval; 0 where there is none."""
+        return 0.0 if self.low is None or self.high is None else (self.high - self.low) / 2
+
+    @property
+    def interval(self) -> str:
+        """The interval as it is printed; "" where there is none."""
+        return "" if self.low is None or self.high is None else f"[{signed(self.low)}, {signed(self.high)}]"
+
+    @property
+    def number(self) -> str:
+        """The difference as it is printed, "no change", or the reason why there is no number."""
+        if self.difference is None:
+            return self.lacking
+        return self.outcome if self.outcome == "no change" else signed(self.difference)
+
+    @property
+    def text(self) -> str:
+        """The number with its interval."""
+        return f"{self.number} {self.interval}".rstrip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The lowest safe ratio of a method on one kind of questions, and the losses that it follows from.
+
+    Attributes:
+        title: the method as printed.
+        method: with its parameters, without positions, and without the seed where it has several.
+        positions: "" where they are the model family's own.
+        losses: at each ratio, from the largest.
+        within: the points that a safe ratio may lose.
+    """
+
+    kind: Kind
+    title: str
+    method: str
+    positions: str
+    losses: Sequence[Loss]
+    within: float
+
+    def at(self, ratio: float) -> Loss | None:
+        """Return the loss at a ratio; None where the method has no row at it."""
+        return next((loss for loss in self.losses if loss.ratio == ratio), None)
+
+    @property
+    def tested(self) -> list[Loss]:
+        """The losses that have a number, of which the first that did not pass ends the test."""
+        return [loss for loss in self.losses if loss.difference is not None]
+
+    @property
+    def passed(self) -> list[Loss]:
+        """The losses at the safe ratios."""
+        return list(takewhile(lambda loss: loss.passed, self.tested))
+
+    @property
+    def stop(self) -> Loss | None:
+        """The loss that ended the test; None where all ratios passed, or none was tested."""
+        return next((loss for loss in self.tested if not loss.passed), None)
+
+    @property
+    def lowest_safe_ratio(self) -> float | None:
+        """The last ratio that passed; None where none did."""
+        return self.passed[-1].ratio if self.passed else None
+
+    @property
+    def answer(self) -> str:
+        """The lowest safe ratio in percent, UNSAFE or UNKNOWN."""
+        if self.passed:
+            return self.passed[-1].share
+        return UNKNOWN if self.stop is None or self.stop.outcome in _UNKNOWN else UNSAFE
+
+    @property
+    def reason(self) -> str:
+        """The reason for the answer, in words."""
+        if not self.tested:
+            return "; ".join(dict.fromkeys(loss.lacking for loss in self.losses))
+        if self.tested[0].outcome == "few videos":  # at every ratio
+            return self._describe_stop()
+        parts = list[str]()
+        if self.answer == UNSAFE:
+            parts.append(f"no tested ratio is safe: {self._describe_stop()}")
+        else:
+            if self.passed and self.passed[-1].outcome == "no change":
+                parts.append(f"no change in {self.kind.n_questions:,}")
+            parts.append(self._describe_stop() or "the lowest ratio that was tested")
+        skipped = [f"{loss.share} {loss.lacking}" for loss in self.losses if loss.difference is None]
+        return "; ".join([*parts, *skipped])
+
+    def _describe_stop(self) -> str:
+        """Return why the ratio that ended the test did not pass; "" where all passed."""
+        loss = self.stop
+        if loss is None:
+            return ""
+        if loss.outcome == "few videos":
+            of_task = next(task.title for task in self.kind.tasks if task.n_videos == self.kind.n_videos)
+            return f"{self.kind.n_videos:,} videos" + (f" of {of_task}" if len(self.kind.tasks) > 1 else "")
+        at = f"at {loss.share}"
+        if loss.outcome in _UNKNOWN:
+            why = "no interval" if loss.outcome == "no interval" else f"half width {loss.half_width:.2f}"
+            return f"{at} it cannot be told: {why}" if self.passed else f"{why} {at}"
+        if loss.outcome == "loses":
+            return f"{at} it loses {-(loss.difference or 0.0):.1f} points {loss.interval}"
+        return f"{at} it may lose more than {self.within:g} points: {loss.text}"
+
+    def as_record(self) -> JsonObject:
+        """Return the verdict, JSON-able."""
+        return {
+            "kind": self.kind.name,
+            "method": self.method,
+            "positions": self.positions or None,
+            "lowest_safe_ratio": self.lowest_safe_ratio,
+            "answer": self.answer,
+            "reason": self.reason,
+            "losses": [
+                {
+                    "retention_ratio": loss.ratio,
+                    "outcome": loss.outcome,
+                    "difference": loss.difference,
+                    "low": loss.low,
+                    "high": loss.high,
+                    "safe": loss in self.passed,
+                }
+                for loss in self.losses
+            ],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breaks:
+    """The section *Where it breaks*.
+
+    Attributes:
+        kinds: with their tasks, in the order in which they are shown.
+        verdicts: a method's on each kind, kind by kind.
+        within: the points that a safe ratio may lose.
+        draws, seed: of the intervals.
+        not_measured: built-in abilities that no question tests.
+        notes: sentences about benchmarks that take no part, and about the user's table of abilities.
+    """
+
+    kinds: Sequence[Kind]
+    verdicts: Sequence[Verdict]
+    within: float
+    draws: int
+    seed: int
+    not_measured: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    def of_kind(self, kind: Kind) -> list[Verdict]:
+        """Return the verdicts on one kind."""
+        return [verdict for verdict in self.verdicts if verdict.kind == kind]
+
+    @property
+    def ratios(self) -> list[float]:
+        """The ratios of all verdicts, from the largest."""
+        return sorted({loss.ratio for verdict in self.verdicts for loss in verdict.losses}, reverse=True)
+
+    @property
+    def explanation(self) -> list[str]:
+        """Sentences that say how the lines are to be read."""
+        if not self.verdicts:
+            return ["No method was run here on questions that have a score each, so nothing can be said."]
+        n_methods = len({verdict.title for verdict in self.verdicts})
+        counts = f"{len(self.kinds)} kinds and {n_methods} methods"
+        return [
+            "A loss is the score of the pruned run minus that of full retention on the same questions, in points, with "
+            f"the 95 % interval of {self.draws:,} draws of whole videos (seed {self.seed}). A kind is the equal mean "
+            "of its tasks, which are drawn independently. A task is the part of a benchmark that tests this ability, "
+            "averaged as the benchmark is.",
+            "The lowest safe ratio is found from the largest ratio down, up to the first that fails. A ratio passes if "
+            f"the lower end of its interval is above -{self.within:g} points (--within), or if no answer's score "
+            "changed. This order needs no correction for the number of ratios. Nothing is corrected for the "
+            f"{counts}: in up to 1 of 40 lines the named ratio is too low by chance.",
+            f"Cannot be told: a task has fewer than {FEWEST_VIDEOS} videos, or half the width of the interval is above "
+            f"{self.within:g} points (unless it lies wholly below -{self.within:g}, which is a loss).",
+        ]
+
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences that belong below the lines: what is not measured, and the notes."""
+        lines = []
+        if self.not_measured:
+            here = f"Not measured here: {', '.join(self.not_measured)}."
+            elsewhere = [name.capitalize() for name in _FROM_ELSEWHERE if name in self.not_measured]
+            more = " and ".join(elsewhere[:1] + [name.lower() for name in elsewhere[1:]])
+            needs = f" {more}: by tasks of lmms-eval, or questions that --abilities names." if elsewhere else ""
+            lines.append(here + needs)
+        return [*lines, *self.notes]
+
+    def as_record(self) -> JsonObject:
+        """Return the section, JSON-able."""
+        return {
+            "within": self.within,
+            "draws": self.draws,
+            "seed": self.seed,
+            "kinds": [{"kind": kind.name, "tasks": [vars(task) for task in kind.tasks]} for kind in self.kinds],
+            "lines": [verdict.as_record() for verdict in self.verdicts],
+            "not_measured": list(self.not_measured),
+            "notes": [*self.explanation, *self.remarks],
+        }

@@ -1,0 +1,196 @@
+"""The losses of pruning by kind of ability, from the scores of several benchmarks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.evaluate.abilities import (
+    ABILITIES,
+    AbilityRule,
+    classify_questions,
+    list_unused_rules,
+    order_abilities,
+)
+from pipeline.evaluate.breaks import Breaks, Kind, Loss, Outcome, Task, Verdict
+from pipeline.evaluate.statistics import (
+    FEWEST_VIDEOS,
+    NO_PART,
+    Estimate,
+    ScoreMatrix,
+    estimates,
+    score_matrix,
+)
+from pipeline.evaluate.table import FULL_ROW
+from pipeline.evaluate.tabulate import ArmGroup, ScoredBenchmark, group_arms, row_title
+
+_DIGITS = 9  # of points: further ones are rounding errors
+
+
+class _Measured(NamedTuple):
+    """The numbers of a task: its estimate, and whether each row's scores differ anywhere from full retention's."""
+
+    ability: str
+    task: Task
+    estimate: Estimate
+    changed: NDArray[np.bool_]
+
+
+def find_breaks(
+    benchmarks: Mapping[str, ScoredBenchmark],
+    rules: Sequence[AbilityRule],
+    *,
+    within: float,
+    methods: Sequence[str] | None = None,
+    draws: int = 10_000,
+    seed: int = 0,
+) -> Breaks:
+    """Find the lowest safe retention ratio of each method on each kind of ability.
+
+    The seeds of a method are averaged, and rows are those of the table of results. Benchmarks whose scores are not per
+    question take no part.
+
+    Args:
+        benchmarks: by the name that the rules know them by.
+        rules: the abilities of questions; the first rule that matches counts.
+        within: the points that a safe ratio may lose.
+        methods: as of results_table.
+        draws: the number of bootstrap draws of whole videos; a benchmark's depend on the seed and its title alone.
+        seed: of the draws.
+
+    Raises ValueError if the scores of a benchmark are not paired (score_matrix).
+    """
+    scored = {name: benchmark for name, benchmark in benchmarks.items() if benchmark.per_question}
+    notes = [
+        f"{benchmark.title} takes no part here: its numbers are not means over questions that have a score each."
+        for benchmark in benchmarks.values()
+        if not benchmark.per_question
+    ]
+    splits = {name: [dict(row) for row in of_one.scores["splits"].to_pylist()] for name, of_one in benchmarks.items()}
+    notes += [f"{line}." for line in list_unused_rules(rules, splits)]
+    arms, groups = group_arms(list(scored.values()), methods)
+    measured = list[_Measured]()
+    for name, benchmark in scored.items():
+        generator = np.random.default_rng([seed, crc32(benchmark.title.encode())])
+        matrix = score_matrix(benchmark.scores, arms)
+        measured += _measure_tasks(
+            benchmark, matrix, groups, classify_questions(rules, name, matrix.splits), draws, generator
+        )
+    kinds, verdicts = list[Kind](), list[Verdict]()
+    titles = {path: title for benchmark in scored.values() for path, title in benchmark.names.items()}
+    for ability in order_abilities([of_one.ability for of_one in measured]):
+        tasks = [of_one for of_one in measured if of_one.ability == ability]
+        kinds.append(Kind(name=ability, tasks=[of_one.task for of_one in tasks]))
+        verdicts += _judge_methods(kinds[-1], tasks, groups, titles, within)
+    present = {kind.name for kind in kinds}
+    return Breaks(
+        kinds=kinds,
+        verdicts=verdicts,
+        within=within,
+        draws=draws,
+        seed=seed,
+        not_measured=[ability for ability in ABILITIES if ability not in present],
+        notes=notes,
+    )
+
+
+def _measure_tasks(
+    benchmark: ScoredBenchmark,
+    matrix: ScoreMatrix,
+    groups: Sequence[ArmGroup],
+    abilities: Sequence[str],
+    draws: int,
+    generator: np.random.Generator,
+) -> list[_Measured]:
+    """Return the tasks of one benchmark, which share its draws of videos; ``abilities`` are of its questions."""
+    whole, ability_Q = benchmark.average(matrix), np.array(abilities)
+    parts = {name: whole.within(ability_Q == name) for name in dict.fromkeys(abilities)}
+    parts = {name: of_one for name, of_one in parts.items() if (of_one.numbers != NO_PART).any()}
+    mean_AQ = np.stack([matrix.scores[group.arms].mean(0) for group in groups])
+    tasks = []
+    measured = estimates(mean_AQ, matrix.clusters, list(parts.values()), draws, generator)
+    for (name, of_one), numbers in zip(parts.items(), measured, strict=True):
+        inside_Q = of_one.numbers != NO_PART
+        scores_AQ = matrix.scores[:, inside_Q]
+        differs_A = (scores_AQ != scores_AQ[FULL_ROW]).any(1)
+        tasks.append(
+            _Measured(
+                ability=name,
+                task=Task(title=benchmark.title, n_questions=int(inside_Q.sum()), n_videos=numbers.n_videos),
+                estimate=numbers,
+                changed=np.array([differs_A[group.arms].any() for group in groups]),
+            )
+        )
+    return tasks
+
+
+def _judge_methods(
+    kind: Kind, tasks: Sequence[_Measured], groups: Sequence[ArmGroup], titles: Mapping[str, str], within: float
+) -> list[Verdict]:
+    """Return the verdict on each method, whose rows are neither of other methods nor of other positions.
+
+    ``titles`` are the names of methods from elsewhere, by import path.
+    """
+    estimate = Estimate(
+        value=np.mean([of_one.estimate.value for of_one in tasks], axis=0),
+        drawn=np.mean([of_one.estimate.drawn for of_one in tasks], axis=0),
+        n_videos=kind.n_videos,
+    )
+    rows: dict[tuple[str, str], list[int]] = {}
+    for row in range(FULL_ROW + 1, len(groups)):
+        rows.setdefault((groups[row].method, groups[row].positions), []).append(row)
+    return [
+        Verdict(
+            kind=kind,
+            title=row_title(groups[of_method[0]], titles),
+            method=method,
+            positions=positions,
+            losses=[_measure_loss(estimate, tasks, row, groups[row], within) for row in of_method],
+            within=within,
+        )
+        for (method, positions), of_method in rows.items()
+    ]
+
+
+def _measure_loss(estimate: Estimate, tasks: Sequence[_Measured], row: int, group: ArmGroup, within: float) -> Loss:
+    """Return the loss of a row against full retention on a kind's tasks, with the outcome of its test."""
+    by = estimate.difference(row, FULL_ROW)
+    if math.isnan(by.value):
+        return Loss(ratio=group.ratio, outcome="not run", lacking=_describe_lacking(tasks, row, group))
+    number = 100 * by.value
+    if estimate.n_videos < FEWEST_VIDEOS:
+        return Loss(ratio=group.ratio, outcome="few videos", difference=number)
+    if not any(of_one.changed[row] for of_one in tasks):
+        return Loss(ratio=group.ratio, outcome="no change", difference=0.0)
+    if not np.isfinite(estimate.drawn[:, row] - estimate.drawn[:, FULL_ROW]).any():
+        return Loss(ratio=group.ratio, outcome="no interval", difference=number)
+    # Without an interval although there are draws: each has the same difference.
+    ends = (number, number) if math.isnan(by.low) else (100 * by.low, 100 * by.high)
+    low, high = (round(end, _DIGITS) for end in ends)
+    return Loss(ratio=group.ratio, outcome=_judge(low, high, within), difference=number, low=low, high=high)
+
+
+def _judge(low: float, high: float, within: float) -> Outcome:
+    """Return the outcome of a ratio whose interval has these ends, in points."""
+    if high < -within:
+        return "loses"
+    if round((high - low) / 2, _DIGITS) > within:
+        return "wide"
+    return "passes" if low > -within else "may lose"
+
+
+def _describe_lacking(tasks: Sequence[_Measured], row: int, group: ArmGroup) -> str:
+    """Return on which benchmarks a row, or full retention, was not run."""
+
+    def list_missing(row: int) -> str:
+        return ", ".join(of_one.task.title for of_one in tasks if math.isnan(of_one.estimate.value[row]))
+
+    if without_full := list_missing(FULL_ROW):
+        return f"full retention not run on {without_full}"
+    seeds = f" with all {len(group.seeds)} seeds" if len(group.seeds) > 1 else ""
+    return f"not run{seeds} on {list_missing(row)}"

@@ -1,0 +1,373 @@
+"""Where methods break: the lowest safe retention ratio of each kind of ability, from scores to the page."""
+
+import json
+import re
+from html.parser import HTMLParser
+from math import ceil
+from zlib import crc32
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from jobs import evaluate
+from pipeline.evaluate.abilities import BUILT_IN, AbilityRule
+from pipeline.evaluate.forms import markdown
+from pipeline.evaluate.losses import find_breaks
+from pipeline.evaluate.request import write_results_header
+from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
+from pipeline.storage.stores import LocalStore
+from tests.pipeline.evaluate.score_tables import score_rows, score_table
+
+PER_VIDEO = 50  # questions about a video, so that one of them is 2 points
+RATIOS = (0.5, 0.25, 0.1)
+
+
+def steady(lost, n_videos=20, **splits):
+    """Make scores of which the same number is lost in every video, so that the interval is a single number.
+
+    ``lost`` maps (method, ratio) to that number.
+    """
+    clusters = [f"v{i // PER_VIDEO:03}" for i in range(n_videos * PER_VIDEO)]
+    more = {"clusters": clusters, "splits": [splits] * len(clusters)}
+    arms = {("none", 1.0): 0, **lost}
+    return score_table(
+        *(score_rows(*arm, n_videos * ([0.0] * n + [1.0] * (PER_VIDEO - n)), **more) for arm, n in arms.items())
+    )
+
+
+def falling(method, *lost):
+    """Map the ratios of a method to the numbers of lost answers in every video."""
+    return dict(zip([(method, ratio) for ratio in RATIOS], lost, strict=False))
+
+
+def breaks_of(within=2.0, rules=BUILT_IN, methods=None, **scores):
+    """Find the breaks of benchmarks by name; "_" stands for a "-"."""
+    benchmarks = {
+        name.replace("_", "-"): of_one if isinstance(of_one, ScoredBenchmark) else ScoredBenchmark(name, of_one)
+        for name, of_one in scores.items()
+    }
+    return find_breaks(benchmarks, rules, within=within, methods=methods, draws=300)
+
+
+def only(breaks):
+    (verdict,) = breaks.verdicts
+    return verdict
+
+
+def outcomes(verdict):
+    return [loss.outcome for loss in verdict.losses]
+
+
+def test_ratios_are_tested_from_the_largest_down_and_the_first_failure_ends_the_test():
+    verdict = only(breaks_of(shapes=steady(falling("gstep", 0, 2, 0))))
+    assert outcomes(verdict) == ["no change", "loses", "no change"]
+    assert (verdict.lowest_safe_ratio, verdict.answer) == (0.5, "50%")
+    assert verdict.reason == "no change in 1,000; at 25% it loses 4.0 points [-4.0, -4.0]"
+    safe = [of_one["safe"] for of_one in verdict.as_record()["losses"]]
+    assert safe == [True, False, False]  # the last ratio would pass by itself
+
+
+def test_all_ratios_or_none_may_be_safe():
+    verdict = only(breaks_of(shapes=steady(falling("gstep", 0, 0, 1)), within=3.0))
+    assert (verdict.answer, verdict.reason) == ("10%", "the lowest ratio that was tested")
+    verdict = only(breaks_of(shapes=steady(falling("gstep", 0, 0, 0))))
+    assert (verdict.answer, verdict.reason) == ("10%", "no change in 1,000; the lowest ratio that was tested")
+    verdict = only(breaks_of(shapes=steady(falling("gstep", 3, 0, 0))))
+    assert (verdict.lowest_safe_ratio, verdict.answer) == (None, "none")
+    assert verdict.reason == "no tested ratio is safe: at 50% it loses 6.0 points [-6.0, -6.0]"
+
+
+@pytest.mark.parametrize(
+    ("within", "outcome", "answer"),
+    [(1.9, "loses", "none"), (2.0, "may lose", "none"), (2.1, "passes", "50%")],
+)
+def test_a_lower_end_at_the_limit_fails(within, outcome, answer):
+    verdict = only(breaks_of(shapes=steady({("gstep", 0.5): 1}), within=within))
+    assert (outcomes(verdict), verdict.answer) == ([outcome], answer)
+
+
+@pytest.mark.parametrize(("n_videos", "answer"), [(19, "cannot be told"), (20, "50%")])
+def test_fewer_than_20_videos_tell_nothing_even_where_nothing_changes(n_videos, answer):
+    verdict = only(breaks_of(shapes=steady({("gstep", 0.5): 0}, n_videos)))
+    assert verdict.answer == answer
+    assert (verdict.reason == "19 videos") is (n_videos == 19)
+
+
+def test_of_a_kind_with_several_tasks_the_fewest_videos_count():
+    verdict = only(breaks_of(shapes=steady({("gstep", 0.5): 0}, 30), mvbench=steady({("gstep", 0.5): 0}, 19)))
+    assert (verdict.answer, verdict.reason) == ("cannot be told", "19 videos of mvbench")
+
+
+def one_by_one(pruned, full, ratio=0.5):
+    """Make scores of questions about a video each."""
+    return score_table(score_rows("none", 1.0, full), score_rows("gstep", ratio, pruned))
+
+
+def test_an_interval_that_is_too_wide_tells_nothing_unless_it_lies_wholly_below_the_limit():
+    full = [1.0] * 20 + [0.0] * 20
+    wide = only(breaks_of(shapes=one_by_one([0.0] * 4 + [1.0] * 20 + [0.0] * 16, full)))
+    assert outcomes(wide) == ["wide"] and wide.answer == "cannot be told"
+    assert re.fullmatch(r"half width \d\d\.\d\d at 50%", wide.reason)
+    gains = only(breaks_of(shapes=one_by_one([1.0] * 30 + [0.0] * 10, full)))
+    assert gains.losses[0].low > 2 and outcomes(gains) == ["wide"]  # no exception for a gain
+    lost = only(breaks_of(shapes=one_by_one([0.0] * 36 + [1.0] * 4, [1.0] * 40)))
+    assert lost.losses[0].half_width > 2 and outcomes(lost) == ["loses"] and lost.answer == "none"
+
+
+def test_a_later_ratio_that_cannot_be_told_is_named_with_its_half_width():
+    full = [1.0] * 20 + [0.0] * 20
+    changed = score_rows("gstep", 0.25, [0.0] * 4 + [1.0] * 20 + [0.0] * 16)
+    verdict = only(
+        breaks_of(shapes=score_table(score_rows("none", 1.0, full), score_rows("gstep", 0.5, full), changed))
+    )
+    assert verdict.answer == "50%"
+    assert re.fullmatch(r"no change in 40; at 25% it cannot be told: half width \d\d\.\d\d", verdict.reason)
+
+
+def test_a_kind_is_the_equal_mean_of_tasks_of_unlike_sizes():
+    small, large = (
+        steady({("gstep", 0.5): 2}, 20, task_type="count"),
+        steady({("gstep", 0.5): 0}, 60, task="moving_count"),
+    )
+    breaks = breaks_of(shapes=small, mvbench=large)
+    verdict = only(breaks)
+    assert verdict.losses[0].difference == pytest.approx(-2) and outcomes(verdict) == ["may lose"]
+    assert verdict.kind.name == "counting"
+    assert verdict.kind.text == "shapes (1,000 questions, 20 videos) + mvbench (3,000 questions, 60 videos)"
+    assert breaks.not_measured == ["grounding", "order", "hallucination", "OCR", "needle", "general"]
+    assert breaks.remarks == [
+        "Not measured here: grounding, order, hallucination, OCR, needle, general. Grounding and hallucination: by "
+        "tasks of lmms-eval, or questions that --abilities names."
+    ]
+
+
+def test_a_method_or_ratio_that_a_benchmark_lacks_has_no_number_and_is_not_averaged_over_fewer():
+    first = steady({**falling("gstep", 0, 0, 0), **falling("fps", 0, 0), ("random", 0.5): 0, ("random,seed=1", 0.5): 0})
+    second = steady({("gstep", 0.5): 0, ("gstep", 0.1): 0, ("random", 0.5): 0})
+    verdicts = {verdict.title: verdict for verdict in breaks_of(shapes=first, mvbench=second).verdicts}
+    gstep, fps, random = verdicts["GSTEP"], verdicts["FPS"], verdicts["Random, 2 seeds"]
+    assert outcomes(gstep) == ["no change", "not run", "no change"] and gstep.losses[1].difference is None
+    assert gstep.answer == "10%" and gstep.reason.endswith("was tested; 25% not run on mvbench")
+    assert (fps.answer, fps.reason) == ("cannot be told", "not run on mvbench")
+    assert (random.answer, random.reason) == ("cannot be told", "not run with all 2 seeds on mvbench")
+    few = breaks_of(shapes=steady(falling("gstep", 0, 0, 0), 19), mvbench=steady(falling("gstep", 0, 0)))
+    assert only(few).reason == "19 videos of shapes"  # at every ratio, whether or not it was run
+    unpaired = score_table(score_rows("gstep", 0.5, [1.0] * 30))
+    assert only(breaks_of(shapes=unpaired)).reason == "full retention not run on shapes"
+
+
+def test_seeds_are_averaged_and_positions_are_lines_of_their_own():
+    arms = {("random", 0.5): 0, ("random,seed=1", 0.5): 1, ("gstep", 0.5): 0, ("gstep,positions=original", 0.5): 3}
+    verdicts = {verdict.title: verdict for verdict in breaks_of(shapes=steady(arms)).verdicts}
+    assert verdicts["Random, 2 seeds"].losses[0].difference == pytest.approx(-1)
+    assert outcomes(verdicts["Random, 2 seeds"]) == ["passes"]
+    assert [verdicts[title].answer for title in ("GSTEP", "GSTEP, original positions")] == ["50%", "none"]
+    assert [verdict.title for verdict in breaks_of(shapes=steady(arms), methods=["random"]).verdicts] == [
+        "Random, 2 seeds"
+    ]
+
+
+def test_benchmarks_whose_scores_are_not_per_question_take_no_part():
+    scores = steady({("gstep", 0.5): 0})
+    own_number = ScoredBenchmark("EgoSchema", steady({("gstep", 0.5): 9, ("fps", 0.5): 9}), per_question=False)
+    breaks = breaks_of(shapes=scores, egoschema=own_number, rules=[AbilityRule("egoschema", "", "", "order", "f")])
+    assert only(breaks).answer == "50%" and [kind.text for kind in breaks.kinds] == [
+        "shapes (1,000 questions, 20 videos)"
+    ]
+    (note,) = breaks.notes
+    assert note == "EgoSchema takes no part here: its numbers are not means over questions that have a score each."
+    assert breaks_of(egoschema=own_number).verdicts == []
+    table = results_table("m", [own_number], draws=100)
+    assert "nothing can be said" in markdown(table, breaks=breaks_of(egoschema=own_number))
+    assert "Where it breaks" not in markdown(table)
+
+
+def test_rules_of_a_user_come_before_the_built_in_ones():
+    scores = steady({("gstep", 0.5): 0}, task_type="count", domain="needle")
+    rules = [AbilityRule("sh*", "task_type", "count", "sums", "f, line 2"), AbilityRule("x", "", "", "y", "f, line 3")]
+    assert [kind.name for kind in breaks_of(shapes=scores).kinds] == ["needle"]
+    breaks = breaks_of(shapes=scores, rules=[*rules, *BUILT_IN])
+    assert [kind.name for kind in breaks.kinds] == ["sums"]
+    assert breaks.notes == ["f, line 3: no results are of a benchmark 'x'; there are shapes."]
+
+
+def random_case(generator, n_questions, per_video, split, values, arms):
+    """Make scores with random losses, and what each question is: its cluster and splits."""
+    clusters = [f"v{i // per_video:03}" for i in range(n_questions)]
+    splits = [{split: values[int(generator.integers(len(values)))]} for _ in range(n_questions)]
+    full = generator.integers(0, 2, n_questions).astype(float)
+    rows = [score_rows("none", 1.0, full.tolist(), clusters=clusters, splits=splits)]
+    for arm, share in arms.items():
+        pruned = np.where(generator.random(n_questions) < share, 0.0, full)
+        rows.append(score_rows(*arm, pruned.tolist(), clusters=clusters, splits=splits))
+    return score_table(*rows)
+
+
+def plain_differences(table, title, parts, by, ratio, draws):
+    """Return the difference of GSTEP at a ratio to full retention and its draws, question by question.
+
+    Args:
+        parts: of the split, whose questions are of the kind.
+        by: whether the parts are averaged first.
+    """
+    rows = table.to_pylist()
+    full = {row["question_id"]: row for row in rows if row["method"] == "none"}
+    pruned = {row["question_id"]: row for row in rows if row["retention_ratio"] == ratio}
+    videos = sorted({row["cluster"] for row in full.values()})
+
+    def number(drawn):
+        by_part = {}
+        for video in drawn:
+            for name, row in full.items():
+                (part,) = dict(row["splits"]).values()
+                if row["cluster"] == video and part in parts:
+                    by_part.setdefault(part if by else "", []).append(pruned[name]["score"] - row["score"])
+        return sum(sum(of_one) / len(of_one) for of_one in by_part.values()) / len(by_part), set(by_part)
+
+    generator = np.random.default_rng([0, crc32(title.encode())])
+    picks = generator.integers(len(videos), size=(draws, len(videos)))
+    value, present_parts = number(videos)
+    drawn = [number([videos[i] for i in of_one]) for of_one in picks]
+    assert all(present == present_parts for _, present in drawn)
+    return value, [one for one, _ in drawn]
+
+
+def plain_outcome(values, draws, within):
+    """Return the outcome of a ratio by its differences on each task, and its interval."""
+    value = 100 * sum(values) / len(values)
+    means = sorted(100 * sum(of_tasks) / len(of_tasks) for of_tasks in zip(*draws, strict=True))
+    low, high = (means[ceil(share * len(means)) - 1] for share in (0.025, 0.975))
+    if high < -within:
+        return "loses", value, low, high
+    if (high - low) / 2 > within:
+        return "wide", value, low, high
+    return ("passes" if low > -within else "may lose"), value, low, high
+
+
+@pytest.mark.parametrize("within", [1.0, 4.0, 12.0])
+def test_the_rule_is_that_of_a_plain_one(within):
+    """On two benchmarks, one of which averages over tasks before the kind."""
+    draws, generator = 60, np.random.default_rng(3)
+    arms = {("gstep", 0.5): 0.02, ("gstep", 0.25): 0.08, ("gstep", 0.1): 0.5}
+    shapes = random_case(generator, 90, 3, "task_type", ["count", "color", "shape"], arms)
+    mlvu = random_case(generator, 160, 4, "task_type", ["count", "ego", "plotQA"], arms)
+    benchmarks = {"shapes": ScoredBenchmark("S", shapes), "mlvu-dev": ScoredBenchmark("M", mlvu, mean_over="task_type")}
+    breaks = find_breaks(benchmarks, BUILT_IN, within=within, draws=draws)
+    assert [kind.name for kind in breaks.kinds] == ["counting", "general"]
+    for verdict in breaks.verdicts:
+        parts = ["count"] if verdict.kind.name == "counting" else ["color", "shape", "ego", "plotQA"]
+        safe, failed = None, False
+        for loss in verdict.losses:
+            of_tasks = [
+                plain_differences(table, title, parts, by, loss.ratio, draws)
+                for table, title, by in ((shapes, "S", False), (mlvu, "M", True))
+            ]
+            outcome, *numbers = plain_outcome(
+                [value for value, _ in of_tasks], [drawn for _, drawn in of_tasks], within
+            )
+            assert (loss.difference, loss.low, loss.high) == pytest.approx(numbers)
+            assert loss.outcome == outcome
+            failed = failed or outcome != "passes"
+            safe = safe if failed else loss.ratio
+        assert verdict.lowest_safe_ratio == safe
+
+
+MODEL = {"type": "llava_onevision", "weights": "hub:a/model@sha"}
+
+
+def write(folder, name, table):
+    """Write what jobs.evaluate leaves of a benchmark; return the folder."""
+    store = LocalStore(folder / name)
+    store.make()
+    write_results_header(store, {"benchmark": name, "model": MODEL, "num_frames": 32, "protocol": "p"}, {"model": "m"})
+    pq.write_table(table, store.root / "scores.parquet")
+    return str(store.root)
+
+
+@pytest.fixture
+def places(tmp_path):
+    first = steady(
+        {**falling("gstep", 0, 1, 2), **falling("fps", 3, 0, 0)}, task_type="Counting Problem", duration="short"
+    )
+    second = steady({**falling("gstep", 0, 0, 0), **falling("fps", 0, 0, 0)}, 19, task_type="order")
+    return [write(tmp_path, "videomme", first), write(tmp_path, "mlvu-dev", second)]
+
+
+class Page(HTMLParser):
+    """The texts of a page's tags below one heading."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.texts = [], []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "path"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag != "path":
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts += [data.strip()] if data.strip() else []
+
+
+def test_the_section_stands_in_every_form_of_what_results_lays_out(tmp_path, places, capsys):
+    table = tmp_path / "abilities.csv"
+    table.write_text("benchmark,split,value,ability\nmlvu-dev,task_type,order,my|kind\nother,,,OCR\n")
+    out = tmp_path / "out"
+    options = ["--within", "3", "--abilities", str(table), "--draws", "100", "--json"]
+    assert evaluate.main(["--results", *places, "--out", str(out), *options]) == 0
+    printed = capsys.readouterr().out
+    (record,) = json.loads((out / "tables.json").read_text())
+    section = record["where_it_breaks"]
+    assert json.loads(printed)["where_it_breaks"] == section
+    assert [line["kind"] for line in section["kinds"]] == ["counting", "my|kind"] and section["within"] == 3
+    lines = {(line["kind"], line["method"]): (line["lowest_safe_ratio"], line["reason"]) for line in section["lines"]}
+    assert lines == {
+        ("counting", "gstep"): (0.25, "at 10% it loses 4.0 points [-4.0, -4.0]"),
+        ("counting", "fps"): (None, "no tested ratio is safe: at 50% it loses 6.0 points [-6.0, -6.0]"),
+        ("my|kind", "gstep"): (None, "19 videos"),
+        ("my|kind", "fps"): (None, "19 videos"),
+    }
+    unused = f"{table}, line 3: no results are of a benchmark 'other'; there are videomme, mlvu-dev."
+    assert unused in section["notes"]
+    md = (out / "tables.md").read_text().replace("\\", "")
+    assert "| counting | GSTEP | **25%** (at 10% it loses 4.0 points [-4.0, -4.0]) | 50%: no change; " in md
+    assert "| my|kind | FPS | **cannot be told** (19 videos) | 50%: 0.0; 25%: 0.0; 10%: 0.0 |" in md
+    page = Page((out / "report.html").read_text())
+    assert page.open == []
+    texts = page.texts[page.texts.index("Where it breaks") :]
+    assert "at 10% it loses 4.0 points [-4.0, -4.0]" in texts and "cannot be told: 19 videos" in texts
+    assert "Nothing is corrected for the 2 kinds and 2 methods" in " ".join(texts) and unused in texts
+    assert unused in md and "VideoMME (1,000 questions, 20 videos)" in md
+
+
+def test_the_picture_has_a_point_for_each_number_and_the_limit_as_a_band(tmp_path, places, capsys):
+    out = tmp_path / "out"
+    assert evaluate.main(["--results", *places, "--out", str(out), "--draws", "100"]) == 0, capsys.readouterr().err
+    html = (out / "report.html").read_text()
+    panels = re.findall(r'<div class="panel">(.*?)</svg>', html, re.S)
+    assert [re.search(r"<h3>(.*)</h3>", panel)[1] for panel in panels] == ["counting", "order"]
+    assert [panel.count("<circle") for panel in panels] == [6, 0] and panels[0].count('class="hollow"') == 5
+    ticks = {label: float(y) for y, label in re.findall(r'y="([\d.]+)" text-anchor="end">([-+\d]+)<', panels[0])}
+    step = (ticks["-6"] - ticks["0"]) / 6
+    band = re.search(r'class="band" x="\d+" y="([\d.]+)" width="\d+" height="([\d.]+)"', panels[0])
+    assert float(band[1]) == pytest.approx(ticks["0"] - 4, abs=0.11)
+    assert float(band[2]) == pytest.approx(2 * step, abs=0.11)
+    lowest = re.search(r'cy="([\d.]+)" r="3.5" class="hollow"><title>FPS at 50%: -6.0 \[-6.0, -6.0\]', panels[0])
+    assert float(lowest[1]) == pytest.approx(ticks["-6"] - 4, abs=0.11)
+
+
+def test_results_of_one_benchmark_have_the_section_and_its_options_go_with_results_alone(tmp_path, places, capsys):
+    assert evaluate.main(["--results", places[0], "--out", str(tmp_path / "out"), "--draws", "100"]) == 0
+    assert "### Where it breaks" in capsys.readouterr().out
+    for option in (["--within", "1"], ["--abilities", "a.csv"]):
+        assert evaluate.main(["--benchmark", "shapes", *option, "--out", str(tmp_path / "x")]) == 2
+        assert f"{option[0]} goes with --results" in capsys.readouterr().err
+    wrong = {"--within": "0", "--abilities": str(tmp_path / "none.csv")}
+    for name, value in wrong.items():
+        assert evaluate.main(["--results", places[0], name, value, "--out", str(tmp_path / "x")]) == 2
+        assert name in capsys.readouterr().err and not (tmp_path / "x").exists()
