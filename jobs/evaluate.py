@@ -18,16 +18,14 @@ EPILOG = """\
 examples:
   python -m jobs.evaluate --benchmark videomme --data Video-MME --model llava-hf/llava-onevision-qwen2-7b-ov-hf \\
       --method gstep vidcom2 fps --retention-ratio .10 .15 .20 .25 --out results
-  python -m jobs.evaluate --benchmark questions.jsonl --data videos --method gstep fastv,K=3
-  python -m jobs.evaluate --benchmark questions.jsonl --data videos --method gstep random,seed=0..4
-  python -m jobs.evaluate --benchmark lmms:list                 the tasks of lmms-eval about videos
-  python -m jobs.evaluate --benchmark lmms:vsibench --data $HF_HOME --model Qwen/Qwen2.5-VL-7B-Instruct --out vsi
+  python -m jobs.evaluate --benchmark questions.jsonl --data videos --method gstep fastv,K=3 random,seed=0..4
+  python -m jobs.evaluate --benchmark lmms:vsibench --data $HF_HOME --out r/vsi
   python -m jobs.evaluate --score answers answers-10            score answers of jobs.generate
   python -m jobs.evaluate --results r/videomme r/mlvu r/mvbench --out table            one table of several benchmarks
   python -m jobs.evaluate --results r/videomme --reference vidcom2 --out pairs         differences to another method
 
 Rerun the same command to resume. Methods and ratios that you add are answered beside the existing answers. --out gets
-scores.parquet, tables.md, tables.tex, tables.json and report.html. --results says, too, where each method breaks.
+scores.parquet, tables.md, tables.tex, tables.json and report.html; --results says, too, where each method breaks.
 
 """
 

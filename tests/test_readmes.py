@@ -43,6 +43,7 @@ OTHERS = (
     "pipeline/inputs/README.md",
     "tests/README.md",
     "pipeline/evaluate/shapes/README.md",
+    "pipeline/evaluate/tasks/README.md",
 )
 #: What stands in a comment before a block that is not pasted here, or not as it is.
 MARKS = {

@@ -38,16 +38,16 @@ class EvaluateConfig(EngineOptions):
     benchmark: str | None = option(
         None,
         "videomme, longvideobench, mlvu-dev, mlvu-test, mvbench, egoschema-subset (500 questions with published "
-        "answers), egoschema (all 5,031, for a file to submit), shapes (see jobs.testbed), lmms:TASK or "
-        "lmms:TASK@METRIC (a task of lmms-eval; lmms:list lists them), or a file of your own questions "
-        "(.jsonl/.parquet/.csv with question_id, video_id, prompt, answer; optional choices, split, cluster)",
+        "answers), egoschema (all 5,031, for a file to submit), shapes (jobs.testbed), lmms:TASK or "
+        "lmms:TASK@METRIC of lmms-eval (lmms:list lists them), or a file of your own questions (.jsonl/.parquet/.csv: "
+        "question_id, video_id, prompt, answer, perhaps choices, split, cluster)",
         metavar="NAME",
         group="benchmark",
     )
     data: str | None = option(
         None,
-        "the folder with the benchmark's annotations and videos (of a task of lmms-eval: HF_HOME), or with the videos "
-        "of your own questions (without --data a video_id of your own questions is a video of --cache)",
+        "the folder with the benchmark's annotations and videos (lmms:TASK: HF_HOME), or the videos of your own "
+        "questions (without --data their video_id is a video of --cache)",
         metavar="DIR",
     )
     video_root: list[str] = option(

@@ -22,7 +22,7 @@ REMEDY = (
     "it needs lmms-eval: pip install -e '.[lmms]' && pip install --no-deps lmms_eval=="
     + VERSION
     + " in an environment "
-    "of its own, see 'Tasks of lmms-eval' of pipeline/evaluate/README.md"
+    "of its own, see 'In lmms-eval' of pipeline/evaluate/README.md"
 )
 #: Folder below HF_HOME with TASK.parquet or TASK.jsonl, which replace a task's annotations on the hub.
 ANNOTATIONS = "annotations"
