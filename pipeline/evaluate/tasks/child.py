@@ -279,7 +279,7 @@ class LoadedTask:
             parts = _list_parts(self._aggregate(metric, of_mixture))
             return parts.get(part or next(iter(parts)))
 
-        means = explain(of_documents, aggregate, fields, keys)
+        means = explain(of_documents, aggregate, fields, keys, n_methods=len(results))
         if means is None:
             return none
         counted = [i for i, counts in enumerate(means.counted) if counts]
