@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import inspect
 import json
+import random
 import socket
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pipeline.evaluate.tasks.numbers import as_number, explain
+import numpy as np
+
+from gstep.lazy import did_you_mean
+from pipeline.evaluate.tasks.numbers import as_number, explain, number_of
 
 _MAX_FIELD = 60  # characters of a field's value that may name a part
 _N_PROBED = 5  # documents whose rule is tried before anything is asked
@@ -75,6 +79,7 @@ class LoadedTask:
         logger.remove()  # every aggregation writes a line
         self.name, self._network = request["task"], network
         manager = TaskManager(model_name=request["model_type"])
+        _check_name(self.name, manager)
         rows = request.get("rows")
         try:
             with _without_pauses():
@@ -186,7 +191,12 @@ class LoadedTask:
             raise Refusal("its rule sends replies to a judge on the network; lmms-eval's own command can ask it")
 
     def _process(self, number: int, reply: str) -> dict[str, Any] | Exception:
-        """Return what the task's rule makes of a reply: metric -> result of any form; or the error that it raised."""
+        """Return what the task's rule makes of a reply: metric -> result of any form; or the error that it raised.
+
+        Rules that draw an option where a reply names none draw the same one for every method, and whenever they score.
+        """
+        random.seed(number)
+        np.random.seed(number)
         try:
             with _without_pauses():
                 return dict(self.task.process_results(self._document(number), [self._filter(reply)]))
@@ -227,7 +237,18 @@ class LoadedTask:
                 results[label].append({} if isinstance(result, Exception) else result)
             judged[label] = n_judged if self._network.attempts > before else 0
         own = {label: self._aggregate_all(results[label]) for label in arms}
-        return {"own": own, "judged": judged, "errors": errors, **self._explain(numbers, results)}
+        metric = self._name_part(own.values())
+        explained = self._explain(metric, numbers, results)
+        return {"metric": metric, "own": own, "judged": judged, "errors": errors, **explained}
+
+    def _name_part(self, own: Iterable[Mapping[str, Any]]) -> str:
+        """Return the metric with the part that counts: of one with several numbers the first, if none is named."""
+        if self.metric in self._aggregations:
+            for of_arm in own:
+                names = [name for name in of_arm if name.partition("/")[0] == self.metric]
+                if names and self.metric not in names:
+                    return names[0]
+        return self.metric
 
     def _aggregate_all(self, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the task's own numbers by metric; an error is its text.
@@ -257,9 +278,14 @@ class LoadedTask:
             arguments = {"args": Namespace(output_path=folder)} if has_arguments else {}
             return function(results, **arguments)
 
-    def _explain(self, numbers: Sequence[int], results: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-        """Return each document's number where the metric is a mean of them: scores, mean_over, weights, percent."""
-        metric, _, part = self.metric.partition("/")
+    def _explain(
+        self, name: str, numbers: Sequence[int], results: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> dict[str, Any]:
+        """Return each document's number where the metric is a mean of them: scores, mean_over, weights, percent.
+
+        Of a metric that is no mean, ``percent`` says whether it makes numbers above 1.
+        """
+        metric, _, part = name.partition("/")
         places = [i for i in range(len(numbers)) if all(metric in of_arm[i] for of_arm in results.values())]
         none: dict[str, Any] = {"scores": None, "mean_over": None, "weights": {}, "percent": None}
         if not places:
@@ -276,12 +302,12 @@ class LoadedTask:
             fields.append(self._fields(document))
 
         def aggregate(of_mixture: list[Any]) -> Any:
-            parts = _list_parts(self._aggregate(metric, of_mixture))
-            return parts.get(part or next(iter(parts)))
+            return _list_parts(self._aggregate(metric, of_mixture)).get(part)
 
         means = explain(of_documents, aggregate, fields, keys, n_methods=len(results))
         if means is None:
-            return none
+            own = [number_of(of_reply, aggregate) for of_reply in zip(*of_documents, strict=True)]
+            return {**none, "percent": max((number for number in own if number is not None), default=0) > 1}
         counted = [i for i, counts in enumerate(means.counted) if counts]
         scores = {
             label: {str(numbers[places[i]]): means.values[i][place] for i in counted}
@@ -305,6 +331,18 @@ def _read_from(rows: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     split = config.get("test_split") or config.get("validation_split")
     kind = "parquet" if rows.suffix == ".parquet" else "json"
     return {"dataset_path": kind, "dataset_name": None, "dataset_kwargs": {"data_files": {split: str(rows)}}}
+
+
+def _check_name(name: str, manager: Any) -> None:
+    """Raise Refusal if lmms-eval has no task of this name, or a group of tasks has it."""
+    if name not in manager.all_tasks:
+        raise Refusal(f"lmms-eval has no such task{did_you_mean(name, manager.all_tasks)}")
+    if name in (*manager.all_groups, *manager.all_tags):
+        members = manager.task_index[name]["task"]
+        if not isinstance(members, list):  # a group with a file of its own
+            members = manager._get_config(name).get("task", [])
+        names = ", ".join(member for member in members if isinstance(member, str))
+        raise Refusal(f"it is a group of tasks: name one of them ({names})")
 
 
 def _explain_loading(name: str, error: BaseException) -> str:

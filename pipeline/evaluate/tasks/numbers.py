@@ -128,7 +128,7 @@ def as_number(value: Any) -> float | None:
     return float(value) if is_number else None
 
 
-def _number_of(results: Sequence[Any], aggregate: Aggregate) -> float | None:
+def number_of(results: Sequence[Any], aggregate: Aggregate) -> float | None:
     """Return the task's own number of the results of all documents; None if there is none."""
     try:
         return as_number(aggregate(deepcopy(list(results))))
@@ -139,7 +139,7 @@ def _number_of(results: Sequence[Any], aggregate: Aggregate) -> float | None:
 def _list_usable(results: Sequence[Sequence[Any]], aggregate: Aggregate) -> list[int]:
     """List the places of replies of which the task makes a number; many rules cannot take an empty reply, say."""
     of_replies = [[of_one[place] for of_one in results] for place in range(len(results[0]))]
-    return [place for place, of_reply in enumerate(of_replies) if _number_of(of_reply, aggregate) is not None]
+    return [place for place, of_reply in enumerate(of_replies) if number_of(of_reply, aggregate) is not None]
 
 
 def _mix(results: Sequence[Sequence[Any]], aggregate: Aggregate, count: int) -> _Mixtures | None:
@@ -153,7 +153,7 @@ def _mix(results: Sequence[Sequence[Any]], aggregate: Aggregate, count: int) -> 
     kept, own = list[list[int]](), list[float]()
     for choice in chain(unmixed, mixed):
         mixture = [of_one[place] for of_one, place in zip(results, choice, strict=True)]
-        if (number := _number_of(mixture, aggregate)) is not None:
+        if (number := number_of(mixture, aggregate)) is not None:
             kept.append(choice)
             own.append(number)
         if len(own) == n_results + count:
@@ -173,8 +173,8 @@ def _list_numbers(results: Sequence[Sequence[Any]], aggregate: Aggregate) -> Ite
         yield complete
         return
 
-    if all(_number_of(of_one[:1], aggregate) is not None for of_one in results[:_SINGLE_TRIALS]):
-        numbers = [[_number_of([result], aggregate) for result in of_one] for of_one in results]
+    if all(number_of(of_one[:1], aggregate) is not None for of_one in results[:_SINGLE_TRIALS]):
+        numbers = [[number_of([result], aggregate) for result in of_one] for of_one in results]
         if (complete := _complete(numbers)) is not None:
             yield complete
     if all(isinstance(result, Mapping) for of_one in results for result in of_one):

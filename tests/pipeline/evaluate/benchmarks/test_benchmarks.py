@@ -226,7 +226,7 @@ def test_benchmarks_are_found_by_name_and_questions_by_their_file(tmp_path):
     assert (own.name, own.title, own.protocols) == ("mine.csv", "mine", (LETTER,))
     with pytest.raises(
         UsageError,
-        match=r"vidoemme: unknown \(did you mean videomme\?\); known are videomme, .*, shapes, lmms:TASK .*, and a file ",
+        match=r"vidoemme: unknown \(did you mean videomme\?\); known are videomme, .*, shapes, lmms:TASK .*, and a",
     ):
         find_benchmark("vidoemme")
 
