@@ -239,4 +239,6 @@ def _describe_scoring(answer: dict[str, Any], numbers: dict[str, Any]) -> Iterat
 
 def _explain_number(own: dict[str, Any]) -> str:
     """Return a sentence about a number that is no mean over questions."""
+    if not own["numbers"]:
+        return f"{own['metric']} was about removed questions too: run jobs.evaluate again for a number without them."
     return f"{own['metric']} is the task's own number of a whole method: no mean over questions, and without interval."

@@ -170,12 +170,30 @@ def test_tables_are_laid_out_without_lmms_eval_and_without_the_videos(results, t
     assert own_of(results[task].out)["metric"] in (tmp_path / "t" / "tables.md").read_text().replace("\\", "")
 
 
-def test_a_removed_video_is_in_no_number(home, copied, monkeypatch):
-    out = copied(VIDEOS_RIGHT)
-    done = run_here(remove, [str(out), "--id", "temporalbench/short_video/Charades/1.mp4", "--reason", "asked for"])
+def remove_video(out, tmp_path, video_id):
+    (tmp_path / "ids.txt").write_text(video_id)
+    done = run_here(remove, [str(out), "--ids", str(tmp_path / "ids.txt"), "--reason", "asked", "--keep-minutes", "0"])
     assert done.returncode == 0, done.stdout
+
+
+def test_scores_of_questions_are_left_without_those_of_a_removed_video(copied, tmp_path):
+    out = copied(CHARADES)
+    remove_video(out, tmp_path, "charades_sta/Charades_v1_480/AO8RW.mp4")
+    assert {row["question_id"] for row in scores_of(out)} == set("345678")
+    by_arm = {}
+    for row in scores_of(out):
+        by_arm.setdefault(f"{row['method']}@{row['retention_ratio']:g}", []).append(row["score"])
+    means = {label: f"{100 * sum(scores) / len(scores):.1f}" for label, scores in by_arm.items()}
+    assert {label: printed for label, (printed, _) in table_of(out).items()} == means
+    assert own_of(out)["numbers"] == {}
+
+
+def test_a_removed_video_is_in_no_number(home, copied, tmp_path, monkeypatch):
+    out = copied(VIDEOS_RIGHT)
+    remove_video(out, tmp_path, "temporalbench/short_video/Charades/1.mp4")
     assert len({row["question_id"] for row in scores_of(out)}) == 4
-    assert {printed for printed, _ in table_of(out).values()} == {None}
+    assert own_of(out)["numbers"] == {} and "overall" not in (out / "tables.json").read_text().partition("rows")[2]
+    assert "temporalbench_score/1 was about removed questions too" in (out / "report.html").read_text()
     forbid_models(monkeypatch)
     forbid_ray(monkeypatch)
     evaluated(home, out, VIDEOS_RIGHT)
