@@ -42,7 +42,7 @@ from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
 _PAGES = "pages"  # folder of older results: pages with the frames of some videos
-_WRITTEN = (SCORES, TABLES_MD, TABLES_TEX, TABLES_JSON, REPORT)
+_WRITTEN = (OWN_NUMBERS, SCORES, TABLES_MD, TABLES_TEX, TABLES_JSON, REPORT)
 
 
 @dataclass
@@ -101,9 +101,8 @@ def remove_results(
     other_scores = scores.filter(pc.invert(is_removed))
     result.left = pc.count_distinct(other_scores["question_id"]).as_py()
     _drop_rows(store, frozenset(ids), frozenset(result.questions))
-    if result.scores:
-        _forget_numbers(store)
-    result.written = _write(store, identity, other_scores)
+    changed = _drop_own_numbers(store) if result.questions else []
+    result.written = [*changed, *_write(store, identity, other_scores)]
     old_names = {file.name for file in store.list_files(_PAGES)}
     if not result.left:  # nothing is left to make them of
         old_names |= {name for name in (*_WRITTEN, *store.names(FOLDER, ".json")) if store.exists(name)} - {FORM}
@@ -143,11 +142,16 @@ def _drop_rows(store: Store, ids: Collection[str], question_ids: Collection[str]
             store.put(name, json.dumps(left_choices, indent=1).encode())
 
 
-def _forget_numbers(store: Store) -> None:
-    """Take out the numbers that a benchmark's own code made of whole methods, since removed videos are in them."""
-    if store.exists(OWN_NUMBERS):
-        own = json.loads(store.read(OWN_NUMBERS))
-        store.put(OWN_NUMBERS, (json.dumps({**own, "numbers": {}}, indent=1) + "\n").encode())
+def _drop_own_numbers(store: Store) -> list[str]:
+    """Take out the numbers that a benchmark's own code made, since they are about removed questions too.
+
+    Returns the names of the files that were written.
+    """
+    if not store.exists(OWN_NUMBERS):
+        return []
+    own = json.loads(store.read(OWN_NUMBERS))
+    store.put(OWN_NUMBERS, (json.dumps({**own, "numbers": {}}, indent=1) + "\n").encode())
+    return [OWN_NUMBERS]
 
 
 def _write(store: Store, identity: JsonObject, scores: pa.Table) -> list[str]:

@@ -128,7 +128,7 @@ class LmmsTask(Benchmark):
         numbers: dict[str, Any] = {
             "lmms_eval": self.task.version,
             "task": self.task_name,
-            "metric": self.task.metric,
+            "metric": answer["metric"],
             "mean_over": answer["mean_over"],
             "weights": answer["weights"],
             "percent": answer["percent"],
@@ -222,6 +222,9 @@ def _describe_scoring(answer: dict[str, Any], numbers: dict[str, Any]) -> Iterat
         )
     if errors := answer["errors"]:
         yield f"the task's rule failed on {len(errors)} replies, which count as empty replies, e.g. {errors[0]}"
+    if lacking := [label for label, of_arm in numbers["numbers"].items() if numbers["metric"] not in of_arm]:
+        known = ", ".join(numbers["numbers"][lacking[0]])
+        yield f"the task made no number {numbers['metric']} of {', '.join(lacking)}: it has {known or 'none'}"
     failed = {
         metric: number
         for of_arm in numbers["numbers"].values()
@@ -237,5 +240,5 @@ def _describe_scoring(answer: dict[str, Any], numbers: dict[str, Any]) -> Iterat
 def _explain_number(own: dict[str, Any]) -> str:
     """Return a sentence about a number that is no mean over questions."""
     if not own["numbers"]:
-        return f"{own['metric']} was the number of removed videos, too: run the evaluation again."
+        return f"{own['metric']} was about removed questions too: run jobs.evaluate again for a number without them."
     return f"{own['metric']} is the task's own number of a whole method: no mean over questions, and without interval."

@@ -18,17 +18,17 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipeline.evaluate.tasks.numbers import as_number, explain
+from gstep.lazy import did_you_mean
+from pipeline.evaluate.tasks.numbers import as_number, explain, number_of
 from pipeline.evaluate.tasks.survey import check_settings, survey_tasks
 
 _MAX_FIELD = 60  # characters of a field's value that may name a part
@@ -83,7 +83,7 @@ class LoadedTask:
         logger.remove()  # every aggregation writes a line
         self.name, self._network = request["task"], network
         manager = TaskManager(model_name=request["model_type"])
-        _refuse_name(manager, self.name)
+        _check_name(self.name, manager)
         rows, config = request.get("rows"), {}
         try:
             with _without_pauses():
@@ -188,7 +188,12 @@ class LoadedTask:
             raise Refusal("its rule sends replies to a judge on the network; lmms-eval's own command can ask it")
 
     def _process(self, number: int, reply: str) -> dict[str, Any] | Exception:
-        """Return what the task's rule makes of a reply: metric -> result of any form; or the error that it raised."""
+        """Return what the task's rule makes of a reply: metric -> result of any form; or the error that it raised.
+
+        Rules that draw an option where a reply names none draw the same one for every method, and whenever they score.
+        """
+        random.seed(number)
+        np.random.seed(number)
         try:
             with _without_pauses():
                 return dict(self.task.process_results(self._document(number), [self._filter(reply)]))
@@ -218,7 +223,6 @@ class LoadedTask:
         judged, errors = dict[str, int](), list[str]()
         for label, replies in arms.items():
             before = self._network.attempts
-            _seed()
             results[label], n_judged = [], 0
             for number in numbers:
                 attempts = self._network.attempts
@@ -230,7 +234,18 @@ class LoadedTask:
                 results[label].append({} if isinstance(result, Exception) else result)
             judged[label] = n_judged if self._network.attempts > before else 0
         own = {label: self._aggregate_all(results[label]) for label in arms}
-        return {"own": own, "judged": judged, "errors": errors, **self._explain(numbers, results)}
+        metric = self._name_part(own.values())
+        explained = self._explain(metric, numbers, results)
+        return {"metric": metric, "own": own, "judged": judged, "errors": errors, **explained}
+
+    def _name_part(self, own: Iterable[Mapping[str, Any]]) -> str:
+        """Return the metric with the part that counts: of one with several numbers the first, if none is named."""
+        if self.metric in self._aggregations:
+            for of_arm in own:
+                names = [name for name in of_arm if name.partition("/")[0] == self.metric]
+                if names and self.metric not in names:
+                    return names[0]
+        return self.metric
 
     def _aggregate_all(self, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the task's own numbers by metric; an error is its text.
@@ -260,9 +275,14 @@ class LoadedTask:
             arguments = {"args": Namespace(output_path=folder)} if has_arguments else {}
             return function(results, **arguments)
 
-    def _explain(self, numbers: Sequence[int], results: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-        """Return each document's number where the metric is a mean of them: scores, mean_over, weights, percent."""
-        metric, _, part = self.metric.partition("/")
+    def _explain(
+        self, name: str, numbers: Sequence[int], results: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> dict[str, Any]:
+        """Return each document's number where the metric is a mean of them: scores, mean_over, weights, percent.
+
+        Of a metric that is no mean, ``percent`` says whether it makes numbers above 1.
+        """
+        metric, _, part = name.partition("/")
         places = [i for i in range(len(numbers)) if all(metric in of_arm[i] for of_arm in results.values())]
         none: dict[str, Any] = {"scores": None, "mean_over": None, "weights": {}, "percent": None}
         if not places:
@@ -279,12 +299,12 @@ class LoadedTask:
             fields.append(self._fields(document))
 
         def aggregate(of_mixture: list[Any]) -> Any:
-            parts = _list_parts(self._aggregate(metric, of_mixture))
-            return parts.get(part or next(iter(parts)))
+            return _list_parts(self._aggregate(metric, of_mixture)).get(part)
 
-        means = explain(of_documents, aggregate, fields, keys)
+        means = explain(of_documents, aggregate, fields, keys, n_methods=len(results))
         if means is None:
-            return none
+            own = [number_of(of_reply, aggregate) for of_reply in zip(*of_documents, strict=True)]
+            return {**none, "percent": max((number for number in own if number is not None), default=0) > 1}
         counted = [i for i, counts in enumerate(means.counted) if counts]
         scores = {
             label: {str(numbers[places[i]]): means.values[i][place] for i in counted}
@@ -292,12 +312,6 @@ class LoadedTask:
         }
         weights = dict(means.weights)
         return {"scores": scores, "mean_over": means.mean_over, "weights": weights, "percent": means.percent}
-
-
-def _seed() -> None:
-    """Seed what rules may draw from as lmms-eval's command does."""
-    random.seed(0)
-    np.random.seed(1234)
 
 
 def _list_parts(value: Any) -> dict[str, Any]:
@@ -309,20 +323,17 @@ def _list_parts(value: Any) -> dict[str, Any]:
     return {"": value}
 
 
-def _refuse_name(manager: Any, name: str) -> None:
-    """Raise Refusal unless lmms-eval has a task of this name: it names near ones, or the tasks of a group or tag."""
-    if name in manager.all_subtasks:
-        return
-    if name in manager.all_tasks:
-        members = manager.task_index[name].get("task")
-        if not isinstance(members, list):
-            members = manager._get_config(name).get("task") or []
-        names = ", ".join(one if isinstance(one, str) else str(one.get("task")) for one in members)
-        raise Refusal(f"it is a group of tasks: give each its own --out, and lay them out with --results: {names}")
-    near = get_close_matches(name, manager.all_tasks, n=3, cutoff=0.5)
-    near += [other for other in manager.all_subtasks if name in other and other not in near][:3]
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise Refusal(f"lmms-eval has no such task; {hint}--benchmark lmms:list lists the tasks about videos")
+def _check_name(name: str, manager: Any) -> None:
+    """Raise Refusal if lmms-eval has no task of this name, or a group of tasks has it."""
+    if name not in manager.all_tasks:
+        near = did_you_mean(name, manager.all_tasks)
+        raise Refusal(f"lmms-eval has no such task{near}; --benchmark lmms:list lists those about videos")
+    if name in (*manager.all_groups, *manager.all_tags):
+        members = manager.task_index[name]["task"]
+        if not isinstance(members, list):  # a group with a file of its own
+            members = manager._get_config(name).get("task", [])
+        names = ", ".join(member for member in members if isinstance(member, str))
+        raise Refusal(f"it is a group: give each of its tasks an --out, and lay them out with --results ({names})")
 
 
 def _read_from(rows: Path, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ QUESTIONS = "questions"
 MAX_PARTS = 30  # parts that a task may average over
 _TOLERANCE = 6e-5  # of a share: tasks round percentages to two decimals
 _FEWEST_MIXTURES = 24
+_MOST_ATTEMPTS = 2  # for a mixture, since rules may refuse some
 _SINGLE_TRIALS = (
     20  # documents that are aggregated by themselves first, since most tasks that cannot do it fail at once
 )
@@ -43,7 +45,7 @@ class Explanation:
     """How a task's number follows from a number of each document.
 
     Attributes:
-        values: each document's numbers, from 0 to 1, in the order of its results.
+        values: each document's numbers, from 0 to 1, in the order of its results; first those of the methods.
         counted: whether each document counts. Some metrics are about some documents, and of equal documents some tasks
             count the last one alone.
         mean_over: ``QUESTIONS``, or the field over whose values the task averages.
@@ -76,8 +78,12 @@ def explain(
     aggregate: Aggregate,
     fields: Sequence[Mapping[str, str]],
     keys: Sequence[str],
+    n_methods: int,
 ) -> Explanation | None:
     """Return how the number that ``aggregate`` makes follows from the documents; None if no explanation fits.
+
+    None also if the task makes no number of the results of a method, or the same number of all mixtures, which any
+    explanation would fit.
 
     Args:
         results: of each document, the results of different replies. Every document has as many: first one for each
@@ -85,7 +91,12 @@ def explain(
         aggregate: the task's own rule.
         fields: of each document, the fields with few values, over which the task may average.
         keys: of each document; documents with equal keys are the same question.
+        n_methods: the number of methods, at least 1.
     """
+    usable = _list_usable(results, aggregate)
+    if usable[:n_methods] != list(range(n_methods)):
+        return None
+    results = [[of_one[place] for place in usable] for of_one in results]
     n_parts = max((len({of_one.get(name) for of_one in fields}) for name in _list_fields(fields)), default=0)
     mixtures = _mix(results, aggregate, max(_FEWEST_MIXTURES, 3 * n_parts + 8))
     if mixtures is None:
@@ -117,25 +128,38 @@ def as_number(value: Any) -> float | None:
     return float(value) if is_number else None
 
 
+def number_of(results: Sequence[Any], aggregate: Aggregate) -> float | None:
+    """Return the task's own number of the results of all documents; None if there is none."""
+    try:
+        return as_number(aggregate(deepcopy(list(results))))
+    except Exception:  # noqa: BLE001 - the code of a task
+        return None
+
+
+def _list_usable(results: Sequence[Sequence[Any]], aggregate: Aggregate) -> list[int]:
+    """List the places of replies of which the task makes a number; many rules cannot take an empty reply, say."""
+    of_replies = [[of_one[place] for of_one in results] for place in range(len(results[0]))]
+    return [place for place, of_reply in enumerate(of_replies) if number_of(of_reply, aggregate) is not None]
+
+
 def _mix(results: Sequence[Sequence[Any]], aggregate: Aggregate, count: int) -> _Mixtures | None:
-    """Return mixtures of the results with the task's numbers; None if the task makes no number of a method's results.
+    """Return mixtures of the results with the task's numbers; None if these are too few, or all the same.
 
     The first mixtures are the results of each reply, unmixed. A mixture that the task refuses is left out.
     """
     n_results, draw = len(results[0]), random.Random(_SEED)
-    choices = [[place] * len(results) for place in range(n_results)]
-    choices += [[draw.randrange(n_results) for _ in results] for _ in range(count)]
+    unmixed = [[place] * len(results) for place in range(n_results)]
+    mixed = ([draw.randrange(n_results) for _ in results] for _ in range(_MOST_ATTEMPTS * count))
     kept, own = list[list[int]](), list[float]()
-    for choice in choices:
+    for choice in chain(unmixed, mixed):
         mixture = [of_one[place] for of_one, place in zip(results, choice, strict=True)]
-        try:
-            number = as_number(aggregate(deepcopy(mixture)))
-        except Exception:  # noqa: BLE001 - the code of a task
-            number = None
-        if number is not None:
+        if (number := number_of(mixture, aggregate)) is not None:
             kept.append(choice)
             own.append(number)
-    return _Mixtures(np.array(kept), np.array(own)) if len(own) >= _FEWEST_MIXTURES else None
+        if len(own) == n_results + count:
+            break
+    is_telling = len(own) >= _FEWEST_MIXTURES and max(own) - min(own) > _TOLERANCE
+    return _Mixtures(np.array(kept), np.array(own)) if is_telling else None
 
 
 def _list_numbers(results: Sequence[Sequence[Any]], aggregate: Aggregate) -> Iterator[list[list[float]]]:
@@ -163,10 +187,7 @@ def _aggregate_alone(results: Sequence[Any], aggregate: Aggregate) -> list[float
     for result in results:
         if any(_is_equal(result, other) for other, _ in seen):
             continue
-        try:
-            seen.append((result, as_number(aggregate([deepcopy(result)]))))
-        except Exception:  # noqa: BLE001 - the code of a task
-            seen.append((result, None))
+        seen.append((result, number_of([result], aggregate)))
     return [next(number for other, number in seen if _is_equal(result, other)) for result in results]
 
 
@@ -223,9 +244,15 @@ def _find_means(
 
 
 def _list_fields(fields: Sequence[Mapping[str, str]]) -> list[str]:
-    """List the fields that every document has, with at least two and at most ``MAX_PARTS`` values."""
+    """List the fields that every document has, with at least two and at most ``MAX_PARTS`` values.
+
+    Those of fewest values come first, and names before numbers: with few documents, a mean over parts is one over the
+    ids of documents too.
+    """
     names = [name for name in fields[0] if all(name in of_one for of_one in fields)] if fields else []
-    return [name for name in names if 1 < len({of_one[name] for of_one in fields}) <= MAX_PARTS]
+    values = {name: {of_one[name] for of_one in fields} for name in names}
+    few = [name for name in names if 1 < len(values[name]) <= MAX_PARTS]
+    return sorted(few, key=lambda name: (len(values[name]), all(map(str.isdecimal, values[name]))))
 
 
 def _find_weights(means_MP: Floats, own_M: Floats) -> Floats | None:
