@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 import random
+import re
 import socket
 import sys
 import tempfile
@@ -36,6 +37,7 @@ _N_PROBED = 5  # documents whose rule is tried before anything is asked
 #: Errors of Hugging Face's libraries for what would have to be downloaded.
 _NOT_HERE = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
 _NO_ANSWERS = ("", "None", "-1")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _LETTER = "A"  # a reply that most rules understand
 _TAGS = '[["<think>", "</think>"], ["<analysis>", "</analysis>"]]'  # the default of lmms-eval's --reasoning_tags
 
@@ -292,7 +294,9 @@ class LoadedTask:
         of_documents, keys, fields = [], [], []
         for i in places:
             document, tried = self._document(numbers[i]), []
-            for reply in (self._target(document), "", _LETTER):
+            target = self._target(document)
+            span = " - ".join(_NUMBER.findall(target)[:2])  # as rules about times read it
+            for reply in (target, span, "", _LETTER):
                 result = self._process(numbers[i], reply)
                 tried.append(result.get(metric) if isinstance(result, dict) else None)
             arms = [of_arm[i][metric] for of_arm in results.values()]

@@ -258,18 +258,20 @@ def _list_fields(fields: Sequence[Mapping[str, str]]) -> list[str]:
 def _find_weights(means_MP: Floats, own_M: Floats) -> Floats | None:
     """Return the weights of parts, together 1, by which their means give every number; None if there are none.
 
-    Weights are computed from the first mixtures as simple fractions, and have to hold for all of them.
+    Weights are computed from the first mixtures as simple fractions, and have to hold for all of them. A part in which
+    no reply scores anything has none: where a number is about some parts, tasks score the others 0.
     """
-    n_parts = means_MP.shape[1]
+    n_parts, scores_P = means_MP.shape[1], means_MP.any(0)
     equal_P = np.full(n_parts, 1 / n_parts)
     if _agree(means_MP @ equal_P, own_M):
         return equal_P
     n_used = 2 * n_parts + 4
-    if len(own_M) < n_used + 8 or np.linalg.matrix_rank(means_MP[:n_used]) < n_parts:
+    if len(own_M) < n_used + 8 or np.linalg.matrix_rank(means_MP[:n_used]) < scores_P.sum():
         return None
-    exact_P = np.linalg.lstsq(means_MP[:n_used], own_M[:n_used], rcond=None)[0]
+    exact_P = np.linalg.lstsq(means_MP[:n_used, scores_P], own_M[:n_used], rcond=None)[0]
     # Numbers are rounded, so weights are a little off: 1/24 is 0.0416669.
-    weight_P = np.array([float(Fraction(weight).limit_denominator(_MAX_DENOMINATOR)) for weight in exact_P])
+    weight_P = np.zeros(n_parts)
+    weight_P[scores_P] = [float(Fraction(weight).limit_denominator(_MAX_DENOMINATOR)) for weight in exact_P]
     is_mean = weight_P.min() >= 0 and abs(weight_P.sum() - 1) < 1e-6 and _agree(means_MP @ weight_P, own_M)
     return weight_P if is_mean else None
 

@@ -126,6 +126,18 @@ def test_the_table_shows_the_tasks_number_and_the_scores_have_it_as_their_mean(e
     assert shown == pytest.approx(own, abs=1e-4) and list(own) == LABELS
 
 
+@pytest.mark.parametrize("task", YAML)
+def test_stored_results_have_the_same_table(evaluated, tmp_path, task):
+    done = run_here(evaluate, ["--results", str(evaluated[task].out), "--out", str(tmp_path / "t"), "--draws", "200"])
+    assert done.returncode == 0, done.stdout
+    table = json.loads((tmp_path / "t" / "tables.json").read_text())[0]
+    assert overall(table) == overall(evaluated[task].table)
+
+
+def overall(table):
+    return [(row["method"], row["retention_ratio"], row["scores"]["overall"]["score"]) for row in table["rows"]]
+
+
 def test_a_percentage_over_all_questions_has_no_parts(evaluated):
     results = evaluated["tempcompass_multi_choice"]
     own = results.own

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -17,7 +18,7 @@ from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import OWN_NUMBERS
 from pipeline.evaluate.scores import AnsweredItems, score_table
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
-from pipeline.evaluate.tasks import process
+from pipeline.evaluate.tasks import child, process
 from pipeline.evaluate.tasks.process import DescribedTask, TaskDocument, TaskProcess
 from pipeline.generate.answers import ANSWER_SCHEMA
 from pipeline.storage.stores import LocalStore
@@ -237,6 +238,48 @@ def test_a_process_that_dies_is_named_with_its_last_lines(monkeypatch, home):
     monkeypatch.setattr(process, "_CHILD", "tests.pipeline.evaluate.tasks.no_such_module")
     with pytest.raises(RunFailed, match=r"lmms:mine: its code ended with 1:\n.*No module named"):
         TaskProcess("mine", None, "llava_onevision", home, print).describe()
+
+
+def manager(**tasks):
+    """A stand-in for lmms-eval's index, with the entries of these tasks; "group" and "tag" begin their kinds' names."""
+    return SimpleNamespace(
+        all_tasks=sorted(tasks),
+        all_groups=[name for name in tasks if name.startswith("group")],
+        all_tags=[name for name in tasks if name.startswith("tag")],
+        task_index={name: {"task": members} for name, members in tasks.items()},
+        _get_config=lambda name: {"task": ["one", "two", {"task": "three"}]},
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("videomne", r"lmms-eval has no such task \(did you mean videomme\?\)"),
+        ("zzz", "lmms-eval has no such task$"),
+        ("group_of_file", r"it is a group of tasks: name one of them \(one, two\)"),
+        ("tag", r"it is a group of tasks: name one of them \(videomme, mvbench\)"),
+    ],
+)
+def test_groups_and_unknown_names_are_told_from_tasks(name, reason):
+    tasks = manager(videomme=-1, own_class=-1, group_of_file=-1, tag=["videomme", "mvbench"])
+    with pytest.raises(child.Refusal, match=reason):
+        child._check_name(name, tasks)
+    child._check_name("videomme", tasks)
+    child._check_name("own_class", tasks)
+
+
+def test_the_metric_is_the_first_of_which_more_is_better():
+    task = object.__new__(child.LoadedTask)
+    task.task = SimpleNamespace(higher_is_better=lambda: {"loss": False, "score": True, "rate": True})
+    task._aggregations = {"loss": None, "score": None, "rate": None}
+    assert [task._choose_metric(name) for name in (None, "rate", "score/2")] == ["score", "rate", "score/2"]
+    with pytest.raises(child.Refusal, match="it has the metrics loss, score, rate, not acc"):
+        task._choose_metric("acc")
+    with pytest.raises(child.Refusal, match="less is better for loss"):
+        task._choose_metric("loss")
+    task._aggregations = {"loss": None}
+    with pytest.raises(child.Refusal, match="of none of its metrics more is better"):
+        task._choose_metric(None)
 
 
 def test_the_code_of_tasks_reaches_no_network(tmp_path):

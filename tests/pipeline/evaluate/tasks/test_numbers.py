@@ -138,6 +138,44 @@ def test_parts_of_unlike_weights():
     assert found.weights == pytest.approx(weights, abs=1e-12)
 
 
+def test_equal_weights_are_found_of_a_rounded_percentage():
+    parts = [f"part{i % 20}" for i in range(50)]
+    results, rule = part_results(draw(len(parts)), parts)
+    fields = [{"task": part} for part in parts]
+    found = explained(results, lambda of_all: round(100 * rule(of_all), 2), fields)
+    assert found.weights == pytest.approx(dict.fromkeys(parts, 1 / 20), abs=1e-12)
+
+
+def test_a_number_about_one_part_whose_rule_gives_the_others_nothing():
+    """As of tasks that count right answers and documents of each kind, whatever kind a document is of."""
+    parts = "pmqmqm"
+    results = [
+        [{"score": value if part == "m" else 0, "total": int(part == "m")} for value in row]
+        for row, part in zip(draw(6), parts, strict=True)
+    ]
+
+    def share(of_all):
+        n = sum(one["total"] for one in of_all)
+        return round(100 * sum(one["score"] for one in of_all) / n, 2) if n else 0.0
+
+    found = explained(results, share, [{"type": part} for part in parts])
+    assert (found.mean_over, found.weights, found.percent) == ("type", {"m": 1.0}, True)
+    assert found.counted == [part == "m" for part in parts]
+
+
+def test_parts_in_which_no_reply_scores_count_only_if_all_parts_weigh_the_same():
+    """Else their weights cannot be told from those of parts that a number is not about."""
+    for weights, is_explained in (({"a": 0.5, "b": 0.25, "hard": 0.25}, False), (dict.fromkeys("abc", 1 / 3), True)):
+        parts = [*weights, *weights, "a", "b"]
+        numbers = [
+            [0.0] * N_RESULTS if part in ("hard", "c") else row for row, part in zip(draw(8), parts, strict=True)
+        ]
+        results, rule = part_results(numbers, parts, weights)
+        found = explained(results, rule, [{"task": part} for part in parts])
+        assert (found is not None) == is_explained
+    assert found.weights == pytest.approx(weights) and all(found.counted)
+
+
 @pytest.mark.parametrize("name", ["b", "c"])
 def test_a_number_about_one_part_counts_its_documents_alone(name):
     parts = "abbaccb"

@@ -72,10 +72,10 @@ def scores_of(out):
 
 
 def table_of(out):
-    """The printed number and the interval of each method and ratio."""
+    """The printed number and the interval of each method and ratio; None where there is no number."""
     rows = json.loads((out / "tables.json").read_text())[0]["rows"]
-    cells = {f"{row['method']}@{row['retention_ratio']:g}": row["scores"]["overall"] for row in rows}
-    return {label: (cell["printed"], cell["low"]) for label, cell in cells.items()}
+    cells = {f"{row['method']}@{row['retention_ratio']:g}": row["scores"].get("overall") for row in rows}
+    return {label: cell and (cell["printed"], cell["low"]) for label, cell in cells.items()}
 
 
 def test_documents_that_cannot_be_asked_are_counted_and_named(results):
@@ -122,17 +122,6 @@ def test_a_rerun_by_another_metric_asks_nothing_and_scores_again(home, results, 
     assert before["numbers"] == after["numbers"] and "0 failed" in said
     assert json.loads((out / "tables.json").read_text())[0]["columns"][-1]["Metric"] == "charades_sta_mIOU"
     assert list((out / "answers").glob("answers/*")) != []
-
-
-def test_a_rerun_has_the_same_scores(home, results, copied, monkeypatch):
-    out = copied(VIDEOS_RIGHT)
-    forbid_models(monkeypatch)
-    forbid_ray(monkeypatch)
-    evaluated(home, out, VIDEOS_RIGHT)
-    before = results[VIDEOS_RIGHT].out
-    for name in ("lmms.json", "tables.json", "tables.md"):
-        assert (out / name).read_text() == (before / name).read_text()
-    assert scores_of(out) == scores_of(before)
 
 
 def test_a_number_that_is_no_mean_is_shown_without_an_interval(results):
@@ -192,7 +181,7 @@ def test_a_removed_video_is_in_no_number(home, copied, tmp_path, monkeypatch):
     out = copied(VIDEOS_RIGHT)
     remove_video(out, tmp_path, "temporalbench/short_video/Charades/1.mp4")
     assert len({row["question_id"] for row in scores_of(out)}) == 4
-    assert own_of(out)["numbers"] == {} and "overall" not in (out / "tables.json").read_text().partition("rows")[2]
+    assert own_of(out)["numbers"] == {} and set(table_of(out).values()) == {None}
     assert "temporalbench_score/1 was about removed questions too" in (out / "report.html").read_text()
     forbid_models(monkeypatch)
     forbid_ray(monkeypatch)
@@ -207,6 +196,4 @@ def test_an_unknown_task_and_an_unknown_metric_are_named(home, tmp_path):
     assert "lmms:temporal_grounding_charade: lmms-eval has no such task (did you mean temporal_grounding" in said
     said = evaluated(home, tmp_path / "o", f"{CHARADES}@IOU", code=2)
     assert "charades_sta_IOU@3, charades_sta_IOU@5, charades_sta_IOU@7, charades_sta_mIOU, not IOU" in said
-    said = evaluated(home, tmp_path / "o", "tempcompass", code=2)
-    assert "it is a group of tasks: name one of them (tempcompass_multi_choice, tempcompass_yes_no" in said
     assert not (tmp_path / "o").exists()
