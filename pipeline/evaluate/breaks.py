@@ -6,19 +6,22 @@ the chance to call some unsafe ratio safe is that of a single test, however many
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
 from pipeline.evaluate.statistics import FEWEST_VIDEOS
-from pipeline.evaluate.table import signed
+from pipeline.evaluate.table import printed, signed
 from pipeline.rows import JsonObject
 
 BREAKS_TITLE = "Where it breaks"
-Outcome = Literal["passes", "no change", "loses", "may lose", "few videos", "wide", "no interval", "not run"]
+Outcome = Literal[
+    "passes", "no change", "loses", "may lose", "few videos", "nothing to lose", "wide", "no interval", "not run"
+]
 _PASSED: Sequence[Outcome] = ("passes", "no change")
-_UNKNOWN: Sequence[Outcome] = ("few videos", "wide", "no interval")
+_UNKNOWN: Sequence[Outcome] = ("few videos", "nothing to lose", "wide", "no interval")
 UNKNOWN, UNSAFE = "cannot be told", "none"  # answers that name no ratio
 _FROM_ELSEWHERE = ("grounding", "hallucination")  # kinds that hardly any questions of the built-in benchmarks test
 
@@ -43,10 +46,17 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of ability, whose score is the equal mean over its tasks."""
+    """A kind of ability, whose score is the equal mean over its tasks.
+
+    Attributes:
+        name: of the ability.
+        tasks: at least one.
+        full_score: the score of full retention in percent; nan where it was not run on each task.
+    """
 
     name: str
     tasks: Sequence[Task]
+    full_score: float
 
     @property
     def n_questions(self) -> int:
@@ -60,8 +70,9 @@ class Kind:
 
     @property
     def text(self) -> str:
-        """The tasks in one line."""
-        return " + ".join(task.text for task in self.tasks)
+        """The tasks and the score of full retention in one line."""
+        full = "" if math.isnan(self.full_score) else f"; full retention {printed(self.full_score)}"
+        return " + ".join(task.text for task in self.tasks) + full
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +183,7 @@ class Verdict:
         """The reason for the answer, in words."""
         if not self.tested:
             return "; ".join(dict.fromkeys(loss.lacking for loss in self.losses))
-        if self.tested[0].outcome == "few videos":  # at every ratio
+        if self.tested[0].outcome in ("few videos", "nothing to lose"):  # at every ratio
             return self._describe_stop()
         parts = list[str]()
         if self.answer == UNSAFE:
@@ -192,6 +203,10 @@ class Verdict:
         if loss.outcome == "few videos":
             of_task = next(task.title for task in self.kind.tasks if task.n_videos == self.kind.n_videos)
             return f"{self.kind.n_videos:,} videos" + (f" of {of_task}" if len(self.kind.tasks) > 1 else "")
+        if loss.outcome == "nothing to lose":
+            return (
+                f"full retention scores {printed(self.kind.full_score)}, so that {self.within:g} points cannot be lost"
+            )
         at = f"at {loss.share}"
         if loss.outcome in _UNKNOWN:
             why = "no interval" if loss.outcome == "no interval" else f"half width {loss.half_width:.2f}"
@@ -269,8 +284,9 @@ class Breaks:
             f"the lower end of its interval is above -{self.within:g} points (--within), or if no answer's score "
             "changed. This order needs no correction for the number of ratios. Nothing is corrected for the "
             f"{counts}: in up to 1 of 40 lines the named ratio is too low by chance.",
-            f"Cannot be told: a task has fewer than {FEWEST_VIDEOS} videos, or half the width of the interval is above "
-            f"{self.within:g} points (unless it lies wholly below -{self.within:g}, which is a loss).",
+            f"Cannot be told: a task has fewer than {FEWEST_VIDEOS} videos, full retention itself scores "
+            f"{self.within:g} or less, or half the width of the interval is above {self.within:g} points (unless it "
+            f"lies wholly below -{self.within:g}, which is a loss).",
         ]
 
     @property
@@ -291,7 +307,14 @@ class Breaks:
             "within": self.within,
             "draws": self.draws,
             "seed": self.seed,
-            "kinds": [{"kind": kind.name, "tasks": [vars(task) for task in kind.tasks]} for kind in self.kinds],
+            "kinds": [
+                {
+                    "kind": kind.name,
+                    "full_score": None if math.isnan(kind.full_score) else kind.full_score,
+                    "tasks": [vars(task) for task in kind.tasks],
+                }
+                for kind in self.kinds
+            ],
             "lines": [verdict.as_record() for verdict in self.verdicts],
             "not_measured": list(self.not_measured),
             "notes": [*self.explanation, *self.remarks],

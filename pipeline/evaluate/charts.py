@@ -145,5 +145,5 @@ def make_panels(breaks: Breaks, styles: dict[str, Style]) -> list[Panel]:
 
 
 def _is_drawn(loss: Loss) -> bool:
-    """Return True for a loss whose place says something: one of enough videos."""
-    return loss.outcome not in ("few videos", "no interval")
+    """Return True for a loss whose place says something: one of enough videos, where something could be lost."""
+    return loss.outcome not in ("few videos", "nothing to lose", "no interval")

@@ -85,7 +85,13 @@ def find_breaks(
     titles = {path: title for benchmark in scored.values() for path, title in benchmark.names.items()}
     for ability in order_abilities([of_one.ability for of_one in measured]):
         tasks = [of_one for of_one in measured if of_one.ability == ability]
-        kinds.append(Kind(name=ability, tasks=[of_one.task for of_one in tasks]))
+        kinds.append(
+            Kind(
+                name=ability,
+                tasks=[of_one.task for of_one in tasks],
+                full_score=100 * float(np.mean([of_one.estimate.value[FULL_ROW] for of_one in tasks])),
+            )
+        )
         verdicts += _judge_methods(kinds[-1], tasks, groups, titles, within)
     present = {kind.name for kind in kinds}
     return Breaks(
@@ -150,14 +156,16 @@ def _judge_methods(
             title=row_title(groups[of_method[0]], titles),
             method=method,
             positions=positions,
-            losses=[_measure_loss(estimate, tasks, row, groups[row], within) for row in of_method],
+            losses=[_measure_loss(estimate, kind, tasks, row, groups[row], within) for row in of_method],
             within=within,
         )
         for (method, positions), of_method in rows.items()
     ]
 
 
-def _measure_loss(estimate: Estimate, tasks: Sequence[_Measured], row: int, group: ArmGroup, within: float) -> Loss:
+def _measure_loss(
+    estimate: Estimate, kind: Kind, tasks: Sequence[_Measured], row: int, group: ArmGroup, within: float
+) -> Loss:
     """Return the loss of a row against full retention on a kind's tasks, with the outcome of its test."""
     by = estimate.difference(row, FULL_ROW)
     if math.isnan(by.value):
@@ -165,6 +173,8 @@ def _measure_loss(estimate: Estimate, tasks: Sequence[_Measured], row: int, grou
     number = 100 * by.value
     if estimate.n_videos < FEWEST_VIDEOS:
         return Loss(ratio=group.ratio, outcome="few videos", difference=number)
+    if round(kind.full_score, _DIGITS) <= within:
+        return Loss(ratio=group.ratio, outcome="nothing to lose", difference=number)
     if not any(of_one.changed[row] for of_one in tasks):
         return Loss(ratio=group.ratio, outcome="no change", difference=0.0)
     if not np.isfinite(estimate.drawn[:, row] - estimate.drawn[:, FULL_ROW]).any():

@@ -193,13 +193,14 @@ def _find_video(document: TaskDocument, home: Path, videos: VideoFolder) -> str:
 
 
 def _list_parts(documents: Sequence[TaskDocument]) -> list[str]:
-    """List the fields that all documents which can be asked have, and that have few values.
+    """List the fields that all documents which can be asked have, and that have few values, the fewest first.
 
     A task's number may be a mean over them.
     """
     fields = [document.fields for document in documents if document.fault is None]
     names = [name for name in fields[0] if all(name in of_one for of_one in fields)] if fields else []
-    return [name for name in names if 1 < len({of_one[name] for of_one in fields}) <= MAX_PARTS]
+    counts = {name: len({of_one[name] for of_one in fields}) for name in names}
+    return sorted((name for name in names if 1 < counts[name] <= MAX_PARTS), key=counts.__getitem__)
 
 
 def _repeats_prompt(name: str, documents: Sequence[TaskDocument]) -> bool:

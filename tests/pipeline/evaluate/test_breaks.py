@@ -134,7 +134,10 @@ def test_a_kind_is_the_equal_mean_of_tasks_of_unlike_sizes():
     verdict = only(breaks)
     assert verdict.losses[0].difference == pytest.approx(-2) and outcomes(verdict) == ["may lose"]
     assert verdict.kind.name == "counting"
-    assert verdict.kind.text == "shapes (1,000 questions, 20 videos) + mvbench (3,000 questions, 60 videos)"
+    assert (
+        verdict.kind.text
+        == "shapes (1,000 questions, 20 videos) + mvbench (3,000 questions, 60 videos); full retention 100.0"
+    )
     assert breaks.not_measured == ["grounding", "order", "hallucination", "OCR", "needle", "general"]
     assert breaks.remarks == [
         "Not measured here: grounding, order, hallucination, OCR, needle, general. Grounding and hallucination: by "
@@ -168,12 +171,25 @@ def test_seeds_are_averaged_and_positions_are_lines_of_their_own():
     ]
 
 
+@pytest.mark.parametrize(("right", "answer"), [(0, "cannot be told"), (1, "cannot be told"), (2, "none")])
+def test_where_full_retention_scores_nothing_no_ratio_is_safe(right, answer):
+    """One right answer in 50 is a score of 2, of which 2 points cannot be lost."""
+    full = 20 * ([1.0] * right + [0.0] * (PER_VIDEO - right))
+    clusters = [f"v{i // PER_VIDEO:03}" for i in range(len(full))]
+    arms = {("none", 1.0): full, ("gstep", 0.5): [0.0] * len(full)}
+    scores = score_table(*(score_rows(*arm, values, clusters=clusters) for arm, values in arms.items()))
+    verdict = only(breaks_of(shapes=scores))
+    assert (verdict.answer, verdict.lowest_safe_ratio) == (answer, None)
+    if answer == "cannot be told":
+        assert verdict.reason == f"full retention scores {2 * right}.0, so that 2 points cannot be lost"
+
+
 def test_benchmarks_whose_scores_are_not_per_question_take_no_part():
     scores = steady({("gstep", 0.5): 0})
     own_number = ScoredBenchmark("EgoSchema", steady({("gstep", 0.5): 9, ("fps", 0.5): 9}), per_question=False)
     breaks = breaks_of(shapes=scores, egoschema=own_number, rules=[AbilityRule("egoschema", "", "", "order", "f")])
     assert only(breaks).answer == "50%" and [kind.text for kind in breaks.kinds] == [
-        "shapes (1,000 questions, 20 videos)"
+        "shapes (1,000 questions, 20 videos); full retention 100.0"
     ]
     (note,) = breaks.notes
     assert note == "EgoSchema takes no part here: its numbers are not means over questions that have a score each."
