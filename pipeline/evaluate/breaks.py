@@ -204,9 +204,7 @@ class Verdict:
             of_task = next(task.title for task in self.kind.tasks if task.n_videos == self.kind.n_videos)
             return f"{self.kind.n_videos:,} videos" + (f" of {of_task}" if len(self.kind.tasks) > 1 else "")
         if loss.outcome == "nothing to lose":
-            return (
-                f"full retention scores {printed(self.kind.full_score)}, so that {self.within:g} points cannot be lost"
-            )
+            return f"full retention scores {printed(self.kind.full_score)}"
         at = f"at {loss.share}"
         if loss.outcome in _UNKNOWN:
             why = "no interval" if loss.outcome == "no interval" else f"half width {loss.half_width:.2f}"
