@@ -240,34 +240,6 @@ def test_a_process_that_dies_is_named_with_its_last_lines(monkeypatch, home):
         TaskProcess("mine", None, "llava_onevision", home, print).describe()
 
 
-def manager(**tasks):
-    """A stand-in for lmms-eval's index, with the entries of these tasks; "group" and "tag" begin their kinds' names."""
-    return SimpleNamespace(
-        all_tasks=sorted(tasks),
-        all_groups=[name for name in tasks if name.startswith("group")],
-        all_tags=[name for name in tasks if name.startswith("tag")],
-        task_index={name: {"task": members} for name, members in tasks.items()},
-        _get_config=lambda name: {"task": ["one", "two", {"task": "three"}]},
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("videomne", r"lmms-eval has no such task \(did you mean videomme\?\)"),
-        ("zzz", "lmms-eval has no such task$"),
-        ("group_of_file", r"it is a group of tasks: name one of them \(one, two\)"),
-        ("tag", r"it is a group of tasks: name one of them \(videomme, mvbench\)"),
-    ],
-)
-def test_groups_and_unknown_names_are_told_from_tasks(name, reason):
-    tasks = manager(videomme=-1, own_class=-1, group_of_file=-1, tag=["videomme", "mvbench"])
-    with pytest.raises(child.Refusal, match=reason):
-        child._check_name(name, tasks)
-    child._check_name("videomme", tasks)
-    child._check_name("own_class", tasks)
-
-
 def test_the_metric_is_the_first_of_which_more_is_better():
     task = object.__new__(child.LoadedTask)
     task.task = SimpleNamespace(higher_is_better=lambda: {"loss": False, "score": True, "rate": True})

@@ -196,4 +196,6 @@ def test_an_unknown_task_and_an_unknown_metric_are_named(home, tmp_path):
     assert "lmms:temporal_grounding_charade: lmms-eval has no such task (did you mean temporal_grounding" in said
     said = evaluated(home, tmp_path / "o", f"{CHARADES}@IOU", code=2)
     assert "charades_sta_IOU@3, charades_sta_IOU@5, charades_sta_IOU@7, charades_sta_mIOU, not IOU" in said
+    said = evaluated(home, tmp_path / "o", "tempcompass", code=2)
+    assert "lmms:tempcompass: it is a group: give each of its tasks an --out" in said and "tempcompass_yes_no" in said
     assert not (tmp_path / "o").exists()
