@@ -89,7 +89,7 @@ def write_video(home: Path, path: str, seed: int) -> None:
 
 
 def write_charades(home: Path, *, n_videos: int = 4, faults: bool = True) -> Rows:
-    """Write Charades-STA: two captions a video, and the third row once more, as a dozen of the published ones are.
+    """Write Charades-STA: two captions a video, and the third row once more, as some of the published ones are.
 
     With ``faults`` there follow a missing video, a caption without its times, and a path out of HF_HOME.
     """

@@ -2,6 +2,7 @@
 
 import socket
 from collections import Counter
+from contextlib import suppress
 from threading import Thread
 
 import pytest
@@ -133,9 +134,17 @@ def test_documents_that_show_pictures_or_several_videos_are_named_and_left_out(h
 
 def test_replies_for_a_judge_are_counted_and_never_posted(home, monkeypatch):
     homes.write_tempcompass(home)
+    calls = []
+
+    def count_calls():
+        with suppress(OSError):  # the server was closed
+            while True:
+                connection, address = server.accept()
+                connection.close()
+                calls.append(address)
+
     with socket.create_server(("127.0.0.1", 0)) as server:
-        calls = []
-        Thread(target=lambda: calls.append(server.accept()), daemon=True).start()
+        Thread(target=count_calls, daemon=True).start()
         monkeypatch.setenv("OPENAI_API_URL", f"http://127.0.0.1:{server.getsockname()[1]}/v1")
         right = {0: "Yes, it does.", 1: "no", 2: "yes", 3: "No way"}
         answer = scored(home, "tempcompass_yes_no", right, {**right, 1: "perhaps", 3: "the square rests"})
