@@ -221,6 +221,8 @@ def _describe_scoring(answer: dict[str, Any], numbers: dict[str, Any]) -> Iterat
             f"{n_judged} replies were for a judge on the network, which is not asked: the task's rule scored them as "
             f"if it had not answered ({of})"
         )
+    if answer["nothing"]:
+        yield f"the task makes no number of empty replies, which stand as {answer['nothing']!r}"
     if errors := answer["errors"]:
         yield f"the task's rule failed on {len(errors)} replies, which count as empty replies, e.g. {errors[0]}"
     if lacking := [label for label, of_arm in numbers["numbers"].items() if numbers["metric"] not in of_arm]:

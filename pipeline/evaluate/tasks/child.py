@@ -38,6 +38,8 @@ _N_PROBED = 5  # documents whose rule is tried before anything is asked
 _NOT_HERE = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
 _NO_ANSWERS = ("", "None", "-1")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
+#: What stands for no reply; the second one for tasks whose aggregation fails on an empty reply.
+_NOTHING = ("", "-")
 _LETTER = "A"  # a reply that most rules understand
 _TAGS = '[["<think>", "</think>"], ["<analysis>", "</analysis>"]]'  # the default of lmms-eval's --reasoning_tags
 
@@ -223,6 +225,19 @@ class LoadedTask:
             arms: label -> document number -> reply; every arm has the same documents.
         """
         numbers = [int(number) for number in next(iter(arms.values()))]
+        for nothing in _NOTHING:
+            answer = self._score_arms(arms, numbers, nothing)
+            has_failed = any(
+                isinstance(of_arm.get(self.metric.partition("/")[0]), str) for of_arm in answer["own"].values()
+            )
+            if not has_failed:
+                break
+        return answer
+
+    def _score_arms(
+        self, arms: Mapping[str, Mapping[str, str]], numbers: Sequence[int], nothing: str
+    ) -> dict[str, Any]:
+        """Return what ``score`` returns, with the reply ``nothing`` for empty replies."""
         results: dict[str, list[dict[str, Any]]] = {}
         judged, errors = dict[str, int](), list[str]()
         for label, replies in arms.items():
@@ -230,17 +245,20 @@ class LoadedTask:
             results[label], n_judged = [], 0
             for number in numbers:
                 attempts = self._network.attempts
-                result = self._process(number, replies[str(number)])
+                result = self._process(number, replies[str(number)] or nothing)
                 n_judged += self._network.attempts > attempts
                 if isinstance(result, Exception):
                     errors.append(f"document {number}: {type(result).__name__}: {result}")
-                    result = self._process(number, "")  # as for a question without an answer
+                    result = self._process(number, nothing)  # as for a question without an answer
                 results[label].append({} if isinstance(result, Exception) else result)
             judged[label] = n_judged if self._network.attempts > before else 0
         own = {label: self._aggregate_all(results[label]) for label in arms}
         metric = self._name_part(own.values())
         explained = self._explain(metric, numbers, results)
-        return {"metric": metric, "own": own, "judged": judged, "errors": errors, **explained}
+        return {
+            **{"metric": metric, "own": own, "judged": judged, "errors": errors, "nothing": nothing},
+            **explained,
+        }
 
     def _name_part(self, own: Iterable[Mapping[str, Any]]) -> str:
         """Return the metric with the part that counts: of one with several numbers the first, if none is named."""

@@ -87,7 +87,15 @@ class Scorer:
         own = {"none@1": {"acc": 50.0}, "gstep@0.25": {"acc": 100.0}}
         judged = dict.fromkeys(own, 0)
         explained = {"scores": None, "mean_over": None, "weights": {}, "percent": True}
-        self.answer = {"metric": "acc", "own": own, "judged": judged, "errors": [], **explained, **answer}
+        self.answer = {
+            "metric": "acc",
+            "own": own,
+            "judged": judged,
+            "errors": [],
+            "nothing": "",
+            **explained,
+            **answer,
+        }
         self.arms = None
 
     def score(self, arms):

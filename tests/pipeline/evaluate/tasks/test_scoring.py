@@ -81,7 +81,9 @@ def test_a_number_of_vinoground_is_about_all_pairs_and_no_mean_over_documents(ho
     replies = dict.fromkeys(range(2000), "A")
     replies |= {4 * pair + 2: "B" for pair in range(100)}  # texts of 100 pairs
     replies |= {4 * pair + 3: "b. Second" for pair in range(50, 200)}  # videos of 150 pairs, 50 of the same
-    answer = scored(home, "vinoground", replies, {**replies, 1999: "B"})
+    # The aggregation fails on an empty reply, which a failed question has: that one is wrong, and no other is touched.
+    answer = scored(home, "vinoground", {**replies, 1998: ""}, {**replies, 1999: "B"})
+    assert answer["nothing"] == "-"
     by_place = {"vinoground_score/0": 20.0, "vinoground_score/1": 30.0, "vinoground_score/2": 10.0}
     assert answer["own"]["none@1"] == pytest.approx(by_place)
     assert answer["own"]["gstep@0.25"] == pytest.approx({**by_place, "vinoground_score/1": 30.2})
