@@ -22,8 +22,10 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -392,9 +394,21 @@ def _list_tasks() -> dict[str, Any]:
         return {"tasks": [asdict(task) for task in survey_tasks(TaskManager())]}
 
 
+class _LaterModule(ModuleType):
+    """A package that is imported when a name of it is used: lmms-eval imports some that take seconds, and few need."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what the import system asks of a module
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(import_module(self.__name__), name)
+
+
 def main(job: str, result: str) -> None:
     """Do the job in the file ``job``, and write its answer, or the ``refusal``, to the file ``result``."""
     request, network = json.loads(Path(job).read_text()), _Network()
+    sys.modules["evaluate"] = _LaterModule("evaluate")  # it imports the pipelines of transformers
     try:
         if "task" not in request:
             answer = _list_tasks()
