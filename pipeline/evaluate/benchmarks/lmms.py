@@ -162,7 +162,7 @@ class LmmsTask(Benchmark):
             own: dict[str, Any] = json.loads(store.read(OWN_NUMBERS))
             names, metric, weights = list(map(str, own["splits"])), str(own["metric"]), dict(own["weights"])
             mean_over = own["mean_over"]
-            own["numbers"] = dict(own["numbers"])
+            own |= {"numbers": dict(own["numbers"]), "percent": own["percent"]}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise NotResults(f"{store}: {OWN_NUMBERS} is damaged ({error!r}): run its jobs.evaluate again") from error
         first = [] if mean_over in (None, QUESTIONS) else [mean_over]

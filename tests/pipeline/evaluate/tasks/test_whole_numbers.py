@@ -11,15 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.errors import UsageError
+from pipeline.errors import NotResults, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
-from pipeline.evaluate.benchmarks.base import Split
+from pipeline.evaluate.benchmarks.base import OWN_NUMBERS, Split
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.results import _split_tables
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, score_matrix, set_arm_scores
 from pipeline.evaluate.tabulate import ScoredBenchmark
 from pipeline.evaluate.tasks import child, numbers, process
 from pipeline.evaluate.tasks.process import DescribedTask, TaskProcess
+from pipeline.storage.stores import LocalStore
 from tests.paths import ROOT
 from tests.pipeline.evaluate.score_tables import score_rows, score_table
 
@@ -183,3 +184,13 @@ def test_rules_get_copies_of_results(extra):
 
     assert [numbers.number_of(results, aggregate) for _ in range(2)] == [2.0, 2.0]
     assert results[0]["list"] == [1]
+
+
+def test_numbers_that_do_not_say_whether_they_are_percentages_are_damaged(tmp_path):
+    store = LocalStore(tmp_path)
+    own = {"splits": [], "metric": "acc", "weights": {}, "mean_over": None, "numbers": {"none@1": {"acc": 0.5}}}
+    store.put(OWN_NUMBERS, json.dumps(own).encode())
+    with pytest.raises(NotResults, match=r"lmms\.json is damaged \(KeyError\('percent'\)\)"):
+        find_benchmark("lmms:mine").stored_in(store)
+    store.put(OWN_NUMBERS, json.dumps({**own, "percent": False}).encode())
+    assert find_benchmark("lmms:mine").stored_in(store).arm_share("none@1") == 0.5
