@@ -121,13 +121,15 @@ def _split_tables(title: str, scored: ScoredBenchmark, splits: Sequence[Split], 
 def _split_scores(scored: ScoredBenchmark, split: Split) -> ScoredBenchmark:
     """Return the benchmark with a column for each part of a split that has questions, before the overall score.
 
-    It gets no column if there are more than ``_MAX_PARTS`` parts, or if all questions are in a single part.
+    It gets no column if there are more than ``_MAX_PARTS`` parts, if all questions are in a single part, or if there is
+    only a number of a whole method, which says nothing about a part.
     """
     values = pc.map_lookup(scored.scores["splits"], split.name, "first")
     present = values.unique().drop_null().to_pylist()
     parts = [(part, title) for part, title in split.parts.items() if part in present]
     parts += [(part, part) for part in sorted(present) if part not in split.parts]
-    if len(parts) > _MAX_PARTS or (len(parts) == 1 and not values.null_count):
+    is_single = len(parts) == 1 and not values.null_count
+    if not scored.per_question or len(parts) > _MAX_PARTS or is_single:
         parts = []
     return replace(scored, columns=[(f"{split.name}={part}", title) for part, title in parts])
 

@@ -191,7 +191,7 @@ def arm_by_row(scores: pa.Table) -> list[MethodAtRatio]:
 
 
 def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix:
-    """Return the score matrix of some arms; a failed answer scores 0, and rows of other arms are ignored.
+    """Return the score matrix of some arms; a failed answer without a score scores 0, and other arms are ignored.
 
     Args:
         scores: rows of ``scores.parquet``, a (question, method, ratio) each.
@@ -213,7 +213,8 @@ def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix
         raise ValueError(f"{where}: every method is to be scored on the same questions, once each")
     failed_N = scores["status"].to_numpy() != "ok"
     scores_AQ = np.full(count_AQ.shape, np.nan)
-    scores_AQ[arm_N, question_N] = np.where(failed_N, 0.0, scores["score"].to_numpy().astype(float))
+    score_N = scores["score"].to_numpy().astype(float)
+    scores_AQ[arm_N, question_N] = np.where(failed_N & np.isnan(score_N), 0.0, score_N)
     first = scores.select(["cluster", "splits"]).take(first_Q)
     return ScoreMatrix(
         scores=scores_AQ,
@@ -247,13 +248,12 @@ def _tallies(scores: pa.Table, arm_N: Ints, failed_N: NDArray[np.bool_], n_arms:
 def set_arm_scores(scores: pa.Table, shares: Mapping[MethodAtRatio, float | None]) -> pa.Table:
     """Return rows of scores in which every row of an arm has the number of the whole arm; None: it has no score.
 
-    Every row counts as answered, and as about one video, so that no interval is drawn.
+    Every row counts as about one video, so that no interval is drawn.
     """
     share_by_row = [shares.get(arm) for arm in arm_by_row(scores)]
     columns = {
         "score": pa.array(share_by_row, pa.float64()),
         "cluster": pa.repeat("all", len(share_by_row)),
-        "status": pa.repeat("ok", len(share_by_row)),
     }
     for name, values in columns.items():
         place = scores.schema.get_field_index(name)

@@ -124,6 +124,8 @@ class LmmsTask(Benchmark):
             for label, of_arm in replies.items()
         }
         answer = self.process.score(arms)
+        if not _has_parts(answer["mean_over"], items):
+            answer |= {"scores": None, "mean_over": None, "weights": {}}
         scores, own = answer["scores"], answer["own"]
         numbers: dict[str, Any] = {
             "lmms_eval": self.task.version,
@@ -135,7 +137,19 @@ class LmmsTask(Benchmark):
             "splits": [split.name for split in self.splits],
             "numbers": own,
         }
-        return OwnScores(scores=scores, numbers=numbers, notes=list(_describe_scoring(answer, numbers)))
+        notes = list(_describe_scoring(answer, numbers))
+        failed = [
+            question_id
+            for label, of_arm in (scores or {}).items()
+            for question_id, score in of_arm.items()
+            if score > 0 and question_id not in replies[label]
+        ]
+        if failed:
+            notes.append(
+                f"the task's rule gives points to {len(failed)} failed answers, which it reads as empty replies; they "
+                f"count as wrong in tables, so that numbers in {OWN_NUMBERS} are higher"
+            )
+        return OwnScores(scores=scores, numbers=numbers, notes=notes)
 
     def stored_in(self, store: Store) -> LmmsTask:
         """Return the task as its results show it: the splits, the parts of its number and their weights.
@@ -148,7 +162,7 @@ class LmmsTask(Benchmark):
             own: dict[str, Any] = json.loads(store.read(OWN_NUMBERS))
             names, metric, weights = list(map(str, own["splits"])), str(own["metric"]), dict(own["weights"])
             mean_over = own["mean_over"]
-            own["numbers"] = dict(own["numbers"])
+            own |= {"numbers": dict(own["numbers"]), "percent": own["percent"]}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise NotResults(f"{store}: {OWN_NUMBERS} is damaged ({error!r}): run its jobs.evaluate again") from error
         first = [] if mean_over in (None, QUESTIONS) else [mean_over]
@@ -208,6 +222,14 @@ def _repeats_prompt(name: str, documents: Sequence[TaskDocument]) -> bool:
     return all(document.fields[name] in document.prompt for document in documents if document.fault is None)
 
 
+def _has_parts(mean_over: str | None, items: Sequence[Item]) -> bool:
+    """Return True if every question names its part of what the task's number is a mean over.
+
+    A field that has few values among the questions of a run may have too many among all documents to be a split.
+    """
+    return mean_over in (None, QUESTIONS) or all(mean_over in item.splits for item in items)
+
+
 def _make_split(name: str) -> Split:
     """Return the split by a field of documents."""
     return Split(name, name.replace("_", " ").capitalize())
@@ -228,14 +250,13 @@ def _describe_scoring(answer: dict[str, Any], numbers: dict[str, Any]) -> Iterat
     if lacking := [label for label, of_arm in numbers["numbers"].items() if numbers["metric"] not in of_arm]:
         known = ", ".join(numbers["numbers"][lacking[0]])
         yield f"the task made no number {numbers['metric']} of {', '.join(lacking)}: it has {known or 'none'}"
-    failed = {
-        metric: number
-        for of_arm in numbers["numbers"].values()
-        for metric, number in of_arm.items()
-        if isinstance(number, str)
-    }
-    for metric, error in failed.items():
-        yield f"the task made no number {metric}: {error}"
+    failed: dict[str, dict[str, None]] = {}  # an error -> the metrics that it ended
+    for of_arm in numbers["numbers"].values():
+        for metric, number in of_arm.items():
+            if isinstance(number, str):
+                failed.setdefault(number, {})[metric] = None
+    for error, metrics in failed.items():
+        yield f"the task made no number {', '.join(metrics)}: {error}"
     if numbers["mean_over"] is None:
         yield f"{_explain_number(numbers)} {OWN_NUMBERS} has all numbers."
 

@@ -2,8 +2,8 @@
 
 JOB is a JSON file with the request, and the answer is written as JSON to RESULT. The modules of tasks read HF_HOME as
 they are imported, end the process where a file is missing, print, sleep between attempts, and post replies to paid
-services. None of that reaches the process that asks: this one has the environment that it was started with, and it
-reaches no network, so that a judge is never paid by accident.
+services. None of that reaches the process that asks: this one has an environment of its own, without keys of services,
+and its sockets reach no network, so that a judge is never paid by accident.
 
 No other module of the pipeline imports lmms_eval, besides the model ``gstep_cached`` (``pipeline.evaluate.lmms``).
 """
@@ -51,7 +51,7 @@ class Refusal(Exception):  # noqa: N818
 
 
 class _Network:
-    """The network of this process: every attempt to reach it fails, and is counted."""
+    """The network of this process: every attempt of Python code to reach it fails, and is counted."""
 
     def __init__(self) -> None:
         self.attempts = 0
@@ -59,10 +59,10 @@ class _Network:
 
     def _refuse(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Raise ConnectionError for a connection or a name to look up; local sockets are let through."""
-        if event in ("socket.connect", "socket.sendto"):
+        if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
             if arguments[0].family == socket.AF_UNIX:
                 return
-        elif event != "socket.getaddrinfo":
+        elif event not in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
             return
         self.attempts += 1
         raise ConnectionError("the rules of tasks reach no network here")
@@ -293,24 +293,28 @@ class LoadedTask:
     def _aggregate(self, metric: str, results: list[Any]) -> Any:
         """Return what the task's aggregation makes of the results of documents."""
         function = self._aggregations[metric]
-        # Aggregations that write a file to submit write it below args.output_path: here a folder that is deleted.
-        has_arguments = "args" in inspect.signature(function).parameters
-        with tempfile.TemporaryDirectory() as folder, _without_pauses():
-            arguments = {"args": Namespace(output_path=folder)} if has_arguments else {}
-            return function(results, **arguments)
+        with _without_pauses():
+            if "args" not in inspect.signature(function).parameters:
+                return function(results)
+            # Aggregations that write a file to submit write it below args.output_path: here a folder that is deleted.
+            with tempfile.TemporaryDirectory() as folder:
+                return function(results, args=Namespace(output_path=folder))
 
     def _explain(
         self, name: str, numbers: Sequence[int], results: Mapping[str, Sequence[Mapping[str, Any]]]
     ) -> dict[str, Any]:
         """Return each document's number where the metric is a mean of them: scores, mean_over, weights, percent.
 
-        Of a metric that is no mean, ``percent`` says whether it makes numbers above 1.
+        Of a metric that is no mean, ``percent`` says whether it makes numbers above 1. It is none either where the
+        rule gives some arms alone a result for a document: their numbers are about unlike documents.
         """
         metric, _, part = name.partition("/")
-        places = [i for i in range(len(numbers)) if all(metric in of_arm[i] for of_arm in results.values())]
+        has_metric = [[metric in result for result in of_one] for of_one in zip(*results.values(), strict=True)]
+        places = [i for i, of_one in enumerate(has_metric) if all(of_one)]
         none: dict[str, Any] = {"scores": None, "mean_over": None, "weights": {}, "percent": None}
         if not places:
             return none
+        is_paired = all(all(of_one) == any(of_one) for of_one in has_metric)  # else numbers are of unlike documents
         of_documents, keys, fields = [], [], []
         for i in places:
             document, tried = self._document(numbers[i]), []
@@ -327,7 +331,7 @@ class LoadedTask:
         def aggregate(of_mixture: list[Any]) -> Any:
             return _list_parts(self._aggregate(metric, of_mixture)).get(part)
 
-        means = explain(of_documents, aggregate, fields, keys, n_methods=len(results))
+        means = explain(of_documents, aggregate, fields, keys, n_methods=len(results)) if is_paired else None
         if means is None:
             own = [number_of(of_reply, aggregate) for of_reply in zip(*of_documents, strict=True)]
             return {**none, "percent": max((number for number in own if number is not None), default=0) > 1}
@@ -381,6 +385,8 @@ def _explain_loading(config: Mapping[str, Any], error: BaseException) -> str:
     """Return why a task could not be loaded, as far as the errors of its attempts tell."""
     attempt = getattr(error, "last_attempt", None)
     cause = attempt.exception() if attempt is not None else error
+    if type(cause).__name__ == "DatasetGenerationError":  # says nothing by itself
+        cause = cause.__cause__ or cause
     if isinstance(cause, ConnectionError) or type(cause).__name__ in _NOT_HERE:
         return f"its annotations, the data set {config.get('dataset_path')} of the Hugging Face hub, are not here"
     return f"its annotations cannot be loaded: {type(cause).__name__}: {cause}"

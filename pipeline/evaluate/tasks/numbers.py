@@ -11,6 +11,7 @@ documents.
 from __future__ import annotations
 
 import math
+import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -131,9 +132,19 @@ def as_number(value: Any) -> float | None:
 def number_of(results: Sequence[Any], aggregate: Aggregate) -> float | None:
     """Return the task's own number of the results of all documents; None if there is none."""
     try:
-        return as_number(aggregate(deepcopy(list(results))))
+        return as_number(aggregate(_copy(results)))
     except Exception:  # noqa: BLE001 - the code of a task
         return None
+
+
+def _copy(results: Sequence[Any]) -> list[Any]:
+    """Return copies of results, into which rules may write."""
+    try:
+        pickled = pickle.dumps(list(results), pickle.HIGHEST_PROTOCOL)
+        copies: list[Any] = pickle.loads(pickled)  # noqa: S301 - of this very process
+    except Exception:  # noqa: BLE001 - results are of any type
+        return deepcopy(list(results))  # takes several times as long
+    return copies
 
 
 def _list_usable(results: Sequence[Sequence[Any]], aggregate: Aggregate) -> list[int]:

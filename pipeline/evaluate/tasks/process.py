@@ -27,7 +27,8 @@ REMEDY = (
 #: Folder below HF_HOME with TASK.parquet or TASK.jsonl, which replace a task's annotations on the hub.
 ANNOTATIONS = "annotations"
 _CHILD = "pipeline.evaluate.tasks.child"
-_LAST_LINES = 4  # of what a process said before it died
+_LAST_LINES, _LAST_BYTES = 4, 4096  # of what a process said before it died
+_KEYS = ("KEY", "KEY_ID", "SECRET", "TOKEN")  # ends of names of variables that hold keys of services
 
 
 @dataclass(frozen=True)
@@ -98,15 +99,19 @@ class TaskProcess:
         self._say(f"reading the task {self._name} of lmms-eval")
         answer = run_child(self._request, self._home)
         if refusal := answer.get("refusal"):
-            remedy = ""
-            if "annotations" in refusal:
-                remedy = (
-                    f". They must be below HF_HOME ({self._home}), since nothing is downloaded: run lmms-eval's own "
-                    f"command for this task once, with --limit 1, or write them to {ANNOTATIONS}/{self._name}.parquet"
-                )
+            remedy = self._describe_remedy() if "annotations" in refusal else ""
             raise UsageError(f"--benchmark lmms:{self._name}: {refusal}{remedy}")
         documents = [TaskDocument.read(record) for record in answer.pop("documents")]
         return DescribedTask(documents=documents, **answer)
+
+    def _describe_remedy(self) -> str:
+        """Return what to do where the annotations cannot be loaded."""
+        if rows := self._request["rows"]:
+            return f". They were read from {rows}, which must have rows in the columns of the data set"
+        return (
+            f". They must be below HF_HOME ({self._home}), since nothing is downloaded: run lmms-eval's own command "
+            f"for this task once, with --limit 1, or write them to {ANNOTATIONS}/{self._name}.parquet"
+        )
 
     def score(self, arms: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
         """Return the task's numbers for the replies of each arm: see ``LoadedTask.score``. Raises RunFailed."""
@@ -139,7 +144,7 @@ def run_child(request: Mapping[str, Any], home: Path) -> dict[str, Any]:
             done = subprocess.run(
                 [sys.executable, "-m", _CHILD, str(job), str(result)],
                 cwd=name,  # tasks write files into their working directory
-                env=_make_environment(home),
+                env=_make_environment(home, Path(name) if request.get("rows") else None),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -148,13 +153,27 @@ def run_child(request: Mapping[str, Any], home: Path) -> dict[str, Any]:
         if done.returncode == 0 and result.is_file():
             answer: dict[str, Any] = json.loads(result.read_text())
             return answer
-        said = "\n  ".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+        said = "\n  ".join(_read_end(log).splitlines()[-_LAST_LINES:])
         raise RunFailed(f"lmms:{request.get('task', 'list')}: its code ended with {done.returncode}:\n  {said}")
 
 
-def _make_environment(home: Path) -> dict[str, str]:
-    """Return the environment of the process: HF_HOME as it is named, and nothing of Hugging Face downloaded."""
+def _read_end(log: Path) -> str:
+    """Return the end of a log, which may be long."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def _make_environment(home: Path, cache: Path | None = None) -> dict[str, str]:
+    """Return the environment of the process: HF_HOME as it is named, and nothing of Hugging Face downloaded.
+
+    Keys of services are withheld, since not all code of tasks reaches them through Python's sockets. ``cache`` is the
+    folder for converted annotations; None: it is below HF_HOME.
+    """
     root = str(Path(__file__).parents[3])  # the clone or site-packages that this module is from
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
-    return {**os.environ, **offline, "HF_HOME": str(home), "PYTHONPATH": paths}
+    # Each stays, as clients of services are not made without.
+    withheld = {name: "withheld" for name in os.environ if name.endswith(_KEYS)}
+    cached = {} if cache is None else {"HF_DATASETS_CACHE": str(cache)}
+    return {**os.environ, **withheld, **offline, **cached, "HF_HOME": str(home), "PYTHONPATH": paths}

@@ -184,7 +184,8 @@ def test_replies_are_cut_and_a_failed_answer_is_an_empty_reply(home):
     own, rows = scores_by(home, scorer, "A\n\nno, B", "B ### C", None)
     # lmms-eval adds the first stop text to every task, and no model stops there.
     assert scorer.arms["none@1"] == {"0": "A\n\nno, B", "1": "B ", "2": ""}
-    assert own.numbers["numbers"] == scorer.answer["own"] and own.numbers["lmms_eval"] == "0.7.3" and not own.notes
+    assert own.numbers["numbers"] == scorer.answer["own"] and own.numbers["lmms_eval"] == "0.7.3"
+    assert len(own.notes) == 1 and "points to 2 failed answers" in own.notes[0]
     # Document 1 does not count, and what failed scores nothing.
     assert [(row["question_id"], row["score"], row["right"]) for row in rows] == [
         ("0", 1.0, True),
