@@ -125,6 +125,7 @@ class TaskProcess:
 
 def list_tasks(say: Say) -> list[TaskFit]:
     """Return the tasks of lmms-eval about videos, and how far they fit. Raises UsageError without lmms-eval."""
+    _refuse_without_lmms_eval("list")
     say("reading the tasks of lmms-eval, which takes a minute")
     with tempfile.TemporaryDirectory(prefix="gstep-lmms-") as home:
         return [TaskFit(**record) for record in run_child({}, Path(home))["tasks"]]
@@ -135,8 +136,7 @@ def run_child(request: Mapping[str, Any], home: Path) -> dict[str, Any]:
 
     Raises UsageError without lmms-eval, and RunFailed with the last lines that the process printed if it dies.
     """
-    if find_spec("lmms_eval") is None:
-        raise UsageError(f"--benchmark lmms:{request.get('task', 'list')}: {REMEDY}")
+    _refuse_without_lmms_eval(request.get("task", "list"))
     with tempfile.TemporaryDirectory(prefix="gstep-lmms-") as name:
         job, result, log = (Path(name) / file for file in ("job.json", "result.json", "log"))
         job.write_text(json.dumps(request))
@@ -162,6 +162,12 @@ def _read_end(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LAST_BYTES))
         return file.read().decode(errors="replace")
+
+
+def _refuse_without_lmms_eval(task: str) -> None:
+    """Raise UsageError if this environment has no lmms-eval."""
+    if find_spec("lmms_eval") is None:
+        raise UsageError(f"--benchmark lmms:{task}: {REMEDY}")
 
 
 def _make_environment(home: Path, cache: Path | None = None) -> dict[str, str]:
