@@ -72,7 +72,15 @@ class Scorer:
 
     def __init__(self, **answer):
         own = {"none@1": {"acc": 50.0}, "gstep@0.25": {"acc": 100.0}}
-        common = {"metric": "acc", "own": own, "judged": {}, "errors": [], "weights": {}, "percent": True}
+        common = {
+            "metric": "acc",
+            "own": own,
+            "judged": {},
+            "errors": [],
+            "nothing": "",
+            "weights": {},
+            "percent": True,
+        }
         self.score = lambda arms: {**common, **answer}
 
 
