@@ -25,6 +25,7 @@ VIDEO_METHODS: Mapping[str, str] = {
     "visionzip": "gstep.pruners.visionzip:VisionZip",
     "holitom": "gstep.pruners.holitom:HoliTom",
     "flashvid": "gstep.pruners.flashvid:FlashVID",
+    "ottvid": "gstep.pruners.ottvid:OTTVid",
 }
 
 #: Methods that look at the question too: they select again for each question.

@@ -40,6 +40,7 @@ _TITLES = {
     "visionzip": "VisionZip",
     "holitom": "HoliTom",
     "flashvid": "FlashVID",
+    "ottvid": "OTT-Vid",
     "vidcom2": "VidCom2",
     "evs": "EVS",
     "vcast": "V-CAST",
