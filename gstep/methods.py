@@ -26,6 +26,7 @@ VIDEO_METHODS: Mapping[str, str] = {
     "holitom": "gstep.pruners.holitom:HoliTom",
     "flashvid": "gstep.pruners.flashvid:FlashVID",
     "ottvid": "gstep.pruners.ottvid:OTTVid",
+    "tango": "gstep.pruners.tango:Tango",
 }
 
 #: Methods that look at the question too: they select again for each question.

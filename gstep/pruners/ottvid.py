@@ -38,7 +38,8 @@ class OTTVid(Pruner):
     the costs of their pairs (``compute_costs``). R = T*K - B merges are divided among the pairs of frames, more to
     cheaper pairs (``divide_merges``). In a pair, the tokens of the later frame that receive the most from a single
     token are merged into it; over frames, merges form trees. A token whose merge costs more than ``theta`` is dropped
-    with all that is merged into it. A tree becomes the plain mean of its tokens, at the index of its root in the earliest frame.
+    with all that is merged into it. A tree becomes the plain mean of its tokens, at the index of its root in the
+    earliest frame.
 
     The official code rounds the number of tokens by its own rule; here it is B, always. To that end K is at least B/T,
     and at most B-T+1, so that R merges leave each frame a token. With fewer tokens than frames K is 1, and frames may

@@ -41,6 +41,7 @@ _TITLES = {
     "holitom": "HoliTom",
     "flashvid": "FlashVID",
     "ottvid": "OTT-Vid",
+    "tango": "Tango",
     "vidcom2": "VidCom2",
     "evs": "EVS",
     "vcast": "V-CAST",

@@ -21,6 +21,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("fps", {"start": "isolated"}),
     ("fastvid", {"variant": "qwen"}),
     ("visionzip", {"variant": "qwen"}),
+    ("tango", {"variant": "qwen"}),
     *((name, {"mu_s": 0.3}) for name in ("visionzip", "fastvid", "flashvid")),
     ("holitom", {"mu_s": 0.3, "mu_t": 0.3}),
     ("cdpruner", {"mode": "per_frame"}),

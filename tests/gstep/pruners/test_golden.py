@@ -13,8 +13,8 @@ from tests.paths import GOLDEN
 
 DATA = dict(np.load(GOLDEN / "methods.npz"))
 TOKENS = {key.removeprefix("H/"): value for key, value in np.load(GOLDEN / "gstep.npz").items() if key.startswith("H/")}
-FILES = {"methods": 306, "methods_2026": 113}  # file -> its number of cases
-METHODS = ("vidcom2", "fastvid", "visionzip", "holitom", "flashvid", "cdpruner", "fastv", "ottvid")
+FILES = {"methods": 306, "methods_2026": 161}  # file -> its number of cases
+METHODS = ("vidcom2", "fastvid", "visionzip", "holitom", "flashvid", "cdpruner", "fastv", "ottvid", "tango")
 
 
 def read_cases(name: str) -> list[dict[str, Any]]:
