@@ -54,7 +54,8 @@ class Tango(Pruner):
     index; here each is at its own. If centers are equal, it may keep a token twice; here a center is in its own group.
     Positions that are sinks of LLaVA-OneVision have attention 0 in variant llava with 196 tokens a frame; for other
     sizes no sinks are known here. Its other choice of segments, the cuts of FastVID, and the second stage that it has
-    for LLaVA-Video, inside the language model, are not built. ``merged`` marks tokens that merging has changed.
+    for LLaVA-Video, inside the language model, are not built. Distances of all pairs of a segment's context are
+    computed, so that long segments are slow. ``merged`` marks tokens that merging has changed.
 
     Attributes:
         variant: the attention of LLaVA (llava: SigLIP's pooling head) or of Qwen (qwen: merged queries).

@@ -72,9 +72,9 @@ def test_pruned_tokens_are_those_rows_of_the_whole(name, tmp_path):
     ("name", "method", "params"),
     [
         *((name, "vidcom2", {}) for name in FAMILIES),
-        *(("tiny", name, {}) for name in ("visionzip", "holitom", "flashvid")),
-        ("tiny", "fastvid", {"variant": "llava"}),
-        ("tiny-qwen2-5-vl", "fastvid", {"variant": "qwen"}),
+        *(("tiny", name, {}) for name in ("visionzip", "holitom", "flashvid", "ottvid")),
+        *(("tiny", name, {"variant": "llava"}) for name in ("fastvid", "tango")),
+        *(("tiny-qwen2-5-vl", name, {"variant": "qwen"}) for name in ("fastvid", "tango")),
     ],
 )
 def test_the_baselines_get_their_evidence_and_are_answered_from(name, method, params, tmp_path):
