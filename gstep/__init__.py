@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gstep.errors import MissingEvidence, ModelError
@@ -58,6 +58,8 @@ def prune(
     evidence: Mapping[str, Tensor] | None = None,
     budget: int | None = None,
     seed: int = 0,
+    grid: tuple[int, int] | None = None,
+    times: Sequence[float] | None = None,
     **params: Any,
 ) -> PrunedTokens:
     """Prune one video's visual tokens to a share of them.
@@ -73,6 +75,9 @@ def prune(
         budget: B itself, in [1, T*N]; overrides ``retention_ratio``. Methods that count in shares (of a frame, or with
             rounding) take r = B / (T*N).
         seed: the seed of methods that draw random numbers, a non-negative integer.
+        grid: (rows, columns) of the N tokens of a frame, for methods that look at positions. None is the factors of N
+            that are nearest to each other, such as (14, 14) for 196.
+        times: the seconds of the T frames, for methods that look at times. None is one second per frame.
         params: the method's hyper-parameters: the fields of its class, in their types. None with a Pruner object.
 
     Returns:
@@ -87,7 +92,8 @@ def prune(
     from gstep.pruners import make_pruner  # noqa: PLC0415 - torch loads with the first use, not with --help
     from gstep.types import VisualTokens  # noqa: PLC0415
 
-    visual = VisualTokens(tokens, {} if evidence is None else evidence)
+    seconds = None if times is None else tuple(times)
+    visual = VisualTokens(tokens, {} if evidence is None else evidence, grid=grid, times=seconds)
     return make_pruner(method, **params).prune(visual, retention_ratio, budget=budget, seed=seed)
 
 

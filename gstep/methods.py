@@ -2,6 +2,14 @@
 
 Classes are import paths, so that ``--help`` lists the methods without importing torch. A method whose class is
 ``cacheable`` belongs in VIDEO_METHODS, any other method in QUESTION_METHODS.
+
+Not in the tables:
+
+- KiToke (2604.03414): its official code is not published yet.
+- ForestPrune (2603.22911): keeps half of the tokens at most, and of a still video early frames only.
+- DART (2502.11494): needs keys and hidden states of the language model, and the question.
+- DyCoke (2411.15024): keeps 28 % at least before the language model, and prunes the rest inside it.
+- SToP (2604.20937): not a method, but the parameters ``mu_s`` and ``mu_t`` of four methods (gstep.pruners.sinks).
 """
 
 from __future__ import annotations
@@ -25,6 +33,8 @@ VIDEO_METHODS: Mapping[str, str] = {
     "visionzip": "gstep.pruners.visionzip:VisionZip",
     "holitom": "gstep.pruners.holitom:HoliTom",
     "flashvid": "gstep.pruners.flashvid:FlashVID",
+    "ottvid": "gstep.pruners.ottvid:OTTVid",
+    "tango": "gstep.pruners.tango:Tango",
 }
 
 #: Methods that look at the question too: they select again for each question.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -56,12 +56,46 @@ class VisualTokens(_TensorFields):
         deepstack: [T,N,D] each, further vectors of the same tokens that enter the LLM's first layers (Qwen3-VL).
         extra: facts of this video that only the encoder knows and a prompt needs, JSON values; they are stored beside
             ``Backbone.model_extra``.
+        grid: (rows, columns) of the N tokens of a frame, which are in row order; None if unknown.
+        times: seconds of each of the T frames (of a temporal patch: its first frame); None if unknown.
     """
 
     tokens: Tensor
     evidence: Mapping[str, Tensor] = field(default_factory=dict)
     deepstack: tuple[Tensor, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+    grid: tuple[int, int] | None = None
+    times: tuple[float, ...] | None = None
+
+    @property
+    def known_grid(self) -> tuple[int, int]:
+        """The grid, or if it is unknown the factors of N that are nearest to each other, rows <= columns."""
+        if self.grid is not None:
+            return self.grid
+        size = self.tokens.shape[1]
+        rows = next(rows for rows in range(math.isqrt(size), 0, -1) if size % rows == 0)
+        return rows, size // rows
+
+    @property
+    def known_times(self) -> tuple[float, ...]:
+        """The times, or if they are unknown one second per frame."""
+        return self.times if self.times is not None else tuple(map(float, range(len(self.tokens))))
+
+    def add_places(self, grid: Sequence[int] | None, timestamps: Sequence[float]) -> VisualTokens:
+        """Return the tokens with their grid and times.
+
+        Args:
+            grid: [rows, columns], ``ModelExtra["grid"]``; None if unknown.
+            timestamps: seconds of each sampled frame. T temporal patches share them evenly; if they cannot, the times
+                stay unknown.
+        """
+        n_frames = len(self.tokens)
+        times = tuple(map(float, timestamps[:: max(1, math.ceil(len(timestamps) / n_frames))]))
+        return replace(
+            self,
+            grid=None if grid is None else (int(grid[0]), int(grid[1])),
+            times=times if len(times) == n_frames else None,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +214,7 @@ class Visual:
         evidence: the cached evidence of the same tokens, for a method that prunes them later; no part of a prompt.
         frame_indices: the index in the source of each sampled frame, repeated frames included; empty if unknown.
         fps: average frames a second of the whole source; None if unknown.
+        timestamps: seconds of each sampled frame, repeated frames included; empty if unknown.
     """
 
     tokens: Tensor
@@ -192,6 +227,7 @@ class Visual:
     evidence: Mapping[str, Tensor] = field(default_factory=dict)
     frame_indices: Sequence[int] = ()
     fps: float | None = None
+    timestamps: Sequence[float] = ()
 
     @cached_property
     def placeholder_rows(self) -> Tensor:

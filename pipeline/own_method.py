@@ -80,7 +80,7 @@ def _place_with_drawn_tokens(pruner: Pruner, visual: VisualTokens, retention_rat
         if name in EVIDENCE_SHAPES
     }
     try:
-        pruner.prune(VisualTokens(tokens, evidence), retention_ratio, seed=seed)
+        pruner.prune(VisualTokens(tokens, evidence, grid=visual.grid), retention_ratio, seed=seed)
     except Exception as error:  # noqa: BLE001 - code of the user's
         return locate_own_error(error, type(pruner))
     return None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gstep.density import work_dtype
 from gstep.errors import MissingEvidence, WrongSelection
-from gstep.pruners.checks import check_evidence, check_integer, check_tokens
+from gstep.pruners.checks import check_evidence, check_integer, check_places, check_tokens
 from gstep.selection.precision import full_precision
 from gstep.types import PrunedTokens, VisualTokens, budget_for
 
@@ -102,7 +102,7 @@ class Pruner(ABC):
 
         Args:
             visual: the unconverted tokens, and the evidence of ``needs`` and ``optional`` on their device, in float32
-                (float64 stays).
+                (float64 stays). ``visual.known_grid`` and ``visual.known_times`` say where and when the tokens are.
             budget: B, in [1, M].
             ratio: the nominal share, or budget / M if a budget was passed: for methods that count frame by frame.
             seed: the seed of methods that draw random numbers.
@@ -152,7 +152,7 @@ class Pruner(ABC):
 
         Raises:
             ValueError: tokens that are not finite [T,N,D] floats, a ratio outside (0, 1], a budget outside [1, T*N],
-                evidence that is not finite floats of the shape that fits the tokens.
+                evidence that is not finite floats of the shape that fits the tokens, a grid or times that do not fit.
             MissingEvidence: evidence that the method needs is not in ``visual.evidence``.
             WrongSelection: ``select`` returned an invalid :class:`Selection`: the method has a fault.
         """
@@ -166,6 +166,7 @@ class Pruner(ABC):
             raise MissingEvidence(f"method {self.name!r} needs evidence that is missing: {', '.join(missing)}")
         inputs = {name: visual.evidence[name] for name in sorted(self.needs | self.optional) if name in visual.evidence}
         check_evidence(inputs, n_frames, per_frame)
+        check_places(visual.grid, visual.times, n_frames, per_frame)
         with torch.no_grad(), torch.autocast(visual.tokens.device.type, enabled=False), full_precision():
             evidence = {name: value.to(visual.tokens.device, work_dtype(value)) for name, value in inputs.items()}
             selection = self.select(replace(visual, evidence=evidence), count, ratio, seed)

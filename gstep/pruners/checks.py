@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, SupportsFloat
 
@@ -63,6 +63,21 @@ def check_tokens(tokens: Any) -> None:
             f"tokens hold {int(bad_TN.sum())} non-finite values (NaN or infinity), the first at frame {frame}, "
             f"token {token}: check the encoder"
         )
+
+
+def check_places(grid: Any, times: Any, n_frames: int, per_frame: int) -> None:
+    """Raise ValueError unless the grid is (rows, columns) of N tokens, and the times are T finite numbers.
+
+    Either may be None.
+    """
+    if grid is not None:
+        sides = grid if isinstance(grid, Sequence) and len(grid) == 2 else (0, 0)
+        if not all(isinstance(side, int) and side > 0 for side in sides) or sides[0] * sides[1] != per_frame:
+            raise ValueError(f"grid must be (rows, columns) of the {per_frame} tokens of a frame; got {grid!r}")
+    if times is not None:
+        seconds = times if isinstance(times, Sequence) and len(times) == n_frames else (math.nan,)
+        if not all(isinstance(at, Real) and math.isfinite(as_float(at)) for at in seconds):
+            raise ValueError(f"times must be the seconds of the {n_frames} frames, finite numbers; got {times!r}")
 
 
 def check_evidence(evidence: Mapping[str, Any], n_frames: int, per_frame: int) -> None:

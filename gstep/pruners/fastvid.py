@@ -17,9 +17,10 @@ from torch import Tensor
 
 from gstep.density import working_copy
 from gstep.evidence import MERGED_QUERIES, POOLING_HEAD
-from gstep.pruners.base import Pruner, Selection
+from gstep.pruners.base import Selection
 from gstep.pruners.checks import check_choice, check_integer, check_number
 from gstep.pruners.segments import adjacent_cosines, cut_segments, density_peaks, scaled_distances, tie_noise
+from gstep.pruners.sinks import SinkPruner
 from gstep.pruners.vectors import assigned_mean, unit
 from gstep.selection.reference import largest
 from gstep.types import VisualTokens, budget_for
@@ -41,7 +42,7 @@ class FrameTokens(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FastVID(Pruner):
+class FastVID(SinkPruner):
     """Density-based pruning and merging, segment by segment.
 
     Source: github.com/LunarShen/FastVID, modeling_qwen2.py in its LLaVA-NeXT for variant llava, modeling_qwen2_5_vl.py
@@ -53,7 +54,11 @@ class FastVID(Pruner):
     anchors (floor(K*d) = 0) only salient tokens are kept. No frame keeps more than its N tokens. ``merged`` marks
     anchors that merging has changed.
 
+    With ``mu_s``, for llava, sinks are ranked lower among the salient tokens and among the anchors. A frame with more
+    anchors than its share floor(K*d) ranks sinks lower by twice as much, as the code of SToP does.
+
     Attributes:
+        mu_s: the weight of sink scores against attention (``SinkPruner``), for llava.
         variant: the rules for LLaVA-OneVision (llava) or for Qwen (qwen; a frame's feature is the mean of its tokens).
         c: the minimum number of segments.
         tau: a cut is made between neighbour frames less similar than this; None means 0.9 (llava) or 0.84 (qwen).
@@ -81,7 +86,9 @@ class FastVID(Pruner):
 
     def __post_init__(self) -> None:
         """Check the parameters, and replace ``tau`` None by the variant's value. Raises ValueError."""
+        super().__post_init__()
         variant = check_choice("variant", self.variant, VARIANTS)
+        self._check_llava(variant)
         cosines = {"tau": _TAU[variant] if self.tau is None else self.tau, "ignore": self.ignore}
         shares = {"d": self.d, "beta": self.beta}
         self._set(
@@ -114,8 +121,15 @@ class FastVID(Pruner):
         feature_TV = visual.evidence["frame_feature"] if is_llava else tokens_TND.mean(dim=1)
         frame_budget = budget_for(ratio, per_frame)
         spans, counts = self._plan(adjacent_cosines(feature_TV), per_frame, frame_budget)
+        attention_TN = visual.evidence["token_attention"]
         frames = choose_tokens(
-            tokens_TND, visual.evidence["token_attention"], noise_M, counts, every_frame_draws=is_llava
+            tokens_TND,
+            self._suppress_sinks(attention_TN),
+            noise_M,
+            counts,
+            every_frame_draws=is_llava,
+            penalty_N=self._peak_penalty(attention_TN),
+            frame_share=_count_anchors(frame_budget, self.d),
         )
         direction_TND = unit(tokens_TND)
         index, tokens, merged = [], [], []
@@ -148,13 +162,18 @@ class FastVID(Pruner):
         return spans, counts
 
 
+def _count_anchors(budget: int, d: float) -> int:
+    """Compute a frame's share of anchors, floor(K*d); K is ``budget``."""
+    return math.floor(budget * d + 1e-9)  # in binary 100 * 0.29 is just below 29
+
+
 def count_llava_tokens(length: int, size: int, budget: int, d: float, p: int) -> list[tuple[int, int]]:
     """Compute each frame's numbers of (salient tokens, anchors) in a segment; N is ``size``, K is ``budget``.
 
     Every frame keeps salient tokens. The anchors of all frames go to every p-th frame, from the last on, in equal
     shares.
     """
-    n_anchors = math.floor(budget * d + 1e-9)  # in binary 100 * 0.29 is just below 29
+    n_anchors = _count_anchors(budget, d)
     n_salient = budget - n_anchors
     anchor_frames = range(length - 1, -1, -p)
     per_frame = min(n_anchors * length // len(anchor_frames), size - n_salient)
@@ -194,11 +213,15 @@ def choose_tokens(
     counts: Sequence[tuple[int, int]],
     *,
     every_frame_draws: bool,
+    penalty_N: Tensor | None = None,
+    frame_share: int = 0,
 ) -> list[FrameTokens]:
     """Choose the salient tokens and the anchors of each frame, in numbers by ``counts``: (salient tokens, anchors).
 
     ``noise_M`` in [0, 1) is a stream: a frame takes a number from it for each token that is not salient. Every frame
     takes numbers if ``every_frame_draws``, else only frames with anchors, as in each variant's official code.
+
+    ``penalty_N`` is subtracted from the scores of anchors, and twice in frames with more than ``frame_share`` anchors.
     """
     order_TN = largest(attention_TN, attention_TN.shape[1])
     frames, n_drawn = [], 0
@@ -209,6 +232,8 @@ def choose_tokens(
             peak_X = density_peaks(
                 scaled_distances(tokens_ND[plain_X]), noise_M[n_drawn : n_drawn + len(plain_X)], _NEIGHBOURS
             )
+            if penalty_N is not None:
+                peak_X = peak_X - penalty_N[plain_X] * (2 if n_anchors > frame_share else 1)
             anchors_A = plain_X[largest(peak_X, n_anchors).sort().values]
         frames.append(FrameTokens(order_N[:n_salient], anchors_A))
         n_drawn += len(plain_X) if n_anchors or every_frame_draws else 0

@@ -17,9 +17,10 @@ from torch.nn.functional import pad
 
 from gstep.density import floor_distance, working_copy
 from gstep.evidence import LAST_LAYER
-from gstep.pruners.base import Pruner, Selection
+from gstep.pruners.base import Selection
 from gstep.pruners.checks import check_integer, check_number
 from gstep.pruners.segments import adjacent_cosines, cut_segments, group_by_peaks, tie_noise
+from gstep.pruners.sinks import SinkPruner
 from gstep.pruners.vectors import assigned_mean, unit
 from gstep.types import VisualTokens
 
@@ -27,7 +28,7 @@ _NEIGHBOURS = 7  # nearest tokens whose mean distance makes a token's density
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlashVID(Pruner):
+class FlashVID(SinkPruner):
     """The outer stages of FlashVID, for LLaVA; its pruning inside the language model is not implemented.
 
     Source: github.com/Fanziyang-v/FlashVID, flashvid/utils.py at 1d37422, with the selection of its LLaVA scripts.
@@ -43,7 +44,11 @@ class FlashVID(Pruner):
     mean too. If no token scores above 0, the next token is picked instead of an earlier pick. If the official code
     fails (K = N, or ``temporal_threshold`` 1), nothing is merged from frame to frame.
 
+    With ``mu_s`` the attention that weighs distances is reduced by sink scores of the segment; it may become negative.
+    The code of SToP may pick a token twice; here the next token is picked.
+
     Attributes:
+        mu_s: the weight of sink scores against attention (``SinkPruner``).
         expansion: the factor of the budget; the authors use 1.25 here, and prune the surplus inside the language model.
         alpha: the share of a frame's tokens that are picked, in [0, 1].
         temporal_threshold: a token that is more similar than this to a token of the frame before is merged into it.
@@ -68,6 +73,7 @@ class FlashVID(Pruner):
 
     def __post_init__(self) -> None:
         """Check the parameters and convert numbers to their types. Raises ValueError."""
+        super().__post_init__()
         cosines = {"temporal_threshold": self.temporal_threshold, "segment_threshold": self.segment_threshold}
         self._set(
             expansion=check_number("expansion", self.expansion, "above 0", lambda x: x > 0),
@@ -96,7 +102,8 @@ class FlashVID(Pruner):
             input_LND = visual.tokens[start:end].to(tokens_TND.dtype)
             index_LN = torch.arange(start * per_frame, end * per_frame, device=input_LND.device).view(-1, per_frame)
             relevance_LN = tokens_TND[start:end] @ tokens_TND[start:end].mean(dim=(0, 1))
-            weight_LN = visual.evidence["token_attention"][start:end].double() * relevance_LN
+            attention_LN = self._suppress_sinks(visual.evidence["token_attention"][start:end])
+            weight_LN = attention_LN.double() * relevance_LN
             is_pick_LN = pick_diverse(direction_TND[start:end], weight_LN, n_picks)
             index.append(index_LN[is_pick_LN])
             tokens.append(input_LND[is_pick_LN])

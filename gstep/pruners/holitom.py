@@ -16,16 +16,17 @@ from torch import Tensor
 
 from gstep.density import working_copy
 from gstep.evidence import LAST_LAYER
-from gstep.pruners.base import Pruner, Selection
+from gstep.pruners.base import Selection
 from gstep.pruners.checks import check_integer, check_number
 from gstep.pruners.segments import group_by_peaks, tie_noise
+from gstep.pruners.sinks import SinkPruner, sink_scores
 from gstep.pruners.vectors import assigned_mean, unit
 from gstep.selection.reference import largest
 from gstep.types import VisualTokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class HoliTom(Pruner):
+class HoliTom(SinkPruner):
     """The outer stages of HoliTom, for LLaVA; its merging inside the language model is not implemented.
 
     Source: github.com/cokeshao/HoliTom, holitom/llava_arch.py at e9b2972.
@@ -37,7 +38,14 @@ class HoliTom(Pruner):
     that are not kept are merged into the nearest peak. The total is near B. A window that is all static keeps at least
     one token (the official code may keep no token of a video).
 
+    With ``mu_s`` sinks are ranked lower among moving tokens by attention, and among the peaks of static tokens. With
+    ``mu_t`` sinks are more easily static. Windows and r' are chosen without ``mu_t``, as in the code of SToP, so that
+    fewer than B tokens remain. That code compares with 0.8 whatever ``tau`` is, and ranks sinks lower among the static
+    peaks even at ``mu_s`` 0; here ``tau`` counts, and 0 changes nothing.
+
     Attributes:
+        mu_s: the weight of sink scores against attention (``SinkPruner``).
+        mu_t: the weight of a position's sink score that is added to its similarity, at least 0.
         tau: a position is still between neighbour frames if its tokens are more similar than this.
         D: the share of a frame's kept tokens that are density peaks, in [0, 1]; 0 as published.
         beta: the weight of a peak against the mean of the tokens merged into it, in [0, 1].
@@ -54,6 +62,7 @@ class HoliTom(Pruner):
     needs: ClassVar[frozenset[str]] = frozenset({"token_attention"})
     sources: ClassVar[Mapping[str, str]] = MappingProxyType({"token_attention": LAST_LAYER})
 
+    mu_t: float = 0.0
     tau: float = 0.8
     D: float = 0.0
     beta: float = 0.6
@@ -62,8 +71,10 @@ class HoliTom(Pruner):
 
     def __post_init__(self) -> None:
         """Check the parameters and convert numbers to their types. Raises ValueError."""
+        super().__post_init__()
         shares = {"D": self.D, "beta": self.beta}
         self._set(
+            mu_t=check_number("mu_t", self.mu_t, "at least 0", lambda x: x >= 0),
             tau=check_number("tau", self.tau, "in [-1, 1]", lambda x: abs(x) <= 1),
             K=check_integer("K", self.K, 1),
             max_window=check_integer("max_window", self.max_window, 1),
@@ -82,18 +93,31 @@ class HoliTom(Pruner):
         n_frames, per_frame, _ = visual.tokens.shape
         tokens_TND = visual.tokens.to(working_copy(visual.tokens[:1]).dtype)
         direction_TND = unit(tokens_TND)
-        is_still_UN = (direction_TND[:-1] * direction_TND[1:]).sum(dim=-1) > self.tau
+        similarity_UN = (direction_TND[:-1] * direction_TND[1:]).sum(dim=-1)
+        is_still_UN = similarity_UN > self.tau
         windows, n_saved = choose_windows(is_still_UN, self.max_window)
+        attention_TN = visual.evidence["token_attention"]
+        score_TN, penalty_N = self._suppress_sinks(attention_TN), self._peak_penalty(attention_TN)
+        if self.mu_t:
+            is_still_UN = similarity_UN + self.mu_t * sink_scores(attention_TN) > self.tau
         total = n_frames * per_frame
         share = min(1.0, ratio / ((total - n_saved) / total))
         noise, n_drawn = tie_noise(visual, seed), 0
         index, tokens, merged = [], [], []
 
-        def add(index_X: Tensor, rows_XD: Tensor, kept_S: Tensor, n_peaks: int, *, is_mean: bool) -> None:
+        def add(
+            index_X: Tensor,
+            rows_XD: Tensor,
+            kept_S: Tensor,
+            n_peaks: int,
+            *,
+            is_mean: bool,
+            penalty_X: Tensor | None = None,
+        ) -> None:
             """Append the rows ``kept_S`` unchanged, and ``n_peaks`` density peaks with all other rows merged in.
 
             Peaks that took rows in are marked as merged; with ``is_mean``, rows that are means over frames, all are.
-            The next values of ``noise`` are used up.
+            The next values of ``noise`` are used up. ``penalty_X`` is subtracted from the scores of peaks.
             """
             nonlocal n_drawn
             is_free_X = torch.ones(len(index_X), dtype=torch.bool, device=index_X.device)
@@ -104,7 +128,12 @@ class HoliTom(Pruner):
             merged.append(torch.full_like(kept_S, is_mean, dtype=torch.bool))
             if n_peaks:
                 peak_C, peak_CD, is_grown_C = merge_into_peaks(
-                    rows_XD[other_Y], noise[n_drawn : n_drawn + len(other_Y)], n_peaks, min(self.K, n_peaks), self.beta
+                    rows_XD[other_Y],
+                    noise[n_drawn : n_drawn + len(other_Y)],
+                    n_peaks,
+                    min(self.K, n_peaks),
+                    self.beta,
+                    penalty_X=None if penalty_X is None else penalty_X[other_Y],
                 )
                 n_drawn += len(other_Y)
                 index.append(index_X[other_Y[peak_C]])
@@ -117,12 +146,13 @@ class HoliTom(Pruner):
             n_kept = math.ceil(len(moving_X) * share)
             n_dominant = round(n_kept * (1 - self.D))
             for frame in range(start, end):
-                dominant_S = largest(visual.evidence["token_attention"][frame, moving_X], n_dominant).sort().values
+                dominant_S = largest(score_TN[frame, moving_X], n_dominant).sort().values
                 rows_XD = tokens_TND[frame, moving_X]
                 add(moving_X + frame * per_frame, rows_XD, dominant_S, n_kept - n_dominant, is_mean=False)
             n_static = max(round(len(static_S) * share), 0 if len(moving_X) else 1)
             mean_SD = tokens_TND[start:end, static_S].mean(dim=0)
-            add(static_S + start * per_frame, mean_SD, static_S[:0], n_static, is_mean=True)
+            penalty_S = None if penalty_N is None else penalty_N[static_S]
+            add(static_S + start * per_frame, mean_SD, static_S[:0], n_static, is_mean=True, penalty_X=penalty_S)
         return Selection(torch.cat(index), tokens=torch.cat(tokens), merged=torch.cat(merged))
 
 
@@ -158,14 +188,14 @@ def _walk_back(starts: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def merge_into_peaks(
-    rows_XD: Tensor, noise_X: Tensor, count: int, neighbours: int, beta: float
+    rows_XD: Tensor, noise_X: Tensor, count: int, neighbours: int, beta: float, *, penalty_X: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge each row into the nearest of the ``count`` density peaks.
+    """Merge each row into the nearest of the ``count`` density peaks; ``penalty_X`` is subtracted from their scores.
 
     Returns the peaks' row numbers [C], their merged rows [C,D], and [C] bool, True if any row was merged in. A peak
     weighs ``beta``, the mean of the rows merged into it 1 - ``beta``. Other peaks stay unchanged.
     """
-    peak_C, group_X = group_by_peaks(rows_XD, noise_X, count, neighbours)
+    peak_C, group_X = group_by_peaks(rows_XD, noise_X, count, neighbours, penalty_X=penalty_X)
     mean_CD, count_C = assigned_mean(group_X.index_fill(0, peak_C, -1), rows_XD, count)
     is_grown_C = count_C > 0
     peak_CD = rows_XD[peak_C]

@@ -65,13 +65,16 @@ def density_peaks(distance_XX: Tensor, noise_X: Tensor, neighbours: int) -> Tens
     return density_X * torch.where(denser_XX, distance_XX, distance_XX.max()).amin(dim=1)
 
 
-def group_by_peaks(rows_XD: Tensor, noise_X: Tensor, count: int, neighbours: int) -> tuple[Tensor, Tensor]:
-    """Group rows around the ``count`` highest density peaks.
+def group_by_peaks(
+    rows_XD: Tensor, noise_X: Tensor, count: int, neighbours: int, *, penalty_X: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Group rows around the ``count`` highest density peaks; ``penalty_X``, if any, is subtracted from their scores.
 
     Returns the peaks' row numbers [C], ascending, and each row's group [X], the number of its nearest peak. A peak is
     in its own group.
     """
     distance_XX = scaled_distances(rows_XD)
-    peak_C = largest(density_peaks(distance_XX, noise_X, neighbours), count).sort().values
+    score_X = density_peaks(distance_XX, noise_X, neighbours)
+    peak_C = largest(score_X if penalty_X is None else score_X - penalty_X, count).sort().values
     nearest_X = distance_XX[:, peak_C].argmin(dim=1)
     return peak_C, nearest_X.index_copy(0, peak_C, torch.arange(count, device=peak_C.device))

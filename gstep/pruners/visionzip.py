@@ -16,8 +16,9 @@ from torch import Tensor
 
 from gstep.density import row_slices, work_dtype, working_copy
 from gstep.evidence import LAST_LAYER
-from gstep.pruners.base import Pruner, Selection
+from gstep.pruners.base import Selection
 from gstep.pruners.checks import check_choice, check_integer, check_number
+from gstep.pruners.sinks import SinkPruner, find_sinks, move_off_sinks, sink_scores
 from gstep.pruners.vectors import assigned_mean, unit
 from gstep.selection.reference import largest
 from gstep.types import VisualTokens, budget_for
@@ -37,7 +38,7 @@ _DIGITS = 9  # decimals of compared cosines, so that the first of equal tokens w
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionZip(Pruner):
+class VisionZip(SinkPruner):
     """The tokens of each frame with the largest attention or norm, and a few tokens into which the others are merged.
 
     Source: github.com/cokeshao/HoliTom, visionzip/llava_arch.py, for variant llava; github.com/xuyang-liu16/VidCom2,
@@ -63,7 +64,12 @@ class VisionZip(Pruner):
     layer, all tokens of a video compared at once) is not built here, though the published scores of VisionZip on
     Qwen3-VL-8B in that repository are from its time.
 
+    With ``mu_s``, for llava, sinks are ranked lower among the dominant tokens, and contextual targets that are among
+    the 20 largest sinks move to the next position outside of them. The code of SToP compares row numbers among the
+    plain tokens with positions in the frame, and moves targets even at ``mu_s`` 0; here positions are compared.
+
     Attributes:
+        mu_s: the weight of sink scores against attention (``SinkPruner``), for llava.
         variant: the rules for LLaVA-OneVision (llava) or for Qwen (qwen).
         dominant_share: the share of K that is dominant, in [0, 1); None means 54/64 (llava) or 0.6 (qwen).
         neighbours: for qwen, the number of nearest tokens whose mean cosine is a token's density.
@@ -82,7 +88,9 @@ class VisionZip(Pruner):
 
     def __post_init__(self) -> None:
         """Check the parameters, and replace ``dominant_share`` None by the variant's value. Raises ValueError."""
+        super().__post_init__()
         variant = check_choice("variant", self.variant, VARIANTS)
+        self._check_llava(variant)
         share = _DOMINANT[variant] if self.dominant_share is None else self.dominant_share
         self._set(
             dominant_share=check_number("dominant_share", share, "in [0, 1)", lambda x: 0 <= x < 1),
@@ -107,33 +115,38 @@ class VisionZip(Pruner):
         # 1e-9 is added because 100 * 0.29 is just below 29 in binary.
         n_dominant = min(n_kept - 1, math.floor(n_kept * self.dominant_share + 1e-9))
         if self.variant == "llava":
-            return _select_by_attention(visual, n_kept, n_dominant)
+            return self._select_by_attention(visual, n_kept, n_dominant)
         return _select_by_norm(visual.tokens, n_kept, max(1, n_dominant), self.neighbours)
+
+    def _select_by_attention(self, visual: VisualTokens, n_kept: int, n_dominant: int) -> Selection:
+        """Select and merge the tokens of each frame by variant llava.
+
+        A frame has its ``n_dominant`` tokens of highest attention first, then ``n_kept - n_dominant`` contextual
+        (merged) tokens. The indices count through all frames; they ascend within either part of a frame only.
+        """
+        n_frames, size, _ = visual.tokens.shape
+        attention_TN = visual.evidence["token_attention"]
+        order_TN = largest(self._suppress_sinks(attention_TN), size)
+        dominant_TS = order_TN[:, :n_dominant].sort(dim=1).values
+        plain_TX = order_TN[:, n_dominant:].sort(dim=1).values  # in spatial order again, for even strides
+        target_C = evenly_strided(size - n_dominant, n_kept - n_dominant, plain_TX.device)
+        target_TC = target_C.expand(n_frames, -1)
+        if self.mu_s:
+            is_sink_TX = find_sinks(sink_scores(attention_TN))[plain_TX].tolist()
+            targets = [move_off_sinks(target_C.tolist(), is_sink_X) for is_sink_X in is_sink_TX]
+            target_TC = torch.tensor(targets, device=plain_TX.device)
+        local_TK = torch.cat([dominant_TS, plain_TX.gather(1, target_TC)], dim=1)
+        start_T1 = torch.arange(n_frames, device=local_TK.device)[:, None] * size
+        merged_K = torch.arange(n_kept, device=local_TK.device) >= n_dominant
+        return Selection(
+            index=(start_T1 + local_TK).flatten(),
+            tokens=torch.cat(list(_zip_frames(visual, dominant_TS, plain_TX, target_TC))),
+            merged=merged_K.repeat(n_frames),
+        )
 
     def _frame_budget(self, size: int, ratio: float) -> int:
         """Compute K, the number of tokens to keep of a frame of ``size`` tokens, by the variant's rule."""
         return frame_budget(size, ratio) if self.variant == "llava" else budget_for(ratio, size)
-
-
-def _select_by_attention(visual: VisualTokens, n_kept: int, n_dominant: int) -> Selection:
-    """Select and merge the tokens of each frame by variant llava.
-
-    A frame has its ``n_dominant`` tokens of highest attention first, then ``n_kept - n_dominant`` contextual (merged)
-    tokens. The indices count through all frames; they ascend within either part of a frame only.
-    """
-    n_frames, size, _ = visual.tokens.shape
-    order_TN = largest(visual.evidence["token_attention"], size)
-    dominant_TS = order_TN[:, :n_dominant].sort(dim=1).values
-    plain_TX = order_TN[:, n_dominant:].sort(dim=1).values  # in spatial order again, for even strides
-    target_C = evenly_strided(size - n_dominant, n_kept - n_dominant, plain_TX.device)
-    local_TK = torch.cat([dominant_TS, plain_TX[:, target_C]], dim=1)
-    start_T1 = torch.arange(n_frames, device=local_TK.device)[:, None] * size
-    merged_K = torch.arange(n_kept, device=local_TK.device) >= n_dominant
-    return Selection(
-        index=(start_T1 + local_TK).flatten(),
-        tokens=torch.cat(list(_zip_frames(visual, dominant_TS, plain_TX, target_C))),
-        merged=merged_K.repeat(n_frames),
-    )
 
 
 def _select_by_norm(tokens_TND: Tensor, n_kept: int, n_dominant: int, neighbours: int) -> Selection:
@@ -171,10 +184,10 @@ def evenly_strided(size: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device) * max(1, size // count)
 
 
-def _zip_frames(visual: VisualTokens, dominant_TS: Tensor, plain_TX: Tensor, target_C: Tensor) -> Iterator[Tensor]:
+def _zip_frames(visual: VisualTokens, dominant_TS: Tensor, plain_TX: Tensor, target_TC: Tensor) -> Iterator[Tensor]:
     """Yield the kept tokens [K,D] of each frame, contextual tokens merged, in the work dtype."""
-    frames = zip(visual.tokens, visual.evidence["token_key"], dominant_TS, plain_TX, strict=True)
-    for input_ND, key_NE, dominant_S, plain_X in frames:
+    frames = zip(visual.tokens, visual.evidence["token_key"], dominant_TS, plain_TX, target_TC, strict=True)
+    for input_ND, key_NE, dominant_S, plain_X, target_C in frames:
         tokens_ND = input_ND.to(work_dtype(input_ND))
         contextual_CD = add_nearest(tokens_ND[plain_X], unit(key_NE[plain_X]), target_C)
         yield torch.cat([tokens_ND[dominant_S], contextual_CD])

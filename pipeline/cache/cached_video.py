@@ -85,6 +85,7 @@ class CachedVideo:
             evidence=self.evidence,
             frame_indices=row.get("frame_indices") or (),
             fps=row.get("fps"),
+            timestamps=row.get("timestamps") or (),
         )
 
 

@@ -40,6 +40,8 @@ _TITLES = {
     "visionzip": "VisionZip",
     "holitom": "HoliTom",
     "flashvid": "FlashVID",
+    "ottvid": "OTT-Vid",
+    "tango": "Tango",
     "vidcom2": "VidCom2",
     "evs": "EVS",
     "vcast": "V-CAST",

@@ -198,7 +198,8 @@ class LatePruning:
         }
         if text_embedding is not None:
             evidence = {"text_embedding": text_embedding, "image_embedding": tokens, **evidence}
-        return prune_tokens(self.pruner, VisualTokens(tokens, evidence), self.retention_ratio, self.seed)
+        whole = VisualTokens(tokens, evidence).add_places(visual.extra.get("grid"), visual.timestamps)
+        return prune_tokens(self.pruner, whole, self.retention_ratio, self.seed)
 
     def reduce(self, visual: Visual, pruned: PrunedTokens, *, own_order: bool = True) -> Visual:
         """Return a whole video reduced to its selected tokens, without its evidence.

@@ -193,7 +193,10 @@ class VideoEncoder:
         sampled = [to_sampled_video(video.record) for video in videos]
         with self._turn(self._encoding) as turn:
             visuals = self.backbone.encode_together(frames_on_device, self._sources, sampled)
-            rounded = [_try_alone(names, partial(self._round_tokens, visual)) for visual in visuals]
+            rounded = [
+                _try_alone(names, partial(self._round_tokens, visual, video))
+                for visual, video in zip(visuals, sampled, strict=True)
+            ]
         n_tokens = [math.prod(visual.tokens.shape[:2]) for visual in visuals]
         del visuals
         items: list[VideoItem | None] = []
@@ -215,7 +218,7 @@ class VideoEncoder:
         """
         try:
             with self._turn(self._encoding) as turn:
-                visual = self._round_tokens(self.backbone.encode(frames, self._sources, video))
+                visual = self._round_tokens(self.backbone.encode(frames, self._sources, video), video)
         except TooFewFrames as error:
             raise VideoFault("too-short", str(error), stage="encode") from None
         except UnsupportedVideo as error:
@@ -329,8 +332,11 @@ class VideoEncoder:
         """The evidence that the method or the cache needs: label -> source in the encoder."""
         return {**self._pruner.sources, **self._setup.evidence}
 
-    def _round_tokens(self, visual: VisualTokens) -> VisualTokens:
-        """Round a video's tokens and evidence to the precision of the cache. Raise VideoFault if that is impossible."""
+    def _round_tokens(self, visual: VisualTokens, video: SampledVideo | None) -> VisualTokens:
+        """Round a video's tokens and evidence to the precision of the cache, and add its grid and times.
+
+        Raises VideoFault for values that the cache cannot hold.
+        """
         # Tokens are rounded to storage precision before pruning, so the selection can be derived again from the cache.
         tokens_TND, *deepstack = (level.to(torch.bfloat16) for level in (visual.tokens, *visual.deepstack))
         for level, values_TND in enumerate(deepstack):  # pruning checks the tokens themselves
@@ -339,7 +345,10 @@ class VideoEncoder:
         evidence = {name: values.to(torch.bfloat16) for name, values in visual.evidence.items()}
         for name in self._setup.evidence:
             _check_finite(f"the evidence {name}", evidence[name])
-        return VisualTokens(tokens_TND, evidence, tuple(deepstack), visual.extra)
+        rounded = VisualTokens(tokens_TND, evidence, tuple(deepstack), visual.extra)
+        if video is None:
+            return rounded
+        return rounded.add_places(self.backbone.model_extra(video).get("grid"), video.timestamps)
 
     def prune(self, visual: VisualTokens) -> PrunedTokens:
         """Prune the tokens. Raise VideoFault("internal") if the method cannot prune them."""

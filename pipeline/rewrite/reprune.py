@@ -109,7 +109,9 @@ class _Repruning(Rewrite):
             name: video.evidence[column].to(self.device) if name in PER_FRAME else whole(video.evidence[column])
             for name, column in self.columns.items()
         }
-        visual = VisualTokens(whole(video.tokens), evidence, tuple(map(whole, video.deepstack)))
+        visual = VisualTokens(whole(video.tokens), evidence, tuple(map(whole, video.deepstack))).add_places(
+            video.visual.extra.get("grid"), video.visual.timestamps
+        )
         start = time.perf_counter()
         pruned = prune_or_fault(self.pruner, visual, self.ratio, self.seed)
         columns: VideoRecord = {**make_pruning_columns(pruned, visual), "prune_s": time.perf_counter() - start}

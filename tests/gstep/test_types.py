@@ -52,7 +52,33 @@ def test_visual_tokens_are_compared_with_their_evidence_and_deepstack_and_have_n
         assert visual != replace(visual, evidence=other)
     for other in ((), (tokens,), (tokens, -tokens)):
         assert visual != replace(visual, deepstack=other)
+    assert visual != replace(visual, grid=(2, 4)) and visual != replace(visual, times=(0.0, 1.0, 2.0))
     assert visual != prune(tokens) and visual != replace(visual, tokens=-tokens)
     for value in (visual, prune(tokens)):
         with pytest.raises(TypeError, match="unhashable"):
             hash(value)
+
+
+def test_a_grid_and_times_are_what_is_known_or_the_nearest_guess() -> None:
+    for size, grid in ((196, (14, 14)), (12, (3, 4)), (13, (1, 13)), (1, (1, 1))):
+        assert gstep.VisualTokens(video(2, size, 4)).known_grid == grid
+    visual = gstep.VisualTokens(video(3, 8, 4))
+    assert visual.known_times == (0.0, 1.0, 2.0)
+    placed = visual.add_places([4, 2], [0, 0.5, 1.0])
+    assert (placed.grid, placed.known_grid, placed.known_times) == ((4, 2), (4, 2), (0.0, 0.5, 1.0))
+    # Patches of two frames begin with the first of them; the last patch may have a single one.
+    for timestamps in ([0.5, 1, 2, 3, 4, 5], [0.5, 1, 2, 3, 4]):
+        assert visual.add_places(None, timestamps).times == (0.5, 2.0, 4.0)
+    for unfit in ([], [0.5], [0.0] * 4):
+        assert visual.add_places(None, unfit).times is None
+
+
+def test_grids_and_times_that_do_not_fit_are_refused() -> None:
+    tokens = video(3, 8, 4)
+    assert gstep.prune(tokens, grid=(2, 4), times=[0, 2.5, 3]).n_kept == 6
+    for grid in ((3, 3), (8,), 8, (2.0, 4.0), (-2, -4), "24"):
+        with pytest.raises(ValueError, match=r"grid must be \(rows, columns\) of the 8 tokens"):
+            gstep.prune(tokens, grid=grid)  # type: ignore[arg-type]
+    for times in ((0.0, 1.0), (0.0, 1.0, float("nan")), "abc", (0, 1, None)):
+        with pytest.raises(ValueError, match="times must be the seconds of the 3 frames"):
+            gstep.prune(tokens, times=times)  # type: ignore[arg-type]

@@ -13,17 +13,18 @@ from tests.paths import GOLDEN
 
 DATA = dict(np.load(GOLDEN / "methods.npz"))
 TOKENS = {key.removeprefix("H/"): value for key, value in np.load(GOLDEN / "gstep.npz").items() if key.startswith("H/")}
-METHODS = ("vidcom2", "fastvid", "visionzip", "holitom", "flashvid", "cdpruner", "fastv")
+FILES = {"methods": 306, "methods_2026": 161}  # file -> its number of cases
+METHODS = ("vidcom2", "fastvid", "visionzip", "holitom", "flashvid", "cdpruner", "fastv", "ottvid", "tango")
 
 
-def read_cases() -> list[dict[str, Any]]:
-    table = json.loads((GOLDEN / "methods.json").read_text())
+def read_cases(name: str) -> list[dict[str, Any]]:
+    table, data = json.loads((GOLDEN / f"{name}.json").read_text()), np.load(GOLDEN / f"{name}.npz")
     cases = [dict(zip(table["columns"], row, strict=True)) for row in table["cases"]]
-    index, merged, tokens = DATA["index"].astype(np.int64), np.unpackbits(DATA["merged"]), DATA["merged_tokens"]
+    index, merged, tokens = data["index"].astype(np.int64), np.unpackbits(data["merged"]), data["merged_tokens"]
     for case in cases:
         case["index"], index = np.split(index, [case["n_kept"]])
         if case["merges"]:
-            flags, merged = np.split(merged, [case["n_kept"]])
+            flags, merged = np.split(merged, [case["n_kept"]])  # their bytes end with zeros
             case["merged"] = flags.astype(bool)
             hidden = TOKENS[case["input"]].shape[2]
             rows, tokens = np.split(tokens, [hidden * flags.sum()])
@@ -32,7 +33,7 @@ def read_cases() -> list[dict[str, Any]]:
     return cases
 
 
-CASES = read_cases()
+CASES = [case for name in FILES for case in read_cases(name)]
 
 
 def tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
@@ -41,10 +42,12 @@ def tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 
 
 def run(case: dict[str, Any], tokens: torch.Tensor) -> gstep.PrunedTokens:
-    pruner = gstep.make_pruner(case["method"], **case["params"])
+    places = {name: value for name, value in case["params"].items() if name in ("grid", "times")}
+    params = {name: value for name, value in case["params"].items() if name not in places}
+    pruner = gstep.make_pruner(case["method"], **params)
     names = pruner.needs | pruner.optional
     evidence = {name: tensor(DATA[f"{name}/{case['input']}"], torch.float32).to(tokens.device) for name in names}
-    return gstep.prune(tokens, case["ratio"], case["method"], evidence=evidence, **case["params"])
+    return gstep.prune(tokens, case["ratio"], case["method"], evidence=evidence, **places, **params)
 
 
 def list_differences(case: dict[str, Any], pruned: gstep.PrunedTokens) -> list[str]:
@@ -65,7 +68,7 @@ def list_differences(case: dict[str, Any], pruned: gstep.PrunedTokens) -> list[s
 
 
 def test_all_cases_are_here() -> None:
-    assert len(CASES) == 306
+    assert len(CASES) == sum(FILES.values())
     assert {case["method"] for case in CASES} == set(METHODS)
     assert sum(not case["stable"] for case in CASES) == 9
 

@@ -72,9 +72,9 @@ def test_pruned_tokens_are_those_rows_of_the_whole(name, tmp_path):
     ("name", "method", "params"),
     [
         *((name, "vidcom2", {}) for name in FAMILIES),
-        *(("tiny", name, {}) for name in ("visionzip", "holitom", "flashvid")),
-        ("tiny", "fastvid", {"variant": "llava"}),
-        ("tiny-qwen2-5-vl", "fastvid", {"variant": "qwen"}),
+        *(("tiny", name, {}) for name in ("visionzip", "holitom", "flashvid", "ottvid")),
+        *(("tiny", name, {"variant": "llava"}) for name in ("fastvid", "tango")),
+        *(("tiny-qwen2-5-vl", name, {"variant": "qwen"}) for name in ("fastvid", "tango")),
     ],
 )
 def test_the_baselines_get_their_evidence_and_are_answered_from(name, method, params, tmp_path):
@@ -85,7 +85,8 @@ def test_the_baselines_get_their_evidence_and_are_answered_from(name, method, pa
     sources = gstep.make_pruner(method, **params).sources
     visual = family_of(source).load(choose_runtime("cpu", "float32")).encode(frames, sources)
     evidence = {name: value.bfloat16() for name, value in visual.evidence.items()}
-    expected = gstep.prune(visual.tokens.bfloat16(), 0.25, method, evidence=evidence, **params)
+    places = {"grid": tuple(pruned.extra["grid"]), "times": pruned.timestamps[:: 1 if name == "tiny" else 2]}
+    expected = gstep.prune(visual.tokens.bfloat16(), 0.25, method, evidence=evidence, **places, **params)
     assert torch.equal(pruned.index, expected.index)
     assert torch.equal(pruned.tokens, expected.tokens)
     for ours, level in zip(pruned.deepstack, visual.deepstack, strict=True):

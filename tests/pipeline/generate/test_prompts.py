@@ -34,7 +34,7 @@ from tests.pipeline.videos import sample
 
 RATIOS = (0.25, 0.2, 0.1, 0.02)
 FAMILIES = ("tiny", "tiny-qwen2-5-vl", "tiny-qwen3-vl")
-LLAVA_ALONE = {"holitom", "flashvid"}
+LLAVA_ALONE = {"holitom", "flashvid", "ottvid"}
 
 
 class Made:

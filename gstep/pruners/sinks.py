@@ -1,0 +1,88 @@
+"""SToP: sink scores, by which four methods rank attention sinks lower.
+
+A sink is a position that gets much attention in all frames, whatever they show.
+
+Shapes: T frames, N tokens a frame, X tokens of a frame that are not selected yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gstep.pruners.base import Pruner
+from gstep.pruners.checks import check_number
+from gstep.selection.reference import largest
+
+_GAMMA = 1.1  # exponent of the mean attention
+_PEAK_WEIGHT = 0.3  # weight of a sink score against a density peak's score
+_N_SINKS = 20  # positions that count as sinks where a method only tells sinks from other positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkPruner(Pruner):
+    """The base of the methods that can rank attention sinks lower: SToP, arXiv 2604.20937.
+
+    Source: the rules of github.com/rlqja1107/SToP at 3bf998c, for LLaVA; it has no license, so none of its code is
+    here. The authors' ``mu_s`` at 10 % are 0.03 for VisionZip, 0.02 for FastVID and FlashVID, and 0.04 (with ``mu_t``
+    0.07) for HoliTom. They have the scale of the encoder's attention, as a softmax gives it: do not normalize it again.
+
+    Attributes:
+        mu_s: the weight of a position's sink score against its attention, at least 0; at 0 the method is unchanged.
+    """
+
+    mu_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the parameter. Raises ValueError."""
+        self._set(mu_s=check_number("mu_s", self.mu_s, "at least 0", lambda x: x >= 0))
+
+    def params(self) -> dict[str, Any]:
+        """Return the hyper-parameters by name, without ``mu_s`` and ``mu_t`` where they are 0.
+
+        Caches from before these parameters keep their identity.
+        """
+        return {name: value for name, value in super().params().items() if value or name not in ("mu_s", "mu_t")}
+
+    def _check_llava(self, variant: str) -> None:
+        """Raise ValueError if sinks are to be ranked lower in another variant than llava."""
+        if self.mu_s and variant != "llava":
+            raise ValueError(f"mu_s is defined for variant llava alone; set it to 0 for variant {variant}")
+
+    def _suppress_sinks(self, attention_TN: Tensor) -> Tensor:
+        """Subtract each position's sink score, times ``mu_s``, from the attention of all frames."""
+        if self.mu_s == 0:
+            return attention_TN
+        return attention_TN.double() - self.mu_s * sink_scores(attention_TN)
+
+    def _peak_penalty(self, attention_TN: Tensor) -> Tensor | None:
+        """Compute the number that a position's score as a density peak loses, [N]; None if ``mu_s`` is 0."""
+        return None if self.mu_s == 0 else _PEAK_WEIGHT * sink_scores(attention_TN)
+
+
+def sink_scores(attention_TN: Tensor) -> Tensor:
+    """Score each position, [N] float64 in [0, 1]: a power of its mean attention over frames, from 0 to the largest."""
+    power_N = attention_TN.double().mean(dim=0).clamp(min=0) ** _GAMMA
+    return (power_N - power_N.min()) / (power_N.max() - power_N.min() + 1e-12)
+
+
+def find_sinks(score_N: Tensor) -> Tensor:
+    """Find the positions with the largest sink scores: [N] bool, True for 20 of them (all, if N is less)."""
+    return torch.zeros_like(score_N, dtype=torch.bool).index_fill(0, largest(score_N, _N_SINKS), True)
+
+
+def move_off_sinks(targets: Sequence[int], is_sink_X: Sequence[bool]) -> list[int]:
+    """Move each target that is a sink, or that an earlier target moved to, to the next number that is free and no sink.
+
+    After the last number the search goes on at the first. A target stays if only sinks are free. Returns different
+    numbers, ascending.
+    """
+    chosen: list[int] = []
+    for target in targets:
+        free = [number for number in (*range(target, len(is_sink_X)), *range(target)) if number not in chosen]
+        chosen.append(next((number for number in free if not is_sink_X[number]), free[0]))
+    return sorted(chosen)
