@@ -19,7 +19,7 @@ from gstep.backbones import family_class
 from gstep.checkpoints.source import ModelSource
 from gstep.errors import ModelError
 from gstep.families import describe_family
-from gstep.methods import METHODS
+from gstep.methods import LIVE_METHODS, METHODS
 from gstep.pruners import find_method, make_pruner, read_pruner
 from gstep.pruners.base import Pruner
 from gstep.serving import LIVE_ARCHITECTURES
@@ -90,11 +90,11 @@ class LivePruning:
     def select_mask(self, tokens_TND: Tensor) -> Tensor:
         """Select the kept tokens of a video as a mask [T*N], of which ``budget`` values are True.
 
-        The tokens are rounded to bfloat16 first, as those of a cache. Values that are not finite count as 0: an error
+        The tokens are in bfloat16 for the method, as those of a cache. Values that are not finite count as 0: an error
         here would end the engine, with the requests of all clients.
         """
-        rounded = tokens_TND.detach().to(torch.bfloat16).nan_to_num(0.0, 0.0, 0.0)
-        pruned = self.pruner.prune(VisualTokens(rounded, {}), self.retention_ratio, seed=self.seed)
+        finite = tokens_TND.detach().to(torch.bfloat16).nan_to_num(0.0, 0.0, 0.0)
+        pruned = self.pruner.prune(VisualTokens(finite, {}), self.retention_ratio, seed=self.seed)
         mask = torch.zeros(len(tokens_TND) * tokens_TND.shape[1], dtype=torch.bool, device=tokens_TND.device)
         mask[pruned.index.to(mask.device)] = True
         return mask
@@ -102,25 +102,19 @@ class LivePruning:
 
 def check_live_method(method: str, retention_ratio: float) -> None:
     """Raise ModelError for a method that cannot prune in vLLM; the message says why."""
-    if method not in METHODS:
-        raise ModelError(f"--method {method}: not one of {', '.join(list_live_methods())}, which can prune live")
+    if method in LIVE_METHODS:
+        return
+    others = f"methods that prune in vLLM: {', '.join(LIVE_METHODS)}"
     if method in _STOCK_METHODS:
         raise ModelError(
             f"--method {method}: vLLM has this method itself: vllm serve MODEL --video-pruning-method {method} "
-            f"--video-pruning-rate {round(1.0 - retention_ratio, 9):g}"
+            f"--video-pruning-rate {round(1.0 - retention_ratio, 9):g}; {others}"
         )
-    if (reason := _find_obstacle(find_method(method))) is not None:
-        raise ModelError(
-            f"--method {method}: it {reason}, so it cannot prune in vLLM; these can: {', '.join(list_live_methods())}"
-        )
+    reason = find_obstacle(find_method(method)) if method in METHODS else "is not tested in vLLM"
+    raise ModelError(f"--method {method}: it {reason}; {others}")
 
 
-def list_live_methods() -> list[str]:
-    """List the methods that can prune in vLLM."""
-    return [name for name in METHODS if name not in _STOCK_METHODS and _find_obstacle(find_method(name)) is None]
-
-
-def _find_obstacle(kind: type[Pruner]) -> str | None:
+def find_obstacle(kind: type[Pruner]) -> str | None:
     """Return what keeps a method from pruning in vLLM, or None."""
     pruner = kind()
     if not pruner.cacheable:
@@ -131,9 +125,7 @@ def _find_obstacle(kind: type[Pruner]) -> str | None:
         return "merges tokens"
     if not pruner.exact:
         return "keeps a number of tokens that is not known before a video is encoded"
-    if pruner.name == "none":
-        return "keeps all tokens"
-    return None
+    return "keeps all tokens" if pruner.name == "none" else None
 
 
 def check_live_model(source: ModelSource) -> None:

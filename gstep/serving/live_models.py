@@ -135,7 +135,7 @@ class _Live:
         rows = [part[:, :-DIGIT_COLUMNS] for part in multimodal_embeddings]
         return rows, positions, int(positions[:, len(ids) - 1].max()) + 1 - len(ids)
 
-    def _select_mask(self, video_embeds: Tensor, video_size_thw: Any, **more: Any) -> Tensor:
+    def _select_mask(self, video_embeds: Tensor, video_size_thw: Any, **_: object) -> Tensor:
         """Select the kept tokens [M] of a video's rows, which may have deepstack levels alongside."""
         n_frames, height, width = self._merge_grid(video_size_thw)
         tokens = video_embeds[:, : getattr(self, "visual_dim", None)]
@@ -177,6 +177,11 @@ class _Live:
         raise NotImplementedError
 
 
+def _round_rows(rows: Tensor) -> Tensor:
+    """Return rows rounded to bfloat16, as a cache stores them, so that answers are those of a cache in any dtype."""
+    return rows.to(torch.bfloat16).to(rows.dtype)
+
+
 def _append_digits(rows: Tensor, positions: Tensor) -> Tensor:
     """Return rows with the digits of their positions behind them."""
     return torch.cat([rows, to_digits(positions.to(rows.device)).to(rows.dtype)], dim=1)
@@ -193,7 +198,7 @@ class _LiveQwen2(_Live):
         """Return the kept rows of videos with their digits behind them."""
         grids, seconds = video_input["video_grid_thw"].tolist(), video_input["second_per_grid_ts"].tolist()
         per_second, kept_rows = self.config.vision_config.tokens_per_second, list[Tensor]()
-        for rows, grid, patch_seconds in zip(videos, grids, seconds, strict=True):
+        for rows, grid, patch_seconds in zip(map(_round_rows, videos), grids, seconds, strict=True):
             mask = self._select_mask(rows, grid)
             positions = grid_positions(*self._merge_grid(grid), per_second * patch_seconds)
             kept_rows.append(_append_digits(rows[mask], positions[mask.cpu()]))
@@ -223,14 +228,20 @@ class _LiveQwen3(_Live):
 
     def _postprocess_video_embeds_evs(self, videos: Sequence[Tensor], video_input: Any) -> tuple[Tensor, ...]:
         """Return the kept rows of videos, the rows of the text between them, and their digits behind them."""
-        kept_rows: tuple[Tensor, ...] = self._prune(videos, video_input)
+        kept_rows: tuple[Tensor, ...] = self._prune(tuple(map(_round_rows, videos)), video_input)
         return kept_rows
 
     def _get_expanded_positions(
-        self, *, video_grid_thw: Any, is_video_embed: Tensor, is_vision_start: Tensor, retention_mask: Tensor, **more: Any
+        self,
+        *,
+        video_grid_thw: Any,
+        is_video_embed: Tensor,
+        is_vision_start: Tensor,
+        retention_mask: Tensor,
+        **_: object,
     ) -> Tensor:
         """Return the digits of a video's rows, where vLLM puts its own positions."""
-        _, height, width = self._merge_grid(video_grid_thw)
+        height, width = self._merge_grid(video_grid_thw)[1:]
         index = retention_mask.nonzero()[:, 0]
         return to_digits(timed_positions(is_video_embed, is_vision_start, index, height, width))
 
