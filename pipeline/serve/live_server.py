@@ -57,8 +57,8 @@ def check_live(config: LiveConfig) -> tuple[ModelSource, LivePruning]:
     Raises UsageError.
     """
     assert config.model is not None
-    params = config.engine_params()
-    refuse_reserved(whole_names(params), _RESERVED_ARGUMENTS)
+    params = whole_names(config.engine_params())
+    refuse_reserved(params, _RESERVED_ARGUMENTS)
     with usage_errors():
         check_live_engine(params)
         source = ModelSource.resolve(config.model, config.revision, quantized=True, gate=False)
