@@ -18,6 +18,8 @@ from gstep.serving import ARCHITECTURES, LIVE_ARCHITECTURES, register
 from gstep.serving.live import LIVE, LivePruning
 
 PLUGINS = "vllm.general_plugins"
+#: An extension of vLLM's worker, with which vLLM's own methods prune on CPUs, too.
+PRUNING_WORKER = "gstep.serving.live_models.PruningWorker"
 # Videos of up to _SMALL_VIDEO tokens fit into a step of vLLM by its default limits, on any device and in its server.
 _SMALL_VIDEO, _BATCHED_TOKENS = 2048, 8192
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1"}
@@ -87,11 +89,16 @@ def live_engine_options(
     """
     return {
         **_model_options(source, runtime, tensor_parallel),
-        "hf_overrides": {"architectures": [LIVE_ARCHITECTURES[source.model_type]], LIVE: live.as_options()},
+        "hf_overrides": live_overrides(source, live),
         "video_pruning_rate": live.rate,
         # This loader takes a number of frames; the Qwen families' own loaders take two frames a second.
         "media_io_kwargs": {"video": {"num_frames": num_frames, "video_backend": "opencv"}},
     }
+
+
+def live_overrides(source: ModelSource, live: LivePruning) -> dict[str, Any]:
+    """Return the overrides of config.json (``hf_overrides``) by which vLLM prunes this model's videos."""
+    return {"architectures": [LIVE_ARCHITECTURES[source.model_type]], LIVE: live.as_options()}
 
 
 def _model_options(source: ModelSource, runtime: Runtime, tensor_parallel: int) -> dict[str, Any]:

@@ -106,11 +106,12 @@ def test_names_of_videos_in_caches_of_vllm_say_how_they_were_pruned():
     from gstep.serving import live_models  # noqa: PLC0415 - as above
 
     def name_of(live):
-        processor = object.__new__(live_models._Qwen3Processor)
+        processor = object.__new__(live_models._Qwen2Processor)
         config = SimpleNamespace(**{LIVE: live.as_options()})
         context = SimpleNamespace(get_mm_config=lambda: SimpleNamespace(mm_hasher_algorithm="sha256"))
         processor.info = SimpleNamespace(model_id="m", ctx=context, get_hf_config=lambda: config)
-        inputs = SimpleNamespace(get_mm_hashes=lambda model, algorithm: {"video": ["pixels"], "image": []})
+        hashes = {"video": ["pixels"], "image": []}
+        inputs = SimpleNamespace(get_mm_hashes=lambda *_: hashes)
         return processor._get_mm_hashes(inputs)["video"][0]
 
     names = [name_of(live) for live in (LivePruning(), LivePruning("novelty"), LivePruning(retention_ratio=0.5))]
