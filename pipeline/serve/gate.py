@@ -31,6 +31,7 @@ _MAX_SKIPPED_BODIES = 16
 _HEADER = b"x-cached-videos"
 # The answer of vLLM to a request that its engine ended. The engine does so if it lacks the rows of a video.
 _ENGINE_ENDED = b'"Internal server error"'
+_NO_FILES = "local files without `--allowed-local-media-path`"  # the end of vLLM's error for a file:// URL
 
 #: The content names of the videos that this task's answer is made from.
 VIDEOS: ContextVar[list[str] | None] = ContextVar("videos", default=None)
@@ -167,9 +168,14 @@ class RequestGate:
                 message = {**message, "headers": [*message.get("headers", ()), *names, *retry]}
             await send(message)
 
-        if not await self._try_answer(scope, _replay_body(body, receive), send_named, videos):
-            # The engine lacked rows that vLLM had noted as sent. vLLM knows that now, and sends the rows this time.
-            await self._app(scope, _replay_body(body, receive), send_named)
+        try:
+            if not await self._try_answer(scope, _replay_body(body, receive), send_named, videos):
+                # The engine lacked rows that vLLM had noted as sent. vLLM knows that now, and sends the rows this time.
+                await self._app(scope, _replay_body(body, receive), send_named)
+        except RuntimeError as error:
+            if _NO_FILES not in str(error):  # vLLM would answer 500 and log a traceback
+                raise
+            await _refuse(send, 400, "this server reads no files: send the video as a data URL")
 
     async def _try_answer(self, scope: Scope, receive: Receive, send: Send, videos: list[str]) -> bool:
         """Pass a request on to vLLM; return False if its engine ended the request, and then send nothing.

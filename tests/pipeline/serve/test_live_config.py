@@ -86,6 +86,37 @@ def test_help_is_a_screen(capsys):
     assert "--live" in capsys.readouterr().out
 
 
+def test_a_file_url_where_none_is_allowed_is_the_clients_fault():
+    """By vLLM's own error, which its server answers with 500."""
+    sent = []
+
+    async def app(scope, receive, send):
+        if scope["type"] == "http":
+            raise RuntimeError((await receive())["body"].decode())
+
+    async def ask(reason):
+        limits = {"needs_key": False, "max_request_bytes": 5000, "shutdown_timeout": 3.0}
+        state = SimpleNamespace(
+            vllm_config=SimpleNamespace(additional_config={LIMITS: limits}),
+            openai_serving_models=SimpleNamespace(base_model_paths=[]),
+        )
+        gate = RequestGate(app)
+        await gate({"type": "lifespan", "app": SimpleNamespace(state=state)}, None, None)
+
+        async def receive():
+            return {"type": "http.request", "body": reason, "more_body": False}
+
+        async def send(message):
+            sent.append(message)
+
+        await gate({"type": "http", "path": "/v1/chat/completions", "headers": []}, receive, send)
+
+    asyncio.run(ask(b"Cannot load local files without `--allowed-local-media-path`."))
+    assert sent[0]["status"] == 400 and b"data URL" in sent[1]["body"]
+    with pytest.raises(RuntimeError, match="other"):
+        asyncio.run(ask(b"other"))
+
+
 def test_the_gate_takes_its_limits_without_a_cache(monkeypatch):
     async def app(scope, receive, send):
         pass

@@ -1,8 +1,10 @@
-"""vLLM's engine with live pruning keeps the tokens of jobs.prune and says what is said of its cache.
+"""vLLM's engine and server with live pruning keep the tokens of jobs.prune and give the answers of its cache.
 
 Steps are so short that they begin and end inside videos, and so are the blocks of the prefix cache.
 """
 
+import base64
+from functools import cache as remember
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +16,10 @@ from gstep.serving.options import live_engine_options, prepare_process
 from pipeline import TokenCache
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
 from tests.pipeline.serve.live_cases import N_FRAMES, NAMES, pruned_cache
-from tests.pipeline.serve.served import N_TOKENS, expected, same
+from tests.pipeline.serve.served import KEY, N_TOKENS, expected, fetched, parts, same, serving
+from tests.pipeline.serve.served import ask as ask_server
+
+openai = pytest.importorskip("openai")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -23,10 +28,16 @@ STEP = 48  # tokens: a video has more
 TEXTS = ("What happens, and why?", "Is <|vision_start|> before <|vision_end|>, and who is it?")
 
 
+@pytest.fixture(scope="module")
+def make_cache(tmp_path_factory):
+    """A function that makes the videos and the cache of a model, each once."""
+    return remember(lambda model: pruned_cache(tmp_path_factory.mktemp("live"), model))
+
+
 @pytest.fixture(scope="module", params=["tiny-qwen2-5-vl", "tiny-qwen3-vl"])
-def case(request, tmp_path_factory):
+def case(request, make_cache):
     """(model, folder of videos, cache, vLLM's engine, the indices that it kept of each video)."""
-    videos, cache = pruned_cache(tmp_path_factory.mktemp("live"), request.param)
+    videos, cache = make_cache(request.param)
     source, kept = ModelSource.resolve(request.param), []
     prepare_process("cpu", 1)
     from vllm import LLM  # noqa: PLC0415 - after what is set for it
@@ -127,3 +138,25 @@ def test_a_function_of_an_unknown_vllm_is_refused():
     assert replace_names(count, ("len",), lambda _: 7)(3) == [7]
     with pytest.raises(ImportError, match="reads none of other"):
         replace_names(count, ("other",), lambda _: 7)
+
+
+def test_a_server_prunes_what_requests_bring_and_reads_nothing_else(make_cache):
+    model = "tiny-qwen3-vl"
+    videos, cache = make_cache(model)
+    flags = ("--model", model, "--served-model-name", "tiny", "--dtype", "float32", "--num-frames", str(N_FRAMES))
+    limits = ("--max-request-bytes", "8000000", "--engine-param", "max_model_len=4096")
+    with serving(cache, *flags, *limits, stock=True, live=True) as (server, address):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=300)
+        for name in (*NAMES, NAMES[0]):
+            url = f"data:video/mp4;base64,{base64.b64encode((videos / name).read_bytes()).decode()}"
+            n_tokens, text = expected(cache, "Who?", [name], None, model)
+            answer = ask_server(client, parts("Who?", url))
+            assert answer.usage.prompt_tokens == n_tokens
+            assert same(answer.choices[0].message.content, text)
+        for url in ((videos / NAMES[0]).as_uri(), f"{address}/health", "cache://a"):
+            with pytest.raises(openai.BadRequestError):
+                ask_server(client, parts("Who?", url))
+        assert fetched(f"{address}/v1/models")[0] == 401
+        assert fetched(f"{address}/v1/chat/completions", {"messages": "x" * 9_000_000}, "POST", key=KEY)[0] == 413
+        server.terminate()
+        assert server.wait(60) == 0
