@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -203,11 +204,36 @@ def place_rows(positions: Tensor, parts: list[Tensor], starts: list[int], n_comp
         if not len(numbers):
             continue
         first = int(numbers[0])
-        start = n_computed - first if first else next(place for place in starts if place >= end)
+        start = n_computed - first if first else next((place for place in starts if place >= end), None)
+        if start is None or start < 0 or start + int(numbers[-1]) >= positions.shape[1]:
+            continue  # starts that were guessed wrong: an error would end the engine
         base = int(positions[:, start - 1].max()) + 1 if start else 0
         placed[:, start + numbers] = (values.T + base).to(placed.dtype)
         end = start + int(numbers[-1]) + 1
     return placed
+
+
+class PromptStarts:
+    """The first tokens of the videos and images of recent prompts, by the prompts' ids."""
+
+    def __init__(self, max_prompts: int = 4096) -> None:
+        self._starts: OrderedDict[bytes, list[int]] = OrderedDict()
+        self._max_prompts = max_prompts
+
+    def store(self, ids: Tensor, starts: list[int]) -> None:
+        """Remember the starts of a prompt; the prompt that was stored first may be forgotten."""
+        self._starts[_hash_ids(ids)] = starts
+        if len(self._starts) > self._max_prompts:
+            self._starts.popitem(last=False)
+
+    def find(self, ids: Tensor) -> list[int] | None:
+        """Return the starts of a prompt, or None if they are not known."""
+        return self._starts.get(_hash_ids(ids))
+
+
+def _hash_ids(ids: Tensor) -> bytes:
+    """Return a hash of the ids of a prompt, which are on the CPU."""
+    return hashlib.sha256(ids.long().numpy().tobytes()).digest()
 
 
 def find_runs(ids: Tensor, token_id: int) -> list[int]:

@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 from gstep.serving.live import (
     DIGIT_COLUMNS,
     LivePruning,
+    PromptStarts,
     find_runs,
     grid_positions,
     place_rows,
@@ -110,6 +111,7 @@ class _Live:
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         # vLLM leaves it out on Qwen3.5, where its function that prunes reads it.
         self.video_pruning_method = vllm_config.model_config.multimodal_config.video_pruning_method
+        self._starts = PromptStarts()
         self._live = LivePruning.from_config(self.config)
         enable_pruning_on_cpus()
 
@@ -123,6 +125,7 @@ class _Live:
             (feature.mm_position.offset, self._span_positions(feature.modality, feature.data, feature.mm_position))
             for feature in mm_features
         ]
+        self._starts.store(torch.as_tensor(input_tokens).cpu(), sorted(offset for offset, _ in spans))
         return prompt_positions(spans, len(input_tokens))
 
     def recompute_mrope_positions(
@@ -131,7 +134,10 @@ class _Live:
         """Return the rows of a step without their digits, the prompt's positions with theirs, and the delta."""
         ids = torch.as_tensor(input_ids).cpu()
         columns = [part[:, -DIGIT_COLUMNS:] for part in multimodal_embeddings]
-        positions = place_rows(mrope_positions, columns, self._find_starts(ids), num_computed_tokens)
+        starts = self._starts.find(ids)
+        if starts is None:  # after very many other prompts
+            starts = self._guess_starts(ids)
+        positions = place_rows(mrope_positions, columns, starts, num_computed_tokens)
         rows = [part[:, :-DIGIT_COLUMNS] for part in multimodal_embeddings]
         return rows, positions, int(positions[:, len(ids) - 1].max()) + 1 - len(ids)
 
@@ -172,8 +178,11 @@ class _Live:
         """Return the number of positions that a video of ``length`` prompt tokens takes."""
         raise NotImplementedError
 
-    def _find_starts(self, ids: Tensor) -> list[int]:
-        """Return the index of the first token of each video and image in a prompt."""
+    def _guess_starts(self, ids: Tensor) -> list[int]:
+        """Return the index of the first token of each video and image in a prompt, by its placeholders.
+
+        Wrong for a prompt whose text has placeholders, too.
+        """
         raise NotImplementedError
 
 
@@ -208,7 +217,7 @@ class _LiveQwen2(_Live):
         """Return the number of positions that a video takes, which does not depend on its length."""
         return max(height, width)
 
-    def _find_starts(self, ids: Tensor) -> list[int]:
+    def _guess_starts(self, ids: Tensor) -> list[int]:
         """Return the index of the first placeholder of each video and image in a prompt."""
         return sorted(find_runs(ids, self.config.video_token_id) + find_runs(ids, self.config.image_token_id))
 
@@ -250,15 +259,18 @@ class _LiveQwen3(_Live):
         n_text = length - self._live.budget(n_frames * height * width)
         return n_text + n_frames * max(height, width)
 
-    def _find_starts(self, ids: Tensor) -> list[int]:
+    def _guess_starts(self, ids: Tensor) -> list[int]:
         """Return the index of the first token of each video and image in a prompt.
 
         vLLM puts all placeholders of a video behind its first time. The marker of the whole video stands before that
         time, which has no marker itself.
         """
         config = self.config
-        markers = (ids == config.vision_start_token_id).nonzero()[:, 0]
-        videos = [int(markers[markers < first - 1].max()) + 1 for first in find_runs(ids, config.video_token_id)]
+        markers = [-1, *(ids == config.vision_start_token_id).nonzero()[:, 0].tolist()]
+        videos = [
+            max(marker for marker in markers if marker < max(first - 1, 0)) + 1
+            for first in find_runs(ids, config.video_token_id)
+        ]
         return sorted(videos + find_runs(ids, config.image_token_id))
 
 

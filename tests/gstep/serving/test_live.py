@@ -16,6 +16,7 @@ from gstep.serving import LIVE_ARCHITECTURES
 from gstep.serving.live import (
     LIVE,
     LivePruning,
+    PromptStarts,
     check_live_method,
     check_live_model,
     find_obstacle,
@@ -73,10 +74,26 @@ def test_it_keeps_the_tokens_of_gstep_prune_and_as_many_as_are_known_beforehand(
         assert live.budget(mask.numel()) == len(kept.index) == gstep.budget_for(ratio, mask.numel())
 
 
-def test_values_that_are_not_finite_end_nothing():
+@pytest.mark.parametrize("method", LIVE_METHODS)
+def test_values_of_any_size_end_nothing(method):
     tokens = torch.full((2, 8, 4), torch.nan)
     tokens[0, 0] = torch.inf
-    assert LivePruning().select_mask(tokens).sum() == 4
+    tokens[1, 1:] = 3e38
+    for scaled in (tokens, tokens[1:].nan_to_num(-3e38), torch.zeros(2, 8, 4)):
+        assert LivePruning(method).select_mask(scaled).sum() == scaled.shape[0] * 2
+
+
+def test_starts_of_recent_prompts_are_known():
+    starts, ids = PromptStarts(2), [torch.tensor([1, number]) for number in range(3)]
+    for number, prompt in enumerate(ids):
+        starts.store(prompt, [number])
+    assert [starts.find(prompt) for prompt in ids] == [None, [1], [2]]
+
+
+def test_rows_without_a_place_are_left_out():
+    positions, columns = torch.arange(6).expand(3, -1), to_digits(grid_positions(1, 2, 2))
+    for parts, starts, n_computed in (([columns], [], 0), ([columns], [4], 0), ([columns[2:]], [1], 1)):
+        assert torch.equal(place_rows(positions, parts, starts, n_computed), positions)
 
 
 def test_settings_travel_as_json_and_each_has_a_name_of_its_own():
