@@ -45,3 +45,7 @@ QUESTION_METHODS: Mapping[str, str] = {
 
 #: All methods.
 METHODS: Mapping[str, str] = {**VIDEO_METHODS, **QUESTION_METHODS}
+
+#: Methods that can prune inside vLLM: they look at the video alone, need no evidence of its encoder, merge no tokens,
+#: and keep a number of tokens that is known beforehand.
+LIVE_METHODS = ("gstep", "novelty", "uniform", "random", "topk", "fps", "divprune", "vcast")

@@ -1,4 +1,7 @@
-"""Serve a cache over HTTP: an OpenAI chat API by vLLM, whose messages name cached videos as cache://VIDEO_ID."""
+"""Serve a cache over HTTP: an OpenAI chat API by vLLM, whose messages name cached videos as cache://VIDEO_ID.
+
+With --live there is no cache: messages bring their videos, which are pruned as vLLM encodes them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from rich.console import Console
 
 from jobs.command import Parser, run_command
 from pipeline.serve.config import ServeConfig, check_port
+from pipeline.serve.live_config import LiveConfig
 
 EPILOG = """\
 A message names a cached video, and the share of its visual tokens, as a video_url:
@@ -18,17 +22,40 @@ Ids are percent-encoded if needed. Other files and addresses are never read.
 examples:
   python -m jobs.serve cache
   python -m jobs.serve s3://bucket/cache --model Qwen/Qwen2.5-VL-72B-Instruct --tensor-parallel 8 --api-key KEY
+  python -m jobs.serve --live --help
+"""
+
+LIVE_DESCRIPTION = """\
+Serve an OpenAI chat API by vLLM without a cache: messages bring their videos, of which vLLM's language model
+reads a share of the visual tokens.
+"""
+
+LIVE_EPILOG = """\
+A message brings its video as a data URL; --media-domain and --media-path allow other URLs:
+  {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA..."}}
+
+example:
+  python -m jobs.serve --live --model Qwen/Qwen3-VL-8B-Instruct --method gstep --retention-ratio 0.25
 """
 
 #: The options that --help shows.
 USUAL = (
     *("cache", "caches", "model", "retention_ratio", "tensor_parallel"),
-    *("host", "port", "api_key", "no_key", "print_command"),
+    *("host", "port", "api_key", "no_key", "print_command", "live"),
+)
+
+#: The options that --live --help shows.
+LIVE_USUAL = (
+    *("live", "num_frames", "media_domain", "media_path", "method", "method_param", "retention_ratio", "model"),
+    *("tensor_parallel", "host", "port", "api_key", "no_key", "print_command"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start the chat server on a cache; return the exit code."""
+    """Start the chat server on a cache, or with ``--live`` without one; return the exit code."""
+    if "--live" in (sys.argv[1:] if argv is None else argv):
+        parser = Parser("python -m jobs.serve --live", description=LIVE_DESCRIPTION, epilog=LIVE_EPILOG)
+        return run_command(parser, LiveConfig, _serve_live, argv, usual=LIVE_USUAL)
     parser = Parser("python -m jobs.serve", description=__doc__, epilog=EPILOG)
     return run_command(parser, ServeConfig, _serve, argv, usual=USUAL)
 
@@ -43,6 +70,19 @@ def _serve(config: ServeConfig, console: Console) -> int:
     from pipeline.serve.server import serve  # noqa: PLC0415 - --help and a mistyped flag answer at once
 
     serve(config)
+    return 0
+
+
+def _serve_live(config: LiveConfig, console: Console) -> int:
+    """Check that the port is free, and serve with live pruning until interrupted; return 0.
+
+    With ``--print-command`` it only prints vLLM's command.
+    """
+    if not config.print_command:
+        check_port(config.host, config.port)
+    from pipeline.serve.live_server import serve_live  # noqa: PLC0415 - as above
+
+    serve_live(config)
     return 0
 
 

@@ -1,6 +1,6 @@
-"""Prompts of cached visual tokens for an unpatched vLLM: its classes take the kept tokens and their positions.
+"""Visual tokens for an unpatched vLLM: its classes take cached tokens, or prune the tokens that vLLM encodes.
 
-Only the module ``models`` needs vLLM at import.
+Only the modules ``models`` and ``live_models`` need vLLM at import.
 """
 
 from __future__ import annotations
@@ -16,14 +16,24 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen3_5": "CachedQwen3_5",
     "qwen3_5_moe": "CachedQwen3_5Moe",
 }
+#: ``model_type`` in config.json -> the class by which vLLM prunes live, for ``hf_overrides``.
+LIVE_ARCHITECTURES: Mapping[str, str] = {
+    "qwen2_5_vl": "LiveQwen2_5VL",
+    "qwen3_vl": "LiveQwen3VL",
+    "qwen3_vl_moe": "LiveQwen3VLMoe",
+    "qwen3_5": "LiveQwen3_5",
+    "qwen3_5_moe": "LiveQwen3_5Moe",
+}
 
 
 def register() -> None:
-    """Register the classes of cached tokens in vLLM: its entry point ``vllm.general_plugins``.
+    """Register the classes of this package in vLLM: its entry point ``vllm.general_plugins``.
 
     Every process of vLLM calls it, often more than once.
     """
     from vllm import ModelRegistry  # noqa: PLC0415 - this package is imported without it, too
 
-    for name in set(ARCHITECTURES.values()) - set(ModelRegistry.get_supported_archs()):
-        ModelRegistry.register_model(name, f"gstep.serving.models:{name}")
+    supported_names = ModelRegistry.get_supported_archs()
+    for module, table in (("models", ARCHITECTURES), ("live_models", LIVE_ARCHITECTURES)):
+        for name in set(table.values()) - set(supported_names):
+            ModelRegistry.register_model(name, f"gstep.serving.{module}:{name}")

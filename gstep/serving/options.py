@@ -1,4 +1,4 @@
-"""Settings of vLLM for serving cached tokens: arguments of its engine and of each answer, and its environment."""
+"""Settings of vLLM for cached tokens and for live pruning: arguments of its engine and of answers, its environment."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from gstep.checkpoints.tensors import iter_quantizations
 from gstep.errors import ModelError
 from gstep.language.types import Decoding
 from gstep.language.weights import end_ids
-from gstep.serving import ARCHITECTURES, register
+from gstep.serving import ARCHITECTURES, LIVE_ARCHITECTURES, register
+from gstep.serving.live import LIVE, LivePruning
 
 PLUGINS = "vllm.general_plugins"
+#: An extension of vLLM's worker, with which vLLM's own methods prune on CPUs, too.
+PRUNING_WORKER = "gstep.serving.live_models.PruningWorker"
 # Videos of up to _SMALL_VIDEO tokens fit into a step of vLLM by its default limits, on any device and in its server.
 _SMALL_VIDEO, _BATCHED_TOKENS = 2048, 8192
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1"}
@@ -61,8 +64,46 @@ def engine_options(
     Args:
         largest_video: the maximum number of visual tokens of a video in a prompt.
     """
-    name, revision = source.pretrained()
     architecture = ARCHITECTURES.get(source.model_type)
+    return {
+        **_model_options(source, runtime, tensor_parallel),
+        "hf_overrides": {"architectures": [architecture]} if architecture else {},
+        # No vision tower is built, and no processor looks at a video.
+        "enable_mm_embeds": True,
+        "limit_mm_per_prompt": {"image": 0, "video": 0},
+        "mm_processor_cache_gb": 0,
+        "generation_config": "vllm",  # each request brings the checkpoint's settings itself
+        "disable_log_stats": False,  # report the times of each request
+        # The kept tokens of a video must fit into a step, because the encoder cache has the size of a step.
+        **({"max_num_batched_tokens": max(_BATCHED_TOKENS, largest_video)} if largest_video > _SMALL_VIDEO else {}),
+    }
+
+
+def live_engine_options(
+    source: ModelSource, runtime: Runtime, live: LivePruning, num_frames: int, tensor_parallel: int = 1
+) -> dict[str, Any]:
+    """Make the keyword arguments of vLLM's EngineArgs for pruning the videos of this model as they are encoded.
+
+    Args:
+        num_frames: the number of frames of a video, evenly spread; a video that has fewer gives all.
+    """
+    return {
+        **_model_options(source, runtime, tensor_parallel),
+        "hf_overrides": live_overrides(source, live),
+        "video_pruning_rate": live.rate,
+        # This loader takes a number of frames; the Qwen families' own loaders take two frames a second.
+        "media_io_kwargs": {"video": {"num_frames": num_frames, "video_backend": "opencv"}},
+    }
+
+
+def live_overrides(source: ModelSource, live: LivePruning) -> dict[str, Any]:
+    """Return the overrides of config.json (``hf_overrides``) by which vLLM prunes this model's videos."""
+    return {"architectures": [LIVE_ARCHITECTURES[source.model_type]], LIVE: live.as_options()}
+
+
+def _model_options(source: ModelSource, runtime: Runtime, tensor_parallel: int) -> dict[str, Any]:
+    """Make the keyword arguments of EngineArgs that all engines of this project have."""
+    name, revision = source.pretrained()
     return {
         "model": name,
         "revision": revision,
@@ -70,20 +111,11 @@ def engine_options(
         "trust_remote_code": False,
         "load_format": "safetensors",
         "dtype": runtime.dtype_name,
-        "hf_overrides": {"architectures": [architecture]} if architecture else {},
         "tensor_parallel_size": tensor_parallel,
         "distributed_executor_backend": "mp" if tensor_parallel > 1 else None,
-        # No vision tower is built, and no processor looks at a video.
-        "enable_mm_embeds": True,
-        "limit_mm_per_prompt": {"image": 0, "video": 0},
-        "mm_processor_cache_gb": 0,
         "enable_prefix_caching": True,
         "max_model_len": -1,  # as long as model and memory allow
-        "generation_config": "vllm",  # each request brings the checkpoint's settings itself
-        "disable_log_stats": False,  # report the times of each request
         "enforce_eager": runtime.device == "cpu",  # compiling would take minutes on a CPU
-        # The kept tokens of a video must fit into a step, because the encoder cache has the size of a step.
-        **({"max_num_batched_tokens": max(_BATCHED_TOKENS, largest_video)} if largest_video > _SMALL_VIDEO else {}),
     }
 
 
@@ -137,6 +169,8 @@ RESERVED_OPTIONS = frozenset(
         "hf_token",  # a secret, which belongs into the environment (HF_TOKEN)
     )
 )
+#: Engine arguments that live pruning sets besides, and users may not.
+LIVE_RESERVED_OPTIONS = frozenset(("video_pruning_rate", "video_pruning_method", "media_io_kwargs"))
 
 
 def prepare_process(device: str, tensor_parallel: int, *, multiprocessing: bool = False) -> None:
@@ -208,6 +242,28 @@ def check_connectors(arguments: Mapping[str, Any]) -> None:
             configs += (settings.get("kv_connector_extra_config") or {}).get("connectors", [])
         elif name is not None and name not in _CONNECTORS:
             _refuse_connector(f"kv_transfer_config: {name}")
+
+
+def check_live_engine(arguments: Mapping[str, Any]) -> None:
+    """Raise ModelError for arguments of EngineArgs with which live pruning could give wrong answers.
+
+    A connector takes rows, keys and values of a video from other servers, which may have pruned it by another method:
+    it knows a video by a hash that a client may choose. A later stage of a pipeline sees no rows, and so no positions.
+    """
+    for name, key in (("kv_transfer_config", "kv_connector"), ("ec_transfer_config", "ec_connector")):
+        config = arguments.get(name)
+        settings = config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
+        if config is not None and (settings is None or settings.get(key) is not None):
+            _refuse_live_engine(name, "a connector may bring a video that another server has pruned by another method")
+    if arguments.get("kv_offloading_size") is not None:
+        _refuse_live_engine("kv_offloading_size", "it is not tested with live pruning")
+    if (arguments.get("pipeline_parallel_size") or 1) != 1:
+        _refuse_live_engine("pipeline_parallel_size", "the later stages of a pipeline do not see the kept tokens")
+
+
+def _refuse_live_engine(name: str, reason: str) -> None:
+    """Raise ModelError for an engine argument that does not go with live pruning."""
+    raise ModelError(f"{name}: {reason}; leave it out, or serve a cache (python -m jobs.serve CACHE)")
 
 
 def _refuse_connector(setting: str) -> None:

@@ -24,10 +24,15 @@ from typing import cast
 import torch
 from rich.table import Table
 
+from gstep.backbones import ModelSource
+from gstep.errors import ModelError
+from gstep.serving.live import check_live_model
 from gstep.serving.options import prepare_process
 from jobs.benchmark.serving_ways import (
+    CACHED,
     MODES,
     ONLINE,
+    PRUNING,
     CachedWay,
     OnlineWay,
     Pass,
@@ -39,7 +44,7 @@ from jobs.benchmark.shared import ProcessTree, figure_table, machine, machine_li
 from jobs.command import count, file_in_folder, share
 from jobs.frame.json_document import CommandResult
 from pipeline import TokenCache
-from pipeline.errors import RunFailed, UsageError
+from pipeline.errors import RunFailed, UsageError, usage_errors
 from pipeline.generate.engines import VLLM
 from pipeline.generate.engines.vllm import check_installed
 
@@ -58,6 +63,7 @@ class WayResult:
         first_token_s: seconds to the first token of the median request if nothing is cached; None if unknown.
         reused: the share of the prompts' tokens that the prefix cache had; None if unknown.
         visual_tokens: visual tokens of a prompt, on average.
+        prefilled_tokens: tokens that the model reads for a request if nothing is cached before, on average.
         sent_kb: kilobytes (10^3) sent to the engine's process for a question; None for an engine in this process.
         peak_mb: the maximum over passes of the memory of all processes together, with the model (PSS, in which shared
             pages count once).
@@ -73,6 +79,7 @@ class WayResult:
     first_token_s: float | None
     reused: float | None
     visual_tokens: float | None
+    prefilled_tokens: float
     sent_kb: float | None
     peak_mb: float
     gpu_mb: float | None
@@ -109,8 +116,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--modes",
         nargs="+",
         choices=MODES,
-        default=list(MODES),
-        help="from a cache by vLLM and by transformers; from texts of the same length; from the videos [all]",
+        help="from a cache by vLLM and by transformers; from texts of the same length; from the videos by vLLM alone, "
+        "with live pruning by gstep, and with vLLM's own evs [all that the model has]",
     )
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="measure N times, and show medians [3]")
     parser.add_argument("--plot", type=file_in_folder, metavar="FILE.png", help="draw the results (needs matplotlib)")
@@ -124,7 +131,8 @@ def run(arguments: argparse.Namespace) -> CommandResult:
     """
     if arguments.plot is not None and find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
-    if any(VLLM in mode for mode in arguments.modes):
+    modes = choose_modes(arguments.modes, arguments.model)
+    if any(VLLM in mode for mode in modes):
         check_installed("jobs.benchmark serving")
     device, results = "cuda" if torch.cuda.is_available() else "cpu", list[WayResult]()
     with TemporaryDirectory() as folder:
@@ -132,7 +140,7 @@ def run(arguments: argparse.Namespace) -> CommandResult:
         if cache is None:
             say("making a cache of the sample clips")
             cache = make_cache(Path(folder) / "cache", arguments.model, arguments.num_frames)
-        if ONLINE in arguments.modes:
+        if {ONLINE, *PRUNING} & set(modes):
             list_whole_files(TokenCache(cache))
         job = ServingWork(
             model=arguments.model,
@@ -143,13 +151,41 @@ def run(arguments: argparse.Namespace) -> CommandResult:
             max_new_tokens=arguments.max_new_tokens,
             repeats=arguments.repeats,
         )
-        for mode in arguments.modes:
+        for mode in modes:
             say(f"{mode}: a process of its own")
-            results += measure(mode, replace(job, ratios=(1.0,)) if mode == ONLINE else job)
+            for part in split_work(mode, job):
+                results += measure(mode, part)
     title = f"{arguments.model} on {machine_line(device)}"
     if arguments.plot is not None:
         write_plot(results, title, arguments.plot)
     return CommandResult(0, {"machine": machine(device), "job": job, "measured": results}, [as_table(results, title)])
+
+
+def choose_modes(names: Sequence[str] | None, model: str) -> list[str]:
+    """Return the ways to measure: those that are named, or all that the model has.
+
+    Raises UsageError for a way with pruning inside vLLM and a model that vLLM does not prune.
+    """
+    if not set(names or PRUNING) & PRUNING.keys():
+        return list(names or MODES)
+    with usage_errors():
+        source = ModelSource.resolve(model)
+    try:
+        check_live_model(source)
+    except ModelError as error:
+        if names is not None:
+            raise UsageError(str(error)) from error
+        return [mode for mode in MODES if mode not in PRUNING]
+    return list(names or MODES)
+
+
+def split_work(mode: str, job: ServingWork) -> list[ServingWork]:
+    """Return the parts of the work that are measured in a process each: an engine that prunes has a single ratio."""
+    if mode == ONLINE:
+        return [replace(job, ratios=(1.0,))]
+    if mode in PRUNING:
+        return [replace(job, ratios=(ratio,)) for ratio in job.ratios if ratio < 1.0]
+    return [job]
 
 
 def make_cache(folder: Path, model: str, num_frames: int) -> str:
@@ -199,7 +235,7 @@ def _measure_in_child(mode: str, job: ServingWork, pipe: Connection, log: str) -
         if VLLM in mode:  # with its engine in a separate process, as in servers
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
             prepare_process("cuda" if torch.cuda.is_available() else "cpu", 1, multiprocessing=True)
-        way: ServingWay = OnlineWay(job) if mode == ONLINE else CachedWay(mode, job)
+        way: ServingWay = CachedWay(mode, job) if mode in CACHED else OnlineWay(mode, job)
         try:
             pipe.send(list(_measure_way(way, mode, job)))
         finally:
@@ -237,6 +273,7 @@ def _measure_way(way: ServingWay, mode: str, job: ServingWork) -> Iterator[WayRe
                 first_token_s=median(first_token_s) if first_token_s else None,
                 reused=median(reused) if reused else None,
                 visual_tokens=cold[0].visual_tokens,
+                prefilled_tokens=median(p.prompt_tokens - (p.reused_tokens or 0) for p in cold) / requests,
                 sent_kb=median(sent_bytes) / requests / 1e3 if sent_bytes else None,
                 peak_mb=memory.peak_mb,
                 gpu_mb=torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_available() else None,
@@ -247,14 +284,14 @@ def as_table(results: Sequence[WayResult], title: str) -> Table:
     """Make a table with a row for each result; "times" is the speed-up over vLLM on videos with as many questions."""
     columns = (
         *("way", "retention", "questions a video", "visual tokens", "requests/s", "warm", "times"),
-        *("first token s", "reused", "kB sent", "peak MB"),
+        *("first token s", "prefilled", "reused", "kB sent", "peak MB"),
     )
     online, rows = {result.questions: result.requests_per_s for result in results if result.mode == ONLINE}, []
     for result in results:
         speed, base = result.requests_per_s, online.get(result.questions)
         figures = (
             *((result.visual_tokens, ".0f"), (speed, ".2f"), (result.warm_requests_per_s, ".2f")),
-            *((speed / base if base else None, ".1f"), (result.first_token_s, ".3f")),
+            *((speed / base if base else None, ".1f"), (result.first_token_s, ".3f"), (result.prefilled_tokens, ".0f")),
             *((result.reused, ".0%"), (result.sent_kb, ".1f"), (result.peak_mb, ".0f")),
         )
         cells = ("" if value is None else format(value, form) for value, form in figures)

@@ -22,6 +22,8 @@ from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, Prompt, Visual, prompt_builder
 from gstep.language.prompt import tokenizer_of
 from gstep.language.types import placeholder_of
+from gstep.serving.live import LivePruning
+from gstep.serving.options import PRUNING_WORKER, live_overrides
 from pipeline import TokenCache
 from pipeline.errors import UsageError
 from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, VLLM, load_engine
@@ -32,7 +34,9 @@ from pipeline.rows import JsonObject
 #: Way of answering from a cache -> its engine.
 CACHED = {"cached-vllm": VLLM, "text-vllm": VLLM, "cached-transformers": TRANSFORMERS}
 ONLINE = "online-vllm"
-MODES = (*CACHED, ONLINE)
+#: Way of answering from the videos with pruning inside vLLM -> its method: of this package, and vLLM's own.
+PRUNING = {"live-vllm": "gstep", "evs-vllm": "evs"}
+MODES = (*CACHED, ONLINE, *PRUNING)
 
 
 @dataclass(frozen=True)
@@ -176,17 +180,21 @@ class CachedWay:
 
 
 class OnlineWay:
-    """The way of answering by vLLM alone, whose own loader decodes every video and whose model encodes it."""
+    """The way of answering by vLLM alone, whose own loader decodes every video and whose model encodes it.
 
-    def __init__(self, job: ServingWork) -> None:
+    The model may prune each video as it encodes it.
+    """
+
+    def __init__(self, mode: str, job: ServingWork) -> None:
         """Load vLLM with its model, to answer from the video files that ``job.cache`` was made of.
 
-        vLLM may read all files below their common folder. It takes ``job.num_frames`` frames of a video. Raises
-        UsageError as ``list_whole_files``.
+        vLLM may read all files below their common folder. It takes ``job.num_frames`` frames of a video. A ``mode`` of
+        PRUNING prunes to the first of ``job.ratios``. Raises UsageError as ``list_whole_files``.
         """
         from vllm import LLM, SamplingParams  # noqa: PLC0415 - tens of seconds to import
 
-        runtime, (name, revision) = choose_runtime(), ModelSource.resolve(job.model).pretrained()
+        source, runtime = ModelSource.resolve(job.model), choose_runtime()
+        name, revision = source.pretrained()
         self._files = list_whole_files(TokenCache(job.cache))
         self._llm = LLM(
             model=name,
@@ -199,7 +207,10 @@ class OnlineWay:
             max_model_len=-1,
             disable_log_stats=False,
             enforce_eager=runtime.device == "cpu",
+            **_pruning_options(mode, source, job.ratios[0]),
         )
+        if mode in PRUNING and runtime.device == "cpu":
+            self._llm.collective_rpc("enable_pruning")
         self._video_token = placeholder_of(self._llm.model_config.hf_config)[1]
         self._params = SamplingParams(max_tokens=job.max_new_tokens, temperature=0.0)
         self._sent = SentBytes(self._llm.llm_engine.engine_core)
@@ -231,6 +242,17 @@ class OnlineWay:
         )
 
 
+def _pruning_options(mode: str, source: ModelSource, ratio: float) -> JsonObject:
+    """Return the arguments of vLLM for a mode of PRUNING; none for another mode."""
+    if mode not in PRUNING:
+        return {}
+    live = LivePruning("gstep", ratio)
+    options: JsonObject = {"video_pruning_rate": live.rate, "worker_extension_cls": PRUNING_WORKER}
+    if PRUNING[mode] == live.method:
+        return {**options, "hf_overrides": live_overrides(source, live)}
+    return {**options, "video_pruning_method": PRUNING[mode]}
+
+
 def list_whole_files(cache: TokenCache) -> list[Path]:
     """Return the local files of which the videos of a cache are made.
 
@@ -243,7 +265,7 @@ def list_whole_files(cache: TokenCache) -> list[Path]:
         if not file.is_file() or row["start_s"] is not None or row["end_s"] is not None:
             raise UsageError(
                 f"{ONLINE} reads whole local files, and video {video_id} ({row['uri']}) is none: give a --cache of "
-                f"such files, or leave the way out: --modes {' '.join(CACHED)}"
+                f"such files, or leave out the ways from the videos: --modes {' '.join(CACHED)}"
             )
         files.append(file)
     return files

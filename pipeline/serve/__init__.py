@@ -1,4 +1,7 @@
-"""What ``python -m jobs.serve`` does: vLLM's own OpenAI server, in whose messages ``cache://`` names a cached video."""
+"""What ``python -m jobs.serve`` does: vLLM's own OpenAI server, on cached videos or with live pruning.
+
+On a cache, ``cache://`` names a cached video in messages. With live pruning, messages bring their videos.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from __future__ import annotations
 MODE = "cached-videos"
 #: The key of a ServedCache in vLLM's ``additional_config``.
 CONFIG = "served"
+#: The key of RequestLimits in ``additional_config`` of a server without caches.
+LIMITS = "limits"
 
 
 def register() -> None:

@@ -1,4 +1,4 @@
-"""The options of a server: one dataclass that flags come from."""
+"""The options of a server of cached videos, and those that every server has: dataclasses that flags come from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,62 @@ MISSING_KEY = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(PromptOptions, S3Options):
+class ServerOptions:
+    """The options of every server. Raises UsageError where a value makes no sense."""
+
+    revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV", group="model")
+    served_model_name: str | None = option(None, "what requests call the model (default: --model)", metavar="NAME")
+    tensor_parallel: int = option(1, "GPUs that the model is spread over", metavar="N")
+    engine_param: list[str] = option(
+        [],
+        "an argument of vLLM's own server, e.g. gpu_memory_utilization=0.8; may be repeated",
+        metavar="NAME=VALUE",
+    )
+    host: str = option(
+        "127.0.0.1", "address to listen on; 0.0.0.0: all addresses of the machine", metavar="HOST", group="server"
+    )
+    port: int = option(8000, "port to listen on", metavar="PORT")
+    api_key: str | None = option(
+        None,
+        "the key that clients must send (default: VLLM_API_KEY). Without both the server asks for no key; then --host "
+        "must be a loopback address",
+        metavar="KEY",
+        secret=True,
+    )
+    no_key: bool = option(False, "without a key, also listen on an address that other machines can reach")
+    print_command: bool = option(False, "print the command of vLLM's own server that does the same, and exit")
+    max_request_bytes: int = option(2**20, "largest body of a request; a larger body gets a 413", metavar="N")
+    shutdown_timeout: float = option(
+        30.0, "seconds in which running requests may end after SIGTERM; new requests get a 503", metavar="S"
+    )
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for an invalid value, also of ``engine_param``."""
+        check_choices(self)
+        check(self.tensor_parallel >= 1, "tensor_parallel", "at least 1", self.tensor_parallel)
+        check(0 < self.port < 65536, "port", "in [1, 65535]", self.port)
+        if self.api_key is not None and not self.api_key.strip():
+            raise UsageError("--api-key must not be empty")
+        if self.no_key and self.api_key is not None:
+            raise UsageError("--no-key and --api-key do not go together")
+        if self.needs_key and self.api_key is None and not os.environ.get(KEY, "").strip():
+            raise UsageError(f"--host {self.host!r}: {MISSING_KEY}")
+        check(self.max_request_bytes >= 1024, "max_request_bytes", "at least 1024", self.max_request_bytes)
+        check(0 <= self.shutdown_timeout < math.inf, "shutdown_timeout", "0 or above", self.shutdown_timeout)
+        self.engine_params()
+
+    @property
+    def needs_key(self) -> bool:
+        """True if other machines may reach the server, and ``no_key`` does not allow that without a key."""
+        return not self.no_key and not _is_loopback(self.host)
+
+    def engine_params(self) -> dict[str, Json]:
+        """Return the values of ``--engine-param`` by name, spelled as vLLM's EngineArgs spells it."""
+        return {name.replace("-", "_"): value for name, value in engine_values(self.engine_param).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(ServerOptions, PromptOptions, S3Options):
     """The options of ``python -m jobs.serve``. Raises UsageError where a value makes no sense."""
 
     cache: str = option("cache", "the cache that jobs.prune wrote", positional=True, metavar="CACHE", group="cache")
@@ -37,13 +92,8 @@ class ServeConfig(PromptOptions, S3Options):
         metavar="R",
         share=True,
     )
-    revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV", group="model")
-    served_model_name: str | None = option(None, "what requests call the model (default: --model)", metavar="NAME")
-    tensor_parallel: int = option(1, "GPUs that the model is spread over", metavar="N")
-    engine_param: list[str] = option(
-        [],
-        "an argument of vLLM's own server, e.g. gpu_memory_utilization=0.8; may be repeated",
-        metavar="NAME=VALUE",
+    live: bool = option(
+        False, "instead of a cache, prune the videos of requests as vLLM encodes them: see jobs.serve --live --help"
     )
     max_tokens_per_video: int | None = option(
         None,
@@ -54,56 +104,20 @@ class ServeConfig(PromptOptions, S3Options):
     held_bytes: int = option(
         2**30, "bytes of tokens that the server and vLLM's engine each keep in memory for later questions", metavar="N"
     )
-    host: str = option(
-        "127.0.0.1", "address to listen on; 0.0.0.0: all addresses of the machine", metavar="HOST", group="server"
-    )
-    port: int = option(8000, "port to listen on", metavar="PORT")
-    api_key: str | None = option(
-        None,
-        "the key that clients must send (default: VLLM_API_KEY). Without both the server asks for no key; then --host "
-        "must be a loopback address",
-        metavar="KEY",
-        secret=True,
-    )
-    no_key: bool = option(False, "without a key, also listen on an address that other machines can reach")
-
-    print_command: bool = option(False, "print the command of vLLM's own server that does the same, and exit")
     refresh_seconds: float = option(10.0, "look for new, redone and removed videos this often, in seconds", metavar="S")
-    max_request_bytes: int = option(2**20, "largest body of a request; a larger body gets a 413", metavar="N")
-    shutdown_timeout: float = option(
-        30.0, "seconds in which running requests may end after SIGTERM; new requests get a 503", metavar="S"
-    )
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an invalid value, also of ``engine_param`` and ``caches``."""
-        check_choices(self)
+        """Raise UsageError for an invalid value, also of ``caches``."""
+        super().__post_init__()
+        if self.live:
+            raise UsageError("--live: write it on the command line, and whole; it takes no cache and has other options")
         ratio = self.retention_ratio
         check_ratio("retention_ratio", ratio)
         check(self.held_bytes >= 2**20, "held_bytes", "at least 1048576", self.held_bytes)
-        check(self.tensor_parallel >= 1, "tensor_parallel", "at least 1", self.tensor_parallel)
         room = self.max_tokens_per_video
         check(room is None or room >= 1, "max_tokens_per_video", "at least 1", room)
-        check(0 < self.port < 65536, "port", "in [1, 65535]", self.port)
-        if self.api_key is not None and not self.api_key.strip():
-            raise UsageError("--api-key must not be empty")
-        if self.no_key and self.api_key is not None:
-            raise UsageError("--no-key and --api-key do not go together")
-        if self.needs_key and self.api_key is None and not os.environ.get(KEY, "").strip():
-            raise UsageError(f"--host {self.host!r}: {MISSING_KEY}")
         check(positive(self.refresh_seconds), "refresh_seconds", "above 0", self.refresh_seconds)
-        check(self.max_request_bytes >= 1024, "max_request_bytes", "at least 1024", self.max_request_bytes)
-        check(0 <= self.shutdown_timeout < math.inf, "shutdown_timeout", "0 or above", self.shutdown_timeout)
-        self.engine_params()
         self.named_caches()
-
-    @property
-    def needs_key(self) -> bool:
-        """True if other machines may reach the server, and ``no_key`` does not allow that without a key."""
-        return not self.no_key and not _is_loopback(self.host)
-
-    def engine_params(self) -> dict[str, Json]:
-        """Return the values of ``--engine-param`` by name, spelled as vLLM's EngineArgs spells it."""
-        return {name.replace("-", "_"): value for name, value in engine_values(self.engine_param).items()}
 
     def named_caches(self) -> dict[str, str]:
         """Return the place of each ``--cache NAME=PLACE`` by name, without the first cache.

@@ -10,11 +10,13 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import UsageError
+from pipeline.serve import LIMITS
 from pipeline.serve.config import KEY, MISSING_KEY
-from pipeline.serve.prompts import CachedPrompts, ServedCache, find_prompts
+from pipeline.serve.prompts import ServedCache, find_prompts
 
 Scope = dict[str, Any]
 Message = dict[str, Any]
@@ -29,9 +31,25 @@ _MAX_SKIPPED_BODIES = 16
 _HEADER = b"x-cached-videos"
 # The answer of vLLM to a request that its engine ended. The engine does so if it lacks the rows of a video.
 _ENGINE_ENDED = b'"Internal server error"'
+_NO_FILES = "local files without `--allowed-local-media-path`"  # the end of vLLM's error for a file:// URL
 
 #: The content names of the videos that this task's answer is made from.
 VIDEOS: ContextVar[list[str] | None] = ContextVar("videos", default=None)
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """The settings of the gate, which travel in vLLM's configuration.
+
+    Attributes:
+        needs_key: True if the server must not start without a key.
+        max_request_bytes: the largest body of a request.
+        shutdown_timeout: seconds in which requests may end after SIGTERM.
+    """
+
+    needs_key: bool
+    max_request_bytes: int
+    shutdown_timeout: float
 
 
 class RequestGate:
@@ -43,11 +61,11 @@ class RequestGate:
     """
 
     def __init__(self, app: App) -> None:
-        """Take the key from the environment; the caches are opened when the server starts."""
+        """Take the key from the environment; caches, if any, are opened when the server starts."""
         self._app = app
         self._key = os.environ.get(KEY, "").encode()
         self._state: Any = None  # of vLLM's own application
-        self._prompts: CachedPrompts | None = None
+        self._limits: RequestLimits | None = None
         self._busy = 0
         self._draining: asyncio.Task[None] | None = None
 
@@ -56,7 +74,7 @@ class RequestGate:
 
         A request is busy until it has its answer. No key is needed if the server has none. Paths of ``OPEN_PATHS``
         always pass, without a key and while draining, and are never busy. A websocket needs the key too, but it passes
-        while draining and is never busy. The start of the server (lifespan) opens the caches.
+        while draining and is never busy. The start of the server (lifespan) opens the caches, if any.
         """
         if scope["type"] == "lifespan":
             self._start(scope["app"].state)
@@ -80,15 +98,22 @@ class RequestGate:
                 self._busy -= 1
 
     def _start(self, state: Any) -> None:
-        """Open the caches, take over SIGTERM, and hide the model's path from clients.
+        """Open the caches, if any, take over SIGTERM, and hide the model's path from clients.
 
         Raises UsageError if the server needs a key and has none, and as CachedPrompts.
         """
         self._state = state
-        served = ServedCache.from_config(state.vllm_config)
-        if served.needs_key and not self._key.strip():  # a printed command may run in another environment
+        values = state.vllm_config.additional_config.get(LIMITS)
+        served = ServedCache.from_config(state.vllm_config) if values is None else None
+        if served is not None:
+            limits = RequestLimits(served.needs_key, served.max_request_bytes, served.shutdown_timeout)
+        else:
+            limits = RequestLimits(**values)
+        if limits.needs_key and not self._key.strip():  # a printed command may run in another environment
             raise UsageError(MISSING_KEY)
-        self._prompts = find_prompts(served)
+        if served is not None:
+            find_prompts(served)
+        self._limits = limits
         for model in state.openai_serving_models.base_model_paths:
             model.model_path = model.name  # else /v1/models tells everybody where the model lies
         loop = asyncio.get_running_loop()
@@ -101,8 +126,8 @@ class RequestGate:
 
     async def _end(self) -> None:
         """Wait until the running requests have ended, or the shutdown timeout is over, and tell the server to end."""
-        assert self._prompts is not None
-        deadline = time.monotonic() + self._prompts.served.shutdown_timeout
+        assert self._limits is not None
+        deadline = time.monotonic() + self._limits.shutdown_timeout
         while self._busy and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self._state.server.force_exit = self._busy > 0
@@ -120,7 +145,7 @@ class RequestGate:
         that vLLM's engine ended, since it lacked a video's rows, is passed on a second time. Nothing is sent to a
         client that left.
         """
-        most = self._prompts.served.max_request_bytes if self._prompts is not None else 0
+        most = self._limits.max_request_bytes if self._limits is not None else 0
         parts, size, more = [], 0, True
         while more and size <= _MAX_SKIPPED_BODIES * most:
             message = await receive()
@@ -143,9 +168,14 @@ class RequestGate:
                 message = {**message, "headers": [*message.get("headers", ()), *names, *retry]}
             await send(message)
 
-        if not await self._try_answer(scope, _replay_body(body, receive), send_named, videos):
-            # The engine lacked rows that vLLM had noted as sent. vLLM knows that now, and sends the rows this time.
-            await self._app(scope, _replay_body(body, receive), send_named)
+        try:
+            if not await self._try_answer(scope, _replay_body(body, receive), send_named, videos):
+                # The engine lacked rows that vLLM had noted as sent. vLLM knows that now, and sends the rows this time.
+                await self._app(scope, _replay_body(body, receive), send_named)
+        except RuntimeError as error:
+            if _NO_FILES not in str(error):  # vLLM would answer 500 and log a traceback
+                raise
+            await _refuse(send, 400, "this server reads no files: send the video as a data URL")
 
     async def _try_answer(self, scope: Scope, receive: Receive, send: Send, videos: list[str]) -> bool:
         """Pass a request on to vLLM; return False if its engine ended the request, and then send nothing.

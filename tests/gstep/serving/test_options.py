@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from gstep.backbones import ModelSource, Runtime, choose_runtime
 from gstep.errors import ModelError
 from gstep.language import Decoding
-from gstep.serving import ARCHITECTURES
+from gstep.serving import ARCHITECTURES, LIVE_ARCHITECTURES
 from gstep.serving import options as serving
 from gstep.serving.options import (
     RESERVED_OPTIONS,
@@ -100,7 +100,7 @@ def test_what_a_user_set_in_the_environment_stays(monkeypatch, registered):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
     serving.prepare_process("cpu", 1)
-    assert registered.keys() == set(ARCHITECTURES.values())
+    assert registered.keys() == {*ARCHITECTURES.values(), *LIVE_ARCHITECTURES.values()}
     assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "40"
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1" and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 

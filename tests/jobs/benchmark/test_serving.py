@@ -6,8 +6,8 @@ import time
 import pytest
 
 from jobs.benchmark import __main__ as benchmark
-from jobs.benchmark.serving import measure
-from jobs.benchmark.serving_ways import ServingWork, list_whole_files
+from jobs.benchmark.serving import choose_modes, measure, split_work
+from jobs.benchmark.serving_ways import MODES, PRUNING, ServingWork, list_whole_files
 from pipeline import TokenCache
 from pipeline.errors import RunFailed, UsageError
 from tests.pipeline.asking import SHAPE, tiny_cache
@@ -36,6 +36,18 @@ def test_a_way_that_fails_says_why(tmp_path):
     job = ServingWork("tiny", str(tmp_path), 2, (0.25,), (1,), 2, 1)
     with pytest.raises(RunFailed, match=r"cached-transformers: NotACache: .*not a pruned-token cache"):
         measure("cached-transformers", job)
+
+
+def test_ways_with_pruning_inside_vllm_need_a_model_that_it_prunes_and_a_process_for_each_ratio():
+    assert choose_modes(None, "tiny-qwen3-vl") == list(MODES)
+    assert choose_modes(None, "tiny") == [mode for mode in MODES if mode not in PRUNING]
+    assert choose_modes(["text-vllm"], "tiny") == ["text-vllm"]
+    with pytest.raises(UsageError, match="vLLM has no pruning for llava_onevision"):
+        choose_modes(["text-vllm", "live-vllm"], "tiny")
+    job = ServingWork("tiny-qwen3-vl", "c", 2, (1.0, 0.5, 0.25), (1,), 2, 1)
+    ratios = {mode: [part.ratios for part in split_work(mode, job)] for mode in MODES}
+    assert ratios["online-vllm"] == [(1.0,)] and ratios["cached-vllm"] == [(1.0, 0.5, 0.25)]
+    assert all(ratios[mode] == [(0.5,), (0.25,)] for mode in PRUNING)
 
 
 @pytest.mark.parametrize("more", [{"uri": "s3://bucket/c.mp4"}, {"uri": "gone.mp4"}, {"start_s": 1.0}, {"end_s": 2.0}])

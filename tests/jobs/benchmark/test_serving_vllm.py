@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jobs.benchmark.serving_ways import CACHED, MODES, ONLINE
+from jobs.benchmark.serving_ways import CACHED, MODES, ONLINE, PRUNING
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
 from tests.interpreter import run_python
 
@@ -22,7 +22,9 @@ def found():
 
 
 def test_every_way_answers_cold_and_again(found):
-    assert (*CACHED, ONLINE) == MODES and found.keys() == {(mode, number) for mode in MODES for number in (1, 4)}
+    assert (*CACHED, ONLINE, *PRUNING) == MODES and found.keys() == {
+        (mode, number) for mode in MODES for number in (1, 4)
+    }
     for (_, questions), one in found.items():
         assert one["requests"] == 4 * questions and one["peak_mb"] > 100
         assert one["requests_per_s"] > 0 and one["warm_requests_per_s"] > 0
@@ -38,3 +40,12 @@ def test_rows_are_sent_with_each_question_about_a_video(found):
 def test_the_first_question_about_a_video_finds_nothing_and_others_share_what_it_left(found):
     for mode in ("cached-vllm", "text-vllm"):
         assert found[mode, 1]["reused"] < 0.2 < found[mode, 4]["reused"]
+
+
+def test_pruning_inside_vllm_leaves_a_share_of_the_tokens_to_prefill(found):
+    whole = found[ONLINE, 1]
+    # A cache gives a few more or fewer in each round.
+    assert abs(found["live-vllm", 1]["visual_tokens"] - found["cached-vllm", 1]["visual_tokens"]) < 3
+    for mode in PRUNING:
+        assert 0.2 < found[mode, 1]["visual_tokens"] / whole["visual_tokens"] <= 0.26
+        assert found[mode, 1]["prefilled_tokens"] < whole["prefilled_tokens"] / 2

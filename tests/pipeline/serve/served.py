@@ -30,11 +30,24 @@ N_TOKENS = 8
 
 
 @contextmanager
-def serving(cache, *flags, stock=False):
-    """A server of this cache, and its address: jobs.serve, or vLLM's own by the command that jobs.serve prints."""
+def serving(cache, *flags, stock=False, live=False):
+    """A server of this cache, and its address: jobs.serve, or vLLM's own by the command that jobs.serve prints.
+
+    A ``live`` server has no cache; its log lies beside ``cache``.
+    """
     (port,) = free_ports(1)
     log = (cache.parent / f"log-{port}").open("w")
-    command = [sys.executable, "-m", "jobs.serve", str(cache), "--port", str(port), "--api-key", KEY, *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "jobs.serve",
+        "--live" if live else str(cache),
+        "--port",
+        str(port),
+        "--api-key",
+        KEY,
+        *flags,
+    ]
     environ = environment(HF_HUB_OFFLINE="1", PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if stock:
         printed = subprocess.run(
@@ -75,13 +88,13 @@ def ask(client, messages, **more):
     return client.chat.completions.create(model="tiny", messages=messages, max_tokens=N_TOKENS, temperature=0, **more)
 
 
-def expected(cache, prompt, names, ratio):
+def expected(cache, prompt, names, ratio, model="tiny"):
     """What transformers says."""
-    source, opened = ModelSource.resolve("tiny"), TokenCache(cache)
+    source, opened = ModelSource.resolve(model), TokenCache(cache)
     visuals = [opened.get(name, ratio).visual for name in names]
     built = prompt_builder(source).build(prompt, visuals)
-    model = load_language_model(source, choose_runtime("cpu", "float32"))
-    (answer,) = model.generate([built], [Decoding(max_new_tokens=N_TOKENS)])
+    language_model = load_language_model(source, choose_runtime("cpu", "float32"))
+    (answer,) = language_model.generate([built], [Decoding(max_new_tokens=N_TOKENS)])
     return len(built), answer.text
 
 

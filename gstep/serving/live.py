@@ -1,0 +1,244 @@
+"""Live pruning in vLLM: the method and the share of tokens, and the positions of kept tokens. Needs no vLLM.
+
+Shapes: T temporal patches, N tokens per patch, M = T*N; S prompt tokens that stand for a video or an image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gstep.backbones import family_class
+from gstep.checkpoints.source import ModelSource
+from gstep.errors import ModelError
+from gstep.families import describe_family
+from gstep.methods import LIVE_METHODS, METHODS
+from gstep.pruners import find_method, make_pruner, read_pruner
+from gstep.pruners.base import Pruner
+from gstep.serving import LIVE_ARCHITECTURES
+from gstep.types import VisualTokens
+
+#: The key of a LivePruning in the model's configuration, by which every process of vLLM gets it (``hf_overrides``).
+LIVE = "live_pruning"
+_STOCK_METHODS = ("evs", "vidcom2")  # of vLLM's own --video-pruning-method
+_BASE = 128  # digits are below it, so that every dtype of rows holds them exactly
+#: Columns behind a row: three digits for each of [t, h, w] and the row's number.
+DIGIT_COLUMNS = 12
+
+
+@dataclass(frozen=True)
+class LivePruning:
+    """The method that prunes every video of a server, and the share of tokens that it keeps.
+
+    Attributes:
+        method: a name that ``check_live_method`` accepts.
+        retention_ratio: the share of a video's tokens to keep, in (0, 1).
+        params: the method's hyper-parameters.
+        seed: the seed of a method that draws random numbers.
+    """
+
+    method: str = "gstep"
+    retention_ratio: float = 0.25
+    params: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    @classmethod
+    def from_config(cls, config: Any) -> LivePruning:
+        """Read the settings from a model's configuration, as vLLM's processes have it."""
+        return cls(**getattr(config, LIVE))
+
+    @classmethod
+    def from_texts(
+        cls, source: ModelSource, method: str, texts: Mapping[str, str], retention_ratio: float, seed: int
+    ) -> LivePruning:
+        """Make the settings from hyper-parameters as text, checked for the model. Raises ModelError and ValueError."""
+        check_live_model(source)
+        check_live_method(method, retention_ratio)
+        pruner = read_pruner(method, texts, family=family_class(source.family).variant)
+        return cls(method, retention_ratio, pruner.params(), seed)
+
+    def as_options(self) -> dict[str, Any]:
+        """Return the settings as values of JSON."""
+        return {**asdict(self), "params": dict(self.params)}
+
+    @cached_property
+    def name(self) -> str:
+        """A hash of the settings: rows of a video that two servers pruned differently have different names."""
+        return hashlib.sha256(json.dumps(self.as_options(), sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def rate(self) -> float:
+        """The share of tokens to drop, inside (0, 1): vLLM's ``video_pruning_rate``, which turns pruning on."""
+        return min(max(round(1.0 - self.retention_ratio, 9), 1e-9), 1.0 - 1e-9)
+
+    @cached_property
+    def pruner(self) -> Pruner:
+        """The method with its hyper-parameters."""
+        return make_pruner(self.method, **self.params)
+
+    def budget(self, n_total: int) -> int:
+        """Compute the number of tokens that are kept of a video of ``n_total``."""
+        return self.pruner.resolve_budget(n_total, self.retention_ratio)[0]
+
+    def select_mask(self, tokens_TND: Tensor) -> Tensor:
+        """Select the kept tokens of a video as a mask [T*N], of which ``budget`` values are True.
+
+        The tokens are in bfloat16 for the method, as those of a cache. Values that are not finite count as 0: an error
+        here would end the engine, with the requests of all clients.
+        """
+        finite = tokens_TND.detach().to(torch.bfloat16).nan_to_num(0.0, 0.0, 0.0)
+        pruned = self.pruner.prune(VisualTokens(finite, {}), self.retention_ratio, seed=self.seed)
+        mask = torch.zeros(len(tokens_TND) * tokens_TND.shape[1], dtype=torch.bool, device=tokens_TND.device)
+        mask[pruned.index.to(mask.device)] = True
+        return mask
+
+
+def check_live_method(method: str, retention_ratio: float) -> None:
+    """Raise ModelError for a method that cannot prune in vLLM; the message says why."""
+    if method in LIVE_METHODS:
+        return
+    others = f"methods that prune in vLLM: {', '.join(LIVE_METHODS)}"
+    if method in _STOCK_METHODS:
+        raise ModelError(
+            f"--method {method}: vLLM has this method itself: vllm serve MODEL --video-pruning-method {method} "
+            f"--video-pruning-rate {round(1.0 - retention_ratio, 9):g}; {others}"
+        )
+    reason = find_obstacle(find_method(method)) if method in METHODS else "is not tested in vLLM"
+    raise ModelError(f"--method {method}: it {reason}; {others}")
+
+
+def find_obstacle(kind: type[Pruner]) -> str | None:
+    """Return what keeps a method from pruning in vLLM, or None."""
+    pruner = kind()
+    if not pruner.cacheable:
+        return "looks at the question, which vLLM's encoder does not see"
+    if pruner.needs:
+        return f"needs evidence that vLLM's encoder does not give ({', '.join(sorted(pruner.needs))})"
+    if pruner.merges:
+        return "merges tokens"
+    if not pruner.exact:
+        return "keeps a number of tokens that is not known before a video is encoded"
+    return "keeps all tokens" if pruner.name == "none" else None
+
+
+def check_live_model(source: ModelSource) -> None:
+    """Raise ModelError for a model whose videos vLLM does not prune."""
+    if source.model_type not in LIVE_ARCHITECTURES or source.family != source.model_type:
+        raise ModelError(
+            f"{source.name!r}: vLLM has no pruning for {describe_family(source.family, source.model_type)}, only for "
+            f"{', '.join(LIVE_ARCHITECTURES)}. Prune with python -m jobs.prune, and serve the cache with python -m "
+            "jobs.serve CACHE"
+        )
+
+
+def to_digits(positions: Tensor) -> Tensor:
+    """Convert positions of rows to the columns [S,12] that stand behind the rows on their way through vLLM.
+
+    vLLM keeps positions in the dtype of the rows, and bfloat16 rounds whole numbers above 256. Each value becomes three
+    digits below 128.
+
+    Args:
+        positions: [S,3] from the start of the video or image, up to 128^3 - 1.
+    """
+    numbers = torch.arange(len(positions), device=positions.device)
+    values = torch.cat([positions, numbers[:, None]], dim=1)
+    return torch.cat([values // _BASE**2, values // _BASE % _BASE, values % _BASE], dim=1)
+
+
+def from_digits(columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (positions [S,3], numbers of the rows [S]) from the columns of ``to_digits``."""
+    high, middle, low = columns.long().chunk(3, dim=1)
+    values = (high * _BASE + middle) * _BASE + low
+    return values[:, :3], values[:, 3]
+
+
+def grid_positions(n_frames: int, height: int, width: int, step: float = 1.0) -> Tensor:
+    """Compute the positions [M,3] of a grid of tokens; ``step`` is the time of a temporal patch in positions."""
+    times = (torch.arange(n_frames, device="cpu") * torch.tensor(step, device="cpu")).long()
+    rows, columns = torch.arange(height, device="cpu"), torch.arange(width, device="cpu")
+    return torch.cartesian_prod(times, rows, columns)
+
+
+def timed_positions(is_visual: Tensor, is_start: Tensor, index: Tensor, height: int, width: int) -> Tensor:
+    """Compute the positions [S,3] of a video that has a text with the time before each temporal patch.
+
+    Every patch takes max(height, width) positions, and every token of text takes one, whatever is kept of a patch.
+
+    Args:
+        is_visual: [S], True for kept tokens.
+        is_start: [S], True for the start marker of each patch, after which its kept tokens stand.
+        index: the kept tokens as flat indices, ascending.
+    """
+    n_text = (~is_visual).long().cumsum(0) - (~is_visual).long()  # before each token
+    n_starts = is_start.long().cumsum(0) - is_start.long()
+    extent = max(height, width)
+    positions = (n_text + extent * n_starts)[:, None].repeat(1, 3)
+    in_patch = index % (height * width)
+    positions[is_visual] -= extent
+    positions[is_visual, 1] += in_patch // width
+    positions[is_visual, 2] += in_patch % width
+    return positions
+
+
+def place_rows(positions: Tensor, parts: list[Tensor], starts: list[int], n_computed: int) -> Tensor:
+    """Return a prompt's positions [3,L] with those that the rows of a step carry.
+
+    Args:
+        positions: [3,L]; the positions of the text are right already.
+        parts: the columns of ``to_digits`` of each part of a video or image in the step, in the prompt's order. A part
+            may begin and end anywhere.
+        starts: the first prompt token of each video and image, in order.
+        n_computed: the first prompt token of the step.
+    """
+    placed, end = positions.clone(), n_computed
+    for columns in parts:
+        values, numbers = from_digits(columns.to(positions.device))
+        if not len(numbers):
+            continue
+        first = int(numbers[0])
+        start = n_computed - first if first else next((place for place in starts if place >= end), None)
+        if start is None or start < 0 or start + int(numbers[-1]) >= positions.shape[1]:
+            continue  # starts that were guessed wrong: an error would end the engine
+        base = int(positions[:, start - 1].max()) + 1 if start else 0
+        placed[:, start + numbers] = (values.T + base).to(placed.dtype)
+        end = start + int(numbers[-1]) + 1
+    return placed
+
+
+class PromptStarts:
+    """The first tokens of the videos and images of recent prompts, by the prompts' ids."""
+
+    def __init__(self, max_prompts: int = 4096) -> None:
+        self._starts: OrderedDict[bytes, list[int]] = OrderedDict()
+        self._max_prompts = max_prompts
+
+    def store(self, ids: Tensor, starts: list[int]) -> None:
+        """Remember the starts of a prompt; the prompt that was stored first may be forgotten."""
+        self._starts[_hash_ids(ids)] = starts
+        if len(self._starts) > self._max_prompts:
+            self._starts.popitem(last=False)
+
+    def find(self, ids: Tensor) -> list[int] | None:
+        """Return the starts of a prompt, or None if they are not known."""
+        return self._starts.get(_hash_ids(ids))
+
+
+def _hash_ids(ids: Tensor) -> bytes:
+    """Return a hash of the ids of a prompt, which are on the CPU."""
+    return hashlib.sha256(ids.long().numpy().tobytes()).digest()
+
+
+def find_runs(ids: Tensor, token_id: int) -> list[int]:
+    """Return the index of the first token of each run of ``token_id`` in a prompt."""
+    is_token = ids == token_id
+    is_first = is_token.clone()
+    is_first[1:] &= ~is_token[:-1]
+    return is_first.nonzero()[:, 0].tolist()

@@ -1,0 +1,348 @@
+"""vLLM's classes of the Qwen families, changed to prune each video as it is encoded, by a method of this package.
+
+vLLM prunes videos itself, by two methods under fixed names. The classes here take its functions as they are, with other
+functions under the names by which these count and choose tokens. Follows qwen2_5_vl.py, qwen3_vl.py, qwen3_vl_moe.py
+and qwen3_5.py of vLLM 0.32 and 0.33 (vllm/model_executor/models).
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.models import qwen2_5_vl, qwen3_5, qwen3_vl, qwen3_vl_moe
+from vllm.model_executor.models.interfaces import supports_multimodal_pruning
+from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.platforms import current_platform
+
+from gstep.serving.live import (
+    DIGIT_COLUMNS,
+    LivePruning,
+    PromptStarts,
+    find_runs,
+    grid_positions,
+    place_rows,
+    timed_positions,
+    to_digits,
+)
+from gstep.serving.options import check_live_engine
+from gstep.serving.prompts import prompt_positions
+
+# The names of vLLM's functions that count tokens beforehand and that choose them: of evs, and of vidcom2.
+_COUNTS = ("compute_retained_tokens_count", "vidcom2_compute_retained_tokens_count")
+_MASKS = ("compute_retention_mask", "vidcom2_compute_retention_mask")
+
+
+def replace_names(function: Any, names: tuple[str, ...], replacement: Callable[..., Any]) -> Any:
+    """Return a copy of vLLM's ``function`` that reads ``replacement`` under those of the global ``names`` that it has.
+
+    Raises ImportError if it reads none of them, because it comes from an unknown version of vLLM.
+    """
+    read_names = set(_code_names(function.__code__)) & set(names)
+    if not read_names:
+        raise ImportError(f"{function.__qualname__} of this vLLM reads none of {', '.join(names)}")
+    copy = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **dict.fromkeys(read_names, replacement)},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _code_names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that a function's code reads, with those of the functions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _code_names(constant)
+
+
+def enable_pruning_on_cpus() -> None:
+    """Make vLLM's model runner of CPUs tell whether its model prunes; without it the engine's steps end in an error.
+
+    The runner of GPUs sets the attribute in ``load_model``, which the runner of CPUs replaces. The property wins over
+    the attribute of runners that exist already. Call it in the engine's process; elsewhere it does nothing.
+    """
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: PLC0415 - not on GPUs
+
+    def is_enabled(runner: Any) -> bool:
+        """Return True as vLLM's runner of GPUs does."""
+        config = runner.model_config.multimodal_config
+        return (
+            supports_multimodal_pruning(getattr(runner, "model", None))
+            and config is not None
+            and config.is_multimodal_pruning_enabled()
+        )
+
+    CPUModelRunner.is_multimodal_pruning_enabled = property(is_enabled, lambda runner, value: None)
+
+
+class PruningWorker:
+    """An extension of vLLM's worker (``worker_extension_cls``) with which its own methods prune on CPUs, too."""
+
+    def enable_pruning(self) -> None:
+        """Make the worker's model runner tell whether its model prunes."""
+        enable_pruning_on_cpus()
+
+
+class _Live:
+    """The mixin of a model that prunes its videos by the LivePruning in its configuration."""
+
+    config: Any
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "model") -> None:
+        """Build vLLM's model. Raises ModelError if a connector or a pipeline would mix up videos or positions."""
+        check_live_engine(
+            {
+                "kv_transfer_config": vllm_config.kv_transfer_config,
+                "ec_transfer_config": vllm_config.ec_transfer_config,
+                "pipeline_parallel_size": vllm_config.parallel_config.pipeline_parallel_size,
+            }
+        )
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        # vLLM leaves it out on Qwen3.5, where its function that prunes reads it.
+        self.video_pruning_method = vllm_config.model_config.multimodal_config.video_pruning_method
+        self._starts = PromptStarts()
+        self._live = LivePruning.from_config(self.config)
+        enable_pruning_on_cpus()
+
+    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
+        """Return a prompt's positions [3,L] and their delta, before its videos are encoded.
+
+        The positions of the text are right whatever will be kept, so that they need not be computed again: of a video
+        that the prefix cache has, vLLM sees no row. The positions of kept tokens follow with their rows.
+        """
+        spans = [
+            (feature.mm_position.offset, self._span_positions(feature.modality, feature.data, feature.mm_position))
+            for feature in mm_features
+        ]
+        self._starts.store(torch.as_tensor(input_tokens).cpu(), sorted(offset for offset, _ in spans))
+        return prompt_positions(spans, len(input_tokens))
+
+    def recompute_mrope_positions(
+        self, input_ids: Any, multimodal_embeddings: Sequence[Tensor], mrope_positions: Tensor, num_computed_tokens: int
+    ) -> tuple[list[Tensor], Tensor, int]:
+        """Return the rows of a step without their digits, the prompt's positions with theirs, and the delta."""
+        ids = torch.as_tensor(input_ids).cpu()
+        columns = [part[:, -DIGIT_COLUMNS:] for part in multimodal_embeddings]
+        starts = self._starts.find(ids)
+        if starts is None:  # after very many other prompts
+            starts = self._guess_starts(ids)
+        positions = place_rows(mrope_positions, columns, starts, num_computed_tokens)
+        rows = [part[:, :-DIGIT_COLUMNS] for part in multimodal_embeddings]
+        return rows, positions, int(positions[:, len(ids) - 1].max()) + 1 - len(ids)
+
+    def _select_mask(self, video_embeds: Tensor, video_size_thw: Any, **_: object) -> Tensor:
+        """Select the kept tokens [M] of a video's rows, which may have deepstack levels alongside."""
+        n_frames, height, width = self._merge_grid(video_size_thw)
+        tokens = video_embeds[:, : getattr(self, "visual_dim", None)]
+        return self._live.select_mask(tokens.reshape(n_frames, height * width, -1))
+
+    def _postprocess_image_embeds_evs(self, images: Sequence[Tensor], image_input: Any) -> tuple[Tensor, ...]:
+        """Return the rows of images with their digits behind them."""
+        grids = image_input["image_grid_thw"].tolist()
+        return tuple(
+            _append_digits(rows, grid_positions(*self._merge_grid(grid)))
+            for rows, grid in zip(images, grids, strict=True)
+        )
+
+    def _merge_grid(self, grid: Any) -> tuple[int, int, int]:
+        """Convert a grid of patches to (T, height, width) in tokens."""
+        n_frames, height, width = (int(value) for value in grid)
+        size = self.config.vision_config.spatial_merge_size
+        return n_frames, height // size, width // size
+
+    def _span_positions(self, modality: str, data: Any, span: Any) -> Tensor:
+        """Compute the positions [3,S+1] of an item from its start; the last is the position of the text after it.
+
+        Those of a video's tokens are 0.
+        """
+        n_frames, height, width = self._merge_grid(data[f"{modality}_grid_thw"].data.flatten().tolist())
+        if modality == "video":
+            positions = torch.zeros(3, span.length, dtype=torch.long, device="cpu")
+            extent = self._video_extent(n_frames, height, width, span.length)
+        else:
+            positions, extent = grid_positions(n_frames, height, width).T, max(height, width)
+        return torch.cat([positions, torch.full((3, 1), extent, device="cpu")], dim=1)
+
+    def _video_extent(self, n_frames: int, height: int, width: int, length: int) -> int:
+        """Return the number of positions that a video of ``length`` prompt tokens takes."""
+        raise NotImplementedError
+
+    def _guess_starts(self, ids: Tensor) -> list[int]:
+        """Return the index of the first token of each video and image in a prompt, by its placeholders.
+
+        Wrong for a prompt whose text has placeholders, too.
+        """
+        raise NotImplementedError
+
+
+def _round_rows(rows: Tensor) -> Tensor:
+    """Return rows rounded to bfloat16, as a cache stores them, so that answers are those of a cache in any dtype."""
+    return rows.to(torch.bfloat16).to(rows.dtype)
+
+
+def _append_digits(rows: Tensor, positions: Tensor) -> Tensor:
+    """Return rows with the digits of their positions behind them."""
+    return torch.cat([rows, to_digits(positions.to(rows.device)).to(rows.dtype)], dim=1)
+
+
+class _LiveQwen2(_Live):
+    """The mixin of Qwen2.5-VL, with the positions of transformers 5.
+
+    vLLM cuts the seconds of a pair of frames to a whole number before it multiplies them, and after a video of upright
+    frames its text continues too early.
+    """
+
+    def _postprocess_video_embeds_evs(self, videos: Sequence[Tensor], video_input: Any) -> tuple[Tensor, ...]:
+        """Return the kept rows of videos with their digits behind them."""
+        grids, seconds = video_input["video_grid_thw"].tolist(), video_input["second_per_grid_ts"].tolist()
+        per_second, kept_rows = self.config.vision_config.tokens_per_second, list[Tensor]()
+        for rows, grid, patch_seconds in zip(map(_round_rows, videos), grids, seconds, strict=True):
+            mask = self._select_mask(rows, grid)
+            positions = grid_positions(*self._merge_grid(grid), per_second * patch_seconds)
+            kept_rows.append(_append_digits(rows[mask], positions[mask.cpu()]))
+        return tuple(kept_rows)
+
+    def _video_extent(self, n_frames: int, height: int, width: int, length: int) -> int:
+        """Return the number of positions that a video takes, which does not depend on its length."""
+        return max(height, width)
+
+    def _guess_starts(self, ids: Tensor) -> list[int]:
+        """Return the index of the first placeholder of each video and image in a prompt."""
+        return sorted(find_runs(ids, self.config.video_token_id) + find_runs(ids, self.config.image_token_id))
+
+
+class _LiveQwen3(_Live):
+    """The mixin of Qwen3-VL and Qwen3.5, whose videos have a text with the time before each temporal patch.
+
+    A marker stands before the whole video, too, which vLLM takes for the marker of the first patch: its positions are
+    too small by the tokens of a time.
+    """
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "model") -> None:
+        """Build vLLM's model; its function that prunes gets this package's choice of tokens."""
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        stock = qwen3_vl.Qwen3VLForConditionalGeneration._postprocess_video_embeds_evs
+        self._prune = types.MethodType(replace_names(stock, _MASKS, self._select_mask), self)
+
+    def _postprocess_video_embeds_evs(self, videos: Sequence[Tensor], video_input: Any) -> tuple[Tensor, ...]:
+        """Return the kept rows of videos, the rows of the text between them, and their digits behind them."""
+        kept_rows: tuple[Tensor, ...] = self._prune(tuple(map(_round_rows, videos)), video_input)
+        return kept_rows
+
+    def _get_expanded_positions(
+        self,
+        *,
+        video_grid_thw: Any,
+        is_video_embed: Tensor,
+        is_vision_start: Tensor,
+        retention_mask: Tensor,
+        **_: object,
+    ) -> Tensor:
+        """Return the digits of a video's rows, where vLLM puts its own positions."""
+        height, width = self._merge_grid(video_grid_thw)[1:]
+        index = retention_mask.nonzero()[:, 0]
+        return to_digits(timed_positions(is_video_embed, is_vision_start, index, height, width))
+
+    def _video_extent(self, n_frames: int, height: int, width: int, length: int) -> int:
+        """Return the number of positions that a video takes: those of its text and of all its temporal patches."""
+        n_text = length - self._live.budget(n_frames * height * width)
+        return n_text + n_frames * max(height, width)
+
+    def _guess_starts(self, ids: Tensor) -> list[int]:
+        """Return the index of the first token of each video and image in a prompt.
+
+        vLLM puts all placeholders of a video behind its first time. The marker of the whole video stands before that
+        time, which has no marker itself.
+        """
+        config = self.config
+        markers = [-1, *(ids == config.vision_start_token_id).nonzero()[:, 0].tolist()]
+        videos = [
+            max(marker for marker in markers if marker < max(first - 1, 0)) + 1
+            for first in find_runs(ids, config.video_token_id)
+        ]
+        return sorted(videos + find_runs(ids, config.image_token_id))
+
+
+class _LiveProcessor:
+    """The mixin of vLLM's processor: the numbers of tokens are this package's, and so are the names of videos."""
+
+    info: Any
+
+    @functools.cached_property
+    def _live(self) -> LivePruning:
+        """The settings of the server."""
+        return LivePruning.from_config(self.info.get_hf_config())
+
+    @functools.cached_property
+    def _make_updates(self) -> Any:
+        """The function of vLLM that puts placeholders into prompts, with the numbers of this package."""
+
+        def count(tokens_per_frame: int, num_frames: int, q: float) -> int:
+            """Return the number of tokens that are kept of a video; vLLM's rate is rounded, and not used."""
+            return self._live.budget(tokens_per_frame * num_frames)
+
+        stock = super()._get_prompt_updates.__func__  # type: ignore[misc]
+        return types.MethodType(replace_names(stock, _COUNTS, count), self)
+
+    def _get_prompt_updates(self, *arguments: Any, **named: Any) -> Any:
+        """Return the changes of a prompt that put placeholders into it."""
+        return self._make_updates(*arguments, **named)
+
+    def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
+        """Return the names of items in vLLM's caches; vLLM's own cover the pixels, and not what is kept of them."""
+        hashes: dict[str, list[str]] = super()._get_mm_hashes(inputs)  # type: ignore[misc]
+        return {modality: [f"{self._live.name}-{name}" for name in names] for modality, names in hashes.items()}
+
+
+class _Qwen2Processor(_LiveProcessor, qwen2_5_vl.Qwen2_5_VLMultiModalProcessor):  # type: ignore[misc]
+    """vLLM's processor of Qwen2.5-VL."""
+
+
+class _Qwen3Processor(_LiveProcessor, qwen3_vl.Qwen3VLMultiModalProcessor):  # type: ignore[misc]
+    """vLLM's processor of Qwen3-VL and Qwen3.5."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    _Qwen2Processor, info=qwen2_5_vl.Qwen2_5_VLProcessingInfo, dummy_inputs=qwen2_5_vl.Qwen2_5_VLDummyInputsBuilder
+)
+class LiveQwen2_5VL(_LiveQwen2, qwen2_5_vl.Qwen2_5_VLForConditionalGeneration):  # type: ignore[misc]  # noqa: N801
+    """vLLM's Qwen2.5-VL with live pruning."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    _Qwen3Processor, info=qwen3_vl.Qwen3VLProcessingInfo, dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder
+)
+class LiveQwen3VL(_LiveQwen3, qwen3_vl.Qwen3VLForConditionalGeneration):  # type: ignore[misc]
+    """vLLM's Qwen3-VL with live pruning."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    _Qwen3Processor, info=qwen3_vl_moe.Qwen3VLMoeProcessingInfo, dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder
+)
+class LiveQwen3VLMoe(_LiveQwen3, qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration):  # type: ignore[misc]
+    """vLLM's mixture of experts of Qwen3-VL with live pruning."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    _Qwen3Processor, info=qwen3_5.Qwen3_5ProcessingInfo, dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder
+)
+class LiveQwen3_5(_LiveQwen3, qwen3_5.Qwen3_5ForConditionalGeneration):  # type: ignore[misc]  # noqa: N801
+    """vLLM's Qwen3.5 with live pruning."""
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    _Qwen3Processor, info=qwen3_5.Qwen3_5MoeProcessingInfo, dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder
+)
+class LiveQwen3_5Moe(_LiveQwen3, qwen3_5.Qwen3_5MoeForConditionalGeneration):  # type: ignore[misc]  # noqa: N801
+    """vLLM's mixture of experts of Qwen3.5 with live pruning."""

@@ -1,0 +1,186 @@
+"""Live pruning without vLLM: the counts and choices of gstep.prune, positions of the prompt builders, refusals."""
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import gstep
+from gstep.backbones import ModelSource
+from gstep.errors import ModelError
+from gstep.methods import LIVE_METHODS, METHODS
+from gstep.pruners import find_method
+from gstep.serving import LIVE_ARCHITECTURES
+from gstep.serving.live import (
+    LIVE,
+    LivePruning,
+    PromptStarts,
+    check_live_method,
+    check_live_model,
+    find_obstacle,
+    find_runs,
+    from_digits,
+    grid_positions,
+    place_rows,
+    timed_positions,
+    to_digits,
+)
+from gstep.serving.options import check_live_engine
+from tests.gstep.language.prompts import builder, video
+
+
+def test_the_methods_are_those_that_no_obstacle_keeps_away():
+    free = {name for name in METHODS if find_obstacle(find_method(name)) is None}
+    assert free == set(LIVE_METHODS)
+
+
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - set(LIVE_METHODS)))
+def test_other_methods_are_refused_by_name_and_those_of_vllm_with_its_flag(method):
+    with pytest.raises(ModelError, match=f"--method {method}: ") as refused:
+        check_live_method(method, 0.1)
+    flag = f"--video-pruning-method {method} --video-pruning-rate 0.9;"
+    assert (flag in str(refused.value)) == (method in ("evs", "vidcom2"))
+
+
+def test_a_method_of_a_user_is_refused():
+    with pytest.raises(ModelError, match="mine:Method: it is not tested in vLLM"):
+        check_live_method("mine:Method", 0.1)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-internvl"])
+def test_models_that_vllm_does_not_prune_are_refused(name):
+    with pytest.raises(ModelError, match=r"vLLM has no pruning for .*serve the cache"):
+        check_live_model(ModelSource.resolve(name))
+
+
+def test_a_model_that_another_family_reads_is_refused():
+    source = SimpleNamespace(name="m", model_type="qwen3_vl", family="generic")
+    with pytest.raises(ModelError, match="no pruning for qwen3_vl by the family generic"):
+        check_live_model(source)
+    check_live_model(ModelSource.resolve("tiny-qwen3-vl"))
+
+
+@pytest.mark.parametrize("method", LIVE_METHODS)
+def test_it_keeps_the_tokens_of_gstep_prune_and_as_many_as_are_known_beforehand(method):
+    generator = torch.Generator().manual_seed(0)
+    for (n_frames, per_frame), ratio in itertools.product(((1, 4), (3, 25), (8, 100)), (0.1, 0.25, 0.9, 0.999)):
+        live = LivePruning(method, ratio)
+        tokens = torch.randn(n_frames, per_frame, 16, generator=generator)
+        mask = live.select_mask(tokens)
+        kept = gstep.prune(tokens.to(torch.bfloat16), ratio, method)
+        assert mask.nonzero()[:, 0].tolist() == kept.index.tolist()
+        assert live.budget(mask.numel()) == len(kept.index) == gstep.budget_for(ratio, mask.numel())
+
+
+@pytest.mark.parametrize("method", LIVE_METHODS)
+def test_values_of_any_size_end_nothing(method):
+    tokens = torch.full((2, 8, 4), torch.nan)
+    tokens[0, 0] = torch.inf
+    tokens[1, 1:] = 3e38
+    for scaled in (tokens, tokens[1:].nan_to_num(-3e38), torch.zeros(2, 8, 4)):
+        assert LivePruning(method).select_mask(scaled).sum() == scaled.shape[0] * 2
+
+
+def test_starts_of_recent_prompts_are_known():
+    starts, ids = PromptStarts(2), [torch.tensor([1, number]) for number in range(3)]
+    for number, prompt in enumerate(ids):
+        starts.store(prompt, [number])
+    assert [starts.find(prompt) for prompt in ids] == [None, [1], [2]]
+
+
+def test_rows_without_a_place_are_left_out():
+    positions, columns = torch.arange(6).expand(3, -1), to_digits(grid_positions(1, 2, 2))
+    for parts, starts, n_computed in (([columns], [], 0), ([columns], [4], 0), ([columns[2:]], [1], 1)):
+        assert torch.equal(place_rows(positions, parts, starts, n_computed), positions)
+
+
+def test_settings_travel_as_json_and_each_has_a_name_of_its_own():
+    made = [
+        LivePruning.from_texts(ModelSource.resolve("tiny-qwen3-vl"), method, texts, ratio, seed)
+        for method, texts, ratio, seed in (
+            ("gstep", {}, 0.25, 0),
+            ("gstep", {"alpha": "0.7"}, 0.25, 0),
+            ("gstep", {}, 0.5, 0),
+            ("random", {}, 0.25, 0),
+            ("random", {}, 0.25, 1),
+        )
+    ]
+    for live in made:
+        options = json.loads(json.dumps(live.as_options()))
+        assert LivePruning.from_config(SimpleNamespace(**{LIVE: options})) == live
+        assert live.pruner.params() == live.params
+    assert len({live.name for live in made}) == len(made)
+    assert [LivePruning(retention_ratio=ratio).rate for ratio in (0.1, 1e-12, 1 - 1e-12)] == [0.9, 1 - 1e-9, 1e-9]
+
+
+def test_bfloat16_holds_digits_where_it_rounds_positions():
+    positions = torch.tensor([[0, 1, 2], [257, 1201, 5001], [128**3 - 1, 127, 128]])
+    columns = to_digits(positions).to(torch.bfloat16)
+    assert not torch.equal(positions.to(torch.bfloat16).long(), positions)
+    assert torch.equal(from_digits(columns)[0], positions)
+    assert from_digits(columns)[1].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen2-5-vl", "tiny-qwen3-vl", "tiny-qwen3-5"])
+def test_positions_are_those_of_the_prompt_builder(name):
+    whole = video(name)
+    kept = [1, 2, whole.tokens_per_frame * 2 + 1]  # none of the second frame
+    prompt = builder(name).build("Why?", [video(name, index=kept)])
+    (first, end), config = prompt.spans[0], builder(name).config
+    ids = prompt.input_ids[first:end]
+    expected = prompt.positions[:, first:end] - (int(prompt.positions[0, first - 1]) + 1)
+    visual = prompt.visuals[0]
+    n_frames, height, width = (int(n) for n in visual.extra["video_grid_thw"])
+    height, width = (n // visual.extra["spatial_merge_size"] for n in (height, width))
+    if name == "tiny-qwen2-5-vl":
+        step = config.vision_config.tokens_per_second * visual.extra["second_per_grid_ts"]
+        positions = grid_positions(n_frames, height, width, step)[visual.index]
+    else:
+        is_start = ids == config.vision_start_token_id
+        positions = timed_positions(ids == config.video_token_id, is_start, visual.index, height, width)
+    assert torch.equal(positions.T, expected)
+
+
+def test_rows_find_their_places_in_parts_of_any_length():
+    """A prompt of words, an image of 2 x 2, words, a video of 5 rows, words."""
+    image, clip = grid_positions(1, 2, 2), torch.tensor([[0, 1, 1], [0, 2, 3], [4, 0, 1], [4, 3, 3], [9, 1, 0]])
+    ids = torch.tensor([1, 1, 7, 7, 7, 7, 1, 1, 8, 8, 8, 8, 8, 1])
+    assert (find_runs(ids, 7), find_runs(ids, 8)) == ([2], [8])
+    text = torch.tensor([0, 1, 2, 2, 2, 2, 4, 5, 6, 6, 6, 6, 6, 10]).expand(3, -1)
+    whole = text.clone()
+    whole[:, 2:6] = image.T + 2
+    whole[:, 8:13] = clip.T + 6
+    items = [(2, to_digits(image)), (8, to_digits(clip))]
+    for length in range(1, len(ids) + 1):
+        positions = text
+        for start in range(0, len(ids), length):
+            parts = [
+                columns[max(start - first, 0) : max(start + length - first, 0)]
+                for first, columns in items
+                if first < start + length and start < first + len(columns)
+            ]
+            positions = place_rows(positions, parts, [2, 8], start)
+        assert torch.equal(positions, whole), length
+
+
+@pytest.mark.parametrize(
+    ("arguments", "setting"),
+    [
+        ({"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}, "kv_transfer_config"),
+        ({"kv_transfer_config": "LMCache"}, "kv_transfer_config"),
+        ({"ec_transfer_config": {"ec_connector": "ECExampleConnector"}}, "ec_transfer_config"),
+        ({"ec_transfer_config": SimpleNamespace(ec_connector="ECMooncakeConnector")}, "ec_transfer_config"),
+        ({"kv_offloading_size": 4}, "kv_offloading_size"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+    ],
+)
+def test_engines_that_could_mix_up_videos_or_positions_are_refused(arguments, setting):
+    with pytest.raises(ModelError, match=f"^{setting}: "):
+        check_live_engine(arguments)
+    check_live_engine({"pipeline_parallel_size": 1, "ec_transfer_config": None, "kv_transfer_config": {}})
+
+
+def test_the_table_has_the_families_that_vllm_prunes():
+    assert all(model_type.startswith("qwen") for model_type in LIVE_ARCHITECTURES)

@@ -1,0 +1,146 @@
+"""Options of a server with live pruning: what is refused before vLLM loads, and what the gate takes from them."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from jobs.serve import LIVE_USUAL, main
+from pipeline.errors import UsageError
+from pipeline.serve import LIMITS
+from pipeline.serve.config import KEY, ServeConfig
+from pipeline.serve.gate import RequestGate
+from pipeline.serve.live_config import LiveConfig
+from pipeline.serve.live_server import check_live
+from tests.ports import free_ports
+
+MODEL = "tiny-qwen3-vl"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"model": None}, "--model is missing"),
+        ({"retention_ratio": 1.0}, r"--retention-ratio must be in \(0, 1\).*vllm serve alone"),
+        ({"num_frames": 0}, "--num-frames must be at least 1"),
+        ({"seed": -1}, "--seed must be at least 0"),
+        ({"media_domain": ["https://a.org"]}, "--media-domain must be a host name"),
+        ({"media_path": "/nowhere"}, "there is no such folder"),
+        ({"method_param": ["alpha"]}, "--method-param takes NAME=VALUE"),
+        ({"host": "0.0.0.0"}, "other machines can reach"),
+        ({"port": 0}, "--port must be"),
+        ({"tensor_parallel": 0}, "--tensor-parallel must be"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(monkeypatch, options, why):
+    monkeypatch.delenv(KEY, raising=False)
+    with pytest.raises(UsageError, match=why):
+        LiveConfig(**{"model": MODEL, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"model": "tiny"}, "vLLM has no pruning for llava_onevision"),
+        ({"model": "tiny-internvl"}, "vLLM has no pruning for internvl"),
+        ({"method": "evs"}, "--video-pruning-method evs --video-pruning-rate 0.75"),
+        ({"method": "fastv"}, "looks at the question"),
+        ({"method_param": ["alph=1"]}, "did you mean alpha"),
+        *(
+            ({"engine_param": [f"{name}=x"]}, "it follows from")
+            for name in ("hf_overrides", "media-io-kwargs.video", "allowed_local_media_path", "middleware")
+        ),
+        ({"engine_param": ['ec_transfer_config={"ec_connector": "A"}']}, "another server has pruned"),
+        ({"engine_param": ["ec-transfer-config.ec_connector=A"]}, "another server has pruned"),
+        ({"engine_param": ["kv_offloading_size=4"]}, "not tested"),
+        ({"engine_param": ["pipeline_parallel_size=2"]}, "do not see the kept tokens"),
+    ],
+)
+def test_what_vllm_would_not_prune_right_is_refused_before_it_loads(options, why):
+    with pytest.raises(UsageError, match=why):
+        check_live(LiveConfig(**{"model": MODEL, **options}))
+
+
+def test_a_good_request_is_resolved():
+    source, live = check_live(LiveConfig(model=MODEL, method="novelty", retention_ratio=0.1, seed=3))
+    assert (source.model_type, live.method, live.retention_ratio, live.seed) == ("qwen3_vl", "novelty", 0.1, 3)
+
+
+def test_the_command_takes_options_of_its_own_behind_live(capsys):
+    assert main(["--live", "--model", "tiny", "--port", str(*free_ports(1))]) == 2
+    assert "vLLM has no pruning" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SystemExit, match="2"):
+        main(["--live", "--refresh-seconds", "3"])
+    with pytest.raises(UsageError, match="--live: write it on the command line"):
+        ServeConfig(cache="c", live=True)
+
+
+def test_help_is_a_screen(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--live", "--help"])
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 60
+    assert all(f"--{name.replace('_', '-')}" in text for name in LIVE_USUAL)
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "--live" in capsys.readouterr().out
+
+
+def test_a_file_url_where_none_is_allowed_is_the_clients_fault():
+    """By vLLM's own error, which its server answers with 500."""
+    sent = []
+
+    async def app(scope, receive, send):
+        if scope["type"] == "http":
+            raise RuntimeError((await receive())["body"].decode())
+
+    async def ask(reason):
+        limits = {"needs_key": False, "max_request_bytes": 5000, "shutdown_timeout": 3.0}
+        state = SimpleNamespace(
+            vllm_config=SimpleNamespace(additional_config={LIMITS: limits}),
+            openai_serving_models=SimpleNamespace(base_model_paths=[]),
+        )
+        gate = RequestGate(app)
+        await gate({"type": "lifespan", "app": SimpleNamespace(state=state)}, None, None)
+
+        async def receive():
+            return {"type": "http.request", "body": reason, "more_body": False}
+
+        async def send(message):
+            sent.append(message)
+
+        await gate({"type": "http", "path": "/v1/chat/completions", "headers": []}, receive, send)
+
+    asyncio.run(ask(b"Cannot load local files without `--allowed-local-media-path`."))
+    assert sent[0]["status"] == 400 and b"data URL" in sent[1]["body"]
+    with pytest.raises(RuntimeError, match="other"):
+        asyncio.run(ask(b"other"))
+
+
+def test_the_gate_takes_its_limits_without_a_cache(monkeypatch):
+    async def app(scope, receive, send):
+        pass
+
+    async def start(**limits):
+        limits = {"needs_key": False, "max_request_bytes": 5000, "shutdown_timeout": 3.0, **limits}
+        model = SimpleNamespace(name="m", model_path="/a/m")
+        state = SimpleNamespace(
+            vllm_config=SimpleNamespace(additional_config={LIMITS: limits}),
+            openai_serving_models=SimpleNamespace(base_model_paths=[model]),
+        )
+        gate, sent = RequestGate(app), []
+        await gate({"type": "lifespan", "app": SimpleNamespace(state=state)}, None, None)
+
+        async def receive():
+            return {"type": "http.request", "body": b"x" * 5001, "more_body": False}
+
+        async def send(message):
+            sent.append(message)
+
+        await gate({"type": "http", "path": "/v1/chat/completions", "headers": []}, receive, send)
+        return sent[0]["status"], model.model_path
+
+    monkeypatch.delenv(KEY, raising=False)
+    assert asyncio.run(start()) == (413, "m")
+    with pytest.raises(UsageError, match="it has no key"):
+        asyncio.run(start(needs_key=True))
