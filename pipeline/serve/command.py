@@ -21,6 +21,7 @@ _ENDS_S = 5  # seconds after the shutdown timeout that a process may take to end
 RESERVED_ARGUMENTS = frozenset(
     (
         *("host", "port", "api_key", "served_model_name", "chat_template"),
+        *("allowed_media_domains", "allowed_local_media_path"),
         "enable_scale_out",
         "grpc",  # another server, without the gate
         "middleware",

@@ -24,14 +24,9 @@ from pipeline.serve.live_config import LiveConfig
 # vLLM would otherwise follow a redirection from a host that is allowed to any other.
 _VARIABLES = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
 _NO_HOST = "no-host.invalid"  # an empty list would allow every host
-# Arguments that users set by flags of this command, or that are theirs.
+# Arguments that only a server of cached videos sets.
 _FREE_OPTIONS = frozenset(("limit_mm_per_prompt", "mm_processor_cache_gb", "generation_config", "disable_log_stats"))
-_RESERVED_ARGUMENTS = (
-    (RESERVED_OPTIONS - _FREE_OPTIONS)
-    | LIVE_RESERVED_OPTIONS
-    | RESERVED_ARGUMENTS
-    | {"allowed_media_domains", "allowed_local_media_path"}
-)
+_RESERVED_ARGUMENTS = (RESERVED_OPTIONS - _FREE_OPTIONS) | LIVE_RESERVED_OPTIONS | RESERVED_ARGUMENTS
 
 
 def serve_live(config: LiveConfig) -> None:

@@ -34,10 +34,8 @@ from pipeline.serve.config import ServeConfig
 from pipeline.serve.prompts import CachedPrompts, ServedCache
 from pipeline.storage.stores import store_at
 
-# Arguments that no user may set, beside those of the engine and of every server.
-_RESERVED_ARGUMENTS = (
-    RESERVED_OPTIONS | RESERVED_ARGUMENTS | {"tokenizer_mode", "allowed_media_domains", "allowed_local_media_path"}
-)
+# Arguments that no user may set.
+_RESERVED_ARGUMENTS = RESERVED_OPTIONS | RESERVED_ARGUMENTS | {"tokenizer_mode"}
 
 
 def serve(config: ServeConfig) -> None:
