@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -109,9 +110,9 @@ class _Repruning(Rewrite):
             name: video.evidence[column].to(self.device) if name in PER_FRAME else whole(video.evidence[column])
             for name, column in self.columns.items()
         }
-        visual = VisualTokens(whole(video.tokens), evidence, tuple(map(whole, video.deepstack))).add_places(
-            video.visual.extra.get("grid"), video.visual.timestamps
-        )
+        extra = json.loads(record.get("model_extra") or "{}")
+        visual = VisualTokens(whole(video.tokens), evidence, tuple(map(whole, video.deepstack)))
+        visual = visual.add_places(extra.get("grid"), record.get("timestamps") or ())
         start = time.perf_counter()
         pruned = prune_or_fault(self.pruner, visual, self.ratio, self.seed)
         columns: VideoRecord = {**make_pruning_columns(pruned, visual), "prune_s": time.perf_counter() - start}
