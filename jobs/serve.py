@@ -55,34 +55,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Start the chat server on a cache, or with ``--live`` without one; return the exit code."""
     if "--live" in (sys.argv[1:] if argv is None else argv):
         parser = Parser("python -m jobs.serve --live", description=LIVE_DESCRIPTION, epilog=LIVE_EPILOG)
-        return run_command(parser, LiveConfig, _serve_live, argv, usual=LIVE_USUAL)
+        return run_command(parser, LiveConfig, _serve, argv, usual=LIVE_USUAL)
     parser = Parser("python -m jobs.serve", description=__doc__, epilog=EPILOG)
     return run_command(parser, ServeConfig, _serve, argv, usual=USUAL)
 
 
-def _serve(config: ServeConfig, console: Console) -> int:
+def _serve(config: ServeConfig | LiveConfig, console: Console) -> int:
     """Check that the port is free, and serve until interrupted; return 0.
 
     With ``--print-command`` it only prints vLLM's command.
     """
     if not config.print_command:
         check_port(config.host, config.port)
-    from pipeline.serve.server import serve  # noqa: PLC0415 - --help and a mistyped flag answer at once
+    # These load only now: --help and a mistyped flag answer at once.
+    if isinstance(config, LiveConfig):
+        from pipeline.serve.live_server import serve_live  # noqa: PLC0415
 
-    serve(config)
-    return 0
+        serve_live(config)
+    else:
+        from pipeline.serve.server import serve  # noqa: PLC0415
 
-
-def _serve_live(config: LiveConfig, console: Console) -> int:
-    """Check that the port is free, and serve with live pruning until interrupted; return 0.
-
-    With ``--print-command`` it only prints vLLM's command.
-    """
-    if not config.print_command:
-        check_port(config.host, config.port)
-    from pipeline.serve.live_server import serve_live  # noqa: PLC0415 - as above
-
-    serve_live(config)
+        serve(config)
     return 0
 
 

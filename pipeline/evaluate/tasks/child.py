@@ -228,39 +228,34 @@ class LoadedTask:
         """
         numbers = [int(number) for number in next(iter(arms.values()))]
         for nothing in _NOTHING:
-            answer = self._score_arms(arms, numbers, nothing)
-            has_failed = any(
-                isinstance(of_arm.get(self.metric.partition("/")[0]), str) for of_arm in answer["own"].values()
-            )
-            if not has_failed:
+            results, counts = self._process_arms(arms, numbers, nothing)
+            own = {label: self._aggregate_all(of_arm) for label, of_arm in results.items()}
+            if not any(isinstance(of_arm.get(self.metric.partition("/")[0]), str) for of_arm in own.values()):
                 break
-        return answer
+        metric = self._name_part(own.values())
+        explained = self._explain(metric, numbers, results)
+        return {"metric": metric, "own": own, "nothing": nothing, **counts, **explained}
 
-    def _score_arms(
+    def _process_arms(
         self, arms: Mapping[str, Mapping[str, str]], numbers: Sequence[int], nothing: str
-    ) -> dict[str, Any]:
-        """Return what ``score`` returns, with the reply ``nothing`` for empty replies."""
+    ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
+        """Return what the rule makes of the replies of each arm, with ``nothing`` for empty replies.
+
+        The second value has the number of replies for a judge by arm, ``judged``, and the ``errors`` of the rule.
+        """
         results: dict[str, list[dict[str, Any]]] = {}
         judged, errors = dict[str, int](), list[str]()
         for label, replies in arms.items():
-            before = self._network.attempts
-            results[label], n_judged = [], 0
+            results[label], judged[label] = [], 0
             for number in numbers:
                 attempts = self._network.attempts
                 result = self._process(number, replies[str(number)] or nothing)
-                n_judged += self._network.attempts > attempts
+                judged[label] += self._network.attempts > attempts
                 if isinstance(result, Exception):
                     errors.append(f"document {number}: {type(result).__name__}: {result}")
                     result = self._process(number, nothing)  # as for a question without an answer
                 results[label].append({} if isinstance(result, Exception) else result)
-            judged[label] = n_judged if self._network.attempts > before else 0
-        own = {label: self._aggregate_all(results[label]) for label in arms}
-        metric = self._name_part(own.values())
-        explained = self._explain(metric, numbers, results)
-        return {
-            **{"metric": metric, "own": own, "judged": judged, "errors": errors, "nothing": nothing},
-            **explained,
-        }
+        return results, {"judged": judged, "errors": errors}
 
     def _name_part(self, own: Iterable[Mapping[str, Any]]) -> str:
         """Return the metric with the part that counts: of one with several numbers the first, if none is named."""
