@@ -20,7 +20,7 @@ from pipeline.evaluate.benchmarks.annotations import FaultKind, NotAskable, Vide
 from pipeline.evaluate.benchmarks.base import OWN_NUMBERS, Benchmark, OwnScores, Split
 from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector
 from pipeline.evaluate.protocols import LMMS_EVAL_0_7, QUESTIONS, PromptTemplate, Protocol
-from pipeline.evaluate.tasks.numbers import MAX_PARTS
+from pipeline.evaluate.tasks.numbers import list_parted_fields
 from pipeline.evaluate.tasks.process import VERSION, DescribedTask, TaskDocument, TaskProcess
 from pipeline.evaluate.tasks.questions import cut_reply, read_settings
 from pipeline.generate.questions import REASONING
@@ -207,14 +207,8 @@ def _find_video(document: TaskDocument, home: Path, videos: VideoFolder) -> str:
 
 
 def _list_parts(documents: Sequence[TaskDocument]) -> list[str]:
-    """List the fields that all documents which can be asked have, and that have few values, the fewest first.
-
-    A task's number may be a mean over them.
-    """
-    fields = [document.fields for document in documents if document.fault is None]
-    names = [name for name in fields[0] if all(name in of_one for of_one in fields)] if fields else []
-    counts = {name: len({of_one[name] for of_one in fields}) for name in names}
-    return sorted((name for name in names if 1 < counts[name] <= MAX_PARTS), key=counts.__getitem__)
+    """List the fields over whose values a task's number may be a mean, of the documents that can be asked."""
+    return list_parted_fields([document.fields for document in documents if document.fault is None])
 
 
 def _repeats_prompt(name: str, documents: Sequence[TaskDocument]) -> bool:

@@ -98,7 +98,7 @@ def explain(
     if usable[:n_methods] != list(range(n_methods)):
         return None
     results = [[of_one[place] for place in usable] for of_one in results]
-    n_parts = max((len({of_one.get(name) for of_one in fields}) for name in _list_fields(fields)), default=0)
+    n_parts = max((len({of_one.get(name) for of_one in fields}) for name in list_parted_fields(fields)), default=0)
     mixtures = _mix(results, aggregate, max(_FEWEST_MIXTURES, 3 * n_parts + 8))
     if mixtures is None:
         return None
@@ -245,7 +245,7 @@ def _find_means(
     for scale in (1.0, 100.0):
         if _agree(drawn_MD.mean(1), mixtures.own / scale):
             return QUESTIONS, {}, scale
-    for name in _list_fields(of_counted):
+    for name in list_parted_fields(of_counted):
         parts, part_D = np.unique([of_one[name] for of_one in of_counted], return_inverse=True)
         means_MP = np.stack([drawn_MD[:, part_D == p].mean(1) for p in range(len(parts))], axis=1)
         for scale in (1.0, 100.0):
@@ -254,7 +254,7 @@ def _find_means(
     return None
 
 
-def _list_fields(fields: Sequence[Mapping[str, str]]) -> list[str]:
+def list_parted_fields(fields: Sequence[Mapping[str, str]]) -> list[str]:
     """List the fields that every document has, with at least two and at most ``MAX_PARTS`` values.
 
     Those of fewest values come first, and names before numbers: with few documents, a mean over parts is one over the
