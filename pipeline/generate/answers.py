@@ -358,13 +358,15 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
     shards, copies = list_shards(store)
     names = [name for name in shards if PurePosixPath(name).suffix == SUFFIXES["parquet"]]
     tables = {name: parse_shard(store, name, data) for name, data in zip(names, store.read_all(names), strict=True)}
-    merged_names: set[str] = set()
-    for name, table in tables.items():
-        sources = tables.keys() & set(json.loads((table.schema.metadata or {}).get(_MERGED_KEY, b"[]")))
-        merged_names |= sources
-        if sources and store.age(name) >= keep:
-            for old in sorted(sources.difference(copies.values())):
-                store.delete(old)
+    sources_of = {
+        name: tables.keys() & set(json.loads((table.schema.metadata or {}).get(_MERGED_KEY, b"[]")))
+        for name, table in tables.items()
+    }
+    merged_names = set().union(*sources_of.values())
+    # Ages first: a merged file may be the source of a later one, and be deleted here.
+    expired = [sources for name, sources in sources_of.items() if sources and store.age(name) >= keep]
+    for old in sorted(set().union(*expired).difference(copies.values())):
+        store.delete(old)
     waiting = [name for name in names if name not in merged_names]
     if len(waiting) > at_least:
         live = select_live(concat_answers([tables[name] for name in waiting]))

@@ -130,6 +130,16 @@ def test_many_files_are_merged_and_every_answer_stays(store):
     assert read_answers(str(store)).num_rows == len(before) + 1 == len(reader.rows())
 
 
+def test_a_merge_deletes_merged_files_that_are_sources_of_later_ones(store):
+    """Their names, which begin with no number that grows, come in any order."""
+    for number in range(8):
+        commit_answers(store, "run", number, [row(str(number), answer="yes")])
+        merge_answers(store, 0)
+    before = read_answers(str(store))
+    merge_answers(store, 99, timedelta(0))
+    assert len(AnswersTable(store).names()) == 1 and read_answers(str(store)).equals(before)
+
+
 def test_a_merge_that_cannot_be_is_told_of(store):
     for number in range(3):
         commit_answers(store, "run", number, [row(str(number))])
