@@ -20,7 +20,7 @@ from pipeline.cache.table import parse_file_name, read_file
 from pipeline.cache.token_shard import is_shard_name
 from pipeline.cache.writer import commit_records
 from pipeline.errors import IdentityMismatch, UsageError, printable
-from pipeline.own_code import file_of, hash_code
+from pipeline.own_code import file_of, hash_code, is_comparable
 from pipeline.storage.stores import Store
 
 REDO = "redo"  # the value of --on-changed
@@ -36,8 +36,8 @@ def match_identity(
 ) -> list[str]:
     """Return the own methods whose code is another in the ``new`` identity than in the ``old`` one.
 
-    An old identity without a hash of the code counts as the same code, with ``redo`` as other code. Nothing is refused
-    for code: the caller does that with ``refuse_changed_code``.
+    Code that the old identity does not tell (``keep_unknown_code``) counts as the same code, with ``redo`` as other
+    code. Nothing is refused for code: the caller does that with ``refuse_changed_code``.
 
     Args:
         refusal: the beginning of the error, which says what was made with other settings.
@@ -46,7 +46,7 @@ def match_identity(
     Raises IdentityMismatch for any other difference. Other parameters of a method with changed code are not compared.
     """
     changed_methods = list[str]()
-    comparable = new if redo else drop_unknown_code(old, new)
+    comparable = new if redo else keep_unknown_code(old, new)
     wrong = list_differences(old, _take_old_code(old, comparable, changed_methods), old_subject=has)
     if wrong:
         lines = "\n  ".join(wrong)
@@ -72,24 +72,22 @@ def _take_old_code(old: Mapping[str, Any], new: Mapping[str, Any], changed_metho
     return with_old_code
 
 
-def drop_unknown_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``new`` without the code of each method for which ``old`` has no code.
+def keep_unknown_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``new`` with the entry "code" of ``old`` for methods of which ``old`` does not tell the code.
 
-    Such an identity was made before there were hashes.
+    That is an identity of an older version: it has no hash of the code, or one that covers other statements.
     """
-    return {
-        key: value if not isinstance(value, Mapping) else _drop_unknown(old.get(key), value)
-        for key, value in new.items()
-    }
-
-
-def _drop_unknown(old_value: object, value: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part ``value`` of an identity without the code of methods for which ``old_value`` has no code."""
-    if not isinstance(old_value, Mapping):
-        return value
-    if "code" in value and "code" not in old_value and old_value.get("method") == value["method"]:
-        return {name: part for name, part in value.items() if name != "code"}
-    return drop_unknown_code(old_value, value)
+    with_old_code = dict(new)
+    for key, value in new.items():
+        old_value = old.get(key)
+        if not (isinstance(old_value, Mapping) and isinstance(value, Mapping)):
+            continue
+        if "code" not in value or old_value.get("method") != value["method"]:
+            with_old_code[key] = keep_unknown_code(old_value, value)
+        elif not is_comparable(old_value.get("code")):
+            without = {name: part for name, part in value.items() if name != "code"}
+            with_old_code[key] = without | {name: old_value[name] for name in ("code",) if name in old_value}
+    return with_old_code
 
 
 def refuse_changed_code(place: object, methods: Iterable[str], result_name: str) -> None:

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipeline.cache.changed_code import drop_unknown_code, match_identity, refuse_changed_code
+from pipeline.cache.changed_code import keep_unknown_code, match_identity, refuse_changed_code
 from pipeline.cache.header import (
     CacheIdentity,
     ModelIdentity,
@@ -220,7 +220,7 @@ def match_answers(
         return MatchedIdentity(requested, changed=False)
     stored_identity = read_answers_header(store)["identity"]
     if not redo:
-        requested = cast(AnswersIdentity, drop_unknown_code(stored_identity, requested))
+        requested = cast(AnswersIdentity, keep_unknown_code(stored_identity, requested))
     old, new = (
         _select_compared(identity, stored_identity, requested, compared_keys)
         for identity in (stored_identity, requested)

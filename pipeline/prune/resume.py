@@ -16,6 +16,7 @@ from pipeline.cache.live import Ledger
 from pipeline.errors import SourceChanged, UsageError, describe_near, printable
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE, clip_keys, column_keys
+from pipeline.own_code import is_comparable
 from pipeline.prune.changes import find_replaced
 from pipeline.prune.config import PruneConfig
 from pipeline.rows import ManifestRow, VideoRow
@@ -281,11 +282,14 @@ def _compare(
 def _find_recoded(ledger: Ledger, decoder: str) -> Mask:
     """Return a mask over ``ledger.decoders`` [n]: the user's own ``decoder`` with other code than now.
 
-    The mask is False for built-in decoders, and for a user's other decoders.
+    The mask is False for built-in decoders, for a user's other decoders, and where the row does not tell the code.
     """
     now = f"{decoder} {decoder_version(decoder)}" if ":" in decoder else ""
-    is_own = (bool(now) and text.startswith(f"{decoder} ") and CODE in text for text in ledger.decoders)
-    return np.array([same and text != now for same, text in zip(is_own, ledger.decoders, strict=True)], np.bool_)
+    is_recoded = (
+        bool(now) and text.startswith(f"{decoder} ") and is_comparable(text.partition(CODE)[2]) and text != now
+        for text in ledger.decoders
+    )
+    return np.array(list(is_recoded), np.bool_)
 
 
 def _add_attempts(part: pa.RecordBatch, state: _Comparison, mask: Mask) -> pa.RecordBatch:
