@@ -51,8 +51,8 @@ MARKS = {
     "test command", "a file", "output",
 }  # fmt: skip
 FIRST = "first command"
-#: A quarter of the videos that a page makes: the commands are the same.
-FEWER = ("--videos 12", "--videos 3")
+#: Half of the videos that a page makes: the commands are the same, and there are still enough for intervals.
+FEWER = ("--videos 40", "--videos 20")
 FENCE = re.compile(r"(?:<!-- ([^>]+) -->\n)?```(\w*)\n(.*?)```", re.DOTALL)
 EACH_PAGE = pytest.mark.parametrize("page", [*PAGES, *OTHERS])
 COMMAND = re.compile(r"^(python -m (?:.*\\\n)*.*\n)", re.MULTILINE)
