@@ -10,7 +10,7 @@ from rich.text import Text
 
 from pipeline.evaluate.breaks import BREAKS_TITLE, Breaks
 from pipeline.evaluate.forms import MARKS, add_counts
-from pipeline.evaluate.table import NONE, Cell, ResultsTable
+from pipeline.evaluate.table import FEW, NONE, Cell, ResultsTable
 from pipeline.evaluate.tabulate import OVERALL
 
 _COLUMNS = 6  # columns that fit a terminal
@@ -28,8 +28,9 @@ def render_table(results: ResultsTable) -> Iterator[RenderableType]:
     shown = [number for number in range(len(results.titles)) if few or number >= len(keys) or keys[number] == OVERALL]
     table = Table(title=Text(results.title), title_justify="left", show_edge=False)
     table.add_column("method")
-    for name in ("kept", *(results.titles[number] for number in shown)):
-        table.add_column(Text(name), justify="right")
+    titles = ["kept", *(results.titles[number] for number in shown)]
+    for title in titles:
+        table.add_column(Text(title), justify="right")
     for rows in ([results.original], *(rows for _, rows in results.blocks)):
         for row in rows:
             numbers = results.numbers(row)
@@ -37,7 +38,8 @@ def render_table(results: ResultsTable) -> Iterator[RenderableType]:
             table.add_row(Text(add_counts(row)), f"{100 * row.ratio:g} %", *cells, end_section=row is rows[-1])
     yield table
     for remark in (*results.remarks, MARKS):
-        yield Text(remark)
+        if not remark.startswith(FEW) or any(FEW in title for title in titles):
+            yield Text(remark)
     if n_left_out := len(results.titles) - len(shown):
         yield Text(f"the {n_left_out} splits are in tables.md")
 

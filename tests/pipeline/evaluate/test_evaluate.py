@@ -124,7 +124,10 @@ def test_the_terminal_shows_whole_benchmarks_where_parts_take_too_much_room(done
     text = printed(replace(done, table=replace(done.table, columns=columns, rows=rows)))
     head = next(line for line in text.splitlines() if "kept" in line)
     assert [title.strip(" †") for title in head.split("┃")] == ["method", "kept", "B", "C", "Avg.", "Rel."]
-    assert "the 6 splits are in tables.md" in text
+    assert "the 6 splits are in tables.md" in text and "Fewer than 20 videos" in text
+    whole = [replace(column, n_videos=20) if column.key.endswith("overall") else column for column in columns]
+    text = printed(replace(done, table=replace(done.table, columns=whole, rows=rows)))
+    assert "Fewer than 20 videos" not in text  # no column that is shown has so few
 
 
 def test_the_terminal_counts_cut_and_weakly_read_replies_beside_the_method(done):
