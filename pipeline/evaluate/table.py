@@ -221,9 +221,10 @@ class ResultsTable:
         if count:
             unclear = f"{UNCLEAR.capitalize()}: the interval holds 0. " if any(cell.unclear for cell in cells) else ""
             if any(cell.videos_needed is not None for cell in cells):
+                of_rel = " Of Rel. it is of all benchmarks together." if self.several else ""
                 unclear += (
                     "About N videos: so many videos like these would resolve the difference if it stays as it is, an "
-                    "estimate: the number of videos x (half width of the interval / difference)², rounded up. "
+                    f"estimate: the number of videos x (half width of the interval / difference)², rounded up.{of_rel} "
                 )
             yield (
                 f"{unclear}The table has {count:,} intervals, uncorrected: where no method differs, 1 in 20 leaves 0 "

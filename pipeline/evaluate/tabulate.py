@@ -18,7 +18,6 @@ from pipeline.evaluate.statistics import (
     ORIGINAL,
     POSITIONS,
     AnswerCounts,
-    Difference,
     Estimate,
     Floats,
     MethodAtRatio,
@@ -225,7 +224,7 @@ def mark_rows(numbers: Estimate, shown: Mapping[int, Cell | None]) -> dict[int, 
     """Mark the best row of a block and the next best, if their difference is clear; rows without a mark are left out.
 
     The best row has the largest printed number. It is marked if no other row has the same printed number, and if the
-    interval of its difference to the next best row excludes 0 as it is printed; to each of them, if several tie.
+    interval of its difference to the next best row is above 0 as it is printed; to each of them, if several tie.
 
     Args:
         numbers: the unrounded numbers of all rows, with their draws.
@@ -236,7 +235,7 @@ def mark_rows(numbers: Estimate, shown: Mapping[int, Cell | None]) -> dict[int, 
     if len(ranked) < 2:
         return {}
     best, second = ([row for row in value if value[row] == number] for number in ranked[:2])
-    if len(best) > 1 or not all(_is_clear(numbers.difference(best[0], row)) for row in second):
+    if len(best) > 1 or not all(100 * numbers.difference(best[0], row).low >= PRINTED_0 for row in second):
         return {}
     return {best[0]: "best", **dict.fromkeys(second, "second")}
 
@@ -375,11 +374,6 @@ def _add_marks(groups: Sequence[ArmGroup], numbers: Estimate, shown: Sequence[Ce
     return cells
 
 
-def _is_clear(by: Difference) -> bool:
-    """Return True if a difference has an interval that excludes 0 as it is printed."""
-    return 100 * by.low >= PRINTED_0 or 100 * by.high <= -PRINTED_0
-
-
 def _add_differences(
     against: Sequence[int | None], numbers: Estimate, shown: Sequence[Cell | None], n_videos: int
 ) -> list[Cell | None]:
@@ -394,7 +388,8 @@ def _add_differences(
             continue
         ends: dict[str, Any] = {}
         if not math.isnan(by.low):
-            ends = {"low": 100 * by.low, "high": 100 * by.high, "unclear": not _is_clear(by)}
+            low, high = 100 * by.low, 100 * by.high
+            ends = {"low": low, "high": high, "unclear": low < PRINTED_0 and high > -PRINTED_0}
             if ends["unclear"] and abs(100 * by.value) >= PRINTED_0:
                 ends["videos_needed"] = count_videos_needed(by, n_videos)
         cells[i] = replace(cell, difference=100 * by.value, **ends)

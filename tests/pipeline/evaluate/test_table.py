@@ -87,10 +87,13 @@ def estimate_of(*numbers, spread=0.01, n_videos=50):
         (["60.0", "50.0"], {"n_videos": 19}, {}),  # no interval
         (["60.0"], {}, {}),
         ([None, None], {}, {}),
+        (["60.0", "50.0", "70.0"], {"printed_as": ["60.0", "80.0", "50.0"]}, {}),  # it is the best as printed alone
     ],
 )
 def test_the_best_of_a_block_is_marked_where_it_is_clear(numbers, options, marked):
-    cells = {row: None if number is None else shown(number) for row, number in enumerate(numbers)}
+    of_cells = options.get("printed_as", numbers)
+    options = {name: value for name, value in options.items() if name != "printed_as"}
+    cells = {row: None if number is None else shown(number) for row, number in enumerate(of_cells)}
     assert mark_rows(estimate_of(*(float(number or "nan") for number in numbers), **options), cells) == marked
 
 
@@ -175,8 +178,9 @@ def test_an_unclear_difference_says_how_many_videos_would_resolve_it_in_every_fo
     assert words in markdown(table) and words in latex(table)
     assert table.as_record()["rows"][2]["scores"]["overall"]["videos_needed"] == cell.videos_needed
     assert "an estimate: the number of videos x (half width of the interval / difference)²" in table.remarks[1]
-    both = results_table("m", [one, other], draws=999).rows[2]
-    rel = both.rel
+    both = results_table("m", [one, other], draws=999)
+    assert "Of Rel. it is of all benchmarks together." in both.remarks[1] and "Of Rel." not in table.remarks[1]
+    rel = both.rows[2].rel
     assert rel.videos_needed == pytest.approx(120 * ((rel.high - rel.low) / 2 / rel.difference) ** 2, rel=0.1)
     _, without = compared()  # clear differences, and one of 0.0
     assert all(cell.videos_needed is None for row in without.rows for cell in without.numbers(row) if cell)
