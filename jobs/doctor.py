@@ -26,13 +26,18 @@ of the videos. It writes a file to the output, and removes it again. The checks 
 
 Exit code: 0 nothing is wrong; 1 a run would fail or be wrong, or Ray did not start; 2 refused; 130 interrupted.
 """
+#: The options that --help shows.
+USUAL = (
+    *("videos", "out", "model", "pruner", "retention_ratio", "num_frames", "fps", "max_frames", "decoder", "device"),
+    "video_root",
+)
 _COLOURS = {"ok": "green", "slow": "yellow", "wrong": "bold red", "unknown": "dim"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the machine or cluster for a run of jobs.prune; return the exit code."""
     parser = Parser("python -m jobs.doctor", description=__doc__, epilog=EPILOG)
-    return run_command(parser, PruneConfig, _check, argv, overridden_sampling, interrupt_message="interrupted")
+    return run_command(parser, PruneConfig, _check, argv, overridden_sampling, USUAL, "interrupted")
 
 
 def _check(config: PruneConfig, console: Console) -> CommandResult:

@@ -11,7 +11,6 @@ from rich.console import Console
 from jobs.command import EXIT_CODES, Parser, import_libraries, overridden_sampling, run_command
 from jobs.frame.json_document import CommandResult
 from jobs.frame.stores import make_say
-from pipeline.console import clean
 from pipeline.evaluate.config import LIST, EvaluateConfig
 
 EPILOG = """\
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(config: EvaluateConfig, console: Console) -> CommandResult:
-    """Run the evaluation and return its tables, or write and print the tables of ``--results``."""
+    """Run the evaluation or lay out the tables of ``--results``, and return what to print."""
     # Ray, torch and the decoders load only now: --help and a mistyped flag answer at once.
     if config.benchmark == LIST:
         return _list_tasks(console)
@@ -66,15 +65,13 @@ def _list_tasks(console: Console) -> CommandResult:
 
 
 def _write_tables(config: EvaluateConfig, console: Console) -> CommandResult:
-    """Write and print a table of the results in several folders (``--results``)."""
+    """Write a table of the results in several folders (``--results``), and return what to print."""
     from pipeline.evaluate.results import lay_out  # noqa: PLC0415
 
     layout, say = lay_out(config), make_say(console)
     for line in layout.missing:
         say(f"note: {line}")
-    print(clean(layout.text))
-    say(f"{layout.out}: {', '.join(layout.files)}")
-    return CommandResult(0, layout.as_record())
+    return CommandResult(0, layout.as_record(), [layout.render()])
 
 
 if __name__ == "__main__":

@@ -44,7 +44,9 @@ def _generate(config: GenerateConfig, console: Console) -> CommandResult:
         from pipeline.generate.summary import render_answers  # noqa: PLC0415
 
     summary = answer(config, console)
-    rows = f'read_answers({json.dumps(config.out)}).select(["question_id", "answer"]).slice(0, 5).to_pylist()'
+    rows = (
+        f'read_answers({json.dumps(config.out)}).select(["question_id", "choices", "answer"]).slice(0, 5).to_pylist()'
+    )
     code = f'from pipeline import read_answers; print(*{rows}, sep="\\n")'
     read = f"read the first: python -c {shlex.quote(code)}"
     ended = summary.exit_code(config.failure_limit(summary.n_questions))

@@ -51,8 +51,6 @@ MARKS = {
     "test command", "a file", "output",
 }  # fmt: skip
 FIRST = "first command"
-#: A quarter of the videos that a page makes: the commands are the same.
-FEWER = ("--videos 12", "--videos 3")
 FENCE = re.compile(r"(?:<!-- ([^>]+) -->\n)?```(\w*)\n(.*?)```", re.DOTALL)
 EACH_PAGE = pytest.mark.parametrize("page", [*PAGES, *OTHERS])
 COMMAND = re.compile(r"^(python -m (?:.*\\\n)*.*\n)", re.MULTILINE)
@@ -87,8 +85,7 @@ def pasted(block: Block, folder: Path, log: Path, **environ: str) -> str:
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     inherited = environment(**environ)
     bash = block.language == "bash"
-    text = block.text.replace(*FEWER)
-    for part in COMMAND.split(text) if bash and block.mark != FIRST else [text]:
+    for part in COMMAND.split(block.text) if bash and block.mark != FIRST else [block.text]:
         if block.mark != FIRST and (not bash or COMMAND.fullmatch(part)):
             argv = shlex.split(part.replace("\\\n", ""), comments=True)[2:] if bash else ["-"]
             process = fork(run_python, argv, part, folder, str(log), inherited)

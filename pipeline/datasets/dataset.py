@@ -19,6 +19,7 @@ from pipeline.cache.schema import digest
 from pipeline.datasets.processes import (
     ParentRanks,
     Ranks,
+    divide_by_videos,
     find_caller,
     loader_ahead,
     ranks_of_process,
@@ -89,7 +90,9 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
     ranks whose datasets are of the same shards.
 
     Ranks are those of torch.distributed when the dataset is read. A loader that Accelerate or the HF Trainer prepared
-    divides batches among processes by itself: the dataset then gives each process all videos.
+    divides the batches among the processes by itself, so the dataset does not divide its shards then. By default the
+    loader reads all videos on process 0 and sends batches to the other processes; with ``dispatch_batches=False`` every
+    process reads all videos and keeps its own batches.
 
     ``state_dict`` and ``load_state_dict`` resume at the next video. With workers, take those of torchdata's
     StatefulDataLoader, which asks each worker's dataset. A state holds for the same ids, seed, and numbers of ranks and
@@ -161,7 +164,9 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
 
         Raises ValueError where a loader of Accelerate begins with its own count of epochs after a state was loaded.
         """
-        if self._start is not None and not int(self._shared[_BY_WORKERS]) and loader_ahead("__iter__") is not None:
+        loader = loader_ahead("__iter__")
+        divide_by_videos(loader)  # it begins an epoch on every process here
+        if self._start is not None and not int(self._shared[_BY_WORKERS]) and loader is not None:
             next_epoch = self._start["epoch"] + int(self._start["finished"])
             if epoch != next_epoch:
                 raise ValueError(

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
+from pipeline.datasets.packing import select_videos
+
 _DIVIDING_LOADERS = ("DataLoaderDispatcher", "IterableDatasetShard")  # of Accelerate; the second of transformers too
 _LOADERS_AHEAD = ("DataLoaderDispatcher", "DataLoaderShard")  # of Accelerate: they read a batch before they give one
 
@@ -58,6 +60,17 @@ def worker_of_loader() -> tuple[int, int] | None:
 def loader_ahead(method: str | None = None) -> Any:
     """Return the loader of Accelerate that calls, by ``method``: it reads a batch before it gives one. None if none."""
     return find_caller(*_LOADERS_AHEAD, method=method)
+
+
+def divide_by_videos(loader: Any) -> None:
+    """Let a loader of Accelerate that sends each batch to all processes divide packed batches by their videos.
+
+    Its own function cuts every tensor at the same row. A function that its user chose stays, and so do loaders of other
+    kinds, and None.
+    """
+    divide = getattr(loader, "slice_fn", None)
+    if getattr(divide, "__module__", "").partition(".")[0] == "accelerate":
+        loader.slice_fn = select_videos
 
 
 def find_caller(*class_names: str, method: str | None = None) -> Any:

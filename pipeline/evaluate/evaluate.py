@@ -11,7 +11,6 @@ from statistics import fmean
 
 import pyarrow.compute as pc
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from pipeline.cache.header import HEADER
@@ -21,14 +20,14 @@ from pipeline.errors import BUGS, RunFailed
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
-from pipeline.evaluate.forms import add_counts
 from pipeline.evaluate.page import format_warned_line
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import EvaluateRequest, match_results, prepare
 from pipeline.evaluate.results import Presentation, write_results
 from pipeline.evaluate.run import ScoredQuestions, answer_and_score, drop_tokens, score_answers
 from pipeline.evaluate.submissions import write_submissions
-from pipeline.evaluate.table import NONE, Cell, ResultsTable
+from pipeline.evaluate.table import ResultsTable
+from pipeline.evaluate.terminal import render_table
 from pipeline.generate.summary import render_answers
 from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects
@@ -243,44 +242,13 @@ def _machine() -> list[tuple[str, str]]:
     ]
 
 
-_COLUMNS = 6  # columns that fit a terminal
-
-
 def render_evaluation(evaluation: Evaluation) -> RenderableType:
     """Render the table for the terminal (or where to submit), the failures by class, and the files."""
     parts: list[RenderableType] = []
     if evaluation.table is None:
         parts.append(Text(f"no score: the right answers are not published; {evaluation.submission}"))
     else:
-        parts += _render_table(evaluation.table)
+        parts += render_table(evaluation.table)
     if evaluation.done.answers is not None:
         parts += ["", render_answers(evaluation.done.answers)]
     return Group(*parts, "", Text(f"{evaluation.out}: {', '.join(evaluation.files)}"))
-
-
-def _render_table(results: ResultsTable) -> Iterator[RenderableType]:
-    """Yield the results table for the terminal, and notes below it.
-
-    If the table has more than ``_COLUMNS`` columns of scores, only the last is shown, the overall score. A note names
-    the file with all columns.
-    """
-    table = Table(title=Text(results.title), title_justify="left", show_edge=False)
-    table.add_column("method")
-    # The last column is the overall score.
-    first = 0 if len(results.columns) <= _COLUMNS else len(results.columns) - 1
-    for name in ("kept", *results.titles[first:]):
-        table.add_column(Text(name), justify="right")
-    for rows in ([results.original], *(rows for _, rows in results.blocks)):
-        for row in rows:
-            cells = [_two_lines(cell) for cell in results.numbers(row)[first:]]
-            table.add_row(Text(add_counts(row)), f"{100 * row.ratio:g} %", *cells, end_section=row is rows[-1])
-    yield table
-    for remark in results.remarks:
-        yield Text(remark)
-    if first:
-        yield Text(f"the {first} splits are in tables.md")
-
-
-def _two_lines(cell: Cell | None) -> Text:
-    """Return a number for the terminal, over its difference to the reference."""
-    return Text(f"{cell.printed}{cell.spread_text}\n{cell.difference_text}".rstrip() if cell else NONE)

@@ -11,7 +11,8 @@ from pipeline.evaluate.table import FEW, NONE, Cell, Column, ResultsTable, Row
 
 _COUNTS = ("Tokens", "Kept", "No option", "Cut", "Weak", "Failed")  # the last columns in Markdown
 MARKS = (
-    "Bold: best of a block, underlined: second; ties share the mark. Rel.: mean over benchmarks of the score relative "
+    "Bold: the best number of a block, where the 95 % interval of its paired difference to the next best (underlined) "
+    "excludes 0. Ties and numbers without an interval are not bold. Rel.: mean over benchmarks of the score relative "
     "to full retention, from printed scores."
 )
 COUNTS = (

@@ -12,6 +12,8 @@ from typing import Any, cast
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from pipeline.cache.header import ModelIdentity, list_differences
 from pipeline.cache.schema import complete_columns, write_parquet
@@ -32,6 +34,7 @@ from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, arms_of, is_na
 from pipeline.evaluate.submissions import FORM, unknown_names, with_server_scores
 from pipeline.evaluate.table import ResultsTable
 from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
+from pipeline.evaluate.terminal import render_breaks, render_table
 from pipeline.generate.late_pruning import parse_pruning_grid
 from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects
@@ -191,10 +194,12 @@ class LaidOut:
     out: str
     files: Sequence[str]
 
-    @property
-    def text(self) -> str:
-        """The tables and the section *Where it breaks* as Markdown."""
-        return markdown(*self.tables, breaks=self.breaks)
+    def render(self) -> RenderableType:
+        """Render the first table and the section *Where it breaks* for the terminal, and the names of the files."""
+        others = ", ".join(table.title for table in self.tables[1:])
+        more = [Text(f"also in {TABLES_MD}: {others}")] if others else []
+        parts = [*render_table(self.tables[0]), *more, "", *render_breaks(self.breaks)]
+        return Group(*parts, "", Text(f"{self.out}: {', '.join(self.files)}"))
 
     def as_record(self) -> JsonObject:
         """Return what was written, JSON-able, with the numbers of the first table."""

@@ -368,3 +368,25 @@ def relative(overall: Sequence[Estimate], full: int) -> Estimate:
             tally.drawn / np.where(tally.drawn[:, [full]] == 0, math.nan, tally.drawn[:, [full]]) for tally in overall
         ]
     return Estimate(np.mean(values, axis=0), np.mean(drawn, axis=0), min(tally.n_videos for tally in overall))
+
+
+def average(overall: Sequence[Estimate]) -> Estimate:
+    """Combine the overall estimates of benchmarks to their mean; each benchmark has draws of its own."""
+    values, drawn = [tally.value for tally in overall], [tally.drawn for tally in overall]
+    return Estimate(np.mean(values, axis=0), np.mean(drawn, axis=0), min(tally.n_videos for tally in overall))
+
+
+def count_videos_needed(difference: Difference, n_videos: int) -> int | None:
+    """Estimate how many videos would resolve a difference that its interval does not tell from 0.
+
+    The half width of an interval falls with the square root of the number of videos. So about
+    n x (half width / difference)^2 videos have an interval that ends at 0, if the difference stays as it is.
+
+    Returns a number above ``n_videos``, rounded up to two digits; None without an interval and for no difference.
+    """
+    if not math.isfinite(difference.low) or abs(difference.value) < _TINY:
+        return None
+    half_width = (difference.high - difference.low) / 2
+    n_needed = max(n_videos + 1, math.ceil(n_videos * (half_width / difference.value) ** 2))
+    unit = int(10 ** max(0, len(str(n_needed)) - 2))
+    return math.ceil(n_needed / unit) * unit

@@ -63,12 +63,15 @@ class Cell:
     Attributes:
         score: before rounding; of Rel. the mean of ratios of printed scores, as in the paper.
         printed: to one decimal; Rel. with its %.
-        mark: "best" of its block and column, "second" the next distinct printed value; ties share it.
+        mark: "best" of its block and column if the interval of its difference to the next best excludes 0; "second" for
+            the next best then, and for its ties.
         spread: standard deviation over the seeds whose mean the number is; None for a single seed.
         difference: None where the row is compared with no other.
         low: lower end of the difference's 95 % interval; None, like its upper end, where there is none.
         high: its upper end.
         unclear: whether that interval, as it is printed, holds 0; None without an interval.
+        videos_needed: about how many videos would resolve an unclear difference, all benchmarks together; None where it
+            is clear or printed as 0.0, and without an interval.
     """
 
     score: float
@@ -79,6 +82,7 @@ class Cell:
     low: float | None = None
     high: float | None = None
     unclear: bool | None = None
+    videos_needed: int | None = None
 
     @property
     def spread_text(self) -> str:
@@ -86,14 +90,24 @@ class Cell:
         return "" if self.spread is None else f" ± {printed(self.spread)}"
 
     @property
-    def difference_text(self) -> str:
-        """The text beside the number: its difference to the reference with the interval; "" without a difference."""
+    def interval_text(self) -> str:
+        """The difference to the reference with the interval; "" without a difference."""
         if self.difference is None:
             return ""
         if self.low is None or self.high is None:
             return signed(self.difference)
-        unclear = f" {UNCLEAR}" if self.unclear else ""
-        return f"{signed(self.difference)} [{signed(self.low)}, {signed(self.high)}]{unclear}"
+        return f"{signed(self.difference)} [{signed(self.low)}, {signed(self.high)}]"
+
+    @property
+    def unclear_text(self) -> str:
+        """The word for an unclear difference, with the number of videos that would resolve it; "" where it is clear."""
+        needed = "" if self.videos_needed is None else f" (about {self.videos_needed:,} videos)"
+        return f"{UNCLEAR}{needed}" if self.unclear else ""
+
+    @property
+    def difference_text(self) -> str:
+        """The text beside the number: its difference to the reference, and what is unclear of it."""
+        return f"{self.interval_text} {self.unclear_text}".rstrip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +220,12 @@ class ResultsTable:
             yield f"Beside a number: its paired difference to {title} in points{drawn if count else ''}."
         if count:
             unclear = f"{UNCLEAR.capitalize()}: the interval holds 0. " if any(cell.unclear for cell in cells) else ""
+            if any(cell.videos_needed is not None for cell in cells):
+                of_rel = " Of Rel. it is of all benchmarks together." if self.several else ""
+                unclear += (
+                    "About N videos: so many videos like these would resolve the difference if it stays as it is, an "
+                    f"estimate: the number of videos x (half width of the interval / difference)², rounded up.{of_rel} "
+                )
             yield (
                 f"{unclear}The table has {count:,} intervals, uncorrected: where no method differs, 1 in 20 leaves 0 "
                 "out by chance."

@@ -24,6 +24,8 @@ from pipeline.evaluate.statistics import (
     Parts,
     ScoreMatrix,
     arms_of,
+    average,
+    count_videos_needed,
     estimates,
     is_named,
     relative,
@@ -162,7 +164,7 @@ def results_table(
                 )
             )
             shown = _add_spread(groups, [_make_cell(100 * value) for value in numbers.value.tolist()], of_arms.value)
-            cells.append(_add_differences(against, numbers, _add_marks(groups, shown)))
+            cells.append(_add_differences(against, numbers, _add_marks(groups, numbers, shown), numbers.n_videos))
         last.append(len(columns) - 1)
         overall.append(measured[-1])
         seeds.append(of_seeds[-1])
@@ -171,11 +173,12 @@ def results_table(
     rels = _add_spread(
         groups, [rel_of(row, of_overall[FULL_ROW]) for row in of_overall], relative(seeds, FULL_ROW).value
     )
-    rel = _add_differences(against, relative(overall, FULL_ROW), _add_marks(groups, rels))
+    of_rel, n_videos = relative(overall, FULL_ROW), sum(of_one.n_videos for of_one in overall)
+    rel = _add_differences(against, of_rel, _add_marks(groups, of_rel, rels), n_videos)
     means = _add_spread(
         groups, [_average_cells(row) for row in of_overall], np.mean([row.value for row in seeds], axis=0)
     )
-    mean = _add_marks(groups, means)
+    mean = _add_marks(groups, average(overall), means)
     names = {path: name for benchmark in benchmarks for path, name in benchmark.names.items()}
     rows = [
         Row(
@@ -217,12 +220,24 @@ def rel_of(scores: Sequence[Cell | None], originals: Sequence[Cell | None]) -> C
     return Cell(score=rel, printed=f"{printed(rel)}%")
 
 
-def marks(shown: Sequence[Cell | None]) -> list[Mark]:
-    """Mark the best printed value of a column in a block, and the next distinct one."""
-    value = [float(cell.printed.rstrip("%")) if cell else None for cell in shown]
-    ranked = sorted({number for number in value if number is not None}, reverse=True)
-    mark: dict[float | None, Mark] = dict(zip(ranked, ("best", "second"), strict=False))
-    return [mark.get(number, "") for number in value]
+def mark_rows(numbers: Estimate, shown: Mapping[int, Cell | None]) -> dict[int, Mark]:
+    """Mark the best row of a block and the next best, if their difference is clear; rows without a mark are left out.
+
+    The best row has the largest printed number. It is marked if no other row has the same printed number, and if the
+    interval of its difference to the next best row is above 0 as it is printed; to each of them, if several tie.
+
+    Args:
+        numbers: the unrounded numbers of all rows, with their draws.
+        shown: the cells of the block's rows.
+    """
+    value = {row: float(cell.printed.rstrip("%")) for row, cell in shown.items() if cell}
+    ranked = sorted(set(value.values()), reverse=True)
+    if len(ranked) < 2:
+        return {}
+    best, second = ([row for row in value if value[row] == number] for number in ranked[:2])
+    if len(best) > 1 or not all(100 * numbers.difference(best[0], row).low >= PRINTED_0 for row in second):
+        return {}
+    return {best[0]: "best", **dict.fromkeys(second, "second")}
 
 
 def group_arms(
@@ -346,7 +361,7 @@ def _average_cells(cells: Sequence[Cell | None]) -> Cell | None:
     return Cell(score=mean, printed=printed(mean))
 
 
-def _add_marks(groups: Sequence[ArmGroup], shown: Sequence[Cell | None]) -> list[Cell | None]:
+def _add_marks(groups: Sequence[ArmGroup], numbers: Estimate, shown: Sequence[Cell | None]) -> list[Cell | None]:
     """Return a column's cells with their marks in each block, rows of the same ratio and positions.
 
     Full retention gets no mark.
@@ -354,18 +369,18 @@ def _add_marks(groups: Sequence[ArmGroup], shown: Sequence[Cell | None]) -> list
     cells = list(shown)
     other_rows = range(FULL_ROW + 1, len(groups))
     for _, block in groupby(other_rows, key=lambda i: (groups[i].ratio, groups[i].positions)):
-        rows = list(block)
-        for i, mark in zip(rows, marks([shown[i] for i in rows]), strict=True):
+        for i, mark in mark_rows(numbers, {i: shown[i] for i in block}).items():
             cells[i] = (cell := cells[i]) and replace(cell, mark=mark)
     return cells
 
 
 def _add_differences(
-    against: Sequence[int | None], numbers: Estimate, shown: Sequence[Cell | None]
+    against: Sequence[int | None], numbers: Estimate, shown: Sequence[Cell | None], n_videos: int
 ) -> list[Cell | None]:
     """Return a column's cells with the difference of each row to the row in ``against``, in points, and its interval.
 
-    A cell without a row to compare with, or without a difference, stays as it is.
+    A cell without a row to compare with, or without a difference, stays as it is. ``n_videos`` is the number of videos
+    behind ``numbers``.
     """
     cells = list(shown)
     for i, (cell, reference) in enumerate(zip(shown, against, strict=True)):
@@ -375,6 +390,8 @@ def _add_differences(
         if not math.isnan(by.low):
             low, high = 100 * by.low, 100 * by.high
             ends = {"low": low, "high": high, "unclear": low < PRINTED_0 and high > -PRINTED_0}
+            if ends["unclear"] and abs(100 * by.value) >= PRINTED_0:
+                ends["videos_needed"] = count_videos_needed(by, n_videos)
         cells[i] = replace(cell, difference=100 * by.value, **ends)
     return cells
 

@@ -4,8 +4,8 @@ Run it by ``python pipeline/examples/train.py CACHE CHECKPOINT``; a real probe w
 command resumes behind the last saved batch. Two worker processes read, so their positions come from torchdata's
 StatefulDataLoader (``pip install -e '.[train]'``).
 
-Under Accelerate give the dataset ``rank=accelerator.process_index`` and ``world_size=accelerator.num_processes``, and
-prepare the model and the optimizer, not the loader.
+Under Accelerate give the dataset ``rank=accelerator.process_index`` and ``world_size=accelerator.num_processes``,
+prepare the model and the optimizer but not the loader, and move each batch by ``batch.to(accelerator.device)``.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
 
+from gstep.backbones import ModelSource
+from gstep.language import PromptBuilder
 from pipeline.cache.changed_code import REDO
 from pipeline.cache.header import fingerprint, read_header
 from pipeline.cache.live import LiveVideos, find_widths, select_ok
@@ -136,7 +138,8 @@ def check_request(
 ) -> AnswerRequest:
     """Check the options against questions, cache, model and stored answers. Starts and writes nothing.
 
-    Prints notes on prompts that are too long, on a model that reasons first, and on a method that keeps another ratio.
+    Prints notes on prompts that are too long, on a model that reasons first, on questions that the shipped model was
+    not trained for, and on a method that keeps another ratio.
 
     Args:
         questions: QUESTION_SCHEMA and carried columns; None reads the file that the options name, or makes those of
@@ -173,12 +176,9 @@ def check_request(
         source = find_model(cache, cache_identity["model"], config.model, config.revision, tower, config.family)
         builder = make_prompt_builder(source, config)
     check_tokens(cache, header, find_widths(live), builder)
-    if builder.open_tag and builder.policy.thought == "open" and evaluation is None:
-        say(
-            f"note: the chat template of {source.name} ends with {builder.open_tag}, so the model reasons first. "
-            "Choices are scored, and short answers cut, inside the reasoning. Give --choices generate and "
-            "--max-new-tokens of some thousands, or --close-thought"
-        )
+    if evaluation is None:
+        for line in _note_model_habits(source, builder, questions):
+            say(line)
     prunings = resolve_prunings(config, specs, cache_identity, source, builder)
     late = prunings.get("")
     if late is not None and config.retention_ratio not in (None, late.retention_ratio):
@@ -208,3 +208,19 @@ def _list_videos_with_tokens(videos: LiveVideos, config: GenerateConfig) -> list
     if not ids:
         raise UsageError(f"--ask: no video in {config.cache} has tokens; python -m jobs.prune makes some")
     return ids
+
+
+def _note_model_habits(source: ModelSource, builder: PromptBuilder, questions: pa.Table) -> Iterator[str]:
+    """Yield notes about a model that reasons first, and about questions that the shipped model was not trained for."""
+    if builder.open_tag and builder.policy.thought == "open":
+        yield (
+            f"note: the chat template of {source.name} ends with {builder.open_tag}, so the model reasons first. "
+            "Choices are scored, and short answers cut, inside the reasoning. Give --choices generate and "
+            "--max-new-tokens of some thousands, or --close-thought"
+        )
+    n_open = questions["choices"].null_count
+    if n_open and source.files.kind == "shipped":
+        yield (
+            f"note: {n_open} of {len(questions)} questions have no choices. {source.name} was trained only on "
+            "questions with choices: it answers any question with the letter of a choice"
+        )

@@ -92,7 +92,7 @@ def answers_report(answers: Answers) -> RenderableType:
     for name in ("question", "video", *(["pruning"] if answers.prunings else []), "prompt", "answer", "target"):
         table.add_column(name, overflow="fold")
     for row in answers.rows.slice(0, MAX_SHOWN).to_pylist():
-        answer = {"ok": row["answer"], "removed": f"removed: {row['error_message']}"}.get(
+        answer = {"ok": _format_answer(row), "removed": f"removed: {row['error_message']}"}.get(
             row["status"], f"failed: {row['error_class']}"
         )
         pruning = [row["pruning"] or ""] if answers.prunings else []
@@ -149,7 +149,7 @@ def _question_facts(row: AnswerRecord) -> Iterator[tuple[str, str]]:
         score = scores[number] if scores else None
         yield f"choice {number}", choice if score is None else f"{choice}  (log-probability {score:.3f})"
     if row["status"] == "ok":
-        yield "answer", row["answer"] or ""
+        yield "answer", _format_answer(row)
     elif row["status"] == "removed":
         yield "removed", row["error_message"] or ""
     else:
@@ -164,6 +164,14 @@ def _question_facts(row: AnswerRecord) -> Iterator[tuple[str, str]]:
         if name not in _OWN_COLUMNS and value is not None:
             yield name, str(value)
     yield "run", f"{row['run_id']}, attempt {row['attempts']}"
+
+
+def _format_answer(row: AnswerRecord) -> str:
+    """Return the answer for display: after the letter of a choice stands the choice's text."""
+    answer, choices, number = row["answer"] or "", row["choices"], row["choice"]
+    if choices is None or number is None or len(answer) != 1:
+        return answer
+    return choices[number] if choices[number].startswith(answer) else f"{answer}. {choices[number]}"
 
 
 def _shorten(text: str | None) -> str:

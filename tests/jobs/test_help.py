@@ -1,9 +1,13 @@
-"""``--help``: complete by the tables that it is made from."""
+"""``--help``: complete by the tables that it is made from, and short enough to be read."""
+
+import re
+from importlib import import_module
 
 import pytest
 
 from gstep.methods import METHODS, VIDEO_METHODS
-from jobs import evaluate, generate, prune, recode, reprune, serve
+from jobs import doctor, evaluate, generate, prune, recode, reprune, serve
+from jobs.__main__ import COMMANDS
 
 
 def help_of(command, flag, capsys):
@@ -21,7 +25,7 @@ def test_every_method_of_the_table_is_listed_where_it_runs(command, methods, cap
     assert not [name for name in METHODS.keys() - methods.keys() if name in said.replace(",", "").split()]
 
 
-@pytest.mark.parametrize("command", [prune, generate, evaluate, serve])
+@pytest.mark.parametrize("command", [doctor, prune, generate, evaluate, serve])
 def test_help_is_a_screen_of_the_usual_options_and_leads_to_all(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         command.main(["--help"])
@@ -33,6 +37,13 @@ def test_help_is_a_screen_of_the_usual_options_and_leads_to_all(command, capsys)
     with pytest.raises(SystemExit, match="0"):
         command.main(["--help-all"])
     assert "--s3-endpoint" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_help_lists_more_options_than_a_reader_takes_in(name, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        import_module(COMMANDS[name][0]).main(["--help"])
+    assert len(re.findall(r"^  -", capsys.readouterr().out, re.MULTILINE)) <= 25
 
 
 @pytest.mark.parametrize("command", [generate, evaluate, recode, reprune])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from pipeline import IterableTokenDataset, pack
+from pipeline import IterableTokenDataset, TokenCache, TokenDataset, pack
 
 
 def numbers_of(videos) -> torch.Tensor:
@@ -21,6 +21,23 @@ def numbers_of(videos) -> torch.Tensor:
 
 def read(loader) -> list[int]:
     return [int(number) for batch in loader for number in batch]
+
+
+def read_packed(folder: str, loader) -> list[int]:
+    """Return the numbers of the videos of packed batches, whose tensors are compared with the cache."""
+    cache, numbers = TokenCache(folder), []
+    for batch in loader:
+        videos = cache.get_many(batch.video_ids)
+        expected = pack(videos)
+        assert [*batch] == [*expected] and batch.metadata == expected.metadata
+        assert all(torch.equal(batch[name], expected[name]) for name in expected)
+        assert torch.equal(batch.cu_seqlens, expected.cu_seqlens) and len(batch.cu_seqlens) == len(videos) + 1
+        numbers += [int(video.video_id[1:]) for video in videos]
+    return numbers
+
+
+def packed(data, workers: int = 0, context: str | None = None) -> DataLoader:
+    return DataLoader(data, 2, num_workers=workers, collate_fn=pack, multiprocessing_context=context)
 
 
 def loader_of(data, workers: int = 0, batch: int = 2, context: str | None = None) -> DataLoader:
@@ -75,6 +92,13 @@ def main(folder: str, out: str) -> None:
     told["dispatched, spawned"] = read(accelerator.prepare(loader_of(data, 1, context="spawn")))
     told["sharded"] = read(sharding.prepare(loader_of(data)))
     told["sharded, forked"] = read(sharding.prepare(loader_of(data, 2)))
+    told["packed"] = read_packed(folder, accelerator.prepare(packed(data)))
+    told["packed, forked"] = read_packed(folder, accelerator.prepare(packed(data, 2)))
+    told["packed, spawned"] = read_packed(folder, accelerator.prepare(packed(data, 1, "spawn")))
+    told["packed, sharded"] = read_packed(folder, sharding.prepare(packed(data)))
+    told["packed, by index"] = read_packed(folder, accelerator.prepare(packed(TokenDataset(folder))))
+    dispatching = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    told["cut"] = refused(lambda: next(iter(dispatching.prepare(packed(TokenDataset(folder))))))
     told["not prepared"] = read(loader_of(data))
     given = IterableTokenDataset(folder, rank=accelerator.process_index, world_size=accelerator.num_processes)
     told["given"] = refused(lambda: read(accelerator.prepare(loader_of(given))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import chain, combinations, groupby
 
 import numpy as np
 import pandas as pd
@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from pipeline import IterableTokenDataset, TokenCache, TokenDataset, UnknownVideo, pack
+from pipeline import IterableTokenDataset, Packed, TokenCache, TokenDataset, UnknownVideo, pack
+from pipeline.datasets.packing import select_videos
 from tests.pipeline.caches import encoded, random_tokens, write_shard
 from tests.pipeline.datasets.caches import IDS, SIZES, ids_of, make_shards
 
@@ -59,13 +60,41 @@ def test_workers_of_either_kind_make_batches_without_padding(folder, method, wor
         assert batch.metadata == tuple(video.metadata for video in videos)
 
 
-def test_every_tensor_of_a_batch_is_pinned(folder, monkeypatch):
-    video = replace(TokenCache(folder).get("v00"), evidence={"frame_feature": torch.ones(2, 3)})
+def test_every_tensor_of_a_batch_is_pinned_and_moved(folder, monkeypatch):
+    video = with_evidence(TokenCache(folder).get("v00"), 2)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.to("meta"))  # pinning needs a GPU
-    batch = pack([video, video]).pin_memory()
-    tensors = [batch.tokens, batch.cu_seqlens, batch.index, batch.frame, *batch.deepstack]
-    tensors += batch.evidence["frame_feature"]
-    assert len(tensors) == 6 and all(tensor.is_meta for tensor in tensors)
+    batch = pack([video, video])
+    assert [*batch] == ["lengths", "tokens", "index", "frame", "deepstack_0", "evidence_frame_feature", "metadata"]
+    for moved in batch.pin_memory(), batch.to("meta", non_blocking=True):
+        assert [*moved] == [*batch] and all(tensor.is_meta for tensor in moved.values())
+        assert moved.metadata == batch.metadata == (video.metadata, video.metadata)
+        assert moved.cu_seqlens.is_meta and moved.deepstack[0].is_meta
+
+
+def with_evidence(video, n_frames: int):
+    evidence = {"frame_feature": torch.full((n_frames, 3), float(n_frames))}
+    return replace(video, evidence=evidence, deepstack=(video.tokens + n_frames,))
+
+
+def test_batches_are_joined_by_name_and_selected_by_videos(folder):
+    videos = [with_evidence(video, 2 + i) for i, video in enumerate(TokenCache(folder).get_many(IDS[:4]))]
+    videos[1] = replace(videos[1], **{name: getattr(videos[1], name)[:7] for name in ("tokens", "index", "frame")})
+    videos[1] = replace(videos[1], deepstack=(videos[1].deepstack[0][:7],))
+    first, second, whole = pack(videos[:1]), pack(videos[1:]), pack(videos)
+    joined = Packed({name: torch.cat([first[name], second[name]]) for name in first})
+    assert joined.cu_seqlens.tolist() == [0, 25, 32, 57, 82] and joined.metadata == whole.metadata
+    for start, end in combinations(range(6), 2):
+        part, videos_here = joined.select(slice(start, end)), videos[start:end]
+        assert part.video_ids == tuple(IDS[start : min(end, 4)])
+        if videos_here:
+            expected = pack(videos_here)
+            assert [*part] == [*expected] and all(torch.equal(part[name], expected[name]) for name in part)
+            assert [len(rows) for rows in part.evidence["frame_feature"]] == [2 + i for i in range(start, min(end, 4))]
+    nested = select_videos({"batch": joined, "labels": (torch.arange(4), "text")}, slice(1, 3))
+    assert nested["batch"].video_ids == ("v01", "v02")
+    assert nested["labels"][0].tolist() == [1, 2] and nested["labels"][1] == "text"
+    with pytest.raises(ValueError, match="dispatch_batches=False"):
+        Packed({name: tensor[:4] for name, tensor in joined.items()})
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -37,7 +37,13 @@ def test_ranks_of_torch_distributed_share_the_videos(told, how):
     assert told[0][how] and told[1][how] and sorted(told[0][how] + told[1][how]) == ALL
 
 
-@pytest.mark.parametrize("how", ["dispatched", "dispatched, spawned", "sharded", "sharded, forked"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("dispatched", "dispatched, spawned", "sharded", "sharded, forked"),
+        *("packed", "packed, forked", "packed, spawned", "packed, sharded", "packed, by index"),
+    ],
+)
 def test_a_loader_that_accelerate_prepared_gives_every_video(told, how):
     """It fills up the last batches with videos of the first ones."""
     first, second = told[0][how], told[1][how]
@@ -51,4 +57,5 @@ def test_ranks_end_together_and_what_would_lose_videos_is_refused(told):
         assert rank["batches"] == -(-N_VIDEOS // 4)  # of two videos on two ranks
         assert "world_size=accelerator.num_processes, do not prepare its loader" in rank["state"]
         assert rank["stateful"] == rank["state"] and rank["end"]
+        assert "DataLoaderConfiguration(dispatch_batches=False)" in rank["cut"]
         assert "leave out rank and world_size, or do not prepare the loader" in rank["given"]

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from pipeline import IterableTokenDataset, TokenCache
+from pipeline import IterableTokenDataset, TokenCache, TokenDataset, pack
 from pipeline.errors import RemovedVideo
 from pipeline.verify.moves import join_tokens, remove_videos
 from tests.pipeline.datasets.caches import IDS, ids_of, make_shards
@@ -170,6 +170,20 @@ def test_a_loader_of_accelerate_is_a_batch_ahead(folder):
         loader.set_epoch(3)
         other.load_state_dict(middle)
         assert sum(map(len, loader)) == len(IDS) - given
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_single_process_reads_packed_batches_by_a_loader_of_accelerate(folder):
+    cache = TokenCache(folder)
+    try:
+        for data in IterableTokenDataset(folder), TokenDataset(folder):
+            loader = Accelerator(cpu=True).prepare(DataLoader(data, 4, collate_fn=pack))
+            for _ in range(2):  # epochs
+                batches = list(loader)
+                assert [name for batch in batches for name in batch.video_ids] == IDS
+                for batch in batches:
+                    assert torch.equal(batch.tokens, pack(cache.get_many(batch.video_ids)).tokens)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 

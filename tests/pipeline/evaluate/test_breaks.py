@@ -379,7 +379,8 @@ def test_the_picture_has_a_point_for_each_number_and_the_limit_as_a_band(tmp_pat
 
 def test_results_of_one_benchmark_have_the_section_and_its_options_go_with_results_alone(tmp_path, places, capsys):
     assert evaluate.main(["--results", places[0], "--out", str(tmp_path / "out"), "--draws", "100"]) == 0
-    assert "### Where it breaks" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Where it breaks" in said and "lowest safe ratio" in said and "###" not in said
     for option in (["--within", "1"], ["--abilities", "a.csv"]):
         assert evaluate.main(["--benchmark", "shapes", *option, "--out", str(tmp_path / "x")]) == 2
         assert f"{option[0]} goes with --results" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,21 +10,24 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import ray
-from rich.console import Console
+from rich.console import Console, Group
 
 from pipeline.errors import IdentityMismatch, NotResults, RunFailed, UsageError
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.evaluate import Evaluation, evaluate, render_evaluation
+from pipeline.evaluate.forms import MARKS
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import prepare
 from pipeline.evaluate.results import Presentation, make_tables
 from pipeline.evaluate.run import ScoredQuestions
+from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
+from pipeline.evaluate.terminal import render_table
 from pipeline.generate.summary import AnswerSummary
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.evaluate.layouts import commit_replies, generated
-from tests.pipeline.evaluate.score_tables import items_of, scores_of
+from tests.pipeline.evaluate.score_tables import items_of, score_rows, score_table, scores_of
 
 QUIET = Console(quiet=True)
 OWN = Benchmark(name="q", title="Q", protocols=(LETTER,))
@@ -95,6 +99,35 @@ def test_the_terminal_shows_every_method_with_its_share_and_the_files(done):
     assert [line.strip() for line in lines if "paired difference to GSTEP" in line] == [done.table.remarks[0]]
     assert lines[0].strip() == "T" and lines[-1] == "there: a.md, b.html"
     assert not any("answered" in line for line in lines)
+
+
+def test_the_terminal_marks_numbers_as_the_files_do_and_says_how():
+    """Of 60 videos: GSTEP is right wherever FastV is, and elsewhere."""
+    arms = {("none", 1.0): 1.0, ("gstep", 0.25): 0.9, ("fastv", 0.25): 0.5, ("gstep", 0.1): 0.5, ("fastv", 0.1): 0.52}
+    scores = score_table(*(score_rows(*arm, [float(i < 60 * right) for i in range(60)]) for arm, right in arms.items()))
+    table = results_table("T", [ScoredBenchmark("B", scores)], draws=500)
+    said = io.StringIO()
+    Console(file=said, width=200, force_terminal=True, color_system="standard").print(Group(*render_table(table)))
+    assert "\x1b[1m90.0\x1b[0m" in said.getvalue() and "\x1b[4m50.0\x1b[0m" in said.getvalue()
+    assert said.getvalue().count("\x1b[4m") == 2  # of the score and of Rel.; a tenth has neither
+    unclear = table.rows[-1].cells[0]
+    assert re.fullmatch(r"unclear \(about \d+ videos\)", unclear.unclear_text)
+    lines = [[cell.strip() for cell in line.split("│")] for line in said.getvalue().splitlines()]
+    place = next(i for i, cells in enumerate(lines) if unclear.interval_text in cells)
+    assert lines[place + 1][2] == unclear.unclear_text and " ".join(said.getvalue().split()).count(MARKS) == 1
+
+
+def test_the_terminal_shows_whole_benchmarks_where_parts_take_too_much_room(done):
+    columns = [replace(done.table.columns[0], key=f"B: split={i}", title=f"p{i}", benchmark="B") for i in range(6)]
+    columns += [replace(done.table.columns[0], key=f"{name}: overall", title=name, benchmark=name) for name in "BC"]
+    rows = [replace(row, cells=[row.cells[0]] * len(columns)) for row in done.table.rows]
+    text = printed(replace(done, table=replace(done.table, columns=columns, rows=rows)))
+    head = next(line for line in text.splitlines() if "kept" in line)
+    assert [title.strip(" †") for title in head.split("┃")] == ["method", "kept", "B", "C", "Avg.", "Rel."]
+    assert "the 6 splits are in tables.md" in text and "Fewer than 20 videos" in text
+    whole = [replace(column, n_videos=20) if column.key.endswith("overall") else column for column in columns]
+    text = printed(replace(done, table=replace(done.table, columns=whole, rows=rows)))
+    assert "Fewer than 20 videos" not in text  # no column that is shown has so few
 
 
 def test_the_terminal_counts_cut_and_weakly_read_replies_beside_the_method(done):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import replace
 
 import pyarrow as pa
@@ -133,7 +134,7 @@ def test_what_is_said_below_tables_stands_once_and_no_table_is_the_whole_again(t
     text = (tmp_path / "tables.md").read_text()
     assert titles(table) == ["VideoMME"]
     assert [line for line in text.splitlines() if line.startswith("### ")] == ["### T", "### T: Task"]
-    for said in ("Bold: best", "paired difference to GSTEP", "Fewer than 20 videos"):
+    for said in ("Bold: the best", "paired difference to GSTEP", "Fewer than 20 videos"):
         assert text.count(said) == 1, said
 
 
@@ -151,6 +152,7 @@ def test_another_pair_is_asked_of_results_that_are_there_and_has_the_numbers_it_
         argv = ["--results", str(store.root), "--out", str(tmp_path / reference), "--draws", "100"]
         argv += ["--reference", reference] if reference != "gstep" else []
         assert evaluate.main([*argv, "--ours", own_name]) == 0, capsys.readouterr().err
+        assert said_of(tables[0], capsys.readouterr().out)
         later = json.loads((tmp_path / reference / "tables.json").read_text())
         assert len(later) == len(tables) == 3  # durations, domains, tasks
         assert [[row["scores"] for row in one["rows"]] for one in later] == [
@@ -161,6 +163,16 @@ def test_another_pair_is_asked_of_results_that_are_there_and_has_the_numbers_it_
         assert r"\textbf{my-method, p=2 (Ours)}" in latex and "GSTEP (Ours)" not in latex and "mine:" not in latex
     assert evaluate.main(["--results", str(store.root), "--reference", "fps", "--out", str(tmp_path / "x")]) == 2
     assert "--reference fps: no row of the table" in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+def said_of(table, said):
+    """Whether the terminal shows every overall score of a table, and no Markdown."""
+    rows = {line.split("│")[0].strip(): line.split("│") for line in said.splitlines() if "│" in line}
+    printed = [(row["method"], row["scores"]["overall"]["printed"]) for row in table["rows"]]
+    titles = {"none": "Full retention", "gstep": "GSTEP", "uniform": "Uniform", "mine:Mine,p=2": "my-method, p=2"}
+    assert [rows[titles[name]][-2].split()[0] for name, _ in printed] == [number for _, number in printed]
+    assert "also in tables.md: " in said and "lowest safe ratio" in said and "Where it breaks" in said
+    return not re.search(r"^#|\*\*|<ins>|\|---", said, re.MULTILINE)
 
 
 MODEL = {"type": "llava_onevision", "weights": "hub:a/model@sha"}

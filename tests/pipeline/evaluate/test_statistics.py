@@ -10,10 +10,13 @@ from pipeline.evaluate.statistics import (
     FEWEST_VIDEOS,
     NO_PART,
     ORIGINAL,
+    Difference,
     Estimate,
     MethodAtRatio,
     Parts,
     arms_of,
+    average,
+    count_videos_needed,
     estimates,
     is_named,
     relative,
@@ -122,6 +125,41 @@ def test_an_arm_that_was_not_scored_touches_no_other_and_an_empty_split_has_no_n
     assert missing.difference(2, 0) == estimated(scores, video).difference(1, 0)
     assert all(map(math.isnan, missing.difference(1, 0)))
     assert np.isnan(estimated(scores, video, np.full(180, NO_PART)).value).all()
+
+
+def test_the_mean_of_benchmarks_is_of_their_draws():
+    one, other = (Estimate(np.array(v), np.array([d, d]), n) for v, d, n in (([0.5], [0.4], 30), ([0.7], [0.8], 20)))
+    mean = average([one, other])
+    assert (mean.value, mean.drawn[0], mean.n_videos) == (pytest.approx([0.6]), pytest.approx([0.6]), 20)
+
+
+@pytest.mark.parametrize(
+    ("difference", "n_videos", "needed"),
+    [
+        ((0.01, -0.02, 0.04), 40, 360),  # a half width of 3 points is three times the difference
+        ((-0.01, -0.04, 0.02), 40, 360),
+        ((0.01, -0.031, 0.042), 40, 540),  # 532.9, rounded up to two digits
+        ((0.002, -0.1, 0.1), 1_000, 2_500_000),
+        ((0.03, 0.0, 0.04), 20, 21),  # 8.9: the interval is not even, and 20 do not resolve it
+        ((0.0, -0.02, 0.02), 40, None),  # nothing to resolve
+        ((0.01, math.nan, math.nan), 10, None),
+    ],
+)
+def test_how_many_videos_would_resolve_a_difference(difference, n_videos, needed):
+    assert count_videos_needed(Difference(*difference), n_videos) == needed
+
+
+def test_about_so_many_videos_resolve_it():
+    """Of more videos like these, two thirds of the estimate do not, and one and a half times do."""
+    scores = (np.random.default_rng(3).random((2, 40)) < [[0.7], [0.8]]).astype(float)
+
+    def difference(copies):
+        return estimated(np.tile(scores, copies), np.arange(40 * copies), draws=4000).difference(1, 0)
+
+    here = difference(1)
+    assert here.low < 0 < here.value
+    copies = count_videos_needed(here, 40) / 40
+    assert copies > 3 and difference(round(copies / 1.5)).low < 0 < difference(round(copies * 1.5)).low
 
 
 @pytest.mark.parametrize("pruned", [np.ones(60), np.zeros(60)])

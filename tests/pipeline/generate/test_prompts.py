@@ -212,3 +212,16 @@ def test_a_thought_is_closed_in_the_prompt_and_in_the_identity_of_the_answers(tm
     assert told and not told_too
     assert plain.endswith("<think>\n") and closed == f"{plain}\n</think>\n\n"
     assert identity == {**before, "prompt": {**before["prompt"], "thought": "closed"}} and "thought" not in before
+
+
+def test_the_model_of_this_package_is_said_to_answer_by_letters_only(tmp_path):
+    tiny_cache(tmp_path / "c", ("a",), source=ModelSource.resolve("shapes"), shape=(4, 36, 128))
+    question = {"question_id": 1, "video_id": "a", "prompt": "What color is the circle?"}
+    asked = [question, {**question, "question_id": 2, "choices": ["red", "blue"]}]
+
+    def notes(rows):
+        return [line for line in lines_of(request_about(tmp_path / "c", rows)) if "no choices" in line]
+
+    assert notes(asked[1:]) == []
+    (note,) = notes(asked)
+    assert "1 of 2 questions have no choices. shapes was trained only on questions with choices" in note

@@ -38,6 +38,17 @@ def test_counts_failures_and_the_first_questions_are_shown(tmp_path):
     assert next(line for line in said.splitlines() if "q00" in line).split("│")[3:] == [" this       ", " [/b]   "]
 
 
+def test_the_letter_of_a_choice_is_followed_by_its_text(tmp_path):
+    plain = row("q1", answer="B", choices=["red", "yellow"], choice=1)
+    lettered = row("q2", answer="A", choices=["A. red", "B. yellow"], choice=0)
+    written = row("q3", answer="It is red", choices=["red", "yellow"], choice=0)
+    store = stored(tmp_path, plain, lettered, written, row("q4", answer="B"))
+    lines = shown(answers_report(Answers.open(store))).splitlines()
+    answers = {cells[0].strip(): cells[3].strip() for cells in (line.split("│") for line in lines) if len(cells) == 5}
+    assert answers == {"q1": "B. yellow", "q2": "A. red", "q3": "It is red", "q4": "B"}
+    assert "B. yellow" in shown(question_report(Answers.open(store, "q1")))
+
+
 def test_a_question_is_shown_whole_under_each_pruning(tmp_path):
     choices = {"choices": ["a dog", "a cat"], "choice": 1, "choice_scores": [-2.0, float("-inf")]}
     store = stored(
