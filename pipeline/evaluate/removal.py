@@ -36,7 +36,7 @@ from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import AnswersTable, read_answers
 from pipeline.generate.removal import AnswersRemoval, bar_videos, remove_answers
 from pipeline.rows import JsonObject
-from pipeline.runner.redaction import delete_unfinished
+from pipeline.runner.removal import delete_unfinished
 from pipeline.runner.run_record import new_run_id
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at

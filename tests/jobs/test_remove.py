@@ -20,8 +20,8 @@ from pipeline.evaluate.request import prepare
 from pipeline.evaluate.run import answer_and_score, drop_tokens
 from pipeline.generate.answers import check_place, commit_answers, merge_answers
 from pipeline.generate.removal import read_barred
+from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.moves import remove_videos
 from tests.jobs.jobs import forbid_models, forbid_ray, run_here
 from tests.jobs.test_stored import VERSIONS, succeed, unpack
 from tests.pipeline.asking import tiny_cache, write_questions
@@ -196,7 +196,7 @@ def test_answers_and_results_on_s3_are_removed_from_alike(stored, monkeypatch):
 def test_unknown_ids_are_barred_and_likely_ones_named(tmp_path, monkeypatch):
     monkeypatch.chdir(unpack(tmp_path, VERSIONS[1]))
     said = " ".join(remove_from("answers", ids="a.mp").split())
-    assert "no question was about 1 of the videos" in said and "did you mean a.mp4?" in said
+    assert "1 of the ids are unknown here" in said and "did you mean a.mp4?" in said
     assert read_barred(LocalStore("answers")) == {"a.mp": "asked for"}
     for place in ("nothing", "videos"):
         Path(place).mkdir()

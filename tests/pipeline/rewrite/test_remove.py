@@ -13,9 +13,9 @@ from pipeline.cache.header import HEADER, made_with, read_header, serialise_head
 from pipeline.cache.live import LiveVideos
 from pipeline.cache.merging import merge_fully
 from pipeline.errors import CacheLocked, NotACache, RemovedVideo
+from pipeline.rewrite.remove import remove_videos
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.moves import remove_videos
 from tests.pipeline.caches import write_header, write_shard
 from tests.pipeline.damage import Dying
 from tests.pipeline.verifying import assert_tokens, kinds, six_videos, tokens_of, verified, video_of
@@ -26,6 +26,11 @@ NOW = timedelta(0)
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
     return six_videos(tmp_path_factory.mktemp("sound") / "c").root
+
+
+@pytest.fixture
+def store(sound, tmp_path) -> LocalStore:
+    return LocalStore(shutil.copytree(sound, tmp_path / "c"))
 
 
 def remove(store, *ids, reason="takedown 17"):
@@ -156,10 +161,10 @@ def test_what_a_killed_run_left_of_a_video_is_gone_too(store, sound):
 
 def test_ids_without_a_row_never_get_one(store, sound):
     done = remove(store, "x", "bad")
-    assert done.unknown == ["x"] and "1 of the videos had no row" in list(done.lines())[-1]
+    assert done.unknown == ["x"] and "1 of the ids are unknown here" in list(done.lines())[-1]
     assert_removed(store, sound, "x", "bad")
     done = remove(store, "bad.mp4", "d.mp4")  # "bad" is removed: nobody means it
-    assert done.likely == {"d.mp4": ["d"]} and "d.mp4 was not there; did you mean d?" in list(done.lines())[-1]
+    assert done.likely == {"d.mp4": ["d"]} and "d.mp4 was not found; did you mean d?" in list(done.lines())[-1]
 
 
 def test_whatever_is_interrupted_the_next_one_ends(tmp_path):
