@@ -101,8 +101,11 @@ def test_results_are_scored_and_written_again_without_the_removed_questions(stor
     before = pq.read_table("results/scores.parquet")
     (stored / "results/pages").mkdir(exist_ok=True)
     (stored / "results/pages/sample.html").write_text("Which animal is it?")
+    (stored / "results/lmms.json").write_text('{"metric": "acc", "numbers": {"none@1": {"acc": 0.5}}}')
     said = remove_from("results")
-    assert "4 scores removed, 2 questions are left" in said
+    assert "4 scores removed, 2 questions are left: lmms.json, scores.parquet" in said
+    assert "lmms.json has no numbers now" in said and "rerun the jobs.evaluate command" in said
+    assert json.loads(Path("results/lmms.json").read_text()) == {"metric": "acc", "numbers": {}}
     text = all_text(stored / "results")
     assert not [part for part in TEXTS if part in text] and not list((stored / "results/pages").iterdir())
     scores = pq.read_table("results/scores.parquet")
@@ -122,8 +125,10 @@ def test_results_are_scored_and_written_again_without_the_removed_questions(stor
         pq.read_table("results/scores.parquet").select(before.column_names).equals(scores.select(before.column_names))
     )
     assert "0 scores removed" in remove_from("results")
-    assert "0 questions are left" in remove_from("results", ids="b.mp4\ntext.mp4")
-    assert not {"scores.parquet", "tables.md", "report.html"} & {path.name for path in (stored / "results").iterdir()}
+    said = remove_from("results", ids="b.mp4\ntext.mp4")
+    assert "0 questions are left" in said and "lmms.json" not in said
+    written = {"scores.parquet", "tables.md", "report.html", "lmms.json"}
+    assert not written & {path.name for path in (stored / "results").iterdir()}
 
 
 def test_scores_of_answers_are_written_again_and_answers_of_before_do_not_bring_them_back(stored):
