@@ -11,7 +11,7 @@ import pytest
 from pipeline import TokenCache
 from pipeline.cache.header import HEADER, made_with, read_header, serialise_header
 from pipeline.cache.live import LiveVideos
-from pipeline.cache.merging import merge_fully
+from pipeline.cache.merging import merge, merge_fully
 from pipeline.errors import CacheLocked, NotACache, RemovedVideo
 from pipeline.rewrite.remove import remove_videos
 from pipeline.runner.claim import Claim
@@ -78,6 +78,15 @@ def test_videos_are_gone_once_and_for_all_and_their_neighbours_stay_bit_for_bit(
     write_shard(store, "later", video_of("b", 9, attempts=9), video_of("h", 3))
     merge_fully(store, made_with(store))  # which drops the late row of b
     assert remove(store, "b").moved == 1 and mentions(store.root, "b") == []
+
+
+def test_every_file_that_goes_is_named(store):
+    """Those that the first of its merges deleted were not."""
+    merge(store, made_with(store), everything=True)
+    before = {file.name for folder in ("tokens", "videos") for file in store.list_files(folder)}
+    done = remove(store, "b")
+    left = {file.name for folder in ("tokens", "videos") for file in store.list_files(folder)}
+    assert len(before - left) > 5 and before - left <= {*done.deleted}
 
 
 def test_an_earlier_attempt_whose_row_was_merged_away_is_gone_too(store, sound):
