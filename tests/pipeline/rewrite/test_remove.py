@@ -176,6 +176,14 @@ def test_ids_without_a_row_never_get_one(store, sound):
     assert done.likely == {"d.mp4": ["d"]} and "d.mp4 was not found; did you mean d?" in list(done.lines())[-1]
 
 
+def test_ids_are_barred_from_a_cache_without_a_row(tmp_path):
+    """It ended in a traceback."""
+    empty = write_header(tmp_path / "empty", hidden_size=8)
+    assert remove(empty, "x").unknown == ["x"]
+    with pytest.raises(RemovedVideo, match="takedown 17"):
+        TokenCache(empty.root).get("x")
+
+
 def test_whatever_is_interrupted_the_next_one_ends(tmp_path):
     begun = write_header(tmp_path / "begun", hidden_size=8)
     write_shard(begun, "run", video_of("a", 0), video_of("b", 1))
