@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jobs.command import Parser
 from jobs.frame.json_document import CommandResult, add_json
-from jobs.frame.stores import add_cache, add_keep_minutes, make_say, run_on_stores
+from jobs.frame.stores import add_cache, add_keep_minutes, make_say, report, run_on_stores
 
 if TYPE_CHECKING:
     from pipeline.storage.s3 import Objects
@@ -52,28 +52,26 @@ def _compact(arguments: argparse.Namespace, objects: Objects, console: Console) 
     from pipeline.cache.live import Ledger  # noqa: PLC0415
     from pipeline.cache.merging import merge  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.prune.summary import format_lost  # noqa: PLC0415
+    from pipeline.rewrite.compact import JoinResult, join_tokens  # noqa: PLC0415
     from pipeline.runner.claim import refuse_links  # noqa: PLC0415
     from pipeline.runner.run_record import list_committed_shards  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
-    from pipeline.verify.moves import JoinResult, join_tokens  # noqa: PLC0415
 
     store, say = store_at(arguments.cache, objects), make_say(console)
     refuse_links(store)
     identity = fingerprint(read_header(store)["identity"])
     committed = list_committed_shards(store)
     keep = timedelta(minutes=arguments.keep_minutes)
-    result = merge(store, identity, everything=True, keep=keep)
-    for line in result.lines():
-        say(line)
-    join = join_tokens(store, say, keep) if arguments.tokens else JoinResult()
-    for line in join.lines() if arguments.tokens else ():
-        say(line)
+    merged, joined = merge(store, identity, everything=True, keep=keep), JoinResult()
+    report(merged, say)
+    if arguments.tokens:
+        joined = join_tokens(store, say, keep)
+        report(joined, say)
     lost_ids = Ledger(store, identity).refresh().lost(committed)
     if lost_ids:
         say(format_lost(len(lost_ids), lost_ids))
-    return CommandResult(
-        1 if lost_ids else 0, {"cache": str(store), **asdict(result), "n_lost": len(lost_ids), "joined": asdict(join)}
-    )
+    record = {"cache": str(store), **asdict(merged), "n_lost": len(lost_ids), "joined": asdict(joined)}
+    return CommandResult(1 if lost_ids else 0, record)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from jobs.command import Parser
 from jobs.frame.json_document import CommandResult, add_json
-from jobs.frame.stores import make_say, run_on_stores
+from jobs.frame.stores import make_say, report, run_on_stores
 
 if TYPE_CHECKING:
     from pipeline.storage.s3 import Objects
@@ -55,9 +54,7 @@ def _merge(arguments: argparse.Namespace, objects: Objects, console: Console) ->
     say = make_say(console)
     sources = [store_at(place, objects) for place in arguments.caches]
     result = merge_caches(sources, store_at(arguments.out, objects), say, arguments.on_equal)
-    for line in result.lines():
-        say(line)
-    return CommandResult(0, {"out": arguments.out, **asdict(result)})
+    return report(result, say, out=arguments.out)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rich.console import Console
 
@@ -12,8 +13,7 @@ from jobs.command import Parser, run_command
 from jobs.frame.json_document import CommandResult
 from jobs.frame.rewriting import RewriteOptions, rewrite_cache
 from pipeline.cache.codecs import CODECS
-from pipeline.errors import UsageError
-from pipeline.options import check_choices, option
+from pipeline.options import option
 
 EPILOG = """\
 example:
@@ -31,6 +31,8 @@ store failed; 2 usage or refused; 130 interrupted: rerun the same command to res
 class RecodeConfig(RewriteOptions):
     """All options of ``python -m jobs.recode``. Raises UsageError for an invalid value."""
 
+    role: ClassVar[str] = "cache"
+
     cache: str | None = option(
         None,
         "the cache to read: a folder, or an s3://, gs:// or az:// prefix",
@@ -38,13 +40,7 @@ class RecodeConfig(RewriteOptions):
         metavar="CACHE",
         group="caches",
     )
-    out: str | None = option(None, "the cache to create or to continue", metavar="CACHE")
     token_codec: str = option("int4", "the codec of the new cache", choices=tuple(CODECS)[1:])
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        if not self.cache or not self.out:
-            raise UsageError("name the cache to read, and with --out the cache to make")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,11 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _recode(config: RecodeConfig, console: Console) -> CommandResult:
     """Rewrite the cache with another codec into ``--out``, print the result, and return its record."""
-    from pipeline.rewrite.rewrite import recoding  # noqa: PLC0415 - torch and Arrow load after the flags are checked
+    from pipeline.rewrite.recode import recoding  # noqa: PLC0415 - torch and Arrow load after the flags are checked
 
-    assert config.cache is not None and config.out is not None
-    codec, out = config.token_codec, config.out
-    return rewrite_cache("cache", config.cache, out, config, console, lambda source: recoding(source, codec, out))
+    return rewrite_cache(config, console, lambda source: recoding(source, config.token_codec))
 
 
 if __name__ == "__main__":

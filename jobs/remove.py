@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -13,14 +12,12 @@ from rich.console import Console
 
 from jobs.command import Parser, import_libraries
 from jobs.frame.json_document import CommandResult, add_json
-from jobs.frame.stores import Say, add_keep_minutes, make_say, run_on_stores
+from jobs.frame.stores import add_keep_minutes, make_say, report, run_on_stores
 from pipeline.options import read_ids
 
 if TYPE_CHECKING:
-    from pipeline.generate.removal import AnswersRemoval
     from pipeline.storage.s3 import Objects
     from pipeline.storage.stores import Store
-    from pipeline.verify.moves import RemovalResult
 
 EPILOG = """\
 For takedowns, licences, privacy. The ids and the reason stay, which bars the ids. The records and logs of runs are
@@ -34,7 +31,8 @@ ANSWERS  of jobs.generate: questions about the videos become rows of status "rem
 RESULTS  of jobs.evaluate: the same for their answers, and for RESULTS/cache. Scores, tables, page and submissions are
          written again without these questions.
 
-A cache and the answers made from it are separate places: run the command for each.
+A cache, the answers made from it, and the results of jobs.evaluate --score are separate places: run the command for
+each. The results of --score may also be made again, from answers that the videos were removed from.
 
 Exit code: 0 removed; 1 a file is damaged, or the store failed; 2 usage, none of these places, damaged scores, or a run
 writes to it; 130 interrupted: rerun the same command to finish.
@@ -72,37 +70,33 @@ def _remove(arguments: argparse.Namespace, objects: Objects, console: Console) -
     from pipeline.evaluate.config import CACHE_FOLDER, RESULTS_HEADER  # noqa: PLC0415
     from pipeline.generate.answers import HEADER as ANSWERS_HEADER  # noqa: PLC0415
     from pipeline.generate.removal import remove_answers  # noqa: PLC0415
+    from pipeline.rewrite.remove import remove_videos  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
-    from pipeline.verify.moves import remove_videos  # noqa: PLC0415
 
     store, say = store_at(arguments.place, objects), make_say(console)
     ids, reason, keep = read_ids("ids", arguments.ids), arguments.reason, timedelta(minutes=arguments.keep_minutes)
+
+    def remove_from_cache(cache: Store) -> CommandResult:
+        return report(remove_videos(cache, ids, reason, say, keep), say, cache=str(cache))
+
     if store.exists(ANSWERS_HEADER):
-        return _report("answers", store, remove_answers(store, ids, reason, say), say)
+        return report(remove_answers(store, ids, reason, say), say, answers=str(store))
     if not store.exists(RESULTS_HEADER):
-        return _report("cache", store, remove_videos(store, ids, reason, say, keep), say)
+        return remove_from_cache(store)
     with import_libraries(console):
         from pipeline.evaluate.removal import remove_results  # noqa: PLC0415
 
     cache = store_at(f"{store}/{CACHE_FOLDER}", objects)
     has_cache = cache.exists(HEADER)
     try:
-        results = _report("results", store, remove_results(store, ids, reason, say, objects), say)
+        results = report(remove_results(store, ids, reason, say, objects), say, results=str(store))
     except Exception:  # damaged answers or scores must not keep the tokens from being removed
         if has_cache:
-            _report("cache", cache, remove_videos(cache, ids, reason, say, keep), say)
+            remove_from_cache(cache)
         raise
     if not has_cache:
         return results
-    tokens = _report("cache", cache, remove_videos(cache, ids, reason, say, keep), say)
-    return CommandResult(0, {"results": results.record, "cache": tokens.record})
-
-
-def _report(kind: str, store: Store, result: RemovalResult | AnswersRemoval, say: Say) -> CommandResult:
-    """Print the lines of a removal, and return its record; ``kind`` is the key of the place in it."""
-    for line in result.lines():
-        say(line)
-    return CommandResult(0, {kind: str(store), **asdict(result)})
+    return CommandResult(0, {"results": results.record, "cache": remove_from_cache(cache).record})
 
 
 if __name__ == "__main__":

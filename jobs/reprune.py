@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rich.console import Console
 
@@ -13,8 +14,7 @@ from jobs.command import Parser, run_command
 from jobs.frame.json_document import CommandResult
 from jobs.frame.rewriting import RewriteOptions, rewrite_cache
 from pipeline.cache.codecs import BFLOAT16, CODECS
-from pipeline.errors import UsageError
-from pipeline.options import check, check_choices, check_ratio, named_values, option
+from pipeline.options import check, check_ratio, named_values, option
 
 EPILOG = """\
 example:
@@ -33,10 +33,11 @@ failed; 2 usage or refused; 130 interrupted: rerun the same command to resume.
 class RepruneConfig(RewriteOptions):
     """All options of ``python -m jobs.reprune``. Raises UsageError for an invalid value."""
 
+    role: ClassVar[str] = "whole"
+
     whole: str | None = option(
         None, "the cache of all tokens (jobs.prune --pruner none)", positional=True, metavar="WHOLE", group="caches"
     )
-    out: str | None = option(None, "the cache to create or to continue", metavar="CACHE")
     pruner: str = option(
         "gstep",
         f"pruning method: {', '.join(VIDEO_METHODS)}, or module:Class of your own",
@@ -54,9 +55,7 @@ class RepruneConfig(RewriteOptions):
 
     def __post_init__(self) -> None:
         """Check the options. Raises UsageError; unknown methods and parameters are refused later."""
-        check_choices(self)
-        if not self.whole or not self.out:
-            raise UsageError("name the cache to read, and with --out the cache to make")
+        super().__post_init__()
         check_ratio("retention_ratio", self.retention_ratio)
         check(self.seed >= 0, "seed", "at least 0", self.seed)
         self.pruner_params()
@@ -76,17 +75,9 @@ def _reprune(config: RepruneConfig, console: Console) -> CommandResult:
     """Prune a cache of all tokens into ``--out``, print the result, and return its record."""
     from pipeline.rewrite.reprune import repruning  # noqa: PLC0415 - torch and Arrow load after the flags are checked
 
-    assert config.whole is not None and config.out is not None
-    arguments = (
-        config.pruner,
-        config.pruner_params(),
-        config.retention_ratio,
-        config.seed,
-        config.token_codec,
-        config.out,
-    )
+    method, params, codec = config.pruner, config.pruner_params(), config.token_codec
     return rewrite_cache(
-        "whole", config.whole, config.out, config, console, lambda source: repruning(source, *arguments)
+        config, console, lambda source: repruning(source, method, params, config.retention_ratio, config.seed, codec)
     )
 
 

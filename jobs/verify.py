@@ -106,11 +106,11 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 def _verify(arguments: argparse.Namespace, objects: Objects, console: Console) -> CommandResult:
     """Run the verification; return the exit code, the record and the lines of its report."""
     from pipeline.storage.stores import store_at  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
-    from pipeline.verify.verify import Verification, verify  # noqa: PLC0415
+    from pipeline.verify.verify import VerifyRequest, verify  # noqa: PLC0415
 
     names = ("jobs", "clean", "repair", "live", "sample", "seed", "model", "log_interval", "video_root")
     keep = timedelta(minutes=arguments.keep_minutes)
-    request = Verification(**{name: getattr(arguments, name) for name in names}, keep=keep, objects=objects)
+    request = VerifyRequest(**{name: getattr(arguments, name) for name in names}, keep=keep, objects=objects)
     report = verify(store_at(arguments.cache, objects), request, console)
     return CommandResult(report.exit_code, report.as_record(), list(report.lines()))
 

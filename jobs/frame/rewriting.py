@@ -3,52 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 from rich.console import Console
 
 from jobs.frame.json_document import CommandResult
-from jobs.frame.stores import make_objects, make_say
-from pipeline.errors import RunFailed
-from pipeline.options import CodeOptions, S3Options
+from jobs.frame.stores import make_objects, make_say, report
+from pipeline.errors import RunFailed, UsageError
+from pipeline.options import CodeOptions, S3Options, check_choices, option
 
 if TYPE_CHECKING:
     from pipeline.cache.reader import TokenCache
-    from pipeline.rewrite.rewrite import Rewrite
+    from pipeline.rewrite.recode import Rewrite
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewriteOptions(S3Options, CodeOptions):
-    """The options that jobs.recode and jobs.reprune share."""
+    """The options that jobs.recode and jobs.reprune share. Raises UsageError for an invalid value.
+
+    Attributes:
+        role: the name of the option with the cache to read; it is the key of that cache in the command's record, too.
+    """
+
+    role: ClassVar[str]
+
+    out: str | None = option(None, "the cache to create or to continue", metavar="CACHE", group="caches")
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if not getattr(self, self.role) or not self.out:
+            raise UsageError("name the cache to read, and with --out the cache to make")
 
 
-def rewrite_cache(
-    role: str, place: str, out: str, config: RewriteOptions, console: Console, plan: Callable[[TokenCache], Rewrite]
-) -> CommandResult:
-    """Rewrite the cache at ``place`` into the cache ``out``, new or resumed; print the result and return its record.
+def rewrite_cache(config: RewriteOptions, console: Console, plan: Callable[[TokenCache], Rewrite]) -> CommandResult:
+    """Rewrite a cache into the cache ``--out``, new or resumed; print the result and return its record.
 
-    The exit code is 1 if some videos failed.
-
-    Args:
-        role: the key of ``place`` in the record.
-        plan: plans the rewrite of the opened cache.
+    The exit code is 1 if some videos failed. ``plan`` plans the rewrite of the opened cache.
 
     Raises RunFailed if a store fails, and as ``plan`` and ``rewrite``.
     """
     from pipeline.cache.changed_code import REDO  # noqa: PLC0415
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415 - torch and Arrow load after the flags are checked
-    from pipeline.rewrite.rewrite import rewrite  # noqa: PLC0415
+    from pipeline.rewrite.recode import rewrite  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
+    place, out = getattr(config, config.role), config.out
+    assert out is not None
     objects, say = make_objects(config), make_say(console)
-    target = store_at(out, objects)
+    target, redo = store_at(out, objects), config.on_changed == REDO
     try:
-        result = rewrite(
-            plan(TokenCache(place, store=store_at(place, objects))), target, say, redo=config.on_changed == REDO
-        )
+        result = rewrite(plan(TokenCache(place, store=store_at(place, objects))), target, say, redo=redo)
     except OSError as error:
         raise RunFailed(str(error)) from error
-    for line in result.lines():
-        say(line)
-    return CommandResult(1 if result.failed else 0, {role: place, "out": out, **asdict(result)})
+    return report(result, say, exit_code=1 if result.failed else 0, **{config.role: place, "out": out})

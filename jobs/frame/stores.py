@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rich.console import Console
 
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 _MAX_KEEP_MINUTES = 10**8
 INTERRUPTED = "interrupted. Rerun the same command to resume"
+
+
+class Result(Protocol):
+    """The result of a command that writes to a cache or to answers: a dataclass with lines for the user."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines for the user about the result."""
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +93,13 @@ def make_objects(config: S3Options) -> Objects:
     from pipeline.storage.s3 import Objects  # noqa: PLC0415 - --help and a mistyped flag answer at once
 
     return Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
+
+
+def report(result: Result, say: Say, exit_code: int = 0, **places: str) -> CommandResult:
+    """Print the lines of a result, and return it; its record has the ``places``, then the fields of ``result``."""
+    for line in result.lines():
+        say(line)
+    return CommandResult(exit_code, {**places, **asdict(result)})
 
 
 def make_say(console: Console) -> Say:

@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import pyarrow.compute as pc
-
 from gstep.lazy import load_object
 from pipeline.cache.header import HEADER, CacheHeader, CacheIdentity, fingerprint, list_differences, serialise_header
-from pipeline.cache.live import Ledger, LiveVideos
+from pipeline.cache.live import Ledger, LiveVideos, select_ok
 from pipeline.cache.table import parse_file_name, read_file
 from pipeline.cache.token_shard import is_shard_name
 from pipeline.cache.writer import commit_records
@@ -123,10 +121,20 @@ def check_code(kind: type, code: str | None) -> None:
         )
 
 
-def has_tokens(store: Store, identity: CacheIdentity) -> bool:
-    """Return True if a cache of this identity has a video with tokens. Raises CorruptShard, OSError."""
-    _, rows = LiveVideos.read(store, fingerprint(identity), ("status",))
-    return bool(pc.any(pc.equal(rows["status"], "ok")).as_py())
+def match_cache_code(store: Store, old: CacheIdentity, new: CacheIdentity, refusal: str, *, redo: bool) -> bool:
+    """Return True if other code of the method made a cache, whose identity is ``old``, than the code of ``new``.
+
+    Other code is accepted with ``redo``, and for a cache without tokens. ``refusal`` is the beginning of the error that
+    another difference raises.
+
+    Raises IdentityMismatch for other code that is not accepted, and for any other difference; CorruptShard, OSError.
+    """
+    changed_methods = match_identity(old, new, refusal, redo=redo)
+    if changed_methods and not redo:
+        _, rows = LiveVideos.read(store, fingerprint(old), ("status",))
+        if len(select_ok(rows)):
+            refuse_changed_code(store, changed_methods, "tokens")
+    return bool(changed_methods)
 
 
 def restart_cache(store: Store, header: CacheHeader, identity: CacheIdentity, run_id: str) -> CacheHeader:
@@ -139,10 +147,7 @@ def restart_cache(store: Store, header: CacheHeader, identity: CacheIdentity, ru
     if len(Ledger(store, "").refresh()):
         raise UsageError(f"{store}: rows of an older version do not say what code made them: name another --out")
     old, new = fingerprint(header["identity"]), fingerprint(identity)
-    live = LiveVideos.open(store, old)
-    rows = live.live(("status",))
-    removed_rows = list(live.table.read_rows(rows.filter(pc.equal(rows["status"], "removed"))))
-    if removed_rows:  # before the header: no row of this identity counts yet
+    if removed_rows := LiveVideos.read_removed(store, old):  # before the header: no row of this identity counts yet
         commit_records(store, run_id, 0, removed_rows, made_with=new)
     begun: CacheHeader = {**header, "identity": identity}
     begun["superseded"] = sorted({*header.get("superseded", ()), old} - {new})

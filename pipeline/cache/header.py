@@ -129,6 +129,12 @@ def read_header(store: Store) -> CacheHeader:
     return header
 
 
+def refuse_occupied_place(store: Store) -> None:
+    """Raise NotACache if the place of a new cache holds other files, and no cache. Raises OSError."""
+    if not store.exists(HEADER) and store.has_other_files():
+        raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
+
+
 def change_codec(header: CacheHeader, codec: str) -> CacheHeader:
     """Return the header for the same tokens in another codec."""
     identity = {**header["identity"], "dtype": {**header["identity"]["dtype"], "stored": codec}}

@@ -144,6 +144,11 @@ def select_ok(rows: pa.Table) -> pa.Table:
     return rows.filter(pc.equal(rows["status"], "ok"))
 
 
+def select_removed(rows: pa.Table) -> pa.Table:
+    """Select the rows of videos that were removed for good."""
+    return rows.filter(pc.equal(rows["status"], "removed"))
+
+
 def list_nameable_ids(rows: pa.Table) -> pa.ChunkedArray:
     """Return the ids of the rows that were not removed: messages may name these."""
     return rows.filter(pc.not_equal(rows["status"], "removed"))["video_id"]
@@ -545,6 +550,16 @@ class LiveVideos:
             return videos, videos.live(columns)
 
         return _retry(read_all_files)
+
+    @classmethod
+    def read_removed(cls, store: Store, made_with: str | None) -> list[VideoRow]:
+        """Read the rows of the videos that were removed for good. Raises as ``open``, and tries again as it does."""
+
+        def read_rows() -> list[VideoRow]:
+            videos = cls.open(store, made_with)
+            return list(videos.table.read_rows(select_removed(videos.live(("status",)))))
+
+        return _retry(read_rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LiveVideos, (self.table, self.small, self.files, self.strays)

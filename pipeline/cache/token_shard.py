@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 from threading import local
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import numpy as np
 import pyarrow as pa
@@ -365,7 +365,7 @@ def read_footer_ids(store: Store, token_shard: str) -> list[str]:
         raise CorruptShard(f"{store}/{token_shard}: {error}", "footer") from error
 
 
-def is_shard_name(name: object) -> bool:
+def is_shard_name(name: object) -> TypeGuard[str]:
     """Return True if ``name`` is a path of a file right in the folder of token shards: names come from files."""
     return isinstance(name, str) and name.startswith(f"{TOKENS}/") and "/" not in name[len(TOKENS) + 1 :]
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from gstep.evidence import is_per_frame
 from pipeline.cache.codecs import BFLOAT16, TokenCodec
-from pipeline.cache.live import select_ok
+from pipeline.cache.live import select_ok, sort_by_shard
 from pipeline.cache.schema import (
     TOKENS,
     VIDEO_SCHEMA,
@@ -33,9 +33,10 @@ from pipeline.cache.schema import (
     token_schema,
     write_parquet,
 )
-from pipeline.cache.table import add_keys, serialise_small
+from pipeline.cache.table import VideosTable, add_keys, serialise_small
+from pipeline.cache.token_shard import read_videos
 from pipeline.errors import RunFailed
-from pipeline.rows import VideoRecord
+from pipeline.rows import VideoRecord, VideoRow
 from pipeline.storage.stores import Store, request_threads
 
 if TYPE_CHECKING:  # a driver commits records without torch
@@ -253,6 +254,28 @@ def put_token_shard(
     footer = digest(slice_footer(memoryview(data)))
     for record in records:
         record["token_shard"], record["footer_hash"] = name, footer
+
+
+def copy_videos(store: Store, run_id: str, rows: Sequence[VideoRow]) -> list[VideoRow]:
+    """Copy the tokens of videos to one new token shard, and return their changed rows, which the caller commits.
+
+    Each row counts one rewrite more. Raises CorruptShard where a video is damaged, and OSError.
+    """
+    new_rows: list[VideoRow] = [{**row, "rewritten": (row["rewritten"] or 0) + 1} for row in rows]
+    put_token_shard(store, run_id, new_rows, read_videos(store, rows))
+    return new_rows
+
+
+def move_videos(table: VideosTable, run_id: str, number: int, places: pa.Table, made_with: str) -> list[VideoRow]:
+    """Move the tokens of videos to one new token shard, and commit their rows, as ``commit_records``; return the rows.
+
+    The old token shards stay. ``places`` has token_shard, first_row_group, file and row of each video. A kill leaves
+    both copies, and the rule of ``pipeline.cache.live`` takes one of them, with the same tokens. Raises CorruptShard
+    where a video is damaged, and as ``commit_records``.
+    """
+    rows = copy_videos(table.store, run_id, list(table.read_rows(sort_by_shard(places))))
+    commit_records(table.store, run_id, number, rows, made_with=made_with)
+    return rows
 
 
 def make_bundles(

@@ -36,7 +36,7 @@ from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import AnswersTable, read_answers
 from pipeline.generate.removal import AnswersRemoval, bar_videos, remove_answers
 from pipeline.rows import JsonObject
-from pipeline.runner.redaction import delete_unfinished
+from pipeline.runner.removal import delete_unfinished
 from pipeline.runner.run_record import new_run_id
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
@@ -64,6 +64,11 @@ class ResultsRemoval(AnswersRemoval):
         yield from super().lines()
         files = f": {', '.join(self.written)}" if self.written else ""
         yield f"{self.scores:,} scores removed, {self.left:,} questions are left{files}"
+        if OWN_NUMBERS in self.written:
+            yield (
+                f"note: {OWN_NUMBERS} has no numbers now, since they were about removed questions too: rerun the "
+                "jobs.evaluate command of these results, which makes them again without these questions"
+            )
 
 
 def remove_results(
@@ -80,16 +85,12 @@ def remove_results(
     scores = SCORE_SCHEMA.empty_table()
     if store.exists(SCORES):  # damaged scores end the command here, before anything is deleted
         scores = read_scores(str(store), store, published=False, columns=SCORE_SCHEMA.names)
-    if "scored" in identity:
-        bar_videos(store, new_run_id(), dict.fromkeys(ids, reason))
+    answers, is_scored = store_at(f"{store}/{ANSWERS_FOLDER}", objects), "scored" in identity
+    if not is_scored and (answers.exists(ANSWERS_HEADER) or AnswersTable(answers).names()):
+        result = ResultsRemoval(**vars(remove_answers(answers, ids, reason, say)))
+    else:  # scored answers are a place of their own, and an evaluation that was stopped early has none
+        bar_videos(store if is_scored else answers, new_run_id(), dict.fromkeys(ids, reason))
         result = ResultsRemoval("", len(ids))
-    else:
-        answers = store_at(f"{store}/{ANSWERS_FOLDER}", objects)
-        if answers.exists(ANSWERS_HEADER) or AnswersTable(answers).names():
-            result = ResultsRemoval(**vars(remove_answers(answers, ids, reason, say)))
-        else:  # the evaluation was stopped before its answers
-            bar_videos(answers, new_run_id(), dict.fromkeys(ids, reason))
-            result = ResultsRemoval("", len(ids))
     removed_ids = _find_questions(store, identity, ids, objects, say)
     # Of a question about several videos the scores know the first.
     is_removed = pc.or_(
@@ -101,10 +102,11 @@ def remove_results(
     other_scores = scores.filter(pc.invert(is_removed))
     result.left = pc.count_distinct(other_scores["question_id"]).as_py()
     _drop_rows(store, frozenset(ids), frozenset(result.questions))
-    changed = _drop_own_numbers(store) if result.questions else []
-    result.written = [*changed, *_write(store, identity, other_scores)]
     old_names = {file.name for file in store.list_files(_PAGES)}
-    if not result.left:  # nothing is left to make them of
+    if result.left:
+        changed = _drop_own_numbers(store) if result.questions else []
+        result.written = [*changed, *_write(store, identity, other_scores)]
+    else:  # nothing is left to make them of
         old_names |= {name for name in (*_WRITTEN, *store.names(FOLDER, ".json")) if store.exists(name)} - {FORM}
     for name in sorted(old_names):
         store.delete(name)
@@ -155,9 +157,7 @@ def _drop_own_numbers(store: Store) -> list[str]:
 
 
 def _write(store: Store, identity: JsonObject, scores: pa.Table) -> list[str]:
-    """Write scores, and tables and page made of them; return the names of the files. Nothing without scores."""
-    if not len(scores):
-        return []
+    """Write scores, and tables and page made of them; return the names of the files."""
     is_scored = "scored" in identity
     benchmark = None if is_scored else find_benchmark(str(identity["benchmark"])).stored_in(store)
     if benchmark is not None and benchmark.submission:

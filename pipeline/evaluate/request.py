@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
@@ -33,7 +32,7 @@ from pipeline.cache.header import (
     read_header_file,
     serialise_header,
 )
-from pipeline.cache.live import LiveVideos
+from pipeline.cache.live import LiveVideos, select_removed
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import digest
 from pipeline.console import speaker
@@ -245,7 +244,7 @@ def _note_uncached(questions: LoadedQuestions, place: Store, console: Console) -
         if not absent_ids:
             return
         rows = LiveVideos.open(place, fingerprint(cache.identity)).rows_of(absent_ids, ("video_id", "status"))
-    absent_ids.difference_update(rows.filter(pc.equal(rows["status"], "removed"))["video_id"].to_pylist())
+    absent_ids.difference_update(select_removed(rows)["video_id"].to_pylist())
     if absent := [(item, name) for item in questions.items for name in item.video_ids if name in absent_ids]:
         n_questions = len({item.question_id for item, _ in absent})
         console.print(

@@ -266,10 +266,8 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
 
 def _bar_removed(cache: Store, answers: Store, run_id: str) -> None:
     """Bar the videos that were removed from a cache from its answers."""
-    columns = ("video_id", "status", "error_message")
-    _, rows = LiveVideos.read(cache, fingerprint(read_header(cache)["identity"]), columns)
-    removed_rows = rows.filter(pc.equal(rows["status"], "removed"))
-    bar_videos(answers, run_id, {row["video_id"]: row["error_message"] for row in removed_rows.to_pylist()})
+    removed_rows = LiveVideos.read_removed(cache, fingerprint(read_header(cache)["identity"]))
+    bar_videos(answers, run_id, {row["video_id"]: row["error_message"] for row in removed_rows})
 
 
 def score_answers(config: EvaluateConfig) -> ScoredQuestions:

@@ -18,7 +18,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache.near_ids import near_ids
 from pipeline.cache.schema import write_parquet
 from pipeline.cache.table import check_content, has_content_hash, make_small_name
 from pipeline.errors import printable
@@ -31,39 +30,26 @@ from pipeline.generate.answers import (
     read_answers_header,
 )
 from pipeline.inputs.tables import carried_json
-from pipeline.rows import JsonObject, QuestionRecord
-from pipeline.runner.claim import Claim
-from pipeline.runner.cluster.connection import provenance
-from pipeline.runner.redaction import delete_unfinished, forget_in_runs, iter_texts
-from pipeline.runner.run_record import RUNS, RunFile, new_run_id, now
+from pipeline.rows import QuestionRecord
+from pipeline.runner.removal import Removal, delete_unfinished, forget_in_runs, iter_texts, removal_run
+from pipeline.runner.run_record import RUNS, new_run_id, now
 from pipeline.storage.stores import Store
 
 _KEYS = ("question_id", "video_ids", "pruning", "method_code", "attempts")  # columns that a removed row keeps
-_MAX_EXAMPLES = 5  # unknown ids that a result names
 _MAX_ROWS_AS_OBJECTS = 4096
-_VERSIONS = ("gstep-cache", "pyarrow")
 
 
 @dataclass
-class AnswersRemoval:
-    """The result of a removal.
+class AnswersRemoval(Removal):
+    """The result of a removal from answers.
 
     Attributes:
-        run_id: it names the record in runs/.
-        videos: ids that are barred now; ``unknown`` are those of them that no question was about.
-        likely: ids that may have been meant by the first unknown ids.
-        questions: ids of all questions about them.
+        questions: ids of all questions about the videos.
         answers: rows whose texts were removed now, superseded rows too.
-        deleted: files that held the texts.
     """
 
-    run_id: str
-    videos: int = 0
-    unknown: list[str] = field(default_factory=list)
-    likely: dict[str, list[str]] = field(default_factory=dict)
     questions: list[str] = field(default_factory=list)
     answers: int = 0
-    deleted: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
         """Yield lines for the user about the result."""
@@ -72,11 +58,7 @@ class AnswersRemoval:
             f"them; {self.answers:,} answers lost their texts"
         )
         yield f"{len(self.deleted):,} files deleted; {REMOVED}/ says why"
-        if self.unknown:
-            shown = ", ".join(self.unknown[:_MAX_EXAMPLES])
-            yield f"note: no question was about {len(self.unknown):,} of the videos, and none is asked now: {shown}"
-        for video_id, likely in self.likely.items():
-            yield f"note: no question was about {video_id}; did you mean {', '.join(likely)}?"
+        yield from super().lines()
 
 
 def read_barred(store: Store) -> dict[str, str]:
@@ -145,14 +127,13 @@ def remove_answers(store: Store, ids: Sequence[str], reason: str, say: Callable[
     """
     read_answers_header(store)
     result = AnswersRemoval(new_run_id(), len(ids))
-    record: JsonObject = {**provenance(result.run_id, _VERSIONS), "removed": len(ids), "reason": reason}
-    with Claim(store, result.run_id, say), RunFile(store, record):
+    with removal_run(store, result, reason, say):
         bar_videos(store, result.run_id, dict.fromkeys(ids, reason))
-        _Removal(store, frozenset(ids), reason, result).run()
+        _AnswersRemover(store, frozenset(ids), reason, result).run()
     return result
 
 
-class _Removal:
+class _AnswersRemover:
     """The steps of one removal of answers, once its videos are barred."""
 
     def __init__(self, store: Store, ids: frozenset[str], reason: str, result: AnswersRemoval) -> None:
@@ -180,10 +161,7 @@ class _Removal:
         for _, table in self._read(names if removed_texts else []):  # texts that other answers have too stay
             removed_texts.difference_update(_iter_texts(table.filter(pc.invert(self._find_rows(table)))))
         result.questions = sorted(set(result.questions))
-        result.unknown = sorted(self._ids - video_ids)
-        for video_id in result.unknown[:_MAX_EXAMPLES]:
-            if likely := near_ids(video_id, pa.chunked_array([sorted(video_ids - self._ids)], pa.string())):
-                result.likely[video_id] = likely
+        result.find_unknown(self._ids, video_ids, pa.chunked_array([sorted(video_ids - self._ids)], pa.string()))
         # First, since the files of answers alone tell a later run of this command which texts these are.
         forget_in_runs(self._store, self._ids, removed_texts)
         for number, name in enumerate(held_names):

@@ -20,7 +20,7 @@ from gstep.lazy import did_you_mean
 from gstep.methods import METHODS
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
-from pipeline.cache.changed_code import REDO, has_tokens, match_identity, refuse_changed_code
+from pipeline.cache.changed_code import REDO, match_cache_code
 from pipeline.cache.header import (
     HEADER,
     CacheHeader,
@@ -189,15 +189,13 @@ class Recipe:
                 highlight=False,
             )
             recipe = replace(recipe, retention_ratio=stored_ratio)
-        redo = self.config.on_changed == REDO
         identity, how = recipe.identity(recipe.dtype), "with other settings"
         if (family := cached_identity["model"].get("family")) != identity["model"].get("family"):
             how = f"with --family {family}" if family else "without --family"
         refusal = f"{store} was made {how}, and one cache holds one kind of rows"
-        changed_code = match_identity(cached_identity, identity, refusal, redo=redo)
-        if not redo and changed_code and has_tokens(store, cached_identity):
-            refuse_changed_code(store, changed_code, "tokens")
-        return replace(recipe, is_restarted=bool(changed_code))
+        redo = self.config.on_changed == REDO
+        is_restarted = match_cache_code(store, cached_identity, identity, refusal, redo=redo)
+        return replace(recipe, is_restarted=is_restarted)
 
     def token_bytes(self) -> float:
         """Return the stored bytes of a kept token with its columns, for videos of any shape."""

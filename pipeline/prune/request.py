@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 from rich.console import Console
 
-from pipeline.cache.header import HEADER
+from pipeline.cache.header import refuse_occupied_place
 from pipeline.console import Say, speaker
-from pipeline.errors import NotACache, UsageError, store_usage_errors
+from pipeline.errors import UsageError, store_usage_errors
 from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.left_out import format_counts
 from pipeline.inputs.manifest import given_manifest
@@ -89,8 +89,7 @@ def check_request(config: PruneConfig, console: Console, given: object = None) -
     check_out(store)
     redo = None if config.redo is None else pa.array(read_ids("redo", config.redo), pa.string())
     with store_usage_errors():
-        if not store.exists(HEADER) and store.has_other_files():
-            raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
+        refuse_occupied_place(store)
         videos = _list_videos(config, store, objects, given, say)
     recipe = resolve(config, objects)
     if config.retention_ratio not in (recipe.retention_ratio, PruneConfig.retention_ratio):

@@ -22,18 +22,17 @@ import pyarrow.compute as pc
 
 from pipeline.cache.dataset_card import write_new_header
 from pipeline.cache.header import HEADER, CacheHeader, fingerprint, list_differences, read_header
-from pipeline.cache.live import RULE_COLUMNS, LiveVideos, find_live, make_rule_columns, select_ok
+from pipeline.cache.live import RULE_COLUMNS, LiveVideos, find_live, make_rule_columns, select_ok, select_removed
 from pipeline.cache.merging import merge
 from pipeline.cache.schema import TOKENS
 from pipeline.cache.table import build_table, check_content, parse_file_name, serialise_small
 from pipeline.errors import IdentityMismatch, UsageError
-from pipeline.rewrite.rewrite import check_place
-from pipeline.rows import VideoRow
+from pipeline.rewrite.recode import check_place
+from pipeline.rewrite.remove import erase_removed
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster.connection import provenance
 from pipeline.runner.run_record import RUNS, RunFile, new_run_id
 from pipeline.storage.stores import LocalStore, Store, request_threads
-from pipeline.verify.moves import erase_removed
 
 OnEqual = Literal["rule", "refuse"]
 _COLUMNS = ("video_id", *RULE_COLUMNS, "clip_key", "source_size", "earlier_attempts", "token_shard", "checksum")
@@ -41,7 +40,6 @@ _TRIES: Final = 5  # readings of caches that are merged meanwhile
 _THREADS: Final = 4  # each copies a whole shard in memory
 _SHARDS_PER_LINE: Final = 1000  # token shards between two lines of progress
 _MAX_EXAMPLES: Final = 5
-_VERSIONS = ("gstep-cache", "pyarrow")
 
 
 @dataclass
@@ -118,7 +116,7 @@ def merge_caches(
         if not out.exists(HEADER):
             write_new_header(out, header)
         about = {"merged_from": [str(store) for store in stores if store is not out]}
-        with RunFile(out, {**provenance(result.run_id, _VERSIONS), **about}):
+        with RunFile(out, {**provenance(result.run_id), **about}):
             _take_videos(stores, union, identity, out, result, say)
             for source in stores:
                 for name in source.names(RUNS, ".json"):
@@ -212,7 +210,7 @@ def _take_live_tokens(
     winners = rows.take(pa.array(order))
     live = select_ok(winners)
     result.videos, result.equal = len(order), len(rows) - len(order)
-    result.removed = winners.filter(pc.equal(winners["status"], "removed"))["video_id"].to_pylist()
+    result.removed = select_removed(winners)["video_id"].to_pylist()
     for number, source in enumerate(stores):
         names = live.filter(pc.equal(live["cache"], number))["token_shard"].unique().to_pylist()
         with request_threads(_THREADS) as pool:
@@ -230,12 +228,8 @@ def _take_live_tokens(
 
 def _take_removed_rows(stores: Sequence[Store], identity: str, out: Store, result: MergedCaches) -> None:
     """Bring the removed rows of the caches into ``out``, before other rows of these videos. Raises as ``_take``."""
-    rows: list[VideoRow] = []
-    for source in stores if result.removed else ():
-        live = LiveVideos.open(source, identity)
-        states = live.live(("status",))
-        rows += live.table.read_rows(states.filter(pc.equal(states["status"], "removed")))
-    if rows:
+    if result.removed:
+        rows = [row for source in stores for row in LiveVideos.read_removed(source, identity)]
         out.put(*serialise_small(result.run_id, 0, build_table(rows), identity))
 
 

@@ -25,14 +25,14 @@ from pipeline.generate.late_pruning import find_evidence_columns, is_whole
 from pipeline.generate.model import choose_family
 from pipeline.own_method import prune_or_fault
 from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
-from pipeline.rewrite.rewrite import Rewrite, check_source, make_config
+from pipeline.rewrite.recode import Rewrite, check_source, make_config
 from pipeline.rows import Json, VideoRecord
 
 
 def repruning(
-    source: TokenCache, method: str, params: Mapping[str, str], ratio: float, seed: int, codec: str, out: str
+    source: TokenCache, method: str, params: Mapping[str, str], ratio: float, seed: int, codec: str
 ) -> Rewrite:
-    """Plan the cache ``out`` of the tokens that a method keeps of a cache of all tokens; nothing is written.
+    """Plan a cache of the tokens that a method keeps of a cache of all tokens; nothing is written.
 
     Videos are pruned on the GPU if there is one. Raises UsageError.
     """
@@ -50,16 +50,14 @@ def repruning(
             raise UsageError(f"--pruner {method} selects anew for every question, so its tokens cannot be cached")
         columns = dict(find_evidence_columns(method, pruner, identity, family))
         header = _header(source.header, pruner, pruner.nominal_ratio(ratio), seed, codec)
+    left_out = {"evidence"} if HEAD_SOURCES & {*pruner.sources.values()} else {"evidence", "siglip"}
     config: dict[str, Json] = {
-        **{name: value for name, value in make_config(source.store).items() if name != "evidence"},
-        **{"out": out, "pruner": method_name(type(pruner)), "retention_ratio": ratio, "seed": seed},
+        **{name: value for name, value in make_config(source.store).items() if name not in left_out},
+        **{"pruner": method_name(type(pruner)), "retention_ratio": ratio, "seed": seed},
         **{"pruner_param": [f"{name}={value}" for name, value in params.items()], "token_codec": codec},
     }
-    if not HEAD_SOURCES & {*pruner.sources.values()}:
-        config.pop("siglip", None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    nominal = header["identity"]["retention_ratio"]
-    return _Repruning(source, header, config, tuple(columns.values()), pruner, nominal, seed, columns, device)
+    return _Repruning(source, header, config, tuple(columns.values()), pruner, seed, columns, device)
 
 
 def _header(header: CacheHeader, pruner: Pruner, ratio: float, seed: int, codec: str) -> CacheHeader:
@@ -90,7 +88,6 @@ class _Repruning(Rewrite):
     """
 
     pruner: Pruner
-    ratio: float
     seed: int
     columns: Mapping[str, str]
     device: str
@@ -114,6 +111,6 @@ class _Repruning(Rewrite):
         visual = VisualTokens(whole(video.tokens), evidence, tuple(map(whole, video.deepstack)))
         visual = visual.add_places(extra.get("grid"), record.get("timestamps") or ())
         start = time.perf_counter()
-        pruned = prune_or_fault(self.pruner, visual, self.ratio, self.seed)
+        pruned = prune_or_fault(self.pruner, visual, self.header["identity"]["retention_ratio"], self.seed)
         columns: VideoRecord = {**make_pruning_columns(pruned, visual), "prune_s": time.perf_counter() - start}
         return VideoItem({**record, **columns}, collect_kept_tokens(pruned, visual))

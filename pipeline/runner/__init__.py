@@ -7,6 +7,6 @@ Read it in this order:
 - ``worker_heartbeat``: what a worker reports. ``worker_reports``: the actor that collects the reports.
 - ``claim``, ``run_record``, ``monitor``, ``progress``: what a run shows to others. ``ending``: its last writes.
 - ``cluster``: the Ray cluster that a run joins or starts.
-- ``python_calls``: runs called from Python. ``redaction``: removed videos in records. ``token_source``: a cache as a
+- ``python_calls``: runs called from Python. ``removal``: what removals share. ``token_source``: a cache as a
   source of Ray Data.
 """

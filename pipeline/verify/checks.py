@@ -26,7 +26,7 @@ from pipeline.cache.table import (
     parse_file_name,
     parse_small,
 )
-from pipeline.cache.token_shard import TokenRows, TokenShard, hash_vectors
+from pipeline.cache.token_shard import TokenShard
 from pipeline.errors import CorruptShard, FaultClass
 from pipeline.rows import JSON_COLUMNS, VideoRow
 from pipeline.storage.stores import Store
@@ -38,23 +38,45 @@ JUDGED_COLUMNS = (*INDEX_COLUMNS, "run_id", "token_shard")  # columns of every r
 
 
 @dataclass(frozen=True)
-class CheckedCommit:
+class Checked:
+    """The result of checking one file.
+
+    Attributes:
+        problems: what is wrong.
+        n_bytes: of the file; 0 where it cannot be opened.
+        is_gone: whether the file, or the rows that name it, were gone, so that nothing was read.
+    """
+
+    problems: list[Problem]
+    n_bytes: int = 0
+    is_gone: bool = False
+
+
+@dataclass(frozen=True)
+class CheckedCommit(Checked):
     """The result of checking one file of the videos table.
 
     Attributes:
-        rows: JUDGED_COLUMNS of every row with ``shard`` and ``row``; None of a file that cannot be read, or is another
+        rows: JUDGED_COLUMNS of every row with ``file`` and ``row``; None of a file that cannot be read, or is another
             cache's.
-        problems: what is wrong.
-        n_bytes: of the file.
         bad: rows that contradict themselves, so that their tokens cannot be judged by them.
-        is_gone: whether there is no such file any more.
     """
 
-    rows: pa.Table | None
-    problems: list[Problem]
-    n_bytes: int = 0
-    bad: frozenset[int] = field(default_factory=frozenset)
-    is_gone: bool = False
+    rows: pa.Table | None = None
+    bad: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class CheckedShard(Checked):
+    """The result of checking one token shard.
+
+    Attributes:
+        widths: numbers a token of each evidence that is stored.
+        n_tokens: token rows that were read.
+    """
+
+    widths: dict[str, int] = field(default_factory=dict)
+    n_tokens: int = 0
 
 
 def method_of(header: CacheHeader) -> str:
@@ -70,19 +92,15 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
     file = parse_file_name(name)
     try:
         table, made_with, n_bytes = _read(store, file)
-    except CorruptShard as error:
-        return CheckedCommit(None, [Problem(Kind(error.kind), str(error), name)])
-    except pa.ArrowException as error:
-        return CheckedCommit(None, [Problem(Kind.COMMIT, f"{store}/{name}: {error}", name)])
-    except OSError as error:
-        is_gone = isinstance(error, FileNotFoundError)
-        return CheckedCommit(None, [Problem(Kind.UNREADABLE, f"{store}/{name}: {error}", name)], is_gone=is_gone)
+    except (CorruptShard, pa.ArrowException, OSError) as error:
+        problem = Problem(*_judge_error(error, f"{store}/{name}: "), name)
+        return CheckedCommit([problem], is_gone=isinstance(error, FileNotFoundError))
     if wrong := sorted(_wrong_columns(table.schema)):
         message = f"{store}/{name}: columns are missing or of another type: {', '.join(wrong)}"
-        return CheckedCommit(None, [Problem(Kind.SCHEMA, message, name)], n_bytes)
+        return CheckedCommit([Problem(Kind.SCHEMA, message, name)], n_bytes)
     if not is_same_identity(made_with, fingerprint(header["identity"])):
         message = f"{store}/{name}: its rows were made with other settings, and no reader takes them"
-        return CheckedCommit(None, [Problem(Kind.FINGERPRINT, message, name)], n_bytes)
+        return CheckedCommit([Problem(Kind.FINGERPRINT, message, name)], n_bytes)
     problems = []
     table = complete_columns(table, VIDEO_SCHEMA.names, VIDEO_SCHEMA, LATER, f"{store}/{name}")
     if file.is_sorted and (fault := _sorted_fault(table, file)):
@@ -93,7 +111,18 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
         problems += [Problem(Kind.ROW, f"{fault} ({name})", name, row["video_id"]) for fault in faults]
         if faults:
             bad.add(number)
-    return CheckedCommit(add_places(table.select(JUDGED_COLUMNS), name), problems, n_bytes, frozenset(bad))
+    rows = add_places(table.select(JUDGED_COLUMNS), name)
+    return CheckedCommit(problems, n_bytes, rows=rows, bad=frozenset(bad))
+
+
+def _judge_error(error: Exception, label: str = "") -> tuple[Kind, str]:
+    """Return the kind and the description of an error of reading; ``label`` names the file in an error that does not.
+
+    An error of Arrow comes from a file of the videos table: token shards raise CorruptShard.
+    """
+    if isinstance(error, CorruptShard):
+        return Kind(error.kind), str(error)
+    return Kind.COMMIT if isinstance(error, pa.ArrowException) else Kind.UNREADABLE, f"{label}{error}"
 
 
 def _read(store: Store, file: TableFile) -> tuple[pa.Table, str | None, int]:
@@ -190,25 +219,6 @@ def is_json(text: str) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class CheckedShard:
-    """The result of checking one token shard.
-
-    Attributes:
-        problems: what is wrong.
-        n_bytes: of the file; 0 where it cannot be opened.
-        widths: numbers a token of each evidence that is stored.
-        n_tokens: token rows that were read.
-        is_gone: whether the rows that name it were gone, so that nothing was read.
-    """
-
-    problems: list[Problem]
-    n_bytes: int = 0
-    widths: dict[str, int] = field(default_factory=dict)
-    n_tokens: int = 0
-    is_gone: bool = False
-
-
 def check_token_shard(
     store: Store, name: str, rows: Sequence[tuple[str, VideoRow]], header: CacheHeader
 ) -> CheckedShard:
@@ -220,10 +230,8 @@ def check_token_shard(
     commit, first = rows[0]
     try:
         shard = TokenShard(store, name, first["footer_hash"])
-    except CorruptShard as error:
-        return CheckedShard([Problem(Kind(error.kind), str(error), name, videos_shard=commit)])
-    except OSError as error:
-        return CheckedShard([Problem(Kind.UNREADABLE, f"{store}/{name}: {error}", name, videos_shard=commit)])
+    except (CorruptShard, OSError) as error:
+        return CheckedShard([Problem(*_judge_error(error, f"{store}/{name}: "), name, videos_shard=commit)])
     schema = shard.schema
     if wrong := list(_schema_faults(schema, first["hidden_size"], header)):
         message = f"{store}/{name}: {'; '.join(wrong)}"
@@ -238,7 +246,7 @@ def check_token_shard(
             problems.append(Problem(kind, f"{message} ({name})", name, row["video_id"], videos_shard))
         n_tokens += row["n_tokens"]
     widths = {key: schema.field(key).type.byte_width // 2 for key in header["identity"].get("evidence", {})}
-    return CheckedShard(problems, shard.n_bytes, widths, n_tokens)
+    return CheckedShard(problems, shard.n_bytes, widths=widths, n_tokens=n_tokens)
 
 
 def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> Iterator[str]:
@@ -283,25 +291,15 @@ def _file_faults(shard: TokenShard, rows: Sequence[VideoRow]) -> Iterator[str]:
 def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iterator[tuple[Kind, str]]:
     """Read one video's tokens, and yield (kind, description) of each fault.
 
-    Tokens that cannot be read or belong to other videos are the only fault then.
+    Tokens that cannot be read, belong to other videos, or do not have the row's checksum are the only fault then.
     """
     try:
-        table = shard.read(TokenRows(row, row["n_tokens"], shard.schema.names))
-    except CorruptShard as error:
-        yield Kind(error.kind), str(error)
+        table = shard.read_checked(row)
+    except (CorruptShard, OSError) as error:
+        yield _judge_error(error)
         return
-    except OSError as error:
-        yield Kind.UNREADABLE, str(error)
-        return
-    ids = table["video_id"].unique().to_pylist()
-    if ids != [row["video_id"]]:
-        yield Kind.ROWS, f"the rows are those of {', '.join(map(str, ids[:3]))}"
-        return
-    vectors = [f.name for f in table.schema if pa.types.is_fixed_size_binary(f.type)]
-    if hash_vectors(table) != row["checksum"]:
-        yield Kind.CHECKSUM, "the token bytes do not have the checksum of the videos row"
     yield from ((Kind.TOKENS, fault) for fault in token_faults(table, row, header))
-    for name in filter(is_per_frame, vectors):
+    for name in filter(is_per_frame, table.column_names):
         if len(table) - table[name].null_count != row["n_frames"]:
             yield Kind.TOKENS, f"{name} is not there once for each of {row['n_frames']} frames"
 

@@ -15,10 +15,10 @@ that is interrupted both are there, and the next repair finds the same and ends 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import PurePosixPath
-from typing import cast
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -37,18 +37,19 @@ from pipeline.cache.table import (
     serialise_sorted,
 )
 from pipeline.cache.token_shard import list_videos, parse_run_id
+from pipeline.cache.writer import copy_videos
 from pipeline.errors import RunFailed, printable
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import FileInfo, Store
 from pipeline.verify.checks import Place, check_token_shard, is_json
-from pipeline.verify.moves import move_videos
 from pipeline.verify.report import KEPT_IN, Kind, Marked, Repaired, Report
 
 UPLOAD_AGE = timedelta(hours=1)  # a younger upload may still be running
 _WHOLE = frozenset({Kind.MISSING, Kind.FOOTER})  # problems that damage all videos of a token shard
 _OF_TOKENS = frozenset({*_WHOLE, Kind.DAMAGED, Kind.ROWS, Kind.CHECKSUM, Kind.TOKENS})
 _OF_TABLE = frozenset({Kind.COMMIT, Kind.FINGERPRINT})  # problems whose file leaves the table
-_KINDS = frozenset({*_OF_TOKENS, *_OF_TABLE, Kind.ROW, Kind.LOST})
+#: Problems that a repair can mend.
+REPAIRABLE = frozenset({*_OF_TOKENS, *_OF_TABLE, Kind.ROW, Kind.LOST})
 _COPIED_COLUMNS = (
     "video_id",
     "run_id",
@@ -73,11 +74,6 @@ def list_shard_ids(store: Store, name: str, report: Report) -> list[str]:
     except (OSError, ValueError, pa.ArrowException) as error:
         report.notes.append(f"{name} cannot be read, so its videos are unknown: {error}")
         return []
-
-
-def repairable(report: Report) -> bool:
-    """Return True if a repair can mend any of the report's problems."""
-    return any(problem.kind in _KINDS for problem in report.problems)
 
 
 class Repair:
@@ -108,13 +104,12 @@ class Repair:
             if name in shards and place not in wrong:
                 neighbours[name].append(place)
         for name, of_shard in sorted(neighbours.items()):
-            wrong_ids = self._find_wrong(name, of_shard)
-            if wrong_ids is None:
-                neighbours.pop(name)
-                message = f"{name} was damaged at first and sound when it was read again: look at the disk"
-                self._report.notes.append(message)
-            else:
-                wrong |= wrong_ids
+            if (faults := self._find_wrong(name, of_shard)) is not None:
+                wrong |= faults
+                continue
+            neighbours.pop(name)
+            note = f"{name} was damaged at first and sound when it was read again: look at the disk"
+            self._report.notes.append(note)
         self._refuse_total_loss(wrong.keys() & set(places), places)
         changes = {row["video_id"]: row for of_shard in neighbours.values() for row in self._move(of_shard, wrong)}
         for place, why in wrong.items():
@@ -143,8 +138,7 @@ class Repair:
 
     def _refuse_total_loss(self, wrong: Collection[Place], ok: Collection[Place]) -> None:
         """Raise RunFailed if all seems damaged, as when a folder is not mounted or the header is another cache's."""
-        foreign = any(problem.kind is Kind.FINGERPRINT for problem in self._report.problems)
-        if len(wrong) == len(ok) and (wrong or foreign):
+        if len(wrong) == len(ok) and (wrong or self._report.has(Kind.FINGERPRINT)):
             raise RunFailed(
                 f"{self._store}: none of its videos would stay: look whether {TOKENS}/ is mounted and cache.json is "
                 "its own, restore what is missing, or make the cache again in another --out"
@@ -158,7 +152,7 @@ class Repair:
         rows = [self._table.read_row(*place) for place in places if place not in wrong]
         rows.sort(key=lambda row: row["first_row_group"])
         self._result.moved += len(rows)
-        return move_videos(self._store, rows[0]["run_id"], rows) if rows else []
+        return copy_videos(self._store, rows[0]["run_id"], rows) if rows else []
 
     def _set_aside(self, known_ids: Collection[str]) -> None:
         """Move damaged and foreign files of the table aside, and commit a failed row for each lost video.
@@ -166,22 +160,18 @@ class Repair:
         The files go to the folder of replaced files. Lost videos are found in the token shards that no row names.
         Videos of foreign files get no row.
         """
-        problems = [problem for problem in self._report.problems if problem.kind in {*_OF_TABLE, Kind.LOST}]
-        is_lost = any(problem.kind is not Kind.FINGERPRINT for problem in problems)
         by_run: dict[str, set[str]] = defaultdict(set)
-        for file in self._report.orphans if is_lost else ():
-            by_run[parse_run_id(file.name)] |= {
-                video_id
-                for video_id in list_shard_ids(self._store, file.name, self._report)
-                if video_id not in known_ids
-            }
+        for file in self._report.orphans if self._report.has(Kind.COMMIT, Kind.LOST) else ():
+            ids = list_shard_ids(self._store, file.name, self._report)
+            by_run[parse_run_id(file.name)] |= set(ids).difference(known_ids)
         why = f"its row in {VIDEOS}/ was damaged or lost"
-        for run, ids in sorted(by_run.items()):
-            if ids:
-                table = build_table([_make_unknown_row(video_id, run, why) for video_id in sorted(ids)])
+        for run, lost_ids in sorted(by_run.items()):
+            if lost_ids:
+                known = {"run_id": run, "uri": "", "attempts": 1}
+                table = build_table([_make_failed_row({"video_id": name, **known}, why) for name in sorted(lost_ids)])
                 self._store.put(*serialise_small(f"{run}-repair", 0, table, self._made_with))
-                self._result.marked += [Marked(video_id, "", 1, why) for video_id in sorted(ids)]
-        for name in sorted({p.shard for p in problems if p.kind in _OF_TABLE and p.shard is not None}):
+                self._result.marked += [Marked(video_id, "", 1, why) for video_id in sorted(lost_ids)]
+        for name in sorted({p.shard for p in self._report.problems if p.kind in _OF_TABLE and p.shard is not None}):
             self._retire(name)
 
     def _change(self, changes: dict[str, VideoRow]) -> None:
@@ -212,19 +202,13 @@ def _places(rows: pa.Table) -> list[Place]:
     return list(zip(rows["file"].to_pylist(), rows["row"].to_pylist(), strict=True))
 
 
-def _make_failed_row(row: VideoRow, why: str) -> VideoRow:
-    """Return a failed row for a video, without tokens, which a retry may replace."""
-    copied = {name: value for name, value in row.items() if name in _COPIED_COLUMNS}
-    if copied["manifest"] is not None and not is_json(row["manifest"]):
+def _make_failed_row(row: Mapping[str, Any], why: str) -> VideoRow:
+    """Return a failed row for a video, without tokens, which a retry may replace; ``row`` has what is known of it."""
+    copied = {name: row.get(name) for name in _COPIED_COLUMNS}
+    if copied["manifest"] is not None and not is_json(copied["manifest"]):
         copied["manifest"] = None
     error = {"error_class": "io", "error_stage": "write", "error_message": printable(f"marked by a repair: {why}")}
     return cast(VideoRow, {**copied, "status": "failed", **error, "retryable": True})
-
-
-def _make_unknown_row(video_id: str, run: str, why: str) -> VideoRow:
-    """Return a failed row for a video of which only the id is known."""
-    values = {**dict.fromkeys(_COPIED_COLUMNS), "video_id": video_id, "run_id": run, "uri": "", "attempts": 1}
-    return _make_failed_row(cast(VideoRow, values), why)
 
 
 def clean(

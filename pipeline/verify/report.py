@@ -194,6 +194,10 @@ class Report:
     bytes_read: int = 0
     seconds: float = 0.0
 
+    def has(self, *kinds: Kind) -> bool:
+        """Return True if there is a problem of one of these kinds."""
+        return any(problem.kind in kinds for problem in self.problems)
+
     @property
     def exit_code(self) -> int:
         """0 without problems, else 1; files left behind are no problem."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,7 +18,7 @@ import pyarrow.compute as pc
 from rich.console import Console
 
 from pipeline.cache.header import CHECKSUM, HEADER, CacheHeader, read_declared_method, read_header
-from pipeline.cache.live import select_live_rows, select_ok
+from pipeline.cache.live import select_live_rows, select_ok, select_removed
 from pipeline.cache.merging import KEEP
 from pipeline.cache.reader import TokenCache, map_in_order
 from pipeline.cache.schema import TOKENS, VIDEOS
@@ -42,7 +41,7 @@ from pipeline.verify.checks import (
     check_token_shard,
     method_of,
 )
-from pipeline.verify.repair import Repair, clean, list_shard_ids, repairable
+from pipeline.verify.repair import REPAIRABLE, Repair, clean, list_shard_ids
 from pipeline.verify.report import Kind, Problem, Repaired, Report
 
 if TYPE_CHECKING:
@@ -54,12 +53,14 @@ _ORPHANS_STAY = (
     "orphaned token shards were kept: they may belong to damaged or missing videos/ files. Restore those files from a "
     "copy, or pass --clean"
 )
+#: Problems of files of the table that may be restored, so that their token shards must stay.
+_MAY_COME_BACK = (Kind.COMMIT, Kind.LOST, Kind.FINGERPRINT, Kind.STRAY)
 _TRIES = 5  # readings of a table whose files another run merges
 _SHARES = (0.001, 0.01, 0.05)  # of damaged videos, for which a sample says how likely it misses them all
 
 
 @dataclass(frozen=True)
-class Verification:
+class VerifyRequest:
     """The options of a verification.
 
     Attributes:
@@ -89,7 +90,7 @@ class Verification:
     video_root: Sequence[str] = ()
 
 
-def verify(store: Store, request: Verification, console: Console) -> Report:
+def verify(store: Store, request: VerifyRequest, console: Console) -> Report:
     """Read all of the cache at ``store`` and check it; nothing is written there without ``clean`` or ``repair``.
 
     ``repair`` also cleans, but orphans stay if damaged or lost files of the table may be restored.
@@ -100,70 +101,80 @@ def verify(store: Store, request: Verification, console: Console) -> Report:
     if not store.exists(HEADER):
         read_header(store)  # raises NotACache with the remedy
     if not (request.clean or request.repair):
-        return _Verification(store, request, console, {}).carry_out()
+        return _Check(store, request, console).run()
     # The claim starts first: orphans must be listed while no run writes.
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     with Claim(store, new_run_id(), say):
-        return _Verification(store, replace(request, clean=True), console, {}, claimed=True).carry_out()
+        check = _Check(store, request, console, claimed=True)
+        report, may_clean = check.run(), True
+        if request.repair and report.has(*REPAIRABLE):
+            assert check.header is not None  # a header with a fault is the only problem
+            repaired = Repair(store, check.header, report).carry_out(check.live, check.bad)
+            may_clean = not report.has(*_MAY_COME_BACK)
+            again = _Check(store, request, console, claimed=True)
+            again.sound = check.sound
+            check, report = again, _complete(again.run(), report, repaired)
+        if may_clean:
+            clean(store, report, request.keep, commits=check.table_names)
+    return report
 
 
-class _Verification:
-    """One verification of a cache, which fills ``report``.
+def _complete(report: Report, before: Report, repaired: Repaired) -> Report:
+    """Complete the report after the repair by the problems, notes and times of the check ``before``, and return it."""
+    report.found, report.repaired = before.problems, repaired
+    stay = [_ORPHANS_STAY] * before.has(*_MAY_COME_BACK)
+    report.notes += [note for note in before.notes if note not in report.notes] + stay
+    report.bytes_read += before.bytes_read
+    report.seconds += before.seconds
+    return report
+
+
+class _Check:
+    """One check of a cache, which changes nothing there.
 
     Attributes:
-        sound: token shards without a problem, by name; those that are there from the beginning are not read.
-        claimed: whether no run can write meanwhile.
+        sound: token shards without a problem, by name; those that are there before ``run`` are not read.
+        header: the cache's header; None before ``run``, and where the rows cannot be checked by it.
+        live: JUDGED_COLUMNS of the live rows, with ``file`` and ``row``.
+        bad: the places of rows that contradict themselves.
+        table_names: the files of the videos table's folder at the beginning.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        request: Verification,
-        console: Console,
-        sound: dict[str, CheckedShard],
-        *,
-        claimed: bool = False,
-    ) -> None:
-        self.store, self.request, self.console, self.sound, self.claimed = store, request, console, sound, claimed
+    def __init__(self, store: Store, request: VerifyRequest, console: Console, *, claimed: bool = False) -> None:
+        """Prepare the check; ``claimed`` says that no run can write meanwhile."""
+        self.store, self.request, self.console, self.claimed = store, request, console, claimed
+        self.sound: dict[str, CheckedShard] = {}
         self.report = Report(str(store))
+        self.header: CacheHeader | None = None
+        self.live, self.bad = empty_rows(JUDGED_COLUMNS), set[Place]()
+        self.table_names: list[str] = []
         self._commits: dict[str, CheckedCommit] = {}  # the files of the table that were checked
         self._strays: set[str] = set()  # the files beside it that were checked
 
-    def carry_out(self) -> Report:
-        """Check the cache, and clean or repair it where asked; return the report. Raises as ``verify``.
-
-        After a repair the cache is checked once more, and the report is that of the second check.
-        """
+    def run(self) -> Report:
+        """Check the cache and return the report. Raises UsageError and OSError as ``verify``."""
         store, request, report = self.store, self.request, self.report
         start = time.monotonic()
-        header = self._check_header()
+        header = self.header = self._check_header()
         if header is None:
             return report
         # Listed before the videos shards are read, so that what a run commits meanwhile does not pass for an orphan.
         files = {folder: store.list_files(folder) for folder in ("", TOKENS, VIDEOS, RUNS)}
+        self.table_names = [file.name for file in files[VIDEOS]]
         self._list_uploads()
-        rows, bad = self._check_table(header)
-        live = select_live_rows(rows)
-        self._count(live)
-        encoder = self._live_check(live) if request.live else None
-        places = _list_places(rows, live)
+        rows = self._check_table(header)
+        self._count()
+        encoder = self._live_check() if request.live else None
+        places = _list_places(rows, self.live)
         if 0 < request.sample < sum(map(len, places.values())):
             places = self._sample(places)
-        while places := self._check_tokens(header, places, bad):
-            rows, bad = self._check_table(header)
-            live = select_live_rows(rows)
-            places = _find_again(places, _list_places(rows, live))
-        self._report_leftovers(files, rows, live)
+        while places := self._check_tokens(header, places):
+            rows = self._check_table(header)
+            places = _find_again(places, _list_places(rows, self.live))
+        self._report_leftovers(files, rows)
         report.seconds = time.monotonic() - start
         if encoder is not None:
-            encoder.run(_without_problems(live, report), request.live, request.seed, report)
-        if request.repair and repairable(report):
-            result = Repair(store, header, report).carry_out(live, bad)
-            later = replace(request, repair=False, clean=not _may_come_back(report))
-            verification = _Verification(store, later, self.console, self.sound, claimed=True)
-            return self._combine(verification.carry_out(), result)
-        if request.clean:
-            clean(store, report, request.keep, commits=[file.name for file in files[VIDEOS]])
+            encoder.run(_without_problems(self.live, report), request.live, request.seed, report)
         return report
 
     def _check_header(self) -> CacheHeader | None:
@@ -182,7 +193,7 @@ class _Verification:
         if report.problems:
             return None
         if CHECKSUM not in header:
-            report.notes.append(f"{HEADER} has no checksum: it was written before they did")
+            report.notes.append(f"{HEADER} has no checksum: it was written before headers had one")
         if read_declared_method(header["identity"]) is None:
             report.notes.append(
                 f"the method {method_of(header)} is unknown here, and {HEADER} does not say what it declares: how many "
@@ -201,12 +212,11 @@ class _Verification:
         except OSError as error:  # listing uploads needs a permission of its own, and not every store supports it
             self.report.notes.append(f"pending uploads cannot be listed: {error.strerror or error}")
 
-    def _check_table(self, header: CacheHeader) -> tuple[pa.Table, set[Place]]:
+    def _check_table(self, header: CacheHeader) -> pa.Table:
         """Check every file of the videos table that was not checked yet, and add problems and counts to the report.
 
         A file that another run merged away is left out, and the table is listed again: other files have its rows then.
-        Return JUDGED_COLUMNS of all rows of this identity with shard and row, and the places of rows that contradict
-        themselves.
+        Sets ``live`` and ``bad``, and returns JUDGED_COLUMNS of all rows of this identity with ``file`` and ``row``.
         """
         report, store = self.report, self.store
         check = partial(check_commit, store, header=header)
@@ -228,8 +238,10 @@ class _Verification:
         self._check_strays(strays, files)
         report.counts["videos_shards"] = len(self._commits)
         tables = [answer.rows for answer in self._commits.values() if answer.rows is not None]
-        bad = {(name, place) for name, answer in self._commits.items() for place in answer.bad}
-        return pa.concat_tables([empty_rows(JUDGED_COLUMNS), *tables]), bad
+        rows = pa.concat_tables([empty_rows(JUDGED_COLUMNS), *tables])
+        self.live = select_live_rows(rows)
+        self.bad = {(name, place) for name, answer in self._commits.items() for place in answer.bad}
+        return rows
 
     def _check_strays(self, names: Sequence[str], files: Sequence[TableFile]) -> None:
         """Compare the rows of stray files with those of the table's files, once; ``report`` gets problems and notes."""
@@ -246,24 +258,21 @@ class _Verification:
                 kind = Kind.STRAY if fault.has_rows else Kind.COMMIT
                 self.report.problems.append(Problem(kind, fault.message, name))
 
-    def _count(self, live: pa.Table) -> None:
+    def _count(self) -> None:
         """Add the counts of ok, failed and removed videos to the report."""
-        counts = {row["values"]: row["counts"] for row in pc.value_counts(live["status"]).to_pylist()}
-        n_ok, n_removed = counts.get("ok", 0), counts.get("removed", 0)
+        n_ok, n_removed = len(select_ok(self.live)), len(select_removed(self.live))
         self.report.counts |= {
             "videos": n_ok,
-            "failed_videos": len(live) - n_ok - n_removed,
+            "failed_videos": len(self.live) - n_ok - n_removed,
             "removed_videos": n_removed,
         }
 
-    def _live_check(self, live: pa.Table) -> LiveCheck:
+    def _live_check(self) -> LiveCheck:
         """Prepare the encoder of videos, so that its refusals come before the long part. Raises UsageError."""
         from pipeline.verify.live_check import LiveCheck  # noqa: PLC0415 - models and decoders load only for this
 
-        cache = TokenCache(str(self.store), store=self.store, live=live)
-        return LiveCheck(
-            cache, self.request.model, self.request.objects or Objects.from_environment(), self.request.video_root
-        )
+        cache, request = TokenCache(str(self.store), store=self.store, live=self.live), self.request
+        return LiveCheck(cache, request.model, request.objects or Objects.from_environment(), request.video_root)
 
     def _sample(self, places: Places) -> Places:
         """Draw the rows whose tokens are read, and note the chance that they miss damage."""
@@ -278,7 +287,7 @@ class _Verification:
         self.report.notes.append(f"{message}; the chance that these miss damage: {chances}")
         return drawn
 
-    def _check_tokens(self, header: CacheHeader, places: Places, bad: set[Place]) -> Places:
+    def _check_tokens(self, header: CacheHeader, places: Places) -> Places:
         """Check the token shards in ``places``, which has the rows that name each, except shards known to be sound.
 
         Rows of ``bad`` are left out. Adds shards without a problem to ``sound``, and problems and counts to the report.
@@ -293,7 +302,7 @@ class _Verification:
             if name in self.sound:
                 return replace(self.sound[name], n_bytes=0)
             try:
-                rows = [(place[0], table.read_row(*place)) for place in places[name].values() if place not in bad]
+                rows = [(place[0], table.read_row(*place)) for place in places[name].values() if place not in self.bad]
             except FileNotFoundError:
                 return CheckedShard([], is_gone=True)
             return check_token_shard(self.store, name, rows, header) if rows else CheckedShard([])
@@ -318,17 +327,17 @@ class _Verification:
             report.counts[key] = report.counts.get(key, 0) + count
         return left
 
-    def _report_leftovers(self, files: dict[str, list[FileInfo]], rows: pa.Table, live: pa.Table) -> None:
-        """Report files that were left behind, and rows that are missing from the table."""
+    def _report_leftovers(self, files: dict[str, list[FileInfo]], rows: pa.Table) -> None:
+        """Report files that were left behind, and rows that are missing from the table; ``rows`` are all rows."""
         store, report = self.store, self.report
-        all_shards, live_shards = _token_shards(rows), _token_shards(live)
+        all_shards, live_shards = _token_shards(rows), _token_shards(self.live)
         for infos in files.values():
             report.leftovers += [file for file in infos if PurePosixPath(file.name).name.startswith(TEMPORARY)]
         shards = [file for file in files[TOKENS] if file.name.endswith(".parquet") and file not in report.leftovers]
         report.orphans += [file for file in shards if file.name not in all_shards]
         report.superseded += [file for file in shards if file.name in all_shards and file.name not in live_shards]
-        known_ids = set(live["video_id"].to_pylist())
-        if any(problem.kind in {Kind.COMMIT, Kind.FINGERPRINT, Kind.STRAY} for problem in report.problems):
+        known_ids = set(self.live["video_id"].to_pylist())
+        if report.has(Kind.COMMIT, Kind.FINGERPRINT, Kind.STRAY):
             return  # the rows of such orphans were in those files
         committed_names = _committed_orphans(store, report.orphans, without_record=not known_ids)
         lost_shards = [
@@ -340,16 +349,6 @@ class _Verification:
                 Problem(Kind.LOST, f"{message}, {', '.join(lost_shards[:3])}: a file of it is gone", VIDEOS)
             )
 
-    def _combine(self, report: Report, result: Repaired) -> Report:
-        """Complete the report after the repair by the problems, notes and times of this check, and return it."""
-        before = self.report
-        report.found, report.repaired = before.problems, result
-        stay = [_ORPHANS_STAY] * _may_come_back(before)
-        report.notes += [note for note in before.notes if note not in report.notes] + stay
-        report.bytes_read += before.bytes_read
-        report.seconds += before.seconds
-        return report
-
     def _check_all(self, work: Callable[[str], R], names: Sequence[str], item: str) -> Iterator[tuple[str, R]]:
         """Check every file in several threads, and show progress; yield (name, result) in order."""
         if not names:
@@ -360,11 +359,6 @@ class _Verification:
             for name, result in zip(names, map_in_order(work, names, jobs, 2 * jobs), strict=True):
                 progress.advance(int(not result.problems), int(bool(result.problems)))
                 yield name, result
-
-
-def _may_come_back(report: Report) -> bool:
-    """Return True if a lost or damaged file of the table may be restored, so that its token shards must stay."""
-    return any(problem.kind in {Kind.COMMIT, Kind.LOST, Kind.FINGERPRINT, Kind.STRAY} for problem in report.problems)
 
 
 def _committed_orphans(store: Store, orphans: Collection[FileInfo], *, without_record: bool) -> Iterator[str]:
@@ -393,7 +387,7 @@ def _header_faults(header: CacheHeader) -> Iterator[str]:
     if newline is not None:
         try:
             n_bytes = len(base64.b64decode(newline, validate=True))
-        except (binascii.Error, TypeError, ValueError):
+        except (TypeError, ValueError):
             yield "its newline row is not base64"
         else:
             if hidden is not None and n_bytes != 2 * hidden:

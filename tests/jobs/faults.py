@@ -81,10 +81,10 @@ def die_at_call(number: int, methods: tuple[str, ...], command: list[str], log: 
 
 
 def _die_at_call(number: int, methods: tuple[str, ...], command: list[str], log: str) -> None:
-    from pipeline.rewrite import rewrite  # noqa: PLC0415
+    from pipeline.rewrite import recode  # noqa: PLC0415
 
     begin_forked(log, {})
-    rewrite._SHARD_VIDEOS = 2
+    recode._SHARD_VIDEOS = 2
     calls = count()
 
     def counted(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,8 +20,8 @@ from pipeline.evaluate.request import prepare
 from pipeline.evaluate.run import answer_and_score, drop_tokens
 from pipeline.generate.answers import check_place, commit_answers, merge_answers
 from pipeline.generate.removal import read_barred
+from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.moves import remove_videos
 from tests.jobs.jobs import forbid_models, forbid_ray, run_here
 from tests.jobs.test_stored import VERSIONS, succeed, unpack
 from tests.pipeline.asking import tiny_cache, write_questions
@@ -101,8 +101,11 @@ def test_results_are_scored_and_written_again_without_the_removed_questions(stor
     before = pq.read_table("results/scores.parquet")
     (stored / "results/pages").mkdir(exist_ok=True)
     (stored / "results/pages/sample.html").write_text("Which animal is it?")
+    (stored / "results/lmms.json").write_text('{"metric": "acc", "numbers": {"none@1": {"acc": 0.5}}}')
     said = remove_from("results")
-    assert "4 scores removed, 2 questions are left" in said
+    assert "4 scores removed, 2 questions are left: lmms.json, scores.parquet" in said
+    assert "lmms.json has no numbers now" in said and "rerun the jobs.evaluate command" in said
+    assert json.loads(Path("results/lmms.json").read_text()) == {"metric": "acc", "numbers": {}}
     text = all_text(stored / "results")
     assert not [part for part in TEXTS if part in text] and not list((stored / "results/pages").iterdir())
     scores = pq.read_table("results/scores.parquet")
@@ -122,8 +125,10 @@ def test_results_are_scored_and_written_again_without_the_removed_questions(stor
         pq.read_table("results/scores.parquet").select(before.column_names).equals(scores.select(before.column_names))
     )
     assert "0 scores removed" in remove_from("results")
-    assert "0 questions are left" in remove_from("results", ids="b.mp4\ntext.mp4")
-    assert not {"scores.parquet", "tables.md", "report.html"} & {path.name for path in (stored / "results").iterdir()}
+    said = remove_from("results", ids="b.mp4\ntext.mp4")
+    assert "0 questions are left" in said and "lmms.json" not in said
+    written = {"scores.parquet", "tables.md", "report.html", "lmms.json"}
+    assert not written & {path.name for path in (stored / "results").iterdir()}
 
 
 def test_scores_of_answers_are_written_again_and_answers_of_before_do_not_bring_them_back(stored):
@@ -196,7 +201,7 @@ def test_answers_and_results_on_s3_are_removed_from_alike(stored, monkeypatch):
 def test_unknown_ids_are_barred_and_likely_ones_named(tmp_path, monkeypatch):
     monkeypatch.chdir(unpack(tmp_path, VERSIONS[1]))
     said = " ".join(remove_from("answers", ids="a.mp").split())
-    assert "no question was about 1 of the videos" in said and "did you mean a.mp4?" in said
+    assert "1 of the ids are unknown here" in said and "did you mean a.mp4?" in said
     assert read_barred(LocalStore("answers")) == {"a.mp": "asked for"}
     for place in ("nothing", "videos"):
         Path(place).mkdir()

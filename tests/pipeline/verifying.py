@@ -14,14 +14,14 @@ from pipeline.cache.writer import VideoItem
 from pipeline.errors import VideoFault
 from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.report import Report
-from pipeline.verify.verify import Verification, verify
+from pipeline.verify.verify import VerifyRequest, verify
 from tests.pipeline.caches import encoded, encoded_failure, make_identity, random_tokens, write_header, write_shard
 
 SHAPE = (4, 9, 8)
 
 
 def verified(store: LocalStore | ObjectStore, **more: object) -> Report:
-    return verify(store, Verification(**more), Console(file=io.StringIO()))
+    return verify(store, VerifyRequest(**more), Console(file=io.StringIO()))
 
 
 def kinds(report: Report) -> list[str]:

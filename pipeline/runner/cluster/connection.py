@@ -360,8 +360,11 @@ def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
         raise UsageError("--device cuda: this machine has no GPU, and no Ray cluster is named or runs here")
 
 
-def provenance(run_id: str, packages: Sequence[str]) -> dict[str, Json]:
-    """Return the run record's facts about this process: host, process id and versions of packages."""
+def provenance(run_id: str, packages: Sequence[str] = ("gstep-cache", "pyarrow")) -> dict[str, Json]:
+    """Return the run record's facts about this process: host, process id and versions of packages.
+
+    The default packages are those of runs that only move, copy or delete what is stored.
+    """
     return {
         "run_id": run_id,
         "host": socket.gethostname(),

@@ -16,7 +16,7 @@ from pipeline import NotACache, TokenCache
 from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec
 from pipeline.cache.header import HEADER, find_codec, read_header, serialise_header
 from pipeline.cache.merging import merge_fully
-from pipeline.verify.moves import remove_videos
+from pipeline.rewrite.remove import remove_videos
 from tests.examples import run_example
 from tests.pipeline.caches import encoded, make_cache, make_identity, random_tokens, write_header, write_shard
 from tests.pipeline.verifying import verified

@@ -13,7 +13,7 @@ from pipeline.cache.merging import merge
 from pipeline.cache.near_ids import did_you_mean_id, near_ids
 from pipeline.cache.reader import MAX_HINTS
 from pipeline.errors import describe_near, near_file, near_form, printable
-from pipeline.verify.moves import remove_videos
+from pipeline.rewrite.remove import remove_videos
 from tests.pipeline.asking import tiny_cache
 
 IDS = ("a/bikes.mp4", "b/boats.mp4", "b/boat.mp4", "b/cats.webm", "c/cats.mp4", "c/kites.mp4", "c/kites.webm")

@@ -19,9 +19,9 @@ from pipeline import FailedVideo, NotACache, RatioNotCached, TokenCache, TokenDa
 from pipeline.cache.header import made_with
 from pipeline.cache.merging import merge_fully
 from pipeline.errors import CorruptShard, RemovedVideo, VideoFault
+from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.moves import remove_videos
 from tests.gstep import synthetic
 from tests.interpreter import run_python
 from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard

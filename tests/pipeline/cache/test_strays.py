@@ -16,8 +16,8 @@ from pipeline.cache.live import Ledger
 from pipeline.cache.merging import merge, merge_fully
 from pipeline.cache.table import list_table_files
 from pipeline.errors import RemovedVideo, RunFailed
+from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore, ObjectStore
-from pipeline.verify.moves import remove_videos
 from tests.pipeline.caches import write_shard
 from tests.pipeline.damage import flip, shards
 from tests.pipeline.verifying import kinds, six_videos, tokens_of, verified, video_of

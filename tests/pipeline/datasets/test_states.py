@@ -14,7 +14,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from pipeline import IterableTokenDataset, TokenCache, TokenDataset, pack
 from pipeline.errors import RemovedVideo
-from pipeline.verify.moves import join_tokens, remove_videos
+from pipeline.rewrite.compact import join_tokens
+from pipeline.rewrite.remove import remove_videos
 from tests.pipeline.datasets.caches import IDS, ids_of, make_shards
 
 NOW = timedelta(0)

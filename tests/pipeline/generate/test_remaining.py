@@ -21,9 +21,10 @@ from pipeline.generate.job import Questions
 from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.run import CommittedAnswers
 from pipeline.generate.summary import summarise_answers
+from pipeline.rewrite.compact import join_tokens
+from pipeline.rewrite.remove import remove_videos
 from pipeline.rows import failed_answer
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.moves import join_tokens, remove_videos
 from tests.pipeline.asking import SHAPE, lines_of, request_about, tiny_cache
 from tests.pipeline.caches import encoded, random_tokens, write_shard
 

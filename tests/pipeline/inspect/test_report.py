@@ -8,7 +8,7 @@ import pytest
 from pipeline import TokenCache
 from pipeline.errors import RatioNotCached, UnknownVideo
 from pipeline.inspect.report import cache_report, count, flat, frames_of, source_facts, source_frames, video_report
-from pipeline.verify.moves import remove_videos
+from pipeline.rewrite.remove import remove_videos
 from tests.pipeline.caches import encoded, random_tokens, write_shard
 from tests.pipeline.pages import FRAMES, VIDEO, build, shown
 

@@ -13,8 +13,8 @@ from pipeline.inputs.tar_and_zip import Tar
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import ManifestCounts, select_shard
 from pipeline.prune.todo import Todo, TodoSelection
+from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.moves import remove_videos
 from tests.pipeline.caches import encoded_failure, write_header, write_shard
 from tests.pipeline.inputs.test_video_list import (
     Noting,

@@ -16,9 +16,9 @@ from pipeline.cache.merging import merge_fully
 from pipeline.errors import CorruptShard, IdentityMismatch, NotACache, RemovedVideo, UsageError, VideoFault
 from pipeline.rewrite import merge as merge_module
 from pipeline.rewrite.merge import merge_caches
+from pipeline.rewrite.remove import remove_videos
 from pipeline.runner.run_record import list_committed_shards
 from pipeline.storage.stores import LocalStore, store_at
-from pipeline.verify.moves import remove_videos
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.damage import Dying, flip, say_what_was_committed, shards
 from tests.pipeline.s3 import S3Server

@@ -12,8 +12,9 @@ from jobs import compact, merge, remove, verify
 from pipeline import TokenCache
 from pipeline.cache.header import made_with
 from pipeline.cache.writer import commit_records
+from pipeline.rewrite.compact import join_tokens
+from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.moves import join_tokens, remove_videos
 from tests.pipeline.damage import shards
 from tests.pipeline.verifying import kinds, tokens_of, verified
 

@@ -14,9 +14,9 @@ from pipeline.cache.live import LiveVideos
 from pipeline.cache.merging import merge, merge_fully
 from pipeline.cache.table import serialise_small
 from pipeline.errors import RunFailed, UsageError
+from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore, ObjectStore
-from pipeline.verify.moves import remove_videos
 from pipeline.verify.report import KEPT_IN
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.damage import Dying, flip, rewrite_row, say_what_was_committed, shards

@@ -1,4 +1,6 @@
-"""One cache made of another: read it video by video, change each, and commit shard by shard. ``jobs.recode`` is here.
+"""One cache made of another: read it video by video, change each, and commit shard by shard.
+
+``Rewrite`` by itself is ``jobs.recode``; ``jobs.reprune`` changes the videos too (``pipeline.rewrite.reprune``).
 
 A kill leaves at most token shards that no row names. A rerun resumes from the existing rows: a video is
 done again only where the source's row counts for more than the copy's by the rule of ``pipeline.cache.live``. Of a
@@ -7,23 +9,16 @@ video that the source has removed since, only the removed row stays.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.changed_code import (
-    delete_superseded,
-    has_tokens,
-    match_identity,
-    refuse_changed_code,
-    restart_cache,
-)
+from pipeline.cache.changed_code import delete_superseded, match_cache_code, restart_cache
 from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.dataset_card import write_new_header
 from pipeline.cache.header import (
@@ -33,21 +28,22 @@ from pipeline.cache.header import (
     find_codec,
     fingerprint,
     read_header,
+    refuse_occupied_place,
 )
-from pipeline.cache.live import LiveVideos, fill_nulls, read_states, sort_by_shard
+from pipeline.cache.live import RULE_COLUMNS, LiveVideos, find_live, make_rule_columns, select_ok, sort_by_shard
 from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES, try_merge
 from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.cache.schema import KEY_COLUMNS, VIDEOS
 from pipeline.cache.table import VideosTable
 from pipeline.cache.token_shard import parse_shard_id
 from pipeline.cache.writer import KeptTokens, VideoItem, commit_records, make_bundles, write_token_shard
-from pipeline.errors import NotACache, RunFailed, UsageError, VideoFault, store_usage_errors
+from pipeline.errors import RunFailed, UsageError, VideoFault, store_usage_errors
+from pipeline.rewrite.remove import erase_removed
 from pipeline.rows import JsonObject, VideoRecord, VideoRow, failed_video
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster.connection import provenance
 from pipeline.runner.run_record import COMMITTED_KEY, RunFile, check_out, new_run_id, newest_record
 from pipeline.storage.stores import Store
-from pipeline.verify.moves import erase_removed
 
 _VERSIONS = ("gstep-cache", "torch", "pyarrow")
 _SHARD_VIDEOS = 1024
@@ -63,7 +59,7 @@ class Rewrite:
     Attributes:
         source: the cache that is read.
         header: of the cache that is made.
-        config: the options of ``jobs.prune`` that would make it, as far as the source's runs tell.
+        config: the options of ``jobs.prune`` that would make it, as far as the source's runs tell, without ``out``.
         evidence: read besides the tokens.
     """
 
@@ -83,7 +79,7 @@ class Rewritten:
     """The counts of a rewrite that has ended.
 
     Attributes:
-        run_id: it names the record in runs/; "" where there was nothing to do.
+        run_id: it names the record in runs/, which is there unless there was nothing to do.
         videos: rows that were written now, failed and removed ones too.
         failed: of those that have tokens in the source and none now.
         done: rows that were there already.
@@ -91,7 +87,7 @@ class Rewritten:
         seconds: wall time.
     """
 
-    run_id: str = ""
+    run_id: str
     videos: int = 0
     failed: int = 0
     done: int = 0
@@ -105,10 +101,10 @@ class Rewritten:
             yield f"warning: {self.failed:,} of them failed"
 
 
-def recoding(source: TokenCache, codec: str, out: str) -> Rewrite:
-    """Plan the cache ``out`` of the source's tokens by another codec. Raises UsageError."""
+def recoding(source: TokenCache, codec: str) -> Rewrite:
+    """Plan a cache of the source's tokens by another codec; nothing is written. Raises UsageError."""
     check_source(source, "recode")
-    config = {**make_config(source.store), "out": out, "token_codec": codec}
+    config = {**make_config(source.store), "token_codec": codec}
     return Rewrite(source, change_codec(source.header, codec), config, tuple(source.evidence))
 
 
@@ -134,18 +130,11 @@ def check_place(out: Store, header: CacheHeader, *, redo: bool = False) -> bool:
     """
     check_out(out)
     with store_usage_errors():
-        if not out.exists(HEADER):
-            if out.has_other_files():
-                raise NotACache(f"{out} exists and is no cache (it has no {HEADER}): name an empty place with --out")
-        elif out.names(VIDEOS, ".parquet"):
-            old_identity = read_header(out)["identity"]
-            changed_code = match_identity(
-                old_identity, header["identity"], f"{out} holds rows of another kind", redo=redo
-            )
-            if not redo and changed_code and has_tokens(out, old_identity):
-                refuse_changed_code(out, changed_code, "tokens")
-            return bool(changed_code)
-    return False
+        refuse_occupied_place(out)
+        if not out.names(VIDEOS, ".parquet"):
+            return False
+        old_identity, refusal = read_header(out)["identity"], f"{out} holds rows of another kind"
+        return match_cache_code(out, old_identity, header["identity"], refusal, redo=redo)
 
 
 def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: bool = False) -> Rewritten:
@@ -169,12 +158,11 @@ def rewrite(job: Rewrite, out: Store, say: Callable[[str], object], *, redo: boo
         if len(todo):
             about: JsonObject = {
                 "rewritten_from": str(job.source.store),
-                "config": job.config,
+                "config": {**job.config, "out": str(out)},
                 "decoding_rules": (newest_record(job.source.store) or {}).get("decoding_rules", 1),
                 "videos": len(todo),
             }
-            record = RunFile(out, {**provenance(result.run_id, _VERSIONS), **about})
-            with record:
+            with RunFile(out, {**provenance(result.run_id, _VERSIONS), **about}) as record:
                 _stream(job, todo, out, record, result, say)
         erase_removed(out, made_with, result.run_id, say)  # also what an interrupted rewrite has left
         if len(todo):
@@ -194,7 +182,7 @@ def _stream(
     """
     header, codec, shards = out.read(HEADER), find_codec(job.header["identity"]), list[str]()
     made_with = fingerprint(read_header(out)["identity"])
-    result.failed = pc.sum(pc.equal(todo["status"], "ok")).as_py()
+    result.failed = len(select_ok(todo))
 
     def n_bytes(video: VideoItem) -> float:
         tokens = video.kept
@@ -221,23 +209,15 @@ def _todo(source: TokenCache, out: Store, made_with: str, result: Rewritten) -> 
 
     Sets ``result.done`` to the number of the other rows.
     """
-    columns = ("video_id", "status", "attempts", "token_shard", "first_row_group")
+    columns = (*RULE_COLUMNS, "token_shard", "first_row_group")
     _, rows = LiveVideos.read(source.store, fingerprint(source.identity), columns)
-    _, old_rows = LiveVideos.read(out, made_with, ("video_id", "status", "attempts"))
-    old_ranks = dict(zip(old_rows["video_id"].to_pylist(), _ranks(old_rows), strict=True))
-    nothing = (math.inf, 0)
-    is_todo = [
-        rank < old_ranks.get(video_id, nothing)
-        for video_id, rank in zip(rows["video_id"].to_pylist(), _ranks(rows), strict=True)
-    ]
-    todo = rows.filter(pa.array(is_todo, pa.bool_()))
+    _, old_rows = LiveVideos.read(out, made_with, RULE_COLUMNS)
+    rule = make_rule_columns(pa.concat_tables([old_rows.select(RULE_COLUMNS), rows.select(RULE_COLUMNS)]))
+    zeros = np.zeros_like(rule["tie"])
+    live, _ = find_live({**rule, "rewritten": zeros, "tie": zeros})  # of rows alike, the first counts
+    todo = rows.take(pa.array(live[live >= len(old_rows)] - len(old_rows)))
     result.done = len(rows) - len(todo)
     return sort_by_shard(todo)
-
-
-def _ranks(rows: pa.Table) -> list[tuple[int, int]]:
-    """Return the rank of each row; the row with the smaller rank is live."""
-    return list(zip(read_states(rows["status"]).tolist(), (-fill_nulls(rows["attempts"])).tolist(), strict=True))
 
 
 def _change_videos(job: Rewrite, todo: pa.Table) -> Iterator[VideoItem]:

@@ -15,8 +15,8 @@ from jobs import recode, reprune
 from pipeline import FailedVideo, TokenCache
 from pipeline.cache.table import list_table_files, read_file
 from pipeline.errors import RemovedVideo, VideoFault
+from pipeline.rewrite.remove import remove_videos
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.moves import remove_videos
 from tests.jobs.faults import die_at_call
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.damage import flip
@@ -75,7 +75,7 @@ def test_recoded_tokens_are_those_that_a_run_writes(tmp_path, codec):
 
 @pytest.mark.parametrize("method", ["gstep", "random", "vidcom2"])
 def test_repruned_tokens_are_those_that_a_run_writes(tmp_path, method):
-    """Methods that look at evidence are in tests/jobs/test_rewrite.py, beside real runs."""
+    """Methods that look at evidence are in tests/jobs/test_reprune.py, beside real runs."""
     cache(tmp_path / "whole")
     cache(tmp_path / "pruned", method, 0.25)
     argv = [str(tmp_path / "whole"), "--pruner", method, "--retention-ratio", "0.25", "--out", str(tmp_path / "out")]

@@ -11,11 +11,11 @@ import pytest
 from pipeline import TokenCache
 from pipeline.cache.header import HEADER, made_with, read_header, serialise_header
 from pipeline.cache.live import LiveVideos
-from pipeline.cache.merging import merge_fully
+from pipeline.cache.merging import merge, merge_fully
 from pipeline.errors import CacheLocked, NotACache, RemovedVideo
+from pipeline.rewrite.remove import remove_videos
 from pipeline.runner.claim import Claim
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.moves import remove_videos
 from tests.pipeline.caches import write_header, write_shard
 from tests.pipeline.damage import Dying
 from tests.pipeline.verifying import assert_tokens, kinds, six_videos, tokens_of, verified, video_of
@@ -26,6 +26,11 @@ NOW = timedelta(0)
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
     return six_videos(tmp_path_factory.mktemp("sound") / "c").root
+
+
+@pytest.fixture
+def store(sound, tmp_path) -> LocalStore:
+    return LocalStore(shutil.copytree(sound, tmp_path / "c"))
 
 
 def remove(store, *ids, reason="takedown 17"):
@@ -73,6 +78,15 @@ def test_videos_are_gone_once_and_for_all_and_their_neighbours_stay_bit_for_bit(
     write_shard(store, "later", video_of("b", 9, attempts=9), video_of("h", 3))
     merge_fully(store, made_with(store))  # which drops the late row of b
     assert remove(store, "b").moved == 1 and mentions(store.root, "b") == []
+
+
+def test_every_file_that_goes_is_named(store):
+    """Those that the first of its merges deleted were not."""
+    merge(store, made_with(store), everything=True)
+    before = {file.name for folder in ("tokens", "videos") for file in store.list_files(folder)}
+    done = remove(store, "b")
+    left = {file.name for folder in ("tokens", "videos") for file in store.list_files(folder)}
+    assert len(before - left) > 5 and before - left <= {*done.deleted}
 
 
 def test_an_earlier_attempt_whose_row_was_merged_away_is_gone_too(store, sound):
@@ -156,10 +170,18 @@ def test_what_a_killed_run_left_of_a_video_is_gone_too(store, sound):
 
 def test_ids_without_a_row_never_get_one(store, sound):
     done = remove(store, "x", "bad")
-    assert done.unknown == ["x"] and "1 of the videos had no row" in list(done.lines())[-1]
+    assert done.unknown == ["x"] and "1 of the ids are unknown here" in list(done.lines())[-1]
     assert_removed(store, sound, "x", "bad")
     done = remove(store, "bad.mp4", "d.mp4")  # "bad" is removed: nobody means it
-    assert done.likely == {"d.mp4": ["d"]} and "d.mp4 was not there; did you mean d?" in list(done.lines())[-1]
+    assert done.likely == {"d.mp4": ["d"]} and "d.mp4 was not found; did you mean d?" in list(done.lines())[-1]
+
+
+def test_ids_are_barred_from_a_cache_without_a_row(tmp_path):
+    """It ended in a traceback."""
+    empty = write_header(tmp_path / "empty", hidden_size=8)
+    assert remove(empty, "x").unknown == ["x"]
+    with pytest.raises(RemovedVideo, match="takedown 17"):
+        TokenCache(empty.root).get("x")
 
 
 def test_whatever_is_interrupted_the_next_one_ends(tmp_path):

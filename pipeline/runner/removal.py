@@ -1,16 +1,28 @@
-"""What the records and logs of runs say of removed videos, and files that a stopped writer left unfinished."""
+"""What the removals of videos from caches and from answers share.
+
+That is their result, their run with its record, and cleaning: the records and logs of earlier runs lose the videos, and
+files that a stopped writer left unfinished are deleted.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
+import pyarrow as pa
+
+from pipeline.cache.near_ids import near_ids
+from pipeline.errors import describe_near, name_first
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.listings import VIDEO_SUFFIXES, find_suffix
 from pipeline.rows import Json
-from pipeline.runner.run_record import RUNS
+from pipeline.runner.claim import Claim
+from pipeline.runner.cluster.connection import provenance
+from pipeline.runner.run_record import RUNS, RunFile
 from pipeline.storage.stores import TEMPORARY, Store
 
 _INSTEAD = "(removed)"
@@ -20,6 +32,55 @@ _KEPT_KEYS = frozenset(
 )
 _OPTIONS = frozenset({"videos", "ask", "system"})  # options of a run that may hold the texts
 _IN_ARCHIVE = re.compile(rf"({'|'.join(map(re.escape, FORMS))})/")
+_MAX_EXAMPLES = 5  # unknown ids that a result names
+
+
+@dataclass
+class Removal:
+    """The result of a removal of videos from one place.
+
+    Attributes:
+        run_id: it names the record in runs/; "" where there is no such run.
+        videos: ids that are removed now; ``unknown`` are those that the place knew nothing of.
+        likely: ids that may have been meant by the first unknown ids.
+        deleted: files that held something of the videos.
+    """
+
+    run_id: str
+    videos: int = 0
+    unknown: list[str] = field(default_factory=list)
+    likely: dict[str, list[str]] = field(default_factory=dict)
+    deleted: list[str] = field(default_factory=list)
+
+    def find_unknown(self, ids: Collection[str], known_ids: Iterable[str], nameable: pa.ChunkedArray) -> None:
+        """Set ``unknown`` to the ``ids`` that are not among ``known_ids``, and ``likely`` to similar ids.
+
+        ``nameable`` are the ids that may be suggested.
+        """
+        self.unknown = sorted(set(ids).difference(known_ids))
+        for video_id in self.unknown[:_MAX_EXAMPLES]:
+            if likely := [name for name in near_ids(video_id, nameable) if name not in ids]:
+                self.likely[video_id] = likely
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines for the user about unknown ids."""
+        if n_unknown := len(self.unknown):
+            names = name_first(self.unknown, n_unknown, _MAX_EXAMPLES)
+            yield f"note: {n_unknown:,} of the ids are unknown here, and barred all the same: {names}"
+        for video_id, likely in self.likely.items():
+            names = ", ".join(describe_near(video_id, name) for name in likely)
+            yield f"note: {video_id} was not found; did you mean {names}? It stays until you name it"
+
+
+@contextmanager
+def removal_run(store: Store, result: Removal, reason: str, say: Callable[[str], object]) -> Iterator[None]:
+    """Claim ``store`` for the run of a removal, and write the record of the run, which has the reason.
+
+    Raises CacheLocked where another run writes to ``store``, UsageError where nothing can be written, and OSError.
+    """
+    record = {**provenance(result.run_id), "removed": result.videos, "reason": reason}
+    with Claim(store, result.run_id, say), RunFile(store, record):
+        yield
 
 
 def forget_in_runs(store: Store, ids: Collection[str], texts: Collection[str]) -> None:

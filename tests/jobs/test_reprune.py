@@ -1,4 +1,4 @@
-"""jobs.reprune beside real runs of jobs.prune; tests/pipeline/rewrite has jobs.recode and other methods."""
+"""jobs.reprune beside real runs of jobs.prune; tests/pipeline/rewrite/test_recode.py has other methods, and codecs."""
 
 import shutil
 
