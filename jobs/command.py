@@ -78,6 +78,11 @@ class Parser(argparse.ArgumentParser):
             "--version", action=_Version, help="show the versions of this package, torch, Ray, transformers"
         )
 
+    def add_help_all(self, usual: Collection[str]) -> None:
+        """Add ``--help-all``, which shows all options; ``--help`` then shows those named ``usual``."""
+        self.usual = frozenset((*usual, "help", "help_all", argparse.SUPPRESS))  # --version has no name
+        self.add_argument("--help-all", action=_HelpAll, dest="help_all", help="show all options, in groups")
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         # If flags and positional arguments are mixed, argparse calls it again with the remaining arguments.
         self._json |= "--json" in (sys.argv[1:] if args is None else args)
@@ -171,8 +176,7 @@ def run_command(
         interrupt_message: the message after Ctrl-C or SIGTERM.
     """
     if usual:
-        parser.usual = frozenset((*usual, "help", "help_all", argparse.SUPPRESS))  # --version has no name
-        parser.add_argument("--help-all", action=_HelpAll, dest="help_all", help="show all options, in groups")
+        parser.add_help_all(usual)
     add_json(parser)
     parser.add_argument(
         "--config",

@@ -1,4 +1,7 @@
-"""Show a cache or a folder of answers: a summary, one video or question, or the failed items."""
+"""Show a cache or a folder of answers: a summary, one video or question, or the failed items.
+
+With --method: show which tokens of one video several methods keep.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ from jobs.frame.flags import add_flags, from_flags
 from jobs.frame.json_document import CommandResult, add_json, print_lines
 from jobs.frame.stores import add_video_root, make_objects, make_say
 from pipeline.console import CleanConsole
-from pipeline.errors import CorruptShard, NotACache, UnknownVideo
+from pipeline.errors import CorruptShard, NotACache, RunFailed, UnknownVideo, VideoFault
 from pipeline.options import S3Options, share
+from pipeline.prune.config import ENCODING_OPTIONS, PruneConfig
 from pipeline.rows import JsonObject
 
 if TYPE_CHECKING:
@@ -26,33 +30,63 @@ if TYPE_CHECKING:
 
 
 EPILOG = """\
-Exit code: 0 shown; 1 rows of committed videos are lost, a file is damaged, the store failed, or the run of --watch did
-not finish; 2 the request was refused, e.g. no such video; 130 interrupted.
+examples:
+  python -m jobs.inspect cache                                  a summary
+  python -m jobs.inspect cache ID --html page.html --video-root videos
+  python -m jobs.inspect VIDEO --method gstep vidcom2 random,seed=0..2 --retention-ratio 25% 10% --html page.html
+
+Exit code: 0 shown; 1 rows of committed videos are lost, a file is damaged, the store failed, your own method fails, or
+the run of --watch did not finish; 2 the request was refused, e.g. no such video; 130 interrupted.
 """
+
+#: The options that --help shows.
+USUAL = (
+    *("place", "item", "failed", "method", "retention_ratio", "html", "video_root", "watch", "json"),
+    *("model", "num_frames", "fps", "max_frames"),
+)
+_ENCODING_FLAGS = ENCODING_OPTIONS - set(S3Options.__dataclass_fields__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Show a cache or answers, one item, the failed items or the run under way, or write a video's page.
 
-    Returns the exit code.
+    ``--method`` compares methods on one video. Returns the exit code.
     """
     parser = Parser("python -m jobs.inspect", description=__doc__, epilog=EPILOG)
     parser.add_argument(
         "place",
-        metavar="CACHE|ANSWERS",
-        help="the folder, or the s3://, gs:// or az:// prefix, that jobs.prune or jobs.generate wrote",
+        metavar="CACHE|ANSWERS|VIDEO",
+        help="the folder, or the s3://, gs:// or az:// prefix, that jobs.prune or jobs.generate wrote; with --method "
+        "also a video file",
     )
-    parser.add_argument("item", metavar="ID", nargs="?", help="one video of the cache, one question of the answers")
+    parser.add_argument(
+        "item",
+        metavar="ID",
+        nargs="?",
+        help="one video of the cache, one question of the answers; of a video file its name on the page",
+    )
     parser.add_argument(
         "--failed", action="store_true", help="print only failed items, a line each: id, class, message, tab-separated"
     )
     parser.add_argument(
-        "--retention-ratio", type=share, metavar="R", help="with a video: show a smaller ratio of the same cache"
+        "--method",
+        nargs="+",
+        metavar="METHOD",
+        help="with a video: show which tokens these methods keep of the same encoding, each as METHOD or "
+        "METHOD,NAME=VALUE,...; seed=0..2 stands for three seeds. On a cache of all tokens they select from the stored "
+        "tokens, else the source is encoded again (--video-root)",
+    )
+    parser.add_argument(
+        "--retention-ratio",
+        nargs="+",
+        metavar="R",
+        help="with a video: show a smaller ratio of the same cache; with --method one or several ratios (default: that "
+        "of the cache, or 25%%)",
     )
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="with a video: write a page that shows the kept tokens in its frames"
     )
-    add_video_root(parser, "with --html: show frames of")
+    add_video_root(parser, "with --html: show frames of, with --method: encode again,")
     parser.add_argument(
         "--watch",
         action="store_true",
@@ -60,21 +94,55 @@ def main(argv: Sequence[str] | None = None) -> int:
         "cache; exit code 1 if it did not finish. Without a terminal, print a line each time",
     )
     add_json(parser)
+    parser.add_help_all(USUAL)
+    add_flags(parser, PruneConfig, _ENCODING_FLAGS)
     add_flags(parser, S3Options)
     arguments = parser.parse_intermixed_args(argv)  # a video's id may come after the flags
+    _read_ratios(parser, arguments)
     _check_flags(parser, arguments)
     return run_to_exit_code(
-        lambda: _inspect(arguments),
+        lambda: _compare(arguments) if arguments.method else _inspect(arguments),
         CleanConsole(stderr=True),
-        failures=(CorruptShard, OSError),
-        refusals=(ValueError, UnknownVideo),
+        failures=(CorruptShard, OSError, RunFailed),
+        refusals=(ValueError, UnknownVideo, VideoFault),
         interrupt_message="interrupted: the run itself continues" if arguments.watch else "interrupted",
         document=arguments.json,
     )
 
 
+def _read_ratios(parser: Parser, arguments: argparse.Namespace) -> None:
+    """Read the words after ``--retention-ratio`` as numbers; the last word is the ID if it is none, and none was given.
+
+    Sets ``retention_ratios``, and ``retention_ratio`` to the first of them or None.
+    """
+    words, arguments.retention_ratios = arguments.retention_ratio or [], []
+    for number, word in enumerate(words, start=1):
+        try:
+            arguments.retention_ratios.append(share(word))
+        except ValueError:
+            if number == 1 or number < len(words) or arguments.item is not None:
+                parser.error(f"argument --retention-ratio: invalid share value: {word!r}")
+            arguments.item = word
+    arguments.retention_ratio = next(iter(arguments.retention_ratios), None)
+
+
 def _check_flags(parser: Parser, arguments: argparse.Namespace) -> None:
     """End the program with a usage error if flags exclude each other."""
+    if arguments.method:
+        alone = [flag for flag in ("failed", "watch") if getattr(arguments, flag)]
+        if alone:
+            parser.error(f"--{alone[0]} goes with no --method")
+        return
+    encoding = sorted(name for name in _ENCODING_FLAGS if hasattr(arguments, name))
+    if encoding:
+        parser.error(f"--{encoding[0].replace('_', '-')} goes with --method")
+    if len(arguments.retention_ratios) > 1:
+        parser.error("several values of --retention-ratio go with --method")
+    _check_item(parser, arguments)
+
+
+def _check_item(parser: Parser, arguments: argparse.Namespace) -> None:
+    """End the program with a usage error for flags that do not go with an ID, or not without it."""
     for flag in ("retention_ratio", "html"):
         if getattr(arguments, flag) is not None and arguments.item is None:
             parser.error(f"--{flag.replace('_', '-')} goes with a video: name its ID")
@@ -82,7 +150,7 @@ def _check_flags(parser: Parser, arguments: argparse.Namespace) -> None:
         if getattr(arguments, flag) and arguments.item is not None:
             parser.error(f"--{flag} goes with no ID")
     if arguments.video_root and arguments.html is None:
-        parser.error("--video-root goes with --html")
+        parser.error("--video-root goes with --html or --method")
     if arguments.failed and arguments.watch:
         parser.error("--failed goes with no --watch")
 
@@ -112,6 +180,28 @@ def _inspect(arguments: argparse.Namespace) -> CommandResult:
             f"{store} holds results of jobs.evaluate: open its report.html, or name {store}/answers or {store}/cache"
         )
     return _show_cache(store, arguments, objects)
+
+
+def _compare(arguments: argparse.Namespace) -> CommandResult:
+    """Show which tokens of a video several methods keep, and write their page with ``--html``."""
+    from pipeline.inspect.compare import compare  # noqa: PLC0415 - torch and the decoders load after the flags
+    from pipeline.inspect.page import check_page_file  # noqa: PLC0415
+
+    if arguments.html is not None:
+        check_page_file(arguments.html)  # before the video is encoded
+    comparison = compare(
+        arguments.place,
+        arguments.item,
+        methods=arguments.method,
+        retention_ratios=arguments.retention_ratios,
+        video_roots=arguments.video_root,
+        **{name: getattr(arguments, name) for name in ENCODING_OPTIONS if hasattr(arguments, name)},
+    )
+    record, output = {**comparison.as_record(), "page": None}, [comparison.report()]
+    if arguments.html is not None:
+        record["page"] = str(arguments.html)
+        output.append(comparison.save(arguments.html))
+    return CommandResult(0, record, output)
 
 
 def _show_answers(store: Store, arguments: argparse.Namespace) -> CommandResult:

@@ -1,8 +1,9 @@
 """Videos in, a Parquet cache of pruned visual tokens out; and the reader of that cache.
 
-``prune_videos`` fills a cache, ``TokenCache`` reads it, ``answer_questions`` asks its language model; ``encode_video``
-does one video without Ray or a cache. ``help`` of each says the rest. What ``__all__`` names is public, in this package
-and in ``gstep``, ``gstep.language`` and ``gstep.backbones``; the packages below are not.
+``prune_videos`` fills a cache, ``TokenCache`` reads it, ``answer_questions`` asks its language model. ``encode_video``
+does one video without Ray or a cache, and ``compare`` shows what several methods keep of it. ``help`` of each says the
+rest. What ``__all__`` names is public, in this package and in ``gstep``, ``gstep.language`` and ``gstep.backbones``;
+the packages below are not.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from pipeline.generate.model import model_source
     from pipeline.generate.run import answer_questions
     from pipeline.generate.summary import AnswerSummary
+    from pipeline.inspect.compare import compare
+    from pipeline.inspect.comparison import Comparison, MethodSelection
     from pipeline.prune.library import prune_videos
     from pipeline.prune.map_batches import DecodeVideos, EncodeVideos, prune_stages
     from pipeline.prune.one_video import EncodedVideo, LocalEncoder, encode_video
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AnswerSummary",
     "CachedVideo",
+    "Comparison",
     "CorruptShard",
     "DecodeVideos",
     "EncodeVideos",
@@ -52,6 +56,7 @@ __all__ = [
     "FailedVideo",
     "IterableTokenDataset",
     "LocalEncoder",
+    "MethodSelection",
     "NotACache",
     "Packed",
     "Progress",
@@ -66,6 +71,7 @@ __all__ = [
     "UsageError",
     "VideoFault",
     "answer_questions",
+    "compare",
     "encode_video",
     "model_source",
     "pack",
@@ -91,6 +97,8 @@ _HOMES = {
     "pipeline.generate.answers": ("read_answers",),
     "pipeline.generate.run": ("answer_questions",),
     "pipeline.generate.model": ("model_source",),
+    "pipeline.inspect.compare": ("compare",),
+    "pipeline.inspect.comparison": ("Comparison", "MethodSelection"),
     "pipeline.generate.summary": ("AnswerSummary",),
     "pipeline.prune.library": ("prune_videos",),
     "pipeline.prune.map_batches": ("DecodeVideos", "EncodeVideos", "prune_stages"),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -25,20 +26,27 @@ from pipeline.options import check_options, share, value_type
 T = TypeVar("T")
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
+def add_flags(parser: argparse.ArgumentParser, config: type, names: Collection[str] | None = None) -> None:
     """Add a flag for each field of a config class to ``parser``, in the help's groups.
 
     A field is in the group that its ``option`` names, else in the group of the field before it. A class's own fields
     come before inherited fields.
+
+    ``names`` are the fields to add; None adds all. A field that is named so is absent from the parsed namespace if its
+    flag is not given.
     """
     hints = get_type_hints(config)
     groups: dict[str, argparse._ArgumentGroup] = {}
     title = ""
     for item in _list_fields(config):
         title = item.metadata.get("group", title)
+        if names is not None and item.name not in names:
+            continue
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        _add_flag(groups[title], item, hints[item.name], getattr(config, "item", ""))
+        action = _add_flag(groups[title], item, hints[item.name], getattr(config, "item", ""))
+        if names is not None:
+            action.default = argparse.SUPPRESS
 
 
 def read_config_file(path: str, config: type) -> dict[str, object]:
@@ -79,8 +87,8 @@ def _list_fields(config: type) -> list[Field[Any]]:
     return sorted(fields(config), key=lambda item: depths[item.name])
 
 
-def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, item_name: str) -> None:
-    """Add one field's flag to an argument group; ``item_name`` completes its help text."""
+def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, item_name: str) -> argparse.Action:
+    """Add one field's flag to an argument group, and return it; ``item_name`` completes its help text."""
     default = item.default if item.default_factory is MISSING else item.default_factory()
     # The keywords of argparse differ from one kind of flag to the next.
     help_text = _format_help(item.metadata["help"].format(item=item_name), default)
@@ -100,10 +108,9 @@ def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, item_
         keywords["type"] = share if item.metadata.get("share") else kind
     if item.metadata.get("positional"):
         keywords.pop("action", None)  # words replace the default and a file's value, and one argument takes all words
-        group.add_argument(item.name, nargs="*" if get_origin(hint) is list else "?", **keywords)
-    else:
-        flag = item.metadata.get("flag", "--" + item.name.replace("_", "-"))
-        group.add_argument(flag, dest=item.name, **keywords)
+        return group.add_argument(item.name, nargs="*" if get_origin(hint) is list else "?", **keywords)
+    flag = item.metadata.get("flag", "--" + item.name.replace("_", "-"))
+    return group.add_argument(flag, dest=item.name, **keywords)
 
 
 def _format_help(text: str, default: Any) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import ModelFamily, ModelSource, TextTowerSource, family_of
-from gstep.evidence import HEAD_SOURCES, PER_FRAME, name_of
+from gstep.evidence import HEAD_SOURCES, is_per_frame, name_of
 from gstep.families import GENERIC
 from gstep.language import PromptBuilder, Visual
 from gstep.language.layer_pruning import check_layer
@@ -188,17 +188,10 @@ class LatePruning:
         Raises as ``prune_tokens``.
         """
 
-        def by_frame(values: Tensor) -> Tensor:  # [T*N,...] -> [T,N,...]
-            return values.to(device).reshape(visual.n_frames, visual.tokens_per_frame, *values.shape[1:])
-
-        tokens = by_frame(visual.tokens)
-        evidence = {
-            name: visual.evidence[column].to(device) if name in PER_FRAME else by_frame(visual.evidence[column])
-            for name, column in self.evidence
-        }
+        whole = make_visual_tokens(visual, self.evidence, device)
         if text_embedding is not None:
-            evidence = {"text_embedding": text_embedding, "image_embedding": tokens, **evidence}
-        whole = VisualTokens(tokens, evidence).add_places(visual.extra.get("grid"), visual.timestamps)
+            evidence = {"text_embedding": text_embedding, "image_embedding": whole.tokens, **whole.evidence}
+            whole = replace(whole, evidence=evidence)
         return prune_tokens(self.pruner, whole, self.retention_ratio, self.seed)
 
     def reduce(self, visual: Visual, pruned: PrunedTokens, *, own_order: bool = True) -> Visual:
@@ -216,6 +209,27 @@ class LatePruning:
             tokens = (pruned.tokens[pruned.selection_order()] if uses_own_order else pruned.tokens).to(tokens)
         levels = tuple(level[index] for level in visual.deepstack)
         return replace(visual, tokens=tokens, index=visual.index[index], deepstack=levels, evidence={})
+
+
+def make_visual_tokens(visual: Visual, columns: Iterable[tuple[str, str]], device: str) -> VisualTokens:
+    """Return the cached tokens of a whole video on the device, [T,N,D], as the encoder's actor hands them to a method.
+
+    Deepstack levels, at which no method looks, are left out.
+
+    Args:
+        visual: all tokens of the video, in ascending index, with the columns of evidence.
+        columns: pairs of the evidence's name or label in the result, and the cache's column.
+    """
+
+    def by_frame(values: Tensor) -> Tensor:  # [T*N,...] -> [T,N,...]
+        return values.to(device).reshape(visual.n_frames, visual.tokens_per_frame, *values.shape[1:])
+
+    evidence = {
+        name: visual.evidence[column].to(device) if is_per_frame(name) else by_frame(visual.evidence[column])
+        for name, column in columns
+    }
+    whole = VisualTokens(by_frame(visual.tokens), evidence)
+    return whole.add_places(visual.extra.get("grid"), visual.timestamps)
 
 
 def _unpickle(method: str, params: JsonObject, *settings: Any) -> LatePruning:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from gstep.types import budget_for
 from pipeline import html_pages
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.header import CacheIdentity
+from pipeline.cache.header import CacheIdentity, ModelIdentity
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TIERS
 from pipeline.errors import UsageError
@@ -62,16 +62,30 @@ def write_page(
 
     Raises UsageError where ``file`` cannot be written, and the errors of ``video_page``.
     """
+    check_page_file(file)
+    page = video_page(cache, video_id, retention_ratio, objects, video_roots)
+    return write_html(file, page.html, video_id, page.missing)
+
+
+def check_page_file(file: Path) -> None:
+    """Raise UsageError where no page can be written: its folder is missing, or it is a folder."""
     if not file.parent.is_dir():
         raise UsageError(f"{file}: the folder {file.parent} does not exist")
     if file.is_dir():
         raise UsageError(f"{file}: is a folder; name a file for the page")
-    page = video_page(cache, video_id, retention_ratio, objects, video_roots)
+
+
+def write_html(file: Path, html: str, video_id: str, missing: str) -> str:
+    """Write a page, over an existing file; return a line for the user about it.
+
+    ``missing`` is the reason why its frames have no pictures, or "". Raises UsageError.
+    """
+    check_page_file(file)
     try:
-        size = file.write_bytes(page.html.encode())
+        size = file.write_bytes(html.encode())
     except OSError as error:
         raise UsageError(f"{file}: cannot be written: {error.strerror}") from error
-    pictures = f"without pictures: {page.missing}" if page.missing else "with pictures of its frames"
+    pictures = f"without pictures: {missing}" if missing else "with pictures of its frames"
     return f"{file}: {size / 1000:,.0f} kB, {video_id} {pictures}"
 
 
@@ -112,16 +126,16 @@ def draw_page(
     grid = grid_of(row)
     rows, columns = grid or (1, 1)
     width, height = row["source_width"] or row["width"] or 1, row["source_height"] or row["height"] or 1
-    frames = [_frame(row, t, members, pictures) for t, members in enumerate(frames_of(row))]
+    frames = list_frames(row, pictures)
     script = html_pages.asset(PACKAGE, "page.js")
     template = html_pages.environment(PACKAGE).get_template("page.html")
     html = template.render(
-        style=html_pages.asset(PACKAGE, "page.css"),
+        style=html_pages.asset(PACKAGE, "inspect.css") + html_pages.asset(PACKAGE, "page.css"),
         script=script,
         script_hash=html_pages.policy_hash(script),
         video_id=row["video_id"],
-        summary=_summary(row),
-        model=f"{identity['model']['type']}, " + _LONG_HASH.sub(r"\1", identity["model"]["weights"]),
+        summary=describe_row(row),
+        model=describe_model(identity["model"]),
         method=identity["pruner"]["method"],
         missing=pictures.missing,
         tiers=tiers,
@@ -165,17 +179,29 @@ def list_tiers(row: VideoRow, more: float | None = None) -> list[tuple[float, in
     return [*tiers, (stored_ratio, row["n_tokens"])]
 
 
-def _frame(row: VideoRow, t: int, members: list[int], pictures: Pictures) -> Frame:
-    """Describe frame ``t``, which these sampled frames make."""
-    picture = base64.b64encode(pictures.jpegs[members[0]]).decode() if pictures.jpegs else ""
-    return Frame(t, f"{row['timestamps'][members[0]]:.2f} s", source_frames(row, members), picture)
+def list_frames(row: VideoRow, pictures: Pictures) -> list[Frame]:
+    """Describe each of the T frames, with the picture of the first sampled frame that makes it."""
+    return [
+        Frame(
+            t,
+            f"{row['timestamps'][members[0]]:.2f} s",
+            source_frames(row, members),
+            base64.b64encode(pictures.jpegs[members[0]]).decode() if pictures.jpegs else "",
+        )
+        for t, members in enumerate(frames_of(row))
+    ]
 
 
-def _summary(row: VideoRow) -> str:
+def describe_model(model: ModelIdentity) -> str:
+    """Return the type and the weights of a model, a long hash cut."""
+    return f"{model['type']}, " + _LONG_HASH.sub(r"\1", model["weights"])
+
+
+def describe_row(row: VideoRow) -> str:
     """Return the line about a video's tokens, source and length."""
-    unit = "pair" if _has_paired_frames(row) else "frame"
+    unit = "pair" if has_paired_frames(row) else "frame"
     parts = [f"{row['tokens_per_frame']} tokens × {row['n_frames']} {unit}{'s' if row['n_frames'] > 1 else ''}"]
-    if _has_paired_frames(row):
+    if has_paired_frames(row):
         parts[0] += " of frames"
     if row["source_width"]:
         parts.insert(0, f"{row['source_width']}×{row['source_height']} {row['codec']}")
@@ -189,17 +215,22 @@ def _explanation(row: VideoRow) -> str:
     if grid is None:
         return f"{row['tokens_per_frame']} tokens a frame are no square grid, so only their number is shown."
     words = "Bright: the tokens that were kept. Dimmed: those that were pruned."
-    if _has_paired_frames(row):
+    if has_paired_frames(row):
         words += " A token spans two frames, of which the first is shown."
+    return words + explain_shape(row, grid)
+
+
+def explain_shape(row: VideoRow, grid: tuple[int, int]) -> str:
+    """Return a sentence about frames that the encoder saw in another shape, after a blank; "" if it saw their own."""
     sizes = [row[name] for name in ("source_width", "source_height", "width", "height")]
-    if None in sizes or sizes[0] * sizes[3] == sizes[1] * sizes[2]:  # the encoder saw the frames in their own shape
-        return words
+    if None in sizes or sizes[0] * sizes[3] == sizes[1] * sizes[2]:
+        return ""
     return (
-        f"{words} The encoder saw every frame squeezed to {row['width']}×{row['height']}; here the frame has its own "
+        f" The encoder saw every frame squeezed to {row['width']}×{row['height']}; here the frame has its own "
         f"shape, and the {grid[0]}×{grid[1]} tokens are stretched with it."
     )
 
 
-def _has_paired_frames(row: VideoRow) -> bool:
+def has_paired_frames(row: VideoRow) -> bool:
     """Return True if a token spans two frames, as on Qwen."""
     return len(row["frame_indices"]) > int(row["n_frames"])

@@ -171,7 +171,9 @@ def source_facts(row: VideoRow) -> list[tuple[str, str]]:
         facts.append(("decoder", f"{row['backend']} {row['backend_version'] or ''}{warnings_note}"))
     columns = row["manifest"] or {}
     facts += [(name, _as_text(value)) for name, value in columns.items() if value is not None]
-    return [*facts, ("run", f"{row['run_id']}, attempt {row['attempts']}")]
+    if row["run_id"] is not None:  # a video that is in no cache has no run
+        facts.append(("run", f"{row['run_id']}, attempt {row['attempts']}"))
+    return facts
 
 
 def _as_text(value: Json) -> str:

@@ -101,6 +101,12 @@ def _width(n_frames: int) -> int:
     return next((width for limit, width in _WIDTHS if n_frames <= limit), _MIN_WIDTH)
 
 
+def shrink(frames: Frames, size: tuple[int, int]) -> Frames:
+    """Shrink [T,H,W,3] frames for a page: to the shape of their source, whose (height, width) is ``size``."""
+    target = Thumbnails(_width(len(frames))).target_size(len(frames), *size)
+    return resize_frames(frames, target).numpy()
+
+
 def to_jpegs(frames: Frames) -> list[bytes]:
     """Encode [T,h,w,3] uint8 RGB as T JPEG files."""
     encoder = av.CodecContext.create("mjpeg", "w")

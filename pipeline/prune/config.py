@@ -15,6 +15,15 @@ from pipeline.plan.options import PlanOptions
 if TYPE_CHECKING:
     from pipeline.inputs.archive import ArchiveOptions
 
+#: The options that say how a single video is encoded, in a process without Ray.
+ENCODING_OPTIONS = frozenset(
+    {"model", "revision", "family", "siglip", "device", "dtype", "attn", "seed", "num_frames", "frame_rule", "fps"}
+    | {"max_frames", "snap_to_keyframes", "min_pixels", "max_pixels", "max_video_tokens", "decoder", "fetch_memory"}
+    | {"s3_endpoint", "s3_requester_pays"}
+)
+#: The options that concern a single video: also how it is pruned.
+VIDEO_OPTIONS = ENCODING_OPTIONS | {"retention_ratio", "pruner", "pruner_param"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PruneConfig(PlanOptions, PrunerOptions):

@@ -18,10 +18,9 @@ from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
 from pipeline.inputs.tables import given_parts
 from pipeline.options import make_config
 from pipeline.prune.batches import BYTES, read_cell, unpack
-from pipeline.prune.config import PruneConfig
+from pipeline.prune.config import VIDEO_OPTIONS, PruneConfig
 from pipeline.prune.decode_stage import Decoder
 from pipeline.prune.encode_stage import Encoder
-from pipeline.prune.one_video import OPTIONS
 from pipeline.prune.recipe import PruneStages, resolve
 from pipeline.rows import VideoRecord, VideoRow, without_nulls
 
@@ -55,7 +54,7 @@ def prune_stages(**options: Any) -> PruneStages:
 
     Raises UsageError if an option makes no sense or the model is missing.
     """
-    config = make_config(PruneConfig, "prune_stages", options, OPTIONS | {"decode_timeout", "decode_memory"})
+    config = make_config(PruneConfig, "prune_stages", options, VIDEO_OPTIONS | {"decode_timeout", "decode_memory"})
     return resolve(config).stages(config.device, config.dtype)
 
 

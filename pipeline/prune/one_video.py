@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gstep import PrunedTokens, make_pruner
 from pipeline.errors import VideoFault, usage_errors
 from pipeline.options import make_config
-from pipeline.prune.config import PruneConfig
+from pipeline.prune.config import VIDEO_OPTIONS, PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder, make_pruning_columns, to_sampled_video
 from pipeline.prune.recipe import resolve
@@ -21,12 +21,6 @@ from pipeline.rows import VideoRecord, todo_row
 from pipeline.storage.s3 import is_s3
 from pipeline.video.sandbox import InThisProcess
 
-#: The options of ``python -m jobs.prune`` that concern one video.
-OPTIONS = frozenset(
-    {"model", "revision", "family", "siglip", "device", "dtype", "attn", "retention_ratio", "pruner", "pruner_param"}
-    | {"seed", "num_frames", "frame_rule", "fps", "max_frames", "snap_to_keyframes", "min_pixels", "max_pixels"}
-    | {"max_video_tokens", "decoder", "fetch_memory", "s3_endpoint", "s3_requester_pays"}
-)
 _DIM_FACTOR = 3  # divides the brightness of pruned tokens in a picture
 
 
@@ -64,8 +58,8 @@ class EncodedVideo:
     def picture(self, retention_ratio: float | None = None, columns: int = 4) -> NDArray[np.uint8]:
         """Draw [H,W,3] uint8: the (first) frame of each t side by side, dark where its tokens were pruned.
 
-        ``columns`` frames share a row of the picture. ``retention_ratio`` is as in ``kept``. Raises ValueError if the
-        grid of a frame's tokens is not known.
+        ``columns`` frames share a row of the picture; what is left of its last row is white. ``retention_ratio`` is as
+        in ``kept``. Raises ValueError if the grid of a frame's tokens is not known.
         """
         if self.grid is None:
             raise ValueError("this model does not say where in a frame its tokens are: use kept(), a mask [T,N]")
@@ -75,7 +69,7 @@ class EncodedVideo:
         rows, lines = (np.arange(n) * of // n for n, of in zip((height, width), self.grid, strict=True))
         lit = mask[:, rows][:, :, lines, None]
         tiles = np.where(lit, frames, frames // _DIM_FACTOR)
-        blank = np.zeros((-len(tiles) % columns, *tiles.shape[1:]), np.uint8)
+        blank = np.full((-len(tiles) % columns, *tiles.shape[1:]), 255, np.uint8)  # no dark cell, as if it was pruned
         mosaic = np.concatenate([tiles, blank]).reshape(-1, columns, height, width, 3)
         return mosaic.swapaxes(1, 2).reshape(-1, columns * width, 3)
 
@@ -86,14 +80,15 @@ class LocalEncoder:
     >>> encoder = pipeline.LocalEncoder(model="tiny", num_frames=8, retention_ratio=0.25)
     >>> video = encoder("bikes.mp4", end_s=4)
 
-    ``options`` are the options of ``python -m jobs.prune`` that concern one video (OPTIONS), with the same defaults.
+    ``options`` are the options of ``python -m jobs.prune`` that concern one video (VIDEO_OPTIONS), with the same
+    defaults.
 
     Raises UsageError if an option makes no sense or the model is missing.
     """
 
     def __init__(self, **options: Any) -> None:
         """Check the options and load the model; decoding runs in this process. Raises UsageError and ModelError."""
-        config = make_config(PruneConfig, "encode_video", options, OPTIONS)
+        config = make_config(PruneConfig, "encode_video", options, VIDEO_OPTIONS)
         recipe = resolve(config)
         self._setup = recipe.encode_setup(config.device, config.dtype)
         with usage_errors():
@@ -105,7 +100,7 @@ class LocalEncoder:
         self, path: str | os.PathLike[str], *, start_s: float | None = None, end_s: float | None = None
     ) -> EncodedVideo:
         """Encode a video, or the clip of it from ``start_s`` to ``end_s``; see :func:`encode_video`."""
-        record, frames = self._decode(os.fspath(path), start_s, end_s)
+        record, frames = decode_file(self._decoder, os.fspath(path), start_s, end_s)
         video = to_sampled_video(record)
         visual = self._encoder.encode_frames(frames, video)
         pruned = self._pruner.prune(visual, self._setup.retention_ratio, seed=self._setup.seed)
@@ -119,15 +114,18 @@ class LocalEncoder:
             record={**record, **make_pruning_columns(pruned, visual)},
         )
 
-    def _decode(self, path: str, start_s: float | None, end_s: float | None) -> tuple[VideoRecord, NDArray[np.uint8]]:
-        """Decode a video or clip: return its record and frames [F,h,w,3]. Raises VideoFault."""
-        place = path if is_s3(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
-        row = todo_row(path, place, start_s, end_s)
-        with self._decoder.open_archives([row]) as archives, self._decoder.open(row, archives) as source:
-            record, frames = self._decoder.decode_one(row, source)
-        if frames is None:
-            raise VideoFault(record["error_class"], record["error_message"], stage=record["error_stage"])
-        return record, frames
+
+def decode_file(
+    decoder: VideoDecoder, path: str, start_s: float | None = None, end_s: float | None = None
+) -> tuple[VideoRecord, NDArray[np.uint8]]:
+    """Decode a video or clip: return its record and frames [F,h,w,3]. Raises VideoFault."""
+    place = path if is_s3(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
+    row = todo_row(path, place, start_s, end_s)
+    with decoder.open_archives([row]) as archives, decoder.open(row, archives) as source:
+        record, frames = decoder.decode_one(row, source)
+    if frames is None:
+        raise VideoFault(record["error_class"], record["error_message"], stage=record["error_stage"])
+    return record, frames
 
 
 def encode_video(

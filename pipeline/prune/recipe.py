@@ -14,7 +14,15 @@ from rich.console import Console
 from gstep import PRUNERS, make_pruner
 from gstep.backbones import BACKBONES, ModelSource, StaticParts, family_class, family_of
 from gstep.errors import ModelError
-from gstep.evidence import EVIDENCE_SHAPES, HEAD_SOURCES, PER_FRAME, SOURCES, make_label, name_of
+from gstep.evidence import (
+    EVIDENCE_SHAPES,
+    HEAD_SOURCES,
+    PER_FRAME,
+    SOURCES,
+    make_label,
+    name_of,
+    name_source_pairs,
+)
 from gstep.families import describe_family
 from gstep.lazy import did_you_mean
 from gstep.methods import METHODS
@@ -382,15 +390,26 @@ def list_needed_evidence(
 
     Raises UsageError if the encoder does not give an evidence, ValueError for an unknown method or parameter.
     """
-    kind = family_class(family)
-    pruner = read_pruner(method, params, family=kind.variant)
-    pairs = set(pruner.sources.items())
+    pruner = read_pruner(method, params, family=family_class(family).variant)
+    return list_evidence_of(pruner, f"--evidence {method}", family, model_type)
+
+
+def list_evidence_of(pruner: Pruner, flag: str, family: str, model_type: str | None = None) -> set[tuple[str, str]]:
+    """Return the (name, source) pairs of evidence that a method object needs from the vision encoder of a family.
+
+    Args:
+        flag: the beginning of the message, such as ``--evidence fastvid``.
+        family: its name.
+        model_type: the model's type, for messages; None for the family's name alone.
+
+    Raises UsageError if the encoder does not give an evidence.
+    """
+    kind, pairs = family_class(family), set(name_source_pairs(pruner.sources))
     if "text_embedding" in pruner.needs:  # if a family has no embedding of patches, its tokens are used instead
         pairs = {pair for pair in pairs if pair[0] != "image_embedding" or pair in kind.gives}
     if missing_pairs := sorted(pairs - kind.gives):
         names = " and ".join(f"{name} from {SOURCES.get(source, source)}" for name, source in missing_pairs)
-        kind_name = describe_family(family, model_type)
-        raise UsageError(f"--evidence {method}: the encoder of {kind_name} does not give {names}")
+        raise UsageError(f"{flag}: the encoder of {describe_family(family, model_type)} does not give {names}")
     return pairs
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
 import torch
-from torch import Tensor
 
-from gstep import VisualTokens
 from gstep.backbones import family_class
-from gstep.evidence import HEAD_SOURCES, PER_FRAME
+from gstep.evidence import HEAD_SOURCES
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
 from pipeline.cache.cached_video import CachedVideo
@@ -21,7 +19,7 @@ from pipeline.cache.header import CacheHeader, CacheIdentity, PrunerIdentity, ch
 from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.cache.writer import VideoItem
 from pipeline.errors import UsageError, usage_errors
-from pipeline.generate.late_pruning import find_evidence_columns, is_whole
+from pipeline.generate.late_pruning import find_evidence_columns, is_whole, make_visual_tokens
 from pipeline.generate.model import choose_family
 from pipeline.own_method import prune_or_fault
 from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
@@ -98,18 +96,10 @@ class _Repruning(Rewrite):
 
         Raises VideoFault, and MethodFails for a method that would fail for every video.
         """
-        shape = (record["n_frames"], record["tokens_per_frame"])
-
-        def whole(values: Tensor) -> Tensor:
-            return values.to(self.device).reshape(*shape, *values.shape[1:])
-
-        evidence = {
-            name: video.evidence[column].to(self.device) if name in PER_FRAME else whole(video.evidence[column])
-            for name, column in self.columns.items()
-        }
-        extra = json.loads(record.get("model_extra") or "{}")
-        visual = VisualTokens(whole(video.tokens), evidence, tuple(map(whole, video.deepstack)))
-        visual = visual.add_places(extra.get("grid"), record.get("timestamps") or ())
+        stored = replace(video.visual, extra=json.loads(record.get("model_extra") or "{}"))  # JSON is text in a rewrite
+        visual = make_visual_tokens(stored, self.columns.items(), self.device)
+        levels = (level.to(self.device).view(visual.tokens.shape) for level in video.deepstack)
+        visual = replace(visual, deepstack=tuple(levels))
         start = time.perf_counter()
         pruned = prune_or_fault(self.pruner, visual, self.header["identity"]["retention_ratio"], self.seed)
         columns: VideoRecord = {**make_pruning_columns(pruned, visual), "prune_s": time.perf_counter() - start}

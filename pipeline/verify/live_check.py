@@ -10,7 +10,7 @@ import json
 import random
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -24,20 +24,17 @@ from pipeline.cache.live import select_ok
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.writer import KeptTokens, VideoItem
 from pipeline.errors import ReplacedSource, UsageError, VideoFault, usage_errors
-from pipeline.inputs.forms import fetch_again
 from pipeline.inputs.manifest import sort_roots
-from pipeline.options import check_options
-from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
+from pipeline.prune.encode_again import decode_again, read_run_config
 from pipeline.prune.encode_stage import VideoEncoder
 from pipeline.prune.recipe import resolve
-from pipeline.rows import VideoRecord, VideoRow, todo_row
+from pipeline.rows import VideoRecord, VideoRow
 from pipeline.runner.cluster.connection import package_version
 from pipeline.runner.run_record import RUNS, RunRecord, newest_record, read_record
 from pipeline.storage.s3 import Objects
 from pipeline.verify.report import Kind, LiveResult, Problem, Report
 from pipeline.video.sampling import DECODING_RULES
-from pipeline.video.source import same_source
 
 # If the same program on the same kind of machine made both, every bit counts. Other versions and processors round
 # differently, and a near tie then selects another token. For the sample clips, float32 against bfloat16 came out
@@ -135,14 +132,7 @@ class LiveCheck:
 
         Raises ReplacedSource where the source is another file now.
         """
-        where = row["uri"], row["start_s"], row["end_s"], row["source_size"]
-        todo = todo_row(row["video_id"], *where, row["attempts"], row["source_offset"])
-        with same_source(row, self._objects, fetch_again(row, self._objects, self._roots)) as source:
-            record, frames = decoder.decode_one(todo, source)
-        if frames is None:
-            raise VideoFault("internal", f"{record['error_class']}: {record['error_message']}")
-        if record["source_hash"] != row["source_hash"]:
-            raise ReplacedSource("the source has changed since: its hash is another one")
+        record, frames = decode_again(row, decoder, self._objects, self._roots)
         try:
             return self._encoder.encode_one(record, frames)
         except VideoFault as fault:
@@ -203,15 +193,3 @@ def versions_of(row: VideoRow, run: RunRecord, record: VideoRecord) -> dict[str,
     then |= {"backend": row["backend"], "backend_version": row["backend_version"]}
     now |= {"backend": record.get("backend"), "backend_version": record.get("backend_version")}
     return {name: (str(then[name]), str(now[name])) for name in then if then[name] != now[name]}
-
-
-def read_run_config(cache: TokenCache, run: RunRecord, model: str | None) -> PruneConfig:
-    """Return options with those of the run that decide tokens; device and workers are this machine's own.
-
-    Raises UsageError.
-    """
-    names = {item.name for item in fields(PruneConfig) if not item.metadata.get("secret")}
-    options = {name: value for name, value in run.get("config", {}).items() if name in names}
-    own_options = {"out": str(cache.store), **dict.fromkeys(("decoder", "device", "dtype", "attn"), "auto")}
-    options_here = {**options, **own_options, **({"model": model} if model else {})}
-    return PruneConfig(**check_options(PruneConfig, options_here, f"{cache.store}/{RUNS}/{run.get('run_id')}.json: "))

@@ -29,6 +29,12 @@ def test_a_video_in_this_process():
     assert video.grid is None and video.kept().shape == (T, N) and T == 2
     with pytest.raises(ValueError, match="does not say where in a frame its tokens are"):
         video.picture()
+    compared = pipeline.compare(CLIP, methods=["gstep", "vidcom2"], num_frames=4, start_s=1.0, **options)
+    assert compared.grid is None and torch.equal(compared.rows[0].index, video.pruned.index)
+    html = compared.to_html()
+    assert "does not say where in a frame its tokens are" in html and 'class="veil"' not in html
+    with pytest.raises(UsageError, match="--method visionzip: the encoder of qwen3_vl by the family generic does not"):
+        pipeline.compare(CLIP, methods="visionzip", num_frames=4, **options)
     with pytest.raises(VideoFault, match="refuses the video") as error:
         pipeline.encode_video(CLIP, start_s=9.9, fps=1.0, **options)
     assert error.value.fault_class == "too-short"

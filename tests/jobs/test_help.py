@@ -6,7 +6,7 @@ from importlib import import_module
 import pytest
 
 from gstep.methods import METHODS, VIDEO_METHODS
-from jobs import doctor, evaluate, generate, prune, recode, reprune, serve
+from jobs import doctor, evaluate, generate, inspect, prune, recode, reprune, serve
 from jobs.__main__ import COMMANDS
 
 
@@ -25,14 +25,16 @@ def test_every_method_of_the_table_is_listed_where_it_runs(command, methods, cap
     assert not [name for name in METHODS.keys() - methods.keys() if name in said.replace(",", "").split()]
 
 
-@pytest.mark.parametrize("command", [doctor, prune, generate, evaluate, serve])
+@pytest.mark.parametrize("command", [doctor, prune, generate, evaluate, serve, inspect])
 def test_help_is_a_screen_of_the_usual_options_and_leads_to_all(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         command.main(["--help"])
     short = capsys.readouterr().out
     assert len(short.splitlines()) <= 60 and "--help-all" in short and "--s3-endpoint" not in short
     assert all(
-        f"--{name.replace('_', '-')}" in short or name.upper() in short for name in command.USUAL if name != "caches"
+        f"--{name.replace('_', '-')}" in short or name.upper() in short
+        for name in command.USUAL
+        if name not in ("caches", "place", "item")
     )
     with pytest.raises(SystemExit, match="0"):
         command.main(["--help-all"])

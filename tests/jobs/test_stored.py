@@ -24,9 +24,9 @@ from pipeline.evaluate.request import read_results_header
 from pipeline.evaluate.results import read_scores
 from pipeline.evaluate.scores import SCORES
 from pipeline.generate.answers import ANSWER_SCHEMA, LATER_COLUMNS, AnswersTable, merge_answers
+from pipeline.prune.encode_again import read_run_config
 from pipeline.runner.run_record import newest_record
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.live_check import read_run_config
 from pipeline.video.sampling import DECODING_RULES
 from tests.jobs.jobs import forbid_models, forbid_ray, run_here
 from tests.paths import ROOT

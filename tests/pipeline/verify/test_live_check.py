@@ -9,8 +9,9 @@ import torch
 from pipeline import TokenCache
 from pipeline.cache.writer import KeptTokens
 from pipeline.errors import UsageError
+from pipeline.prune.encode_again import read_run_config
 from pipeline.storage.s3 import Objects
-from pipeline.verify.live_check import LiveCheck, compare, read_run_config, suspicion
+from pipeline.verify.live_check import LiveCheck, compare, suspicion
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 
 TOKENS = random_tokens(0)

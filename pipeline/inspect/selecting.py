@@ -1,0 +1,188 @@
+"""The selections of several methods from all tokens of one video, which is encoded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gstep import VisualTokens
+from gstep.backbones import ModelSource, family_of
+from gstep.errors import ModelError
+from gstep.evidence import HEAD_SOURCES, make_label, name_of
+from gstep.pruners import make_pruner, method_name
+from gstep.pruners.base import Pruner
+from pipeline.cache.codecs import BFLOAT16
+from pipeline.cache.header import identify_model
+from pipeline.errors import UsageError, VideoFault, usage_errors
+from pipeline.generate.late_pruning import parse_pruning_grid
+from pipeline.inspect.comparison import Comparison, MethodSelection
+from pipeline.inspect.thumbnails import Pictures, shrink, to_jpegs
+from pipeline.own_method import prune_or_fault
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.encode_stage import VideoEncoder, to_sampled_video
+from pipeline.prune.recipe import Recipe, list_evidence_of, resolve
+from pipeline.rows import Json, VideoRecord, VideoRow
+from pipeline.storage.s3 import Objects
+
+
+class Wanted(NamedTuple):
+    """A selection to make: a method by its name in the result, its nominal ratio, and the seed of one that draws."""
+
+    label: str
+    pruner: Pruner
+    retention_ratio: float
+    seed: int
+
+    @property
+    def settings(self) -> dict[str, Json]:
+        """The parameters of the method, and its seed if it draws."""
+        return {**self.pruner.params(), **({"seed": self.seed} if self.pruner.seeded else {})}
+
+
+def list_wanted(methods: Sequence[str | Pruner], ratios: Sequence[float], seed: int, family: str) -> list[Wanted]:
+    """List the selections to make, the largest ratio first, then in the order of the methods; equal ones count once.
+
+    Args:
+        seed: the seed of methods that draw and name none.
+        family: the variant of the methods that have rules for families (``ModelFamily.variant``).
+
+    Raises UsageError for an unknown method or parameter, and for a method that looks at the question.
+    """
+    wanted: dict[tuple[str, float], Wanted] = {}
+    for method in methods:
+        for label, pruner, ratio, own_seed in _read_method(method, ratios, seed, family):
+            if not pruner.cacheable:
+                where = "inside the language model, " if pruner.layer is not None else ""
+                raise UsageError(
+                    f"--method {label}: it selects {where}anew for every question, so there is nothing to show for a "
+                    "video alone; leave it out"
+                )
+            row = Wanted(label, pruner, pruner.nominal_ratio(ratio), own_seed)
+            wanted.setdefault((label, row.retention_ratio), row)
+    return sorted(wanted.values(), key=lambda row: -row.retention_ratio)
+
+
+def _read_method(
+    method: str | Pruner, ratios: Sequence[float], seed: int, family: str
+) -> Iterator[tuple[str, Pruner, float, int]]:
+    """Yield (label, method, ratio, seed) of a method as it was named, for each ratio and each of its seeds."""
+    with usage_errors():
+        if isinstance(method, Pruner):
+            pruner, defaults = make_pruner(method), {item.name: item.default for item in fields(method)}
+            params = [f"{name}={value}" for name, value in pruner.params().items() if value != defaults[name]]
+            for ratio in ratios:
+                yield ",".join([method_name(type(pruner)), *params]), pruner, ratio, seed
+            return
+        for spec in parse_pruning_grid([method], ratios, seed=seed):
+            if spec.positions is not None:
+                raise UsageError(f"--method {method}: positions are of prompts, not of selections; leave them out")
+            label, (own, pruner) = replace(spec, seed=0).method_label, spec.read(family)
+            if own.seed and "seed" not in spec.params:
+                label = f"{label},seed={own.seed}"
+            yield label, pruner, spec.retention_ratio, own.seed
+
+
+def select(wanted: Sequence[Wanted], visual: VisualTokens) -> Iterator[MethodSelection]:
+    """Yield the selection of each method from all tokens of a video.
+
+    The evidence of ``visual`` has the labels ``make_label(name, source)``. A nested method selects once for all of its
+    ratios. Raises VideoFault that names the method, and MethodFails.
+    """
+    largest = {}
+    for row in wanted:
+        if row.label not in largest:
+            evidence = {
+                label: visual.evidence[make_label(name_of(label, source), source)]
+                for label, source in row.pruner.sources.items()
+            }
+            own = replace(visual, evidence=evidence)
+            try:
+                pruned = prune_or_fault(row.pruner, own, row.retention_ratio, row.seed)
+            except VideoFault as fault:
+                raise VideoFault(fault.fault_class, f"{row.label}: {fault.message}", stage="prune") from fault
+            if row.pruner.nested:
+                largest[row.label] = pruned
+        else:
+            pruned = largest[row.label].at(row.retention_ratio)
+        merged = None if pruned.merged is None else pruned.merged.cpu()
+        yield MethodSelection(
+            method=row.label,
+            retention_ratio=row.retention_ratio,
+            index=pruned.index.cpu(),
+            merged=merged,
+            n_total=pruned.n_total,
+            tokens_per_frame=visual.tokens.shape[1],
+            settings=row.settings,
+        )
+
+
+def plan_encoding(config: PruneConfig, source: ModelSource, wanted: Sequence[Wanted], objects: Objects) -> Recipe:
+    """Return the recipe of one encoding of all tokens, with all evidence that the methods need.
+
+    Raises UsageError that names the method whose evidence the model does not give.
+    """
+    pairs: set[tuple[str, str]] = set()
+    for row in wanted:
+        flag, pruner = f"--method {row.label}", row.pruner
+        if unknown := sorted(pruner.needs - pruner.sources.keys()):
+            raise UsageError(
+                f"{flag} needs {' and '.join(unknown)} besides the tokens, and does not say where in an encoder to get "
+                "it (Pruner.sources)"
+            )
+        needed = list_evidence_of(pruner, flag, source.family, source.model_type)
+        if config.siglip is None:
+            try:
+                family_of(source).check_evidence(pruner.sources)
+            except ModelError as error:
+                raise UsageError(f"{flag}: {error}") from error
+        pairs |= needed
+    if config.siglip is not None and not HEAD_SOURCES & {where for _, where in pairs}:
+        raise UsageError("--siglip: none of the methods takes anything from a SigLIP checkpoint")
+    whole = replace(
+        config,
+        pruner="none",
+        pruner_param=[],
+        retention_ratio=1.0,
+        token_codec=BFLOAT16.name,
+        evidence=[f"{name}={where}" for name, where in sorted(pairs)],
+    )
+    return resolve(whole, objects, source)
+
+
+def load_encoder(recipe: Recipe, device: str, dtype: str) -> VideoEncoder:
+    """Load the vision tower. Raises UsageError."""
+    with usage_errors():
+        return VideoEncoder(recipe.encode_setup(device, dtype))
+
+
+def compare_frames(
+    encoder: VideoEncoder,
+    recipe: Recipe,
+    row: VideoRow,
+    record: VideoRecord,
+    frames: NDArray[np.uint8],
+    wanted: Sequence[Wanted],
+) -> Comparison:
+    """Encode decoded frames once, and compare the methods on all of their tokens.
+
+    Args:
+        row: the columns of the videos table for display.
+        record: the columns that decoding has filled, which take the place of those of ``row``.
+    """
+    visual = encoder.encode_frames(frames, to_sampled_video(record))
+    selections = {(item.method, item.retention_ratio): item for item in select(wanted, visual)}
+    n_frames, per_frame, _ = visual.tokens.shape
+    size = row["source_height"] or frames.shape[1], row["source_width"] or frames.shape[2]
+    return Comparison(
+        video_id=row["video_id"],
+        selections=selections,
+        metadata={**row, **record, "video_id": row["video_id"], "n_frames": n_frames, "tokens_per_frame": per_frame},
+        grid=visual.grid,
+        model=identify_model(recipe.source),
+        origin="",
+        pictures=Pictures(to_jpegs(shrink(frames, size))),
+    )

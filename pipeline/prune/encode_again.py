@@ -1,0 +1,51 @@
+"""A cached video decoded again from its source, by the settings of the run that made its cache."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.cache.reader import TokenCache
+from pipeline.errors import ReplacedSource, VideoFault
+from pipeline.inputs.forms import fetch_again
+from pipeline.inputs.named_videos import Roots
+from pipeline.options import check_options
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.decode_stage import VideoDecoder
+from pipeline.rows import VideoRecord, VideoRow, todo_row
+from pipeline.runner.run_record import RUNS, RunRecord
+from pipeline.storage.s3 import Objects
+from pipeline.video.source import same_source
+
+
+def read_run_config(cache: TokenCache, run: RunRecord, model: str | None) -> PruneConfig:
+    """Return options with those of the run that decide tokens; device and workers are this machine's own.
+
+    ``model`` is where the model is now; None if the run's record still tells. Raises UsageError.
+    """
+    names = {item.name for item in fields(PruneConfig) if not item.metadata.get("secret")}
+    options = {name: value for name, value in run.get("config", {}).items() if name in names}
+    own_options = {"out": str(cache.store), **dict.fromkeys(("decoder", "device", "dtype", "attn"), "auto")}
+    options_here = {**options, **own_options, **({"model": model} if model else {})}
+    return PruneConfig(**check_options(PruneConfig, options_here, f"{cache.store}/{RUNS}/{run.get('run_id')}.json: "))
+
+
+def decode_again(
+    row: VideoRow, decoder: VideoDecoder, objects: Objects, roots: Roots
+) -> tuple[VideoRecord, NDArray[np.uint8]]:
+    """Decode a cached video as a run would now; return its record and frames [t,h,w,3].
+
+    Raises VideoFault, "io" where the source is gone, "policy" where it does not lie below ``roots``, else "internal";
+    ReplacedSource where the source is another file now.
+    """
+    where = row["uri"], row["start_s"], row["end_s"], row["source_size"]
+    todo = todo_row(row["video_id"], *where, row["attempts"], row["source_offset"])
+    with same_source(row, objects, fetch_again(row, objects, roots)) as source:
+        record, frames = decoder.decode_one(todo, source)
+    if frames is None:
+        raise VideoFault("internal", f"{record['error_class']}: {record['error_message']}")
+    if record["source_hash"] != row["source_hash"]:
+        raise ReplacedSource("the source has changed since: its hash is another one")
+    return record, frames
