@@ -11,11 +11,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
 
+from gstep.backbones import ModelSource
+from gstep.language import PromptBuilder
 from pipeline.cache.changed_code import REDO
 from pipeline.cache.header import fingerprint, read_header
 from pipeline.cache.live import LiveVideos, find_widths, select_ok
 from pipeline.cache.reader import MAX_HINTS
-from pipeline.console import speaker
+from pipeline.console import Say, speaker
 from pipeline.errors import UsageError, store_usage_errors, usage_errors
 from pipeline.generate.answer_setup import (
     LIVE_COLUMNS,
@@ -45,7 +47,14 @@ from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import ENGINES, VLLM
 from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.model import check_tokens, find_model, make_prompt_builder, read_tower_hash
-from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, find_count_from_1, make_questions, read_questions
+from pipeline.generate.questions import (
+    QUESTION_SCHEMA,
+    AnswerMode,
+    find_count_from_1,
+    make_questions,
+    read_questions,
+    refuse_placeholders,
+)
 from pipeline.generate.removal import format_removed, read_barred
 from pipeline.rows import QuestionRecord
 from pipeline.runner.run_record import check_out
@@ -173,12 +182,8 @@ def check_request(
         source = find_model(cache, cache_identity["model"], config.model, config.revision, tower, config.family)
         builder = make_prompt_builder(source, config)
     check_tokens(cache, header, find_widths(live), builder)
-    if builder.open_tag and builder.policy.thought == "open" and evaluation is None:
-        say(
-            f"note: the chat template of {source.name} ends with {builder.open_tag}, so the model reasons first. "
-            "Choices are scored, and short answers cut, inside the reasoning. Give --choices generate and "
-            "--max-new-tokens of some thousands, or --close-thought"
-        )
+    if evaluation is None:
+        _check_prompts(config, questions, source, builder, say)
     prunings = resolve_prunings(config, specs, cache_identity, source, builder)
     late = prunings.get("")
     if late is not None and config.retention_ratio not in (None, late.retention_ratio):
@@ -200,6 +205,22 @@ def check_request(
     with store_usage_errors():
         request.match_answers()
     return request
+
+
+def _check_prompts(
+    config: GenerateConfig, questions: pa.Table, source: ModelSource, builder: PromptBuilder, say: Say
+) -> None:
+    """Check the texts of a user's questions; print a note if the model reasons before it answers.
+
+    Raises QuestionsError for a text with a placeholder of the model. A benchmark's texts are not the user's to change.
+    """
+    refuse_placeholders(questions, builder, config.questions or "--ask")
+    if builder.open_tag and builder.policy.thought == "open":
+        say(
+            f"note: the chat template of {source.name} ends with {builder.open_tag}, so the model reasons first. "
+            "Choices are scored, and short answers cut, inside the reasoning. Give --choices generate and "
+            "--max-new-tokens of some thousands, or --close-thought"
+        )
 
 
 def _list_videos_with_tokens(videos: LiveVideos, config: GenerateConfig) -> list[str]:
