@@ -275,6 +275,7 @@ class QuestionRecord(TypedDict, total=False):
     question_id: str
     video_ids: list[str]
     prompt: str
+    conversation: str
     choices: list[str]
     target: str
     decoding: str

@@ -17,7 +17,7 @@ from gstep.generic.family import read_tail
 from gstep.generic.halves import build_shell, token_columns
 from gstep.generic.layout import Layout, default_positions, find_placeholders, keep_columns, kept_rows, prompt_positions
 from gstep.generic.processor import load_processor, render, replay, run_processor, special_texts
-from gstep.language.prompt import PromptBuilder, Segment, chat_template, tokenizer_of
+from gstep.language.prompt import PromptBuilder, Segment, chat_template, refuse_omissions, tokenizer_of
 from gstep.language.types import ChatMessage, Prompt, PromptPolicy
 from gstep.types import Visual
 
@@ -99,7 +99,7 @@ class GenericPrompts(PromptBuilder):
         """Build the prompt of a conversation with one video, or none, up to the model's next message.
 
         Raises ValueError if a video's cached tokens do not fit the model, for several videos, and if the template
-        refuses the conversation.
+        refuses the conversation or leaves out the text of a message.
         """
         if len(visuals) > 1:
             raise ValueError(
@@ -108,6 +108,7 @@ class GenericPrompts(PromptBuilder):
         for visual in visuals:
             self.check(visual)
         text = self._render_text(messages)
+        refuse_omissions(messages, text)
         if not visuals:
             inputs = run_processor(self._processor, text, None, None)
             keep = torch.ones(inputs["input_ids"].shape[1], dtype=torch.bool, device="cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -24,6 +24,8 @@ from gstep.types import Visual
 # A noncharacter that is put into a placeholder in a user's text, so that its two pieces are tokenized as text.
 MARK = "\U0010fffe"
 _OPEN_TAG = re.compile(r"(<\w+>)\s*\Z")
+# What a list of parts becomes in a template that writes it as a text.
+_PRINTED_PARTS = "[{'type': '"
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,8 @@ class PromptBuilder(ABC):
         Args:
             visuals: the cached tokens of the conversation's videos, in their order.
 
-        Raises ValueError as :meth:`build`, and if the template does not write a placeholder for each video.
+        Raises ValueError as :meth:`build`, and if the template does not write a placeholder for each video, or the text
+        of a message.
         """
         for visual in visuals:
             self.check(visual)
@@ -226,10 +229,11 @@ class PromptBuilder(ABC):
         return match[1] if match else ""
 
     def _render(self, messages: Sequence[ChatMessage], n_videos: int) -> str:
-        """Render the messages. Raises ValueError if the result does not have a placeholder for each video."""
+        """Render the messages. Raises ValueError if the result lacks a placeholder for each video, or a text."""
         prompt_text = self._render_text(messages)
         if prompt_text.count(self._video_token) != n_videos:
             raise ValueError(f"the chat template of this model does not write {n_videos} videos in this conversation")
+        refuse_omissions(messages, prompt_text)
         return prompt_text
 
     def _render_text(self, messages: Sequence[ChatMessage]) -> str:
@@ -255,9 +259,18 @@ class PromptBuilder(ABC):
         """The texts that the model takes for images or videos."""
         return self._video_token, self._image_token
 
-    def has_placeholder(self, text: str) -> bool:
-        """Return True if a text has the model's placeholder of an image or video."""
-        return any(placeholder in text for placeholder in self._placeholder_texts)
+    def refuse_placeholders(self, texts: Iterable[str]) -> None:
+        """Raise ValueError if a text has a placeholder of the model, such as ``<video>``, for which media are put in.
+
+        :meth:`build` takes it as plain text, which gives other tokens than the stock processor.
+        """
+        for text in texts:
+            for token in self._placeholder_texts:
+                if token in text:
+                    raise ValueError(
+                        f"the text has {token}, which stands for a video, an image or a sound in the prompts of this "
+                        "model: leave it out, or write it in another way. Videos are put into a prompt without it"
+                    )
 
     def _escape_placeholders(self, part: ChatPart) -> ChatPart:
         """Break up placeholders in a message part's text by MARK, so that only real videos have placeholders.
@@ -274,6 +287,31 @@ class PromptBuilder(ABC):
         for token in self._placeholder_texts:
             text = text.replace(token, f"{token[:2]}{MARK}{token[2:]}")
         return {**part, "text": text} if text else part
+
+
+def refuse_omissions(messages: Sequence[ChatMessage], prompt_text: str) -> None:
+    """Raise ValueError if a rendered prompt lacks the text of a message, because the chat template leaves it out.
+
+    Templates may leave out the thoughts of earlier messages of the model, and white space around a text.
+    """
+    prompt_text = prompt_text.replace(MARK, "")
+    start = n_printed = 0
+    for message in messages:
+        for part in message["content"]:
+            text = part.get("text", "")
+            n_printed += text.count(_PRINTED_PARTS)
+            spoken = text.rpartition("</think>")[2].strip()
+            place = prompt_text.find(spoken, start)
+            if place < 0:  # a template may move a text
+                place = prompt_text.find(spoken)
+            if place < 0:
+                raise ValueError(
+                    f"the chat template of this model leaves out the text of a message of the role {message['role']}: "
+                    "put the text into a message of the user"
+                )
+            start = place + len(spoken)
+    if prompt_text.count(_PRINTED_PARTS) > n_printed:
+        raise ValueError("the chat template of this model does not take a message as a list of parts")
 
 
 def chat_template(source: ModelSource) -> str:

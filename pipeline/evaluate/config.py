@@ -40,7 +40,7 @@ class EvaluateConfig(EngineOptions):
         "videomme, longvideobench, mlvu-dev, mlvu-test, mvbench, egoschema-subset (500 with published "
         "answers), egoschema (all 5,031, for a file to submit), shapes (jobs.testbed), lmms:TASK or "
         "lmms:TASK@METRIC of lmms-eval (lmms:list lists them), or a file of your own questions (.jsonl/.parquet/.csv: "
-        "question_id, video_id, prompt, answer, perhaps choices, split, cluster)",
+        "as of jobs.generate, with answer, perhaps split, cluster)",
         metavar="NAME",
         group="benchmark",
     )

@@ -40,6 +40,7 @@ from pipeline.errors import IdentityMismatch, NotACache, NotResults, UsageError,
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
+from pipeline.evaluate.benchmarks.own import OwnQuestions
 from pipeline.evaluate.config import ANSWERS_FOLDER, CACHE_FOLDER, RESULTS_HEADER, EvaluateConfig
 from pipeline.evaluate.protocols import FrameRule, ModelRules, Protocol
 from pipeline.evaluate.scores import question_table
@@ -56,6 +57,7 @@ from pipeline.generate.answers import (
 from pipeline.generate.engines import ENGINES, describe_engine
 from pipeline.generate.late_pruning import PruningSpec, describe_prunings, is_whole, resolve_pruning
 from pipeline.generate.model import check_model, choose_family, choose_model
+from pipeline.generate.questions import refuse_placeholders
 from pipeline.generate.removal import read_barred
 from pipeline.options import EngineOptions
 from pipeline.prune.config import PruneConfig
@@ -138,7 +140,10 @@ class EvaluateRequest:
     @property
     def about(self) -> JsonObject:
         """The facts that results may differ in: names, a hash of the questions, the bytes of a cached token."""
-        questions = [[item.question_id, item.question, item.options, item.expected] for item in self.loaded.items]
+        questions = [
+            [item.question_id, item.question, item.options, item.expected, *filter(None, [item.conversation])]
+            for item in self.loaded.items
+        ]
         annotations = digest(json.dumps(sorted(questions, key=str)).encode())
         names: JsonObject = {"names": self.names} if self.names else {}
         return {"model": self.source.name, "annotations": annotations, "token_bytes": self.token_bytes, **names}
@@ -187,6 +192,9 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     with usage_errors():
         builder = prompt_builder(source, thought="closed" if config.close_thought else "open")
     _check_thought(protocol, questions, source, builder)
+    table = question_table(questions.items, protocol, source.model_type)
+    if isinstance(benchmark, OwnQuestions):
+        refuse_placeholders(table, builder, benchmark.files[0])
     grid = _arms(config, source, builder, answers_store)
     videos = videos_of(config, grid, protocol, source, cache, cache_identity)
     if cache_identity is not None and videos is None:
@@ -205,7 +213,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
         source=source,
         grid=grid,
         thought=builder.policy.thought,
-        questions=question_table(questions.items, protocol, source.model_type),
+        questions=table,
         store=store,
         cache=cache,
         videos=videos,

@@ -217,6 +217,8 @@ def _question(item: Item, protocol: Protocol, model_type: str, mode: AnswerMode)
         "prompt": item.question if is_scored else protocol.text(item, model_type),
         "decoding": (mode if is_scored else replace(mode, method="generate")).describe(),
     }
+    if item.conversation is not None:
+        question["conversation"] = item.conversation
     if is_scored:
         question["choices"] = list(item.options)
     if item.expected is not None:

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple, NotRequired, TypedDict, cast, get_args
 
@@ -35,6 +36,7 @@ from pipeline.cache.table import check_content, has_content_hash, make_small_nam
 from pipeline.errors import CorruptShard, NotAnswers, QuestionFaultClass, QuestionsChanged, printable
 from pipeline.generate.carried import add_carried, concat_answers, make_carried_columns
 from pipeline.generate.config import GenerateConfig
+from pipeline.generate.conversation import load_messages
 from pipeline.inputs.tables import carried_json
 from pipeline.rows import AnswerRecord, Json, JsonObject, QuestionRecord, without_nulls
 from pipeline.storage.stores import Store, store_at
@@ -49,7 +51,8 @@ REMOVED = "removed"  # folder of the bars, and status of the rows
 QUESTION_EXTRA = "question_extra"  # in old answers: JSON of the carried columns
 PRUNINGS: Final = "prunings"  # key of the identity, where several prunings were asked
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
-COMPARED_COLUMNS = ("video_ids", "prompt", "choices", "decoding")  # columns of a question that its answer depends on
+# The columns of a question that its answer depends on.
+COMPARED_COLUMNS = ("video_ids", "prompt", "conversation", "choices", "decoding")
 # Columns that decide whether a question is asked again.
 _DECIDING_COLUMNS = ("question_id", "pruning", "status", "attempts", "error_class", "video_ids")
 _MAX_ROWS_AS_OBJECTS = 4096
@@ -63,6 +66,7 @@ ANSWER_SCHEMA = pa.schema(
         column(
             "prompt", pa.string(), "the question as it was asked, without what a chat template adds", nullable=False
         ),
+        column("conversation", pa.string(), "JSON of its messages, the prompt being the last; null without messages"),
         column("choices", pa.list_(pa.string()), "its choices; null for an open question"),
         column("target", pa.string(), "the right answer, as the questions file says it (its column answer)"),
         column("pruning", pa.string(), "method@ratio that pruned for this answer; null where the cache holds it so"),
@@ -102,7 +106,11 @@ ANSWER_SCHEMA = pa.schema(
     ]
 )
 #: Nullable columns that came after the schema version, and the date since when files have them.
-LATER_COLUMNS: Mapping[str, str] = {"decode_warnings": "2026-11-26", "method_code": "2026-11-27"}
+LATER_COLUMNS: Mapping[str, str] = {
+    "decode_warnings": "2026-11-26",
+    "method_code": "2026-11-27",
+    "conversation": "2026-11-29",
+}
 
 
 class LateIdentity(PrunerIdentity):
@@ -529,8 +537,18 @@ def describe_change(question: QuestionRecord, answer: AnswerRecord) -> str | Non
     for name in COMPARED_COLUMNS:
         before, now = answer.get(name), question.get(name)
         if before != now:
-            return f"{printable(question['question_id'])}: {name} was {_shorten(before)}, is {_shorten(now)}"
+            changed = name
+            if name == "conversation":
+                changed, before, now = _find_changed_message(answer, question)
+            return f"{printable(question['question_id'])}: {changed} was {_shorten(before)}, is {_shorten(now)}"
     return None
+
+
+def _find_changed_message(answer: AnswerRecord, question: QuestionRecord) -> tuple[str, object, object]:
+    """Return the first message in which the conversations differ: (its name, as it was, as it is; None for none)."""
+    conversations = [load_messages(row.get("conversation", "[]")) for row in (answer, question)]
+    pairs = enumerate(zip_longest(*conversations), 1)
+    return next((f"message {number}", old, new) for number, (old, new) in pairs if old != new)
 
 
 def _shorten(value: object) -> str:

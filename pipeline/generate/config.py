@@ -56,8 +56,8 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
     )
     questions: str | None = option(
         None,
-        "the questions (.jsonl/.parquet/.csv with question_id, video_id, prompt; optional choices, answer, system, "
-        "max_new_tokens, temperature, top_p, top_k, seed; other columns are carried along), local or s3://",
+        "the questions (.jsonl/.parquet/.csv with question_id, video_id, prompt or messages; optional choices, answer, "
+        "system, max_new_tokens, temperature, top_p, top_k, seed; other columns are carried along), local or s3://",
         metavar="FILE",
     )
     ask: list[str] = option(
@@ -131,8 +131,8 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
         super().__post_init__()
         if self.questions is None and not self.ask:
             raise UsageError(
-                "--questions FILE is missing: a .jsonl, .parquet or .csv with question_id, video_id, prompt; or --ask "
-                "TEXT asks every video of the cache"
+                "--questions FILE is missing: a .jsonl, .parquet or .csv with question_id, video_id, prompt or "
+                "messages; or --ask TEXT asks every video of the cache"
             )
         if self.engine == "vllm" and self.attn != "auto":
             raise UsageError(f"--attn {self.attn} goes with --engine transformers: vLLM chooses its own kernel")

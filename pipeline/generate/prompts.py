@@ -35,6 +35,7 @@ from pipeline.errors import (
     UnknownVideo,
 )
 from pipeline.generate.answer_setup import AnswerSetup, make_length_fault
+from pipeline.generate.conversation import load_messages, make_chat
 from pipeline.generate.engines import Engine
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.model import make_prompt_builder
@@ -193,7 +194,8 @@ class TextEmbeddings:
     """The embeddings of questions that prunings take, by the language ``model`` or by a text tower, loaded once.
 
     The text to embed is that of the questions file, as in CDPruner's official code: without chat template, and
-    without the choices that stand in a column of their own. A text without a token is a ValueError.
+    without the choices that stand in a column of their own. Of a conversation it is the text of the last message alone.
+    A text without a token is a ValueError.
     Raises ModelError where this node has another text tower than the driver.
     """
 
@@ -316,17 +318,21 @@ class PromptMaker:
 
         If prompt and answer together exceed the context, returns the question's error row instead.
         """
-        late, text = self._prunings[question.get("pruning", "")], question["prompt"]
-        words = None if late is None else self._embeddings.embedding(late, text)
+        late = self._prunings[question.get("pruning", "")]
+        words = None if late is None else self._embeddings.embedding(late, question["prompt"])
         videos, visuals, read_s = [], [], self.videos.read_s
         for video_id in question["video_ids"]:
             videos.append(self.videos.read(video_id))
             visuals.append(self.videos.prune(videos[-1], late, words))
         ratio = late.retention_ratio if late else self._read_ratio
-        if "choices" in question and mode.method != "loglikelihood":  # else the choices' texts are scored
-            text = add_choices(text, question["choices"])
+        shows_choices = "choices" in question and mode.method != "loglikelihood"  # else the choices' texts are scored
+        ending = add_choices("", question["choices"]) if shows_choices else ""
         builder = self._builders[None if late is None else late.positions]
-        prompt = builder.build(text, visuals, mode.system)
+        if "conversation" in question:
+            messages = load_messages(question["conversation"])
+            prompt = builder.build_chat(make_chat(messages, mode.system, ending), visuals)
+        else:
+            prompt = builder.build(question["prompt"] + ending, visuals, mode.system)
         row: AnswerRecord = {
             **cast(AnswerRecord, question),
             "n_prompt_tokens": len(prompt),

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -20,12 +20,22 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from gstep.language import Decoding
+from gstep.language import Decoding, PromptBuilder
+from gstep.language.types import ChatMessage
 from gstep.lazy import did_you_mean
 from pipeline.errors import QuestionsError, near_file, printable, usage_errors
 from pipeline.generate.answers import ANSWER_SCHEMA, QUESTION_EXTRA
 from pipeline.generate.carried import make_carried_columns
 from pipeline.generate.config import GenerateConfig
+from pipeline.generate.conversation import (
+    dump_messages,
+    get_question,
+    has_system,
+    list_texts,
+    load_messages,
+    parse_messages,
+)
+from pipeline.generate.question_columns import DECODING_OPTIONS, KNOWN_COLUMNS, refuse_near_names
 from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.tables import (
     TABLE_SUFFIXES,
@@ -42,27 +52,20 @@ from pipeline.inputs.tables import (
 )
 from pipeline.storage.s3 import Objects, check_uri, is_s3
 
-# ``decoding`` is ``AnswerMode.describe()``, as JSON: all settings for the answer to this question.
+# ``decoding`` is ``AnswerMode.describe()``, as JSON: all settings for the answer to this question. ``conversation`` is
+# the column ``messages`` of the file, as JSON; ``prompt`` is then the text of the last message.
 QUESTION_SCHEMA = pa.schema(
     [
         pa.field("question_id", pa.string(), nullable=False),
         pa.field("video_ids", pa.list_(pa.string()), nullable=False),
         pa.field("prompt", pa.string(), nullable=False),
+        pa.field("conversation", pa.string()),
         pa.field("choices", pa.list_(pa.string())),
         pa.field("target", pa.string()),  # the right answer in the file; the model never gets it
         pa.field("decoding", pa.string(), nullable=False),
     ]
 )
-_DECODING_OPTIONS: Mapping[str, type] = {
-    "max_new_tokens": int,
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "seed": int,
-}
-_KNOWN_COLUMNS = {"question_id", "video_id", "prompt", "choices", "answer", "system", *_DECODING_OPTIONS}
-_NEEDED_TEXT = "question_id, video_id and prompt"
-_NEEDED_COLUMNS = ("question_id", "video_id", "prompt")
+_NEEDED_TEXT = "question_id, video_id and prompt (or messages)"
 _MAX_DIGITS = 10  # of an answer that may be the index of a choice
 _MAX_NAMES_BYTES = 200  # of the names of a row's columns in a message
 _ANSWER_COLUMNS = frozenset((*ANSWER_SCHEMA.names, QUESTION_EXTRA))
@@ -147,8 +150,8 @@ def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None,
         limit: only the first so many; later rows are not checked.
 
     Raises QuestionsError (a UsageError) that names the file and the row: not readable, no row, a row without
-    question_id, video_id or prompt. It is raised too for a question_id that repeats, and choices or options that make
-    no sense.
+    question_id, video_id, or prompt or messages. It is raised too for a question_id that repeats, for a column that
+    seems to be meant for another, and for messages, choices or options that make no sense.
     """
     with _open_file(place, objects) as file:
         try:
@@ -194,7 +197,7 @@ def _check_rows(
     try:
         for where, row in islice(numbered_rows, limit):
             rows.append(_parse_question(row, f"{place}, {where}", mode))
-            carried_rows.append({name: value for name, value in row.items() if name not in _KNOWN_COLUMNS})
+            carried_rows.append({name: value for name, value in row.items() if name not in KNOWN_COLUMNS})
     except BadRow as error:
         raise QuestionsError(str(error)) from error
     if not rows:
@@ -205,13 +208,26 @@ def _check_rows(
         raise QuestionsError(f"{place}: {len(repeated_ids)} question_ids repeat, e.g. {examples}; ids must be unique")
     table = pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
     try:
-        types = {name: kind for name, kind in types.items() if name not in _KNOWN_COLUMNS}
+        types = {name: kind for name, kind in types.items() if name not in KNOWN_COLUMNS}
         columns = make_carried_columns(carried_rows, _ANSWER_COLUMNS, types)
     except QuestionsError as error:
         raise QuestionsError(f"{place}: {error}") from error
     for name, column in columns.items():
         table = table.append_column(name, column)
     return table
+
+
+def refuse_placeholders(questions: pa.Table, builder: PromptBuilder, place: str) -> None:
+    """Raise QuestionsError that begins with ``place`` for a text with a placeholder of the model, such as ``<video>``.
+
+    Texts are those of prompts, messages, choices and system messages; ``questions`` has QUESTION_SCHEMA.
+    """
+    for row in questions.select(QUESTION_SCHEMA.names).to_pylist():
+        texts = [row["prompt"], *(row["choices"] or ()), *list_texts(load_messages(row["conversation"] or "[]"))]
+        try:
+            builder.refuse_placeholders([*texts, json.loads(row["decoding"])["system"] or ""])
+        except ValueError as error:
+            raise QuestionsError(f"{place}, question {row['question_id']}: {error}") from error
 
 
 def make_questions(prompts: Sequence[str], video_ids: Sequence[str], mode: AnswerMode) -> pa.Table:
@@ -254,29 +270,48 @@ def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str
     question_id = _id_text(row.get("question_id"))
     if question_id is None:
         raise QuestionsError(f"{where}: question_id must be text or a whole number, got {row.get('question_id')!r}")
+    choices, video_ids = _parse_choices(row, where, mode), _parse_video_ids(row, where)
+    mode = _parse_mode(row, question_id, where, mode, choices is not None)
+    messages: list[ChatMessage] = []
     prompt = row.get("prompt")
+    if row.get("messages") is not None:
+        messages = _parse_conversation(row, where, len(video_ids))
+        prompt = get_question(messages)
+        mode = replace(mode, system=None) if has_system(messages) else mode
     if not isinstance(prompt, str) or not prompt.strip():
         raise QuestionsError(f"{where}: prompt must be text, got {prompt!r}; every row needs {_NEEDED_TEXT}")
-    choices, video_ids = _parse_choices(row, where, mode), _parse_video_ids(row, where)
     question = {
         "question_id": question_id,
         "video_ids": video_ids,
         "prompt": prompt,
+        "conversation": dump_messages(messages) if messages else None,
         "choices": choices,
         "target": _parse_target(row, where),
-        "decoding": _parse_mode(row, question_id, where, mode, choices is not None).describe(),
+        "decoding": mode.describe(),
     }
     texts = (question_id, prompt, str(question["decoding"]), str(question["target"]), *video_ids)
-    for text in (*texts, *(choices or ())):
+    for text in (*texts, *(choices or ()), *list_texts(messages)):
         if not is_text(text):
             raise QuestionsError(f"{where}: not valid text: {text!r}")
     return question
 
 
+def _parse_conversation(row: UserRow, where: str, n_videos: int) -> list[ChatMessage]:
+    """Check the messages of a row about ``n_videos`` videos. Raises QuestionsError."""
+    if row.get("prompt") is not None:
+        raise QuestionsError(f"{where}: a row has prompt or messages, and not both: the last message is the prompt")
+    messages = parse_messages(row["messages"], where, n_videos)
+    if has_system(messages) and row.get("system") is not None:
+        raise QuestionsError(f"{where}: both messages and the column system have a system message: leave out one")
+    return messages
+
+
 def _check_columns(row: UserRow, where: str) -> None:
-    """Raise QuestionsError if a row lacks a needed column; the error suggests similar columns of the row."""
-    other_names = [str(name) for name in row if name not in _KNOWN_COLUMNS]
-    missing_names = [f"{name}{did_you_mean(name, other_names)}" for name in _NEEDED_COLUMNS if name not in row]
+    """Raise QuestionsError for a near name, or if a needed column is missing; the error suggests similar columns."""
+    refuse_near_names(row, where)
+    other_names = [str(name) for name in row if name not in KNOWN_COLUMNS]
+    needed_names = ("question_id", "video_id", *(("prompt",) if "messages" not in row else ()))
+    missing_names = [f"{name}{did_you_mean(name, other_names)}" for name in needed_names if name not in row]
     if missing_names:
         names = printable(", ".join(map(str, row)), _MAX_NAMES_BYTES) or "none"
         raise QuestionsError(
@@ -355,7 +390,7 @@ def _parse_mode(row: UserRow, question_id: str, where: str, mode: AnswerMode, ha
     """
     own_options = {
         name: _parse_number(row[name], kind, name, where)
-        for name, kind in _DECODING_OPTIONS.items()
+        for name, kind in DECODING_OPTIONS.items()
         if row.get(name) is not None
     }
     # One seed for all would draw the same numbers for every question.

@@ -29,6 +29,7 @@ from pipeline.generate.answers import (
     parse_shard,
     read_answers_header,
 )
+from pipeline.generate.conversation import list_texts, load_messages
 from pipeline.inputs.tables import carried_json
 from pipeline.rows import QuestionRecord
 from pipeline.runner.removal import Removal, delete_unfinished, forget_in_runs, iter_texts, removal_run
@@ -221,6 +222,7 @@ def _iter_texts(rows: pa.Table) -> Iterator[str]:
     for batch in rows.select(sorted(names)).to_batches(max_chunksize=_MAX_ROWS_AS_OBJECTS):
         for row in batch.to_pylist():
             row["decoding"] = None if row["decoding"] is None else json.loads(row["decoding"]).get("system")
+            row["conversation"] = list_texts(load_messages(row["conversation"] or "[]"))
             for text in iter_texts(row):
                 if text.strip():
                     yield from (text, printable(text))

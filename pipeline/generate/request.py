@@ -47,7 +47,14 @@ from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import ENGINES, VLLM
 from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.model import check_tokens, find_model, make_prompt_builder, read_tower_hash
-from pipeline.generate.questions import QUESTION_SCHEMA, AnswerMode, find_count_from_1, make_questions, read_questions
+from pipeline.generate.questions import (
+    QUESTION_SCHEMA,
+    AnswerMode,
+    find_count_from_1,
+    make_questions,
+    read_questions,
+    refuse_placeholders,
+)
 from pipeline.generate.removal import format_removed, read_barred
 from pipeline.rows import QuestionRecord
 from pipeline.runner.run_record import check_out
@@ -177,6 +184,7 @@ def check_request(
         builder = make_prompt_builder(source, config)
     check_tokens(cache, header, find_widths(live), builder)
     if evaluation is None:
+        refuse_placeholders(questions, builder, config.questions or "--ask")  # a benchmark's texts are not the user's
         for line in _note_model_habits(source, builder, questions):
             say(line)
     prunings = resolve_prunings(config, specs, cache_identity, source, builder)

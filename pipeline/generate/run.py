@@ -209,9 +209,9 @@ def answer_questions(
 
     Args:
         cache: a path, or a TokenCache, which is opened again.
-        questions: a file as for ``python -m jobs.generate --questions``; or rows with question_id, video_id, prompt and
-            optional choices, answer, system and options of decoding: dicts, or a table of Arrow, pandas or Polars. None
-            with ``ask=["What happens here?"]``, which asks every video of the cache.
+        questions: a file as for ``python -m jobs.generate --questions``; or rows with question_id, video_id, prompt or
+            messages, and optional choices, answer, system and options of decoding: dicts, or a table of Arrow, pandas
+            or Polars. None with ``ask=["What happens here?"]``, which asks every video of the cache.
         out: the answers to create or to continue.
         progress: as of ``prune_videos``.
         options: the options of ``python -m jobs.generate --help-all`` by name, ``--max-new-tokens 8`` as

@@ -22,6 +22,7 @@ from pipeline.generate.answers import (
     read_answers_header,
     sort_naturally,
 )
+from pipeline.generate.conversation import load_messages
 from pipeline.generate.summary import AnswerSummary, format_warned, summarise_answers
 from pipeline.inspect.report import Failures, facts_table, failed_records, flat
 from pipeline.rows import AnswerRecord, JsonObject
@@ -143,6 +144,7 @@ def _question_facts(row: AnswerRecord) -> Iterator[tuple[str, str]]:
     if row["pruning"] is not None:
         yield "pruning", row["pruning"]
     yield "videos", ", ".join(row["video_ids"])
+    yield from _earlier_messages(row)
     yield "prompt", row["prompt"]
     scores = row["choice_scores"] or []
     for number, choice in enumerate(row["choices"] or []):
@@ -172,6 +174,12 @@ def _format_answer(row: AnswerRecord) -> str:
     if choices is None or number is None or len(answer) != 1:
         return answer
     return choices[number] if choices[number].startswith(answer) else f"{answer}. {choices[number]}"
+
+
+def _earlier_messages(row: AnswerRecord) -> Iterator[tuple[str, str]]:
+    """Yield (role, text) of the messages before the prompt, with "(video)" where one stands."""
+    for message in load_messages(row["conversation"] or "[]")[:-1]:
+        yield message["role"], " ".join(part.get("text", "(video)") for part in message["content"])
 
 
 def _shorten(text: str | None) -> str:

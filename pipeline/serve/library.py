@@ -58,7 +58,7 @@ def vllm_input(
         positions, rule, frame_times: as of :func:`gstep.language.prompt_builder`.
 
     Raises UsageError and ModelError as ``vllm_options``. Raises ValueError for a text or policy that the model does not
-    take, no video, and videos of different models.
+    take, such as a text with the model's placeholder of a video, for no video, and for videos of different models.
     """
     videos = [video] if isinstance(video, CachedVideo) else list(video)
     if not videos or any(video.header is None for video in videos):
@@ -69,6 +69,7 @@ def vllm_input(
     refuse_vllm(identity)
     made_with = identity["type"], identity["weights"], videos[0].metadata.get("tower_hash")
     builder = _builder(model, *made_with, positions, rule, frame_times)
+    builder.refuse_placeholders((prompt, system or ""))
     built = builder.build(prompt, [video.visual for video in videos], system)
     return engine_input(built, builder.placeholder_id)
 

@@ -127,10 +127,10 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         return find_prompts(self._served)
 
     def _read(self, messages: list[Any], params: Any) -> Conversation | list[Any]:
-        """Parse messages that have a link to a video, or a video placeholder in a text; return others as a list.
+        """Parse messages that have a link to a video; return others as a list.
 
         The list is for vLLM itself. Raises VLLMValidationError or ValueError for parts and options that do not go with
-        a cached video.
+        a cached video, and for a placeholder of the model in a text, which vLLM would take for a video.
         """
         read = [dict(message) for message in messages]
         for message in read:
@@ -140,8 +140,8 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         parts = [part for message in read for part in parts_of(message)]
         texts, prompts = [part.get("text", "") for part in parts], self._get_prompts()
         prompts.check_length(sum(map(len, texts)))
-        # vLLM would take a placeholder in a text for a video.
-        if not any("url" in part for part in parts) and not any(map(prompts.builder.has_placeholder, texts)):
+        prompts.builder.refuse_placeholders(texts)
+        if not any("url" in part for part in parts):
             return read
         _check_params(params)
         return prompts.read(read)

@@ -14,7 +14,7 @@ from gstep.checkpoints.files import SHIPPED
 from gstep.checkpoints.tiny import TINY
 from jobs import generate
 from pipeline.cache.changed_code import match_identity
-from pipeline.errors import IdentityMismatch
+from pipeline.errors import IdentityMismatch, QuestionsError
 from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import describe_engine
@@ -22,7 +22,7 @@ from pipeline.generate.model import choose_model
 from pipeline.options import EngineOptions
 from pipeline.runner.claim import Claim
 from tests.jobs.conftest import QUESTION
-from tests.pipeline.asking import tiny_cache
+from tests.pipeline.asking import lines_of, request_about, tiny_cache
 from tests.pipeline.caches import encoded, random_tokens, write_shard
 
 GONE = [{**QUESTION, "video_id": "gone"}]
@@ -124,6 +124,50 @@ def test_what_is_no_cache_and_questions_with_problems(refuse, tmp_path):
     for cache, texts in (("c", []), ("c", [" "]), ("c", ["Why?", "Why?"]), ("none", ["Why?"])):
         asked = [word for text in texts for word in ("--ask", text)]
         assert generate.main([str(tmp_path / cache), "--out", str(tmp_path / "o"), *asked]) == 2
+
+
+TALK = [
+    {"role": "user", "content": "Who?"},
+    {"role": "assistant", "content": "It."},
+    {"role": "user", "content": "Why?"},
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"option": ["x", "y"]}, "line 1: no column option is read (did you mean choices?)"),
+        ({"max_tokens": 5}, "line 1: no column max_tokens is read (did you mean max_new_tokens?)"),
+        ({"Temperature": 1.0}, "line 1: no column Temperature is read (did you mean temperature?)"),
+        ({"stop": ["\n"]}, "line 1: stop is a setting that questions do not have here"),
+        ({"messages": TALK}, "line 1: a row has prompt or messages, and not both"),
+        ({"prompt": None, "messages": TALK[:2]}, "line 1: the last message must be of the role user"),
+        (
+            {"prompt": "Tell of the <video>."},
+            "q.jsonl, question 1: the text has <video>, which stands for a video or an",
+        ),
+        ({"choices": ["a <image>", "none"]}, "question 1: the text has <image>"),
+        ({"system": "<video>"}, "question 1: the text has <video>"),
+        ({"prompt": None, "messages": [TALK[0], {**TALK[1], "content": "<video>"}, TALK[2]]}, "the text has <video>"),
+    ],
+)
+def test_columns_and_texts_that_do_not_say_what_they_seem_to(refuse, tmp_path, row, why):
+    tiny_cache(tmp_path / "c")
+    given = {name: value for name, value in {**QUESTION, **row}.items() if value is not None}
+    assert why in refuse(rows=[given])
+
+
+def test_placeholders_in_options_are_refused_and_those_of_other_models_are_not(refuse, tmp_path, capsys):
+    tiny_cache(tmp_path / "c")
+    assert "question 1: the text has <image>" in refuse("--system", "Look at the <image>.")
+    argv = [str(tmp_path / "c"), "--out", str(tmp_path / "o"), "--ask", "What is in <video>?"]
+    assert generate.main(argv) == 2 and "--ask, question a#" in " ".join(capsys.readouterr().err.split())
+    qwen = ModelSource.resolve("tiny-qwen2-5-vl")
+    tiny_cache(tmp_path / "q", source=qwen, newline=None)
+    rows = [{**QUESTION, "prompt": "What is a <video>?"}]
+    assert lines_of(request_about(tmp_path / "q", rows)) == []
+    with pytest.raises(QuestionsError, match=r"question 1: the text has <\|video_pad\|>"):
+        request_about(tmp_path / "q", [{**QUESTION, "prompt": "<|vision_start|><|video_pad|><|vision_end|>Why?"}])
 
 
 def test_another_model_and_one_whose_folder_must_be_named(refuse, tmp_path):

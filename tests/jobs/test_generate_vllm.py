@@ -33,6 +33,9 @@ def asked(tmp_path):
             row["choices"] = ["yes", "no, never at all", "perhaps"]
         if number % 9 == 2:
             row["video_id"] = ["a", "b"]
+        if number % 5 == 4:  # some of them with choices, with two videos, or drawn
+            earlier = [{"role": "user", "content": "Look at it."}, {"role": "assistant", "content": f"It is {number}."}]
+            row["messages"] = [*earlier, {"role": "user", "content": row.pop("prompt")}]
         if number % 7 == 3:
             row["temperature"] = 1.0
         rows.append(row)

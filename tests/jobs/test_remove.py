@@ -212,6 +212,23 @@ def test_unknown_ids_are_barred_and_likely_ones_named(tmp_path, monkeypatch):
 ROWS = [{"question_id": name, "video_id": name, "prompt": f"What is in {name}?", "topic": name} for name in "ab"]
 
 
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_no_turn_of_a_removed_conversation_is_left(tmp_path, monkeypatch, form):
+    monkeypatch.chdir(unpack(tmp_path, VERSIONS[1]))
+    talk = [("user", "Which turn is it?"), ("assistant", "The first of a text."), ("user", "And then?")]
+    turns = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in talk]
+    row = {"question_id": "talk", "video_ids": ["a.mp4"], "attempts": 1, "status": "ok", "answer": "x"}
+    row |= {"prompt": "And then?", "conversation": json.dumps(turns)}
+    commit_answers(LocalStore("answers"), "run", 0, [row], form)
+    Path("answers/runs/run.json").write_text(json.dumps({"note": "text of one user: Which turn is it?"}))
+    assert "Which turn" in all_text(Path("answers"))
+    remove_from("answers")
+    assert not [text for text in ("Which turn", "The first of") if text in all_text(Path("answers"))]
+    assert json.loads(Path("answers/runs/run.json").read_text()) == {"note": "text of one user: (removed)"}
+    live = {row["question_id"]: row for row in read_answers("answers").to_pylist()}
+    assert (live["talk"]["status"], live["talk"]["conversation"]) == ("removed", None)
+
+
 def test_a_fresh_run_on_a_cache_of_a_removed_video_says_so_and_stores_no_text(ask, tmp_path):
     cache = tiny_cache(tmp_path / "c", ("a",), failed=("b",))
     remove_videos(cache, ["a"], "asked for", lambda line: None, timedelta(0))

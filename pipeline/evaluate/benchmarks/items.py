@@ -51,6 +51,7 @@ class Item:
         path: of a benchmark's video below the data folder; "" where the ids are the paths.
         start_s, end_s: the clip in seconds; None: that side of the video is open.
         question: its text, as in the file.
+        conversation: JSON of the messages that end with it, of a question of one's own; None for no other messages.
         options: as in the file, with their letters where they carry them; () for a free answer.
         answer: index of the right option; None where none is right, and for a free answer.
         expected: the answer as the file has it; None where none was published.
@@ -64,6 +65,7 @@ class Item:
     start_s: float | None = None
     end_s: float | None = None
     question: str
+    conversation: str | None = None
     options: tuple[str, ...] = ()
     answer: int | None = None
     expected: str | None
@@ -180,7 +182,7 @@ class QuestionCollector:
         A question that equals an earlier question is a fault too, so the question is remembered here.
         """
         oddities: list[tuple[FaultKind, str]] = []
-        key = (item.video_ids, _without_options(item))
+        key = (item.video_ids, item.conversation, _without_options(item))
         if (first := self._first_ids.setdefault(key, item.question_id)) != item.question_id:
             oddities.append(("repeated-question", f"the same question on the same video as {first!r}"))
         counts = Counter(map(without_letter, item.options))

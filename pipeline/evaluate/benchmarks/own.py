@@ -38,7 +38,7 @@ def own_benchmark(file: str) -> Benchmark:
 
 
 class OwnQuestions(Benchmark):
-    """Questions of a user's own, a row a question: question_id, video_id, prompt, answer.
+    """Questions of a user's own, a row a question: question_id, video_id, prompt or messages, answer.
 
     A list of video_id puts several videos in one prompt. Optional are choices, split (which part of the file it counts
     to) and cluster; other columns are not looked at.
@@ -89,7 +89,7 @@ def _own_item(file: str, row: QuestionRecord) -> Item:
     if "target" not in row:
         raise QuestionsError(
             f"{where}: answer is missing: a choice, its letter or its index, or a text where there are no choices; "
-            "every row needs question_id, video_id, prompt and answer"
+            "every row needs question_id, video_id, prompt (or messages) and answer"
         )
     if row["decoding"] not in _DECODING:
         raise QuestionsError(
@@ -109,6 +109,7 @@ def item_of(row: QuestionRecord | AnswerRecord, where: str) -> Item:
         question_id=row["question_id"],
         video_ids=tuple(row["video_ids"]),
         question=row["prompt"],
+        conversation=row.get("conversation"),
         options=options,
         answer=_find_choice(row["target"], options) if options else None,
         expected=row["target"],

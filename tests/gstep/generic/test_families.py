@@ -18,10 +18,21 @@ import gstep
 from gstep.backbones import ModelSource, Runtime, SampledVideo, family_of
 from gstep.language import Prompt, Visual, load_language_model, prompt_builder
 from gstep.language.model import LanguageModel
+from gstep.language.types import ChatMessage
 from gstep.types import VisualTokens
 from tests.gstep.generic.tiny_checkpoints import FAMILIES
 
 QUESTION = "What moves?"
+ASKED: list[ChatMessage] = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": QUESTION}]}]
+#: Three turns, the video in the last one.
+CONVERSATION: list[ChatMessage] = [
+    {"role": "user", "content": [{"type": "text", "text": "I show you a video."}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "Bien, 什么?"}]},
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "Here:"}, {"type": "video"}, {"type": "text", "text": "Why?"}],
+    },
+]
 N_FRAMES, HEIGHT, WIDTH, FPS = 8, 112, 168, 1.3
 RUNTIME = Runtime("cpu", torch.float32, "sdpa")
 #: Families with layers that hand a state from token to token, or that choose blocks of tokens: a mask does not take a
@@ -63,13 +74,20 @@ class Case:
     video: VisualTokens
     language_model: LanguageModel
 
-    def build_prompt(self, index: Tensor | None = None, positions: str = "original", text: str = QUESTION) -> Prompt:
-        """Build the prompt of the tokens at flat ``index``, or of all tokens."""
+    def build_prompt(
+        self,
+        index: Tensor | None = None,
+        positions: str = "original",
+        text: str = QUESTION,
+        messages: list[ChatMessage] | None = None,
+    ) -> Prompt:
+        """Build the prompt of a text or conversation about the tokens at flat ``index``, or about all tokens."""
         T, N, _ = self.video.tokens.shape
         index = torch.arange(T * N) if index is None else index
         tokens, *deepstack = (level.flatten(0, 1)[index] for level in (self.video.tokens, *self.video.deepstack))
         visual = Visual(tokens, index, T, N, self.video.extra, tuple(deepstack))
-        return prompt_builder(self.source, positions).build(text, [visual])
+        builder = prompt_builder(self.source, positions)
+        return builder.build(text, [visual]) if messages is None else builder.build_chat(messages, [visual])
 
     def select(self) -> Tensor:
         """Return the flat index of the quarter of the tokens that GSTEP keeps."""
@@ -94,13 +112,11 @@ def encode_clip(source: ModelSource) -> VisualTokens:
     return family_of(source).load(RUNTIME).encode(make_clip(), video=sampled)
 
 
-def read_by_stock(folder: Path, clip: Tensor) -> dict[str, Any]:
-    """Prepare a question about a clip with the checkpoint's own processor."""
+def read_by_stock(folder: Path, clip: Tensor, messages: list[ChatMessage] = ASKED) -> dict[str, Any]:
+    """Prepare a conversation about a clip with the checkpoint's own processor."""
     processor = transformers.AutoProcessor.from_pretrained(folder)
     if hasattr(processor.video_processor, "use_token_compression"):
         processor.video_processor.use_token_compression = False  # in favor of the pruning method
-    content = [{"type": "video"}, {"type": "text", "text": QUESTION}]
-    messages = [{"role": "user", "content": content}]
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     metadata = VideoMetadata(N_FRAMES, FPS, WIDTH, HEIGHT, N_FRAMES / FPS, frames_indices=list(range(N_FRAMES)))
     options = {"video_metadata": [metadata], "fps": FPS, "return_metadata": True, "return_mm_token_type_ids": True}
@@ -128,6 +144,16 @@ def test_with_all_tokens_the_logits_are_those_of_the_stock_model(tiny_checkpoint
         prompt = one.build_prompt()
         assert prompt.input_ids.tolist() == case.inputs["input_ids"][0].tolist()
         assert (case.language_model.logits([prompt])[0] - expected).abs().max() <= tolerance
+
+
+@every_family
+def test_a_conversation_has_the_ids_and_the_logits_of_the_stock_processor_and_model(tiny_checkpoint, name):
+    case = load_case(name, tiny_checkpoint(name))
+    case = replace(case, inputs=read_by_stock(tiny_checkpoint(name), make_clip(), CONVERSATION))
+    expected, prompt = run_stock(case), case.build_prompt(messages=CONVERSATION)
+    assert prompt.input_ids.tolist() == case.inputs["input_ids"][0].tolist()
+    difference = (case.language_model.logits([prompt])[0] - expected).abs().max()
+    assert difference <= 2e-5 * max(1.0, float(expected.std()))  # as of single questions
 
 
 @every_family

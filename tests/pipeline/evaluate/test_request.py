@@ -89,6 +89,32 @@ def test_own_questions_go_to_the_model_of_the_cache_under_the_grid_and_nothing_i
         own(tmp_path, model="tiny-qwen3-vl")
 
 
+def test_texts_of_own_questions_may_have_no_placeholder_of_the_model_and_changed_turns_are_other_annotations(tmp_path):
+    whole(tmp_path)
+
+    def ask(row):
+        file = write_questions(tmp_path / "q3.jsonl", [ROWS[0], {**ROWS[1], **row}])
+        return own(tmp_path, benchmark=str(file))
+
+    talk = [
+        {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": "It."},
+        {"role": "user", "content": "Why?"},
+    ]
+    other = [talk[0], {"role": "assistant", "content": "He."}, talk[2]]
+    requests = [ask({"prompt": None, "messages": messages}) for messages in (talk, other)]
+    assert requests[0].questions["conversation"].to_pylist()[0] is None
+    assert "It." in requests[0].questions["conversation"].to_pylist()[1]
+    assert requests[0].about["annotations"] != requests[1].about["annotations"]
+    talk[1]["content"] = "<image>"
+    for row in ({"prompt": "What is a <image>?"}, {"choices": ["x", "<image>"]}, {"prompt": None, "messages": talk}):
+        with pytest.raises(UsageError, match=r"q3\.jsonl, question 2: the text has <image>, which stands for a video"):
+            ask(row)
+    assert ask({"prompt": "What is a <|video_pad|>?"})  # of another model
+    with pytest.raises(UsageError, match=r"line 2: no column option is read \(did you mean choices\?\)"):
+        ask({"option": ["x", "y"]})
+
+
 def test_ids_that_the_cache_does_not_have_are_said_before_a_model_is_loaded(tmp_path):
     whole(tmp_path)
     file = write_questions(tmp_path / "q2.jsonl", [*ROWS, ROWS[0] | {"question_id": 3, "video_id": ["a", "gone"]}])

@@ -215,6 +215,24 @@ def test_own_questions_are_asked_as_jobs_generate_asks_them(tmp_path):
         assert table[name].to_pylist() == asked[name].to_pylist(), name
 
 
+def test_own_conversations_are_asked_scored_and_told_apart(tmp_path):
+    first = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A dog."}]
+    rows = [
+        {**OWN[0], "question_id": name, "prompt": None, "messages": [*turns, {"role": "user", "content": "What?"}]}
+        for name, turns in (("long", first), ("short", []))
+    ]
+    file = str(write_questions(tmp_path / "q.jsonl", [*rows, OWN[1]]))
+    loaded = own_benchmark(file).load(None)
+    assert loaded.faults == ()  # the same last message on the same video is no repetition
+    table = question_table(loaded.items, LETTER, "llava_onevision")
+    asked = read_questions(file, AnswerMode(Decoding(64)))
+    for name in ("prompt", "conversation", "choices", "decoding"):
+        assert table[name].to_pylist() == asked[name].to_pylist(), name
+    assert [text is None for text in table["conversation"].to_pylist()] == [False, False, True]
+    for item, row in zip(loaded.items, answered(tmp_path / "q.jsonl", *rows, OWN[1]), strict=True):
+        assert answered_item(row).conversation == item.conversation
+
+
 def answered(path, *rows) -> list[AnswerRecord]:
     """What jobs.generate leaves of the questions of a file."""
     table = read_questions(str(write_questions(path, list(rows))), AnswerMode(Decoding(), "loglikelihood"))

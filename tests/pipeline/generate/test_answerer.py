@@ -12,6 +12,7 @@ from gstep.backbones import ModelSource, choose_runtime
 from gstep.checkpoints import tiny
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
+from gstep.pruners.fastv import FastV
 from pipeline import TokenCache
 from pipeline.generate.answerer import (
     ANSWERED_SCHEMA,
@@ -27,11 +28,12 @@ from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines.transformers import TransformersEngine
 from pipeline.generate.job import plan_answers
 from pipeline.generate.late_pruning import LatePruning
-from pipeline.generate.questions import AnswerMode, read_questions
+from pipeline.generate.questions import AnswerMode, add_choices, read_questions
 from pipeline.generate.summary import summarise_answers
 from pipeline.rows import QuestionRecord, without_nulls
 from pipeline.runner import worker_heartbeat as heartbeat
 from pipeline.storage.stores import LocalStore
+from tests.gstep.language.prompts import video
 from tests.gstep.llms import llm
 from tests.pipeline.asking import SHAPE, setup_of, tiny_cache, write_questions
 from tests.pipeline.caches import encoded, random_tokens, write_shard
@@ -85,6 +87,68 @@ def test_an_answer_is_the_models_on_the_cached_tokens(cache, tmp_path):
         )  # fmt: skip
         assert (row["n_prompt_tokens"], row["n_visual_tokens"]) == (len(prompt), len(video.tokens) + 1)
         assert (row["retention_ratio"], row["batch_size"]) == (0.10, 2)
+
+
+TALK = [
+    {"role": "user", "content": "Who is it?"},
+    {"role": "assistant", "content": "A dog."},
+    {"role": "user", "content": "What does it do?"},
+]
+
+
+def test_a_conversation_is_answered_and_its_choices_scored_by_the_models_own_template(cache, tmp_path):
+    choices = ["it runs", "it sits"]
+    rows = [
+        {"question_id": "open", "video_id": "a", "messages": TALK, "system": "Be brief."},
+        {"question_id": "two", "video_id": ["b", "a"], "messages": TALK},
+        {"question_id": "letters", "video_id": "a", "messages": TALK, "choices": choices},
+    ]
+    asked = questions(tmp_path, rows)
+    texts = questions(tmp_path, [rows[2]], AnswerMode(Decoding(), "loglikelihood"))
+    answers = by_id(Answerer(setup_of(cache)).answer([*asked, {**texts[0], "question_id": "texts"}]))
+    opened, builder = TokenCache(tmp_path / "c"), prompt_builder(ModelSource.resolve("tiny"))
+    one, two = (opened.get(name).visual for name in ("a", "b"))
+
+    def build(visuals, question="What does it do?", system=()):
+        contents = [[{"type": "text", "text": turn["content"]}] for turn in TALK[:2]]
+        contents[0] = [{"type": "video"}] * len(visuals) + contents[0]
+        turns = zip(("user", "assistant"), contents, strict=True)
+        messages = [*system, *({"role": role, "content": content} for role, content in turns)]
+        return builder.build_chat(
+            [*messages, {"role": "user", "content": [{"type": "text", "text": question}]}], visuals
+        )
+
+    brief = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+    for name, prompt in (("open", build([one], system=[brief])), ("two", build([two, one]))):
+        (expected,) = llm("tiny").generate([prompt], [WAY.decoding])
+        assert (answers[name]["answer"], answers[name]["n_prompt_tokens"]) == (expected.text, len(prompt))
+        assert answers[name]["prompt"] == "What does it do?" and len(json.loads(answers[name]["conversation"])) == 3
+    lettered = build([one], add_choices("What does it do?", choices))
+    for name, prompt, texts in (("letters", lettered, ["A", "B"]), ("texts", build([one]), choices)):
+        (scores,) = llm("tiny").score([prompt], [texts])
+        assert answers[name]["n_prompt_tokens"] == len(prompt)
+        assert answers[name]["choice_scores"] == pytest.approx([score.logprob for score in scores], abs=1e-4)
+
+
+def test_cdpruner_takes_the_last_message_for_the_question_and_fastv_the_whole_prompt(tmp_path):
+    model = "tiny-qwen2-5-vl"
+    source, extra = ModelSource.resolve(model), dict(video(model, n_frames=4).extra)
+    of_qwen = {"source": source, "shape": (4, 24, 64), "newline": None, "model_extra": extra}
+    cache = tiny_cache(tmp_path / "w", ("a",), ratio=1.0, method="none", **of_qwen)
+    rows = [
+        {"question_id": "talk", "video_id": "a", "messages": TALK},
+        {"question_id": "alone", "video_id": "a", "prompt": TALK[2]["content"]},
+        {"question_id": "first", "video_id": "a", "prompt": TALK[0]["content"]},
+    ]
+
+    def answer(method):
+        setup = setup_of(cache, source=source, prunings={"": LatePruning(method, 0.25)})
+        return by_id(Answerer(setup).answer(questions(tmp_path, rows)))
+
+    kept = {name: row["kept_per_frame"] for name, row in answer(CDPruner()).items()}
+    assert kept["talk"] == kept["alone"] != kept["first"]
+    inside = answer(FastV(K=1))
+    assert {row["status"] for row in inside.values()} == {"ok"} and inside["talk"]["n_kept"] == 24
 
 
 def test_a_long_question_neither_joins_short_ones_nor_makes_their_batches_small(cache, tmp_path):

@@ -90,8 +90,8 @@ GOOD = {"question_id": 1, "video_id": "v", "prompt": "p"}
         ({**GOOD, "video_id": ["v", True]}, "video_id must be a video's id"),
         (
             {"question_id": 1, "video": "v", "prompt": "p", "topic": 1},
-            "every row needs question_id, video_id and prompt; video_id (did you mean video?) is missing; "
-            "the row has: question_id, video, prompt, topic",
+            "every row needs question_id, video_id and prompt (or messages); video_id (did you mean video?) is "
+            "missing; the row has: question_id, video, prompt, topic",
         ),
         ({**GOOD, "choices": "yes or no"}, "choices must be a list of texts"),
         ({**GOOD, "choices": ["x"]}, "at least two"),
@@ -111,7 +111,7 @@ GOOD = {"question_id": 1, "video_id": "v", "prompt": "p"}
             for a in (True, ["B"], {"right": "B"})
         ),
         ({**GOOD, "temperature": 10**400}, "temperature must be a number, got one of 401 digits"),
-        ([1], "expected an object with question_id, video_id and prompt, got list"),
+        ([1], "expected an object with question_id, video_id and prompt (or messages), got list"),
     ],
 )
 def test_what_is_wrong_with_a_row_is_said_with_its_place(tmp_path, row, message):
@@ -188,7 +188,7 @@ def test_questions_at_hand_are_those_of_a_file_of_which_a_limit_takes_the_first(
         ([], "questions: there is no question in it"),
         ([{"question_id": 1, "video_id": "a"}], "questions, row 0: .* prompt is missing; the row has: question_id, v"),
         ([{"question_id": 1, "video_id": "a", "prompt": " "}], "questions, row 0: prompt must be text"),
-        (["What?"], "questions, row 0: expected a dict with question_id, video_id and prompt, got str"),
+        (["What?"], "questions, row 0: expected a dict with question_id, video_id and prompt .or messages., got str"),
         ("What?", "questions, row 0: expected a dict"),
         ({"question_id": 1}, "expected a list of dicts or a table"),
     ],

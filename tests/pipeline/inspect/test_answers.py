@@ -1,5 +1,7 @@
 """The reports of answers, and the lines and records of those that failed."""
 
+import json
+
 from pipeline.generate.answers import commit_answers, write_answers_header
 from pipeline.inspect.answers import MAX_SHOWN, Answers, answers_report, question_report
 from pipeline.storage.stores import LocalStore
@@ -59,3 +61,15 @@ def test_a_question_is_shown_whole_under_each_pruning(tmp_path):
     assert "a dog  (log-probability -2.000)" in said and "gstep@0.1" in said and "io: it cannot be read" in said
     assert "6 of 60" in said and "other" not in said
     assert "gstep@0.1" in shown(answers_report(Answers.open(store)))
+
+
+def test_a_conversation_is_shown_turn_by_turn(tmp_path):
+    turns = [
+        {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "Who is it?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "A dog."}]},
+        {"role": "user", "content": [{"type": "text", "text": "What?"}]},
+    ]
+    store = stored(tmp_path, row("q", conversation=json.dumps(turns)))
+    lines = [line.split() for line in shown(question_report(Answers.open(store, "q"))).splitlines()]
+    assert ["user", "(video)", "Who", "is", "it?"] in lines and ["assistant", "A", "dog."] in lines
+    assert ["prompt", "What?"] in lines

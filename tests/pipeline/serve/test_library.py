@@ -50,5 +50,7 @@ def test_what_does_not_go_together_is_refused(cache):
         vllm_input([], "What?")
     with pytest.raises(ValueError, match="no character"):
         vllm_input(cache.get("a"), "a \U0010fffe?")
+    with pytest.raises(ValueError, match="the text has <video>, which stands for a video"):
+        vllm_input(cache.get("a"), "What?", system="Say <video>.")
     with pytest.raises(ValueError, match="--positions original needs transformers"):
         vllm_input(cache.get("a"), "What?", positions="original")

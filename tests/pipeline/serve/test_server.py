@@ -320,11 +320,15 @@ def test_long_texts_are_refused(client, address):
     assert fetched(f"{address}/v1/chat/completions", {"messages": "x" * 5_000_000}, "POST", key=KEY)[0] == 413
 
 
-def test_a_placeholder_in_a_text_is_text(cache, client):
-    n_tokens, text = expected(cache, "What is a <video>, an <image>?", ["a"], None)
-    answer = ask(client, parts("What is a <video>, an <image>?", "cache://a"))
-    assert answer.usage.prompt_tokens == n_tokens and same(answer.choices[0].message.content, text)
-    assert ask(client, [{"role": "user", "content": "What is a <video>?"}]).usage.completion_tokens == N_TOKENS
+def test_a_placeholder_in_a_text_is_refused_by_name_also_without_a_video(client):
+    for messages in (
+        parts("What is a <video>?", "cache://a"),
+        [{"role": "user", "content": "What is an <image>?"}],
+        [{"role": "system", "content": "Say <video>."}, *parts("Who?", "cache://a")],
+    ):
+        with pytest.raises(openai.BadRequestError, match=r"the text has <(video|image)>, which stands for a video"):
+            ask(client, messages)
+    assert ask(client, parts("What is a < video >, a <|video_pad|>?", "cache://a")).usage.completion_tokens == N_TOKENS
 
 
 def test_the_responses_api_takes_lists(cache, client):

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from pipeline.options import EngineOptions
 from pipeline.rows import QuestionRecord, without_nulls
 from tests import vllm_here
 from tests.gstep.language.prompts import video
+from tests.gstep.language.test_conversations import CONVERSATIONS, FIRST, VIDEO, turn
 from tests.gstep.llms import FAMILIES, RECURRENT, encode
 from tests.pipeline.asking import setup_of, tiny_cache, write_questions
 
@@ -94,6 +96,20 @@ def test_greedy_answers_are_the_same(family):
     assert len({a.text for a in expected}) > len(prompts) // 4  # or the comparison would say nothing
     assert ours.reused_tokens > before  # questions on the same video found it in the prefix cache
     assert all(a.prefill_s > 0 and a.decode_s >= 0 for a in mine)
+
+
+def test_conversations_of_three_turns_get_the_same_answers_wherever_the_video_stands(family):
+    name, ours, theirs = family
+    prompts = []
+    for ratio, policy in product((1.0, 0.1), policies(name)):
+        build = prompt_builder(ModelSource.resolve(name), *policy).build_chat
+        one, two = clips(name, ratio)
+        prompts += [build(messages, [one]) for messages in CONVERSATIONS.values()]
+        prompts.append(build([*FIRST[:2], turn("user", VIDEO, "Which of the two is longer?")], [one, two]))
+    decodings = [Decoding(max_new_tokens=6)] * len(prompts)
+    mine, expected = ours.generate(prompts, decodings), theirs.generate(prompts, decodings)
+    assert [(a.text, a.token_ids, a.finish) for a in mine] == [(a.text, a.token_ids, a.finish) for a in expected]
+    assert len({a.text for a in expected}) > len(prompts) // 2
 
 
 def test_choices_have_the_same_scores(family):
