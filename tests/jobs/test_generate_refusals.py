@@ -144,7 +144,7 @@ TALK = [
         ({"prompt": None, "messages": TALK[:2]}, "line 1: the last message must be of the role user"),
         (
             {"prompt": "Tell of the <video>."},
-            "q.jsonl, question 1: the text has <video>, which stands for a video or an",
+            "q.jsonl, question 1: the text has <video>, which stands for a video, an",
         ),
         ({"choices": ["a <image>", "none"]}, "question 1: the text has <image>"),
         ({"system": "<video>"}, "question 1: the text has <video>"),
