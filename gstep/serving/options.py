@@ -261,7 +261,7 @@ def check_live_engine(arguments: Mapping[str, Any]) -> None:
     if (arguments.get("pipeline_parallel_size") or 1) != 1:
         _refuse_live_engine("pipeline_parallel_size", "the later stages of a pipeline do not see the kept tokens")
     if arguments.get("enable_tower_connector_lora"):
-        _refuse_live_engine("enable_tower_connector_lora", "vLLM takes the tokens that are kept for all of the tower's")
+        _refuse_live_engine("enable_tower_connector_lora", "vLLM computes the tower's tokens from the kept ones")
 
 
 def _refuse_live_engine(name: str, reason: str) -> None:

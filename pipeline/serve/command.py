@@ -23,7 +23,6 @@ _ENDS_S = 5  # seconds after the shutdown timeout that a process may take to end
 RESERVED_ARGUMENTS = frozenset(
     (
         *("host", "port", "api_key", "served_model_name", "chat_template"),
-        "config",  # vLLM reads the file of --config only if it is a word of its own
         *("allowed_media_domains", "allowed_local_media_path"),
         "enable_scale_out",
         "grpc",  # another server, without the gate

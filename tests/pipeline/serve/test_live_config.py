@@ -37,6 +37,7 @@ MODEL = "tiny-qwen3-vl"
         ({"host": "0.0.0.0"}, "other machines can reach"),
         ({"port": 0}, "--port must be"),
         ({"tensor_parallel": 0}, "--tensor-parallel must be"),
+        ({"engine_param": ["config=vllm.yaml"]}, "--engine-param config: vLLM would not read the file"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(monkeypatch, options, why):
@@ -56,7 +57,10 @@ def test_options_that_make_no_sense_are_refused(monkeypatch, options, why):
         *(
             ({"engine_param": [f"{name}=x"]}, "it follows from the model and the other flags")
             for name in (
-                *("hf_overrides", "media-io-kwargs.video", "allowed_local_media_path", "middleware", "config"),
+                "hf_overrides",
+                "media-io-kwargs.video",
+                "allowed_local_media_path",
+                "middleware",
                 "model_impl",
             )
         ),
