@@ -55,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Start the chat server on a cache, or with ``--live`` without one; return the exit code."""
     if "--live" in (sys.argv[1:] if argv is None else argv):
         parser = Parser("python -m jobs.serve --live", description=LIVE_DESCRIPTION, epilog=LIVE_EPILOG)
-        return run_command(parser, LiveConfig, _serve, argv, usual=LIVE_USUAL)
+        return run_command(parser, LiveConfig, _serve, argv, usual=LIVE_USUAL, interrupt_message="interrupted")
     parser = Parser("python -m jobs.serve", description=__doc__, epilog=EPILOG)
-    return run_command(parser, ServeConfig, _serve, argv, usual=USUAL)
+    return run_command(parser, ServeConfig, _serve, argv, usual=USUAL, interrupt_message="interrupted")
 
 
 def _serve(config: ServeConfig | LiveConfig, console: Console) -> int:

@@ -20,9 +20,15 @@ def test_the_tests_that_need_vllm_pass_where_it_is(path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not python, reason=f"{NAME} names no interpreter that has vLLM")
-def test_the_engine_says_the_same_by_model_runner_v2():
+@pytest.mark.parametrize(
+    "test",
+    [
+        "tests/pipeline/generate/engines/test_vllm.py::test_greedy_answers_are_the_same",
+        "tests/pipeline/serve/test_live_engine.py::test_it_keeps_the_tokens_of_a_cache_and_gives_its_answers",
+    ],
+)
+def test_the_engine_says_the_same_by_model_runner_v2(test):
     """It is vLLM's default on GPUs; here its kernels run in Triton's interpreter."""
-    test = "tests/pipeline/generate/engines/test_vllm.py::test_greedy_answers_are_the_same"
     passes_there(str(python), test, VLLM_USE_V2_MODEL_RUNNER="1")
 
 

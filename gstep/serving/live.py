@@ -20,6 +20,7 @@ from gstep.backbones import family_class
 from gstep.checkpoints.source import ModelSource
 from gstep.errors import ModelError
 from gstep.families import describe_family
+from gstep.lazy import did_you_mean
 from gstep.methods import LIVE_METHODS, METHODS
 from gstep.pruners import find_method, make_pruner, read_pruner
 from gstep.pruners.base import Pruner
@@ -102,7 +103,7 @@ class LivePruning:
 
 
 def check_live_method(method: str, retention_ratio: float) -> None:
-    """Raise ModelError for a method that cannot prune in vLLM; the message says why."""
+    """Raise ModelError for a method that cannot prune in vLLM, or that does not exist; the message says why."""
     if method in LIVE_METHODS:
         return
     others = f"methods that prune in vLLM: {', '.join(LIVE_METHODS)}"
@@ -111,8 +112,11 @@ def check_live_method(method: str, retention_ratio: float) -> None:
             f"--method {method}: vLLM has this method itself: vllm serve MODEL --video-pruning-method {method} "
             f"--video-pruning-rate {round(1.0 - retention_ratio, 9):g}; {others}"
         )
-    reason = find_obstacle(find_method(method)) if method in METHODS else "is not tested in vLLM"
-    raise ModelError(f"--method {method}: it {reason}; {others}")
+    if ":" in method:
+        raise ModelError(f"--method {method}: methods of your own are not tested in vLLM; {others}")
+    if method not in METHODS:
+        raise ModelError(f"--method {method}: there is no such method{did_you_mean(method, METHODS)}; {others}")
+    raise ModelError(f"--method {method}: it {find_obstacle(find_method(method))}; {others}")
 
 
 def find_obstacle(kind: type[Pruner]) -> str | None:

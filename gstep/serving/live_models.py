@@ -2,7 +2,7 @@
 
 vLLM prunes videos itself, by two methods under fixed names. The classes here take its functions as they are, with other
 functions under the names by which these count and choose tokens. Follows qwen2_5_vl.py, qwen3_vl.py, qwen3_vl_moe.py
-and qwen3_5.py of vLLM 0.32 and 0.33 (vllm/model_executor/models).
+and qwen3_5.py of vLLM 0.32 (vllm/model_executor/models).
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ class _Live:
                 "kv_transfer_config": vllm_config.kv_transfer_config,
                 "ec_transfer_config": vllm_config.ec_transfer_config,
                 "pipeline_parallel_size": vllm_config.parallel_config.pipeline_parallel_size,
+                "enable_tower_connector_lora": getattr(vllm_config.lora_config, "enable_tower_connector_lora", False),
             }
         )
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]

@@ -169,8 +169,8 @@ RESERVED_OPTIONS = frozenset(
         "hf_token",  # a secret, which belongs into the environment (HF_TOKEN)
     )
 )
-#: Engine arguments that live pruning sets besides, and users may not.
-LIVE_RESERVED_OPTIONS = frozenset(("video_pruning_rate", "video_pruning_method", "media_io_kwargs"))
+#: Engine arguments that live pruning decides besides, and users may not set.
+LIVE_RESERVED_OPTIONS = frozenset(("video_pruning_rate", "video_pruning_method", "media_io_kwargs", "model_impl"))
 
 
 def prepare_process(device: str, tensor_parallel: int, *, multiprocessing: bool = False) -> None:
@@ -249,6 +249,7 @@ def check_live_engine(arguments: Mapping[str, Any]) -> None:
 
     A connector takes rows, keys and values of a video from other servers, which may have pruned it by another method:
     it knows a video by a hash that a client may choose. A later stage of a pipeline sees no rows, and so no positions.
+    LoRA of the vision tower needs the number of its tokens, which vLLM computes from the number of kept tokens.
     """
     for name, key in (("kv_transfer_config", "kv_connector"), ("ec_transfer_config", "ec_connector")):
         config = arguments.get(name)
@@ -259,6 +260,8 @@ def check_live_engine(arguments: Mapping[str, Any]) -> None:
         _refuse_live_engine("kv_offloading_size", "it is not tested with live pruning")
     if (arguments.get("pipeline_parallel_size") or 1) != 1:
         _refuse_live_engine("pipeline_parallel_size", "the later stages of a pipeline do not see the kept tokens")
+    if arguments.get("enable_tower_connector_lora"):
+        _refuse_live_engine("enable_tower_connector_lora", "vLLM computes the tower's tokens from the kept ones")
 
 
 def _refuse_live_engine(name: str, reason: str) -> None:

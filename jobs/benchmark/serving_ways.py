@@ -122,7 +122,7 @@ class CachedWay:
         # stored ratio.
         n_fewer = number if ratio >= self._cache.retention_ratio else (number + 1) // 2 * (-1 if number % 2 else 1)
         read = functools.cache(functools.partial(self._read, ratio, n_fewer))  # each video once a round
-        return functools.partial(self._ask, read, questions, number)
+        return functools.partial(self._ask, read, questions, f"{ratio} {number}")
 
     def close(self) -> None:
         """End the engine and its process."""
@@ -135,10 +135,11 @@ class CachedWay:
         share = (tokens + 0.5) / row["n_total"] if tokens < row["n_tokens"] else None
         return self._cache.get(video_id, share).visual
 
-    def _ask(self, read: Callable[[str], Visual], questions: int, number: int) -> Pass:
+    def _ask(self, read: Callable[[str], Visual], questions: int, seed: str) -> Pass:
         """Read all videos, build all prompts and generate the answers, timed as one pass.
 
-        ``number`` is the round, which seeds the random words. An engine in this process gets batches of its usual size.
+        ``seed`` names the ratio and the round: texts of equal words would find each other's prefixes. An engine in this
+        process gets batches of its usual size.
         """
         start_s, sent_before = time.perf_counter(), self._sent.total if self._sent else 0
         before = getattr(self._engine, "reused_tokens", 0)
@@ -147,7 +148,7 @@ class CachedWay:
             visual = read(video_id)
             video_prompts = [self._builder.build(text, [visual]) for text in make_questions(questions)]
             prompts += (
-                self._replace_by_words(video_prompts, Random(f"{number} {number_of_video}"))
+                self._replace_by_words(video_prompts, Random(f"{seed} {number_of_video}"))
                 if self._words
                 else video_prompts
             )

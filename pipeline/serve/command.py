@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from gstep.serving.options import ENVIRONMENT
+from pipeline.errors import UsageError
 from pipeline.rows import JsonObject
 from pipeline.serve.config import KEY, ServerOptions
 from pipeline.serve.gate import RequestGate
 
+_RUST = "VLLM_USE_RUST_FRONTEND"
 _ENDS_S = 5  # seconds after the shutdown timeout that a process may take to end
 #: Arguments of vLLM's server that no user may set.
 RESERVED_ARGUMENTS = frozenset(
@@ -45,10 +47,16 @@ def whole_names(params: JsonObject) -> JsonObject:
 def server_words(config: ServerOptions, options: Mapping[str, Any], model_name: str) -> list[str]:
     """Return the words of vLLM's command line after ``vllm serve``, with what every server has: gate, host, port.
 
+    If they will be printed, ends the process with 2 for arguments of the user that vLLM does not know.
+
     Args:
         options: the arguments of vLLM by name, with ``model``; those of the user win over them.
         model_name: the model's name or folder, for clients.
+
+    Raises UsageError if the environment asks for vLLM's server in Rust.
     """
+    if os.environ.get(_RUST, "0") != "0":
+        raise UsageError(f"{_RUST}: vLLM's server in Rust asks for no key here and limits no request. Unset {_RUST}")
     options = {
         **options,
         "served_model_name": config.served_model_name or _make_public_name(model_name),
@@ -61,7 +69,10 @@ def server_words(config: ServerOptions, options: Mapping[str, Any], model_name: 
         # Each server process drains by itself; the parent kills a process that has not ended by then.
         options["shutdown_timeout"] = math.ceil(config.shutdown_timeout) + _ENDS_S
     model = str(options.pop("model"))
-    return [model, *(word for name, value in options.items() for word in _make_words(name, value))]
+    words = [model, *(word for name, value in options.items() for word in _make_words(name, value))]
+    if config.print_command and config.engine_param:
+        parse_words(words)
+    return words
 
 
 def run_command(words: Sequence[str]) -> None:

@@ -63,7 +63,8 @@ class ServerOptions:
             raise UsageError(f"--host {self.host!r}: {MISSING_KEY}")
         check(self.max_request_bytes >= 1024, "max_request_bytes", "at least 1024", self.max_request_bytes)
         check(0 <= self.shutdown_timeout < math.inf, "shutdown_timeout", "0 or above", self.shutdown_timeout)
-        self.engine_params()
+        if "config" in self.engine_params():
+            raise UsageError("--engine-param config: vLLM would not read the file; give each of its options by itself")
 
     @property
     def needs_key(self) -> bool:

@@ -66,6 +66,7 @@ class RequestGate:
         self._key = os.environ.get(KEY, "").encode()
         self._state: Any = None  # of vLLM's own application
         self._limits: RequestLimits | None = None
+        self._is_live = False
         self._busy = 0
         self._draining: asyncio.Task[None] | None = None
 
@@ -113,7 +114,7 @@ class RequestGate:
             raise UsageError(MISSING_KEY)
         if served is not None:
             find_prompts(served)
-        self._limits = limits
+        self._limits, self._is_live = limits, served is None
         for model in state.openai_serving_models.base_model_paths:
             model.model_path = model.name  # else /v1/models tells everybody where the model lies
         loop = asyncio.get_running_loop()
@@ -172,10 +173,11 @@ class RequestGate:
             if not await self._try_answer(scope, _replay_body(body, receive), send_named, videos):
                 # The engine lacked rows that vLLM had noted as sent. vLLM knows that now, and sends the rows this time.
                 await self._app(scope, _replay_body(body, receive), send_named)
-        except RuntimeError as error:
-            if _NO_FILES not in str(error):  # vLLM would answer 500 and log a traceback
+        except Exception as error:
+            reason = _explain_no_media(error) if self._is_live else None
+            if reason is None:
                 raise
-            await _refuse(send, 400, "this server reads no files: send the video as a data URL")
+            await _refuse(send, 400, reason)
 
     async def _try_answer(self, scope: Scope, receive: Receive, send: Send, videos: list[str]) -> bool:
         """Pass a request on to vLLM; return False if its engine ended the request, and then send nothing.
@@ -199,6 +201,20 @@ class RequestGate:
 
         await self._app(scope, receive, send_unless_ended)
         return not is_ended
+
+
+def _explain_no_media(error: Exception) -> str | None:
+    """Return why vLLM could not read a video that a request names; None for an error that is no fault of the request.
+
+    vLLM itself would answer 500 and log a traceback.
+    """
+    if isinstance(error, RuntimeError) and _NO_FILES in str(error):
+        return "this server reads no files: send the video as a data URL"
+    if isinstance(error, FileNotFoundError):
+        return "the server has no such file"
+    if type(error).__module__.startswith("aiohttp."):
+        return f"the server cannot fetch the video: {error}"
+    return None
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from gstep.methods import LIVE_METHODS
 from pipeline.errors import UsageError
-from pipeline.options import DTYPES, check, named_values, option
+from pipeline.options import DTYPES, check, check_ratio, named_values, option
 from pipeline.serve.config import ServerOptions
+
+_HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.I)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +52,13 @@ class LiveConfig(ServerOptions):
         super().__post_init__()
         if self.model is None:
             raise UsageError("--model is missing: a Hugging Face id or a folder")
-        ratio = self.retention_ratio
-        if not 0.0 < ratio < 1.0:
-            raise UsageError(f"--retention-ratio must be in (0, 1), got {ratio!r}: vllm serve alone keeps all tokens")
-        check(self.num_frames >= 1, "num_frames", "at least 1", self.num_frames)
+        check_ratio("retention_ratio", self.retention_ratio)
+        if self.retention_ratio == 1.0:
+            raise UsageError("--retention-ratio must be below 1, got 1.0: vllm serve MODEL alone keeps all tokens")
+        check(self.num_frames >= 2, "num_frames", "at least 2, the frames of a temporal patch", self.num_frames)
         check(self.seed >= 0, "seed", "at least 0", self.seed)
-        domains = [name for name in self.media_domain if not name.strip() or "/" in name or ":" in name]
-        check(not domains, "media_domain", "a host name, such as videos.example.org", domains)
+        wrong = [name for name in self.media_domain if not _HOST_NAME.fullmatch(name)]
+        check(not wrong, "media_domain", "a host name without a port, such as videos.example.org", wrong)
         if self.media_path is not None and not Path(self.media_path).is_dir():
             raise UsageError(f"--media-path {self.media_path}: there is no such folder")
         self.method_params()
@@ -63,3 +66,7 @@ class LiveConfig(ServerOptions):
     def method_params(self) -> dict[str, str]:
         """Parse ``--method-param`` into texts by name."""
         return named_values(self.method_param, "--method-param")
+
+    def media_hosts(self) -> list[str]:
+        """Return the hosts of ``--media-domain`` in lower case, in which vLLM reads those of URLs."""
+        return [name.lower() for name in self.media_domain]

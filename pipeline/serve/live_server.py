@@ -53,7 +53,7 @@ def check_live(config: LiveConfig) -> tuple[ModelSource, LivePruning]:
     """
     assert config.model is not None
     params = whole_names(config.engine_params())
-    refuse_reserved(params, _RESERVED_ARGUMENTS)
+    refuse_reserved(params, _RESERVED_ARGUMENTS, "the model and the other flags")
     with usage_errors():
         check_live_engine(params)
         source = ModelSource.resolve(config.model, config.revision, quantized=True, gate=False)
@@ -75,7 +75,7 @@ def live_words(config: LiveConfig, source: ModelSource, live: LivePruning) -> li
     limits = {name: getattr(config, name) for name in ("needs_key", "max_request_bytes", "shutdown_timeout")}
     options: dict[str, Any] = {
         **live_engine_options(source, runtime, live, config.num_frames, config.tensor_parallel),
-        "allowed_media_domains": config.media_domain or [_NO_HOST],
+        "allowed_media_domains": config.media_hosts() or [_NO_HOST],
         "allowed_local_media_path": config.media_path,
         "additional_config": {LIMITS: limits},
     }

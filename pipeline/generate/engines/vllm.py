@@ -316,10 +316,14 @@ def check_installed(flag: str) -> None:
         )
 
 
-def refuse_reserved(params: JsonObject, reserved_names: Set[str] = RESERVED_OPTIONS) -> None:
-    """Raise UsageError for engine arguments that this project sets."""
+def refuse_reserved(
+    params: JsonObject,
+    reserved_names: Set[str] = RESERVED_OPTIONS,
+    origin: str = "the cache, the model and the other flags",
+) -> None:
+    """Raise UsageError for engine arguments that this project sets, from their ``origin``."""
     if refused_names := sorted(params.keys() & reserved_names):
-        raise UsageError(f"--engine-param {refused_names[0]}: it follows from the cache, the model and the other flags")
+        raise UsageError(f"--engine-param {refused_names[0]}: it follows from {origin}")
 
 
 def _check_params(params: JsonObject) -> None:

@@ -44,9 +44,17 @@ def test_other_methods_are_refused_by_name_and_those_of_vllm_with_its_flag(metho
     assert (flag in str(refused.value)) == (method in ("evs", "vidcom2"))
 
 
-def test_a_method_of_a_user_is_refused():
-    with pytest.raises(ModelError, match="mine:Method: it is not tested in vLLM"):
-        check_live_method("mine:Method", 0.1)
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        ("mine:Method", "methods of your own are not tested in vLLM"),
+        ("gsetp", r"there is no such method \(did you mean gstep\?\)"),
+        ("none", "it keeps all tokens"),
+    ],
+)
+def test_methods_of_users_and_wrong_names_are_refused_for_what_they_are(method, why):
+    with pytest.raises(ModelError, match=f"--method {method}: {why}.*: gstep, novelty"):
+        check_live_method(method, 0.1)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-internvl"])

@@ -1,4 +1,4 @@
-"""The benchmark of answering: every way asks the same questions. Those of live pruning take engines of their own."""
+"""The benchmark of answering: every way asks the same questions. test_serving_pruning_vllm.py has those that prune."""
 
 import json
 
@@ -11,31 +11,34 @@ from tests.interpreter import run_python
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 ROW = 64 * 2  # bytes of a token
-SMALL = ["serving", "--num-frames", "8", "--retention-ratio", "0.25", "--questions", "1", "4", "--repeats", "1"]
+SMALL = ["serving", "--num-frames", "8", "--retention-ratio", "1.0", "0.25", "--questions", "1", "4", "--repeats", "1"]
 WAYS = (*CACHED, ONLINE)
+CASES = [(mode, ratio, number) for mode in WAYS for ratio in (1.0, 0.25) for number in (1, 4)]
 
 
 @pytest.fixture(scope="module")
 def found():
-    """(way, questions a video) -> what is measured of it."""
+    """(way, share of tokens, questions a video) -> what is measured of it."""
     done = run_python("-m", "jobs.benchmark", *SMALL, "--max-new-tokens", "4", "--modes", *WAYS, "--json", check=True)
-    return {(one["mode"], one["questions"]): one for one in json.loads(done.stdout)["measured"]}
+    return {(one["mode"], one["retention_ratio"], one["questions"]): one for one in json.loads(done.stdout)["measured"]}
 
 
 def test_every_way_answers_cold_and_again(found):
-    assert (*WAYS, *PRUNING) == MODES and found.keys() == {(mode, number) for mode in WAYS for number in (1, 4)}
-    for (_, questions), one in found.items():
+    assert (*WAYS, *PRUNING) == MODES
+    assert list(found) == [case for case in CASES if case[:2] != (ONLINE, 0.25)]
+    for (_, _, questions), one in found.items():
         assert one["requests"] == 4 * questions and one["peak_mb"] > 100
         assert one["requests_per_s"] > 0 and one["warm_requests_per_s"] > 0
 
 
 def test_rows_are_sent_with_each_question_about_a_video(found):
     for questions in (1, 4):
-        rows, texts = found["cached-vllm", questions], found["text-vllm", questions]
+        rows, texts = found["cached-vllm", 0.25, questions], found["text-vllm", 0.25, questions]
         assert rows["sent_kb"] > 0.9 * ROW * rows["visual_tokens"] / 1e3 > texts["sent_kb"] > 0
-        assert found["cached-transformers", questions]["sent_kb"] is None
+        assert found["cached-transformers", 0.25, questions]["sent_kb"] is None
 
 
 def test_the_first_question_about_a_video_finds_nothing_and_others_share_what_it_left(found):
     for mode in ("cached-vllm", "text-vllm"):
-        assert found[mode, 1]["reused"] < 0.2 < found[mode, 4]["reused"]
+        for ratio in (1.0, 0.25):
+            assert found[mode, ratio, 1]["reused"] < 0.2 < found[mode, ratio, 4]["reused"]

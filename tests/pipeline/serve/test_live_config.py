@@ -1,6 +1,7 @@
 """Options of a server with live pruning: what is refused before vLLM loads, and what the gate takes from them."""
 
 import asyncio
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from jobs.serve import LIVE_USUAL, main
 from pipeline.errors import UsageError
 from pipeline.serve import LIMITS
+from pipeline.serve.command import server_words
 from pipeline.serve.config import KEY, ServeConfig
 from pipeline.serve.gate import RequestGate
 from pipeline.serve.live_config import LiveConfig
@@ -21,15 +23,21 @@ MODEL = "tiny-qwen3-vl"
     ("options", "why"),
     [
         ({"model": None}, "--model is missing"),
-        ({"retention_ratio": 1.0}, r"--retention-ratio must be in \(0, 1\).*vllm serve alone"),
-        ({"num_frames": 0}, "--num-frames must be at least 1"),
+        ({"retention_ratio": 1.0}, "--retention-ratio must be below 1.*vllm serve MODEL alone"),
+        ({"retention_ratio": 0.0}, r"--retention-ratio must be in \(0, 1\], got 0.0"),
+        ({"retention_ratio": 25.0}, "did you mean 25%"),
+        ({"num_frames": 1}, "--num-frames must be at least 2"),
         ({"seed": -1}, "--seed must be at least 0"),
-        ({"media_domain": ["https://a.org"]}, "--media-domain must be a host name"),
+        *(
+            ({"media_domain": ["b.org", name]}, "--media-domain must be a host name without a port")
+            for name in ("https://a.org", "a.org:80", "*.a.org", "a.org.", "a b", " ", "")
+        ),
         ({"media_path": "/nowhere"}, "there is no such folder"),
         ({"method_param": ["alpha"]}, "--method-param takes NAME=VALUE"),
         ({"host": "0.0.0.0"}, "other machines can reach"),
         ({"port": 0}, "--port must be"),
         ({"tensor_parallel": 0}, "--tensor-parallel must be"),
+        ({"engine_param": ["config=vllm.yaml"]}, "--engine-param config: vLLM would not read the file"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(monkeypatch, options, why):
@@ -47,18 +55,37 @@ def test_options_that_make_no_sense_are_refused(monkeypatch, options, why):
         ({"method": "fastv"}, "looks at the question"),
         ({"method_param": ["alph=1"]}, "did you mean alpha"),
         *(
-            ({"engine_param": [f"{name}=x"]}, "it follows from")
-            for name in ("hf_overrides", "media-io-kwargs.video", "allowed_local_media_path", "middleware")
+            ({"engine_param": [f"{name}=x"]}, "it follows from the model and the other flags")
+            for name in (
+                "hf_overrides",
+                "media-io-kwargs.video",
+                "allowed_local_media_path",
+                "middleware",
+                "model_impl",
+            )
         ),
         ({"engine_param": ['ec_transfer_config={"ec_connector": "A"}']}, "another server has pruned"),
         ({"engine_param": ["ec-transfer-config.ec_connector=A"]}, "another server has pruned"),
         ({"engine_param": ["kv_offloading_size=4"]}, "not tested"),
         ({"engine_param": ["pipeline_parallel_size=2"]}, "do not see the kept tokens"),
+        ({"engine_param": ["enable_tower_connector_lora=true"]}, "enable_tower_connector_lora: "),
     ],
 )
 def test_what_vllm_would_not_prune_right_is_refused_before_it_loads(options, why):
     with pytest.raises(UsageError, match=why):
         check_live(LiveConfig(**{"model": MODEL, **options}))
+
+
+def test_hosts_are_compared_in_lower_case():
+    assert LiveConfig(model=MODEL, media_domain=["Videos.A.org", "b"]).media_hosts() == ["videos.a.org", "b"]
+
+
+def test_the_server_that_has_no_gate_is_refused(monkeypatch):
+    config = LiveConfig(model=MODEL, port=8001)
+    assert "--port=8001" in server_words(config, {"model": "m"}, "m")
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(UsageError, match="Unset VLLM_USE_RUST_FRONTEND"):
+        server_words(config, {"model": "m"}, "m")
 
 
 def test_a_good_request_is_resolved():
@@ -86,15 +113,23 @@ def test_help_is_a_screen(capsys):
     assert "--live" in capsys.readouterr().out
 
 
-def test_a_file_url_where_none_is_allowed_is_the_clients_fault():
-    """By vLLM's own error, which its server answers with 500."""
+def test_a_video_that_vllm_cannot_read_is_the_clients_fault():
+    """By the errors of vLLM and aiohttp, which vLLM's server answers with 500."""
+    aiohttp = pytest.importorskip("aiohttp")
+    errors = {
+        "this server reads no files: send the video as a data URL": RuntimeError(
+            "Cannot load local files without `--allowed-local-media-path`."
+        ),
+        "the server has no such file": FileNotFoundError(2, "No such file or directory", "/a/b.mp4"),
+        "the server cannot fetch the video: refused": aiohttp.ClientConnectionError("refused"),
+    }
     sent = []
 
-    async def app(scope, receive, send):
-        if scope["type"] == "http":
-            raise RuntimeError((await receive())["body"].decode())
+    async def ask(error):
+        async def app(scope, receive, send):
+            if scope["type"] == "http":
+                raise error
 
-    async def ask(reason):
         limits = {"needs_key": False, "max_request_bytes": 5000, "shutdown_timeout": 3.0}
         state = SimpleNamespace(
             vllm_config=SimpleNamespace(additional_config={LIMITS: limits}),
@@ -104,17 +139,19 @@ def test_a_file_url_where_none_is_allowed_is_the_clients_fault():
         await gate({"type": "lifespan", "app": SimpleNamespace(state=state)}, None, None)
 
         async def receive():
-            return {"type": "http.request", "body": reason, "more_body": False}
+            return {"type": "http.request", "body": b"{}", "more_body": False}
 
         async def send(message):
             sent.append(message)
 
         await gate({"type": "http", "path": "/v1/chat/completions", "headers": []}, receive, send)
 
-    asyncio.run(ask(b"Cannot load local files without `--allowed-local-media-path`."))
-    assert sent[0]["status"] == 400 and b"data URL" in sent[1]["body"]
+    for reason, error in errors.items():
+        sent.clear()
+        asyncio.run(ask(error))
+        assert sent[0]["status"] == 400 and json.loads(sent[1]["body"])["error"]["message"] == reason
     with pytest.raises(RuntimeError, match="other"):
-        asyncio.run(ask(b"other"))
+        asyncio.run(ask(RuntimeError("other")))
 
 
 def test_the_gate_takes_its_limits_without_a_cache(monkeypatch):

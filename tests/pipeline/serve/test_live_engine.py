@@ -4,6 +4,7 @@ Steps are so short that they begin and end inside videos, and so are the blocks 
 """
 
 import base64
+import os
 from contextlib import suppress
 from functools import cache as remember
 from types import SimpleNamespace
@@ -56,6 +57,8 @@ def case(request, make_cache):
         options |= {"limit_mm_per_prompt": {"image": 1, "video": 2}, "allowed_local_media_path": str(videos)}
         options |= {"max_num_batched_tokens": STEP, "block_size": 32, "max_num_seqs": 4, "max_model_len": 2048}
         engine = LLM(**options)
+        by_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"  # by tests/test_vllm.py
+        assert engine.llm_engine.vllm_config.use_v2_model_runner == by_v2
         kept.clear()  # of the start
         yield request.param, videos, cache, engine, kept
         engine.llm_engine.engine_core.shutdown()
@@ -108,6 +111,7 @@ def test_the_model_refuses_a_connector_in_whatever_way_it_came():
     config = SimpleNamespace(
         kv_transfer_config=None,
         ec_transfer_config=SimpleNamespace(ec_connector="ECExampleConnector"),
+        lora_config=None,
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )
     with pytest.raises(ModelError, match="ec_transfer_config: "):

@@ -1,0 +1,79 @@
+"""The ways of answering that prune inside vLLM, on little work: an engine for each, and one question a video."""
+
+import json
+from statistics import fmean
+
+import pytest
+
+from gstep.backbones import ModelSource
+from gstep.language import prompt_builder
+from gstep.serving.live import LivePruning
+from gstep.serving.options import prepare_process
+from jobs.benchmark.serving_ways import PRUNING, OnlineWay, ServingWork, make_questions
+from pipeline import TokenCache
+from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
+from tests.interpreter import run_python
+from tests.pipeline.serve.live_cases import N_FRAMES, NAMES, pruned_cache
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+MODEL, RATIO, N_ANSWER = "tiny-qwen2-5-vl", 0.25, 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The cache that jobs.prune makes of two videos."""
+    return str(pruned_cache(tmp_path_factory.mktemp("pruned"), MODEL)[1])
+
+
+@pytest.fixture(scope="module")
+def sizes(folder):
+    """(kept tokens of a video, tokens of a prompt with them), on average over the videos of the cache."""
+    cache, builder = TokenCache(folder), prompt_builder(ModelSource.resolve(MODEL))
+    videos, (question,) = [cache.get(name) for name in NAMES], make_questions(1)
+    prompts = [builder.build(question, [video.visual]) for video in videos]
+    return fmean(len(video.tokens) for video in videos), fmean(map(len, prompts))
+
+
+def note_kept(worker):
+    """Note what is kept of each video, in the engine's process."""
+    select_mask, LivePruning.kept = LivePruning.select_mask, []
+
+    def select_and_note(live, tokens):
+        mask = select_mask(live, tokens)
+        LivePruning.kept.append(mask.nonzero()[:, 0].tolist())
+        return mask
+
+    LivePruning.select_mask = select_and_note
+
+
+def read_kept(worker):
+    return LivePruning.kept
+
+
+def test_the_way_by_gstep_keeps_the_tokens_of_jobs_prune(folder, sizes, monkeypatch):
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions go to the engine's process
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    prepare_process("cpu", 1, multiprocessing=True)
+    assert PRUNING["live-vllm"] == "gstep"
+    way = OnlineWay("live-vllm", ServingWork(MODEL, folder, N_FRAMES, (RATIO,), (1,), N_ANSWER, 1))
+    try:
+        way._llm.collective_rpc(note_kept)
+        asked = way.make_ask(RATIO, 1)()
+        (kept,) = way._llm.collective_rpc(read_kept)
+    finally:
+        way.close()
+    cache = TokenCache(folder)
+    assert sorted(kept) == sorted(cache.get(name).index.tolist() for name in NAMES)
+    assert asked.requests == len(NAMES) and asked.reused_tokens == 0
+    assert (asked.visual_tokens, asked.prompt_tokens / asked.requests) == sizes
+
+
+def test_the_way_by_a_method_of_vllm_reads_as_many_tokens(folder, sizes):
+    flags = ["--num-frames", N_FRAMES, "--retention-ratio", RATIO, "--questions", 1, "--max-new-tokens", N_ANSWER]
+    flags += ["--model", MODEL, "--cache", folder, "--modes", "evs-vllm", "--repeats", 1, "--json"]
+    done = run_python("-m", "jobs.benchmark", "serving", *flags, check=True)
+    (one,) = json.loads(done.stdout)["measured"]
+    assert (one["mode"], one["requests"], one["retention_ratio"]) == ("evs-vllm", len(NAMES), RATIO)
+    assert (one["visual_tokens"], one["prefilled_tokens"]) == sizes
+    assert one["requests_per_s"] > 0 and one["warm_requests_per_s"] > 0 and one["first_token_s"] > 0
