@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from gstep.language.types import ChatMessage, ChatPart
 from pipeline.errors import QuestionsError
 from pipeline.inputs.tables import UserValue
+
+if TYPE_CHECKING:  # it imports torch, which readers of answers do without
+    from gstep.language.types import ChatMessage, ChatPart
 
 _ROLES = ("system", "user", "assistant")
 _FORM = '{"role": "user", "content": ...}'
@@ -50,7 +52,8 @@ def parse_messages(value: UserValue, where: str, n_videos: int) -> list[ChatMess
     n_parts = sum(part["type"] == "video" for message in messages for part in message["content"])
     if not n_parts:
         first = next(message for message in messages if message["role"] == "user")
-        first["content"] = [*[ChatPart(type="video")] * n_videos, *first["content"]]
+        videos: list[ChatPart] = [{"type": "video"}] * n_videos
+        first["content"] = [*videos, *first["content"]]
     elif n_parts != n_videos:
         raise QuestionsError(
             f"{where}: the messages have {n_parts} parts of the type video, and video_id names {n_videos} videos: each "
@@ -126,7 +129,7 @@ def dump_messages(messages: Sequence[ChatMessage]) -> str:
 
 def load_messages(text: str) -> list[ChatMessage]:
     """Return the messages of the JSON that tables have."""
-    return cast(list[ChatMessage], json.loads(text))
+    return cast("list[ChatMessage]", json.loads(text))
 
 
 def make_chat(messages: Sequence[ChatMessage], system: str | None, ending: str) -> list[ChatMessage]:
