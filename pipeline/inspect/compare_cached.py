@@ -114,7 +114,9 @@ class CachedComparison:
         """Return the comparison of a video whose frames are decoded again for their pictures, if they can be."""
         identity = self.cache.identity
         pictures = source_pictures(row, identity["sampling"], self.objects, self.roots)
-        return Comparison(self.video_id, selections, row, grid_of(row), identity["model"], origin, pictures)
+        return Comparison(
+            self.video_id, selections, row, grid_of(row), identity["model"], identity["sampling"], origin, pictures
+        )
 
     def _encode_again(self, wanted: Sequence[Wanted], lacking: str) -> Comparison:
         """Encode the source again as the cache's run did, and compare the methods on that.

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from pipeline.cache.header import ModelIdentity
+from pipeline.cache.header import ModelIdentity, SamplingIdentity
 from pipeline.console import clean_line
 from pipeline.inspect.page import write_html
 from pipeline.inspect.thumbnails import Pictures
@@ -101,6 +101,7 @@ class Comparison:
             that is in no cache, the columns of decoding.
         grid: (rows, columns) of the N tokens of a frame; None if the model does not say.
         model: the model that made the tokens.
+        sampling: how the frames were chosen.
         origin: a sentence about where the selections are from; "" for a video that was encoded from its file.
         pictures: JPEGs of the sampled frames, or the reason why there are none.
     """
@@ -110,6 +111,7 @@ class Comparison:
     metadata: VideoRow
     grid: tuple[int, int] | None
     model: ModelIdentity
+    sampling: SamplingIdentity
     origin: str
     pictures: Pictures
 

@@ -86,7 +86,10 @@ def draw_comparison(comparison: Comparison) -> str:
         bands=list(_list_bands(comparison, "landscape" if width >= height else "portrait")),
         charts=[_draw_bars(selection, highest) for selection, highest in _list_highest(comparison)],
         overlaps=list(_list_overlaps(comparison)),
-        facts=[*source_facts(row), ("model", f"{comparison.model['type']}  {comparison.model['weights']}")],
+        facts=[
+            *source_facts(row, comparison.sampling),
+            ("model", f"{comparison.model['type']}  {comparison.model['weights']}"),
+        ],
         settings={row.method: flat(row.settings) or "no parameters" for row in comparison.rows},
     )
 

@@ -24,7 +24,7 @@ from pipeline.inspect.thumbnails import Pictures, shrink, to_jpegs
 from pipeline.own_method import prune_or_fault
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.encode_stage import VideoEncoder, to_sampled_video
-from pipeline.prune.recipe import Recipe, list_evidence_of, resolve
+from pipeline.prune.recipe import Recipe, list_evidence_of, resolve, sampling_settings
 from pipeline.rows import Json, VideoRecord, VideoRow
 from pipeline.storage.s3 import Objects
 
@@ -183,6 +183,7 @@ def compare_frames(
         metadata={**row, **record, "video_id": row["video_id"], "n_frames": n_frames, "tokens_per_frame": per_frame},
         grid=visual.grid,
         model=identify_model(recipe.source),
+        sampling=sampling_settings(recipe.sampling),
         origin="",
         pictures=Pictures(to_jpegs(shrink(frames, size))),
     )
