@@ -31,7 +31,9 @@ def test_every_measurement_gives_its_figures_in_a_rehearsal(tmp_path):
     for name in ("prune", "loop", "ray"):
         assert figures[name]["videos"] == "4" and any(label.startswith("speed from") for label in figures[name])
     assert figures["generic"].items() >= {("qwen3, generic, the same tokens both ways", "True")}
-    assert {"gstep 0.25, prefill", "fastv,K=1 0.25, cached", "none 1, kv"} <= figures["table3"].keys()
+    assert {"gstep 0.25, online prefill", "fastv,K=1 0.25, cached total", "none 1, online kv"} <= figures[
+        "table3"
+    ].keys()
     assert int(figures["tests"]["tests collected"]) > 50
     assert figures["poison"]["failures"] == '{"crash": 1}'
     assert figures["memory"]["kept tokens that are kept without the limit"] == "100 %"

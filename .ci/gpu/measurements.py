@@ -164,20 +164,13 @@ def measure_answers(bench: Bench) -> None:
     if bench.rehearse:
         sizes = "fastv,K=1 --retention-ratio 0.25 --max-new-tokens 2 --repeats 1"
     scales = {"_s": (1e3, "ms"), "_bytes": (1 / GIB, "GiB")}
-    figures = (
-        "prefill_s",
-        "token_decode_s",
-        "online_s",
-        "cached_s",
-        "kv_bytes",
-        "online_peak_bytes",
-        "cached_peak_bytes",
-    )
+    figures = {"online": ("prefill_s", "token_decode_s", "total_s", "kv_bytes", "peak_bytes")}
+    figures["cached"] = ("total_s", "peak_bytes")
     for row in run_command(benchmark.main, *fixed, *flags, "--method", "gstep", *sizes.split())["rows"]:
-        for figure in figures:
-            (scale, unit), value = next(scales[end] for end in scales if figure.endswith(end)), row[figure]
-            median = value["median"] if isinstance(value, dict) else value
-            bench.say(f"{row['method']} {row['retention_ratio']:g}, {figure.rpartition('_')[0]}", scale * median, unit)
+        for mode, figure in ((mode, figure) for mode, names in figures.items() for figure in names):
+            scale, unit = next(scales[end] for end in scales if figure.endswith(end))
+            label = f"{row['method']} {row['retention_ratio']:g}, {mode} {figure.rpartition('_')[0]}"
+            bench.say(label, scale * row[mode][figure], unit)
 
 
 def measure_generic(bench: Bench, models: tuple[str, ...]) -> None:

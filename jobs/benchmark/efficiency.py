@@ -1,124 +1,142 @@
 """The paper's efficiency figures (Table 3): E2E and LLM seconds, peak memory, KV cache, tokens a second.
 
-The same questions are asked of a cache of the videos' tokens, too.
+Each method answers questions from the videos, and from a cache of their tokens. Decoding and encoding depend neither on
+the question nor on the retention ratio: they are measured once for each video, repeat and kind of evidence, and count
+for every online question. A cache is read from files that were just written and are still in the system's memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict
-from itertools import groupby
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, count, product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.table import Table
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from jobs.benchmark.efficiency_bench import ArmResult, Bench, Measurement, Sample, prepare_measurement
-from jobs.benchmark.shared import figure_table, machine, machine_line, say
-from jobs.command import count, file_in_folder, share, throttle
+from gstep.backbones import ModelSource, StaticParts, choose_runtime, family_of
+from gstep.checkpoints.random_weights import has_no_weights
+from gstep.evidence import HEAD_SOURCES
+from gstep.language import Decoding, Visual, load_language_model, prompt_builder
+from jobs.benchmark.shared import add_flag, figure_table, machine, machine_line, max_known, say, time_work
+from jobs.command import file_in_folder, share, throttle
 from jobs.frame.json_document import CommandResult
+from pipeline.cache.header import HEADER, fingerprint, serialise_header
+from pipeline.cache.reader import TokenCache
+from pipeline.cache.token_shard import TokenShard
+from pipeline.cache.writer import VideoItem, commit_records, write_token_shard
+from pipeline.errors import RunFailed, UsageError, usage_errors
 from pipeline.evaluate.forms import escape_latex
 from pipeline.evaluate.tabulate import method_title
+from pipeline.generate.late_pruning import LatePruning, parse_pruning_grid, resolve_pruning
+from pipeline.generate.prompts import TextEmbeddings
+from pipeline.inputs.video_list import VideoList
 from pipeline.options import ATTN, DEVICES, DTYPES
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.decode_stage import VideoDecoder
+from pipeline.prune.encode_stage import VideoEncoder
+from pipeline.prune.recipe import Recipe, list_needed_evidence, resolve
+from pipeline.rows import ManifestRow, TodoRow, VideoRecord
+from pipeline.storage.stores import LocalStore
 
-Row = dict[str, Any]  # an arm's figures by name, JSON-able
-METHODS = ("fastv", "fastvid", "cdpruner", "vidcom2", "gstep")  # methods of the paper's Table 3, in its order
+Figures = dict[str, Any]  # of a question, or of an arm; JSON-able
+METHODS = ["fastv", "fastvid", "cdpruner", "vidcom2", "gstep"]  # methods of the paper's Table 3, in its order
+FULL = "none"
+ONLINE, CACHED = "online", "cached"
 MIB, GIB = 2**20, 2**30
 _PROGRESS_S = 5.0  # seconds between two lines of progress
-#: Figure of a row -> the field of online samples whose median and range it is. ``online_s`` is the paper's E2E, from
-#: the video to the answer. ``llm_with_tower_s`` are encoding, pruning and the whole ``generate``, as in the paper;
-#: ``llm_s`` is ``generate`` alone.
-_ONLINE = {
-    **{name: name for name in ("video_decode_s", "encode_s", "prune_s", "prompt_s", "prefill_s", "token_decode_s")},
-    **{name: name for name in ("llm_s", "llm_with_tower_s", "prefill_rate", "decode_rate")},
-    "online_s": "total_s",
-}
-_CACHED = {"read_s": "read_s", "cached_llm_s": "llm_s", "cached_s": "total_s"}  # the same for samples from the cache
-#: The printed tables: a line about the table -> its columns, title -> figure. {memory} is the measured memory.
+_QUESTION = (
+    "Question {number}: what happens in this video after the person has looked at the camera?\n"
+    "A. They sit down.\nB. They leave the room.\nC. They ride a bike.\nD. Nothing happens.\n"
+    "Answer with the option's letter from the given choices directly."
+)
+#: The printed tables: a line about the table -> its columns, title -> (mode, figure). {memory} is the measured memory.
 _TABLES = {
     "online, medians of a question; in % the change to full retention": {
-        "visual tokens": "visual_tokens",
-        "E2E s": "online_s",
-        "LLM s with tower": "llm_with_tower_s",
-        "LLM s without tower": "llm_s",
-        "{memory}": "online_peak_bytes",
-        "KV MiB": "kv_bytes",
+        "visual tokens": (ONLINE, "visual_tokens"),
+        "E2E s": (ONLINE, "total_s"),
+        "LLM s with tower": (ONLINE, "llm_with_tower_s"),
+        "LLM s without tower": (ONLINE, "llm_s"),
+        "{memory}": (ONLINE, "peak_bytes"),
+        "KV MiB": (ONLINE, "kv_bytes"),
     },
     "parts of it; tokens/s of the prompt, and of the answer after its first token": {
-        "read video s": "video_decode_s",
-        "encode s": "encode_s",
-        "prune s": "prune_s",
-        "prompt s": "prompt_s",
-        "prefill s": "prefill_s",
-        "prefill tokens/s": "prefill_rate",
-        "decode s": "token_decode_s",
-        "decode tokens/s": "decode_rate",
+        "read video s": (ONLINE, "video_decode_s"),
+        "encode s": (ONLINE, "encode_s"),
+        "prune s": (ONLINE, "prune_s"),
+        "prompt s": (ONLINE, "prompt_s"),
+        "prefill s": (ONLINE, "prefill_s"),
+        "prefill tokens/s": (ONLINE, "prefill_rate"),
+        "decode s": (ONLINE, "token_decode_s"),
+        "decode tokens/s": (ONLINE, "decode_rate"),
     },
     "from a cache of its tokens (no vision tower in memory), seconds to cache a video,\n"
     "and from how many questions about a video on caching takes less time": {
-        "online s": "online_s",
-        "cached s": "cached_s",
-        "of it read s": "read_s",
-        "of it LLM s": "cached_llm_s",
-        "read MB": "bytes_read",
-        "{memory}": "cached_peak_bytes",
-        "build s": "build_s",
-        "break-even": "break_even",
-        "same answers": "same_answers",
+        "online s": (ONLINE, "total_s"),
+        "cached s": (CACHED, "total_s"),
+        "of it read s": (CACHED, "read_s"),
+        "of it LLM s": (CACHED, "llm_s"),
+        "read MB": (CACHED, "bytes_read"),
+        "{memory}": (CACHED, "peak_bytes"),
+        "build s": (ONLINE, "build_s"),
+        "break-even": (ONLINE, "break_even"),
     },
 }
-_FIGURES_WITH_CHANGE = ("online_s", "llm_with_tower_s", "llm_s", "online_peak_bytes", "kv_bytes")  # in the first table
 #: End of a figure's name -> its printed unit and digits; other figures are whole numbers.
 _UNITS = {"_s": (1, 3), "_rate": (1, 1), "peak_bytes": (GIB, 2), "kv_bytes": (MIB, 1), "bytes_read": (10**6, 2)}
-_LATEX_HEADS = ("E2E (s)↓", "LLM Time (s)↓", "GPU (GB)↓", "KV (MB)↓")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A pruning method at a retention ratio.
+
+    Attributes:
+        method: the method with its parameters.
+        recipe: of the rows of the arm's cache: kept tokens, or all tokens for full retention and for a ``late`` method,
+            whose evidence is stored with them.
+        late: the pruning that each question makes; None if tokens are pruned once for all questions, or not at all.
+        store: the arm's cache.
+    """
+
+    method: str
+    retention_ratio: float
+    recipe: Recipe
+    late: LatePruning | None
+    store: LocalStore
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``efficiency``."""
-    parser.add_argument(
-        "--model",
-        default="tiny-qwen2-5-vl",
-        metavar="MODEL",
-        help="a Hugging Face id or folder; a folder with a config.json and no weights gets random weights "
-        "[tiny-qwen2-5-vl, random and small: its figures compare methods, they are no speeds of a real model]",
+    model = (
+        "a Hugging Face id or folder; a folder with a config.json and no weights gets random weights. The default is "
+        "random and small: its figures compare methods, they are no speeds of a real model"
     )
-    parser.add_argument(
-        "--random-weights", action="store_true", help="use seeded random weights instead of the model's"
-    )
-    parser.add_argument("--siglip", metavar="MODEL", help="for fastvid and cdpruner on LLaVA-OneVision")
-    parser.add_argument(
-        "--method",
-        nargs="+",
-        default=list(METHODS),
-        metavar="METHOD",
-        help=f"parameters after commas, fastv,K=3; full retention is always measured too [{' '.join(METHODS)}]",
-    )
-    parser.add_argument(
-        "--retention-ratio",
-        type=share,
-        nargs="+",
-        default=[0.25, 0.15],
-        metavar="R",
-        help="kept shares [0.25 0.15, the paper's]",
-    )
-    parser.add_argument(
-        "--videos", default="sample", metavar="VIDEOS", help="the videos, as VIDEOS of jobs.prune [sample]"
-    )
-    parser.add_argument("--num-frames", type=count, default=32, metavar="T", help="frames a video [32]")
-    parser.add_argument("--questions", type=count, default=1, metavar="Q", help="questions a video [1]")
-    parser.add_argument(
-        "--max-new-tokens", type=count, default=16, metavar="N", help="exact number of tokens of every answer [16]"
-    )
-    parser.add_argument("--device", default="auto", choices=DEVICES, help="device of the model [auto]")
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: bfloat16 on GPUs, else float32 [auto]")
-    parser.add_argument("--attn", default="auto", choices=ATTN, help="attention kernel [auto]")
-    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="measure N times, and show medians [3]")
-    parser.add_argument("--latex", type=file_in_folder, metavar="FILE", help="write the paper's Table 3 there")
+    add_flag(parser, "--model", "tiny-qwen2-5-vl", model, "MODEL")
+    random = "use seeded random weights instead of the model's"
+    parser.add_argument("--random-weights", action="store_true", help=random)
+    add_flag(parser, "--siglip", None, "for fastvid and cdpruner on LLaVA-OneVision", "MODEL", str)
+    methods = "parameters after commas, fastv,K=3; full retention is always measured too"
+    add_flag(parser, "--method", METHODS, methods, "METHOD")
+    add_flag(parser, "--retention-ratio", [0.25, 0.15], "kept shares; the defaults are the paper's", "R", share)
+    add_flag(parser, "--videos", "sample", "the videos, as VIDEOS of jobs.prune", "VIDEOS")
+    add_flag(parser, "--num-frames", 32, "frames a video", "T")
+    add_flag(parser, "--questions", 1, "questions a video", "Q")
+    add_flag(parser, "--max-new-tokens", 16, "exact number of tokens of every answer", "N")
+    add_flag(parser, "--device", "auto", "device of the model", choices=DEVICES)
+    add_flag(parser, "--dtype", "auto", "auto: bfloat16 on GPUs, else float32", choices=DTYPES)
+    add_flag(parser, "--attn", "auto", "attention kernel", choices=ATTN)
+    add_flag(parser, "--repeats", 3, "measure N times, and show medians", "N")
+    add_flag(parser, "--latex", None, "write the paper's Table 3 there", "FILE", file_in_folder)
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
@@ -127,77 +145,250 @@ def run(arguments: argparse.Namespace) -> CommandResult:
     Raises RunFailed, UsageError, and OSError if the file cannot be written.
     """
     with TemporaryDirectory() as folder:
-        job = prepare_measurement(Path(folder), arguments)
-        with closing(Bench(job, Path(folder), throttle(say, _PROGRESS_S))) as bench:
-            results = bench.run()
-    rows = [summarise(result) for result in results]
-    title = _make_title(job, arguments, rows[0]["visual_tokens"])
-    memory = "GPU GiB" if job.runtime.device != "cpu" else "process's GiB"
-    if arguments.latex is not None:
-        arguments.latex.write_text(table3(results, title, memory), encoding="utf-8")
+        bench = Bench(arguments, Path(folder), throttle(say, _PROGRESS_S))
+        samples = bench.run()
+    rows, runtime = [summarise(arm, samples) for arm in bench.arms], bench.runtime
+    n_tokens, n_videos = rows[0][ONLINE]["visual_tokens"], len(bench.videos)
+    title = (
+        f"{bench.source.name}{' with random weights' if bench.random else ''} on {machine_line(runtime.device)}, "
+        f"{runtime.dtype_name}, attention {runtime.attn_implementation}; {arguments.num_frames} frames, {n_tokens:.0f} "
+        f"visual tokens, {arguments.max_new_tokens} new tokens; {n_videos} videos x {arguments.questions} questions x "
+        f"{arguments.repeats} repeats"
+    )
+    memory = "GPU GiB" if runtime.device != "cpu" else "process's GiB"
+    tables = []
+    for number, (about, columns) in enumerate(_TABLES.items()):
+        heads = ["method", "kept", *(head.format(memory=memory) for head in columns)]
+        lines = [format_row(row, columns.values(), rows[0] if number == 0 else None) for row in rows]
+        tables.append(figure_table(f"{title}\n{about}", heads, lines))
+        if number == 0 and arguments.latex is not None:
+            arguments.latex.write_text(format_latex(heads, lines, f"{title}; {about}"), encoding="utf-8")
     flags = {name: value for name, value in vars(arguments).items() if name not in ("run", "json", "latex")}
-    samples = [
-        {
-            "method": result.arm.method,
-            "retention_ratio": result.arm.retention_ratio,
-            **asdict(sample),
-            "total_s": sample.total_s,
-        }
-        for result in results
-        for sample in (*result.online, *result.cached)
-    ]
-    about = {"machine": machine(job.runtime.device), "runtime": job.runtime.describe(), "random_weights": job.random}
-    record = {"title": title, "memory": memory, **about, "arguments": flags, "rows": rows, "samples": samples}
-    return CommandResult(0, record, list(tables(rows, title, memory)))
+    about_run = {"machine": machine(runtime.device), "runtime": runtime.describe(), "random_weights": bench.random}
+    record = {"title": title, "memory": memory, **about_run, "arguments": flags, "rows": rows, "samples": samples}
+    return CommandResult(0, record, tables)
 
 
-def _make_title(job: Measurement, arguments: argparse.Namespace, visual_tokens: float) -> str:
-    """Describe model, machine and workload in one line for the tables' title."""
-    runtime, n_videos = job.runtime, job.manifest.num_rows
-    model = f"{job.recipe.source.name}{' with random weights' if job.random else ''}"
-    machine_text = f"{machine_line(runtime.device)}, {runtime.dtype_name}, attention {runtime.attn_implementation}"
-    workload = (
-        f"{arguments.num_frames} frames, {visual_tokens:.0f} visual tokens, {arguments.max_new_tokens} new tokens"
-    )
-    return (
-        f"{model} on {machine_text}; {workload}; {n_videos} videos x {job.questions} questions x {job.repeats} repeats"
-    )
+class Bench:
+    """The run of a measurement: its arms and videos, its models, and the caches that it makes.
 
-
-def summarise(result: ArmResult) -> Row:
-    """Summarise an arm's samples in a row: medians with their range, memory peaks, and the break-even of a cache.
-
-    ``same_answers`` is True if online and cached answers are equal. It is None if the repeats of a question have
-    different answers, as on a GPU.
+    A sample is the figures of one question in one mode: seconds of each step, 0 for a step that the mode skips, and
+    sums of them. ``llm_s`` is the whole ``generate``, ``llm_with_tower_s`` is with encoding and pruning as in the
+    paper's harness, and ``total_s`` is all; online that is the paper's E2E. ``peak_bytes`` is of torch's memory on a
+    GPU, or of this process on a CPU, weights included; None if unknown.
     """
 
-    def spread(values: Sequence[float]) -> dict[str, float] | None:
-        return {"median": median(values), "low": min(values), "high": max(values)} if values else None
+    def __init__(self, arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> None:
+        """Resolve the model, the videos and the methods of the arguments; then load the models.
 
-    def answers(samples: Sequence[Sample]) -> set[tuple[str, int, tuple[int, ...]]]:
-        return {(sample.video_id, sample.question, sample.answer) for sample in samples}
+        Every answer gets its full length, as the end token is removed from the language model's generation config.
 
-    def peak(samples: Sequence[Sample]) -> float | None:
-        return max((sample.peak_bytes for sample in samples if sample.peak_bytes is not None), default=None)
+        Args:
+            folder: gets the arms' caches, and the small files of a model with random weights.
+            say: gets lines of progress.
 
-    row: Row = {"method": result.arm.method, "retention_ratio": result.arm.retention_ratio}
-    for figures, samples in ((_ONLINE, result.online), (_CACHED, result.cached)):
-        for name, field in figures.items():
-            row[name] = spread([value for sample in samples if (value := getattr(sample, field)) is not None])
-    for name in ("visual_tokens", "prompt_tokens", "kv_bytes"):
-        row[name] = median(getattr(sample, name) for sample in result.online)
-    row["build_s"] = spread(result.build_s)
-    online, cached = answers(result.online), answers(result.cached)
-    repeatable = len(online) == len(cached) == len({question[:2] for question in online})
-    seconds = [row[name]["median"] for name in ("build_s", "cached_s", "online_s")]
-    return {
-        **row,
-        "bytes_read": median(sample.bytes_read for sample in result.cached),
-        "online_peak_bytes": peak(result.online),
-        "cached_peak_bytes": peak(result.cached),
-        "break_even": break_even(*seconds),
-        "same_answers": online == cached if repeatable else None,
-    }
+        Raises UsageError, with the remedy, before anything is loaded if something cannot be used.
+        """
+        model, self._arguments, self._say = arguments.model, arguments, say
+        with usage_errors():
+            self.runtime = choose_runtime(arguments.device, arguments.dtype, arguments.attn)
+            self.random = arguments.random_weights or has_no_weights(model)
+            (folder / "model").mkdir()
+            source = ModelSource.random(model, folder / "model") if self.random else ModelSource.resolve(model)
+            self.videos: list[ManifestRow] = VideoList.read(arguments.videos).known.to_pylist()
+            self.builder = prompt_builder(source)
+            self.arms = self._resolve_arms(source, folder)
+        self.source, self._device = self.arms[0].recipe.source, self.runtime.device
+        say(f"loading {self.source.name}")
+        self.tower = family_of(self.source).load(self.runtime)
+        self.llm = load_language_model(self.source, self.runtime)
+        # Every answer has its full length: random weights, or another method, would end some answers sooner.
+        self.llm.model.generation_config.eos_token_id = None
+        self._embedders = TextEmbeddings(self.llm, self._device, [arm.late for arm in self.arms if arm.late])
+        self._decoding, self._commits = Decoding(max_new_tokens=arguments.max_new_tokens), count()
+        static = StaticParts(self.tower.hidden_size, self.tower.newline(), self.builder.deepstack_levels)
+        for arm in self.arms:
+            arm.store.make()
+            arm.store.put(HEADER, serialise_header(arm.recipe.header(self.runtime.dtype_name, static)))
+
+    def _resolve_arms(self, source: ModelSource, folder: Path) -> list[Arm]:
+        """Resolve full retention, and each method at each ratio. Raises UsageError, ValueError and ModelError."""
+        arguments, siglip = self._arguments, self._arguments.siglip
+        grid = parse_pruning_grid(arguments.method, arguments.retention_ratio, siglip)
+        if any(point.positions for point in grid):
+            raise UsageError("--method: positions change no cost: use them in jobs.evaluate")
+        grid = [point for point in grid if point.method != FULL]
+        evidence = {pair for point in grid for pair in list_needed_evidence(point.method, source.family, point.params)}
+        if siglip is not None and not {where for _, where in evidence} & HEAD_SOURCES:
+            raise UsageError("--siglip: none of the methods takes anything from a SigLIP checkpoint")
+        config = PruneConfig(
+            videos=[arguments.videos],
+            model=arguments.model,
+            siglip=siglip,
+            pruner=FULL,
+            retention_ratio=1.0,
+            evidence=[f"{name}={where}" for name, where in sorted(evidence)],
+            num_frames=arguments.num_frames,
+            attn=arguments.attn,
+        )
+        whole = resolve(config, source=source)
+        arms = [Arm(FULL, 1.0, replace(whole, evidence={}), None, LocalStore(folder / "full"))]
+        for number, point in enumerate(grid):
+            late = resolve_pruning(point, whole.identity(self.runtime.dtype_name), whole.source, self.builder)
+            arm = Arm(point.method_label, point.retention_ratio, whole, late, LocalStore(folder / f"arm-{number}"))
+            if late.inside is None and late.pruner.cacheable:
+                recipe = replace(whole, pruner=late.pruner, retention_ratio=late.retention_ratio, evidence={})
+                arm = replace(arm, recipe=replace(recipe, config=replace(config, seed=late.seed)), late=None)
+            else:
+                evidence_of_arm = {column: whole.evidence[column] for _, column in late.evidence}
+                arm = replace(arm, recipe=replace(whole, evidence=evidence_of_arm))
+            arms.append(arm)
+        return arms
+
+    def run(self) -> list[Figures]:
+        """Measure all arms in turns, so that disturbances of the machine affect all arms equally; return the samples.
+
+        All arms first answer from the videos, which fills the caches. Then the vision tower is freed, and all arms
+        answer from caches: it can run only once. In both modes the first video is asked about once more as a warm-up.
+
+        Raises RunFailed, UsageError, VideoFault.
+        """
+        with closing(VideoDecoder(self.arms[0].recipe.decode_setup())) as decoder:
+            samples = self._measure(ONLINE, partial(self._ask_online, decoder))
+        del self.tower
+        gc.collect()
+        torch.cuda.empty_cache()
+        return samples + self._measure(CACHED, self._ask_cached)
+
+    def _measure(self, mode: str, ask: Callable[[ManifestRow, int], Iterator[Figures]]) -> list[Figures]:
+        """Ask about the first video as a warm-up, then about all videos in every repeat; return their samples."""
+        self._say(f"{mode}: to warm up")
+        list(ask(self.videos[0], 0))
+        samples = []
+        for repeat, row in product(range(1, self._arguments.repeats + 1), self.videos):
+            self._say(f"{mode}: {repeat} of {self._arguments.repeats}, {row['video_id']}")
+            about = {"mode": mode, "video_id": row["video_id"], "repeat": repeat}
+            samples += [{**about, **sample} for sample in ask(row, repeat)]
+        return samples
+
+    def _ask_online(self, decoder: VideoDecoder, row: ManifestRow, repeat: int) -> Iterator[Figures]:
+        """Decode a video; for every arm encode it, write it into the arm's cache, and ask the questions."""
+        todo: TodoRow = {**row, "attempts": repeat + 1}  # a later repeat replaces the row of an earlier one
+
+        def decode() -> tuple[VideoRecord, NDArray[np.uint8] | None]:
+            with decoder.open_archives([todo]) as archives, decoder.open(todo, archives) as source:
+                return decoder.decode_one(todo, source)
+
+        (record, frames), decode_s, _ = time_work(decode, "cpu")
+        if frames is None:
+            raise RunFailed(f"{record['video_id']}: {record['error_class']}: {record['error_message']}")
+        encode_s_by_evidence: dict[frozenset[str], float] = {}  # the same seconds for all arms with the same evidence
+        for arm in self.arms:
+            encoder = VideoEncoder(arm.recipe.encode_setup(self._device, self.runtime.dtype_name), self.tower)
+            item, seconds, peak = time_work(partial(encoder.encode_one, record, frames), self._device)
+            write_s, prune_s = time_work(partial(self._write, arm, item), "cpu")[1], item.record["prune_s"]
+            evidence = frozenset({*arm.recipe.pruner.sources, *arm.recipe.evidence})
+            encode_s = encode_s_by_evidence.setdefault(evidence, seconds - prune_s)
+            about = {"video_decode_s": decode_s, "encode_s": encode_s, "prune_s": prune_s, "peak_bytes": peak}
+            about["build_s"] = decode_s + encode_s + prune_s + write_s
+            # The stored tokens are those of the encoder, bit for bit. A model that encodes has them on its device.
+            visual = TokenCache(str(arm.store)).get(row["video_id"], evidence=[*arm.recipe.evidence]).visual
+            levels = tuple(level.to(self._device) for level in visual.deepstack)
+            visual = replace(visual, tokens=visual.tokens.to(self._device), deepstack=levels)
+            yield from (self.ask(arm, visual, number, about) for number in range(self._arguments.questions))
+
+    def _write(self, arm: Arm, item: VideoItem) -> None:
+        """Write an encoded video into an arm's cache."""
+        rows = write_token_shard([item], store=arm.store, run_id="efficiency")
+        identity = fingerprint(arm.recipe.identity(self.runtime.dtype_name))
+        commit_records(arm.store, "efficiency", next(self._commits), rows, made_with=identity)
+
+    def _ask_cached(self, row: ManifestRow, repeat: int) -> Iterator[Figures]:
+        """Read a video from every arm's cache, and ask the questions."""
+        for arm in self.arms:
+            cache, evidence = TokenCache(str(arm.store)), [*arm.recipe.evidence]
+            columns = cache.metadata(row["video_id"])
+            rows = cache.rows_to_read(columns, cache.check_options(None, "index", evidence, False))
+            spans = TokenShard(arm.store, columns["token_shard"], columns["footer_hash"]).spans(rows)
+            video, read_s, _ = time_work(partial(cache.get, row["video_id"], evidence=evidence), "cpu")
+            about = {"read_s": read_s, "bytes_read": sum(end - start for start, end in spans)}
+            yield from (self.ask(arm, video.visual, number, about) for number in range(self._arguments.questions))
+
+    def ask(self, arm: Arm, visual: Visual, question: int, about: Figures) -> Figures:
+        """Ask a question about a video's tokens, prune them if the arm prunes for each question; return the sample.
+
+        ``about`` has the figures of the steps before. Raises UsageError if the prompt is too long.
+        """
+        late, text = arm.late, _QUESTION.format(number=question)
+        inside = None if late is None else late.inside
+
+        def prune() -> Visual:
+            if late is None or inside is not None:
+                return replace(visual, evidence={})
+            words = self._embedders.embedding(late, text)
+            return late.reduce(visual, late.select(visual, self._device, words), own_order=False)
+
+        kept, prune_s, prune_peak = time_work(prune, self._device)
+        prompt, prompt_s, _ = time_work(lambda: self.builder.build(text, [kept]), "cpu")
+        if prompt.extent + self._decoding.max_new_tokens > self.llm.context_length:
+            raise UsageError(
+                f"a prompt of {prompt.extent} tokens and its answer do not fit into the model's context of "
+                f"{self.llm.context_length}: take fewer --num-frames"
+            )
+        generate = partial(self.llm.generate, [prompt], [self._decoding], inside=inside)
+        (answer,), llm_s, llm_peak = time_work(generate, self._device)
+        n_visual, layer, dropped = len(kept.index), 0, 0  # visual tokens that the model drops before the layer
+        if late is not None and inside is not None:
+            layer, dropped = late.pruner.layer or 0, n_visual - late.n_kept_inside(n_visual)
+        text_config, number_bytes = self.builder.config.get_text_config(), self.runtime.dtype.itemsize
+        sample = {"video_decode_s": 0.0, "encode_s": 0.0, "prune_s": 0.0, "read_s": 0.0, "bytes_read": 0, **about}
+        sample["prune_s"] += prune_s if late is not None else 0.0
+        llm_with_tower_s = sample["encode_s"] + sample["prune_s"] + llm_s
+        return {
+            "method": arm.method,
+            "retention_ratio": arm.retention_ratio,
+            "question": question,
+            **sample,
+            "visual_tokens": n_visual - dropped,
+            "prompt_tokens": len(prompt),
+            "kv_bytes": kv_bytes(text_config, number_bytes, len(prompt), layer=layer, dropped=dropped),
+            "prompt_s": prompt_s,
+            "llm_s": llm_s,
+            "llm_with_tower_s": llm_with_tower_s,
+            "total_s": sample["video_decode_s"] + sample["read_s"] + prompt_s + llm_with_tower_s,
+            "prefill_s": answer.prefill_s,
+            "prefill_rate": len(prompt) / answer.prefill_s,
+            "token_decode_s": answer.decode_s,
+            "decode_rate": (len(answer.token_ids) - 1) / answer.decode_s if len(answer.token_ids) > 1 else None,
+            "peak_bytes": max_known(about.get("peak_bytes"), prune_peak, llm_peak),
+            "answer": answer.token_ids,
+        }
+
+
+def kv_bytes(text_config: Any, number_bytes: int, tokens: int, *, layer: int = 0, dropped: int = 0) -> int:
+    """Compute the bytes of keys and values of ``tokens``, of which ``dropped`` are missing from ``layer`` on."""
+    width = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    layers = text_config.num_hidden_layers
+    numbers = layers * tokens - (layers - layer) * dropped
+    return int(numbers * text_config.num_key_value_heads * width * 2 * number_bytes)
+
+
+def summarise(arm: Arm, samples: Sequence[Figures]) -> Figures:
+    """Summarise an arm's samples of each mode: medians, and peaks of memory; None for what is unknown.
+
+    ``break_even`` of the online figures is the number of questions about a video from which a cache takes less time.
+    """
+    row: Figures = {"method": arm.method, "retention_ratio": arm.retention_ratio}
+    of_arm = [sample for sample in samples if sample.items() >= row.items()]
+    for mode in (ONLINE, CACHED):
+        of_mode = [sample for sample in of_arm if sample["mode"] == mode]
+        row[mode] = {}
+        for name in (name for name in of_mode[0] if name.endswith(("_s", "_rate", "_tokens", "bytes", "bytes_read"))):
+            known = [sample[name] for sample in of_mode if sample[name] is not None]
+            row[mode][name] = (max if name == "peak_bytes" else median)(known) if known else None
+    seconds = (row[ONLINE]["build_s"], row[CACHED]["total_s"], row[ONLINE]["total_s"])
+    row[ONLINE]["break_even"] = break_even(*seconds)
+    return row
 
 
 def break_even(build_s: float, cached_s: float, online_s: float) -> int | None:
@@ -208,78 +399,31 @@ def break_even(build_s: float, cached_s: float, online_s: float) -> int | None:
     return max(1, math.ceil(build_s / (online_s - cached_s))) if online_s > cached_s else None
 
 
-def tables(rows: Sequence[Row], title: str, memory: str) -> Iterator[Table]:
-    """Yield the tables to print: the paper's columns, their parts, and online beside cached.
+def format_row(row: Figures, columns: Iterable[tuple[str, str]], full: Figures | None = None) -> list[str]:
+    """Format the figures of a row in the units of their names, after the method as the paper writes it.
 
-    ``rows`` has full retention first. ``memory`` says whose memory was measured.
+    The change to ``full``, the row of full retention, is appended to figures with a unit; "-" is an unknown figure.
     """
-    for number, (about, columns) in enumerate(_TABLES.items()):
-        lines = []
-        for row in rows:
-            method = method_title(row["method"]) if row is not rows[0] else "Original"
-            compares = number == 0 and row is not rows[0]
-            cells = [_format_figure(name, row[name], rows[0][name] if compares else None) for name in columns.values()]
-            lines.append((method, f"{100 * row['retention_ratio']:g}%", *cells))
-        heads = ("method", "kept", *(head.format(memory=memory) for head in columns))
-        yield figure_table(f"{title}\n{about}", heads, lines)
-
-
-def _format_figure(name: str, figure: Any, full: Any) -> str:
-    """Format a figure of a row in the unit of its name: "-" for None, "yes" or "NO" for a bool, a spread's median.
-
-    The change to ``full``, the same figure at full retention, is appended for some names.
-    """
-    if figure is None or isinstance(figure, bool):
-        return {None: "-", True: "yes", False: "NO"}[figure]
-    value, before = (x["median"] if isinstance(x, dict) else x for x in (figure, full))
-    unit, digits = next((unit_and_digits for end, unit_and_digits in _UNITS.items() if name.endswith(end)), (1, 0))
-    change = f" {value / before - 1:+.1%}" if name in _FIGURES_WITH_CHANGE and before else ""
-    return f"{value / unit:.{digits}f}{change}"
-
-
-def table3(results: Sequence[ArmResult], title: str, memory: str) -> str:
-    """Return the paper's Table 3 as a LaTeX tabular, which needs the package booktabs.
-
-    Methods are grouped by retention ratio, the largest first. Brackets have the change to full retention, the first of
-    ``results``. Seconds are summed over all questions. LLM time includes tower and pruning. GB and MB mean GiB and MiB.
-
-    Args:
-        title: the text of a comment above the table.
-        memory: a text that says whose memory was measured, for the note below the table.
-    """
-    full, *results_of_methods = results
-    lines = [f"% {title}", "% Needs booktabs.", r"\begin{tabular}{l cccc}", r"\toprule"]
-    lines.append(_format_latex_row("\\textbf{Method}", [rf"\textbf{{{escape_latex(head)}}}" for head in _LATEX_HEADS]))
-    lines += [r"\midrule", _format_latex_row(r"Original (100\%)", _format_latex_cells(full, full))]
-    largest_first = sorted(results_of_methods, key=lambda result: -result.arm.retention_ratio)
-    for ratio, block in groupby(largest_first, key=lambda result: result.arm.retention_ratio):
-        heading = rf"Pruning Ratio ($\downarrow {100 * (1 - ratio):g}\%$)"
-        lines += [r"\midrule", rf"\multicolumn{{5}}{{c}}{{\textit{{{heading}}}}} \\"]
-        for result in block:
-            lines.append(
-                _format_latex_row(escape_latex(method_title(result.arm.method)), _format_latex_cells(result, full))
-            )
-    note = escape_latex(f"{len(full.online)} questions a line; memory: {memory}.")
-    lines += [r"\bottomrule", rf"\multicolumn{{5}}{{p{{0.95\linewidth}}}}{{\footnotesize {note}}} \\"]
-    return "\n".join([*lines, r"\end{tabular}"]) + "\n"
-
-
-def _format_latex_row(title: str, cells: Sequence[str]) -> str:
-    """Format a line of a LaTeX table."""
-    return " & ".join([title, *cells]) + r" \\"
-
-
-def _format_latex_cells(result: ArmResult, full: ArmResult) -> list[str]:
-    """Format an arm's E2E seconds, LLM seconds, peak GiB and KV MiB in LaTeX, each with its change to ``full``."""
-
-    def values(of: ArmResult) -> list[float | None]:
-        peaks = [sample.peak_bytes / GIB for sample in of.online if sample.peak_bytes is not None]
-        seconds = [sum(s.total_s for s in of.online), sum(s.llm_with_tower_s for s in of.online)]
-        return [*seconds, max(peaks, default=None), max(sample.kv_bytes for sample in of.online) / MIB]
-
-    cells = []
-    for value, before, digits in zip(values(result), values(full), (1, 1, 2, 0), strict=True):
-        change = 0.0 if value is None or not before else 100 * (value / before - 1)
-        arrow = "" if result is full or value is None else f" ({'↑' if change > 0 else '↓'}{abs(change):.1f}%)"
-        cells.append("--" if value is None else escape_latex(f"{value:.{digits}f}{arrow}"))
+    cells = ["Original" if row["method"] == FULL else method_title(row["method"]), f"{100 * row['retention_ratio']:g}%"]
+    for mode, name in columns:
+        value = row[mode][name]
+        unit, digits = next((values for end, values in _UNITS.items() if name.endswith(end)), (1, 0))
+        cell = "-" if value is None else f"{value / unit:.{digits}f}"
+        if value and digits and full is not None and full is not row:
+            cell += f" {value / full[mode][name] - 1:+.1%}"
+        cells.append(cell)
     return cells
+
+
+def format_latex(heads: Sequence[str], lines: Sequence[Sequence[str]], title: str) -> str:
+    """Return a table as a LaTeX tabular, which needs the package booktabs.
+
+    Lines with the same second cell, the retention ratio, are together. ``title`` is the text of a comment above them.
+    """
+    blocks: dict[str, list[str]] = {"": []}
+    for line in (heads, *lines):
+        block = blocks.setdefault(line[1] if line is not heads else "", [r"\midrule"])
+        block.append(" & ".join(map(escape_latex, line)) + r" \\")
+    columns = f"{{l{'c' * (len(heads) - 1)}}}"
+    begin = [f"% {title}", "% Needs booktabs.", rf"\begin{{tabular}}{columns}", r"\toprule"]
+    return "\n".join([*begin, *chain(*blocks.values()), r"\bottomrule", r"\end{tabular}"]) + "\n"

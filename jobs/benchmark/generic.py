@@ -7,9 +7,10 @@ travel to that processor in their source size.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,15 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.table import Table
 from torch import Tensor
 
 from gstep import VisualTokens, make_pruner
 from gstep.backbones import Backbone, ModelSource, Runtime, SampledVideo, choose_runtime, family_of
 from gstep.generic.family import GenericFamily, VideoReader
-from jobs.benchmark.decode import FPS, Clip, make_clips
-from jobs.benchmark.shared import figure_table, machine, machine_line, medians_in_turn, say
-from jobs.command import count
+from jobs.benchmark.decode import FPS, Clip, make_clip
+from jobs.benchmark.shared import add_flag, make_result, run_in_turn, say
 from jobs.frame.json_document import CommandResult
 from pipeline.errors import UsageError, usage_errors
 from pipeline.options import DEVICES, DTYPES
@@ -36,7 +35,7 @@ from pipeline.video.sandbox import DecodeSandbox
 RATIO = 0.25
 FAST, GENERIC = "own code", "generic"
 _SECONDS, _GROUP = 4, 24  # of a clip, and from a keyframe to the next
-_WIDTHS = {360: 640, 720: 1280, 1080: 1920, 2160: 3840}
+HEIGHTS = (360, 720, 1080, 2160)
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,8 @@ class VideoCost:
         frame_bytes: bytes of the frames on their way from the decoder to the encoder.
         decode_s: decoding in a child process, with the resizing of the family with code of its own.
         copy_s: a copy of the frames into the object store.
-        prepare_s: the checkpoint's own processor, a part of ``encode_s``; None for the family with code of its own.
         same: whether both ways give the same tokens, bit for bit.
+        prepare_s: the checkpoint's own processor, a part of ``encode_s``; None for the family with code of its own.
     """
 
     model: str
@@ -59,10 +58,10 @@ class VideoCost:
     frame_bytes: int
     decode_s: float
     copy_s: float
-    prepare_s: float | None
     encode_s: float
     prune_s: float
     same: bool
+    prepare_s: float | None = None
 
     @property
     def total_s(self) -> float:
@@ -72,28 +71,17 @@ class VideoCost:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``generic``."""
-    models = ["tiny", "tiny-qwen3-vl"]
-    parser.add_argument(
-        "--model",
-        nargs="+",
-        default=models,
-        metavar="MODEL",
-        help=f"Hugging Face ids or folders of families with code of their own [{' '.join(models)}, random and small: "
-        "only frames have real sizes]",
+    models = (
+        "Hugging Face ids or folders of families with code of their own; the defaults are random and small: only "
+        "frames have real sizes"
     )
-    parser.add_argument(
-        "--height",
-        type=int,
-        nargs="+",
-        choices=_WIDTHS,
-        default=[360, 1080, 2160],
-        help="sizes of clips [360 1080 2160]",
-    )
-    parser.add_argument("--num-frames", type=count, default=32, metavar="T", help="frames a video [32]")
-    parser.add_argument("--device", default="cpu", choices=DEVICES, help="device of the model [cpu]")
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: bfloat16 on GPUs, else float32 [auto]")
-    parser.add_argument("--threads", type=count, default=1, metavar="N", help="threads of the encoder [1]")
-    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="measure N times, and show medians [3]")
+    add_flag(parser, "--model", ["tiny", "tiny-qwen3-vl"], models, "MODEL")
+    add_flag(parser, "--height", [360, 1080, 2160], "sizes of clips", kind=int, choices=HEIGHTS)
+    add_flag(parser, "--num-frames", 32, "frames a video", "T")
+    add_flag(parser, "--device", "cpu", "device of the model", choices=DEVICES)
+    add_flag(parser, "--dtype", "auto", "auto: bfloat16 on GPUs, else float32", choices=DTYPES)
+    add_flag(parser, "--threads", 1, "threads of the encoder", "N")
+    add_flag(parser, "--repeats", 3, "measure N times, and show medians", "N")
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
@@ -105,19 +93,29 @@ def run(arguments: argparse.Namespace) -> CommandResult:
     with usage_errors():
         runtime = choose_runtime(arguments.device, arguments.dtype)
         sources = [_resolve_ways(model) for model in arguments.model]
-    clips = {f"h264-{h}p": Clip("libx264", _WIDTHS[h], h, _SECONDS, _GROUP) for h in arguments.height}
-    costs = []
+    costs = list[VideoCost]()
     with TemporaryDirectory() as folder:
         say("making the clips")
-        paths = make_clips(Path(folder), [*clips], clips)
-        for ways in sources:
-            for name, path in paths.items():
-                costs += measure(ways, clips[name].height, path, arguments.num_frames, runtime, arguments.repeats)
-                say(f"{ways[FAST].name}, {name}: done")
-    title = f"Seconds of a video of {arguments.num_frames} frames, {machine_line(runtime.device)}"
-    about = {"machine": machine(runtime.device), "runtime": runtime.describe(), "repeats": arguments.repeats}
-    record = [{**asdict(cost), "total_s": cost.total_s} for cost in costs]
-    return CommandResult(0, {**about, "num_frames": arguments.num_frames, "videos": record}, [as_table(costs, title)])
+        paths = {h: make_clip(Path(folder), Clip("h264", h, _SECONDS, _GROUP)) for h in arguments.height}
+        for ways, (height, path) in product(sources, paths.items()):
+            costs += measure(ways, height, path, arguments.num_frames, runtime, arguments.repeats)
+            say(f"{ways[FAST].name}, {height}p: done")
+    same = "the same tokens both ways" if all(cost.same for cost in costs) else "tokens differ"
+    return make_result(
+        f"Seconds of a video of {arguments.num_frames} frames",
+        ("way", "height", "tokens", "MB", "decode", "copy", "encode", "of it processor", "prune", "all", "ratio"),
+        [
+            format_row(cost, fast)
+            for fast, generic in zip(costs[::2], costs[1::2], strict=True)
+            for cost in (fast, generic)
+        ],
+        f"MB: of frames from the decoder to the encoder; {same}",
+        device=runtime.device,
+        runtime=runtime.describe(),
+        repeats=arguments.repeats,
+        num_frames=arguments.num_frames,
+        videos=[{**asdict(cost), "total_s": cost.total_s} for cost in costs],
+    )
 
 
 def _resolve_ways(model: str) -> dict[str, ModelSource]:
@@ -135,7 +133,7 @@ def measure(
     ways: dict[str, ModelSource], height: int, path: Path, n_frames: int, runtime: Runtime, repeats: int
 ) -> list[VideoCost]:
     """Measure a clip both ways, in turns, so that disturbances affect both alike."""
-    forms: dict[str, Callable[[], Any]] = {}
+    steps: dict[tuple[str, str], Callable[[], Any]] = {}
     with DecodeSandbox(timeout_s=3600) as sandbox:
         for way, source in ways.items():
             backbone = family_of(source).load(runtime)
@@ -144,31 +142,25 @@ def measure(
             frames, (_, h, w, _) = decoded.frames.copy(), decoded.frames.shape
             sampled = SampledVideo(h, w, decoded.timestamps.tolist(), None, FPS, decoded.record["clip_frames"])
             encode = partial(_encode, backbone, frames, sampled)
-            visual = VisualTokens(encode())
-            forms |= {
-                f"{way}.decode_s": partial(sandbox.decode, request),
-                f"{way}.copy_s": frames.copy,
-                f"{way}.encode_s": encode,
-                f"{way}.prune_s": partial(_prune, visual),
-            }
+            steps[way, "decode_s"] = partial(sandbox.decode, request)
+            steps[way, "copy_s"] = frames.copy
+            steps[way, "encode_s"] = encode
+            steps[way, "prune_s"] = partial(_prune, VisualTokens(encode()))
             if way == GENERIC:
                 reader = VideoReader(source, None if runtime.device == "cpu" else runtime.device)
                 pixels = torch.from_numpy(frames).permute(0, 3, 1, 2)
-                forms[f"{way}.prepare_s"] = partial(reader.read, pixels, sampled)
-        timed = medians_in_turn(forms, repeats)
-    seconds = {form: elapsed_s for form, (elapsed_s, _) in timed.items()}
-    tokens = {way: timed[f"{way}.encode_s"][1] for way in ways}
-    same = torch.equal(tokens[FAST], tokens[GENERIC])
+                steps[way, "prepare_s"] = partial(reader.read, pixels, sampled)
+        turns = run_in_turn(steps, repeats)
+    same = torch.equal(turns[FAST, "encode_s"].result, turns[GENERIC, "encode_s"].result)
     return [
         VideoCost(
             model=source.name,
             height=height,
             way=way,
-            n_tokens=tokens[way].shape[:2].numel(),
-            frame_bytes=timed[f"{way}.copy_s"][1].nbytes,
-            prepare_s=seconds.get(f"{way}.prepare_s"),
+            n_tokens=turns[way, "encode_s"].result.shape[:2].numel(),
+            frame_bytes=turns[way, "copy_s"].result.nbytes,
             same=same,
-            **{step: seconds[f"{way}.{step}"] for step in ("decode_s", "copy_s", "encode_s", "prune_s")},
+            **{step: runs.median_s for (step_way, step), runs in turns.items() if step_way == way},
         )
         for way, source in ways.items()
     ]
@@ -184,21 +176,9 @@ def _prune(visual: VisualTokens) -> Tensor:
     return make_pruner("gstep").prune(visual, RATIO).index.cpu()
 
 
-def as_table(costs: Sequence[VideoCost], title: str) -> Table:
-    """Make a table with a row for each model, size and way."""
-    titles = ("way", "height", "tokens", "MB", "decode", "copy", "encode", "of it processor", "prune", "all", "ratio")
-    rows = []
-    for fast, generic in zip(costs[::2], costs[1::2], strict=True):
-        for cost in (fast, generic):
-            prepare = "" if cost.prepare_s is None else f"{cost.prepare_s:.3g}"
-            seconds = (f"{value:.3g}" for value in (cost.decode_s, cost.copy_s, cost.encode_s))
-            about = (
-                f"{cost.model}, {cost.way}",
-                str(cost.height),
-                f"{cost.n_tokens:,}",
-                f"{cost.frame_bytes / 1e6:,.0f}",
-            )
-            ratio = f"{cost.total_s / fast.total_s:.2f}"
-            rows.append((*about, *seconds, prepare, f"{cost.prune_s:.3g}", f"{cost.total_s:.3g}", ratio))
-    same = "the same tokens both ways" if all(cost.same for cost in costs) else "tokens differ"
-    return figure_table(title, titles, rows, f"MB: of frames from the decoder to the encoder; {same}")
+def format_row(cost: VideoCost, fast: VideoCost) -> tuple[str, ...]:
+    """Format the row of the table; ``fast`` is the cost of the same video by the family's own code."""
+    steps = (cost.decode_s, cost.copy_s, cost.encode_s, cost.prepare_s, cost.prune_s, cost.total_s)
+    seconds = ("" if value is None else f"{value:.3g}" for value in steps)
+    about = (f"{cost.model}, {cost.way}", str(cost.height), f"{cost.n_tokens:,}", f"{cost.frame_bytes / 1e6:,.0f}")
+    return (*about, *seconds, f"{cost.total_s / fast.total_s:.2f}")

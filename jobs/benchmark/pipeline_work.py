@@ -19,11 +19,11 @@ import pyarrow.parquet as pq
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+LOOP, JOB = "plain loop", "job"
 SIDE = 384  # pixels of a clip's side, which is the size of LLaVA-OneVision's frames
 FRAME_BYTES = 3 * SIDE**2
-TOKENS_PER_FRAME, HIDDEN, RATIO = 196, 64, 0.25  # as of the model "tiny"
-KEPT_BYTES_PER_FRAME = int(RATIO * TOKENS_PER_FRAME) * HIDDEN * 2
-LOOP, JOB, DRIVER = "plain loop", "job", "driver"
+RATIO = 0.25
+KEPT_BYTES_PER_FRAME = 49 * 64 * 2  # of 196 tokens of 64 numbers, as of the model "tiny"
 _VIDEOS_PER_FILE = 16
 _PREFETCH = 4
 
@@ -33,8 +33,7 @@ class Work:
     """The work of one child process.
 
     Attributes:
-        kind: LOOP is a DataLoader in front of a model, JOB is ``jobs.prune``, DRIVER the JOB with stages that do
-            nothing.
+        kind: LOOP is a DataLoader in front of a model, JOB is ``jobs.prune``.
         frames: the number of frames of each video.
         encode_s: seconds that an encoder sleeps for each video.
         workers: the number of decode workers.

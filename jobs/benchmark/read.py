@@ -11,14 +11,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
-from urllib.request import urlopen
 
 import numpy as np
 import pyarrow as pa
@@ -26,21 +26,28 @@ import pyarrow.parquet as pq
 import torch
 from torch.utils.data import DataLoader
 
-from jobs.benchmark.shared import existing_folder, figure_table, machine, machine_line, say
-from jobs.command import count
+from gstep import VisualTokens, make_pruner
+from jobs.benchmark.shared import Turns, add_flag, existing_folder, make_result, run_in_turn, say
+from jobs.benchmark.tokens import iid_tokens
 from jobs.frame.json_document import CommandResult
 from pipeline import TokenCache, TokenDataset, pack
 from pipeline.cache.header import HEADER, CacheHeader, CacheIdentity, fingerprint, serialise_header
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.cache.token_shard import TokenRows, TokenShard
-from pipeline.cache.writer import KeptTokens, VideoItem, commit_records, write_token_shard
+from pipeline.cache.writer import VideoItem, commit_records, write_token_shard
 from pipeline.errors import RunFailed, UsageError
-from pipeline.rows import VideoRecord
+from pipeline.prune.encode_stage import collect_kept_tokens, make_pruning_columns
 from pipeline.storage.s3 import Objects, Slice
 from pipeline.storage.stores import LocalStore, ObjectStore, Store
 
 T = TypeVar("T")
+Ways = dict[
+    str, Callable[[], object]
+]  # name -> reads all videos once; its result is the number of requests, if counted
 STORED, TIER = 0.25, 0.10
+OF_TIER = ", 10 % of 25 %"  # end of the names of ways that read the tier
+S3 = "S3: "  # beginning of the names of ways that read from S3
+MAPPED, GETS, WORKERS = "pyarrow, mapped", "S3: boto3, a GET a video", "DataLoader, 2 workers"
 BATCH = 8
 BUCKET = "read"
 _COLUMNS = ("rank", "index", "frame", "token", "merged", "density")
@@ -55,130 +62,97 @@ _IDENTITY: CacheIdentity = {
 }
 
 
-@dataclass
-class TimedReader:
-    """A way of reading the cache, and its measurements.
-
-    Attributes:
-        name: the name of the way.
-        read: reads all videos once.
-        beside: the name of its baseline; "" for a baseline.
-        n_bytes: bytes of the tokens that it reads.
-        seconds: wall seconds of each round.
-        cpu_seconds: CPU seconds of this process in each round.
-        counted: True if this process makes the requests, so that they are counted.
-        requests: the number of requests of a round with open shards; None if they are not counted.
-    """
-
-    name: str
-    read: Callable[[], object]
-    beside: str
-    n_bytes: int
-    seconds: list[float] = field(default_factory=list)
-    cpu_seconds: list[float] = field(default_factory=list)
-    counted: bool = False
-    requests: int | None = None
-
-    def shares(self, plain: TimedReader | None) -> tuple[str, str]:
-        """Format the median ratio of its rate to ``plain``'s in percent, by wall clock and by CPU time.
-
-        Both texts are "" without ``plain``. A ratio compares the same round of both ways.
-        """
-        if plain is None:
-            return "", ""
-        size = self.n_bytes / plain.n_bytes
-        wall = median(size * p / max(own_s, 1e-9) for p, own_s in zip(plain.seconds, self.seconds, strict=True))
-        cpu = median(size * p / max(own_s, 1e-9) for p, own_s in zip(plain.cpu_seconds, self.cpu_seconds, strict=True))
-        return f"{wall:.0%}", f"{cpu:.0%}"
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``read``."""
-    parser.add_argument("--videos", type=count, default=66, metavar="N", help="synthetic videos [66]")
-    parser.add_argument(
-        "--tokens", type=count, default=1568, metavar="K", help="stored tokens of a video, a quarter of all [1568]"
-    )
-    parser.add_argument("--hidden", type=count, default=3584, metavar="D", help="numbers a token [3584]")
-    parser.add_argument("--videos-per-shard", type=count, default=22, metavar="N", help="videos of a token shard [22]")
-    parser.add_argument("--repeats", type=count, default=5, metavar="N", help="measure N times, and show medians [5]")
-    parser.add_argument(
-        "--folder",
-        type=existing_folder,
-        metavar="DIR",
-        help="make the cache in DIR, and remove it at the end [a temporary folder]",
-    )
+    add_flag(parser, "--videos", 66, "synthetic videos", "N")
+    add_flag(parser, "--tokens", 1568, "stored tokens of a video, a quarter of all", "K")
+    add_flag(parser, "--hidden", 3584, "numbers a token", "D")
+    add_flag(parser, "--videos-per-shard", 22, "videos of a token shard", "N")
+    add_flag(parser, "--repeats", 5, "measure N times, and show medians", "N")
+    place = "make the cache in DIR, and remove it at the end (default: a temporary folder)"
+    add_flag(parser, "--folder", None, place, "DIR", existing_folder)
     parser.add_argument("--s3", action="store_true", help="read from an S3 server (moto, a separate process) too")
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
     """Make the cache in a temporary folder, read it in every way, and return the table.
 
-    Raises RunFailed, UsageError.
+    Limits torch and pyarrow's CPU pool to one thread in this process; threads for reading files stay. Raises RunFailed,
+    UsageError.
     """
-    with TemporaryDirectory(dir=arguments.folder) as temporary, _use_one_thread():
+    torch.set_num_threads(1)
+    pa.set_cpu_count(1)
+    with TemporaryDirectory(dir=arguments.folder) as temporary:
         store = LocalStore(Path(temporary) / "cache")
         say(f"making a cache of {arguments.videos} videos")
         make_cache(store, arguments)
         say("reading it")
-        ways = [*_make_pyarrow_readers(store), *_make_cache_readers(store, "")]
-        _read_in_turn(ways, arguments.repeats)
+        cache = TokenCache(store.root)
+        turns = _read_in_turn({**_make_pyarrow_ways(store, cache), **_make_ways(cache)}, arguments.repeats)
         if arguments.s3:
             with _run_s3_server() as (objects, client):
                 say("the same on S3")
                 remote = ObjectStore(f"s3://{BUCKET}/cache", objects)
                 make_cache(remote, arguments)
-                on_s3 = [_make_get_reader(remote, client), *_make_cache_readers(remote, "S3: ")]
-                _read_in_turn(on_s3, arguments.repeats, objects)
-                ways += on_s3
-    by_name, rows = {way.name: way for way in ways}, []
-    for way in ways:
-        wall, cpu = way.shares(by_name.get(way.beside))
-        rates = [way.n_bytes / 1e9 / max(median(seconds), 1e-9) for seconds in (way.seconds, way.cpu_seconds)]
-        requests = "" if way.requests is None else str(way.requests)
-        rows.append((way.name, f"{rates[0]:.2f}", wall, f"{rates[1]:.2f}", cpu, requests))
-    title = (
-        f"Reading {arguments.videos} videos of {2e-6 * arguments.tokens * arguments.hidden:.1f} MB of tokens each, "
-        f"in memory already, {machine_line()}"
+                turns |= _read_in_turn(_make_s3_ways(remote, objects, client), arguments.repeats)
+        n_bytes, n_tier_bytes = (_count_token_bytes(_list_rows(cache, ratio)) for ratio in (None, TIER))
+    ways = [
+        {
+            "name": name,
+            "beside": find_baseline(name),
+            "n_bytes": n_tier_bytes if name.endswith(OF_TIER) else n_bytes,
+            "seconds": runs.wall_s,
+            "cpu_seconds": runs.cpu_s,
+            "requests": runs.result,
+        }
+        for name, runs in turns.items()
+    ]
+    by_name = {way["name"]: way for way in ways}
+    return make_result(
+        f"Reading {arguments.videos} videos of {2e-6 * arguments.tokens * arguments.hidden:.1f} MB of tokens each, in "
+        "memory already",
+        ("", "GB/s", "of plain", "GB a CPU second", "of plain", "GET"),
+        [make_row(way, by_name.get(way["beside"])) for way in ways],
+        "of plain: pyarrow with checksums and memory maps, for the same row groups and columns; on S3 boto3",
+        job={name: getattr(arguments, name) for name in ("videos", "tokens", "hidden", "videos_per_shard", "repeats")},
+        ways=ways,
     )
-    note = "of plain: pyarrow with checksums and memory maps, for the same row groups and columns; on S3 boto3"
-    table = figure_table(title, ("", "GB/s", "of plain", "GB a CPU second", "of plain", "GET"), rows, note)
-    job = {name: getattr(arguments, name) for name in ("videos", "tokens", "hidden", "videos_per_shard", "repeats")}
-    record = [{name: value for name, value in vars(way).items() if name != "read"} for way in ways]
-    return CommandResult(0, {"machine": machine(), "job": job, "ways": record}, [table])
+
+
+def find_baseline(name: str) -> str:
+    """Return the name of the plain way that a way is compared with; "" for a plain way."""
+    baseline = GETS if name.startswith(S3) else MAPPED + OF_TIER * name.endswith(OF_TIER)
+    return "" if name == baseline else baseline
+
+
+def make_row(way: Mapping[str, Any], plain: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Make the row of a way in the table; a share of ``plain`` is a median of shares of the same round of both ways."""
+
+    def rates(of: Mapping[str, Any], clock: str) -> list[float]:
+        return [of["n_bytes"] / 1e9 / max(seconds, 1e-9) for seconds in of[clock]]
+
+    cells = []
+    for clock in ("seconds", "cpu_seconds"):
+        own = rates(way, clock)
+        shares = [rate / base for rate, base in zip(own, rates(plain, clock), strict=True)] if plain else []
+        cells += [f"{median(own):.2f}", f"{median(shares):.0%}" if shares else ""]
+    return (way["name"], *cells, "" if way["requests"] is None else str(way["requests"]))
 
 
 def make_cache(store: Store, job: argparse.Namespace) -> None:
-    """Write a cache of random bfloat16 tokens in random order of selection, in the layout of GSTEP at 25 %."""
+    """Write a cache in the layout of GSTEP at 25 %: the same random tokens, in random order, for each video."""
     store.make()
     header: CacheHeader = {"schema_version": SCHEMA_VERSION, "identity": _IDENTITY, "newline": None}
     store.put(HEADER, serialise_header({**header, "hidden_size": job.hidden}))
-    numbers, n_total = np.random.default_rng(0), round(job.tokens / STORED)
+    visual = VisualTokens(iid_tokens(1, round(job.tokens / STORED), job.hidden))
+    pruned = make_pruner("random").prune(visual, STORED)
+    pruned = replace(pruned, density=torch.rand(pruned.n_kept, generator=torch.Generator().manual_seed(0)))
+    kept_tokens, columns = collect_kept_tokens(pruned, visual), make_pruning_columns(pruned, visual)
+    columns |= {"status": "ok", "attempts": 1, "frame_indices": [0], "timestamps": [0.0]}
 
     def make_video(number: int) -> VideoItem:
-        """Make a one-frame video with random tokens, new tokens at each call."""
-        record: VideoRecord = {
-            "video_id": f"video-{number:06d}",
-            "uri": f"/videos/{number:06d}.mp4",
-            "status": "ok",
-            "attempts": 1,
-            "n_frames": 1,
-            "tokens_per_frame": n_total,
-            "hidden_size": job.hidden,
-            "n_tokens": job.tokens,
-            "n_total": n_total,
-            "retention_ratio": STORED,
-            "nested": True,
-            "frame_indices": [0],
-            "timestamps": [0.0],
-            "kept_per_frame": [job.tokens],
-        }
-        kept_tokens = KeptTokens(
-            tokens=numbers.integers(0, 2**14, (job.tokens, job.hidden), dtype=np.int16),
-            index=numbers.permutation(n_total)[: job.tokens].astype(np.int32),
-            rank=np.arange(job.tokens, dtype=np.int32),
-            density=numbers.random(job.tokens, dtype=np.float32),
-        )
-        return VideoItem(record, kept_tokens)
+        uri = f"/videos/{number:06d}.mp4"
+        return VideoItem({**columns, "video_id": f"video-{number:06d}", "uri": uri}, kept_tokens)
 
     for number, start in enumerate(range(0, job.videos, job.videos_per_shard)):
         videos = range(start, min(start + job.videos_per_shard, job.videos))
@@ -186,30 +160,17 @@ def make_cache(store: Store, job: argparse.Namespace) -> None:
         commit_records(store, "read", number, rows, made_with=fingerprint(_IDENTITY))
 
 
-def _read_in_turn(ways: Sequence[TimedReader], repeats: int, objects: _CountedObjects | None = None) -> None:
-    """Read in every way once to warm up, then ``repeats`` times in turn; record the costs in ``ways``.
-
-    Each read after the first adds its wall and CPU seconds. With ``objects``, a counted way keeps the number of
-    requests of its last read.
-    """
-    for way in ways:
-        way.read()  # shards are open from here on, and files in memory
-    for way in [*ways] * repeats:
-        before = 0 if objects is None else objects.requests
-        start, cpu_start = time.perf_counter(), time.process_time()
-        way.read()
-        way.seconds.append(time.perf_counter() - start)
-        way.cpu_seconds.append(time.process_time() - cpu_start)
-        if objects is not None and way.counted:
-            way.requests = objects.requests - before
+def _read_in_turn(ways: Ways, repeats: int) -> dict[str, Turns]:
+    """Read in every way once to warm up, which opens shards and brings files to memory, then ``repeats`` times."""
+    run_in_turn(ways, 1)
+    return run_in_turn(ways, repeats)
 
 
-def _make_pyarrow_readers(store: LocalStore) -> Iterator[TimedReader]:
-    """Yield the baselines that read the same row groups and columns with pyarrow alone, from open files."""
-    cache = TokenCache(store.root)
+def _make_pyarrow_ways(store: LocalStore, cache: TokenCache) -> Ways:
+    """Make the plain ways, which read the same row groups and columns with pyarrow alone, from open files."""
     all_rows, tier_rows = (_list_rows(cache, ratio) for ratio in (None, TIER))
 
-    def make_reader(rows_of_videos: Sequence[TokenRows], **options: bool) -> Callable[[], object]:
+    def make_way(rows_of_videos: Sequence[TokenRows], **options: bool) -> Callable[[], object]:
         """Open the shards with these options of ParquetFile; return a function that reads the rows from them."""
         names = {rows.row["token_shard"] for rows in rows_of_videos}
         files = {name: pq.ParquetFile(store.root / name, **options) for name in names}
@@ -218,58 +179,40 @@ def _make_pyarrow_readers(store: LocalStore) -> Iterator[TimedReader]:
             groups, lambda at: at[0].read_row_groups(at[1], columns=list(_COLUMNS), use_threads=False)
         )
 
-    checksums = {"page_checksum_verification": True}
-    size = _count_token_bytes(all_rows)
-    yield TimedReader("pyarrow, mapped", make_reader(all_rows, memory_map=True, **checksums), "", size)
-    yield TimedReader("pyarrow, mapped, no checksums", make_reader(all_rows, memory_map=True), "pyarrow, mapped", size)
-    yield TimedReader("pyarrow, not mapped", make_reader(all_rows, **checksums), "pyarrow, mapped", size)
-    yield TimedReader(
-        "pyarrow, mapped, 10 % of 25 %",
-        make_reader(tier_rows, memory_map=True, **checksums),
-        "",
-        _count_token_bytes(tier_rows),
-    )
+    return {
+        MAPPED: make_way(all_rows, memory_map=True, page_checksum_verification=True),
+        f"{MAPPED}, no checksums": make_way(all_rows, memory_map=True),
+        "pyarrow, not mapped": make_way(all_rows, page_checksum_verification=True),
+        MAPPED + OF_TIER: make_way(tier_rows, memory_map=True, page_checksum_verification=True),
+    }
 
 
-def _make_cache_readers(store: Store, where: str) -> Iterator[TimedReader]:
-    """Yield this package's own ways of reading: single videos, batches, a data loader.
-
-    ``where`` begins their names: "S3: " for a store, "" for a folder.
-    """
-    cache = TokenCache(str(store), store=store)
+def _make_ways(cache: TokenCache) -> Ways:
+    """Make this package's own ways of reading: single videos, batches, a data loader."""
     ids = cache.video_ids
     shuffled_ids = [ids[i] for i in np.random.default_rng(1).permutation(len(ids))]
     batches = [ids[start : start + BATCH] for start in range(0, len(ids), BATCH)]
-    size, tier_size = (_count_token_bytes(_list_rows(cache, ratio)) for ratio in (None, TIER))
-    beside = f"{where}boto3, a GET a video" if where else "pyarrow, mapped"
-    tier_baseline = beside if where else "pyarrow, mapped, 10 % of 25 %"
-
-    def make_loader_reader(workers: int) -> Callable[[], None]:
-        data = DataLoader(TokenDataset(cache), batch_size=BATCH, collate_fn=pack, num_workers=workers)
-        return lambda: _read_all(data, lambda batch: None)
-
-    readers: dict[str, Callable[[], None]] = {
+    loaders = [
+        DataLoader(TokenDataset(cache), batch_size=BATCH, collate_fn=pack, num_workers=workers) for workers in (0, 2)
+    ]
+    return {
         "get, in order of selection": lambda: _read_all(ids, lambda video_id: cache.get(video_id, order="selection")),
         "get, in order of index": lambda: _read_all(ids, cache.get),
         "get, shuffled videos": lambda: _read_all(shuffled_ids, cache.get),
         f"get_many, batches of {BATCH}": lambda: _read_all(batches, cache.get_many),
-        f"DataLoader, batches of {BATCH}": make_loader_reader(0),
+        f"DataLoader, batches of {BATCH}": lambda: _read_all(loaders[0], lambda batch: None),
+        WORKERS: lambda: _read_all(loaders[1], lambda batch: None),
+        f"get{OF_TIER}": lambda: _read_all(ids, lambda video_id: cache.get(video_id, TIER)),
     }
-    for name, read in readers.items():
-        yield TimedReader(where + name, read, beside, size, counted=True)
-    yield TimedReader(f"{where}DataLoader, 2 workers", make_loader_reader(2), beside, size)
-    yield TimedReader(
-        f"{where}get, 10 % of 25 %",
-        lambda: _read_all(ids, lambda i: cache.get(i, TIER)),
-        tier_baseline,
-        tier_size,
-        counted=True,
-    )
 
 
-def _make_get_reader(store: ObjectStore, client: Any) -> TimedReader:
-    """Make the baseline: one S3 GET for each video's bytes and nothing else. The shards' footers are read here."""
-    rows_of_videos = _list_rows(TokenCache(store.root, store=store), None)
+def _make_s3_ways(store: ObjectStore, objects: _CountedObjects, client: Any) -> Ways:
+    """Make the plain way, one S3 GET for each video's bytes and nothing else, and this package's own ways.
+
+    The shards' footers are read here. Requests are counted where this process makes them.
+    """
+    cache = TokenCache(store.root, store=store)
+    rows_of_videos = _list_rows(cache, None)
     footers = {rows.row["token_shard"]: rows.row["footer_hash"] for rows in rows_of_videos}
     shards = {name: TokenShard(store, name, footer_hash) for name, footer_hash in footers.items()}
     prefix = store.root.removeprefix(f"s3://{BUCKET}/")
@@ -278,12 +221,14 @@ def _make_get_reader(store: ObjectStore, client: Any) -> TimedReader:
         for rows in rows_of_videos
     ]
 
-    def read(place: tuple[str, tuple[int, int]]) -> object:
-        name, (start, end) = place
-        return client.get_object(Bucket=BUCKET, Key=name, Range=f"bytes={start}-{end - 1}")["Body"].read()
+    def get_all() -> int:
+        for name, (start, end) in places:
+            client.get_object(Bucket=BUCKET, Key=name, Range=f"bytes={start}-{end - 1}")["Body"].read()
+        return len(places)
 
-    size = _count_token_bytes(rows_of_videos)
-    return TimedReader("S3: boto3, a GET a video", lambda: _read_all(places, read), "", size, requests=len(places))
+    ways = _make_ways(cache)
+    counted = {name: read if name == WORKERS else partial(objects.count, read) for name, read in ways.items()}
+    return {GETS: get_all, **{S3 + name: read for name, read in counted.items()}}
 
 
 def _read_all(items: Iterable[T], read: Callable[[T], object]) -> None:
@@ -314,6 +259,12 @@ class _CountedObjects(Objects):
 
     requests = 0
 
+    def count(self, read: Callable[[], object]) -> int:
+        """Call ``read``, and return the number of its requests."""
+        before = self.requests
+        read()
+        return self.requests - before
+
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
         self.requests += 1
         return super().read_slice(uri, start, end)
@@ -332,48 +283,29 @@ def _run_s3_server() -> Iterator[tuple[_CountedObjects, Any]]:
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("boto3") is None:
         raise UsageError("--s3 needs moto and boto3: pip install 'moto[server]' boto3")
     import boto3  # noqa: PLC0415 - only with --s3
+    from botocore.exceptions import EndpointConnectionError  # noqa: PLC0415 - as above
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _START_S
+    access: dict[str, Any] = {
+        "endpoint_url": f"http://127.0.0.1:{port}",
+        "aws_access_key_id": "read",
+        "aws_secret_access_key": "read",
+        "region_name": "us-east-1",
+    }
+    client, deadline = boto3.client("s3", **access), time.monotonic() + _START_S
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        while not _is_answering(f"{address}/moto-api/"):
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise RunFailed(f"moto's server did not start: see {' '.join(command)}")
-            time.sleep(0.1)
-        access: dict[str, Any] = {
-            "aws_access_key_id": "read",
-            "aws_secret_access_key": "read",
-            "region_name": "us-east-1",
-        }
-        client = boto3.client("s3", endpoint_url=address, **access)
-        client.create_bucket(Bucket=BUCKET)
-        yield _CountedObjects(patience=1.0, answered=True, endpoint_url=address, **access), client
+        while True:
+            try:
+                client.create_bucket(Bucket=BUCKET)
+                break
+            except EndpointConnectionError as error:  # it is starting
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise RunFailed(f"moto's server did not start: see {' '.join(command)}") from error
+        yield _CountedObjects(patience=1.0, answered=True, **access), client
     finally:
         server.terminate()
         server.wait()
-
-
-def _is_answering(address: str) -> bool:
-    """Return True if a server answers at the address without an error."""
-    try:
-        with urlopen(address, timeout=5):
-            return True
-    except OSError:  # it is starting
-        return False
-
-
-@contextmanager
-def _use_one_thread() -> Iterator[None]:
-    """Limit torch and pyarrow's CPU pool to one thread in this context; threads for reading files stay."""
-    threads = torch.get_num_threads(), pa.cpu_count()
-    torch.set_num_threads(1)
-    pa.set_cpu_count(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads[0])
-        pa.set_cpu_count(threads[1])

@@ -6,12 +6,12 @@ Shapes: T frames, N tokens a frame, M = T*N tokens, D hidden size, B budget.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
-from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -19,12 +19,13 @@ from gstep import VisualTokens, budget_for, make_pruner
 from gstep.backbones import choose_runtime
 from gstep.density import ZERO_DISTANCE, spatio_temporal_density
 from gstep.selection.dispatch import fast_density_guided_fps
-from jobs.benchmark.shared import figure_table, machine, machine_line, medians_in_turn, say
+from jobs.benchmark.shared import add_flag, make_result, run_in_turn, say
 from jobs.benchmark.tokens import INPUTS
-from jobs.command import count, share
+from jobs.command import share
 from jobs.frame.json_document import CommandResult
 from pipeline.errors import usage_errors
 
+NOTES = {"structured": "low-rank content plus noise, made up", "iid": "standard normal numbers, the worst case"}
 ALPHA, BETA = 0.5, 1e-6  # the defaults of gstep.prune
 PREFIX = 200  # steps of the loop that are timed if all steps would take too long; all steps cost the same
 # The loop runs whole up to here: about 20 s at 10 GB/s.
@@ -57,23 +58,14 @@ class SelectionTimes:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``selection``."""
-    parser.add_argument(
-        "--frames",
-        type=count,
-        nargs="+",
-        default=[8, 32, 128, 384],
-        metavar="T",
-        help="frames, a synthetic video for each number [8 32 128 384]",
-    )
-    parser.add_argument("--tokens-per-frame", type=count, default=196, metavar="N", help="tokens of a frame [196]")
-    parser.add_argument("--hidden", type=count, default=3584, metavar="D", help="numbers a token [3584]")
-    parser.add_argument(
-        "--retention-ratios", type=share, nargs="+", default=[0.25, 0.10], metavar="R", help="kept shares [0.25 0.10]"
-    )
-    parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=[*INPUTS], help="kinds of tokens [all]")
-    parser.add_argument("--threads", type=count, default=1, metavar="N", help="threads of the processor [1]")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the tokens [cpu]")
-    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="measure N times, and show medians [3]")
+    add_flag(parser, "--frames", [8, 32, 128, 384], "frames, a synthetic video for each number", "T")
+    add_flag(parser, "--tokens-per-frame", 196, "tokens of a frame", "N")
+    add_flag(parser, "--hidden", 3584, "numbers a token", "D")
+    add_flag(parser, "--retention-ratios", [0.25, 0.10], "kept shares", "R", share)
+    add_flag(parser, "--inputs", [*INPUTS], "kinds of tokens", choices=INPUTS)
+    add_flag(parser, "--threads", 1, "threads of the processor", "N")
+    add_flag(parser, "--device", "cpu", "device of the tokens", choices=("cpu", "cuda"))
+    add_flag(parser, "--repeats", 3, "measure N times, and show medians", "N")
 
 
 def run(arguments: argparse.Namespace) -> CommandResult:
@@ -85,15 +77,22 @@ def run(arguments: argparse.Namespace) -> CommandResult:
         choose_runtime(arguments.device)
     torch.set_num_threads(arguments.threads)
     times = []
-    for name in arguments.inputs:
-        for n_frames in arguments.frames:
-            tokens = INPUTS[name].make(n_frames, arguments.tokens_per_frame, arguments.hidden).to(arguments.device)
-            for ratio in arguments.retention_ratios:
-                times.append(measure(name, tokens, ratio, arguments.repeats))
-                say(f"{name}, {times[-1].n_tokens} tokens, {ratio:g}: done")
-    about = {"machine": machine(arguments.device), "hidden": arguments.hidden, "repeats": arguments.repeats}
-    title = f"Seconds of a selection, D = {arguments.hidden}, on {machine_line(arguments.device)}"
-    return CommandResult(0, {**about, "times": times}, [as_table(times, title)])
+    for name, n_frames in product(arguments.inputs, arguments.frames):
+        tokens = INPUTS[name](n_frames, arguments.tokens_per_frame, arguments.hidden).to(arguments.device)
+        for ratio in arguments.retention_ratios:
+            times.append(measure(name, tokens, ratio, arguments.repeats))
+            say(f"{name}, {times[-1].n_tokens} tokens, {ratio:g}: done")
+    notes = [f"{name}: {NOTES[name]}" for name in dict.fromkeys(item.input for item in times)]
+    return make_result(
+        f"Seconds of a selection, D = {arguments.hidden}",
+        ("tokens of", "M", "kept", "loop", "selection", "times faster", "whole gstep", "vidcom2", "same"),
+        map(format_row, times),
+        "\n".join([*notes, f"~: from the first {PREFIX} steps, which all cost the same"]),
+        device=arguments.device,
+        hidden=arguments.hidden,
+        repeats=arguments.repeats,
+        times=times,
+    )
 
 
 def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> SelectionTimes:
@@ -121,10 +120,10 @@ def measure(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> Select
     }
     select_by_loop(unit_DM, density_M, 1)  # the libraries' first use is not measured
     prune("gstep")
-    timed = medians_in_turn(forms, repeats)
-    medians = {form: seconds for form, (seconds, _) in timed.items()}
+    turns = run_in_turn(forms, repeats)
+    medians = {form: runs.median_s for form, runs in turns.items()}
     medians["loop"] *= max(1, budget - 1) / steps
-    same = torch.isin(timed["selection"][1][: steps + 1], timed["loop"][1]).float().mean().item()
+    same = torch.isin(turns["selection"].result[: steps + 1], turns["loop"].result).float().mean().item()
     return SelectionTimes(name, n_tokens, ratio, budget, loop_steps=steps, same=same, **medians)
 
 
@@ -148,16 +147,9 @@ def select_by_loop(unit_DM: Tensor, density_M: Tensor, steps: int) -> Tensor:
     return order
 
 
-def as_table(times: Sequence[SelectionTimes], title: str) -> Table:
-    """Make a table with a row for each input, size and ratio; a ~ marks an extrapolated time of the loop."""
-    titles = ("tokens of", "M", "kept", "loop", "selection", "times faster", "whole gstep", "vidcom2", "same")
-    rows = []
-    for item in times:
-        mark = "~" if item.loop_steps < item.n_kept - 1 else ""
-        seconds = (f"{value:.3g}" for value in (item.selection, item.loop / item.selection, item.gstep, item.vidcom2))
-        about = (item.input, f"{item.n_tokens:,}", f"{100 * item.ratio:g}%", f"{mark}{item.loop:.3g}")
-        rows.append((*about, *seconds, f"{item.same:.2%}"))
-    inputs = dict.fromkeys(item.input for item in times)
-    notes = [f"{name}: {INPUTS[name].note}" for name in inputs]
-    notes.append(f"~: from the first {PREFIX} steps, which all cost the same")
-    return figure_table(title, titles, rows, "\n".join(notes))
+def format_row(item: SelectionTimes) -> tuple[str, ...]:
+    """Format the row of the table; a ~ marks an extrapolated time of the loop."""
+    mark = "~" if item.loop_steps < item.n_kept - 1 else ""
+    seconds = (f"{value:.3g}" for value in (item.selection, item.loop / item.selection, item.gstep, item.vidcom2))
+    about = (item.input, f"{item.n_tokens:,}", f"{100 * item.ratio:g}%", f"{mark}{item.loop:.3g}")
+    return (*about, *seconds, f"{item.same:.2%}")

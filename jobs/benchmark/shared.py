@@ -1,24 +1,37 @@
-"""Tools that measurements share: machine, progress lines, tables, timing in turns, and CPU and memory of processes."""
+"""The harness of all measurements: flags, ways that run in turn, the result, and CPU and memory of processes.
+
+A measurement is a module with ``add_flags`` and ``run``. It names its flags (``add_flag``), runs its ways of doing the
+same work in turn (``run_in_turn``), and returns a table and a JSON document that name the machine (``make_result``).
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import platform
+import re
 import signal
+import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import active_children
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from tempfile import TemporaryFile
+from typing import Any, TypeVar
 
 import torch
 from rich.table import Table
 
+from jobs.command import count
+from jobs.frame.json_document import CommandResult
 from pipeline.console import CleanConsole
+from pipeline.errors import RunFailed
 
+K = TypeVar("K")
 T = TypeVar("T")
 _WORDS = {"", "method", "tokens of", "way"}  # titles of columns without numbers
 MAIN, OTHER = "main process", "other of Ray"
@@ -35,6 +48,32 @@ KINDS = {
     '"plain loop"': "DataLoader worker",
 }
 _TICKS = os.sysconf("SC_CLK_TCK")
+_LOOK_S, _LOOKS_PER_MEMORY = 0.25, 8  # between looks at a child, of which the first ones and each eighth count memory
+
+
+def add_flag(
+    parser: argparse.ArgumentParser,
+    name: str,
+    default: Any,
+    help_text: str,
+    metavar: str | None = None,
+    kind: Callable[[str], Any] | None = None,
+    choices: Iterable[Any] | None = None,
+) -> None:
+    """Add a flag that takes a value, or several values if its default is a list; its help ends with the default.
+
+    Without ``kind`` the values are whole numbers from 1, or texts if the default has texts.
+    """
+    values = default if isinstance(default, list) else [] if default is None else [default]
+    parser.add_argument(
+        name,
+        default=default,
+        type=kind or (str if any(isinstance(value, str) for value in values) else count),
+        nargs="+" if isinstance(default, list) else None,
+        metavar=metavar,
+        choices=choices,
+        help=help_text + f" [{' '.join(map(str, values))}]" * bool(values),
+    )
 
 
 def machine(device: str = "cpu") -> dict[str, str | int]:
@@ -84,6 +123,37 @@ def existing_folder(text: str) -> Path:
     return Path(text)
 
 
+def format_figure(value: float | None) -> str:
+    """Format a number with one to three decimals; "-" for None."""
+    if value is None:
+        return "-"
+    return f"{value:,.{3 if abs(value) < 0.1 else 2 if abs(value) < 10 else 1}f}"
+
+
+def figures_in_rows(columns: Iterable[Mapping[str, float | None]]) -> list[tuple[str, ...]]:
+    """Return the rows of a table that has a row for each figure, name first, and a column for each item."""
+    items = list(columns)
+    names = dict.fromkeys(name for figures in items for name in figures)
+    return [(name, *(format_figure(figures.get(name)) for figures in items)) for name in names]
+
+
+def make_result(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    note: str = "",
+    *,
+    device: str = "cpu",
+    **record: object,
+) -> CommandResult:
+    """Return the result of a measurement: its table, and its JSON document with ``record``; both name the machine.
+
+    ``note`` is a text below the table.
+    """
+    table = figure_table(f"{title}, on {machine_line(device)}", columns, rows, note)
+    return CommandResult(0, {"machine": machine(device), **record}, [table])
+
+
 def seconds_of(work: Callable[[], T]) -> tuple[float, T]:
     """Run ``work`` and return its wall seconds and its result."""
     start = time.perf_counter()
@@ -91,18 +161,74 @@ def seconds_of(work: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - start, result
 
 
-def medians_in_turn(forms: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, tuple[float, T]]:
-    """Run all forms ``repeats`` times in turn; return each form's (median seconds, last result) by its name.
+def time_work(work: Callable[[], T], device: str) -> tuple[T, float, float | None]:
+    """Run ``work``; return its result, its wall seconds until the device has finished, and the peak of memory.
 
-    Turns spread a disturbance of the machine over all forms.
+    The peak is torch's on a GPU, else this process's, or None if unknown. It is reset first.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in forms}
-    results: dict[str, T] = {}
-    for _ in range(repeats):
-        for name, work in forms.items():
-            elapsed_s, results[name] = seconds_of(work)
-            seconds[name].append(elapsed_s)
-    return {name: (median(seconds[name]), result) for name, result in results.items()}
+    if device.startswith("cuda"):
+
+        def finish() -> T:
+            result = work()
+            torch.cuda.synchronize(device)
+            return result
+
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        seconds, value = seconds_of(finish)
+        return value, seconds, torch.cuda.max_memory_allocated(device)
+    with suppress(OSError):  # Linux alone
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
+    seconds, value = seconds_of(work)
+    with suppress(OSError):
+        peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
+        return value, seconds, None if peak is None else 1024.0 * int(peak[1])
+    return value, seconds, None
+
+
+def max_known(*values: float | None) -> float | None:
+    """Return the largest value that is known; None if none is."""
+    return max((value for value in values if value is not None), default=None)
+
+
+@dataclass
+class Turns:
+    """The runs of one way.
+
+    Attributes:
+        wall_s: wall seconds of each run.
+        cpu_s: CPU seconds of each run, of this process and of its multiprocessing children that live all the while.
+        result: the result of the last run.
+    """
+
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    result: Any = None
+
+    @property
+    def median_s(self) -> float:
+        """The median of the wall seconds."""
+        return median(self.wall_s)
+
+
+def run_in_turn(ways: Mapping[K, Callable[[], object]], repeats: int) -> dict[K, Turns]:
+    """Run all ways ``repeats`` times in turn, so that a disturbance of the machine affects all of them."""
+    turns = {name: Turns() for name in ways}
+    for name, work in [*ways.items()] * repeats:
+        cpu_start_s = _read_own_cpu_s()
+        elapsed_s, turns[name].result = seconds_of(work)
+        turns[name].wall_s.append(elapsed_s)
+        turns[name].cpu_s.append(_read_own_cpu_s() - cpu_start_s)
+    return turns
+
+
+def _read_own_cpu_s() -> float:
+    """Read the CPU seconds of this process and of all threads of its multiprocessing children."""
+    tasks = [
+        path.relative_to("/proc") for child in active_children() for path in Path(f"/proc/{child.pid}").glob("task/*")
+    ]
+    stats = [_read(task, "schedstat").split() for task in tasks]
+    return time.process_time() + sum(int(fields[0]) for fields in stats if fields) / 1e9
 
 
 def kind_of(command: str) -> str:
@@ -159,15 +285,42 @@ class ProcessTree:
         return {pid: (int(stats[pid][11]) + int(stats[pid][12])) / _TICKS for pid in tree}
 
 
+def run_watched(command: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[str, ProcessTree]:
+    """Run a command in a process and a session of its own; return its output and the figures of its processes.
+
+    Processes that it leaves are killed. Raises RunFailed with the last line that it wrote to stderr if it fails.
+    """
+    with TemporaryFile("w+", errors="replace") as stdout, TemporaryFile("w+", errors="replace") as stderr:
+        child = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=environment, start_new_session=True)
+        tree, looks = ProcessTree(child.pid), 0
+        try:
+            while child.poll() is None:
+                tree.look(
+                    memory=looks < _LOOKS_PER_MEMORY or looks % _LOOKS_PER_MEMORY == 0
+                )  # short runs are seen, too
+                looks += 1
+                time.sleep(_LOOK_S)
+        finally:
+            tree.end()
+            child.wait()
+        texts = []
+        for file in (stdout, stderr):
+            file.seek(0)
+            texts.append(file.read())
+    if child.returncode:
+        raise RunFailed((texts[1].strip().splitlines() or ["it said nothing"])[-1])
+    return texts[0], tree
+
+
 def _read_pss(pid: int) -> int:
     """Read the proportional set size in bytes; 0 for an ended process."""
     sizes = (line.split()[1] for line in _read(pid, "smaps_rollup").splitlines() if line.startswith("Pss:"))
     return int(next(sizes, 0)) << 10
 
 
-def _read(pid: int, name: str) -> str:
-    """Read a file of a process in /proc; "" if the process has ended."""
+def _read(process: int | Path, name: str) -> str:
+    """Read a file of a process in /proc, or of a task below it; "" if it has ended."""
     try:
-        return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace").replace("\0", " ")
+        return Path("/proc", str(process), name).read_text(encoding="utf-8", errors="replace").replace("\0", " ")
     except OSError:
         return ""

@@ -7,8 +7,6 @@ Shapes: T frames, N tokens a frame, D hidden size, k directions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +16,6 @@ _DECAY = 0.5  # the k-th direction has k^-0.5 of the first direction's spread
 _CORRELATION = 0.98  # correlation of a position's content with its content in the frame before
 _CUT = 1 / 24  # probability that a frame starts a new scene
 _NOISE = 0.3  # spread of the noise; the spread of the content is 1
-
-
-class Input(NamedTuple):
-    """A kind of synthetic tokens: the function from T, N and D to tokens [T,N,D] bfloat16, and a short description."""
-
-    make: Callable[[int, int, int], Tensor]
-    note: str
 
 
 def structured_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
@@ -59,7 +50,4 @@ def iid_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
     return tokens
 
 
-INPUTS = {
-    "structured": Input(structured_tokens, "low-rank content plus noise, made up"),
-    "iid": Input(iid_tokens, "standard normal numbers, the worst case"),
-}
+INPUTS = {"structured": structured_tokens, "iid": iid_tokens}

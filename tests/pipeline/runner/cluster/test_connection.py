@@ -14,10 +14,9 @@ from ray._private import state
 from ray._private.node import Node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from jobs.benchmark.pipeline_job import SleepingEncoder, SleepingSetup
 from pipeline.errors import UsageError
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.encode_stage import VideoEncoder
+from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.resources import plan_resources
 from pipeline.runner.cluster.connection import cap_gpus, choose_device, is_worth_showing, sum_resources
 from tests.pipeline.rays import graph_of, growing_ray, hold_cpu, rows_of
@@ -82,7 +81,7 @@ def test_an_encoder_starts_where_no_cpu_of_the_gpu_node_is_free(gpu_cluster, tmp
 
 
 @dataclass(frozen=True)
-class WaitingSetup(SleepingSetup):
+class WaitingSetup(EncodeSetup):
     """The settings of an encoder that keeps the last of 16 videos until the file ``sign`` is there."""
 
     sign: str = ""
@@ -91,10 +90,10 @@ class WaitingSetup(SleepingSetup):
         return WaitingEncoder(self)
 
 
-class WaitingEncoder(SleepingEncoder):
+class WaitingEncoder(VideoEncoder):
     def encode_one(self, record, frames):
         if record["video_id"] == "v15":
-            wait_until(Path(self._sleep_setup.sign).exists, "the decoders' GPU to be given back")
+            wait_until(Path(self._setup.sign).exists, "the decoders' GPU to be given back")
         return super().encode_one(record, frames)
 
 
@@ -108,7 +107,7 @@ def test_decoders_that_are_through_give_their_gpu_back_while_the_encoder_works(g
 
     plan = plan_resources(1, 1, 16, decode_on_gpus=True)
     plan = replace(plan, encode=replace(plan.encode, num_gpus=0.0))  # nvdec's decoders, and an encoder on the CPU
-    graph = graph_of(16, plan, tmp_path, clip, encode_setup=partial(WaitingSetup, work_s=0.1, sign=str(given_back)))
+    graph = graph_of(16, plan, tmp_path, clip, encode_setup=partial(WaitingSetup, sign=str(given_back)))
     assert len(rows_of(graph, look, 0.2)) == 16
     assert given_back.exists(), free
 
