@@ -53,7 +53,8 @@ def write_stand_ins(files: CheckpointFiles, config: Mapping[str, Any], folder: P
     """Copy a checkpoint's small files to an empty ``folder``, and write stand-ins for missing files.
 
     The stand-in for preprocessor files takes the stock classes' defaults. The stand-in for a tokenizer has a token for
-    each byte, and special tokens with the ids of config.json: texts take several times more tokens.
+    each byte, and special tokens with the ids of config.json: texts take several times more tokens. A type of model
+    without a tiny model gets no tokenizer.
 
     Returns the files in ``folder``. Raises ModelError if the vocabulary is too small for the byte tokenizer.
     """
@@ -63,8 +64,9 @@ def write_stand_ins(files: CheckpointFiles, config: Mapping[str, Any], folder: P
     if not any((folder / name).exists() for name in _PREPROCESSORS):
         (folder / "preprocessor_config.json").write_text("{}\n", encoding="utf-8")
     if not any((folder / name).exists() for name in _TOKENIZERS):
-        kind = next(t.tokenizer for t in tiny.TINY.values() if t.config["model_type"] == config["model_type"])
-        write_bytes(folder, kind, *_choose_token_ids(files, config, kind))
+        kinds = (t.tokenizer for t in tiny.TINY.values() if t.config["model_type"] == config["model_type"])
+        if (kind := next(kinds, None)) is not None:
+            write_bytes(folder, kind, *_choose_token_ids(files, config, kind))
     return CheckpointFiles("folder", str(folder))
 
 
