@@ -344,6 +344,12 @@ def describe_near(wrong: str, near: str) -> str:
     return f"{near} (it differs only by its Unicode form, {form}: {near!a})"
 
 
+def count_of(n: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless it is 1: ``"1 video"``, ``"2,000 videos"``."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{n:,} {noun if n == 1 else plural}"
+
+
 def name_first(names: Sequence[str], total: int, limit: int = 3) -> str:
     """Return the first names, and how many more of ``total`` there are: ``"a, b, c and 2 more"``."""
     examples = names[:limit]

@@ -16,6 +16,7 @@ from pipeline.errors import (
     QuestionFault,
     QuestionFaultClass,
     VideoFault,
+    count_of,
     printable,
 )
 
@@ -93,8 +94,8 @@ class Column(NamedTuple):
         kind: the name of its Arrow type, or "list<NAME>" for a list of that type.
         meaning: what it holds; files of the table have this text in their metadata.
         decoded: whether the decode process finds and sends its value.
-        may_be_unstated: whether the decode process may send null, because a video file need not state the value. The
-            decode process always sends the other ``decoded`` values.
+        may_be_unstated: whether the decode process may send null, because a video file need not state the value, or
+            because it depends on the options. The decode process always sends the other ``decoded`` values.
         nullable: whether a row may lack it.
         since: the date since when files have it; "" for a column that every file has.
     """
@@ -185,6 +186,17 @@ class VideoRecord(TypedDict, total=False):
     encode_s: Annotated[float, Column("float64", "seconds")]
     prune_s: Annotated[float, Column("float64", "seconds")]
     write_s: Annotated[float | None, Column("float64", "seconds, the video's share of its shard")]
+    frames_by_rate: Annotated[
+        int | None,
+        Column(
+            "int32",
+            "frames that the rate of --fps gives of the clip, where a limit made them fewer (--max-frames) or more "
+            "(the model's least number); 0: no limit changed them; null: not sampled by --fps, or an older version",
+            decoded=True,
+            may_be_unstated=True,
+            since="2026-11-29",
+        ),
+    ]
     token_shard: Annotated[str, Column("string", "file below the cache that holds the tokens")]
     # What readers of single videos need.
     uri: Annotated[str, Column("string", "where the video was read", nullable=False)]
@@ -205,16 +217,30 @@ class VideoRecord(TypedDict, total=False):
     ]
     retention_ratio: Annotated[float, Column("float64", "nominal share of tokens stored")]
     nested: Annotated[bool, Column("bool", "whether smaller ratios are prefixes of the stored rows")]
-    n_frames: Annotated[int, Column("int32", "T, sampled frames (temporal patches on Qwen)")]
-    tokens_per_frame: Annotated[int, Column("int32", "N")]
+    n_frames: Annotated[
+        int,
+        Column(
+            "int32",
+            "T, steps in time of the tokens: sampled frames, or temporal patches of two sampled frames on Qwen; the "
+            "length of frame_indices is the number of sampled frames",
+        ),
+    ]
+    tokens_per_frame: Annotated[int, Column("int32", "N, tokens of each of the n_frames steps in time")]
     frame_indices: Annotated[
-        list[int], Column("list<int64>", "the source frames sampled; repeats where it has too few")
+        list[int],
+        Column("list<int64>", "the numbers of the sampled frames in the source; repeats where it has too few"),
     ]
     timestamps: Annotated[
         list[float], Column("list<float64>", "seconds of each sampled frame from the start of the source")
     ]
     fps: Annotated[
-        float, Column("float64", "average frames a second of the whole source, by its timestamps", decoded=True)
+        float,
+        Column(
+            "float64",
+            "frames a second of the source file, on average by its timestamps; not the rate of sampling, which is the "
+            "length of frame_indices / clip_frames * (clip_fps, or fps where that is null)",
+            decoded=True,
+        ),
     ]
     duration_s: Annotated[float | None, Column("float64", "seconds of the source", decoded=True)]
     source_frames: Annotated[int | None, Column("int64", "frames of the source", decoded=True)]
@@ -226,7 +252,9 @@ class VideoRecord(TypedDict, total=False):
     source_height: Annotated[int, Column("int32", "rows of pixels as shown", decoded=True)]
     width: Annotated[int, Column("int32", "pixels the encoder saw")]
     height: Annotated[int, Column("int32", "pixels the encoder saw")]
-    kept_per_frame: Annotated[list[int], Column("list<int32>", "stored tokens of each frame; 0 is legal")]
+    kept_per_frame: Annotated[
+        list[int], Column("list<int32>", "stored tokens of each of the n_frames steps in time; 0 is legal")
+    ]
     temporal_density: Annotated[list[float] | None, Column("list<float32>", "normalised temporal density, Eq. (7)")]
     manifest: Annotated[Any, Column("string", "JSON of the manifest's other columns")]
     runtime: Annotated[Any, Column("string", "JSON: device, dtype and attention kernel of the encoder")]
@@ -242,7 +270,7 @@ class VideoRecord(TypedDict, total=False):
         float | None,
         Column(
             "float64",
-            "frames a second of the clip; null where an older rule took the frames",
+            "frames a second of the source within the clip; null where an older rule took the frames",
             decoded=True,
             since="2026-11-26",
         ),
@@ -267,6 +295,35 @@ VIDEO_COLUMNS: Mapping[str, Column] = {
 }
 #: The same as a reader sees it.
 VideoRow = VideoRecord
+
+
+def sampled_fps(row: VideoRow) -> float | None:
+    """Return how many frames a second were sampled of an ok video's clip; ``row["fps"]`` is the rate of the source.
+
+    None if the row does not have what that follows from, as a row of another program may.
+    """
+    fps = row.get("clip_fps") or row["fps"]
+    return len(row["frame_indices"]) / row["clip_frames"] * fps if fps and row["clip_frames"] else None
+
+
+def format_rate(fps: float | None) -> str:
+    """Format frames a second: two digits behind the point, or two that count below 0.1; "unknown" for None."""
+    if fps is None:
+        return "unknown"
+    return f"{fps:.2g}" if fps < 0.1 else f"{fps:.2f}".rstrip("0").rstrip(".")
+
+
+def describe_frames(row: VideoRow) -> str:
+    """Describe the rates and frames of an ok video, whose columns have easily confused names.
+
+    For example: ``"source fps 25, sampled at 0.27 fps, 32 frames in 16 temporal patches"``.
+    """
+    n_sampled, n_steps = len(row["frame_indices"]), row["n_frames"]
+    # A clip of which the rate differs from that of the whole file lies in a file whose rate varies.
+    varies = " on average" if row.get("clip_fps") not in (None, row["fps"]) else ""
+    patches = f" in {count_of(n_steps, 'temporal patch')}" if n_sampled > n_steps else ""
+    rates = f"source fps {format_rate(row['fps'])}{varies}, sampled at {format_rate(sampled_fps(row))} fps"
+    return f"{rates}, {count_of(n_sampled, 'frame')}{patches}"
 
 
 class QuestionRecord(TypedDict, total=False):

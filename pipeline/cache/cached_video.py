@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gstep.evidence import EVIDENCE_SHAPES, is_per_frame
 from pipeline.cache.header import CacheHeader, deepstack_levels, find_codec
 from pipeline.cache.token_shard import join_vectors
-from pipeline.rows import VideoRow
+from pipeline.rows import VideoRow, describe_frames, sampled_fps
 
 if TYPE_CHECKING:  # a cache is opened, listed and asked for metadata without torch
     from torch import Tensor
@@ -40,7 +40,8 @@ class CachedVideo:
         frame: [K] int64, t.
         merged: [K] bool, or None where the method never merges.
         density: [K] float32 (Eq. 8), or None for a method without one.
-        metadata: the video's row of the videos table (see pipeline.cache.schema), JSON columns decoded.
+        metadata: the video's row of the videos table (see pipeline.rows.VideoRecord), JSON columns decoded. Its ``fps``
+            is the rate of the source, and its ``n_frames`` counts temporal patches on Qwen: see ``describe_frames``.
         deepstack: [K,D] bfloat16 each, the same rows at each deepstack level; none where the model has no levels.
         evidence: what was asked for besides, as it was asked for, bfloat16: [K,width], [K] where it is one number a
             token, [T,width] where it is of frames.
@@ -63,6 +64,15 @@ class CachedVideo:
     def newline(self) -> Tensor | None:
         """LLaVA-OneVision's row after all tokens of a video, [D] bfloat16; None for families without one."""
         return None if self.header is None else decode_newline(self.header)
+
+    @property
+    def sampled_fps(self) -> float | None:
+        """How many frames a second were sampled; ``metadata["fps"]`` is the rate of the source."""
+        return sampled_fps(self.metadata)
+
+    def describe_frames(self) -> str:
+        """Describe rates and frames: ``"source fps 25, sampled at 0.27 fps, 32 frames in 16 temporal patches"``."""
+        return describe_frames(self.metadata)
 
     @cached_property
     def visual(self) -> Visual:

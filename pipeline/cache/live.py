@@ -4,7 +4,7 @@ The videos table may have many rows of a video. The live row is the first by (re
 attempts, most rewritten, smallest tie_break). The rule uses nothing but rows, so files may come in any order, twice, or
 late. TokenCache, resume, inspect, verify and merge all use this module.
 
-The driver of a run keeps the live row of every video in a ``Ledger``, 96 bytes each, and reads each file once.
+The driver of a run keeps the live row of every video in a ``Ledger``, 100 bytes each, and reads each file once.
 ``LiveVideos`` keeps the rows of small files only, and searches sorted files for a requested video.
 """
 
@@ -174,20 +174,23 @@ _LEDGER: Final[dict[str, tuple[type[np.generic], tuple[int, ...]]]] = {
     "fault": (np.uint8, ()),  # 0 ok or removed, else the number of its class in ``classes``
     "remarks": (np.uint8, ()),  # the bits HDR to INFRASTRUCTURE
     "note": (np.uint8, ()),  # 0, or the reason for another decoder than requested: its number in ``notes``
+    "by_rate": (np.int32, ()),  # ``frames_by_rate``; -1 where it is not known
     "decoder": (np.uint8, ()),  # 0, or the user's own decoder and its version: their number in ``decoders``
     "seconds": (np.float32, (4,)),  # seconds of each of TIMED_STAGES
 }
 # The remarks of rows on their videos: colours, pixels, positions in time (two bits), warnings of the decoder, and an
 # infrastructure error (io, internal, memory of a GPU).
 HDR, STRETCHED, UNEVEN, SHARED, WARNED, INFRASTRUCTURE = 1, 2, 4, 8, 16, 32
-_HDR_TRANSFERS = ("smpte2084", "arib-std-b67")  # PQ and HLG
+#: PQ and HLG, by FFmpeg's names.
+HDR_TRANSFERS = ("smpte2084", "arib-std-b67")
 _MAX_RUNS, _MAX_NOTES, _MAX_CLASSES = 2**16, 2**8 - 1, 2**8  # further texts share the last number
 # Columns of the videos table that the ledger reads.
 _LEDGER_READS = (
     *KEY_COLUMNS,
     *("run_id", "source_size", "status", "error_class", "error_stage", "attempts"),
     *("n_tokens", "n_total", "hidden_size", "decode_warnings", "backend_note", "backend", "backend_version"),
-    *("color_transfer", "sample_aspect_ratio", "uneven_positions", "shared_positions", "source_mark", "source_sample"),
+    *("color_transfer", "sample_aspect_ratio", "uneven_positions", "shared_positions", "frames_by_rate"),
+    *("source_mark", "source_sample"),
     *(f"{stage}_s" for stage in TIMED_STAGES),
 )
 _FILES_AT_ONCE = 256  # small files that are converted to arrays together: numpy costs by the call
@@ -327,6 +330,7 @@ class Ledger:
             "fault": _assign_numbers(classes, self.classes, _MAX_CLASSES).astype(np.uint8),
             "remarks": _make_remark_bits(rows, classes),
             "note": self._number_notes(rows["backend_note"]),
+            "by_rate": fill_nulls(rows["frames_by_rate"], -1),
             "decoder": self._number_decoders(rows["backend"], rows["backend_version"]),
             "seconds": np.stack([fill_nulls(rows[f"{stage}_s"]) for stage in TIMED_STAGES], axis=1).astype(np.float32),
         }
@@ -449,7 +453,7 @@ def _make_remark_bits(rows: pa.Table, classes: pa.ChunkedArray) -> NDArray[np.ui
     """Return the remarks on each row as bits, HDR to INFRASTRUCTURE, [n]; ``classes`` are the rows' fault classes."""
     on_gpu = pc.and_(pc.equal(classes, "out-of-memory"), _is_among(rows["error_stage"], ON_THE_GPU))
     remarks = {
-        HDR: _is_among(rows["color_transfer"], _HDR_TRANSFERS).to_numpy(),
+        HDR: _is_among(rows["color_transfer"], HDR_TRANSFERS).to_numpy(),
         STRETCHED: pc.fill_null(pc.not_equal(rows["sample_aspect_ratio"], "1:1"), False).to_numpy(),
         UNEVEN: fill_nulls(rows["uneven_positions"]) > 0,
         SHARED: fill_nulls(rows["shared_positions"]) > 0,

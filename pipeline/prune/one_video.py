@@ -41,7 +41,7 @@ class EncodedVideo:
         timestamps: [F] seconds at which each frame is shown.
         frame_indices: [F] indices in the source.
         grid: (rows, columns) of the N tokens of a frame; None if the model does not say, as of the family generic.
-        record: its row of the videos table in a cache.
+        record: its row of the videos table in a cache; its ``fps`` is the rate of the source.
     """
 
     pruned: PrunedTokens

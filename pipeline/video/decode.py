@@ -42,7 +42,15 @@ from pipeline.video.frame_folders import (
 )
 from pipeline.video.packets import MAX_PIXELS
 from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
-from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, count_repeated, snap_frames
+from pipeline.video.sampling import (
+    Sampling,
+    choose_frames,
+    clip_range,
+    clip_rate,
+    count_frames_by_rate,
+    count_repeated,
+    snap_frames,
+)
 from pipeline.video.shared_frames import create_memory
 
 #: Returns an array of the shape [T,h,w,3] for the frames of a video.
@@ -262,6 +270,7 @@ class _Decoding:
             "duration_s": index.duration_s,
             "source_frames": len(index.timestamps),
             "clip_frames": stop - first,
+            "frames_by_rate": count_frames_by_rate(len(indices), times, sampling, *clip, end[0]),
             "n_repeated": count_repeated(indices),
             "source_width": width,
             "source_height": height,

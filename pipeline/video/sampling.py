@@ -250,6 +250,29 @@ def choose_frames(
     return indices if len(indices) >= least else _fill_frames(indices, first, stop, least, sampling.min_rule)
 
 
+def count_frames_by_rate(
+    n_frames: int,
+    timestamps: NDArray[np.float64],
+    sampling: Sampling,
+    start_s: float | None,
+    end_s: float | None,
+    duration_s: float,
+) -> int | None:
+    """Return how many frames the rate gives of a clip if a limit made them fewer or more; 0 if none did.
+
+    None if sampling does not go by fps. At most 2^31 - 1.
+
+    Args:
+        n_frames: how many frames ``choose_frames`` chose, to which the other arguments were given, too.
+    """
+    if sampling.fps is None:
+        return None
+    start, end = _find_bounds(timestamps, start_s, end_s, duration_s)
+    n_by_rate, most = count_frames(end - start, sampling.fps), sampling.max_frames
+    is_limited = n_frames > n_by_rate or (most is not None and n_by_rate > most)
+    return min(n_by_rate, 2**31 - 1) if is_limited else 0
+
+
 def count_frames(seconds: float, fps: float) -> int:
     """Return the number of frames that sampling by fps takes of so many seconds, without its limits; at least 1."""
     return max(1, math.ceil(min(seconds * fps, 1e15) - _EPSILON))

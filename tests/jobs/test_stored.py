@@ -164,7 +164,10 @@ def test_of_scores_that_do_not_say_it_the_cut_replies_are_unknown(tmp_path, monk
 
 
 def without_column(store: LocalStore, kind: str, column: str) -> None:
-    """Write a stored file of a kind again without a column, under a name that fits its content."""
+    """Write a stored file of a kind again without a column, under a name that fits its content.
+
+    A column that came later than the file is not there to begin with.
+    """
     if kind == "scores":
         table = pq.read_table(store.root / SCORES)
         store.put(SCORES, write_parquet(table.drop_columns([column])))
@@ -172,7 +175,7 @@ def without_column(store: LocalStore, kind: str, column: str) -> None:
     folder = "videos" if kind == "cache" else "answers"
     (old, *_) = store.names(folder, ".parquet")
     table = pq.read_table(store.root / old)
-    data = write_parquet(table.drop_columns([column]))
+    data = write_parquet(table.drop_columns([name for name in table.column_names if name == column]))
     store.delete(old)
     store.put(make_small_name(folder, "run", 0, data), data)
 

@@ -1,11 +1,14 @@
 """The live rows of few videos and of none, and the ledger of a run; test_merging.py has the rule of the live row."""
 
+from itertools import pairwise
+
 import pyarrow as pa
 import pytest
 
 from pipeline import TokenCache
-from pipeline.cache.live import Ledger, _assign_numbers
+from pipeline.cache.live import _LEDGER_READS, Ledger, _assign_numbers
 from pipeline.cache.merging import merge_fully
+from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.inspect.report import failed_videos
 from pipeline.prune.summary import summarise
 from tests.pipeline.cache.table_rows import commit_failures, commit_rows
@@ -42,7 +45,7 @@ def row(video_id, error_class=None, attempts=1):
 def test_a_ledger_reads_what_was_committed_since_and_nothing_twice(store):
     commit_rows(store, "r2", [row("a"), row("b", "crash")])
     ledger = Ledger(store).refresh()
-    assert sum(column.nbytes for column in ledger.columns.values()) == 2 * 96
+    assert sum(column.nbytes for column in ledger.columns.values()) == 2 * 100
     reads = []
     store.read_all, read_all = lambda names: [reads.extend(names), read_all(names)][1], store.read_all
     newer = commit_rows(store, "r1", [row("b", attempts=2), row("c", "timeout"), row("a")])
@@ -97,6 +100,13 @@ def test_a_summary_reads_rows_that_the_run_has_merged_since_it_began(store):
         store.delete(name)
     with pytest.raises(FileNotFoundError):  # nobody has merged these rows
         summarise(ledger.refresh())
+
+
+def test_the_columns_of_the_ledger_lie_in_three_stretches_of_a_file():
+    """Each stretch is a read of every row group: a column elsewhere would cost large caches one more."""
+    is_read = [name in _LEDGER_READS for name in VIDEO_SCHEMA.names]
+    assert sum(is_read) == len(set(_LEDGER_READS)) == len(_LEDGER_READS)
+    assert sum(now and not before for before, now in pairwise([False, *is_read])) == 3
 
 
 def test_texts_past_the_limit_share_the_last_number():

@@ -46,6 +46,7 @@ def test_a_real_clip_with_its_provenance():
         "duration_s": 10.0,
         "source_frames": 250,
         "clip_frames": 250,
+        "frames_by_rate": None,
         "n_repeated": 0,
         "source_width": 640,
         "source_height": 272,
