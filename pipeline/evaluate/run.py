@@ -60,6 +60,7 @@ from pipeline.generate.removal import bar_videos, read_barred
 from pipeline.generate.run import answer
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.prune.config import PruneConfig
+from pipeline.prune.frame_limits import describe_limits
 from pipeline.prune.run import prune
 from pipeline.prune.summary import Summary
 from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
@@ -192,6 +193,8 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
     config = PruneConfig(**{**vars(request.videos), "videos": [request.config.in_out(MANIFEST)]})
     console.print(f"{len(rows)} videos, all tokens of each once", highlight=False)
     summary = prune(config, console)
+    for line in () if summary.frame_limits is None else describe_limits(summary.frame_limits):
+        console.print(f"note: {line}", highlight=False)
     # If every remaining video is broken, its questions fail, but questions on videos cached before can be asked.
     if not summary.n_ok and not len(TokenCache(request.cache, store=store_at(request.cache, request.objects))):
         reasons = "; ".join(f"{name}: {count}, {summary.examples[name][1]}" for name, count in summary.failures.items())

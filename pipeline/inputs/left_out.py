@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import TypedDict
+
+from pipeline.errors import name_first
 
 APPLE_DOUBLE = "AppleDouble files"
 ARCHIVES = "archives beside videos"
 CLOSED = "folders without permission"
 OTHER_FILES = "other files"
 MAX_NAMES = 1000  # of a kind
+_MAX_SHOWN = 3  # names of a kind in a line
 
 
 class LeftOutKind(TypedDict):
@@ -69,10 +72,31 @@ class LeftOut:
         """Return the number of files of each kind."""
         return {kind: record["count"] for kind, record in self.as_record(0).items()}
 
+    def first_names(self) -> dict[str, list[str]]:
+        """Return the names of the first files of each kind, a few that fit in a line."""
+        return {kind: record["names"] for kind, record in self.as_record(_MAX_SHOWN).items()}
 
-def format_counts(counts: Mapping[str, int]) -> str:
-    """Format the counts by kind in a line for the user: "3 json without a video, 8 other files"."""
-    return ", ".join(f"{count:,} {_singular(kind) if count == 1 else kind}" for kind, count in counts.items())
+    def describe(self, kind: str) -> str:
+        """Describe the files of a kind by their number and first names."""
+        return format_left_out({kind: self.counts()[kind]}, self.first_names())
+
+    def __str__(self) -> str:
+        """Return the numbers of files by kind, with the first names, in a line."""
+        return format_left_out(self.counts(), self.first_names())
+
+
+def format_left_out(counts: Mapping[str, int], names: Mapping[str, Sequence[str]]) -> str:
+    """Format the files by kind in a line: "1 json without a video (a.json), 8 other files (b, c, d and 5 more)".
+
+    Args:
+        counts: kind -> the number of its files.
+        names: kind -> the names of the first of them; a kind without names has only its number.
+    """
+    kinds = []
+    for kind, count in counts.items():
+        examples = f" ({name_first(names[kind], count)})" if names.get(kind) else ""
+        kinds.append(f"{count:,} {_singular(kind) if count == 1 else kind}{examples}")
+    return ", ".join(kinds)
 
 
 def _singular(kind: str) -> str:

@@ -26,7 +26,7 @@ from pipeline.inputs.archive import ArchiveOptions, open_archive
 from pipeline.inputs.columns import holds_paths
 from pipeline.inputs.forms import FORMS, TABLE_FORMS
 from pipeline.inputs.indexes import NamedFile
-from pipeline.inputs.left_out import ARCHIVES, CLOSED, LeftOut, format_counts
+from pipeline.inputs.left_out import ARCHIVES, CLOSED, LeftOut
 from pipeline.inputs.listings import (
     VIDEO_SUFFIXES,
     check_listed,
@@ -296,7 +296,7 @@ def _videos_or_archives(
 
 def _and_left(left_out: LeftOut) -> str:
     """Say in an error what was found instead of videos."""
-    return f"; left out: {format_counts(counts)}" if (counts := left_out.counts()) else ""
+    return f"; left out: {left_out}" if left_out.counts() else ""
 
 
 def _record_skipped_archives(uris: Sequence[str], root: str, left_out: LeftOut) -> None:

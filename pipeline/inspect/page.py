@@ -19,7 +19,7 @@ from pipeline.errors import UsageError
 from pipeline.inputs.manifest import sort_roots
 from pipeline.inspect.report import frames_of, identity_facts, source_facts, source_frames
 from pipeline.inspect.thumbnails import Pictures, source_pictures
-from pipeline.rows import VideoRow
+from pipeline.rows import VideoRow, format_rate, sampled_fps
 from pipeline.storage.s3 import Objects
 
 PACKAGE = "pipeline.inspect"
@@ -134,7 +134,10 @@ def draw_page(
         rows=rows,
         columns=columns,
         frames=frames,
-        facts=[*source_facts(row), *identity_facts({**identity, "retention_ratio": row["retention_ratio"]})],
+        facts=[
+            *source_facts(row, identity["sampling"]),
+            *identity_facts({**identity, "retention_ratio": row["retention_ratio"]}),
+        ],
         data={
             "grid": grid,
             "perFrame": row["tokens_per_frame"],
@@ -179,7 +182,8 @@ def _summary(row: VideoRow) -> str:
         parts[0] += " of frames"
     if row["source_width"]:
         parts.insert(0, f"{row['source_width']}×{row['source_height']} {row['codec']}")
-        parts.insert(1, f"{row['duration_s']:.2f} s at {row['fps']:.2f} frames/s")
+        parts.insert(1, f"{row['duration_s']:.2f} s at source fps {format_rate(row['fps'])}")
+        parts.insert(2, f"sampled at {format_rate(sampled_fps(row))} fps")
     return " · ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts)
 
 

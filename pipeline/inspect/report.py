@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import NamedTuple, cast
 
@@ -16,14 +16,16 @@ from rich.table import Table
 from rich.text import Text
 
 from gstep.evidence import describe_evidence
-from pipeline.cache.header import CacheIdentity, fingerprint
-from pipeline.cache.live import Ledger, LiveVideos
+from pipeline.cache.header import CacheIdentity, SamplingIdentity, fingerprint
+from pipeline.cache.live import HDR_TRANSFERS, Ledger, LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.table import parse_file_name
 from pipeline.console import clean_line
+from pipeline.errors import count_of, name_first
 from pipeline.inspect.watch import latest_run
+from pipeline.prune.frame_limits import describe_limit, describe_sampling
 from pipeline.prune.summary import Summary, render, summarise
-from pipeline.rows import Json, JsonObject, VideoRow
+from pipeline.rows import Json, JsonObject, VideoRow, describe_frames, format_rate, sampled_fps
 from pipeline.runner.run_record import list_committed_shards
 
 BAR = 24  # characters of a full bar
@@ -47,7 +49,14 @@ def count(cache: TokenCache) -> CacheCounts:
     committed_names = list_committed_shards(cache.store)
     ledger = Ledger(cache.store, fingerprint(cache.identity)).refresh()
     return CacheCounts(
-        ledger, summarise(ledger, deepstack_levels=cache.deepstack_levels, codec=cache.codec, committed=committed_names)
+        ledger,
+        summarise(
+            ledger,
+            deepstack_levels=cache.deepstack_levels,
+            codec=cache.codec,
+            sampling=cache.identity["sampling"],
+            committed=committed_names,
+        ),
     )
 
 
@@ -57,17 +66,25 @@ def cache_report(cache: TokenCache, counts: CacheCounts) -> RenderableType:
     facts = [("cache", str(cache.store)), *identity_facts(cache.identity)]
     if cache.evidence:
         facts.append(("evidence", describe_evidence(cache.evidence)))
-    facts.append(("sampling", flat(cache.identity["sampling"])))
+    facts.append(("frames", describe_sampling(cache.identity["sampling"])))
     files = _files_of(ledger)
-    facts.append(("table", f"{files['small']} small files, {files['sorted']} sorted ones"))
+    small, merged = count_of(files["small"], "small file"), count_of(files["sorted"], "merged file")
+    facts.append(("table", f"{small} (a commit each) and {merged} in videos/"))
     if ledger.foreign:
-        facts.append(("left out", f"{len(ledger.foreign)} files that were made with other settings"))
+        foreign = count_of(len(ledger.foreign), "file")
+        facts.append(("not counted", f"{foreign} in videos/, made with other settings: {_name_files(ledger.foreign)}"))
     if ledger.strays:
-        facts.append(("left out", f"{', '.join(ledger.strays)}: no files of the videos table"))
+        strays = count_of(len(ledger.strays), "file")
+        facts.append(("not counted", f"{strays} in videos/, with no name of the table's: {_name_files(ledger.strays)}"))
     run = latest_run(cache.store, ledger)
     if run is not None:
         facts.append(("last run", run.describe()))
     return Group(facts_table(facts), "", render(counts.summary), "", _videos(cache))
+
+
+def _name_files(names: Collection[str]) -> str:
+    """Name the first of some files."""
+    return name_first(sorted(names), len(names))
 
 
 def _files_of(ledger: Ledger) -> dict[str, int]:
@@ -96,7 +113,7 @@ def cache_record(cache: TokenCache, counts: CacheCounts) -> JsonObject:
 def _videos(cache: TokenCache, limit: int = 20) -> RenderableType:
     """Render a table of the cache's first videos."""
     table = Table(show_edge=False)
-    for name in ("video", "frames", "tokens", "kept", "decoder"):
+    for name in ("video", "sampled frames", "sampled fps", "tokens", "kept", "decoder"):
         table.add_column(name, justify="left" if name in {"video", "decoder"} else "right")
     ids = cache.video_ids
     for video_id in ids[:limit]:
@@ -104,12 +121,13 @@ def _videos(cache: TokenCache, limit: int = 20) -> RenderableType:
         decoder = f"{row['backend']} {row['backend_version'] or ''}"
         table.add_row(
             Text(video_id),
-            str(len(row["frame_indices"] or ())),
-            str(row["n_total"]),
-            str(row["n_tokens"]),
+            f"{len(row['frame_indices']):,}",
+            format_rate(sampled_fps(row)),
+            f"{row['n_total']:,}",
+            f"{row['n_tokens']:,}",
             Text(decoder),
         )
-    more = [f"... and {len(ids) - limit} more"] if len(ids) > limit else []
+    more = [f"... and {len(ids) - limit:,} more"] if len(ids) > limit else []
     return Group(table, *more)
 
 
@@ -119,29 +137,49 @@ def video_report(cache: TokenCache, video_id: str, retention_ratio: float | None
     A failed or removed video has the reason instead. Raises UnknownVideo, RatioNotCached.
     """
     row = cache.metadata(video_id)
+    facts = facts_table(source_facts(row, cache.identity["sampling"]))
     if row["status"] != "ok":
         how = "" if row["status"] == "removed" else f"{row['error_class']} in {row['error_stage']}: "
-        return Group(facts_table(source_facts(row)), Text(clean_line(f"{row['status']}  {how}{row['error_message']}")))
+        return Group(facts, Text(clean_line(f"{row['status']}  {how}{row['error_message']}")))
     kept_per_frame = _kept_per_frame(cache, row, retention_ratio)
-    title = f"{sum(kept_per_frame)} of {row['n_total']} tokens kept ({sum(kept_per_frame) / row['n_total']:.1%})"
-    return Group(facts_table(source_facts(row)), "", _frames(row, kept_per_frame, title))
+    n_kept, n_total = sum(kept_per_frame), row["n_total"]
+    title = f"{n_kept:,} of {n_total:,} tokens kept ({n_kept / n_total:.1%})"
+    if len(row["frame_indices"]) > row["n_frames"]:
+        title += "; each t is a temporal patch of two sampled frames"
+    return Group(facts, "", title, _frames(row, kept_per_frame))
 
 
 def video_record(cache: TokenCache, video_id: str, retention_ratio: float | None = None) -> JsonObject:
     """Return a video's row (``pipeline.cache.schema.VIDEO_SCHEMA``), JSON-able, with tokens kept per frame.
 
-    The kept tokens are those at ``retention_ratio``; None for a failed video.
+    The kept tokens are those at ``retention_ratio``; None for a failed video. ``sampling`` has the rates and numbers of
+    frames under names that say what they are; None for a failed video.
 
     Raises UnknownVideo, RatioNotCached.
     """
     row = cache.metadata(video_id)
     record: dict[str, Json] = {"cache": str(cache.store), "video_id": video_id, "status": row["status"]}
-    record |= {"retention_ratio": None, "n_kept": None, "kept_per_frame": None}
+    record |= {"retention_ratio": None, "n_kept": None, "kept_per_frame": None, "sampling": None}
     if row["status"] == "ok":
         kept_per_frame = _kept_per_frame(cache, row, retention_ratio)
         record["retention_ratio"] = row["retention_ratio"] if retention_ratio is None else retention_ratio
         record |= {"n_kept": sum(kept_per_frame), "kept_per_frame": kept_per_frame}
+        record["sampling"] = _sampling_record(row, cache.identity["sampling"])
     return {**record, "row": cast(JsonObject, row)}
+
+
+def _sampling_record(row: VideoRow, sampling: SamplingIdentity) -> JsonObject:
+    """Return the rates and numbers of frames of an ok video; those that do not apply or are not known are None."""
+    n_sampled, by_rate = len(row["frame_indices"]), row["frames_by_rate"]
+    return {
+        "text": "; ".join(filter(None, (describe_frames(row), describe_limit(row, sampling)))),
+        "source_fps": row["fps"],
+        "asked_fps": sampling.get("fps"),
+        "sampled_fps": sampled_fps(row),
+        "asked_frames": None if by_rate is None else by_rate or n_sampled,
+        "sampled_frames": n_sampled,
+        "temporal_patches": row["n_frames"],
+    }
 
 
 def _kept_per_frame(cache: TokenCache, row: VideoRow, retention_ratio: float | None) -> list[int]:
@@ -151,27 +189,43 @@ def _kept_per_frame(cache: TokenCache, row: VideoRow, retention_ratio: float | N
     return counts
 
 
-def source_facts(row: VideoRow) -> list[tuple[str, str]]:
-    """Return (name, value) pairs of a row's source, decoding, columns that its list carried along, and run."""
+def source_facts(row: VideoRow, sampling: SamplingIdentity) -> list[tuple[str, str]]:
+    """Return (name, value) pairs of a row's source, decoding, columns that its list carried along, and run.
+
+    ``sampling`` is that of the cache's identity.
+    """
     facts = [("video", row["video_id"]), ("source", row["uri"])]
     if row["start_s"] is not None or row["end_s"] is not None:
-        end = "the end" if row["end_s"] is None else f"{row['end_s']} s"
-        facts.append(("clip", f"{row['start_s'] or 0} s to {end}"))
+        end = "the end" if row["end_s"] is None else f"{row['end_s']:g} s"
+        facts.append(("clip", f"{row['start_s'] or 0:g} s to {end}"))
     if row["source_width"]:
-        picture = f"{row['source_width']}x{row['source_height']}, {row['codec']}, {row['source_frames']} frames"
-        facts.append(("picture", f"{picture}, {row['duration_s']:.2f} s at {row['fps']:.2f} frames/s"))
-        repeats_note = f", {row['n_repeated']} of them repeated" if row["n_repeated"] else ""
-        frames_text = f"{len(row['frame_indices'])} frames{repeats_note}, resized to {row['width']}x{row['height']}"
-        facts.append(("sampled", frames_text))
+        facts += [*_file_facts(row), ("sampled", describe_frames(row))]
+        if limit := describe_limit(row, sampling):
+            facts.append(("limit", limit))
+        if row["n_repeated"]:
+            repeated = count_of(row["n_repeated"], "sampled frame")
+            facts.append(("repeated", f"{repeated}: the clip has only {count_of(row['clip_frames'], 'frame')}"))
+        facts.append(("resized", f"to {row['width']}x{row['height']} for the model"))
     if row["backend"]:
-        if row["color_transfer"] or row["sample_aspect_ratio"]:
-            pixels = f"pixels {row['sample_aspect_ratio']}" if row["sample_aspect_ratio"] else "no shape of pixels"
-            facts.append(("states", f"{row['color_transfer'] or 'no transfer function'}, {pixels}"))
-        warnings_note = f", {row['decode_warnings']} warnings" if row["decode_warnings"] else ""
+        warnings_note = f", {count_of(row['decode_warnings'], 'warning')}" if row["decode_warnings"] else ""
         facts.append(("decoder", f"{row['backend']} {row['backend_version'] or ''}{warnings_note}"))
+    if row["backend_note"]:
+        facts.append(("note", row["backend_note"]))
     columns = row["manifest"] or {}
     facts += [(name, _as_text(value)) for name, value in columns.items() if value is not None]
     return [*facts, ("run", f"{row['run_id']}, attempt {row['attempts']}")]
+
+
+def _file_facts(row: VideoRow) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) pairs of a decoded file: its frames, and what it states about their colors and pixels."""
+    seconds = "a length that is not known" if row["duration_s"] is None else f"{row['duration_s']:.2f} s"
+    size = f"{row['source_width']}x{row['source_height']} as shown"
+    yield "file", f"{row['codec']}, {size}, {count_of(row['source_frames'] or 0, 'frame')} in {seconds}"
+    if (transfer := row["color_transfer"]) is not None:
+        hdr = ", which is HDR: taken as stored, without tone mapping" if transfer in HDR_TRANSFERS else ""
+        yield "colors", f"transfer function {transfer}{hdr}"
+    if (shape := row["sample_aspect_ratio"]) is not None and shape != "1:1":
+        yield "pixels", f"{shape} (width to height), not square: frames are not stretched to the shape on a screen"
 
 
 def _as_text(value: Json) -> str:
@@ -179,12 +233,12 @@ def _as_text(value: Json) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _frames(row: VideoRow, kept_per_frame: list[int], title: str) -> Table:
+def _frames(row: VideoRow, kept_per_frame: list[int]) -> Table:
     """Render a table of a video's frames with their kept tokens."""
-    table = Table(title=title, title_justify="left", show_edge=False)
+    table = Table(show_edge=False)
     for name in ("t", "source frame", "seconds", "temporal density", "kept"):
         table.add_column(name, justify="right")
-    table.add_column("of the frame's tokens")
+    table.add_column(f"of {row['tokens_per_frame']} tokens")
     for t, (count, frames) in enumerate(zip(kept_per_frame, frames_of(row), strict=True)):
         density = "" if row["temporal_density"] is None else f"{row['temporal_density'][t]:.3f}"
         bar = "█" * round(BAR * count / row["tokens_per_frame"])

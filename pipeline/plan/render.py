@@ -48,7 +48,7 @@ def format_range(part: Interval, text: Callable[[float], str]) -> str:
 
 def list_rows(plan: RunEstimate) -> Iterator[tuple[str, str]]:
     """Yield the lines of a plan, (name, value) each."""
-    failed_note = f", {100 * plan.failed_share:.3g} % of them unreadable" if plan.failed_share else ""
+    failed_note = f", of which {100 * plan.failed_share:.3g} % fail as in the sample" if plan.failed_share else ""
     yield (
         "videos",
         f"{plan.videos:,}{failed_note}" + (f", {format_range(plan.video_s, hours)} of video" if plan.video_s else ""),
@@ -64,7 +64,7 @@ def list_rows(plan: RunEstimate) -> Iterator[tuple[str, str]]:
     yield "encode", _UNKNOWN if encode is None else f"{format_range(encode, hours)} of a {unit}"
     yield "output", format_range(plan.output_bytes, bytes_text)
     if plan.input_bytes is not None:
-        yield "input", f"{format_range(plan.input_bytes, bytes_text)} leave where the videos are"
+        yield "input", f"{format_range(plan.input_bytes, bytes_text)} of video files are read"
     for name, part in (plan.cost or {}).items():
         yield f"cost, {name.replace('_', ' ')}", format_range(part, number)
 
@@ -74,4 +74,6 @@ def render_plan(plan: RunEstimate) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for name, value in list_rows(plan):
         table.add_row(name, Text(value))
-    return Group("plan: nothing was started or written", table, *(Text(f"- {note}") for note in plan.notes))
+    return Group(
+        "plan: Ray was not started, and the cache was not touched", table, *(Text(f"- {note}") for note in plan.notes)
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,12 +19,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gstep.backbones import BACKBONES, ModelSource, family_of, find_family
-from gstep.families import GENERIC, describe_family
+from gstep.backbones import ModelSource, family_of
 from gstep.types import budget_for
 from pipeline.cache.header import CacheIdentity
-from pipeline.errors import CacheLocked, UsageError, VideoFault, store_usage_errors, usage_errors
-from pipeline.inputs.left_out import format_counts
+from pipeline.errors import CacheLocked, UsageError, VideoFault, count_of, store_usage_errors, usage_errors
+from pipeline.inputs.left_out import format_left_out
 from pipeline.plan.estimate import (
     ANY_TOWER,
     GPU_TYPES,
@@ -43,11 +42,13 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder, plan_video
 from pipeline.prune.encode_stage import VideoEncoder
 from pipeline.prune.facts import COLUMN_BYTES, measure_seconds
-from pipeline.prune.manifest_checks import Example, find_sure_failures
-from pipeline.prune.recipe import Recipe, resolve
+from pipeline.prune.frame_limits import RAISE, count_limits, describe_limits, describe_sampling, foresee_limits
+from pipeline.prune.manifest_checks import Example, ListCheck, check_list
+from pipeline.prune.model_checks import check_model
+from pipeline.prune.recipe import Recipe, resolve, sampling_settings
 from pipeline.prune.request import check_request
 from pipeline.prune.resume import ManifestCounts
-from pipeline.rows import JsonObject, TodoRow, VideoRecord, failed_video
+from pipeline.rows import JsonObject, TodoRow, VideoRecord, failed_video, format_rate
 from pipeline.runner.claim import describe_holder, find_holder
 from pipeline.runner.cluster.nodes import count_cores
 from pipeline.runner.run_record import new_run_id
@@ -80,10 +81,13 @@ class Forecast:
         minute: (tokens, kept, bytes on disk) of a video of one minute of the size ``minute_size``.
         minute_size: as ``size``, of a video of one minute.
         one_size: whether every video has this grid.
-        model: a text on the model: whether its vision part is complete, and which engines answer from its tokens.
-        stock: a text on the difference to the tokens of transformers' own processor and model.
+        is_exact: whether the method keeps exactly ``kept`` tokens of such a video; else the video decides.
+        frames: texts on the sampling of frames: how many, and which videos a limit gives fewer or more than the rate.
+        files: texts on what was checked of the files of the videos.
+        checks: name of a check of the model -> what was checked and what it showed, or that it was not checked.
         unlisted: archives without an index; their videos are not counted.
         left_out: kind of file -> files that are no videos, or are not read, as far as archives are indexed.
+        left_out_names: kind of file -> the names of the first of these files.
     """
 
     out: str
@@ -100,10 +104,13 @@ class Forecast:
     minute: tuple[int, int, int]
     minute_size: str
     one_size: bool
-    model: str
-    stock: str
+    is_exact: bool
+    frames: list[str]
+    files: list[str]
+    checks: dict[str, str]
     unlisted: list[str]
     left_out: dict[str, int]
+    left_out_names: dict[str, list[str]]
 
     def as_record(self) -> JsonObject:
         """Return the forecast as a JSON-able mapping."""
@@ -129,12 +136,13 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
     minute, minute_size = _measure_minute(recipe)
     T, N = family.token_counts(*shape)
     with usage_errors():
-        tensors_checked = family.check_tensors()
+        checks = check_model(recipe)
+    list_check, left_out = check_list(rows), request.videos.indexes.left_out
     return Forecast(
         out=str(store),
         tally=todo.tally,
         n_todo=len(rows),
-        doomed=find_sure_failures(rows),
+        doomed=list_check.failures,
         first_ids=rows["video_id"].slice(0, _MAX_EXAMPLES).to_pylist(),
         identity=recipe.identity(recipe.dtype),
         grid=(T, N),
@@ -145,11 +153,23 @@ def make_forecast(config: PruneConfig, console: Console) -> Forecast:
         minute=minute,
         minute_size=minute_size,
         one_size=sampling.fps is None and family.preprocessor().target_size(shape[0], 240, 240) == shape[1:],
-        model=_describe_model(recipe, tensors_checked),
-        stock=_compare_to_stock(recipe),
+        is_exact=recipe.pruner.exact,
+        frames=[describe_sampling(settings := sampling_settings(sampling)), *foresee_limits(settings, rows)],
+        files=list(_describe_files(list_check)),
+        checks=checks,
         unlisted=[place.uri for place in request.videos.unindexed],
-        left_out=request.videos.indexes.left_out.counts(),
+        left_out=left_out.counts(),
+        left_out_names=left_out.first_names(),
     )
+
+
+def _describe_files(check: ListCheck) -> Iterator[str]:
+    """Yield what was checked of the files of the videos that are not sure to fail."""
+    if check.n_found:
+        verb = "exists" if check.n_found == 1 else "exist"
+        yield f"{count_of(check.n_found, 'local file')} {verb}; whether they decode was not checked"
+    if check.n_unseen:
+        yield f"{count_of(check.n_unseen, 'video')} on stores or in archives: not checked"
 
 
 def _measure_minute(recipe: Recipe) -> tuple[tuple[int, int, int], str]:
@@ -166,38 +186,6 @@ def _measure_minute(recipe: Recipe) -> tuple[tuple[int, int, int], str]:
     T, N = family.token_counts(*video.shape)
     stored_bytes = recipe.encode_setup(recipe.config.device, recipe.dtype).stored_bytes_per_video(*video.shape)
     return (T * N, budget_for(recipe.retention_ratio, T * N), stored_bytes), video.size_text
-
-
-def _describe_model(recipe: Recipe, tensors_checked: bool) -> str:
-    """Describe the model in a line: its vision part, and which engines answer from its tokens.
-
-    Nothing is checked here. ``tensors_checked`` says that the caller found all tensors of the vision part; it is False
-    if their names are not on this machine.
-    """
-    source = recipe.source
-    tensors = "its vision part is complete" if tensors_checked else "its tensors' names are known once it is downloaded"
-    kind = describe_family(source.family, source.model_type)
-    if find_family(source.family).prompts is None:
-        return f"{kind}, {tensors}; questions to it are not implemented"
-    engines = "vLLM" if source.config.get("quantization_config") else "transformers and vLLM"
-    return f"{kind}, {tensors}; {engines if source.family in BACKBONES else 'transformers'} can answer"
-
-
-def _compare_to_stock(recipe: Recipe) -> str:
-    """Describe the difference to the tokens of transformers' own processor and model.
-
-    Only the number of frames a second depends on the options; the rest is a fixed text.
-    """
-    family, sampling = family_of(recipe.source), recipe.sampling
-    fps = recipe.source.preprocessor.get("fps") or family.stock_fps
-    frames = f"{sampling.fps:g} frames a second" if sampling.fps else f"{sampling.num_frames} frames a video"
-    if fps is None or fps == sampling.fps:
-        frames = "frames as asked for"
-    else:
-        frames = f"{frames}, where the stock processor samples {fps:g} a second (--fps {fps:g})"
-    if recipe.source.family == GENERIC:
-        return f"the stock processor and tower themselves; {frames}"
-    return f"the same pixels and tower, but for rounding on a GPU; {frames}"
 
 
 def _check_writable(store: Store) -> None:
@@ -221,7 +209,8 @@ def render_forecast(forecast: Forecast) -> RenderableType:
     identity = Table.grid(padding=(0, 2))
     for name, value in _list_leaves(forecast.identity):
         identity.add_row(f"  {name}", Text(value))
-    return Group("dry run: nothing was started or written", table, "identity of every row", identity)
+    header = "dry run: Ray was not started, no video was decoded, and the cache was not touched"
+    return Group(header, table, "identity of every row", identity)
 
 
 def _list_lines(forecast: Forecast) -> list[tuple[str, str]]:
@@ -230,12 +219,14 @@ def _list_lines(forecast: Forecast) -> list[tuple[str, str]]:
     waiting = counts.n_todo - forecast.n_todo
     waiting_note = f", {waiting} more wait (--limit)" if waiting else ""
     todo_kinds = f"{counts.new} new, {counts.retried} failed before, {counts.redone} changed or named by --redo"
-    largest = "" if forecast.one_size else f", in {forecast.size} and of full length"
     failures = [
         (f"{example.n} of the {forecast.n_todo} {problem}", example.first)
         for problem, example in forecast.doomed.items()
     ]
-    in_all = forecast.video_bytes * (forecast.n_todo - sum(example.n for example in forecast.doomed.values()))
+    n_good = forecast.n_todo - sum(example.n for example in forecast.doomed.values())
+    about = "" if forecast.is_exact else "about "
+    a_video = f"{T} x {N} = {T * N:,} tokens, {about}{forecast.kept:,} kept in {forecast.video_bytes:,} bytes"
+    in_all = f"{forecast.video_bytes * n_good:,} bytes for {count_of(n_good, 'video')}"
     lines = [
         ("cache", forecast.out),
         (
@@ -244,21 +235,25 @@ def _list_lines(forecast: Forecast) -> list[tuple[str, str]]:
         ),
         ("left to do", todo_kinds),
         *(("will fail", f"{count}, e.g. {first}") for count, first in failures),
-        ("a video", f"{T} x {N} = {T * N} tokens, about {forecast.kept} kept{largest}"),
-        ("bytes", f"about {forecast.video_bytes:,} a video, {in_all:,} in all{largest}"),
-        (
-            "a minute",
-            "{:,} tokens, about {:,} kept in {:,} bytes, in {}".format(*forecast.minute, forecast.minute_size),
-        ),
-        ("model", forecast.model),
-        ("to stock", forecast.stock),
+        *(("files", text) for text in forecast.files),
+        *(("frames", text) for text in forecast.frames),
     ]
+    if forecast.one_size:
+        lines.append(("a video", f"{a_video}; {about}{in_all}"))
+    else:
+        minute_tokens, minute_kept, minute_bytes = forecast.minute
+        a_minute = f"{minute_tokens:,} tokens, {about}{minute_kept:,} kept in {minute_bytes:,} bytes"
+        lines += [
+            ("largest", f"{a_video}, of {forecast.size} and full length; {in_all} if all are as large"),
+            ("a minute", f"{a_minute}, of {forecast.minute_size}"),
+        ]
+    lines += forecast.checks.items()
     if forecast.refusal is not None:
         lines.append(
             ("too large", f"full HD videos of full length become rows of class unsupported: {forecast.refusal}")
         )
     if forecast.left_out:
-        lines.append(("left out", format_counts(forecast.left_out)))
+        lines.append(("left out", format_left_out(forecast.left_out, forecast.left_out_names)))
     if forecast.unlisted:
         lines.append(
             ("not counted", f"the videos of {len(forecast.unlisted)} archives, e.g. {forecast.unlisted[0]} (--index)")
@@ -363,6 +358,8 @@ def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Work
     notes = [f"{len(records)} of {n_videos} videos were decoded here; times differ on another CPU"]
     if encode_s:
         notes.append(f"{len(encode_s)} of them were encoded here")
+    if (limits := count_limits(good, sampling_settings(recipe.sampling))) is not None:
+        notes += [f"of the decoded videos, {line}" for line in describe_limits(limits)]
     pixels = {(record["source_width"], record["source_height"]) for record in good}
     if len(pixels) == 1 < n_videos:
         ((width, height),) = pixels
@@ -456,8 +453,8 @@ def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int
 def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: float) -> Workload:
     """Estimate the work of a corpus that the options describe, without a video: ``n_videos`` of ``seconds`` each."""
     sampling = recipe.sampling
-    by_time = max(sampling.min_frames, count_frames(seconds, sampling.fps or 1.0))
-    n_frames = sampling.num_frames or min(by_time, sampling.max_frames or 1)
+    n_by_rate = count_frames(seconds, sampling.fps or 1.0)
+    n_frames = sampling.num_frames or min(max(sampling.min_frames, n_by_rate), sampling.max_frames or 1)
     video = plan_video(family_of(recipe.source).preprocessor(), n_frames, recipe.config.pixels())
     width, height = video.size
     counted_work = _count_work(recipe, cluster, n_videos, [video.shape])
@@ -466,6 +463,13 @@ def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: flo
     if video.refusal is not None:
         refused = "videos of {} x {} become rows of class unsupported".format(*config.pixels())
         notes.append(f"this size is planned for, because {refused}: {video.refusal}")
+    if sampling.fps is not None and n_by_rate != n_frames:
+        rate = f"({format_rate(n_frames / seconds)} frames per second)"
+        is_capped = n_by_rate > n_frames
+        limit = (
+            f"capped at {n_frames} {rate}; {RAISE}" if is_capped else f"filled up to {n_frames} {rate} for this model"
+        )
+        notes.append(f"--fps {sampling.fps:g} gives {count_of(n_by_rate, 'frame')} of {seconds:g} s, {limit}")
     if config.snap_to_keyframes is not None:
         notes.append("--snap-to-keyframes is not reckoned with: it makes decoding cheaper than this")
     if config.decoder not in ("auto", "pyav"):
@@ -484,7 +488,8 @@ def _count_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequenc
     Seconds of decoding are left to the caller.
     """
     family, encode = family_of(recipe.source), recipe.encode_setup(recipe.config.device, recipe.dtype)
-    utilisation = UTILISATION.get(family.model_type, ANY_TOWER)
+    measured = recipe.source.family in UTILISATION
+    utilisation = UTILISATION[recipe.source.family] if measured else ANY_TOWER
 
     def mean(values: Iterable[float]) -> Interval:
         numbers = [float(value) for value in values]
@@ -504,9 +509,10 @@ def _count_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequenc
             f"{frame_bytes.expected:,.0f} bytes of frames a video go from decoders to encoders"
         )
     elif cluster.gpus:
-        note = f"a vision tower is assumed to reach {peak}, as one H200 did with random weights"
+        source = "measured on one H200 with random weights" if measured else f"not measured for {recipe.source.family}"
+        note = f"encoding was not run: the vision tower is assumed to reach {peak} ({source})"
     else:
-        note = "encoding is estimated, not measured: a core is assumed to reach 6 to 60 GFLOP/s"
+        note = "encoding was not run: a core is assumed to reach 6 to 60 GFLOP/s"
     return Workload(
         videos=n_videos,
         encode_s=cluster.encode_s(mean(flops), utilisation) if flops else None,

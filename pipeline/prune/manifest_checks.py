@@ -120,18 +120,41 @@ def _convert_faults() -> Iterator[None]:
         raise ManifestError(f"{fault.message}; {_NAME_REMEDY}") from fault
 
 
-def find_sure_failures(todo: pa.Table) -> dict[str, Example]:
-    """Count the rows of TODO_SCHEMA that are sure to fail, without opening a video: problem -> Example.
+class ListCheck(NamedTuple):
+    """What a check of a list showed, without opening a video.
 
-    The problem completes "3 videos ...". Checks that each local file exists; makes no request for objects on S3.
+    Attributes:
+        failures: problem -> its videos, which are sure to fail. The problem completes "3 videos ...".
+        n_found: other videos whose local file exists.
+        n_unseen: other videos that were not looked at: remote files, and members of archives.
     """
-    examples: dict[str, Example] = {}
+
+    failures: dict[str, Example]
+    n_found: int
+    n_unseen: int
+
+
+def check_list(todo: pa.Table) -> ListCheck:
+    """Check the rows of TODO_SCHEMA by what they say, and whether each local file exists.
+
+    Opens no video, and makes no request for remote files.
+    """
+    examples, n_found, n_unseen = dict[str, Example](), 0, 0
     for part in todo.to_batches(max_chunksize=ROWS_AT_ONCE):
         for row in part.to_pylist():
             if (problem := _find_sure_failure(row)) is not None:
                 n, first = examples.get(problem[0], (0, f"{row['video_id']}: {problem[1]}"))
                 examples[problem[0]] = Example(n + 1, first)
-    return examples
+            elif _is_local_file(row):
+                n_found += 1
+            else:
+                n_unseen += 1
+    return ListCheck(examples, n_found, n_unseen)
+
+
+def _is_local_file(row: TodoRow) -> bool:
+    """Return True for a video that is a local file or folder of its own."""
+    return not is_remote(row["uri"]) and row["source_offset"] is None
 
 
 def _find_sure_failure(row: TodoRow) -> tuple[str, str] | None:
@@ -149,6 +172,6 @@ def _find_sure_failure(row: TodoRow) -> tuple[str, str] | None:
     if start < 0 or (end is not None and end <= start):
         clip = f"from {start:g} s to {'the end' if end is None else f'{end:g} s'}"
         return "have a clip that starts before 0 or ends before it starts (unsupported)", clip
-    if not is_remote(row["uri"]) and row["source_offset"] is None and not os.path.exists(row["uri"]):  # noqa: PTH110 - a Path each
+    if _is_local_file(row) and not os.path.exists(row["uri"]):  # noqa: PTH110 - a Path each
         return "do not exist on this machine (io)", f"{row['uri']}{near_form(row['uri'])}"
     return None

@@ -15,7 +15,6 @@ from pipeline.cache.header import HEADER
 from pipeline.console import Say, speaker
 from pipeline.errors import NotACache, UsageError, store_usage_errors
 from pipeline.inputs.indexes import Indexes
-from pipeline.inputs.left_out import format_counts
 from pipeline.inputs.manifest import given_manifest
 from pipeline.inputs.video_list import First, VideoList
 from pipeline.options import read_ids
@@ -117,7 +116,7 @@ def _list_videos(config: PruneConfig, store: Store, objects: Objects, given: obj
         for name in config.videos if len(config.videos) == 1 else ():
             refuse_other_files(videos.known, name, objects)
     for kind, remedy in indexes.left_out.remedies.items():
-        say(f"note: left out: {format_counts({kind: indexes.left_out.counts()[kind]})}. {remedy}")
+        say(f"note: left out: {indexes.left_out.describe(kind)}. {remedy}")
     own_videos = select_shard(videos.known, config.part())
     if len(videos.known) and not len(own_videos) and not videos.unindexed:
         raise UsageError(f"--shard {config.shard}: none of the {len(videos.known)} videos are in it")

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.cache.live import Ledger
-from pipeline.errors import SourceChanged, UsageError, describe_near, printable
+from pipeline.errors import SourceChanged, UsageError, count_of, describe_near, printable
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE, clip_keys, column_keys
 from pipeline.prune.changes import find_replaced
@@ -346,8 +346,8 @@ def format_skipped(tally: ManifestCounts, config: PruneConfig) -> list[str]:
         lines.append(f"{n_cached} of {n_cached + tally.n_todo} videos are in the cache already{errors}")
     if tally.unread and not config.retry_failed:
         lines.append(
-            f"note: {tally.unread} videos failed for infrastructure reasons (I/O) in earlier runs: --retry-failed "
-            "tries them again"
+            f"note: {count_of(tally.unread, 'video')} failed for infrastructure reasons (I/O) in earlier runs: "
+            "--retry-failed tries again"
         )
     if tally.failed and config.retry_failed:
         lines.append(

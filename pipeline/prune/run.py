@@ -25,7 +25,7 @@ from rich.console import Console
 from gstep.checkpoints.tensors import tower_hash
 from pipeline.cache.header import deepstack_levels, find_codec, read_header
 from pipeline.console import Say, speaker
-from pipeline.errors import LimitReached, usage_errors
+from pipeline.errors import LimitReached, count_of, usage_errors
 from pipeline.prune.committed import CommittedVideos, PruneWatch
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import check_decoder_device
@@ -168,9 +168,9 @@ def _select_second_pass(
         why = f"failed, most of them on {hosts}. Retrying them on the other nodes"
     else:  # a missing file would fail again, after the start of all workers
         retries = select_existing(select_retries(todo.list_todo(), done.unread, attempts), request.objects)
-        why = "that could not be read (io) are there now, and are tried again"
+        why = "could not be read (io), but can be found now. Trying again"
     if len(retries):
-        job.say(f"note: {len(retries)} videos {why}")
+        job.say(f"note: {count_of(len(retries), 'video')} {why}")
     return Todo.of(retries)
 
 
@@ -198,6 +198,7 @@ def make_summary(
         todo.list_videos(),
         deepstack_levels(header),
         find_codec(header["identity"]),
+        sampling=header["identity"]["sampling"],
         n_waiting=todo.n_waiting,
         list_failed=list_failed,
         committed=table.committed,
@@ -210,6 +211,7 @@ def make_summary(
         out=str(request.store),
         fetched_bytes=indexes.fetched + (0 if done is None else done.fetched),
         left_out=indexes.left_out.counts(),
+        left_out_names=indexes.left_out.first_names(),
     )
     if done is None:
         return summary

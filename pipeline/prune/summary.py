@@ -13,11 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.cache.codecs import BFLOAT16, TokenCodec
+from pipeline.cache.header import SamplingIdentity
 from pipeline.cache.live import HDR, INFRASTRUCTURE, SHARED, STRETCHED, TIMED_STAGES, UNEVEN, WARNED, Ledger
 from pipeline.cache.schema import VIDEOS
-from pipeline.errors import FAULTS, name_first
-from pipeline.inputs.left_out import format_counts
+from pipeline.errors import FAULTS, count_of, name_first
+from pipeline.inputs.left_out import format_left_out
 from pipeline.keys import parts_of
+from pipeline.prune.frame_limits import FrameLimits, describe_limits, find_cap, make_limits
 from pipeline.rows import JsonObject
 from pipeline.runner.run_record import Outcome, as_text
 
@@ -40,11 +42,13 @@ class Summary(Outcome):
         other_decoder: reason for using another decoder than requested -> videos.
         remarks: number of videos by remark: "hdr" (high dynamic range), "stretched" (pixels that are not square),
             "uneven" (frames away from the model's positions in time) and "shared" (patches share a position).
+        frame_limits: the videos whose number of frames a limit changed; None if frames do not go by ``--fps``.
         n_removed: videos that were removed for good, and are not counted otherwise.
         fetched_bytes: bytes of videos and indexes that this run read from stores.
         n_lost: videos that a run committed, but no file of the table has a row of.
         lost: the ids of some lost videos.
         left_out: kind of file -> files of this run's VIDEOS that are no videos, or are not read.
+        left_out_names: kind of file -> the names of the first of these files.
         facts: seconds and bytes of this run (``pipeline.prune.facts``); empty for a summary of a cache.
     """
 
@@ -57,11 +61,13 @@ class Summary(Outcome):
     warned: list[str] = field(default_factory=list)
     other_decoder: Mapping[str, int] = field(default_factory=dict)
     remarks: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_REMARKS, 0))
+    frame_limits: FrameLimits | None = None
     n_removed: int = 0
     fetched_bytes: int = 0
     n_lost: int = 0
     lost: list[str] = field(default_factory=list)
     left_out: Mapping[str, int] = field(default_factory=dict)
+    left_out_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
     facts: Mapping[str, float] = field(default_factory=dict)
 
     def exit_code(self, failure_limit: int, infrastructure_limit: int | None = None) -> int:
@@ -89,16 +95,19 @@ def summarise(
     deepstack_levels: int = 0,
     codec: TokenCodec = BFLOAT16,
     *,
+    sampling: SamplingIdentity | None = None,
     n_waiting: int = 0,
     list_failed: bool = False,
     committed: Sequence[str] = (),
 ) -> Summary:
     """Count the videos of a cache, or the videos of the manifest without the ``n_waiting`` left for another run.
 
-    ``committed`` are the token shards that records of runs name (``list_committed_shards``). ``list_failed`` fills
-    ``Summary.failed``, if there is a manifest.
+    Args:
+        sampling: of the cache's identity; None leaves ``Summary.frame_limits`` None.
+        list_failed: whether to fill ``Summary.failed``, if there is a manifest.
+        committed: the token shards that records of runs name (``list_committed_shards``).
     """
-    counts, failed_classes = _count_rows(ledger, manifest, list_failed=list_failed)
+    counts, failed_classes = _count_rows(ledger, sampling, manifest, list_failed=list_failed)
     n_videos = counts.n_rows if manifest is None else len(manifest) - n_waiting - counts.n_removed
     failures, examples = counts.failures()
     return Summary(
@@ -117,6 +126,7 @@ def summarise(
         warned=counts.warned(),
         other_decoder=counts.other_decoder(),
         remarks=counts.remarks,
+        frame_limits=counts.frame_limits(),
         n_removed=counts.n_removed,
         failed=failed_classes,
         n_lost=len(lost_ids := ledger.lost(committed)),
@@ -124,10 +134,12 @@ def summarise(
     )
 
 
-def _count_rows(ledger: Ledger, manifest: pa.Table | None, *, list_failed: bool) -> tuple[_Counts, dict[str, str]]:
+def _count_rows(
+    ledger: Ledger, sampling: SamplingIdentity | None, manifest: pa.Table | None, *, list_failed: bool
+) -> tuple[_Counts, dict[str, str]]:
     """Count the rows of a manifest's videos, or all rows; return also video id -> error class if ``list_failed``."""
     failed_classes: dict[str, str] = {}
-    counts = _Counts(ledger)
+    counts = _Counts(ledger, sampling)
     if manifest is None:
         counts.add(np.arange(len(ledger)))
         return counts, failed_classes
@@ -141,10 +153,10 @@ def _count_rows(ledger: Ledger, manifest: pa.Table | None, *, list_failed: bool)
 
 def format_lost(n_lost: int, examples: Sequence[str]) -> str:
     """Format the number of videos that the table has lost, with examples and the remedy."""
-    some = ", ".join(examples[:_MAX_EXAMPLES]) + (", ..." if n_lost > _MAX_EXAMPLES else "")
+    lost = f"{count_of(n_lost, 'committed video')} without a row in any file of {VIDEOS}/"
     return (
-        f"{n_lost} videos were committed, but no file of {VIDEOS}/ has their rows ({some}): restore its files "
-        "from a copy, or let python -m jobs.verify CACHE --repair mark the videos for another attempt"
+        f"{lost} ({name_first(examples, n_lost)}): restore the files of {VIDEOS}/ from a copy, or let python -m "
+        "jobs.verify CACHE --repair mark the videos for another attempt"
     )
 
 
@@ -159,9 +171,13 @@ def _find_failed_classes(ledger: Ledger, ids: pa.Array, rows: NDArray[np.int64])
 class _Counts:
     """The sums over rows of a ledger for a summary."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, sampling: SamplingIdentity | None) -> None:
         """Start with all sums at zero."""
         self._ledger = ledger
+        self._sampling = sampling if sampling is not None and sampling.get("fps") is not None else None
+        self._n_capped = self._n_filled = self._n_unknown = 0
+        self._most_by_rate, self._longest = 0, -1  # of the longest capped video: ``frames_by_rate``, and its row
+        self._filled: list[int] = []  # the first rows of filled videos
         self._by_class = np.zeros(len(ledger.classes), np.int64)
         self._first: dict[int, int] = {}  # class -> its first row
         self._warned: list[int] = []  # the first rows of videos with warnings
@@ -190,8 +206,34 @@ class _Counts:
         for name, remark in _REMARKS.items():
             self.remarks[name] += int(self._ledger.has_remark(ok_rows, remark).sum())
         self._by_note += np.bincount(columns["note"][ok_rows], minlength=len(self._by_note))
+        if self._sampling is not None:
+            self._add_limits(ok_rows, self._sampling)
         self.n_outside += int(self._ledger.has_remark(rows, INFRASTRUCTURE).sum())
         self.seconds += columns["seconds"][rows].sum(axis=0, dtype=np.float64)
+
+    def _add_limits(self, ok_rows: NDArray[np.int64], sampling: SamplingIdentity) -> None:
+        """Count the videos whose number of frames a limit changed, and keep the rows that ``frame_limits`` reads."""
+        by_rate = self._ledger.columns["by_rate"][ok_rows]
+        cap = find_cap(sampling)
+        n_capped = int((by_rate > cap).sum())
+        (filled,) = np.nonzero((by_rate > 0) & (by_rate <= cap))
+        self._n_capped += n_capped
+        self._n_filled += len(filled)
+        self._n_unknown += int((by_rate < 0).sum())
+        self._filled += ok_rows[filled[: _MAX_EXAMPLES - len(self._filled)]].tolist()
+        if n_capped and by_rate.max() > self._most_by_rate:
+            self._most_by_rate, self._longest = int(by_rate.max()), int(ok_rows[by_rate.argmax()])
+
+    def frame_limits(self) -> FrameLimits | None:
+        """Return the videos whose number of frames a limit changed; None if frames do not go by a rate.
+
+        Reads a few rows again.
+        """
+        if (sampling := self._sampling) is None:
+            return None
+        longest = self._ledger.read(self._longest) if self._n_capped else None
+        filled = [self._ledger.read(row)["video_id"] for row in self._filled]
+        return make_limits(sampling, self._n_capped, longest, self._n_filled, filled, self._n_unknown)
 
     @property
     def n_ok(self) -> int:
@@ -220,31 +262,24 @@ class _Counts:
 
 def iter_remarks(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield (name, line) of each remark on the videos of a cache for its readers."""
+    for line in () if summary.frame_limits is None else describe_limits(summary.frame_limits):
+        yield "frames", line
     if summary.n_warned:
-        names = name_first(summary.warned, summary.n_warned)
-        yield "warnings", f"{summary.n_warned} videos decoded with warnings ({names}): their frames may be damaged"
+        warned, names = count_of(summary.n_warned, "video"), name_first(summary.warned, summary.n_warned)
+        yield "warnings", f"{warned} decoded with warnings of FFmpeg, whose frames may be damaged: {names}"
     if n_other := sum(summary.other_decoder.values()):
-        reasons = [f"{why} ({count})" for why, count in summary.other_decoder.items()]
+        reasons = [f"{why} ({count_of(count, 'video')})" for why, count in summary.other_decoder.items()]
         more = "; ..." if len(reasons) > _MAX_EXAMPLES else ""
-        yield (
-            "decoder",
-            f"{n_other} videos by another decoder than requested, because {'; '.join(reasons[:_MAX_EXAMPLES])}{more}",
-        )
+        others = f"{count_of(n_other, 'video')} by another decoder than the requested one"
+        yield "decoder", f"{others}: {'; '.join(reasons[:_MAX_EXAMPLES])}{more}"
     hdr, stretched, uneven, shared = (summary.remarks[name] for name in _REMARKS)
-    pictures = _format_kinds(((hdr, "in HDR (PQ or HLG)"), (stretched, "of pixels that are not square")))
-    if pictures:
-        yield "pictures", f"{pictures}: taken as they are stored, as the models' own loaders do"
-    positions = _format_kinds(((uneven, "of unevenly spaced frames"), (shared, "whose patches share positions")))
-    if positions:
-        yield (
-            "positions",
-            f"{positions}: this model's positions in time assume even frames, as in its own loader",
-        )
-
-
-def _format_kinds(kinds: Sequence[tuple[int, str]]) -> str:
-    """Format the number of videos of each kind that has any; "" for none."""
-    return ", ".join(f"{count} videos {kind}" for count, kind in kinds if count)
+    kinds = (
+        ("pictures", hdr, "in HDR (PQ or HLG): colors are taken as stored, without tone mapping"),
+        ("pictures", stretched, "with pixels that are not square: frames are not stretched to the shape on a screen"),
+        ("positions", uneven, "with unevenly spaced frames, where this model's positions in time are evenly spaced"),
+        ("positions", shared, "with temporal patches that share a position in time"),
+    )
+    yield from ((name, f"{count_of(count, 'video')} {kind}") for name, count, kind in kinds if count)
 
 
 def render(summary: Summary) -> RenderableType:
@@ -256,13 +291,14 @@ def render(summary: Summary) -> RenderableType:
     table.add_row("videos", counts + waiting)
     table.add_row("tokens", f"{summary.tokens_kept:,} kept of {summary.tokens_in:,} ({share:.1%})")
     table.add_row("bytes", f"{summary.token_bytes:,} of tokens")
-    table.add_row("seconds", ", ".join(f"{stage} {value:.2f}" for stage, value in summary.seconds.items()))
+    seconds = ", ".join(f"{stage} {value:.2f}" for stage, value in summary.seconds.items())
+    table.add_row("seconds", f"{seconds}; summed over the videos")
     if summary.fetched_bytes:
         table.add_row("from stores", f"{summary.fetched_bytes:,} bytes of videos and indexes")
     if summary.left_out:
-        table.add_row("left out", Text(format_counts(summary.left_out)))
+        table.add_row("left out", Text(format_left_out(summary.left_out, summary.left_out_names)))
     if summary.n_removed:
-        table.add_row("removed", f"{summary.n_removed} videos, for good")
+        table.add_row("removed", f"{count_of(summary.n_removed, 'video')}, by jobs.remove")
     if summary.n_lost:
         table.add_row("lost", Text(format_lost(summary.n_lost, summary.lost)))
     for name, line in iter_remarks(summary):

@@ -16,7 +16,7 @@ from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES, try_me
 from pipeline.cache.schema import VIDEOS
 from pipeline.cache.writer import commit_rows
 from pipeline.console import Say
-from pipeline.errors import CorruptShard, RunFailed, UsageError
+from pipeline.errors import CorruptShard, RunFailed, UsageError, count_of, name_first
 from pipeline.inputs.video_list import VideoList
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import Recipe
@@ -49,12 +49,14 @@ class CacheTable:
         self.ledger = Ledger(store, identity).refresh()
         superseded = read_header(store).get("superseded", []) if store.exists(HEADER) else []
         if foreign := [name for name, made in self.ledger.foreign.items() if made not in superseded]:
+            names = name_first(foreign, len(foreign))
             say(
-                f"warning: {len(foreign)} files of {store}/{VIDEOS} were made with other settings than its "
-                f"header. Their rows do not count. First file: {foreign[0]}"
+                f"warning: left out: {count_of(len(foreign), 'file')} of {store}/{VIDEOS}, whose rows were made with "
+                f"other settings than those of {HEADER}: {names}"
             )
         if strays := self.ledger.strays:
-            say(f"note: {strays[0]} is no file of the videos table ({len(strays)} such files): left out")
+            names = name_first(strays, len(strays))
+            say(f"note: left out: {count_of(len(strays), 'file')} in {VIDEOS}/, with no name of the table's: {names}")
         if lost_ids := self.ledger.lost(self.committed):
             say(f"warning: {format_lost(len(lost_ids), lost_ids)}")
 

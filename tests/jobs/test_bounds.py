@@ -108,12 +108,13 @@ def test_a_dry_run_on_nothing_leaves_nothing(folder, idle):
     code, text = pruned(folder, "--dry-run", "--limit", "1")
     assert code == 0 and tree(folder) == before
     assert "1 to do, 1 more wait (--limit), 0 done, 0 failed before" in text
-    assert "2 x 196 = 392 tokens, about 98 kept" in text and f"about {98 * 64 * 2:,} a video" in text
+    assert f"2 x 196 = 392 tokens, 98 kept in {98 * 64 * 2:,} bytes; {98 * 64 * 2:,} bytes for 1 video" in text
     assert "first a.mp4, ..." not in text and "first a.mp4 identity" in text
     assert "pruner.method gstep" in text and "dtype.compute auto" in text and "model.type llava_onevision" in text
-    assert "llava_onevision, its vision part is complete; transformers and vLLM can answer" in text
+    assert "vision part checked: the checkpoint has all its tensors, by their names; no weight was read" in text
+    assert "transformers checked: tokenizer, chat template and config make prompts" in text
     other = pruned(folder, "--dry-run", "--model", "tiny-qwen3-vl")[1]
-    assert "a video 1 x " in other and "in full HD and of full length" in other
+    assert "largest 1 x " in other and "of full HD and full length" in other
     argv = [
         str(folder / "videos"),
         "--out",
@@ -125,8 +126,10 @@ def test_a_dry_run_on_nothing_leaves_nothing(folder, idle):
         "1",
     ]
     minute = " ".join(run_here(prune, argv).stdout.split())
-    assert "a minute 1,980 tokens, about 495 kept in 63,360 bytes" in minute
-    assert "1 frames a second, where the stock processor samples 2 a second (--fps 2)" in minute
+    assert "a minute 1,980 tokens, 495 kept in 63,360 bytes" in minute
+    assert "frames 1 frame a second (--fps), at most 768 a video (--max-frames), at least 4 where" in minute
+    assert "frames a video of more than 768 s is capped at 768 frames; --max-frames raises it, in a new cache" in minute
+    assert "the stock processor samples 2 frames a second (--fps 2)" in minute
 
 
 def test_a_dry_run_says_what_a_run_would_do(half, idle):
@@ -286,9 +289,13 @@ def test_a_run_says_what_the_table_has_lost_until_it_is_there_again(one_ray, fol
     with pytest.MonkeyPatch.context() as patch:
         forbid_ray(patch)
         code, text = pruned(folder, videos="a.jsonl")
-    assert code == 1 and "warning: 1 videos were committed" in text and "(b)" in text and "--repair" in text
+    assert (
+        code == 1
+        and "warning: 1 committed video without a row in any file of videos/ (b)" in text
+        and "--repair" in text
+    )
     code, text = pruned(folder, videos="b.jsonl")
-    assert code == 0 and text.count("were committed") == 1  # at the start; the row is there in the end
+    assert code == 0 and text.count("without a row in any file") == 1  # at the start; the row is there in the end
     assert pruned(folder, videos="a.jsonl")[0] == 0 and TokenCache(folder / "cache").video_ids == ["a", "b"]
 
 

@@ -67,7 +67,7 @@ def test_lost_rows_are_said_and_are_no_success(cache, capsys, merged):
         capsys.readouterr()
         assert command.main([str(cache)]) == 1
         told = " ".join(capsys.readouterr())
-        assert "3 videos were committed" in told and "(a, b, c)" in told and "--repair" in told
+        assert "3 committed videos without a row in any file of videos/ (a, b, c)" in told and "--repair" in told
         assert command.main([str(cache), "--json"]) == 1
         assert json.loads(capsys.readouterr().out)["n_lost"] == 3
 

@@ -196,6 +196,8 @@ def test_frames_by_time_and_a_closed_thought(tmp_path):
     assert done.returncode == 2 and "--close-thought" in done.stdout and not out.exists()
     done = run_here(evaluate, [*argv, "--close-thought"])
     assert done.returncode == 0, done.stdout
+    capped = f"note: 1 video was capped at 6 frames (lowest rate 0.6 frames per second, of {video_id(0)})"
+    assert capped in " ".join(done.stdout.split())
     cache = TokenCache(out / "cache")
     assert (cache.identity["sampling"]["fps"], cache.identity["sampling"]["max_frames"]) == (2.0, 6)
     assert cache.metadata(video_id(0))["n_frames"] == 6  # of 10 s

@@ -258,13 +258,13 @@ def test_a_video_that_could_not_be_read_is_tried_again_at_the_end_and_one_that_i
             patch.setenv(name, value)
         proxy.fail("GET", f"/unread/{names[0]}", 403)
         done = run_here(prune, argv)
-        assert done.returncode == 0 and done.stdout.count("1 videos that could not be read (io) are there now") == 1
+        assert done.returncode == 0 and done.stdout.count("note: 1 video could not be read (io), but can be found") == 1
         cache = TokenCache(tmp_path / "c")
         assert cache.video_ids == names and cache.failed == {"gone.mp4": "io"}
         assert [cache.metadata(name)["attempts"] for name in names] == [2, *[1] * 5]
         later = run_here(prune, argv)
     assert later.returncode == 0, later.stdout
-    assert "1 videos failed for infrastructure reasons (I/O) in earlier runs: --retry-failed tries" in later.stdout
+    assert "1 video failed for infrastructure reasons (I/O) in earlier runs: --retry-failed tries" in later.stdout
 
 
 def test_a_store_that_refuses_is_asked_once(visible, videos, proxy):

@@ -53,7 +53,10 @@ def test_a_copy_of_a_table_s_file_is_left_out_with_a_note(store, capsys, before,
     assert tokens_of(store.root).keys() == tokens.keys() and TokenCache(store.root).failed == {"bad": "corrupt"}
     report = verified(store, clean=True, keep=NOW)
     assert kinds(report) == [] and any(f"{copy.name} is no file of the videos table" in note for note in report.notes)
-    assert inspect.main([str(store.root)]) == 0 and "no files of the videos table" in capsys.readouterr().out
+    assert (
+        inspect.main([str(store.root)]) == 0
+        and "1 file in videos/, with no name of the table's: videos/" in capsys.readouterr().out
+    )
     merge(store, made_with(store), everything=True, keep=NOW)
     assert copy.exists()  # nothing deletes it
 

@@ -14,7 +14,7 @@ import pytest
 from pipeline.errors import ManifestError
 from pipeline.inputs.archive import ArchiveOptions
 from pipeline.inputs.indexes import Indexes
-from pipeline.inputs.left_out import MAX_NAMES, LeftOut, format_counts
+from pipeline.inputs.left_out import MAX_NAMES, LeftOut, format_left_out
 from pipeline.inputs.video_list import VideoList
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore
@@ -163,10 +163,12 @@ def test_names_beyond_a_thousand_are_counted_alone():
     for number in range(MAX_NAMES + 5):
         left_out.add("other files", str(number))
     assert len(left_out.as_record()["other files"]["names"]) == MAX_NAMES
-    assert format_counts(left_out.counts()) == "1,005 other files"
+    assert str(left_out) == "1,005 other files (0, 1, 2 and 1,002 more)"
+    assert left_out.first_names() == {"other files": ["0", "1", "2"]}
     kinds = ("AppleDouble files", "archives beside videos", "json without a video", "other files")
     one = "1 AppleDouble file, 1 archive beside videos, 1 json without a video, 1 other file"
-    assert format_counts(dict.fromkeys(kinds, 1)) == one
+    assert format_left_out(dict.fromkeys(kinds, 1), {}) == one
+    assert format_left_out({"other files": 1}, {"other files": ["a\x1b[31m.txt"]}) == "1 other file (a [31m.txt)"
 
 
 class Raw(zipfile.ZipInfo):

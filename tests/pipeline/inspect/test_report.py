@@ -15,21 +15,23 @@ from tests.pipeline.pages import FRAMES, VIDEO, build, shown
 
 def test_a_cache_is_shown_with_its_identity_its_counts_and_its_videos(cache):
     text = shown(cache_report(cache, count(cache)))
-    assert "retention ratio 0.25" in text and f"num_frames={FRAMES}" in text
+    assert "retention ratio 0.25" in text and f"frames  {FRAMES} frames a video (--num-frames): evenly spread" in text
+    assert "1 small file (a commit each) and 0 merged files in videos/" in text
     assert "1 ok, 1 failed" in text
     row = next(line for line in text.splitlines() if line.strip().startswith("bikes"))
-    assert VIDEO in row and [cell.strip() for cell in row.split("│")][1:4] == [str(FRAMES), "1568", "392"]
+    assert VIDEO in row and [cell.strip() for cell in row.split("│")][1:5] == [str(FRAMES), "0.8", "1,568", "392"]
 
 
 def test_a_video_is_shown_frame_by_frame(cache):
     text = shown(video_report(cache, VIDEO))
     row = cache.metadata(VIDEO)
-    assert "392 of 1568 tokens kept (25.0%)" in text
+    assert "\n392 of 1,568 tokens kept (25.0%)\n" in text
+    assert "sampled  source fps 25, sampled at 0.8 fps, 8 frames " in text and "limit" not in text
     lines = [line.split("│") for line in text.splitlines() if line.count("│") == 5]
     cells = [[cell.strip() for cell in line] for line in lines]
     assert [int(line[4]) for line in cells[-FRAMES:]] == row["kept_per_frame"]
     assert [int(line[1]) for line in cells[-FRAMES:]] == row["frame_indices"]
-    assert "156 of 1568 tokens kept (9.9%)" in shown(video_report(cache, VIDEO, 0.10))
+    assert "156 of 1,568 tokens kept (9.9%)" in shown(video_report(cache, VIDEO, 0.10))
 
 
 def test_what_was_carried_stands_with_the_video_and_names_are_no_markup(decoded, tmp_path):
@@ -60,13 +62,25 @@ def test_what_is_not_cached_is_refused(cache):
 
 def test_facts_name_the_clip_and_what_was_repeated(cache):
     row = cache.metadata(VIDEO)
-    assert "clip" not in dict(source_facts(row))
-    assert dict(source_facts({**row, "start_s": None, "end_s": 2.5}))["clip"] == "0 s to 2.5 s"
-    assert dict(source_facts({**row, "start_s": 1.5, "end_s": None}))["clip"] == "1.5 s to the end"
-    assert "8 frames, 3 of them repeated" in dict(source_facts({**row, "n_repeated": 3}))["sampled"]
-    assert dict(source_facts({**row, "decode_warnings": 2}))["decoder"].endswith(", 2 warnings")
-    stated = {**row, "color_transfer": "smpte2084", "sample_aspect_ratio": "16:15"}
-    assert dict(source_facts(stated))["states"] == "smpte2084, pixels 16:15"
+
+    def facts(sampling=None, **more) -> dict[str, str]:
+        return dict(source_facts({**row, **more}, sampling or {"num_frames": FRAMES}))
+
+    assert not {"clip", "limit", "repeated", "note", "pixels"} & facts().keys()
+    assert facts(start_s=None, end_s=2.5)["clip"] == "0 s to 2.5 s"
+    assert facts(start_s=1.5, end_s=None)["clip"] == "1.5 s to the end"
+    assert facts(n_repeated=3, clip_frames=5)["repeated"] == "3 sampled frames: the clip has only 5 frames"
+    assert facts(decode_warnings=2)["decoder"].endswith(", 2 warnings")
+    assert facts(color_transfer="smpte2084")["colors"].startswith("transfer function smpte2084, which is HDR: taken as")
+    assert facts(color_transfer="bt709")["colors"] == "transfer function bt709"
+    assert facts(sample_aspect_ratio="16:15")["pixels"].startswith("16:15 (width to height), not square")
+    assert facts(backend_note="frame sizes differ: 2 sizes")["note"] == "frame sizes differ: 2 sizes"
+    assert facts(clip_fps=row["fps"] / 2)["sampled"].startswith("source fps 25 on average, sampled at 0.4 fps")
+    assert facts(clip_frames=0)["sampled"].startswith("source fps 25, sampled at unknown fps")  # of another program
+    assert facts({"fps": 1.0, "max_frames": 8}, frames_by_rate=10)["limit"].startswith(
+        "--fps 1 gives 10 frames of this clip, capped at 8"
+    )
+    assert "limit" not in facts({"fps": 1.0, "max_frames": 8}, frames_by_rate=0)
 
 
 def test_frames_of_a_pair_stand_together_and_the_last_may_be_alone():

@@ -86,6 +86,19 @@ def test_a_limit_opens_the_tars_that_its_videos_lie_in_and_keeps_no_index(folder
         planned(folder, videos=[str(folder / "none.tar")], limit=1)
 
 
+def test_a_plan_says_which_probed_videos_a_limit_gives_other_frames(folder):
+    write_clip(folder / "videos" / "long.mp4", count=200, fps=10)
+    options = {"model": "tiny-qwen2-5-vl", "num_frames": None, "fps": 1.0}
+    notes = planned(folder, max_frames=8, **options).notes
+    assert [note for note in notes if note.startswith("of the decoded videos, ")] == [
+        "of the decoded videos, 1 video was capped at 8 frames (lowest rate 0.4 frames per second, of long.mp4); "
+        "--max-frames raises it, in a new cache",
+        "of the decoded videos, 3 short videos got more frames than --fps 1 gives, since this model takes at least 4 "
+        "where a video has them (a.mp4, b.mp4, c.mp4)",
+    ]
+    assert not [note for note in planned(folder).notes if "frames" in note]
+
+
 def test_unreadable_videos_are_a_rate(folder):
     (folder / "videos" / "d.mp4").write_bytes(b"no video")
     assert planned(folder).failed_share == 0.25

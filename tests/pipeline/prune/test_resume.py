@@ -231,7 +231,7 @@ def test_videos_that_could_not_be_read_in_earlier_runs_are_named_with_the_remedy
         return "\n".join(format_skipped(select_remaining(read_manifest(str(folder)), live, config).tally, config))
 
     live.refresh()
-    named = "note: 1 videos failed for infrastructure reasons (I/O) in earlier runs: --retry-failed tries them again"
+    named = "note: 1 video failed for infrastructure reasons (I/O) in earlier runs: --retry-failed tries again"
     assert named in lines()
     assert "infrastructure" not in lines(retry_failed=True) + lines(max_attempts=1)
 

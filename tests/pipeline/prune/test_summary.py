@@ -12,10 +12,18 @@ from pipeline.cache.header import made_with
 from pipeline.cache.live import Ledger
 from pipeline.cache.merging import merge
 from pipeline.errors import FAULTS, VideoFault
+from pipeline.prune.frame_limits import make_limits
 from pipeline.prune.summary import Summary, render, summarise
 from pipeline.rows import SIZES_DIFFER
 from tests.paths import ROOT
-from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.pipeline.caches import (
+    encoded,
+    encoded_failure,
+    random_tokens,
+    source_record,
+    write_header,
+    write_shard,
+)
 
 SHAPE = (4, 25, 16)  # 100 tokens, of which 25 are kept
 
@@ -56,7 +64,7 @@ def test_a_whole_cache_is_shown_with_the_remedies(ledger):
     assert "crashed workers are in [old]/runs/r.log" in said  # a path is no markup
     assert "2 ok, 3 failed, 0 without a row, 1 wait for another run (--limit, --max-hours)" in said
     assert "50 kept of 200 (25.0%)" in said and "1,600 of tokens" in said
-    assert "1 videos decoded with warnings" in said and "4 videos (1 failed) in 2.0 s" in said
+    assert "1 video decoded with warnings of FFmpeg" in said and "4 videos (1 failed) in 2.0 s" in said
     assert FAULTS["timeout"].remedy in said and "d: slow" in said
 
 
@@ -93,18 +101,20 @@ def test_the_page_explains_every_line_of_the_summary():
         tokens_in=1, tokens_kept=1, token_bytes=1, seconds={"decode": 1.0}, n_warned=1, warned=["v"],
         other_decoder={"why": 1}, remarks=dict.fromkeys(("hdr", "stretched", "uneven", "shared"), 1), n_removed=1,
         fetched_bytes=1, n_lost=1, lost=["v"], left_out={"txt": 1}, facts={"encoder_busy": 0.5, "decode_core_s": 1.0},
+        frame_limits=make_limits({"fps": 1.0, "max_frames": 8}, 1, source_record("v", (8, 1, 1)), 1, ["v"], 1),
     )  # fmt: skip
     page = (ROOT / "pipeline/prune/README.md").read_text()
     names = [line[: len("from stores")].strip() for line in str(most).splitlines()]
-    assert {"videos", "from stores", "lost", "its pace", "positions"} <= {*names}
+    assert {"videos", "from stores", "lost", "its pace", "positions", "frames"} <= {*names}
     assert [name for name in names if name and f"| {name} |" not in page] == []
 
 
 def test_lost_rows_are_a_trouble_of_a_run(ledger):
     lost = replace(summarise(ledger, manifest("a")), n_lost=2, lost=["x", "y"])
-    assert [text[:49] for text in lost.iter_troubles("video", 1)] == [
-        "2 videos were committed, but no file of videos/ h"
-    ]
+    (text,) = lost.iter_troubles("video", 1)
+    assert text.startswith(
+        "2 committed videos without a row in any file of videos/ (x, y): restore the files of videos/"
+    )
 
 
 def test_what_rows_remark_on_their_videos_is_a_line_each(tmp_path):
@@ -135,16 +145,54 @@ def test_what_rows_remark_on_their_videos_is_a_line_each(tmp_path):
         assert (summary.n_warned, summary.warned) == (5, ["v10", "v9", "v8"])
         lines = shown(summary)
         for said in (
-            f"5 videos by another decoder than requested, because {missing} (2); ",
-            "warnings 5 videos decoded with warnings (v10, v9, v8 and 2 more): their frames may be damaged",
-            "2 videos in HDR (PQ or HLG), 1 videos of pixels that are not square: taken as they are stored",
-            "2 videos of unevenly spaced frames, 1 videos whose patches share positions",
+            f"5 videos by another decoder than the requested one: {missing} (2 videos); ",
+            "warnings 5 videos decoded with warnings of FFmpeg, whose frames may be damaged: v10, v9, v8 and 2 more",
+            "pictures 2 videos in HDR (PQ or HLG): colors are taken as stored, without tone mapping",
+            "pictures 1 video with pixels that are not square: frames are not stretched",
+            "positions 2 videos with unevenly spaced frames",
+            "positions 1 video with temporal patches that share a position in time",
         ):
             assert said in lines, lines
         assert summarise(ledger, manifest("v6", "v7")).other_decoder == {}
         json.dumps(summary.as_record())
     quiet = shown(summarise(Ledger(write_header(tmp_path / "empty")).refresh()))
     assert "decoder" not in quiet and "pictures" not in quiet and "positions" not in quiet
+
+
+def test_videos_that_a_limit_gave_other_frames_are_counted_from_their_rows(tmp_path):
+    """At 2 frames a second with a limit of 4; the rows of v7 and v8 are of an older version."""
+    store = write_header(tmp_path)
+    by_rate = [0, 0, 10, 1, 300, 2, 5, None, None]
+    videos = [
+        encoded(f"v{i}", random_tokens(i, SHAPE), 0.25, "gstep", frames_by_rate=n, clip_frames=2 * (n or 1))
+        for i, n in enumerate(by_rate)
+    ]
+    write_shard(store, "r1", *videos[:5])
+    failure = encoded_failure("bad", VideoFault("corrupt", "x"), frames_by_rate=9999)
+    write_shard(store, "r2", *videos[5:], failure)
+    sampling = {"fps": 2.0, "max_frames": 4, "min_frames": 4}
+    ids = [f"v{i}" for i in reversed(range(9))]
+    for ledger in (Ledger(store).refresh(), merged(store)):
+        limits = summarise(ledger, manifest(*ids, "bad"), sampling=sampling).frame_limits
+        assert limits == {
+            **{"fps": 2.0, "max_frames": 4, "min_frames": 4, "n_capped": 3, "n_filled": 2, "n_unknown": 2},
+            **{"lowest_fps": 4 / 600 * 4.0, "longest": "v4", "filled": ["v5", "v3"]},
+        }
+        lines = shown(summarise(ledger, sampling=sampling))
+        for said in (
+            "frames 3 videos were capped at 4 frames (lowest rate 0.027 frames per second, of v4); --max-frames raises",
+            "frames 2 short videos got more frames than --fps 2 gives, since this model takes at least 4 where a video",
+            "frames 2 rows of an older version: whether a limit changed the number of frames is not known",
+        ):
+            assert said in lines, lines
+        part = summarise(ledger, manifest("v2"), sampling=sampling)
+        assert part.frame_limits["longest"] == "v2" and "1 video was capped at 4 frames" in shown(part)
+        assert json.loads(json.dumps(part.as_record()))["frame_limits"]["n_capped"] == 1
+        for quiet in (summarise(ledger, manifest("v0", "v1"), sampling=sampling), summarise(ledger)):
+            assert "frames" not in shown(quiet)
+        assert summarise(ledger, sampling={"num_frames": 4}).frame_limits is None
+        uncapped = summarise(ledger, sampling={**sampling, "max_frames": None}).frame_limits
+        assert (uncapped["n_capped"], uncapped["n_filled"], uncapped["longest"]) == (0, 5, None)
 
 
 def merged(store) -> Ledger:

