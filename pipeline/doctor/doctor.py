@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from gstep.backbones import ModelSource, find_family
+from gstep.families import describe_family
 from gstep.lazy import load_object
 from pipeline.doctor.finding import Finding, run_guarded
 from pipeline.doctor.nodes import judge_nodes, look_at_nodes, look_here, on_each_node
 from pipeline.doctor.speed import check_balance, check_decoding, check_device, first_videos
 from pipeline.doctor.store import check_store, reachable
-from pipeline.errors import usage_errors
+from pipeline.errors import count_of, usage_errors
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.recipe import Recipe, resolve
+from pipeline.prune.frame_limits import describe_sampling
+from pipeline.prune.recipe import Recipe, resolve, sampling_settings
 from pipeline.runner.cluster.connection import connect
 from pipeline.runner.cluster.nodes import iter_alive_nodes
 from pipeline.storage.s3 import Objects
@@ -34,6 +36,7 @@ class Doctor:
     def __init__(self, config: PruneConfig, say: Callable[[str], object]) -> None:
         self._config, self._say = config, say
         self._cluster: dict[str, float] = {}
+        self._source: ModelSource | None = None
         self._recipe: Recipe | None = None
         self._decode_s: float | None = None
         self._encode_s: float | None = None
@@ -49,6 +52,10 @@ class Doctor:
             yield from run_guarded("nodes", lambda: judge_nodes(look_at_nodes(), look_here()))
         yield from run_guarded("store", self._check_store)
         yield from run_guarded("model", self._check_model)
+        if self._source is None:
+            yield Finding("settings", "unknown", "not checked: they need a model")
+        else:
+            yield from run_guarded("settings", self._check_settings)
         if self._recipe is not None and self._cluster:
             self._say("decoding some of the videos")
             yield from run_guarded("decoding", partial(self._check_decoding, self._recipe))
@@ -62,7 +69,7 @@ class Doctor:
         self._cluster = connect(self._say)
         cpus, gpus = self._cluster.get("CPU", 0), self._cluster.get("GPU", 0)
         nodes = len(list(iter_alive_nodes()))
-        says = f"{nodes} node{'' if nodes == 1 else 's'}, {cpus:g} CPUs, {gpus:g} GPUs"
+        says = f"{count_of(nodes, 'node')}, {cpus:g} CPUs, {gpus:g} GPUs"
         if self._config.device == "cuda" and gpus < 1:
             yield Finding("ray", "wrong", f"--device cuda, but {says}", "join nodes with GPUs, or use --device auto")
         else:
@@ -79,18 +86,29 @@ class Doctor:
             yield from (finding.on(host) for finding in ([result] if isinstance(result, Finding) else result))
 
     def _check_model(self) -> Iterator[Finding]:
-        """Check the model with its own weights where its family can, and resolve it as a run does."""
+        """Find the model's files, and compare it with the stock model where its family can."""
         config = self._config
         with usage_errors():
             source = ModelSource.resolve(
                 config.model, config.revision, quantized=True, family=config.family, gate=False
             )
             check = find_family(source.family).doctor
-        yield Finding("model", "ok", f"{config.model}: {source.model_type}, {source.identity}")
-        if check is not None:
-            self._say("comparing the model's answers from cached tokens with its own")
-            yield Finding("parity", *load_object(check)(source))
-        self._recipe = resolve(config)
+        kind = describe_family(source.family, source.model_type)
+        yield Finding("model", "ok", f"{config.model}: config.json is of {kind}; {source.identity}")
+        self._source = source
+        if check is None:
+            says = f"not checked: the family {source.family} brings no comparison with the stock model"
+            yield Finding("parity", "unknown", says)
+            return
+        self._say("comparing the model's answers from cached tokens with its own")
+        yield Finding("parity", *load_object(check)(source))
+
+    def _check_settings(self) -> Iterator[Finding]:
+        """Check that model, frames and method go together, as a run does before it starts."""
+        self._recipe = recipe = resolve(self._config)
+        frames = describe_sampling(sampling_settings(recipe.sampling))
+        kept = f"{recipe.method} at retention ratio {recipe.retention_ratio:g}"
+        yield Finding("settings", "ok", f"model, frames and method go together: {frames}; {kept}")
 
     def _check_decoding(self, recipe: Recipe) -> Iterator[Finding]:
         """Decode the first videos here, and some of them on every node of a cluster that has several.
@@ -101,10 +119,12 @@ class Doctor:
         findings, self._decode_s = check_decoding(setup, rows)
         yield from findings
         nodes = list(iter_alive_nodes())
-        frame_bytes = 3 * math.prod(setup.largest_frames())
+        n_frames, height, width = shape = setup.largest_frames()
+        frame_bytes = 3 * math.prod(shape)
         for host, _, has in nodes:
             store = has.get("object_store_memory", 0.0)
-            says = f"{store / 2**30:.1f} GiB, which hold the frames of {store / frame_bytes:.0f} of the largest videos"
+            held = f"{count_of(int(store / frame_bytes), 'video')} of {n_frames} frames of {width}x{height}"
+            says = f"{store / 2**30:.1f} GiB, which is room for {held}"
             remedy = "start the node with a larger --object-store-memory: Ray spills frames to its disk"
             yield Finding.slow_if(store < _STORED_VIDEOS * frame_bytes, "object store", says, remedy).on(host)
         if len(nodes) < 2:

@@ -14,6 +14,7 @@ import ray
 from ray._private.utils import get_system_memory
 
 from pipeline.doctor.finding import Finding
+from pipeline.errors import count_of
 from pipeline.runner.cluster.connection import describe_cause, package_version
 from pipeline.runner.cluster.disks import RayDisk
 from pipeline.runner.cluster.nodes import count_cores, iter_alive_nodes, task_on
@@ -114,7 +115,12 @@ def judge_nodes(nodes: Mapping[str, Node | Finding], driver: Node) -> Iterator[F
 
 
 def _judge_versions(nodes: Mapping[str, Node], driver: Node) -> Finding:
-    """Compare the versions of Python and PACKAGES on all nodes with those of the driver; a difference is "wrong"."""
+    """Compare the versions of Python and PACKAGES on all nodes with those of the driver; a difference is "wrong".
+
+    The finding is "unknown" if no node answered.
+    """
+    if not nodes:
+        return Finding("versions", "unknown", "not compared: no node answered")
     differing = [
         f"{name} {node.versions[name]} on {host}, {driver.versions[name]} here"
         for host, node in nodes.items()
@@ -123,26 +129,29 @@ def _judge_versions(nodes: Mapping[str, Node], driver: Node) -> Finding:
     ]
     if differing:
         return Finding("versions", "wrong", "; ".join(differing), "install the same versions on every node")
-    versions = ", ".join(f"{name} {version}" for name, version in driver.versions.items() if version)
-    return Finding("versions", "ok", f"{versions}; alike on {len(nodes)} node{'' if len(nodes) == 1 else 's'}")
+    compared, others = (
+        ", ".join(f"{name} {driver.versions[name]}" for name in names if driver.versions[name])
+        for names in (("python", *PACKAGES), OPTIONAL)
+    )
+    other_note = f"; of the driver, not compared: {others}" if others else ""
+    return Finding("versions", "ok", f"{compared}: the same on {count_of(len(nodes), 'node')}{other_note}")
 
 
 def _judge_one(node: Node) -> Iterator[Finding]:
     """Yield findings about one node: codecs, memory, disk and clock."""
     if node.missing_codecs:
-        says = f"PyAV cannot decode {', '.join(node.missing_codecs)}"
+        says = f"PyAV has no decoder for {', '.join(node.missing_codecs)}"
         yield Finding("codecs", "wrong", says, "pip install --force-reinstall av, whose wheel has them all")
     else:
-        yield Finding("codecs", "ok", f"PyAV decodes {', '.join(CODECS)}")
+        yield Finding("codecs", "ok", f"PyAV has decoders for {', '.join(CODECS)}")
     sizes = (("memory", node.memory, _MIN_MEMORY), ("free /dev/shm", node.shm_free, _MIN_SHM))
     says = ", ".join(f"{kind} {size / _GIB:.1f} GiB" for kind, size, _ in sizes)
     remedy = "give it more: Ray spills frames to disk and ends workers where memory is short"
     short = any(size < least for _, size, least in sizes)
     yield Finding.slow_if(short, "memory", f"{node.cores} cores, {says}", remedy)
     for disk in node.disks:
-        says = (
-            f"{disk.folder}: {disk.free / _GIB:.1f} GiB free, {disk.share:.0%} full; Ray spills up to {disk.limit:.0%}"
-        )
+        free = f"{disk.free / _GIB:.1f} GiB free, {disk.share:.0%} full"
+        says = f"{disk.folder}: {free}; Ray spills up to {disk.limit:.0%} full"
         remedy = "free space there, or start Ray with --temp-dir or --object-spilling-directory on another disk"
         if not disk.writable_bytes:
             yield Finding("disk", "wrong", says, remedy)

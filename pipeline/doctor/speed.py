@@ -74,7 +74,7 @@ def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Fi
     if not seconds:
         return findings, None
     kinds = ", ".join(f"{n} {kind}" for kind, n in codecs.most_common(4))
-    says = f"{median(seconds):.3f} core-seconds a video, median of {len(seconds)}: {kinds}"
+    says = f"{median(seconds):.3f} core-seconds a video, median of the {len(seconds)} that decoded: {kinds}"
     return [*findings, Finding("decoding", "ok", says)], median(seconds)
 
 
@@ -87,7 +87,7 @@ def check_device(setup: EncodeSetup, shape: tuple[int, int, int]) -> tuple[list[
     if torch.cuda.is_available() and setup.device != "cpu":
         findings = [*run_guarded("gpu", _check_gpu), *run_guarded("kernels", _check_kernels)]
     else:
-        findings = [Finding("gpu", "unknown", "no GPU here: its kernels and its speed were not looked at")]
+        findings = [Finding("gpu", "unknown", "not checked: no GPU here")]
     findings += run_guarded("encode", partial(_check_encoding, setup, shape, seconds))
     return findings, median(seconds) if seconds else None
 
@@ -105,7 +105,8 @@ def _check_kernels() -> Iterator[Finding]:
 
     start = time.perf_counter()
     check_kernels(torch.device("cuda"), torch.bfloat16, _KERNEL_WIDTH)
-    yield Finding("kernels", "ok", f"select as the plain form does; compiled in {time.perf_counter() - start:.0f} s")
+    compiled = f"compiled in {time.perf_counter() - start:.0f} s"
+    yield Finding("kernels", "ok", f"they selected the tokens that the plain form selects of random ones; {compiled}")
 
 
 def _check_encoding(setup: EncodeSetup, shape: tuple[int, int, int], seconds: list[float]) -> Iterator[Finding]:
@@ -124,9 +125,9 @@ def _check_encoding(setup: EncodeSetup, shape: tuple[int, int, int], seconds: li
         start = time.perf_counter()
         encoder.prune(encoder.encode_frames(frames, video))
         seconds.append(time.perf_counter() - start)
-    yield Finding(
-        "encode", "ok", f"{median(seconds):.3f} s a video of {shape[0]} frames; the model loaded in {loaded_s:.1f} s"
-    )
+    what = f"{shape[0]} frames of {shape[2]}x{shape[1]}"
+    took = f"{median(seconds):.3f} s, median of {_ROUNDS}"
+    yield Finding("encode", "ok", f"a made-up video of {what} took {took}; the model loaded in {loaded_s:.1f} s")
 
 
 def check_balance(decode_s: float | None, encode_s: float | None, cores: float, gpus: float) -> Finding:
@@ -135,9 +136,10 @@ def check_balance(decode_s: float | None, encode_s: float | None, cores: float, 
     The finding is "unknown" without GPUs, and if one of the two times is not known.
     """
     if decode_s is None or encode_s is None:
-        return Finding("balance", "unknown", "needs a video that decodes and a model that encodes")
+        return Finding("balance", "unknown", "not checked: it needs a video that decodes and a model that encodes")
     if gpus < 1:
-        says = f"without a GPU encoding takes {encode_s / decode_s:.1f} times what decoding does"
+        factor = encode_s / decode_s
+        says = f"not checked without a GPU: on CPUs encoding a video takes {factor:.1f} times as long as decoding it"
         return Finding("balance", "unknown", says, "run this where the GPUs are")
     needed_cores, cores_per_gpu = decode_s / encode_s, cores / gpus
     says = f"this model needs {needed_cores:.1f} decode cores a GPU; the cluster has {cores_per_gpu:.1f}"

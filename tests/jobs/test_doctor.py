@@ -89,7 +89,9 @@ def test_a_node_with_another_version_a_missing_codec_a_lying_store_and_no_model_
     assert shown.returncode == 1 and not (tmp_path / "cache").exists()
     assert states["versions"] == "wrong" and states["gpu"] == states["balance"] == "unknown"
     assert states["model"] == states["decoding"] == states["encode"] == "ok" and states["store"] in {"ok", "slow"}
-    assert "PyAV cannot decode vp9" in shown.stdout and "av 99.0 on " in shown.stdout
+    assert (states["parity"], states["settings"]) == ("unknown", "ok")
+    assert "not checked: the family llava_onevision brings no comparison" in " ".join(shown.stdout.split())
+    assert "PyAV has no decoder for vp9" in shown.stdout and "av 99.0 on " in shown.stdout
     assert {"name", "state", "says", "remedy"} == set(listed[0])
     disks = {found["state"]: found["says"] for found in listed if found["name"].startswith("disk (")}
     assert disks.keys() == {"ok", "wrong"} and "; Ray spills up to 0%" in disks["wrong"]
@@ -98,4 +100,6 @@ def test_a_node_with_another_version_a_missing_codec_a_lying_store_and_no_model_
     wrong = {found["name"].split(" (")[0]: found for found in listed if found["state"] == "wrong"}
     assert set(wrong) == {"versions", "codecs", "disk", "store", "model"}
     assert all(found["remedy"] for found in wrong.values())
+    unknown = {found["name"]: found["says"] for found in listed if found["state"] == "unknown"}
+    assert unknown["settings"] == "not checked: they need a model"
     assert "no-model" in wrong["model"]["says"] and "a file just put is 36" in wrong["store"]["says"]
