@@ -68,7 +68,7 @@ def test_unreadable_videos_cost_their_decoding_alone_and_nothing_to_do_takes_not
     whole, half = estimate(work(), A100S, PRICED), estimate(work(failed=0.5), A100S, PRICED)
     assert half.output_bytes.expected == whole.output_bytes.expected / 2 and half.gpu_s.low == whole.gpu_s.low / 2
     assert half.decode_core_s == whole.decode_core_s
-    assert "50 % of them unreadable" in dict(list_rows(half))["videos"]
+    assert "1,000, of which 50 % fail as in the sample" in dict(list_rows(half))["videos"]
     nothing = estimate(Workload(videos=0), A100S, PRICED)
     assert (nothing.wall_s, nothing.bottleneck) == (Interval.exactly(0.0), "nothing")
     assert "nothing is left to do" in dict(list_rows(nothing))["bottleneck"]
