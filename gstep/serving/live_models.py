@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -312,6 +312,13 @@ class _Qwen2Processor(_LiveProcessor, qwen2_5_vl.Qwen2_5_VLMultiModalProcessor):
 
 class _Qwen3Processor(_LiveProcessor, qwen3_vl.Qwen3VLMultiModalProcessor):  # type: ignore[misc]
     """vLLM's processor of Qwen3-VL and Qwen3.5."""
+
+    def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> Any:
+        """Process images and videos, with all frames that the loader took.
+
+        Of a video whose every frame was taken, vLLM would again sample two frames a second.
+        """
+        return super()._apply_hf_processor_main(mm_items, {**hf_kwargs, "do_sample_frames": False})
 
 
 @MULTIMODAL_REGISTRY.register_processor(

@@ -17,7 +17,7 @@ from gstep.serving.live import LIVE, LivePruning
 from gstep.serving.options import live_engine_options, prepare_process
 from pipeline import TokenCache
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
-from tests.pipeline.serve.live_cases import N_FRAMES, NAMES, pruned_cache
+from tests.pipeline.serve.live_cases import N_FRAMES, NAMES, SHORT, pruned_cache
 from tests.pipeline.serve.served import KEY, N_TOKENS, expected, fetched, parts, same, serving
 from tests.pipeline.serve.served import ask as ask_server
 
@@ -73,7 +73,7 @@ def ask(engine, videos, names, texts):
     return engine.chat(messages, SamplingParams(max_tokens=N_TOKENS, temperature=0.0), use_tqdm=False)
 
 
-@pytest.mark.parametrize("names", [NAMES[:1], NAMES[1:], NAMES[::-1]])
+@pytest.mark.parametrize("names", [NAMES[:1], NAMES[1:], (SHORT,), NAMES[::-1]])
 def test_it_keeps_the_tokens_of_a_cache_and_gives_its_answers(case, names):
     model, videos, cache, engine, kept = case
     kept.clear()
