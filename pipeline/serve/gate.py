@@ -210,8 +210,8 @@ def _explain_no_media(error: Exception) -> str | None:
     """
     if isinstance(error, RuntimeError) and _NO_FILES in str(error):
         return "this server reads no files: send the video as a data URL"
-    if isinstance(error, FileNotFoundError):
-        return "the server has no such file"
+    if isinstance(error, FileNotFoundError | IsADirectoryError | PermissionError):
+        return "the server has no such file, or may not read it"
     if type(error).__module__.startswith("aiohttp."):
         return f"the server cannot fetch the video: {error}"
     return None

@@ -120,7 +120,7 @@ def test_a_video_that_vllm_cannot_read_is_the_clients_fault():
         "this server reads no files: send the video as a data URL": RuntimeError(
             "Cannot load local files without `--allowed-local-media-path`."
         ),
-        "the server has no such file": FileNotFoundError(2, "No such file or directory", "/a/b.mp4"),
+        "the server has no such file, or may not read it": FileNotFoundError(2, "No such file", "/a/b.mp4"),
         "the server cannot fetch the video: refused": aiohttp.ClientConnectionError("refused"),
     }
     sent = []
