@@ -160,17 +160,17 @@ def test_a_video_that_cannot_be_read_and_a_method_that_cannot_prune_it_say_so(tm
         with pytest.raises(VideoFault) as caught:
             pipeline.compare(name, **FRAMES)
         assert caught.value.fault_class == fault and name in str(caught.value)
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "own_limit.py").write_text(
         "from dataclasses import dataclass\nfrom gstep.pruners.gstep import GSTEP\n\n\n"
         "@dataclass(frozen=True, kw_only=True)\nclass Mine(GSTEP):\n    limit: int = 2\n\n"
         "    def select(self, visual, *arguments):\n        if len(visual.tokens) > self.limit:\n"
         "            raise KeyError('too long')\n        return super().select(visual, *arguments)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    found = pipeline.compare(CLIP, methods=["gstep", "mine:Mine,limit=3"], **FRAMES)
+    found = pipeline.compare(CLIP, methods=["gstep", "own_limit:Mine,limit=3"], **FRAMES)
     assert torch.equal(*(row.index for row in found.rows))
-    with pytest.raises(VideoFault, match=r"mine:Mine: .*mine.py:11: KeyError: 'too long'") as caught:
-        pipeline.compare(CLIP, methods=["gstep", "mine:Mine"], **FRAMES)
+    with pytest.raises(VideoFault, match=r"own_limit:Mine: .*own_limit.py:11: KeyError: 'too long'") as caught:
+        pipeline.compare(CLIP, methods=["gstep", "own_limit:Mine"], **FRAMES)
     assert caught.value.fault_class == "own-code"
 
 
