@@ -37,6 +37,8 @@ from pipeline.options import share as share_or_percent
 
 Errors = tuple[type[Exception], ...]
 T = TypeVar("T")
+STORE_FAILURES: Errors = (RunFailed, CorruptShard, OSError)  # of commands on caches, which start no run
+RERUN = "interrupted. Rerun the same command to resume"
 VERSIONED_PACKAGES = ("gstep-cache", "torch", "ray", "transformers")  # packages of --version
 EXIT_CODES = """\
 Exit code: 0 every {item} has a row and failures are within --max-failed; 1 the run failed, too many {item}s failed, or
@@ -163,17 +165,18 @@ def run_command(
     find_overridden: Callable[[argparse.Namespace], Iterable[str]] = lambda flags: (),
     usual: Collection[str] = (),
     interrupt_message: str = "interrupted. The run is ending. Rerun the same command to resume",
+    failures: Errors = (RunFailed, CorruptShard),
 ) -> int:
     """Parse ``argv`` and the file of ``--config`` into a ``config``, and do the ``work``; return the exit code.
 
     Adds the flags of ``config``, ``--json`` and ``--config`` to the parser. A usage error ends the process with 2. Sets
-    environment variables of Ray, unless they are set. The exit code is 1 if the work raises RunFailed or CorruptShard;
-    see :func:`run_to_exit_code` for the other codes.
+    environment variables of Ray, unless they are set. See :func:`run_to_exit_code` for the exit codes.
 
     Args:
         find_overridden: lists the file's options that the parsed flags replace besides their own.
         usual: the options that ``--help`` shows; then ``--help-all`` shows all. Empty: ``--help`` shows all.
         interrupt_message: the message after Ctrl-C or SIGTERM.
+        failures: the exceptions of the work that mean exit code 1.
     """
     if usual:
         parser.add_help_all(usual)
@@ -201,7 +204,6 @@ def run_command(
             flags = parser.parse_args(argv)
         return work(from_flags(config, flags), console)
 
-    failures = (RunFailed, CorruptShard)
     return run_to_exit_code(
         run, console, failures=failures, interrupt_message=interrupt_message, document=namespace.json
     )

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from datetime import timedelta
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
-from jobs.command import Parser
-from jobs.frame.json_document import CommandResult, add_json
-from jobs.frame.stores import add_cache, add_keep_minutes, make_say, report, run_on_stores
-
-if TYPE_CHECKING:
-    from pipeline.storage.s3 import Objects
+from jobs.command import STORE_FAILURES, Parser, run_command
+from jobs.frame.json_document import CommandResult
+from jobs.frame.stores import CacheOptions, make_objects, make_say, report
+from pipeline.options import option
 
 EPILOG = """\
 jobs.prune merges a part of the files while it runs and when it ends. jobs.compact merges all of them; runs may write at
@@ -29,21 +24,27 @@ Exit code: 0 merged; 1 a file is damaged, rows of committed videos are lost, or 
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompactConfig(CacheOptions):
+    """All options of ``python -m jobs.compact``. Raises UsageError for an invalid value."""
+
+    tokens: bool = option(
+        False,
+        "join the small token shards of a slow run too; refused while a run writes to the cache",
+        group="cache",
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Merge the files of a cache's videos table; return the exit code."""
     parser = Parser("python -m jobs.compact", description=__doc__, epilog=EPILOG)
-    add_cache(parser)
-    add_keep_minutes(parser, "keep merged files for M minutes for their readers")
-    parser.add_argument(
-        "--tokens",
-        action="store_true",
-        help="join the small token shards of a slow run too; refused while a run writes to the cache",
+    interrupt_message = "interrupted: nothing is lost"
+    return run_command(
+        parser, CompactConfig, _compact, argv, interrupt_message=interrupt_message, failures=STORE_FAILURES
     )
-    add_json(parser)
-    return run_on_stores(parser, argv, _compact, interrupt_message="interrupted: nothing is lost")
 
 
-def _compact(arguments: argparse.Namespace, objects: Objects, console: Console) -> CommandResult:
+def _compact(config: CompactConfig, console: Console) -> CommandResult:
     """Merge the videos table, and the token shards with ``--tokens``; print the results and return their record.
 
     The exit code is 1 if rows of committed videos are lost.
@@ -57,15 +58,14 @@ def _compact(arguments: argparse.Namespace, objects: Objects, console: Console) 
     from pipeline.runner.run_record import list_committed_shards  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
-    store, say = store_at(arguments.cache, objects), make_say(console)
+    store, say = store_at(config.cache, make_objects(config)), make_say(console)
     refuse_links(store)
     identity = fingerprint(read_header(store)["identity"])
     committed = list_committed_shards(store)
-    keep = timedelta(minutes=arguments.keep_minutes)
-    merged, joined = merge(store, identity, everything=True, keep=keep), JoinResult()
+    merged, joined = merge(store, identity, everything=True, keep=config.keep), JoinResult()
     report(merged, say)
-    if arguments.tokens:
-        joined = join_tokens(store, say, keep)
+    if config.tokens:
+        joined = join_tokens(store, say, config.keep)
         report(joined, say)
     lost_ids = Ledger(store, identity).refresh().lost(committed)
     if lost_ids:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from jobs.command import Parser, run_to_exit_code
 from jobs.frame.flags import add_flags, from_flags
 from jobs.frame.json_document import CommandResult, add_json, print_lines
-from jobs.frame.stores import add_video_root, make_objects, make_say
+from jobs.frame.stores import VIDEO_ROOT_HELP, make_objects, make_say
 from pipeline.console import CleanConsole
 from pipeline.errors import CorruptShard, NotACache, RunFailed, UnknownVideo, VideoFault
 from pipeline.options import S3Options, share
@@ -86,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="with a video: write a page that shows the kept tokens in its frames"
     )
-    add_video_root(parser, "with --html: show frames of, with --method: encode again,")
+    video_root_help = VIDEO_ROOT_HELP.format("with --html: show frames of, with --method: encode again,")
+    parser.add_argument("--video-root", action="append", default=[], metavar="DIR", help=video_root_help)
     parser.add_argument(
         "--watch",
         action="store_true",

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Literal
 
 from rich.console import Console
 
-from jobs.command import Parser
-from jobs.frame.json_document import CommandResult, add_json
-from jobs.frame.stores import make_say, report, run_on_stores
-
-if TYPE_CHECKING:
-    from pipeline.storage.s3 import Objects
+from jobs.command import RERUN, STORE_FAILURES, Parser, run_command
+from jobs.frame.json_document import CommandResult
+from jobs.frame.stores import make_objects, make_say, report
+from pipeline.errors import UsageError
+from pipeline.options import REQUIRED, S3Options, check_choices, option
 
 EPILOG = """\
 If several caches have a video, the rule of the cache format selects its row: removed before ok before failed, then the
@@ -26,35 +25,43 @@ ids with --on-equal refuse: nothing is written; 130 interrupted: rerun the same 
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class MergeConfig(S3Options):
+    """All options of ``python -m jobs.merge``. Raises UsageError for an invalid value."""
+
+    caches: list[str] = option(
+        [], "two or more folders, or prefixes of a store", positional=True, metavar="CACHE", group="caches"
+    )
+    out: str = option(REQUIRED, "the merged cache, new or of the same identity", metavar="CACHE")
+    on_equal: str = option(
+        "rule",
+        "for videos with different tokens in several caches: select by the rule, or refuse to merge",
+        choices=("rule", "refuse"),
+    )
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for an invalid value, and if fewer than two caches are named."""
+        check_choices(self)
+        if not self.caches or len({*self.caches, self.out}) < 2:
+            raise UsageError("name two caches, or one cache and another --out")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Merge caches into one; return the exit code."""
     parser = Parser("python -m jobs.merge", description=__doc__, epilog=EPILOG)
-    parser.add_argument("caches", metavar="CACHE", nargs="+", help="two or more folders, or prefixes of a store")
-    parser.add_argument("--out", required=True, metavar="CACHE", help="the merged cache, new or of the same identity")
-    parser.add_argument(
-        "--on-equal",
-        choices=("rule", "refuse"),
-        default="rule",
-        help="for videos with different tokens in several caches: select by the rule, or refuse to merge [rule]",
-    )
-    add_json(parser)
-
-    def find_conflict(arguments: argparse.Namespace) -> str | None:
-        is_single = len({*arguments.caches, arguments.out}) < 2
-        return "name two caches, or one cache and another --out" if is_single else None
-
-    return run_on_stores(parser, argv, _merge, find_conflict)
+    return run_command(parser, MergeConfig, _merge, argv, interrupt_message=RERUN, failures=STORE_FAILURES)
 
 
-def _merge(arguments: argparse.Namespace, objects: Objects, console: Console) -> CommandResult:
+def _merge(config: MergeConfig, console: Console) -> CommandResult:
     """Merge the caches, print the result, and return its record."""
     from pipeline.rewrite.merge import merge_caches  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
-    say = make_say(console)
-    sources = [store_at(place, objects) for place in arguments.caches]
-    result = merge_caches(sources, store_at(arguments.out, objects), say, arguments.on_equal)
-    return report(result, say, out=arguments.out)
+    objects, say = make_objects(config), make_say(console)
+    sources = [store_at(place, objects) for place in config.caches]
+    on_equal: Literal["rule", "refuse"] = "refuse" if config.on_equal == "refuse" else "rule"
+    result = merge_caches(sources, store_at(config.out, objects), say, on_equal)
+    return report(result, say, out=config.out)
 
 
 if __name__ == "__main__":

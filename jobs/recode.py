@@ -9,11 +9,11 @@ from typing import ClassVar
 
 from rich.console import Console
 
-from jobs.command import Parser, run_command
+from jobs.command import RERUN, STORE_FAILURES, Parser, run_command
 from jobs.frame.json_document import CommandResult
 from jobs.frame.rewriting import RewriteOptions, rewrite_cache
 from pipeline.cache.codecs import CODECS
-from pipeline.options import option
+from pipeline.options import REQUIRED, option
 
 EPILOG = """\
 example:
@@ -33,8 +33,8 @@ class RecodeConfig(RewriteOptions):
 
     role: ClassVar[str] = "cache"
 
-    cache: str | None = option(
-        None,
+    cache: str = option(
+        REQUIRED,
         "the cache to read: a folder, or an s3://, gs:// or az:// prefix",
         positional=True,
         metavar="CACHE",
@@ -46,7 +46,7 @@ class RecodeConfig(RewriteOptions):
 def main(argv: Sequence[str] | None = None) -> int:
     """Store the tokens of a cache by another codec in another cache; return the exit code."""
     parser = Parser("python -m jobs.recode", description=__doc__, epilog=EPILOG)
-    return run_command(parser, RecodeConfig, _recode, argv)
+    return run_command(parser, RecodeConfig, _recode, argv, interrupt_message=RERUN, failures=STORE_FAILURES)
 
 
 def _recode(config: RecodeConfig, console: Console) -> CommandResult:

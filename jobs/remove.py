@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jobs.command import Parser, import_libraries
-from jobs.frame.json_document import CommandResult, add_json
-from jobs.frame.stores import add_keep_minutes, make_say, report, run_on_stores
-from pipeline.options import read_ids
+from jobs.command import RERUN, STORE_FAILURES, Parser, import_libraries, run_command
+from jobs.frame.json_document import CommandResult
+from jobs.frame.stores import CacheOptions, make_objects, make_say, report
+from pipeline.options import REQUIRED, check, option, read_ids
 
 if TYPE_CHECKING:
-    from pipeline.storage.s3 import Objects
     from pipeline.storage.stores import Store
 
 EPILOG = """\
@@ -39,27 +37,34 @@ writes to it; 130 interrupted: rerun the same command to finish.
 """
 
 
+@dataclass(frozen=True, kw_only=True)
+class RemoveConfig(CacheOptions):
+    """All options of ``python -m jobs.remove``. Raises UsageError for an invalid value."""
+
+    cache: str = option(
+        REQUIRED,
+        "the folder, or the s3://, gs:// or az:// prefix, that jobs.prune, jobs.generate or jobs.evaluate wrote",
+        positional=True,
+        metavar="CACHE|ANSWERS|RESULTS",
+        group="videos",
+    )
+    ids: str = option(REQUIRED, "a video_id a line, as jobs.inspect shows them", metavar="FILE", group="videos")
+    reason: str = option(REQUIRED, "why; it stays with the ids", metavar="TEXT")
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for an invalid value."""
+        super().__post_init__()
+        # An empty text, as of a shell's variable that is not set, would stay in the cache for good.
+        check(bool(self.reason.strip()), "reason", "a text", self.reason)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Remove videos from a cache, answers or results for good; return the exit code."""
     parser = Parser("python -m jobs.remove", description=__doc__, epilog=EPILOG)
-    parser.add_argument(
-        "place",
-        metavar="CACHE|ANSWERS|RESULTS",
-        help="the folder, or the s3://, gs:// or az:// prefix, that jobs.prune, jobs.generate or jobs.evaluate wrote",
-    )
-    parser.add_argument("--ids", required=True, metavar="FILE", help="a video_id a line, as jobs.inspect shows them")
-    parser.add_argument("--reason", required=True, metavar="TEXT", help="why; it stays with the ids")
-    add_keep_minutes(parser, "keep the videos' files of a cache for M minutes for readers of other videos")
-    add_json(parser)
-
-    def find_conflict(arguments: argparse.Namespace) -> str | None:
-        # An empty text, as of a shell's variable that is not set, would stay in the cache for good.
-        return None if arguments.reason.strip() else "--reason must be a text"
-
-    return run_on_stores(parser, argv, _remove, find_conflict)
+    return run_command(parser, RemoveConfig, _remove, argv, interrupt_message=RERUN, failures=STORE_FAILURES)
 
 
-def _remove(arguments: argparse.Namespace, objects: Objects, console: Console) -> CommandResult:
+def _remove(config: RemoveConfig, console: Console) -> CommandResult:
     """Remove the videos listed in ``--ids`` for ``--reason``, print what was done, and return its record.
 
     Removal from results includes the cache below them. Waits ``--keep-minutes`` for readers before it deletes files
@@ -73,11 +78,11 @@ def _remove(arguments: argparse.Namespace, objects: Objects, console: Console) -
     from pipeline.rewrite.remove import remove_videos  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
-    store, say = store_at(arguments.place, objects), make_say(console)
-    ids, reason, keep = read_ids("ids", arguments.ids), arguments.reason, timedelta(minutes=arguments.keep_minutes)
+    objects, say = make_objects(config), make_say(console)
+    store, ids, reason = store_at(config.cache, objects), read_ids("ids", config.ids), config.reason
 
     def remove_from_cache(cache: Store) -> CommandResult:
-        return report(remove_videos(cache, ids, reason, say, keep), say, cache=str(cache))
+        return report(remove_videos(cache, ids, reason, say, config.keep), say, cache=str(cache))
 
     if store.exists(ANSWERS_HEADER):
         return report(remove_answers(store, ids, reason, say), say, answers=str(store))

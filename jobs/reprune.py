@@ -10,11 +10,11 @@ from typing import ClassVar
 from rich.console import Console
 
 from gstep.methods import VIDEO_METHODS
-from jobs.command import Parser, run_command
+from jobs.command import RERUN, STORE_FAILURES, Parser, run_command
 from jobs.frame.json_document import CommandResult
 from jobs.frame.rewriting import RewriteOptions, rewrite_cache
 from pipeline.cache.codecs import BFLOAT16, CODECS
-from pipeline.options import check, check_ratio, named_values, option
+from pipeline.options import REQUIRED, check, check_ratio, named_values, option
 
 EPILOG = """\
 example:
@@ -35,8 +35,8 @@ class RepruneConfig(RewriteOptions):
 
     role: ClassVar[str] = "whole"
 
-    whole: str | None = option(
-        None, "the cache of all tokens (jobs.prune --pruner none)", positional=True, metavar="WHOLE", group="caches"
+    whole: str = option(
+        REQUIRED, "the cache of all tokens (jobs.prune --pruner none)", positional=True, metavar="WHOLE", group="caches"
     )
     pruner: str = option(
         "gstep",
@@ -68,7 +68,7 @@ class RepruneConfig(RewriteOptions):
 def main(argv: Sequence[str] | None = None) -> int:
     """Prune a cache of all tokens into another cache; return the exit code."""
     parser = Parser("python -m jobs.reprune", description=__doc__, epilog=EPILOG)
-    return run_command(parser, RepruneConfig, _reprune, argv)
+    return run_command(parser, RepruneConfig, _reprune, argv, interrupt_message=RERUN, failures=STORE_FAILURES)
 
 
 def _reprune(config: RepruneConfig, console: Console) -> CommandResult:

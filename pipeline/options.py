@@ -28,13 +28,15 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 ENGINES = ("transformers", "vllm")
 _SECRET_ENDINGS = ("_token", "api_key", "password", "secret")  # of names of engine arguments
+REQUIRED: Any = MISSING  # the default of an option that must be given
 ATTN = ("auto", "flash_attention_2", "flash_attention_3", "flash_attention_4", "sdpa", "eager")
 
 
 def option(default: Any, help_text: str, **extra: Any) -> Any:
     """Make a dataclass field that is also a flag; ``{item}`` in its help names the command's items, such as "video".
 
-    A list as ``default`` is copied for each object. A secret does not show in the repr.
+    A list as ``default`` is copied for each object; ``REQUIRED`` means that a value must be given. A secret does not
+    show in the repr.
 
     ``extra`` may hold metavar, choices, positional, secret, several (a list takes many values after one flag), flag
     (its name, if it is not the field's), share (a number that may be given in percent) and group, the title under which
@@ -315,18 +317,15 @@ def _count_or_share(text: str, total: int) -> int:
     A number with a point or an exponent is a share, so "1.0" is all. Raises UsageError.
     """
     try:
-        if text.endswith("%"):
-            share = float(text[:-1]) / 100
-        elif "." in text or "e" in text.lower():  # Python writes 0.00001 as 1e-05
-            share = float(text)
-        else:
+        if set(text.lower()).isdisjoint("%.e"):  # Python writes 0.00001 as 1e-05
             count = int(text)
             check(count >= 0, "max_failed", "a count or a share", text)
             return count
+        failed_share = share(text)
     except ValueError as error:
         raise UsageError(f"--max-failed is a count (10) or a share (0.05 or 5%), got {text!r}") from error
-    check(0.0 <= share <= 1.0, "max_failed", "a share in [0, 1]", text)
-    return math.floor(share * total + 1e-9)
+    check(0.0 <= failed_share <= 1.0, "max_failed", "a share in [0, 1]", text)
+    return math.floor(failed_share * total + 1e-9)
 
 
 # The Python types that a field of each type accepts, and how messages name these types.

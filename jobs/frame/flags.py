@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pipeline.errors import UsageError
-from pipeline.options import check_options, share, value_type
+from pipeline.options import REQUIRED, check_options, share, value_type
 
 T = TypeVar("T")
 
@@ -77,14 +77,21 @@ def read_config_file(path: str, config: type) -> dict[str, object]:
 
 
 def from_flags(config: type[T], namespace: argparse.Namespace) -> T:
-    """Make the config object from parsed flags; other values in the namespace are ignored."""
-    return config(**{item.name: getattr(namespace, item.name) for item in fields(config)})  # type: ignore[arg-type]
+    """Make the config object from parsed flags; other values in the namespace are ignored.
+
+    Raises UsageError if a required option was given neither by a flag nor by a file.
+    """
+    values = {item.name: getattr(namespace, item.name) for item in fields(config)}  # type: ignore[arg-type]
+    required = [item for item in fields(config) if item.default is MISSING and item.default_factory is MISSING]  # type: ignore[arg-type]
+    if missing := [_flag_name(item) for item in required if values[item.name] is None]:
+        raise UsageError(f"the following arguments are required: {', '.join(missing)}")
+    return config(**values)
 
 
 def _list_fields(config: type) -> list[Field[Any]]:
-    """List a dataclass's fields, its own before its base's: the reverse of ``dataclasses.fields``."""
+    """List a dataclass's fields: positional words, then its own, then its base's."""
     depths = {item.name: n for n, cls in enumerate(config.__mro__) if is_dataclass(cls) for item in fields(cls)}
-    return sorted(fields(config), key=lambda item: depths[item.name])
+    return sorted(fields(config), key=lambda item: (not item.metadata.get("positional"), depths[item.name]))
 
 
 def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, item_name: str) -> argparse.Action:
@@ -92,6 +99,8 @@ def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, item_
     default = item.default if item.default_factory is MISSING else item.default_factory()
     # The keywords of argparse differ from one kind of flag to the next.
     help_text = _format_help(item.metadata["help"].format(item=item_name), default)
+    if default is REQUIRED:
+        default = None  # argparse must not demand the flag, because --config may give the option
     keywords: dict[str, Any] = {"default": default, "help": help_text}
     for key in ("metavar", "choices"):
         if key in item.metadata:
@@ -109,11 +118,19 @@ def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, item_
     if item.metadata.get("positional"):
         keywords.pop("action", None)  # words replace the default and a file's value, and one argument takes all words
         return group.add_argument(item.name, nargs="*" if get_origin(hint) is list else "?", **keywords)
-    flag = item.metadata.get("flag", "--" + item.name.replace("_", "-"))
-    return group.add_argument(flag, dest=item.name, **keywords)
+    return group.add_argument(_flag_name(item), dest=item.name, **keywords)
+
+
+def _flag_name(item: Field[Any]) -> str:
+    """Return the name of a field's flag, or the metavar of a positional argument."""
+    if item.metadata.get("positional"):
+        return str(item.metadata["metavar"])
+    return str(item.metadata.get("flag", "--" + item.name.replace("_", "-")))
 
 
 def _format_help(text: str, default: Any) -> str:
     """Append the default in brackets to a help text, unless it is None, False or empty."""
-    words = " ".join(map(str, default)) if isinstance(default, list) else default
+    words = "required" if default is REQUIRED else default
+    if isinstance(default, list):
+        words = " ".join(map(str, default))
     return text if words is None or words is False or words == "" else f"{text} [{words}]"

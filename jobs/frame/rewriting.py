@@ -10,8 +10,7 @@ from rich.console import Console
 
 from jobs.frame.json_document import CommandResult
 from jobs.frame.stores import make_objects, make_say, report
-from pipeline.errors import RunFailed, UsageError
-from pipeline.options import CodeOptions, S3Options, check_choices, option
+from pipeline.options import REQUIRED, CodeOptions, S3Options, check_choices, option
 
 if TYPE_CHECKING:
     from pipeline.cache.reader import TokenCache
@@ -28,12 +27,10 @@ class RewriteOptions(S3Options, CodeOptions):
 
     role: ClassVar[str]
 
-    out: str | None = option(None, "the cache to create or to continue", metavar="CACHE", group="caches")
+    out: str = option(REQUIRED, "the cache to create or to continue", metavar="CACHE", group="caches")
 
     def __post_init__(self) -> None:
         check_choices(self)
-        if not getattr(self, self.role) or not self.out:
-            raise UsageError("name the cache to read, and with --out the cache to make")
 
 
 def rewrite_cache(config: RewriteOptions, console: Console, plan: Callable[[TokenCache], Rewrite]) -> CommandResult:
@@ -41,19 +38,14 @@ def rewrite_cache(config: RewriteOptions, console: Console, plan: Callable[[Toke
 
     The exit code is 1 if some videos failed. ``plan`` plans the rewrite of the opened cache.
 
-    Raises RunFailed if a store fails, and as ``plan`` and ``rewrite``.
+    Raises OSError if a store fails, and as ``plan`` and ``rewrite``.
     """
     from pipeline.cache.changed_code import REDO  # noqa: PLC0415
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415 - torch and Arrow load after the flags are checked
     from pipeline.rewrite.recode import rewrite  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
-    place, out = getattr(config, config.role), config.out
-    assert out is not None
-    objects, say = make_objects(config), make_say(console)
-    target, redo = store_at(out, objects), config.on_changed == REDO
-    try:
-        result = rewrite(plan(TokenCache(place, store=store_at(place, objects))), target, say, redo=redo)
-    except OSError as error:
-        raise RunFailed(str(error)) from error
-    return report(result, say, exit_code=1 if result.failed else 0, **{config.role: place, "out": out})
+    place, objects, say = getattr(config, config.role), make_objects(config), make_say(console)
+    target, redo = store_at(config.out, objects), config.on_changed == REDO
+    result = rewrite(plan(TokenCache(place, store=store_at(place, objects))), target, say, redo=redo)
+    return report(result, say, exit_code=1 if result.failed else 0, **{config.role: place, "out": config.out})

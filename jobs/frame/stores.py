@@ -1,27 +1,51 @@
-"""The frame of commands on caches in a store: from flags and S3 options to printed lines and a record."""
+"""What the commands on caches in a store share: their options, the client of stores, and printing a result."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rich.console import Console
 
-from jobs.command import LogConsole, Parser, run_to_exit_code
-from jobs.frame.flags import add_flags, from_flags
 from jobs.frame.json_document import CommandResult
-from pipeline.errors import CorruptShard, RunFailed
-from pipeline.options import S3Options
+from pipeline.options import REQUIRED, S3Options, check, option
 
 if TYPE_CHECKING:
     from pipeline.storage.s3 import Objects
 
 Say = Callable[[str], None]
 _MAX_KEEP_MINUTES = 10**8
-INTERRUPTED = "interrupted. Rerun the same command to resume"
+VIDEO_ROOT_HELP = (
+    "{} sources in this folder or s3://bucket/prefix ('sample': the sample clips); may be repeated. What a cache names "
+    "elsewhere is not read"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions(S3Options):
+    """The options of commands that maintain a cache. Raises UsageError for an invalid value."""
+
+    cache: str = option(
+        REQUIRED,
+        "the folder, or the s3://, gs:// or az:// prefix, that jobs.prune wrote",
+        positional=True,
+        metavar="CACHE",
+        group="cache",
+    )
+    keep_minutes: float = option(10.0, "keep replaced files for M minutes for their readers", metavar="M")
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a number of minutes that no clock has."""
+        is_valid = 0 <= self.keep_minutes <= _MAX_KEEP_MINUTES
+        check(is_valid, "keep_minutes", f"from 0 to {_MAX_KEEP_MINUTES:,}", self.keep_minutes)
+
+    @property
+    def keep(self) -> timedelta:
+        """The time for which replaced files stay."""
+        return timedelta(minutes=self.keep_minutes)
 
 
 class Result(Protocol):
@@ -31,61 +55,6 @@ class Result(Protocol):
 
     def lines(self) -> Iterator[str]:
         """Yield lines for the user about the result."""
-
-
-def add_cache(parser: argparse.ArgumentParser) -> None:
-    """Add the positional argument CACHE."""
-    help_text = "the folder, or the s3://, gs:// or az:// prefix, that jobs.prune wrote"
-    parser.add_argument("cache", metavar="CACHE", help=help_text)
-
-
-def add_video_root(parser: argparse.ArgumentParser, purpose: str) -> None:
-    """Add ``--video-root``; the help says what sources are read for, beginning with ``purpose``."""
-    help_text = (
-        f"{purpose} sources in this folder or s3://bucket/prefix ('sample': the sample clips); may be repeated. What a "
-        "cache names elsewhere is not read"
-    )
-    parser.add_argument("--video-root", action="append", default=[], metavar="DIR", help=help_text)
-
-
-def add_keep_minutes(parser: argparse.ArgumentParser, help_text: str) -> None:
-    """Add ``--keep-minutes``, the time for which replaced files stay for their readers."""
-    parser.add_argument("--keep-minutes", type=_parse_minutes, default=10.0, metavar="M", help=f"{help_text} [10]")
-
-
-def _parse_minutes(text: str) -> float:
-    """Parse a number of minutes, 0 to _MAX_KEEP_MINUTES, as a flag's type."""
-    if not 0 <= (value := float(text)) <= _MAX_KEEP_MINUTES:
-        raise argparse.ArgumentTypeError(f"must be from 0 to {_MAX_KEEP_MINUTES:,}, got {text}")
-    return value
-
-
-def run_on_stores(
-    parser: Parser,
-    argv: Sequence[str] | None,
-    work: Callable[[argparse.Namespace, Objects, Console], CommandResult],
-    find_conflict: Callable[[argparse.Namespace], str | None] = lambda arguments: None,
-    interrupt_message: str = INTERRUPTED,
-) -> int:
-    """Add the S3 options to ``parser``, parse ``argv`` and do the ``work``; return the exit code.
-
-    The caller has added all other flags, ``--json`` too. A usage error ends the process with 2. The exit code is 1 if
-    the work raises CorruptShard, RunFailed or OSError; see :func:`run_to_exit_code` for the other codes.
-
-    ``find_conflict`` returns the error message for flags that exclude each other, or None.
-    """
-    add_flags(parser, S3Options)
-    arguments = parser.parse_args(argv)
-    if (message := find_conflict(arguments)) is not None:
-        parser.error(message)
-    console = LogConsole()
-
-    def run() -> CommandResult:
-        return work(arguments, make_objects(from_flags(S3Options, arguments)), console)
-
-    failures = (CorruptShard, RunFailed, OSError)
-    document = arguments.json
-    return run_to_exit_code(run, console, failures=failures, interrupt_message=interrupt_message, document=document)
 
 
 def make_objects(config: S3Options) -> Objects:
