@@ -73,7 +73,7 @@ class ServerOptions:
 
     def engine_params(self) -> dict[str, Json]:
         """Return the values of ``--engine-param`` by name, spelled as vLLM's EngineArgs spells it."""
-        return {name.replace("-", "_"): value for name, value in engine_values(self.engine_param).items()}
+        return engine_values(self.engine_param)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -171,8 +171,9 @@ def test_a_place_of_something_else_is_refused(tmp_path, capsys):
     assert recode.main([*argv, str(tmp_path / "full")]) == 2 and "is no cache" in capsys.readouterr().err
     assert recode.main([*argv, str(tmp_path / "whole")]) == 2
     assert "dtype.stored: the cache has 'bfloat16', this run 'int4'" in capsys.readouterr().err
-    for command in (recode, reprune):
-        assert command.main(["--out", str(tmp_path / "out")]) == 2 and "name the cache" in capsys.readouterr().err
+    for command, name in ((recode, "CACHE"), (reprune, "WHOLE")):
+        assert command.main(["--out", str(tmp_path / "out")]) == 2
+        assert f"arguments are required: {name}" in capsys.readouterr().err
 
 
 def test_damage_in_the_source_ends_it_and_is_never_carried_on(tmp_path, capsys):
