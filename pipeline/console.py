@@ -1,4 +1,4 @@
-"""The console of every command: texts reach the terminal without control characters, and are never markup."""
+"""The consoles of the commands, which remove control characters from all texts and never interpret them as markup."""
 
 from __future__ import annotations
 
@@ -21,36 +21,39 @@ Say = Callable[[str], object]
 
 
 def speaker(console: Console) -> Say:
-    """Return the function that prints lines for the user on a console, as they are."""
+    """Return a function that prints a line to the console without markup, highlighting or wrapping."""
     return partial(console.print, highlight=False, markup=False, soft_wrap=True)
 
 
 def clean(text: str) -> str:
-    """Return a text with a space for each control character; newlines stay."""
+    """Replace each control character by a space. Newlines stay.
+
+    Control characters include marks that change the direction of writing, and unpaired surrogates.
+    """
     return _CONTROL.sub(" ", text)
 
 
 def clean_line(text: str) -> str:
-    """Return a text as ``clean`` does, with spaces for newlines."""
+    """Replace each control character and each newline by a space."""
     return clean(text.replace("\n", " "))
 
 
 class CleanConsole(Console):
-    """A Rich console for texts of any origin: a text that is printed or stands in a cell is cleaned, and is one line.
+    """A Rich console that is safe for texts of any origin, such as file names and replies of models.
 
-    A ``Text`` outside of cells keeps its newlines. Nothing is read as markup or as the name of an emoji, and numbers
-    get no color.
+    A string is cleaned of control characters and printed on one line, also in the cell of a table. A ``Text`` keeps its
+    newlines outside of cells. Nothing is interpreted as markup or as an emoji code, and numbers are not highlighted.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print as a Rich console does, each text on one line."""
+        """Print objects as a Rich console does; each string is cleaned and printed on one line."""
         super().print(*(clean_line(item) if isinstance(item, str) else item for item in objects), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Yield the segments of an object, whose texts are cleaned; all that is printed passes here."""
+        """Render an object with its text cleaned. Rich passes everything that is printed through this method."""
         return super().render(_clean(renderable, clean), options)
 
     def render_lines(
@@ -62,12 +65,17 @@ class CleanConsole(Console):
         pad: bool = True,
         new_lines: bool = False,
     ) -> list[list[Segment]]:
-        """Return the lines of an object, such as the cell of a table, whose text is one line before it is wrapped."""
+        """Render an object, such as the cell of a table, as lines, after its newlines have become spaces."""
         return super().render_lines(_clean(renderable, clean_line), options, style=style, pad=pad, new_lines=new_lines)
 
 
 def _clean(renderable: RenderableType, clean_plain: Callable[[str], str]) -> RenderableType:
-    """Return a text on one line, a Text cleaned by ``clean_plain``, and any other object as it is."""
+    """Clean the text of a renderable object.
+
+    Returns:
+        A string as one clean line; a ``Text`` whose plain text ``clean_plain`` has cleaned (a copy if it changes); any
+        other object unchanged.
+    """
     if isinstance(renderable, str):
         return clean_line(renderable)
     if isinstance(renderable, Text) and (plain := clean_plain(renderable.plain)) != renderable.plain:

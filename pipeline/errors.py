@@ -1,4 +1,4 @@
-"""Every typed error of the pipeline, one sentence each, and every class of faults with its remedy."""
+"""All typed errors of the pipeline, the classes of faults with their remedies, and helpers that word messages."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class Fault(NamedTuple):
 
     Attributes:
         meaning: what went wrong.
-        remedy: what the user can do.
-        retryable: whether another attempt may succeed: the machine's state is at fault, not the file's content.
+        remedy: what the user can do about it.
+        retryable: True if another attempt may succeed because the state of the machine is at fault, not the file's
+            content.
     """
 
     meaning: str
@@ -128,55 +129,59 @@ QUESTION_FAULTS: Mapping[QuestionFaultClass, Fault] = {
 
 
 class UsageError(ValueError):
-    """The request cannot be carried out as given; nothing was started (exit code 2)."""
+    """The request cannot be carried out as given. Nothing was started, and a command exits with code 2."""
 
 
 class ManifestError(UsageError):
-    """The videos to process cannot be listed: no such folder, no video in it, an unreadable or ambiguous manifest."""
+    """The videos to process cannot be listed: a folder is missing or empty, or a manifest cannot be read."""
 
 
 class QuestionsError(UsageError):
-    """The questions cannot be read: no such file, a row without an id, video or prompt, an option without sense."""
+    """The questions cannot be read: the file is missing, a row lacks an id, video or prompt, or options contradict."""
 
 
 class QuestionsChanged(UsageError):  # noqa: N818
-    """A question that was answered has another text, video, choices or way of decoding now."""
+    """A question that already has an answer now has another text, other videos, choices or decoding options."""
 
 
 class NotACache(UsageError):  # noqa: N818
-    """The folder is not a pruned-token cache (it is missing, holds something else, or has another schema version)."""
+    """The location is not a pruned-token cache: it is missing, holds something else, or has an unknown version."""
 
 
 class NotResults(UsageError):  # noqa: N818
-    """The folder does not hold results of jobs.evaluate (it holds something else, or another version)."""
+    """The location does not hold results of jobs.evaluate, or holds results in an unknown version."""
 
 
 class NotAnswers(UsageError):  # noqa: N818
-    """The folder does not hold answers of jobs.generate (it is missing, holds something else, or another version)."""
+    """The location does not hold answers of jobs.generate: it is missing, holds something else, or another version."""
 
 
 class IdentityMismatch(UsageError):  # noqa: N818
-    """A cache or answers were made with another model or other settings, so that rows cannot be mixed."""
+    """A cache or answers were made with another model or other settings, so new rows cannot be added to them."""
 
 
 class SourceChanged(UsageError):  # noqa: N818
-    """A video that is already in the cache has another file, size or clip in this manifest."""
+    """A cached video has another URI, file or clip in the present manifest than when it was encoded."""
 
 
 class CacheLocked(UsageError):  # noqa: N818
-    """Another run writes to the same place."""
+    """Another run is writing to the same location."""
 
 
 class RunFailed(RuntimeError):  # noqa: N818
-    """The run stopped before every video had a row (exit code 1)."""
+    """The run stopped before every item had a row. A command exits with code 1."""
 
 
 class LimitReached(RunFailed):
-    """The run has reached ``--max-hours``; committed rows stay, and a rerun resumes."""
+    """The run reached ``--max-hours``. Committed rows stay, and rerunning the command resumes."""
 
 
 class TooManyFailed(RunFailed):
-    """A run from Python ended, and more items failed than allowed; ``summary`` is what a good run returns."""
+    """A run started from Python finished, but more items failed than ``max_failed`` allows.
+
+    Attributes:
+        summary: the summary that the function returns when a run succeeds.
+    """
 
     def __init__(self, message: str, summary: object = None) -> None:
         super().__init__(message)
@@ -184,18 +189,22 @@ class TooManyFailed(RunFailed):
 
 
 class OwnCodeError(Exception):
-    """The code of a user's own method failed; the message has file and line."""
+    """A user method failed for one video or question. The message names the file and line of the user's code."""
 
 
 class MethodFails(RunFailed):
-    """A user's own method fails for every video; the message has file and line."""
+    """A user method fails for every video, so the run ends. The message names the file and line of the user's code."""
 
 
 ShardFault = Literal["damaged", "missing", "footer", "rows", "checksum", "schema", "commit"]
 
 
 class CorruptShard(RuntimeError):  # noqa: N818
-    """A Parquet shard does not hold what its videos row says; ``kind`` is jobs.verify's name for the damage."""
+    """A Parquet file of a cache or of answers does not hold what its committed rows say.
+
+    Attributes:
+        kind: the name that jobs.verify gives to this damage.
+    """
 
     def __init__(self, message: str, kind: ShardFault = "damaged") -> None:
         super().__init__(message)
@@ -210,11 +219,15 @@ class UnknownVideo(KeyError):  # noqa: N818
 
 
 class RemovedVideo(UnknownVideo):
-    """The video was removed from the cache for good (``python -m jobs.remove``)."""
+    """The video was removed from the cache for good by ``python -m jobs.remove``."""
 
 
 class FailedVideo(UnknownVideo):
-    """The video was tried and failed; ``fault_class`` says how."""
+    """The video failed when it was pruned, so the cache has an error row and no tokens.
+
+    Attributes:
+        fault_class: the fault class of the error row (``FaultClass``).
+    """
 
     def __init__(self, message: str, fault_class: str) -> None:
         super().__init__(message, fault_class)
@@ -222,23 +235,23 @@ class FailedVideo(UnknownVideo):
 
 
 class RatioNotCached(ValueError):  # noqa: N818
-    """The cache cannot serve this retention ratio: it is larger than the stored one, or the method is not nested."""
+    """The cache cannot serve this retention ratio: it is above the stored ratio, or the method is not nested."""
 
 
 class EvidenceNotCached(ValueError):  # noqa: N818
-    """The cache holds no such evidence of its tokens."""
+    """The cache was made without the requested evidence."""
 
 
 class VideoFault(Exception):  # noqa: N818
-    """A fault of one video, which becomes its error row and never touches another video.
+    """A fault of a single video. It becomes the error row of this video, and the run continues with the other videos.
 
     Attributes:
         fault_class: one of FaultClass.
-        message: at most 1 KB, printable.
-        stage: "decode", "encode", "prune" or "write".
-        backend: the decoder that was reading, if any.
-        exit_signal: the signal that ended the decode process, if one did.
-        attempts: how often the video was tried in this run.
+        message: printable text of at most 1 KB.
+        stage: the stage that failed: "decode", "encode", "prune" or "write".
+        backend: the decoder that was reading the video, or None.
+        exit_signal: the signal that ended the decode process, or None.
+        attempts: the number of attempts in this run.
     """
 
     def __init__(
@@ -251,7 +264,7 @@ class VideoFault(Exception):  # noqa: N818
         exit_signal: int | None = None,
         attempts: int = 1,
     ) -> None:
-        """Make the fault; control characters of ``message`` become spaces, and a long message is cut."""
+        """Create the fault. Control characters of ``message`` become spaces, and a message above 1 KB is cut."""
         super().__init__(fault_class, message)
         self.fault_class: FaultClass = fault_class
         self.message = printable(message)
@@ -262,7 +275,7 @@ class VideoFault(Exception):  # noqa: N818
 
     @property
     def retryable(self) -> bool:
-        """True if another attempt may succeed."""
+        """True if another attempt may succeed, by the fault's class."""
         return FAULTS[self.fault_class].retryable
 
     def __str__(self) -> str:
@@ -274,18 +287,18 @@ class VideoFault(Exception):  # noqa: N818
 
 
 class ReplacedSource(VideoFault):
-    """The file of a cached video is another one than the row was made of."""
+    """The source file of a cached video is no longer the file that its row was made from. The fault class is "io"."""
 
     def __init__(self, message: str) -> None:
         super().__init__("io", message)
 
 
 class QuestionFault(Exception):  # noqa: N818
-    """A fault of one question, which becomes its error row and never touches another question.
+    """A fault of a single question. It becomes the error row of this question, and the run continues with the others.
 
     Attributes:
         fault_class: one of QuestionFaultClass.
-        message: at most 1 KB, printable.
+        message: printable text of at most 1 KB.
     """
 
     def __init__(self, fault_class: QuestionFaultClass, message: str) -> None:
@@ -295,7 +308,7 @@ class QuestionFault(Exception):  # noqa: N818
 
     @property
     def retryable(self) -> bool:
-        """True if another attempt may succeed."""
+        """True if another attempt may succeed, by the fault's class."""
         return QUESTION_FAULTS[self.fault_class].retryable
 
     def __str__(self) -> str:
@@ -303,7 +316,14 @@ class QuestionFault(Exception):  # noqa: N818
 
 
 def near_file(path: Path) -> str:
-    """Return ``" (did you mean NAME?)"`` for the file beside a missing one whose name is nearest, or "" without one."""
+    """Suggest an existing file for a path that does not exist, among the first 10,000 names of its folder.
+
+    A name that looks the same, but differs in its Unicode form or blanks, is preferred to a similar name; the
+    suggestion says how it differs.
+
+    Returns:
+        ``" (did you mean NAME?)"``, to be appended to a message, or "" without a suggestion.
+    """
     try:
         names = [entry.name for entry in islice(path.parent.iterdir(), _LOOKED_AT)]
     except OSError:
@@ -314,9 +334,12 @@ def near_file(path: Path) -> str:
 
 
 def near_form(path: str) -> str:
-    """Return ``" (did you mean NAME ...?)"`` for the file that a missing one would be in another Unicode form, or "".
+    """Suggest the file that exists under another Unicode form (NFC or NFD) of a path that does not exist.
 
-    Costs no look at the disk for a path in ASCII, and four for any other.
+    An ASCII path costs no access to the disk; any other path costs up to four.
+
+    Returns:
+        ``" (did you mean PATH ...?)"``, to be appended to a message, or "" if there is no such file.
     """
     folder, name = os.path.split(path)
     for form in () if path.isascii() else _FORMS:
@@ -327,15 +350,20 @@ def near_form(path: str) -> str:
 
 
 def normalise_look(name: str) -> str:
-    """Return a name in a form that is equal for names that look the same.
+    """Normalize a file name so that names that look the same become equal.
 
-    macOS decomposes accented letters (NFD), and its names of recordings have spaces that are not a blank.
+    macOS decomposes accented letters (NFD) and puts narrow no-break spaces into the names of its recordings. The result
+    is in NFKC, without blanks at its ends, and with "/" in place of a backslash.
     """
     return normalize("NFKC", name).strip().replace("\\", "/")
 
 
 def describe_near(wrong: str, near: str) -> str:
-    """Return a name that may have been meant by a ``wrong`` one, with the difference if both look the same."""
+    """Describe the name ``near``, which the user may have meant by the name ``wrong``.
+
+    Returns:
+        ``near``; if both names look the same, ``near`` followed by an explanation of the invisible difference.
+    """
     if normalise_look(wrong) != normalise_look(near):
         return near
     if normalize("NFC", wrong) != normalize("NFC", near):
@@ -345,20 +373,26 @@ def describe_near(wrong: str, near: str) -> str:
 
 
 def count_of(n: int, noun: str) -> str:
-    """Return a number with its noun, in the plural unless it is 1: ``"1 video"``, ``"2,000 videos"``."""
+    """Format a number with its noun, in the plural unless the number is 1: ``"1 video"``, ``"2,000 videos"``."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{n:,} {noun if n == 1 else plural}"
 
 
 def name_first(names: Sequence[str], total: int, limit: int = 3) -> str:
-    """Return the first names, and how many more of ``total`` there are: ``"a, b, c and 2 more"``."""
+    """List the first ``limit`` names and the number of names left out of ``total``: ``"a, b, c and 2 more"``.
+
+    Control characters become spaces, and the list of names is cut after 1 KB.
+    """
     examples = names[:limit]
     more = total - len(examples)
     return printable(", ".join(examples)) + (f" and {more:,} more" if more else "")
 
 
 def printable(message: str, limit: int = 1024) -> str:
-    """Return the message with spaces for control characters, cut to ``limit`` bytes of UTF-8 with "..." at its end."""
+    """Replace control characters of a message by spaces, strip it, and cut it to ``limit`` bytes of UTF-8.
+
+    A message that is cut ends with "...". Whole characters are kept.
+    """
     clean = "".join(c if c.isprintable() else " " for c in message).strip()
     data = clean.encode("utf-8", "replace")
     return clean if len(data) <= limit else data[: limit - 3].decode("utf-8", "ignore") + "..."
@@ -366,9 +400,9 @@ def printable(message: str, limit: int = 1024) -> str:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Convert each ValueError of the context to UsageError, such as gstep's ModelError for an unusable model or method.
+    """Convert a ValueError that is raised inside this context into a UsageError with the same message.
 
-    A UsageError stays as it is.
+    gstep raises ValueError (ModelError, for example) for an unusable model or method. A UsageError passes unchanged.
     """
     try:
         yield
@@ -380,7 +414,10 @@ def usage_errors() -> Iterator[None]:
 
 @contextmanager
 def store_usage_errors() -> Iterator[None]:
-    """Convert each OSError of the context to UsageError, for checks before anything is started."""
+    """Convert an OSError that is raised inside this context into a UsageError that names the file or the store.
+
+    Use it for checks before anything is started.
+    """
     try:
         yield
     except OSError as error:

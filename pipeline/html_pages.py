@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: the templates and files of a package, and what a page's policy lets run."""
+"""Self-contained HTML pages: templates, style sheets and scripts of a package, and the policy that limits scripts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from markupsafe import Markup
 
 
 def environment(package: str) -> Environment:
-    """Return a Jinja environment of a package's templates: values are escaped, and missing values are errors.
+    """Create a Jinja environment for the templates of ``package``, which escapes values.
 
-    Templates of ``pipeline`` are found too, unless the package has a template of the same name.
+    Undefined values raise an error. The templates of ``pipeline``, such as the head of all pages, are found too, unless
+    the package has a template of the same name.
     """
     templates = Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader("pipeline")]),  # pipeline has the head of all pages
@@ -28,13 +29,14 @@ def environment(package: str) -> Environment:
 
 
 def asset(package: str, name: str) -> Markup:
-    """Return the unescaped content of a file beside a package's templates."""
+    """Read a file from the template folder of ``package`` as markup that is not escaped."""
     return Markup((files(package) / "templates" / name).read_text(encoding="utf-8"))
 
 
 def policy_hash(script: str) -> str:
-    """Return the hash of the one script that a page runs, for its content security policy.
+    """Return the base64 SHA-256 of the only script that a page may run, for its content security policy.
 
-    So nothing runs that a name, an annotation or a reply may carry. The template puts ``script`` on a line of its own.
+    The policy keeps scripts in names, annotations or replies from running. The template must put ``script`` on a line
+    of its own, because the hash covers the newline before it.
     """
     return base64.b64encode(hashlib.sha256(f"\n{script}".encode()).digest()).decode()

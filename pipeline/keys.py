@@ -1,4 +1,4 @@
-"""Ids, clips and files as short hashes, so that the driver's memory holds millions, and how they are found again."""
+"""Short hashes of ids, clips and files, so that the driver can hold millions of videos in memory, and their lookup."""
 
 from __future__ import annotations
 
@@ -16,58 +16,90 @@ _SAMPLE_BYTES = 2**14  # bytes of each of the three pieces that stand for a file
 
 
 def keys_of(texts: pa.Array | pa.ChunkedArray) -> Keys:
-    """Hash each text to 128 bits, [n,2]; of 10^8 texts two collide with a probability of 10^-23."""
+    """Hash each text to 128 bits.
+
+    Among 10^8 different texts, the probability that any two share a key is 10^-23.
+
+    Returns:
+        [n, 2] uint64: the two halves of each key.
+    """
     return _hash_texts(texts.cast(pa.binary()).to_pylist(), 16).reshape(-1, 2)
 
 
 def _hash_texts(texts: Iterable[bytes], n_bytes: int) -> Keys:
-    """Hash each text to so many bytes, one after the other."""
+    """Hash each text to ``n_bytes`` bytes (a multiple of 8) with BLAKE2b.
+
+    Returns:
+        [n * n_bytes / 8] uint64, the words of one text after the other.
+    """
     return np.frombuffer(b"".join(blake2b(text, digest_size=n_bytes).digest() for text in texts), np.uint64)
 
 
 def clip_keys(rows: pa.Table | pa.RecordBatch) -> Keys:
-    """Hash each row's ``uri``, ``start_s`` and ``end_s`` to 64 bits, [n]."""
+    """Hash ``uri``, ``start_s`` and ``end_s`` of each row to 64 bits, [n]. A null time differs from every number."""
     times = np.stack([_seconds(rows[name]) for name in ("start_s", "end_s")], axis=1).tobytes()
     uris = rows["uri"].cast(pa.binary()).to_pylist()
     return _hash_texts((uri + times[16 * i : 16 * i + 16] for i, uri in enumerate(uris)), 8)
 
 
 def tie_keys(rows: pa.Table) -> Keys:
-    """Hash run, token shard and error to 64 bits, [n]: the tie-breaker among rows of one video and attempt."""
+    """Hash the run, token shard and error message of each row to 64 bits, [n].
+
+    Among rows of the same video and attempt, these keys break the tie.
+    """
     columns = [rows[name].cast(pa.binary()).to_pylist() for name in ("run_id", "token_shard", "error_message")]
     return _hash_texts((b"\0".join(part or b"" for part in row) for row in zip(*columns, strict=True)), 8)
 
 
 def mark_key(text: str) -> int | None:
-    """Hash what a store says of a file's content or time (an ETag, a CRC-32, a time of change); None for ""."""
+    """Hash a store's or archive's mark of a file's content or time: an ETag, a CRC-32 or a modification time.
+
+    Quotes and the prefix of a weak ETag are ignored.
+
+    Returns:
+        A number of 64 bits other than 0, or None if ``text`` is empty.
+    """
     text = text.removeprefix("W/").strip('"')
     return _nonzero_key(text.encode()) if text else None
 
 
 def sample_spans(size: int) -> list[tuple[int, int]]:
-    """Return the bytes (start, end) of a file of ``size`` bytes that tell it from others: beginning, middle and end."""
+    """Return the byte ranges by which a file of ``size`` bytes is told from other files: its start, middle and end.
+
+    Returns:
+        Up to three ranges (start, end) of at most 16 KiB in ascending order. In a small file they overlap or coincide.
+    """
     starts = (0, (size - _SAMPLE_BYTES) // 2, size - _SAMPLE_BYTES)
     return [(start, min(start + _SAMPLE_BYTES, size)) for start in sorted({max(0, start) for start in starts})]
 
 
 def sample_key(size: int, pieces: Iterable[bytes]) -> int:
-    """Hash a file's size and the bytes of its ``sample_spans`` to 64 bits."""
+    """Hash a file's size and the contents of its ``sample_spans`` to 64 bits, never 0."""
     return _nonzero_key(b"".join([size.to_bytes(8, "big"), *pieces]))
 
 
 def _nonzero_key(text: bytes) -> int:
-    """Hash a text to 64 bits; never 0, which stands for what is not known."""
+    """Hash a text to 64 bits. The result is never 0, which stands for "not known" in the videos table."""
     return int(_hash_texts([text], 8)[0]) or 1
 
 
 def _seconds(column: pa.Array | pa.ChunkedArray) -> NDArray[np.float64]:
-    """Convert seconds to float64 with one bit pattern each for null (NaN) and zero."""
+    """Convert a column of seconds to float64 with equal bits for equal values: null is NaN, and -0.0 becomes 0.0."""
     seconds = pc.fill_null(column.cast(pa.float64()), float("nan")).to_numpy(zero_copy_only=False)
     return np.asarray(seconds, np.float64) + 0.0
 
 
 def find(keys: Keys, high: Keys, low: Keys) -> NDArray[np.int64]:
-    """Find each of ``keys`` [m,2] in the sorted keys with halves ``high`` and ``low``: [m] indices, -1 if absent."""
+    """Look up keys in a sorted array of keys.
+
+    Args:
+        keys: [m, 2], the keys to look up.
+        high: [n], the first halves of the array, ascending.
+        low: [n], its second halves.
+
+    Returns:
+        [m] int64: the index of each key in the array, or -1 if it is absent.
+    """
     rows = np.full(len(keys), -1, np.int64)
     place = np.searchsorted(high, keys[:, 0])
     open_rows = np.arange(len(keys))
@@ -82,14 +114,19 @@ def find(keys: Keys, high: Keys, low: Keys) -> NDArray[np.int64]:
 
 
 def column_keys(texts: pa.ChunkedArray) -> Keys:
-    """Hash each text of a column to 128 bits, [n,2]."""
+    """Hash each text of a chunked column to 128 bits, [n, 2] uint64; an empty column gives [0, 2]."""
     return np.concatenate([np.empty((0, 2), np.uint64), *map(keys_of, parts_of(texts))])
 
 
 def find_repeated(keys: Keys, is_late: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
-    """Return a mask [n] of ``keys`` [n,2] that occur earlier: the first of equal keys is not marked.
+    """Find the keys that have occurred before.
 
-    Keys under the mask ``is_late`` count as later than all others.
+    Args:
+        keys: [n, 2].
+        is_late: [n]; marked keys count as later than all other keys.
+
+    Returns:
+        [n] bool, True for each key that equals an earlier key. The first of several equal keys is not marked.
     """
     high = keys[:, 0].copy()  # two of 10^8 texts share it with a probability of 3e-4, and may hide a repeat
     # Both sorts are stable: among equal keys the earliest comes first.
@@ -100,6 +137,6 @@ def find_repeated(keys: Keys, is_late: NDArray[np.bool_] | None = None) -> NDArr
 
 
 def parts_of(column: pa.ChunkedArray) -> Iterator[pa.Array]:
-    """Yield a column in pieces of at most ROWS_AT_ONCE rows, without a copy."""
+    """Yield a column in zero-copy slices of at most ``ROWS_AT_ONCE`` rows."""
     for chunk in column.chunks:
         yield from (chunk.slice(start, ROWS_AT_ONCE) for start in range(0, len(chunk), ROWS_AT_ONCE))

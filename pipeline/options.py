@@ -1,4 +1,4 @@
-"""Options that several commands share. Each is a field that is also a flag, and errors name the flag."""
+"""Options that several commands share, as dataclass fields that are also flags, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ ATTN = ("auto", "flash_attention_2", "flash_attention_3", "flash_attention_4", "
 
 
 def option(default: Any, help_text: str, **extra: Any) -> Any:
-    """Make a dataclass field that is also a flag; ``{item}`` in its help names the command's items, such as "video".
+    """Create a dataclass field that is also a command-line flag.
 
-    A list as ``default`` is copied for each object; ``REQUIRED`` means that a value must be given. A secret does not
-    show in the repr.
-
-    ``extra`` may hold metavar, choices, positional, secret, several (a list takes many values after one flag), flag
-    (its name, if it is not the field's), share (a number that may be given in percent) and group, the title under which
-    ``--help`` shows this option and those that follow it, up to the next group.
+    Args:
+        default: the default value. A list is copied for each object. ``REQUIRED`` means that a value must be given.
+        help_text: the help; ``{item}`` in it becomes the noun of the command's items, such as "video".
+        extra: the field's metadata: metavar, choices, positional, secret (the value is left out of the repr), several
+            (a list takes several values after one flag), flag (the flag's name if it is not the field's), share (a
+            number that may be given in percent) and group (the title under which ``--help`` shows this option and the
+            options that follow it, up to the next group).
     """
     metadata = {"help": help_text, **extra}
     if isinstance(default, list):
@@ -49,33 +50,47 @@ def option(default: Any, help_text: str, **extra: Any) -> Any:
 
 
 def check(ok: bool, name: str, requirement: str, value: object) -> None:
-    """Raise UsageError, which names the flag and what is ``requirement``, unless ``ok``."""
+    """Raise UsageError("--NAME must be REQUIREMENT, got VALUE") unless ``ok`` is True."""
     if not ok:
         raise UsageError(f"--{name.replace('_', '-')} must be {requirement}, got {value!r}")
 
 
 def check_ratio(name: str, value: float | None) -> None:
-    """Raise UsageError, which names the flag, unless a share of the tokens is in (0, 1] or None."""
+    """Raise UsageError that names the flag unless ``value`` is None or in (0, 1]."""
     if value is not None and not 0.0 < value <= 1.0:
         raise UsageError(f"--{name.replace('_', '-')} must be in (0, 1], got {value!r}{likely_share(value)}")
 
 
 def likely_share(value: float) -> str:
-    """Return "; did you mean 25%?" for the number of a percentage without its sign, else ""."""
+    """Return "; did you mean 25%?" for a number in (1, 100], probably a percentage without its sign; otherwise ""."""
     return f"; did you mean {value:g}%?" if 1.0 < value <= 100.0 else ""
 
 
 def check_choices(config: Any) -> None:
-    """Raise UsageError if a field's value is none of its ``choices``; a configuration file skips the flags' check."""
+    """Raise UsageError if the value of an option with ``choices`` is not one of them.
+
+    argparse checks only flags; this also checks values from a configuration file and from Python. None is accepted.
+    """
     for item in fields(config):
         choices, value = item.metadata.get("choices"), getattr(config, item.name)
         check(not choices or value is None or value in choices, item.name, f"one of {choices}", value)
 
 
 def named_values(texts: Iterable[str], flag: str) -> dict[str, str]:
-    """Parse NAME=VALUE arguments into texts by name; the last value of a repeated name counts.
+    """Parse NAME=VALUE arguments.
 
-    Spaces around both are dropped, and "-" in a name becomes "_". Raises UsageError for a text without a name or "=".
+    Blanks around names and values are dropped, and "-" in a name becomes "_". If a name is repeated, its last value
+    counts.
+
+    Args:
+        texts: the arguments.
+        flag: the flag's name, for the error.
+
+    Returns:
+        Name -> value as text.
+
+    Raises:
+        UsageError: an argument has no name or no "=".
     """
     params: dict[str, str] = {}
     for item in texts:
@@ -109,7 +124,13 @@ class S3Options:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(S3Options):
-    """The options of every run. Raises UsageError for a value that makes no sense."""
+    """The options of every run on Ray.
+
+    A subclass sets ``item``, the noun for what the run processes, such as "video".
+
+    Raises:
+        UsageError: an option has an invalid value, or two options exclude each other.
+    """
 
     item: ClassVar[str]
 
@@ -157,7 +178,7 @@ class RunOptions(S3Options):
     log_interval: float = option(30.0, "print progress every S seconds where the output is not a terminal", metavar="S")
 
     def __post_init__(self) -> None:
-        """Raise UsageError, which names the flag, for a value that makes no sense."""
+        """Check all options; UsageError names the flag of the first invalid value."""
         check_choices(self)
         check(self.max_attempts >= 1, "max_attempts", "at least 1", self.max_attempts)
         check(self.min_gpus >= 0, "min_gpus", "at least 0", self.min_gpus)
@@ -173,25 +194,26 @@ class RunOptions(S3Options):
         self.failure_limit(1)  # raises for a --max-failed that is neither a count nor a share
 
     def failure_limit(self, total: int) -> int:
-        """Return the number of ``total`` items that may fail before the run counts as failed."""
+        """Return how many of ``total`` items may fail before the run counts as failed: by default all but one."""
         return max(0, total - 1) if self.max_failed is None else _count_or_share(self.max_failed.strip(), total)
 
     def infrastructure_limit(self, total: int) -> int:
-        """Return the number of infrastructure errors after which the run counts as failed.
+        """Return the number of infrastructure errors, out of ``total`` items, above which the run counts as failed.
 
-        These errors come from a mount, a store, a bug or a full GPU. ``--max-failed`` limits them too.
+        Infrastructure errors come from a mount, a store, a bug or a full GPU. If ``--max-failed`` is given, it is this
+        limit too; the default is 10 or 5 %, whichever is more.
         """
         if self.max_failed is not None:
             return self.failure_limit(total)
         return max(OUTSIDE_COUNT, math.floor(OUTSIDE_SHARE * total + 1e-9))
 
     def as_record(self) -> dict[str, Json]:
-        """Return the options by name, JSON-able, for the run's record; a secret that is set becomes "(set)"."""
+        """Return all options by name, ready for JSON, for the run's record; a secret that is set becomes "(set)"."""
         values = {item.name: (getattr(self, item.name), item.metadata.get("secret")) for item in fields(self)}
         return {name: "(set)" if secret and value is not None else value for name, (value, secret) in values.items()}
 
     def changed_values(self) -> dict[str, Json]:
-        """Return the part of ``as_record`` that is not the default; the run's record has all."""
+        """Return the entries of ``as_record`` that differ from the default."""
         defaults = {
             item.name: item.default if item.default_factory is MISSING else item.default_factory()
             for item in fields(self)
@@ -212,13 +234,13 @@ class PrunerOptions(RunOptions):
         self.pruner_params()
 
     def pruner_params(self) -> dict[str, str]:
-        """Parse ``--pruner-param`` into texts by name."""
+        """Parse ``--pruner-param`` into texts by parameter name. Raises UsageError for an argument without "="."""
         return named_values(self.pruner_param, "--pruner-param")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodeOptions:
-    """The option of commands that continue the results of a user's own method."""
+    """The option of commands that continue results of a user method."""
 
     on_changed: str = option(
         "refuse",
@@ -231,7 +253,11 @@ class CodeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(RunOptions, CodeOptions):
-    """The options of runs that answer questions, about the engine that computes the answers."""
+    """The options of runs that answer questions: the engine that computes the answers, and its arguments.
+
+    Raises:
+        UsageError: an option has an invalid value, or an option of vLLM is given without ``--engine vllm``.
+    """
 
     engine: str = option(
         "transformers",
@@ -253,7 +279,7 @@ class EngineOptions(RunOptions, CodeOptions):
     )
 
     def __post_init__(self) -> None:
-        """Raise UsageError also for options of vLLM without ``--engine vllm``."""
+        """Check all options; UsageError names the flag of the first invalid value."""
         super().__post_init__()
         check(self.tensor_parallel >= 1, "tensor_parallel", "at least 1", self.tensor_parallel)
         check(self.batch_size is None or self.batch_size >= 1, "batch_size", "at least 1", self.batch_size)
@@ -268,11 +294,15 @@ class EngineOptions(RunOptions, CodeOptions):
                     raise UsageError(f"--{name.replace('_', '-')} goes with --engine vllm")
 
     def engine_params(self) -> dict[str, Json]:
-        """Parse ``--engine-param`` into values by name."""
+        """Parse ``--engine-param`` into values by name. Raises UsageError for an argument without "="."""
         return engine_values(self.engine_param)
 
     def as_record(self) -> dict[str, Json]:
-        """Return the options as ``RunOptions`` does; the value of a secret engine argument becomes "(set)"."""
+        """Return all options by name, ready for JSON, for the record of the run.
+
+        A secret that is set becomes "(set)", and so does the value of an engine argument whose name ends like a
+        secret's, such as ``hf_token``.
+        """
         shown: list[Json] = []
         for text in self.engine_param:
             name = text.partition("=")[0]
@@ -281,14 +311,26 @@ class EngineOptions(RunOptions, CodeOptions):
 
 
 def engine_values(texts: Iterable[str]) -> dict[str, Json]:
-    """Parse ``--engine-param`` by name; a value is JSON where it can be read as that, else text."""
+    """Parse NAME=VALUE engine arguments. A value that is valid JSON is decoded; any other value stays text.
+
+    Raises:
+        UsageError: an argument has no name or no "=".
+    """
     return {name: _json_or_text(text) for name, text in named_values(texts, "--engine-param").items()}
 
 
 def read_ids(flag: str, name: str) -> list[str]:
-    """Read the distinct video ids of a text file, one a line, in its order; empty lines are skipped.
+    """Read video ids from a text file that has one id per line; empty lines are skipped.
 
-    ``flag`` is for messages. Raises UsageError if the file cannot be read, has no id, or holds JSON.
+    Args:
+        flag: the flag that names the file, without "--", for errors.
+        name: the path of the file, in UTF-8.
+
+    Returns:
+        The different ids in their order in the file.
+
+    Raises:
+        UsageError: the file cannot be read, has no id, or holds JSON.
     """
     try:
         lines = Path(name).read_text(encoding="utf-8-sig").split("\n")
@@ -303,7 +345,7 @@ def read_ids(flag: str, name: str) -> list[str]:
 
 
 def _json_or_text(text: str) -> Json:
-    """Return a text parsed as JSON, or as it is where it is no JSON."""
+    """Decode ``text`` as JSON; return it unchanged if it is not valid JSON."""
     try:
         value: Json = json.loads(text)
     except ValueError:
@@ -312,9 +354,13 @@ def _json_or_text(text: str) -> Json:
 
 
 def _count_or_share(text: str, total: int) -> int:
-    """Convert ``--max-failed`` to a number of items: "10", "0.05" or "5%" of ``total``, rounded down.
+    """Convert ``--max-failed`` to a number of items.
 
-    A number with a point or an exponent is a share, so "1.0" is all. Raises UsageError.
+    "10" is a count; "0.05" and "5%" are shares of ``total``, rounded down. A number with a decimal point or an exponent
+    is a share, so "1.0" means all items.
+
+    Raises:
+        UsageError: the text is not a number, the count is negative, or the share is not in [0, 1].
     """
     try:
         if set(text.lower()).isdisjoint("%.e"):  # Python writes 0.00001 as 1e-05
@@ -343,14 +389,23 @@ _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 def check_options(config: type, values_given: Mapping[str, object], where: str = "") -> dict[str, Any]:
     """Convert options from a file or from Python, by field name, to the types of the fields of ``config``.
 
-    Options that are not given stay absent. Only these conversions are done:
+    Only these conversions are done:
 
     - an int to a float, a number or a path to text, and None to an empty list
-    - a mapping to a list of NAME=VALUE
+    - a mapping to a list of NAME=VALUE, for options with that metavar
     - a text in percent to a number, for a share
-    - a single text to a list, for a positional option of several words
+    - a single text to a list, for a positional argument that takes several words
 
-    Raises UsageError, whose message begins with ``where``, for an unknown name and a value of another type.
+    Args:
+        config: the dataclass of options.
+        values_given: option name -> value.
+        where: the beginning of error messages.
+
+    Returns:
+        The converted values of the options that were given.
+
+    Raises:
+        UsageError: an option does not exist, or a value has another type.
     """
     known_fields = {item.name: item for item in fields(config)}
     if unknown := [name for name in values_given if name not in known_fields]:
@@ -377,12 +432,17 @@ def check_options(config: type, values_given: Mapping[str, object], where: str =
 def make_config(
     kind: type[C], function: str, options: Mapping[str, object], accepted_names: Collection[str] | None = None
 ) -> C:
-    """Make a configuration of class ``kind`` from the keyword arguments ``options`` of ``function``.
+    """Create a configuration from the keyword arguments of a Python function.
 
-    Only the fields ``accepted_names`` are accepted. None accepts every field but fields for commands alone, such as
-    ``dry_run`` and ``plan``.
+    Args:
+        kind: the configuration class.
+        function: the function's name, for errors.
+        options: the keyword arguments.
+        accepted_names: the fields that the function accepts; None accepts all fields except those that are meant for
+            the command line, such as ``dry_run`` and ``plan``.
 
-    Raises UsageError for another field, an unknown name and a wrong value.
+    Raises:
+        UsageError: an option does not exist or is not accepted, or its value is invalid.
     """
     accepted_names = (
         [item.name for item in fields(kind) if item.name not in _OF_COMMANDS]
@@ -397,7 +457,7 @@ def make_config(
 
 
 def share(text: str) -> float:
-    """Parse a share of a whole: "0.25", or the same in percent, "25%". Raises ValueError."""
+    """Parse a share as a number ("0.25") or in percent ("25%"). Raises ValueError for any other text."""
     number, percent, ending = text.partition("%")
     if ending.strip():
         raise ValueError(f"{text!r} is no share")
@@ -405,21 +465,21 @@ def share(text: str) -> float:
 
 
 def value_type(hint: Any) -> Any:
-    """Return the type without None of an optional one (``int`` of ``int | None``), and any other as it is."""
+    """Return the type of an optional value without None (``int`` for ``int | None``), and any other type unchanged."""
     if get_origin(hint) in (Union, types.UnionType):
         return next(kind for kind in get_args(hint) if kind is not type(None))
     return hint
 
 
 def _as_pairs(value: object) -> object:
-    """Convert a mapping to a list of NAME=VALUE; return other values as they are."""
+    """Convert a mapping to a list of NAME=VALUE; other values are returned unchanged."""
     if not isinstance(value, Mapping):
         return value
     return [f"{name}={str(of).lower() if of is None or isinstance(of, bool) else of}" for name, of in value.items()]
 
 
 def _share(value: object) -> object:
-    """Convert a text like "25%" to a number; return other values, and texts that are no share, as they are."""
+    """Convert a text such as "25%" to a number, and return any other value or text unchanged."""
     try:
         return share(value) if isinstance(value, str) and value.endswith("%") else value
     except ValueError:
@@ -427,10 +487,13 @@ def _share(value: object) -> object:
 
 
 def _check_value(value: Any, hint: Any, where: str) -> Any:
-    """Convert an option's value to the type ``hint``, None to [] for a list.
+    """Convert the value of an option to the type ``hint``.
 
-    Raises UsageError that begins with ``where``. A bool counts as no number. A path or a number counts as text, but not
-    in a list of texts: there only a path does.
+    None becomes [] for a list. A bool is not accepted as a number. A path or a number is accepted as text, but in a
+    list of texts only a path is.
+
+    Raises:
+        UsageError: the value has another type; the message begins with ``where``.
     """
     kind = value_type(hint)
     if value is None and kind is not hint:

@@ -1,9 +1,8 @@
-"""The code of a user's own class, a method or a decoder: its hash, and the line of it that failed.
+"""The code of a user's class, such as a method or a decoder: its hash, and the line of it that failed.
 
-The hash covers every statement of the class's module and of the user's modules that this module imports, directly or
-not. Comments, docstrings, layout, and what stands below ``if __name__ == "__main__"`` do not change it. This package,
-Python, and other installed packages are not part of it, and neither are modules that code imports by a computed name
-and files that it reads.
+The hash covers all statements of the class's module and of the user's modules that it imports, directly or indirectly.
+It does not change with comments, docstrings, layout, and the statements below ``if __name__ == "__main__"``. It does
+not cover this package, Python, other installed packages, modules that are imported by a computed name, or data files.
 """
 
 from __future__ import annotations
@@ -30,16 +29,21 @@ _FORM = (
 
 
 def is_own(kind: type) -> bool:
-    """Return True if a class is the user's: no part of this package."""
+    """Return True if the user wrote the class: its module is not in this package, torch or the standard library."""
     return kind.__module__.partition(".")[0] not in _NOT_OWN
 
 
 def hash_code(kind: type) -> str:
-    """Return ``modules:<hex>`` of the code of a class, the same on every machine that has the same statements.
+    """Hash the code of a user's class; machines with the same statements compute the same hash.
 
-    A module without source, such as an extension module, counts by the bytes of its file.
+    A module without source, such as an extension module, is hashed by the bytes of its file. Modules are located
+    without importing them, except for the packages that contain them.
 
-    Raises UsageError if the module of the class has no file, as in a notebook, or a module cannot be parsed.
+    Returns:
+        ``modules:<hex>``.
+
+    Raises:
+        UsageError: the class is not in a file, as in a notebook, or a module has a syntax error.
     """
     if _find_file(kind.__module__) is None:
         raise UsageError(f"{kind.__module__}:{kind.__qualname__} is in no file: put the class into a module of its own")
@@ -64,19 +68,30 @@ def hash_code(kind: type) -> str:
 
 
 def is_comparable(code: str | None) -> bool:
-    """Return True if a stored hash can be compared with one of ``hash_code``; False for None and for older forms."""
+    """Return True if a stored hash can be compared with the result of ``hash_code``.
+
+    False for None, and for the hashes of older versions, which covered other statements.
+    """
     return code is not None and code.startswith(_FORM)
 
 
 def file_of(kind: type) -> str:
-    """Return the file of a class, or its module's name where there is none."""
+    """Return the path of the file that defines a class, or "module NAME" if its module has no file."""
     return str(getattr(sys.modules.get(kind.__module__), "__file__", None) or f"module {kind.__module__}")
 
 
 def locate_own_error(error: BaseException, kind: type) -> str | None:
-    """Return FILE:LINE where a user's class is to blame for ``error``; None for any other error.
+    """Find the line of the user's code that is to blame for an error.
 
-    It is the innermost frame in the user's code; for a wrong selection it is the method's ``select``.
+    It is the innermost frame of the traceback that lies in the user's modules. If there is none and ``error`` is a
+    WrongSelection, it is the first line of the method's ``select``.
+
+    Args:
+        error: the exception, with its traceback.
+        kind: the class that was called.
+
+    Returns:
+        FILE:LINE, or None if the class is not the user's or its code is not involved.
     """
     if not is_own(kind):
         return None
@@ -91,7 +106,10 @@ def locate_own_error(error: BaseException, kind: type) -> str | None:
 
 
 def _is_users(module: str, first: str) -> bool:
-    """Return True if a module belongs to the user, whose module ``first`` is: it is no installed package."""
+    """Return True if ``module`` is a module of the user whose class is in the module ``first``.
+
+    It is if it has a file, and is in the same top-level package as ``first`` or not installed in site-packages.
+    """
     top, first_top = module.partition(".")[0], first.partition(".")[0]
     if module == first or top in _NOT_OWN:
         return module == first
@@ -100,9 +118,10 @@ def _is_users(module: str, first: str) -> bool:
 
 
 def _list_imports(module: str, statements: list[ast.stmt]) -> Iterator[str]:
-    """Yield the modules that the import statements in a module may load, those in functions too.
+    """Yield the names of all modules that import statements of a module may load, also statements in functions.
 
-    ``import a.b`` loads a and a.b. For ``from a import b``, a.b is yielded too: it may be a module.
+    ``import a.b`` loads a and a.b. For ``from a import b``, a.b is yielded too, since it may be a module. Names that
+    are not modules may be among them.
     """
     package = getattr(sys.modules.get(module), "__package__", None)
     if package is None:
@@ -122,7 +141,10 @@ def _list_imports(module: str, statements: list[ast.stmt]) -> Iterator[str]:
 
 
 def _find_spec(module: str) -> Any:
-    """Return the spec of a module that is loaded or can be found, or None. May import the packages above the module."""
+    """Find the import spec of a module, or the module itself if it is loaded without one; None if it cannot be found.
+
+    Finding it may import the packages that contain it, which runs user code.
+    """
     if module in sys.modules:
         return getattr(sys.modules[module], "__spec__", None) or sys.modules[module]
     try:
@@ -132,14 +154,14 @@ def _find_spec(module: str) -> Any:
 
 
 def _find_file(module: str) -> Path | None:
-    """Return the file that a module is read from; None for a module without one and for what is no module."""
+    """Return the file that a module is loaded from; None if the module cannot be found or has no file."""
     spec = _find_spec(module)
     origin = getattr(spec, "origin", None) or getattr(spec, "__file__", None)
     return Path(origin) if isinstance(origin, str) and "/" in origin else None
 
 
 def _read_source(module: str) -> str | None:
-    """Return the source of a module, or None if it has none."""
+    """Return the source text of a module, or None if it has none or cannot be read."""
     loader: Any = getattr(sys.modules.get(module), "__loader__", None) or getattr(_find_spec(module), "loader", None)
     try:
         source: str | None = loader.get_source(module) if hasattr(loader, "get_source") else None
@@ -149,12 +171,12 @@ def _read_source(module: str) -> str | None:
 
 
 def _runs_as_script(node: ast.stmt) -> bool:
-    """Return True if a statement is ``if __name__ == "__main__"``."""
+    """Return True if a statement is an ``if`` whose condition mentions ``__name__``."""
     return isinstance(node, ast.If) and any(getattr(inner, "id", None) == "__name__" for inner in ast.walk(node.test))
 
 
 def _canonical(value: Any) -> str:
-    """Return syntax as a text that layout, comments, docstrings and versions of Python do not change."""
+    """Render syntax nodes as text that does not depend on layout, comments, docstrings or the Python version."""
     if isinstance(value, list):
         statements = [item for item in value if not _is_docstring(item)]
         return f"[{', '.join(map(_canonical, statements))}]"
@@ -166,5 +188,5 @@ def _canonical(value: Any) -> str:
 
 
 def _is_docstring(node: object) -> bool:
-    """Return True if a statement is a text alone."""
+    """Return True if a statement consists of a string constant only."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

@@ -1,7 +1,8 @@
-"""Calls of a pruning method that may be the user's own: a bug of its code is told apart, and ends a run soon.
+"""Calls of a pruning method that may be the user's, which tell a bug in the user's code from other errors.
 
-A bug that one video shows is the fault of that video's row. A method that has pruned no video yet in this process, and
-fails at the same line for drawn tokens of another shape too, would fail for all videos.
+If a method fails for one video, the fault becomes that video's error row. If it has not pruned any video in this
+process, and also fails at the same line for random tokens of another shape, it would fail for every video, and the run
+ends.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ _working_methods: set[type[Pruner]] = set()  # methods that have pruned a video 
 
 
 def prune_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int) -> PrunedTokens:
-    """Prune as ``pruner.prune``, and name the line of a user's own method that fails.
+    """Prune the tokens of a video, and name the failing line if the method is the user's.
 
-    Raises OwnCodeError where the code of a user's own method fails for this video. Raises MethodFails where the method
-    has pruned no video yet in this process and fails at the same line for drawn tokens: it would fail for every video.
-    All other errors stay as they are: of methods of this package, of GPUs, and out of memory.
+    Errors that are not the user's code's fault pass unchanged: errors of this package's methods, GPU errors, and
+    running out of memory.
+
+    Raises:
+        OwnCodeError: the user's code failed for this video.
+        MethodFails: the user's code failed, has not pruned any video in this process, and fails at the same line for
+            random tokens, so it would fail for every video.
+        ValueError: tokens, evidence or ratio do not fit (``Pruner.prune``).
     """
     kind = type(pruner)
     try:
@@ -43,9 +49,11 @@ def prune_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, s
 
 
 def prune_or_fault(pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int) -> PrunedTokens:
-    """Prune as ``prune_tokens``, with the VideoFault of the stage prune for an error of one video.
+    """Prune the tokens of a video, and convert errors that concern only this video to faults of the stage "prune".
 
-    Raises VideoFault, and MethodFails as ``prune_tokens``.
+    Raises:
+        VideoFault: class own-code if the user's code failed for this video; class internal for any ValueError.
+        MethodFails: the user's method would fail for every video (``prune_tokens``).
     """
     try:
         return prune_tokens(pruner, visual, retention_ratio, seed)
@@ -56,15 +64,19 @@ def prune_or_fault(pruner: Pruner, visual: VisualTokens, retention_ratio: float,
 
 
 def _may_be_gpu_fault(error: Exception) -> bool:
-    """Return True if an error says that the GPU failed, or the GPU does so when it is asked."""
+    """Return True if an error may come from a broken GPU.
+
+    That is so if its message says "CUDA error", or if this process uses CUDA and a small operation on the GPU fails.
+    """
     has_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return "CUDA error" in str(error) or (has_cuda and is_gpu_broken())
 
 
 def _place_with_drawn_tokens(pruner: Pruner, visual: VisualTokens, retention_ratio: float, seed: int) -> str | None:
-    """Prune drawn tokens and evidence with another number of frames; return FILE:LINE of the failure.
+    """Prune random tokens and evidence with another number of frames than ``visual`` has.
 
-    None if the method does not fail, or if its own code is not to blame.
+    Returns:
+        FILE:LINE of the user's code that failed, or None if nothing failed or the user's code is not to blame.
     """
     n_frames, per_frame, hidden = visual.tokens.shape
     drawn = next(count for count in _DRAWN_FRAMES if count != n_frames)

@@ -1,6 +1,6 @@
-"""The typed datum: one record a video, one a question, from the first stage to the Parquet file.
+"""The typed records of videos and questions, which travel from the first stage of a run to the Parquet files.
 
-A record gains keys on its way. An absent key is a null in Parquet. The schema of the videos table is made from
+Each stage adds keys to a record. An absent key becomes a null in Parquet. The schema of the videos table is made from
 ``VideoRecord``; a test compares ``pipeline.generate.answers.ANSWER_SCHEMA`` with ``AnswerRecord``.
 """
 
@@ -36,22 +36,23 @@ R = TypeVar("R", bound=Mapping[str, Any])
 
 
 class ManifestRow(TypedDict):
-    """A video that a user named: a row of the table that ``pipeline.inputs`` makes (``named_videos.MANIFEST_SCHEMA``).
+    """A video that the user named: a row of the table that ``pipeline.inputs`` makes.
 
     Attributes:
         video_id: the id, unique in the list.
-        uri: a path or an address of the video's file; ARCHIVE#NAME for a video in an archive or a table.
-        start_s: start of the clip in seconds; None for the beginning.
-        end_s: end of the clip in seconds; None for the end.
-        manifest: JSON of the columns, or of the members of an archive, that are only carried along.
-        policy: the reason why the file must not be read; then nothing opens it.
-        size: bytes of the video, by the listing of a store, the manifest's size_bytes, or the index of a tar or zip.
-            None if none of these tells it: for files on disk, and for rows of a table.
-        source_offset: the position of a video in its archive: of a tar, the first byte of the member's data; of a zip,
-            the first byte of the member's header; of a table, the number of the row. None for a file of its own.
-        fault: "class: message" of what is known to be wrong with the video.
-        mark: the ``mark_key`` of a text that changes with the content: of an object, the listing's ETag or hash; of a
-            member, the zip's CRC-32 of it, or the mark of the whole tar. None if no listing or index tells it.
+        uri: the path or URL of the video's file; ARCHIVE#NAME for a video in an archive.
+        start_s: start of the clip in seconds; None for the start of the video.
+        end_s: end of the clip in seconds; None for the end of the video.
+        manifest: JSON of the other columns of the manifest, or of the members that an archive has beside the video.
+            They are carried along unchanged.
+        policy: the reason why the file must not be read, in which case nothing opens it; None if it may be read.
+        size: the size of the video in bytes, from a store's listing, the manifest's size_bytes, or the index of a tar
+            or zip. None if none of them states it, as for files on disk and for rows of a table.
+        source_offset: the position of a video in its archive: in a tar, the first byte of the member's data; in a zip,
+            the first byte of the member's header; in a table, the row number. None for a separate file.
+        fault: "class: message" of a known fault of the video, found before it is decoded; None without a fault.
+        mark: the ``mark_key`` of a text that changes with the content: the ETag or hash of an object, the CRC-32 of a
+            zip's member, or the mark of a whole tar. None if no listing or index states one.
     """
 
     video_id: str
@@ -67,7 +68,11 @@ class ManifestRow(TypedDict):
 
 
 class TodoRow(ManifestRow):
-    """A video that is to be processed, and which attempt this is."""
+    """A video that this run will process.
+
+    Attributes:
+        attempts: the number of this attempt, counted over all runs from 1.
+    """
 
     attempts: int
 
@@ -81,23 +86,23 @@ def todo_row(
     attempts: int = 1,
     source_offset: int | None = None,
 ) -> TodoRow:
-    """Return the row of a video that may be read: without a policy, a known fault, a mark and carried columns."""
+    """Create the row of a video that may be read, with None for policy, known fault, mark and carried columns."""
     row: ManifestRow = {"video_id": video_id, "uri": uri, "start_s": start_s, "end_s": end_s, "size": size}
     row |= {"manifest": None, "policy": None, "source_offset": source_offset, "fault": None, "mark": None}
     return {**row, "attempts": attempts}
 
 
 class Column(NamedTuple):
-    """The description of a column of the videos table, in the annotation of a key of ``VideoRecord``.
+    """The description of a column of the videos table, attached to a key of ``VideoRecord`` as its annotation.
 
     Attributes:
         kind: the name of its Arrow type, or "list<NAME>" for a list of that type.
-        meaning: what it holds; files of the table have this text in their metadata.
-        decoded: whether the decode process finds and sends its value.
-        may_be_unstated: whether the decode process may send null, because a video file need not state the value, or
+        meaning: the description that files of the table carry in their metadata.
+        decoded: True if the decode process determines the value.
+        may_be_unstated: True if the decode process may send null, because a video file need not state the value or
             because it depends on the options. The decode process always sends the other ``decoded`` values.
-        nullable: whether a row may lack it.
-        since: the date since when files have it; "" for a column that every file has.
+        nullable: True if the column may be null in a row.
+        since: the date from which on files have the column; "" for a column that every file has.
     """
 
     kind: str
@@ -109,16 +114,16 @@ class Column(NamedTuple):
 
 
 class VideoRecord(TypedDict, total=False):
-    """A row of the videos table, complete or on its way there: each stage adds its keys.
+    """A row of the videos table, complete or still in progress: each stage adds its keys.
 
-    This is the one list of the table's columns. Their order is the order of the columns in files:
-    ``pipeline.cache.schema.VIDEO_SCHEMA`` is made from it.
+    This is the only list of the table's columns. ``pipeline.cache.schema.VIDEO_SCHEMA`` is made from it, and files have
+    the columns in this order.
 
-    A reader sees every column, and None for a null. In an ok row, only the columns about errors and those whose type
-    allows None may be null. In a failed row, every column that decoding, encoding or writing adds may be null, whatever
-    its type is here. ``manifest``, ``runtime`` and ``model_extra`` are JSON: text in the table, decoded in the rows
-    that TokenCache returns. The meaning of ``source_offset`` in files holds for tars only; ``ManifestRow`` has it for
-    zips and tables too.
+    A reader sees every column, with None for null. In an ok row, only the columns about errors and the columns whose
+    type allows None may be null. In a failed row, every column that decoding, encoding or writing adds may be null,
+    whatever its type is here. ``manifest``, ``runtime`` and ``model_extra`` are JSON: text in the table, decoded in the
+    rows that TokenCache returns. The text in files about ``source_offset`` describes tars only; ``ManifestRow``
+    describes zips and tables too.
     """
 
     # Columns for the rule of the live row, resume and the summary: adjacent, so that one read gets them all.
@@ -298,25 +303,29 @@ VideoRow = VideoRecord
 
 
 def sampled_fps(row: VideoRow) -> float | None:
-    """Return how many frames a second were sampled of an ok video's clip; ``row["fps"]`` is the rate of the source.
+    """Compute the rate, in frames per second, at which an ok video's clip was sampled.
 
-    None if the row does not have what that follows from, as a row of another program may.
+    ``row["fps"]``, in contrast, is the frame rate of the source.
+
+    Returns:
+        The number of sampled frames per second of the clip, or None if the row states no frame rate or no frames.
     """
     fps = row.get("clip_fps") or row["fps"]
     return len(row["frame_indices"]) / row["clip_frames"] * fps if fps and row["clip_frames"] else None
 
 
 def format_rate(fps: float | None) -> str:
-    """Format frames a second: two digits behind the point, or two that count below 0.1; "unknown" for None."""
+    """Format a frame rate with up to two decimals, or two significant digits below 0.1; None becomes "unknown"."""
     if fps is None:
         return "unknown"
     return f"{fps:.2g}" if fps < 0.1 else f"{fps:.2f}".rstrip("0").rstrip(".")
 
 
 def describe_frames(row: VideoRow) -> str:
-    """Describe the rates and frames of an ok video, whose columns have easily confused names.
+    """Describe the frame rates and the number of frames of an ok video in one line.
 
-    For example: ``"source fps 25, sampled at 0.27 fps, 32 frames in 16 temporal patches"``.
+    The names of these columns are easily confused. For example: ``"source fps 25, sampled at 0.27 fps, 32 frames in 16
+    temporal patches"``.
     """
     n_sampled, n_steps = len(row["frame_indices"]), row["n_frames"]
     # A clip of which the rate differs from that of the whole file lies in a file whose rate varies.
@@ -327,7 +336,7 @@ def describe_frames(row: VideoRow) -> str:
 
 
 class QuestionRecord(TypedDict, total=False):
-    """A question to be asked: what a row of the questions file asks, under which pruning and code, and the attempt."""
+    """A question to be answered: the row of the questions file, its pruning and method code, and the attempt."""
 
     question_id: str
     video_ids: list[str]
@@ -342,7 +351,7 @@ class QuestionRecord(TypedDict, total=False):
 
 
 class AnswerRecord(QuestionRecord, total=False):
-    """A row of the answers, complete or on its way there: each step adds its keys."""
+    """A row of the answers table, complete or still in progress: each step adds its keys."""
 
     run_id: str
     status: Status
@@ -370,14 +379,15 @@ class AnswerRecord(QuestionRecord, total=False):
 
 
 def without_nulls(row: Mapping[str, Any], kind: type[R]) -> R:
-    """Return a row as a record of type ``kind``, without the keys whose value is None."""
+    """Copy a row as a record of type ``kind``, leaving out the keys whose value is None."""
     return cast(R, {name: value for name, value in row.items() if value is not None})
 
 
 def failed_video(record: VideoRecord, fault: VideoFault) -> VideoRecord:
-    """Return the error row of a video: a copy of its record so far, with the fault.
+    """Create the error row of a video: a copy of its record so far, with the class, stage and message of the fault.
 
-    The attempts of the fault in this run are added to the attempts before it.
+    ``fault.attempts`` counts the attempts of this run, the first of which is already in ``record["attempts"]``; the
+    others are added.
     """
     row: VideoRecord = {
         **record,
@@ -396,12 +406,16 @@ def failed_video(record: VideoRecord, fault: VideoFault) -> VideoRecord:
 
 
 def may_succeed_elsewhere(record: VideoRecord) -> bool:
-    """Return True if the video failed in a way that may be the fault of the machine it was on."""
+    """Return True if the video failed with a retryable fault, which may be the fault of its machine."""
     return record["status"] == "failed" and record["retryable"]
 
 
 def is_infrastructure_error(record: VideoRecord) -> bool:
-    """Return True if the video failed by an infrastructure error: a mount, a store, a bug, a GPU full of other work."""
+    """Return True if the video's row is an infrastructure error.
+
+    These are the classes io, own-code and internal (mounts, stores, bugs), and out-of-memory on a GPU, whose memory
+    other programs may have taken.
+    """
     if record["status"] == "ok":
         return False
     on_the_gpu = record["error_class"] == "out-of-memory" and record["error_stage"] in ON_THE_GPU
@@ -409,9 +423,9 @@ def is_infrastructure_error(record: VideoRecord) -> bool:
 
 
 def removed_answer(question: QuestionRecord | AnswerRecord, reason: str) -> AnswerRecord:
-    """Return the row that stands for a question about a removed video: its keys and the reason, and none of its texts.
+    """Create the row that replaces a question about a removed video: its keys and the reason, without any of its texts.
 
-    ``attempts`` stays, since it decides between the rows of a question.
+    It keeps ``attempts``, which decides between several rows of a question.
     """
     row: AnswerRecord = {
         "question_id": question["question_id"],
@@ -428,7 +442,7 @@ def removed_answer(question: QuestionRecord | AnswerRecord, reason: str) -> Answ
 
 
 def failed_answer(question: QuestionRecord | AnswerRecord, fault: QuestionFault) -> AnswerRecord:
-    """Return the error row of a question: a copy with the fault."""
+    """Create the error row of a question: a copy of ``question`` with the class and message of the fault."""
     return {
         **cast(AnswerRecord, question),
         "status": "failed",
