@@ -1,4 +1,4 @@
-"""The frame of every command: from flags and a file of options to exit code and error message."""
+"""The frame of every command: from flags and a file of options to the exit code and the error message."""
 
 from __future__ import annotations
 
@@ -51,28 +51,28 @@ _SHORT_WIDTH = 118  # columns of the help of the usual options, which then fits 
 
 
 class LogConsole(CleanConsole):
-    """A console for messages on stderr: plain on a terminal; in a log each message is one line with its time."""
+    """A console for messages on stderr: plain lines on a terminal; in a log each message is one line with its time."""
 
     def __init__(self) -> None:
         super().__init__(stderr=True)
         self.soft_wrap = not self.is_terminal
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print as a Rich console; in a log with the time before the line."""
+        """Print objects as a Rich console does, in a log with the time in front."""
         if not self.is_terminal:
             objects = (time.strftime("%Y-%m-%d %H:%M:%S"), *objects)
         super().print(*objects, **options)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser with ``--version``, which reports usage errors as JSON documents if ``--json`` is given.
+    """An argument parser with ``--version``. If ``--json`` is given, it reports usage errors as JSON documents.
 
     Attributes:
-        usual: the options that ``--help`` shows if there is ``--help-all``, else None.
+        usual: the destinations of the options that ``--help`` shows, if the command has ``--help-all``; otherwise None.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Take the arguments of ArgumentParser; description and epilog keep their line breaks."""
+        """Create the parser with the arguments of ArgumentParser. Description and epilog keep their line breaks."""
         super().__init__(*arguments, **{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
         self._json = False
         self.usual: frozenset[str] | None = None
@@ -81,7 +81,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_help_all(self, usual: Collection[str]) -> None:
-        """Add ``--help-all``, which shows all options; ``--help`` then shows those named ``usual``."""
+        """Add ``--help-all``, which shows all options. ``--help`` then shows only the options named in ``usual``."""
         self.usual = frozenset((*usual, "help", "help_all", argparse.SUPPRESS))  # --version has no name
         self.add_argument("--help-all", action=_HelpAll, dest="help_all", help="show all options, in groups")
 
@@ -91,7 +91,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def format_help(self) -> str:
-        """Format the help of the ``usual`` options on a screen, or of all options if ``usual`` is None."""
+        """Format the help of the ``usual`` options, at most 118 columns wide, or of all options if ``usual`` is None."""
         if self.usual is None:
             return super().format_help()
         formatter = argparse.RawDescriptionHelpFormatter(self.prog, width=_SHORT_WIDTH)
@@ -106,7 +106,10 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Print a usage error with the nearest known flag or word, and exit with 2; a JSON document, too, if asked."""
+        """Print a usage error that suggests the nearest known flag or choice, and exit with code 2.
+
+        If ``--json`` was given, a JSON document of the error goes to stdout too.
+        """
         words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecog") else []
         flags = [word.partition("=")[0] for word in words if word.startswith("--")]
         message += "".join(did_you_mean(flag, self._option_string_actions) for flag in flags)
@@ -118,7 +121,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _HelpAll(argparse.Action):
-    """The action of ``--help-all``, which prints the help of every option and exits."""
+    """The action of ``--help-all``, which prints the help of all options and exits with code 0."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **options)
@@ -131,13 +134,13 @@ class _HelpAll(argparse.Action):
 
 
 class _Version(argparse.Action):
-    """The action of ``--version``, which prints a line for each package without importing it, and exits."""
+    """The action of ``--version``, which prints one line per package, without importing it, and exits with code 0."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **options)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        """Print the versions of VERSIONED_PACKAGES and exit with 0."""
+        """Print the versions of VERSIONED_PACKAGES and exit with code 0."""
         from importlib import metadata  # noqa: PLC0415 - nothing else needs it
 
         for name in VERSIONED_PACKAGES:
@@ -149,7 +152,13 @@ class _Version(argparse.Action):
 
 
 def add_commands(parser: Parser, commands: Mapping[str, ModuleType]) -> None:
-    """Add subcommands, name -> a module with HELP (a line), ``add_flags`` and ``run``; parsing sets ``run``."""
+    """Add subcommands to a parser.
+
+    Parsing sets ``run`` in the namespace to the ``run`` function of the chosen command.
+
+    Args:
+        commands: name -> a module with HELP (one line), ``add_flags`` and ``run``.
+    """
     parsers = parser.add_subparsers(required=True, metavar="|".join(commands))
     for name, command in commands.items():
         flags = parsers.add_parser(name, help=command.HELP, description=command.__doc__)
@@ -167,16 +176,21 @@ def run_command(
     interrupt_message: str = "interrupted. The run is ending. Rerun the same command to resume",
     failures: Errors = (RunFailed, CorruptShard),
 ) -> int:
-    """Parse ``argv`` and the file of ``--config`` into a ``config``, and do the ``work``; return the exit code.
+    """Parse ``argv`` and the file of ``--config`` into a ``config``, do the ``work``, and return the exit code.
 
-    Adds the flags of ``config``, ``--json`` and ``--config`` to the parser. A usage error ends the process with 2. Sets
-    environment variables of Ray, unless they are set. See :func:`run_to_exit_code` for the exit codes.
+    Adds the flags of ``config``, ``--json`` and ``--config`` to the parser. A flag overrides the file. Sets environment
+    variables of Ray, unless they are set already. A usage error found by the parser ends the process with code 2.
+    :func:`run_to_exit_code` prints the result and handles signals.
 
     Args:
-        find_overridden: lists the file's options that the parsed flags replace besides their own.
-        usual: the options that ``--help`` shows; then ``--help-all`` shows all. Empty: ``--help`` shows all.
-        interrupt_message: the message after Ctrl-C or SIGTERM.
-        failures: the exceptions of the work that mean exit code 1.
+        find_overridden: returns the options of the file that the parsed flags replace, besides the options of the flags
+            themselves.
+        usual: the options that ``--help`` shows; ``--help-all`` then shows all. If empty, ``--help`` shows all.
+        interrupt_message: the message printed after Ctrl-C or SIGTERM.
+        failures: the exceptions of the work that are printed in one line and lead to exit code 1.
+
+    Returns:
+        The exit code of the work; 1 after ``failures``, 2 after a UsageError, and 130 after an interrupt.
     """
     if usual:
         parser.add_help_all(usual)
@@ -210,7 +224,11 @@ def run_command(
 
 
 def overridden_sampling(flags: argparse.Namespace) -> set[str]:
-    """Return the config file's sampling options that a flag replaces: a fixed number and a rate exclude each other."""
+    """Return the sampling options of the config file that a flag replaces.
+
+    A fixed number of frames and a frame rate exclude each other, so ``--num-frames`` replaces a rate from the file, and
+    ``--fps`` replaces a number.
+    """
     return {"fps", "max_frames"} if flags.num_frames else {"num_frames", "frame_rule"} if flags.fps else set()
 
 
@@ -223,14 +241,22 @@ def run_to_exit_code(
     interrupt_message: str = "interrupted",
     document: bool = False,
 ) -> int:
-    """Run the work with handlers of SIGINT and SIGTERM, print its result or error, and return the exit code.
+    """Do the work with handlers of SIGINT and SIGTERM, print its result or error, and return the exit code.
 
-    The exit code is the work's own, 1 after ``failures``, 2 after ``refusals`` and 130 after an interrupt. Failures,
-    refusals and interrupts print a line with the cause. Other exceptions are raised, unless a signal has come before.
-    The handlers stay. Call it in the main thread.
+    Call it in the main thread. The signal handlers stay installed.
 
     Args:
+        work: returns an exit code or a CommandResult.
+        failures: exceptions of the work that are printed in one line and lead to exit code 1.
+        refusals: exceptions of the work that are printed in one line and lead to exit code 2.
         document: True for ``--json``: stdout gets only the JSON document of the result or the error.
+
+    Returns:
+        The exit code of the work; 1 after ``failures`` and if the output cannot be written, 2 after ``refusals``, and
+        130 after an interrupt.
+
+    Raises:
+        Exception: any other exception of the work, unless an interrupt came before it.
     """
     interruption = _Interruption(
         partial(console.print, highlight=False, markup=False, soft_wrap=True), interrupt_message
@@ -270,9 +296,11 @@ def run_to_exit_code(
 def _finish(
     work: Callable[[], int | CommandResult], console: Console, failures: Errors, refusals: Errors
 ) -> CommandResult:
-    """Run the work; print its result, or the error if it is of ``failures`` or ``refusals``; return the result.
+    """Do the work and print its output. Exceptions of ``failures`` and ``refusals`` are printed with their notes.
 
-    The record of the result gets the exit code, unless it is a list. Other exceptions are raised.
+    Returns:
+        The result, with "exit_code" in its record unless that is a list. After ``failures`` (exit code 1) and
+        ``refusals`` (exit code 2), and if the output cannot be written (exit code 1), the record is that of the error.
     """
     try:
         result = work()
@@ -304,13 +332,13 @@ def _finish(
 
 
 def _print_error(console: Console, text: str) -> None:
-    """Print a line in red, whole and as it is; in a log with the time before it."""
+    """Print a line in red without wrapping or markup, in a log with the time in front."""
     console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def import_libraries(console: Console) -> Iterator[None]:
-    """Wrap the slow imports of a command: garbage collection pauses, and a log gets a line every few seconds."""
+    """Import slow libraries inside this context: the garbage collector pauses, and a log gets a line every few seconds."""
     say = partial(console.print, highlight=False, style="dim")
     with (
         pause_garbage_collector(),
@@ -320,9 +348,12 @@ def import_libraries(console: Console) -> Iterator[None]:
 
 
 def throttle(say: Callable[[str], object], every_s: float, last: float = -math.inf) -> Callable[[str], None]:
-    """Make a printer of progress that drops a line less than ``every_s`` seconds after the last printed line.
+    """Wrap a function that prints progress so that it drops a line that comes too early after the last printed line.
 
-    ``last`` is the time of the last line by ``time.monotonic``.
+    Args:
+        say: prints a line.
+        every_s: the minimum number of seconds between two printed lines.
+        last: the time of the last line by ``time.monotonic``; by default the first line is printed.
     """
 
     def print_line(line: str) -> None:
@@ -335,7 +366,7 @@ def throttle(say: Callable[[str], object], every_s: float, last: float = -math.i
 
 
 def count(text: str) -> int:
-    """Parse a whole number that is at least 1, as a flag's type."""
+    """Parse an integer of at least 1, as the type of a flag."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
@@ -343,7 +374,7 @@ def count(text: str) -> int:
 
 
 def share(text: str) -> float:
-    """Parse a number in (0, 1], or a percentage, as a flag's type."""
+    """Parse a number in (0, 1] or a percentage, as the type of a flag."""
     value = share_or_percent(text)
     if not 0.0 < value <= 1.0:
         raise argparse.ArgumentTypeError(f"must be in (0, 1], got {value}{likely_share(value)}")
@@ -351,7 +382,7 @@ def share(text: str) -> float:
 
 
 def file_in_folder(text: str) -> Path:
-    """Parse the path of a file to write, whose folder must exist, as a flag's type."""
+    """Parse the path of a file to write, as the type of a flag; it must not be a folder, and its folder must exist."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder: name a file")
@@ -361,16 +392,16 @@ def file_in_folder(text: str) -> Path:
 
 
 def _wide_console() -> Console:
-    """Make a console for tables: as wide as the terminal, or 200 columns for a file or a pipe."""
+    """Create a console for tables: as wide as the terminal, or 200 columns for a file or a pipe."""
     console = CleanConsole()
     return console if console.is_terminal else CleanConsole(width=200)
 
 
 class _Interruption:
-    """A signal handler that prints a message at once and raises KeyboardInterrupt: SIGKILL may follow in seconds.
+    """A signal handler that prints a message at once and raises KeyboardInterrupt.
 
-    A second signal exits the process. So does a time limit, because a request may hang in a thread and a library may
-    swallow the exception.
+    The message comes first because SIGKILL may follow within seconds. A second signal ends the process at once. A time
+    limit ends it too, because a request may hang in a thread and a library may swallow the exception.
     """
 
     def __init__(self, say: Callable[[str], object], text: str) -> None:
@@ -381,13 +412,14 @@ class _Interruption:
 
     @property
     def has_come(self) -> bool:
-        """True if a signal has come."""
+        """True if a signal has arrived."""
         return self._first < math.inf
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: print the message, start the time limit and raise KeyboardInterrupt.
 
-        A second signal exits the process, unless it comes within a second. After :meth:`end` any signal exits.
+        A second signal ends the process with code 130, unless it comes within a second of the first. After :meth:`end`
+        a signal ends the process with the command's exit code.
         """
         if self.has_come:
             if time.monotonic() - self._first >= _SAME_SIGNAL_S:
@@ -402,7 +434,10 @@ class _Interruption:
         raise KeyboardInterrupt
 
     def end(self, exit_code: int) -> None:
-        """Record the exit code, so that a later signal exits with it; only if this process is a command's own."""
+        """Record the exit code of the finished command, so that a later signal ends the process with it.
+
+        Does nothing in a process that is not a command's own, such as a test or a program that calls ``main``.
+        """
         spec = sys.modules["__main__"].__spec__
         if (spec and spec.name.startswith("jobs.")) or Path(sys.argv[0]).name == "gstep-cache":
             with suppress(OSError, ValueError):  # stdout or its reader is closed
@@ -410,20 +445,20 @@ class _Interruption:
             self._exit_code = exit_code
 
     def say(self) -> None:
-        """Print the interrupt message, unless it is printed already."""
+        """Print the interrupt message, unless it has been printed already."""
         if not self._is_printed:
             self._say(self._text)
             self._is_printed = True
 
     def say_notes(self, error: BaseException) -> None:
-        """Print the notes of an exception, which report the last writes."""
+        """Print the notes of an exception, which report the last writes of a run."""
         for note in getattr(error, "__notes__", ()):
             self._say(note)
 
     def _end_in_time(self) -> None:
-        """Exit the process after a time limit if the work, or Python's wait for threads, does not end.
+        """End the process if the work, or Python's wait for threads at exit, takes too long after the signal.
 
-        It runs in a thread. The limit after the work is shorter.
+        Runs in a thread. The work has 25 s; after the work, threads have 3 s.
         """
         while self.working and time.monotonic() - self._first < _MAX_STOP_S:
             time.sleep(_LOOK_S)
@@ -432,7 +467,7 @@ class _Interruption:
             self._leave(f"exiting {time.monotonic() - self._first:.0f} s after the signal: a request does not finish")
 
     def _leave(self, message: str) -> NoReturn:
-        """Print a last line and exit the process with 130, without waiting for threads."""
+        """Print a last line and end the process with code 130, without waiting for threads."""
         with suppress(Exception):
             self._say(message)
         os._exit(130)

@@ -27,13 +27,14 @@ T = TypeVar("T")
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, names: Collection[str] | None = None) -> None:
-    """Add a flag for each field of a config class to ``parser``, in the help's groups.
+    """Add a flag for each field of a configuration class to ``parser``, in the groups of the help.
 
-    A field is in the group that its ``option`` names, else in the group of the field before it. A class's own fields
-    come before inherited fields.
+    A field belongs to the group that its ``option`` names, or to the group of the field before it. Positional arguments
+    come first, then the fields of the class itself, then inherited fields.
 
-    ``names`` are the fields to add; None adds all. A field that is named so is absent from the parsed namespace if its
-    flag is not given.
+    Args:
+        names: the fields to add; None adds all. If given, a field is absent from the parsed namespace unless its flag
+            is given.
     """
     hints = get_type_hints(config)
     groups: dict[str, argparse._ArgumentGroup] = {}
@@ -50,10 +51,13 @@ def add_flags(parser: argparse.ArgumentParser, config: type, names: Collection[s
 
 
 def read_config_file(path: str, config: type) -> dict[str, object]:
-    """Read the options of a YAML file, field name -> value, as defaults of the flags; an empty file has none.
+    """Read options from a YAML file; an empty file has none. Names may be written with "-" or "_".
 
-    Names may have - for _. Raises UsageError if the file cannot be read, has an unknown option, or a value of the wrong
-    type.
+    Returns:
+        Field name -> converted value, to be used as defaults of the flags.
+
+    Raises:
+        UsageError: the file cannot be read, or an option is unknown, repeated, or has a value of the wrong type.
     """
     import yaml  # noqa: PLC0415 - not needed for --help
 
@@ -77,9 +81,10 @@ def read_config_file(path: str, config: type) -> dict[str, object]:
 
 
 def from_flags(config: type[T], namespace: argparse.Namespace) -> T:
-    """Make the config object from parsed flags; other values in the namespace are ignored.
+    """Create the configuration object from parsed flags, ignoring other values in the namespace.
 
-    Raises UsageError if a required option was given neither by a flag nor by a file.
+    Raises:
+        UsageError: a required option was given neither by a flag nor by a file, or a value is invalid.
     """
     values = {item.name: getattr(namespace, item.name) for item in fields(config)}  # type: ignore[arg-type]
     required = [item for item in fields(config) if item.default is MISSING and item.default_factory is MISSING]  # type: ignore[arg-type]
@@ -89,13 +94,21 @@ def from_flags(config: type[T], namespace: argparse.Namespace) -> T:
 
 
 def _list_fields(config: type) -> list[Field[Any]]:
-    """List a dataclass's fields: positional words, then its own, then its base's."""
+    """List the fields of a dataclass: positional arguments, then its own fields, then the fields of its bases."""
     depths = {item.name: n for n, cls in enumerate(config.__mro__) if is_dataclass(cls) for item in fields(cls)}
     return sorted(fields(config), key=lambda item: (not item.metadata.get("positional"), depths[item.name]))
 
 
 def _add_flag(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, item_name: str) -> argparse.Action:
-    """Add one field's flag to an argument group, and return it; ``item_name`` completes its help text."""
+    """Add the flag or positional argument of one field to an argument group.
+
+    Args:
+        hint: the field's type.
+        item_name: the noun that completes "{item}" in the help text.
+
+    Returns:
+        The action of argparse.
+    """
     default = item.default if item.default_factory is MISSING else item.default_factory()
     # The keywords of argparse differ from one kind of flag to the next.
     help_text = _format_help(item.metadata["help"].format(item=item_name), default)
@@ -129,7 +142,7 @@ def _flag_name(item: Field[Any]) -> str:
 
 
 def _format_help(text: str, default: Any) -> str:
-    """Append the default in brackets to a help text, unless it is None, False or empty."""
+    """Append the default in brackets to a help text, unless it is None, False or empty; a required option says so."""
     words = "required" if default is REQUIRED else default
     if isinstance(default, list):
         words = " ".join(map(str, default))

@@ -23,8 +23,8 @@ class CommandResult(NamedTuple):
     Attributes:
         exit_code: the exit code of the process.
         record: the content of the JSON document besides the exit code; a list is the whole document.
-        output: tables, and lines of text, which are never broken, to print at the end.
-        failure: a line to print on stderr after the output, or "".
+        output: what is printed at the end: tables, and lines of text, which are never wrapped.
+        failure: a line that is printed on stderr after the output, or "".
     """
 
     exit_code: int
@@ -40,22 +40,30 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def error_record(error: BaseException, message: str = "") -> JsonObject:
-    """Make the JSON document of an error."""
+    """Create the JSON document of an error: its class and ``message``, by default its own message."""
     return {"error": {"class": type(error).__name__, "message": message or str(error)}}
 
 
 def print_document(record: Mapping[str, object] | Sequence[object], stdout: TextIO | None = None) -> None:
-    """Print ``record`` as strict JSON in ASCII: a number that is not finite becomes null. Raises OSError.
+    """Print ``record`` as strict JSON in ASCII; a number that is not finite becomes null.
 
-    ``stdout`` is the file that ``stdout_as_stderr`` yields.
+    Args:
+        record: dataclasses in it become objects, and values of other types than JSON's become text.
+        stdout: the file that ``stdout_as_stderr`` yields; None is ``sys.stdout``.
+
+    Raises:
+        OSError: the output cannot be written.
     """
     print_lines([json.dumps(_to_json_types(record), indent=2, allow_nan=False)], stdout)
 
 
 def print_lines(lines: Iterable[str], stdout: TextIO | None = None) -> None:
-    """Print lines to stdout, and stop quietly when its reader has closed the pipe (``| head``).
+    """Print lines to stdout, and stop silently when its reader has closed the pipe, as ``head`` does.
 
-    Raises OSError for another fault, such as a full disk. After a fault later output of the process is discarded.
+    After an error the process discards all later output to the file.
+
+    Raises:
+        OSError: the output cannot be written for another reason, such as a full disk.
     """
     file = stdout or sys.stdout
     with suppress(BrokenPipeError), discard_after_fault(file):
@@ -66,7 +74,10 @@ def print_lines(lines: Iterable[str], stdout: TextIO | None = None) -> None:
 
 @contextmanager
 def discard_after_fault(file: TextIO) -> Iterator[None]:
-    """After an OSError of the block, which goes on, discard the file's buffer: a flush at exit would raise again."""
+    """If the context raises OSError, redirect the file to the null device, and let the error pass.
+
+    Python would otherwise try to flush the file's buffer at exit and fail again.
+    """
     try:
         yield
     except OSError:
@@ -77,10 +88,10 @@ def discard_after_fault(file: TextIO) -> Iterator[None]:
 
 @contextmanager
 def stdout_as_stderr() -> Iterator[TextIO]:
-    """Redirect stdout to stderr, for C libraries and child processes too; yield the real stdout as a file.
+    """Redirect stdout to stderr inside this context, also for C libraries and child processes; yield the real stdout.
 
-    If Python's stdout is the process's own, the redirection stays after the context, because a thread of Ray may print
-    until the process ends. Otherwise stdout is restored.
+    If ``sys.stdout`` is the stdout of the process, the redirection stays after the context, because a thread of Ray may
+    print until the process ends. Otherwise stdout is restored.
     """
     sys.stdout.flush()
     stream, stdout_copy = sys.stdout, os.dup(1)
@@ -106,9 +117,10 @@ def stdout_as_stderr() -> Iterator[TextIO]:
 
 
 def _to_json_types(value: Any) -> Any:
-    """Convert a value to JSON types: dataclasses become objects, numbers that are not finite become None.
+    """Convert a value to JSON types.
 
-    A value of any other type becomes its text.
+    Dataclasses become objects, tuples and sets become lists, and numbers that are not finite become None. A value of
+    any other type becomes text.
     """
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)

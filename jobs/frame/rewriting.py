@@ -1,4 +1,4 @@
-"""The work that jobs.recode and jobs.reprune share: rewriting a cache into another cache."""
+"""The options and the work that jobs.recode and jobs.reprune share: rewriting a cache into another cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class RewriteOptions(S3Options, CodeOptions):
     """The options that jobs.recode and jobs.reprune share. Raises UsageError for an invalid value.
 
     Attributes:
-        role: the name of the option with the cache to read; it is the key of that cache in the command's record, too.
+        role: the name of the option with the cache to read, which is also the key of that cache in the command's
+            record.
     """
 
     role: ClassVar[str]
@@ -34,11 +35,20 @@ class RewriteOptions(S3Options, CodeOptions):
 
 
 def rewrite_cache(config: RewriteOptions, console: Console, plan: Callable[[TokenCache], Rewrite]) -> CommandResult:
-    """Rewrite a cache into the cache ``--out``, new or resumed; print the result and return its record.
+    """Rewrite a cache into the cache ``--out``, new or resumed, print the result, and return it.
 
-    The exit code is 1 if some videos failed. ``plan`` plans the rewrite of the opened cache.
+    Args:
+        config: the options; ``--out`` must be given.
+        console: for messages.
+        plan: creates the rewrite for the opened source cache.
 
-    Raises OSError if a store fails, and as ``plan`` and ``rewrite``.
+    Returns:
+        The command's result, with exit code 1 if some videos could not be rewritten.
+
+    Raises:
+        UsageError: the source is not a cache, or the target holds something else or has another identity.
+        CorruptShard: a file of the source is damaged.
+        OSError: a store failed.
     """
     from pipeline.cache.changed_code import REDO  # noqa: PLC0415
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415 - torch and Arrow load after the flags are checked

@@ -1,4 +1,4 @@
-"""What the commands on caches in a store share: their options, the client of stores, and printing a result."""
+"""What the commands on caches share: their options, the client of object stores, and printing a result."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class CacheOptions(S3Options):
     keep_minutes: float = option(10.0, "keep replaced files for M minutes for their readers", metavar="M")
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a number of minutes that no clock has."""
+        """Raise UsageError unless ``keep_minutes`` is a number from 0 to 10^8."""
         is_valid = 0 <= self.keep_minutes <= _MAX_KEEP_MINUTES
         check(is_valid, "keep_minutes", f"from 0 to {_MAX_KEEP_MINUTES:,}", self.keep_minutes)
 
     @property
     def keep(self) -> timedelta:
-        """The time for which replaced files stay."""
+        """The time for which replaced files stay for their readers."""
         return timedelta(minutes=self.keep_minutes)
 
 
@@ -58,19 +58,19 @@ class Result(Protocol):
 
 
 def make_objects(config: S3Options) -> Objects:
-    """Make the client of object stores from a command's S3 options and the environment."""
+    """Create the client of object stores from a command's S3 options and the environment."""
     from pipeline.storage.s3 import Objects  # noqa: PLC0415 - --help and a mistyped flag answer at once
 
     return Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
 
 
 def report(result: Result, say: Say, exit_code: int = 0, **places: str) -> CommandResult:
-    """Print the lines of a result, and return it; its record has the ``places``, then the fields of ``result``."""
+    """Print the lines of a result, and return it as a CommandResult with ``places`` and its fields as the record."""
     for line in result.lines():
         say(line)
     return CommandResult(exit_code, {**places, **asdict(result)})
 
 
 def make_say(console: Console) -> Say:
-    """Make a function that prints a line to the console without markup, highlighting or wrapping."""
+    """Return a function that prints a line to the console without markup, highlighting or wrapping."""
     return partial(console.print, highlight=False, markup=False, soft_wrap=True)
