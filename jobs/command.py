@@ -91,7 +91,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def format_help(self) -> str:
-        """Format the help of the ``usual`` options, at most 118 columns wide, or of all options if ``usual`` is None."""
+        """Format the help of the ``usual`` options, at most 118 columns wide, or of all options if it is None."""
         if self.usual is None:
             return super().format_help()
         formatter = argparse.RawDescriptionHelpFormatter(self.prog, width=_SHORT_WIDTH)
@@ -338,7 +338,7 @@ def _print_error(console: Console, text: str) -> None:
 
 @contextmanager
 def import_libraries(console: Console) -> Iterator[None]:
-    """Import slow libraries inside this context: the garbage collector pauses, and a log gets a line every few seconds."""
+    """Import slow libraries inside this context: garbage collection pauses, and a log gets a line every few seconds."""
     say = partial(console.print, highlight=False, style="dim")
     with (
         pause_garbage_collector(),
