@@ -187,7 +187,6 @@ class LatePruning:
 
         Raises as ``prune_tokens``.
         """
-
         whole = make_visual_tokens(visual, self.evidence, device)
         if text_embedding is not None:
             evidence = {"text_embedding": text_embedding, "image_embedding": whole.tokens, **whole.evidence}
