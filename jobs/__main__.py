@@ -25,7 +25,7 @@ COMMANDS = {
     "doctor": ("jobs.doctor", "check a machine or a cluster before a run: slow or wrong parts, and their remedies"),
     "serve": ("jobs.serve", "an OpenAI chat API on a cache, by vLLM"),
     "benchmark": ("jobs.benchmark.__main__", "measure this package on this machine"),
-    "testbed": ("jobs.testbed.__main__", "make synthetic videos with questions"),
+    "testbed": ("jobs.testbed", "make synthetic videos with questions"),
 }
 
 

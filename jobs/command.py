@@ -11,11 +11,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
@@ -149,21 +149,6 @@ class _Version(argparse.Action):
             except metadata.PackageNotFoundError:
                 print(name, "not installed")
         parser.exit()
-
-
-def add_commands(parser: Parser, commands: Mapping[str, ModuleType]) -> None:
-    """Add subcommands to a parser.
-
-    Parsing sets ``run`` in the namespace to the ``run`` function of the chosen command.
-
-    Args:
-        commands: name -> a module with HELP (one line), ``add_flags`` and ``run``.
-    """
-    parsers = parser.add_subparsers(required=True, metavar="|".join(commands))
-    for name, command in commands.items():
-        flags = parsers.add_parser(name, help=command.HELP, description=command.__doc__)
-        command.add_flags(flags)
-        flags.set_defaults(run=command.run)
 
 
 def run_command(

@@ -15,7 +15,7 @@ import torch
 from gstep.backbones import ModelSource
 from gstep.language import Decoding
 from jobs import evaluate
-from jobs.testbed.__main__ import main
+from jobs.testbed import main
 from pipeline.evaluate.shapes.questions import TYPES
 from pipeline.generate.answerer import Answerer
 from pipeline.generate.prompts import VideoMemory

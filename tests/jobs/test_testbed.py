@@ -7,7 +7,7 @@ import av
 import numpy as np
 import pytest
 
-from jobs.testbed.__main__ import main
+from jobs.testbed import main
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.shapes import layout
 from tests.jobs.jobs import run
