@@ -196,7 +196,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     if isinstance(benchmark, OwnQuestions):
         refuse_placeholders(table, builder, benchmark.files[0])
     grid = _arms(config, source, builder, answers_store)
-    videos = videos_of(config, grid, protocol, source, cache, cache_identity)
+    videos = plan_missing_videos(config, grid, protocol, source, cache, cache_identity)
     if cache_identity is not None and videos is None:
         check_frames(config, protocol, source, cache, cache_identity)
     with usage_errors():
@@ -428,14 +428,7 @@ def data_folder(request: EvaluateRequest) -> Path:
     return Path(str(request.config.data)).absolute()
 
 
-_PASSED_ON = (
-    *("revision", "dtype", "device", "attn", "min_gpus", "max_gpus", "join"),
-    *("retry_failed", "max_attempts"),
-    *("stall_timeout", "flush_seconds", "log_interval", "s3_endpoint", "s3_requester_pays"),
-)
-
-
-def videos_of(
+def plan_missing_videos(
     config: EvaluateConfig,
     grid: Grid,
     protocol: Protocol,
@@ -466,8 +459,9 @@ def videos_of(
         pruner="none",
         retention_ratio=1.0,
         evidence=[f"{name}={where}" for name, where in sorted(evidence)],
+        siglip=config.siglip,
         **frame_options(config, protocol, source),
-        **passed_on(config, "siglip", "decode_timeout", "decode_workers", "encode_workers"),
+        **config.shared_with(PruneConfig),
     )
 
 
@@ -485,11 +479,6 @@ def frame_options(config: EvaluateConfig, protocol: Protocol, source: ModelSourc
     pixels = {} if rules.pixels is None else vars(rules.pixels)
     n_frames = config.num_frames or rules.frames.num_frames
     return {"num_frames": n_frames, "frame_rule": frame_rule(rules.frames), **pixels}
-
-
-def passed_on(config: EvaluateConfig, *more: str) -> dict[str, Any]:
-    """Return the options that a run takes over unchanged: the options of encoding and answering, and ``more``."""
-    return {name: getattr(config, name) for name in (*_PASSED_ON, *more)}
 
 
 def check_frames(

@@ -37,7 +37,6 @@ from pipeline.evaluate.request import (
     EvaluateRequest,
     data_folder,
     match_results,
-    passed_on,
     write_results_header,
 )
 from pipeline.evaluate.scores import AnsweredItems, answered_item, mode_of, score_table
@@ -71,10 +70,6 @@ from pipeline.storage.stores import CARD, Store, store_at
 
 MANIFEST = "videos.jsonl"
 _SNAP = "snap_to_keyframes_s"  # key of a cache's sampling
-_OF_ANSWERING = (
-    *("engine", "tensor_parallel", "engine_param", "batch_size", "workers", "questions_per_shard"),
-    *("close_thought", "on_changed"),
-)
 DROPPING = "dropping"  # file that marks a cache as being deleted
 # The files of a cache as runs name them.
 _OWN_FILES = re.compile(
@@ -215,9 +210,9 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
     """Return the options of jobs.generate: the protocol's mode of answering, and the evaluation's options."""
     source, options = request.source, request.config
     mode = mode_of(request.protocol, source.model_type)
-    passed = passed_on(options, *_OF_ANSWERING)
+    shared = options.shared_with(GenerateConfig)
     if options.engine == "vllm":
-        passed["attn"] = "auto"  # --attn is then for the vision encoder alone
+        shared["attn"] = "auto"  # --attn is then for the vision encoder alone
     return GenerateConfig(
         cache=request.cache,
         questions=options.benchmark,
@@ -229,7 +224,8 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
         max_new_tokens=mode.decoding.max_new_tokens,
         temperature=mode.decoding.temperature,
         frame_times=request.protocol.rules(source.model_type, source.family).frame_times,
-        **passed,
+        on_changed=options.on_changed,
+        **shared,
     )
 
 
