@@ -20,6 +20,7 @@ from pipeline.errors import BUGS, RunFailed
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.forms import render_table
 from pipeline.evaluate.page import format_warned_line
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import EvaluateRequest, match_results, prepare
@@ -27,7 +28,6 @@ from pipeline.evaluate.results import Presentation, write_results
 from pipeline.evaluate.run import ScoredQuestions, answer_and_score, drop_tokens, score_answers
 from pipeline.evaluate.submissions import write_submissions
 from pipeline.evaluate.table import ResultsTable
-from pipeline.evaluate.terminal import render_table
 from pipeline.generate.summary import render_answers
 from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects

@@ -23,6 +23,7 @@ from pipeline.evaluate.statistics import (
     NO_PART,
     Estimate,
     ScoreMatrix,
+    average,
     estimates,
     score_matrix,
 )
@@ -142,11 +143,7 @@ def _judge_methods(
 
     ``titles`` are the names of methods from elsewhere, by import path.
     """
-    estimate = Estimate(
-        value=np.mean([of_one.estimate.value for of_one in tasks], axis=0),
-        drawn=np.mean([of_one.estimate.drawn for of_one in tasks], axis=0),
-        n_videos=kind.n_videos,
-    )
+    estimate = average([of_one.estimate for of_one in tasks])
     rows: dict[tuple[str, str], list[int]] = {}
     for row in range(FULL_ROW + 1, len(groups)):
         rows.setdefault((groups[row].method, groups[row].positions), []).append(row)

@@ -23,7 +23,7 @@ from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.breaks import Breaks
 from pipeline.evaluate.config import DEFAULT_WITHIN, RESULTS_HEADER, EvaluateConfig
-from pipeline.evaluate.forms import latex, markdown
+from pipeline.evaluate.forms import latex, markdown, render_breaks, render_table
 from pipeline.evaluate.losses import find_breaks
 from pipeline.evaluate.page import report_page
 from pipeline.evaluate.protocols import QUESTIONS
@@ -34,7 +34,6 @@ from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, arms_of, is_na
 from pipeline.evaluate.submissions import FORM, unknown_names, with_server_scores
 from pipeline.evaluate.table import ResultsTable
 from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
-from pipeline.evaluate.terminal import render_breaks, render_table
 from pipeline.generate.late_pruning import parse_pruning_grid
 from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects

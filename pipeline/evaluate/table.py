@@ -16,6 +16,7 @@ from pipeline.evaluate.statistics import FEWEST_VIDEOS, AnswerCounts
 from pipeline.rows import JsonObject
 
 Mark = Literal["best", "second", ""]
+OVERALL = "overall"  # key of a benchmark's last column
 UNCLEAR = "unclear"
 FEW = "†"
 NONE = "–"

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from pipeline.evaluate.shapes.story import one_of
+from pipeline.evaluate.shapes.making import one_of
 from pipeline.evaluate.shapes.world import CORNERS, NUMBERS, QUARTERS, Thing, ThingKind, Video
 
 QuestionType = Literal["color", "shape", "corner", "scene", "quarter", "order", "onset", "count", "change", "sign"]
