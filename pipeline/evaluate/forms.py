@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from rich.console import Group, RenderableType
@@ -49,7 +49,7 @@ def markdown(*tables: ResultsTable, breaks: Breaks | None = None) -> str:
     for table in tables:
         width = len(table.titles) + len(_COUNTS)
         heads = [(f"*{name}*", texts) for name, texts in table.made_of]
-        lines = [*table_head(["Method", *table.titles, *_COUNTS])]
+        lines = [table_row(map(escape_markdown, ["Method", *table.titles, *_COUNTS])), "|---|" + "---:|" * width]
         lines += [
             table_row([name, *map(escape_markdown, texts), *[""] * (width - len(texts))]) for name, texts in heads
         ]
@@ -93,13 +93,7 @@ def _markdown_row(table: ResultsTable, row: Row) -> str:
     return table_row([escape_markdown(row.title), *cells, tokens, *shares, *counts])
 
 
-def table_head(titles: Sequence[str]) -> Iterator[str]:
-    """Yield the two lines that begin a Markdown table."""
-    yield table_row([escape_markdown(title) for title in titles])
-    yield "|---|" + "---:|" * (len(titles) - 1)
-
-
-def table_row(cells: Sequence[str]) -> str:
+def table_row(cells: Iterable[str]) -> str:
     """Return a line of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 

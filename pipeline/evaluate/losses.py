@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
-from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,11 +23,10 @@ from pipeline.evaluate.statistics import (
     Estimate,
     ScoreMatrix,
     average,
-    estimates,
     score_matrix,
 )
-from pipeline.evaluate.table import FULL_ROW
-from pipeline.evaluate.tabulate import ArmGroup, ScoredBenchmark, group_arms, row_title
+from pipeline.evaluate.table import FULL_ROW, ArmGroup
+from pipeline.evaluate.tabulate import ScoredBenchmark, group_arms, measure, row_title
 
 _DIGITS = 9  # of points: further ones are rounding errors
 
@@ -77,11 +75,9 @@ def find_breaks(
     arms, groups = group_arms(list(scored.values()), methods)
     measured = list[_Measured]()
     for name, benchmark in scored.items():
-        generator = np.random.default_rng([seed, crc32(benchmark.title.encode())])
         matrix = score_matrix(benchmark.scores, arms)
-        measured += _measure_tasks(
-            benchmark, matrix, groups, classify_questions(rules, name, matrix.splits), draws, generator
-        )
+        abilities = classify_questions(rules, name, matrix.splits)
+        measured += _measure_tasks(benchmark, matrix, groups, abilities, draws, seed)
     kinds, verdicts = list[Kind](), list[Verdict]()
     titles = {path: title for benchmark in scored.values() for path, title in benchmark.names.items()}
     for ability in order_abilities([of_one.ability for of_one in measured]):
@@ -112,15 +108,14 @@ def _measure_tasks(
     groups: Sequence[ArmGroup],
     abilities: Sequence[str],
     draws: int,
-    generator: np.random.Generator,
+    seed: int,
 ) -> list[_Measured]:
     """Return the tasks of one benchmark, which share its draws of videos; ``abilities`` are of its questions."""
     whole, ability_Q = benchmark.average(matrix), np.array(abilities)
     parts = {name: whole.within(ability_Q == name) for name in dict.fromkeys(abilities)}
     parts = {name: of_one for name, of_one in parts.items() if (of_one.numbers != NO_PART).any()}
-    mean_AQ = np.stack([matrix.scores[group.arms].mean(0) for group in groups])
     tasks = []
-    measured = estimates(mean_AQ, matrix.clusters, list(parts.values()), draws, generator)
+    measured = measure(benchmark, matrix, groups, list(parts.values()), draws, seed)
     for (name, of_one), numbers in zip(parts.items(), measured, strict=True):
         inside_Q = of_one.numbers != NO_PART
         scores_AQ = matrix.scores[:, inside_Q]

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import name_first
-from pipeline.evaluate.benchmarks.items import AnnotationFault
+from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.breaks import UNKNOWN, Breaks, Loss
 from pipeline.evaluate.forms import COUNTS, MARKS, add_counts, percent
 from pipeline.evaluate.statistics import ORIGINAL
@@ -96,7 +96,7 @@ def report_page(
     facts: Sequence[tuple[str, str]],
     *,
     token_bytes: int | None = None,
-    faults: Sequence[AnnotationFault] = (),
+    loaded: LoadedQuestions | None = None,
     scores: pa.Table | None = None,
     identity: JsonObject | None = None,
     breaks: Breaks | None = None,
@@ -107,7 +107,7 @@ def report_page(
         tables: the main one, then those of further splits.
         facts: (name, value) about model, data and run.
         token_bytes: that a cache stores for a token; None where it is not known.
-        faults: of the annotations.
+        loaded: the questions, whose faults are listed.
         scores: rows of ``scores.parquet``, whose failed answers are counted.
         identity: the settings that all results share, JSON-able.
         breaks: the section *Where it breaks*; None for none.
@@ -124,8 +124,7 @@ def report_page(
         panels=[] if breaks is None else _panels(breaks, styles),
         panel={"width": _PANEL_WIDTH, "height": _PANEL_HEIGHT, "left": _PANEL_LEFT, "right": _PANEL_RIGHT},
         legend=f"{MARKS} {COUNTS}",
-        faults=list(_fault_lines(faults)),
-        failures=[] if scores is None else list(_failure_lines(scores)),
+        faults=[*([] if loaded is None else _fault_lines(loaded)), *([] if scores is None else _failure_lines(scores))],
         warned=None if scores is None else format_warned_line(scores),
         protocol=list(_flatten(identity or {})),
         width=_WIDTH,
@@ -280,10 +279,9 @@ def _is_drawn(loss: Loss) -> bool:
     return loss.outcome not in ("few videos", "nothing to lose", "no interval")
 
 
-def _fault_lines(faults: Sequence[AnnotationFault]) -> Iterator[tuple[str, str, int, str]]:
+def _fault_lines(loaded: LoadedQuestions) -> Iterator[tuple[str, str, int, str]]:
     """Yield (kind, "left out" or "kept", count, an example) for the annotations' faults, the most frequent first."""
-    for (kind, left_out), count in Counter((fault.kind, fault.left_out) for fault in faults).most_common():
-        example = next(fault.message for fault in faults if (fault.kind, fault.left_out) == (kind, left_out))
+    for kind, left_out, count, example in sorted(loaded.summarise_faults(), key=lambda fault: -fault[2]):
         yield kind, "left out" if left_out else "kept", count, example
 
 

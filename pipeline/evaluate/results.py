@@ -90,7 +90,7 @@ def write_results(
         tables,
         presentation.facts,
         token_bytes=presentation.token_bytes,
-        faults=scored.loaded.faults,
+        loaded=scored.loaded,
         scores=scored.scores,
         identity=presentation.described,
     )
@@ -105,10 +105,10 @@ def make_tables(answered: ScoredQuestions, presentation: Presentation) -> list[R
     benchmark = replace(
         _make_scored(presentation.benchmark, presentation.described, answered.scores), names=presentation.names
     )
-    return _split_tables(presentation.title, benchmark, presentation.benchmark.splits, **_options(presentation))
+    return _split_tables(presentation.title, benchmark, presentation.benchmark.splits, **table_options(presentation))
 
 
-def _options(source: Presentation | EvaluateConfig) -> dict[str, Any]:
+def table_options(source: Presentation | EvaluateConfig) -> dict[str, Any]:
     """Return the options of results_table that evaluations have too."""
     return {name: getattr(source, name) for name in ("reference", "ours", "draws", "seed")}
 
@@ -274,7 +274,7 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
         requested += seeds or [MethodAtRatio(name, ratio)]
     missing_lines = [line for result in results for line in _list_missing(result, requested or list(arms))]
     benchmarks = [result.scored(config.retention_ratio) for result in results]
-    options = {**_options(config), "methods": methods or None, "notes": missing_lines}
+    options = {**table_options(config), "methods": methods or None, "notes": missing_lines}
     if len(results) == 1:
         tables = _split_tables(results[0].model, benchmarks[0], results[0].benchmark.splits, **options)
     else:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from gstep.language import Decoding
 from pipeline.cache.schema import column
 from pipeline.evaluate.benchmarks.base import OwnScores
 from pipeline.evaluate.benchmarks.items import Item
@@ -187,8 +186,7 @@ def _row(item: Item, arm: MethodAtRatio, row: AnswerRecord | None, protocol: Pro
 
 def mode_of(protocol: Protocol, model_type: str) -> AnswerMode:
     """Return the protocol's mode of answering: choices method, system message and decoding, for all questions."""
-    decoding = Decoding(protocol.max_new_tokens, protocol.temperature, protocol.top_p, protocol.top_k)
-    return AnswerMode(decoding, protocol.choices, protocol.rules(model_type).system)
+    return AnswerMode(protocol.decoding, protocol.choices, protocol.rules(model_type).system)
 
 
 def question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -> pa.Table:

@@ -251,10 +251,7 @@ def set_arm_scores(scores: pa.Table, shares: Mapping[MethodAtRatio, float | None
     Every row counts as about one video, so that no interval is drawn.
     """
     share_by_row = [shares.get(arm) for arm in arm_by_row(scores)]
-    columns = {
-        "score": pa.array(share_by_row, pa.float64()),
-        "cluster": pa.repeat("all", len(share_by_row)),
-    }
+    columns = {"score": pa.array(share_by_row, pa.float64()), "cluster": pa.repeat("all", len(share_by_row))}
     for name, values in columns.items():
         place = scores.schema.get_field_index(name)
         scores = scores.set_column(place, scores.schema.field(name), values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import pyarrow as pa
 from rich.console import Console
 
 from pipeline.cache.schema import write_parquet
+from pipeline.console import speaker
 from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.run import ScoredQuestions
@@ -46,10 +47,12 @@ def submissions(items: Sequence[Item], scores: pa.Table) -> dict[MethodAtRatio, 
     rows = scores.select(["question_id", "status", "parsed"]).to_pylist()
     for arm, row in zip(arm_by_row(scores), rows, strict=True):
         if row["status"] == "ok":
-            item = items_by_id[row["question_id"]]
-            drawn = row["parsed"] is None
-            submission_of[arm].choices[item.question_id] = _draw(item) if drawn else row["parsed"]
-            submission_of[arm] = submission_of[arm]._replace(n_drawn=submission_of[arm].n_drawn + drawn)
+            name, choice = row["question_id"], row["parsed"]
+            if choice is None:
+                hashed = int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
+                choice = hashed % len(items_by_id[name].options)
+                submission_of[arm] = submission_of[arm]._replace(n_drawn=submission_of[arm].n_drawn + 1)
+            submission_of[arm].choices[name] = choice
     return submission_of
 
 
@@ -60,12 +63,14 @@ def write_submissions(store: Store, scored: ScoredQuestions, console: Console) -
     names of the files. Raises OSError; UsageError for a form that cannot be read.
     """
     store.put(SCORES, write_parquet(scored.scores))
-    names = [SCORES]
+    names, say = [SCORES], speaker(console)
     for arm, submission in submissions(scored.loaded.items, scored.scores).items():
         names.append(f"{FOLDER}/{submission_name(arm)}.json")
         store.put(names[-1], json.dumps(submission.choices, indent=1).encode())
-        for line in _describe_gaps(submission, len(scored.loaded.items)):
-            console.print(f"note: {names[-1]}: {line}", highlight=False, markup=False, soft_wrap=True)
+        if n_drawn := submission.n_drawn:
+            say(f"note: {names[-1]}: {n_drawn} replies name no option; one is drawn for each, by the question's id")
+        if missing := len(scored.loaded.items) - len(submission.choices):
+            say(f"note: {names[-1]}: {missing} questions failed, and are left out")
     form = {**dict.fromkeys(map(submission_name, arms_of(scored.scores))), **server_scores(store)}
     store.put(FORM, json.dumps(form, indent=1).encode())
     return [*names, FORM]
@@ -113,16 +118,3 @@ def server_scores(store: Store) -> dict[str, float | None]:
     if typed and max(typed.values()) <= 1:
         raise UsageError(f"{store}: {FORM}: percentages are wanted, 59.2 and not 0.592")
     return form
-
-
-def _draw(item: Item) -> int:
-    """Return the option drawn for a question whose reply names none, by a hash of the question's id."""
-    return int.from_bytes(blake2b(item.question_id.encode(), digest_size=8).digest()) % len(item.options)
-
-
-def _describe_gaps(submission: Submission, n_questions: int) -> Iterator[str]:
-    """Yield lines about drawn options and failed questions."""
-    if submission.n_drawn:
-        yield f"{submission.n_drawn} replies name no option; one is drawn for each, by the question's id"
-    if missing := n_questions - len(submission.choices):
-        yield f"{missing} questions failed, and are left out"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -32,7 +32,18 @@ from pipeline.evaluate.statistics import (
     score_matrix,
     split_seed,
 )
-from pipeline.evaluate.table import FULL_ROW, OVERALL, PRINTED_0, Cell, Column, Mark, ResultsTable, Row, printed
+from pipeline.evaluate.table import (
+    FULL_ROW,
+    OVERALL,
+    PRINTED_0,
+    ArmGroup,
+    Cell,
+    Column,
+    Mark,
+    ResultsTable,
+    Row,
+    printed,
+)
 
 _TITLES = {
     "fastv": "FastV",
@@ -92,16 +103,6 @@ class ScoredBenchmark:
         return matrix.whole() if self.mean_over is None else matrix.by(self.mean_over, self.weights)
 
 
-class ArmGroup(NamedTuple):
-    """A row before its numbers: method, positions and ratio, and the place of its arms, one for each seed."""
-
-    method: str
-    positions: str
-    ratio: float
-    seeds: list[int]
-    arms: slice
-
-
 def results_table(
     title: str,
     benchmarks: Sequence[ScoredBenchmark],
@@ -146,12 +147,9 @@ def results_table(
     last = list[int]()  # the index of each benchmark's overall score among the columns
     for benchmark, matrix in zip(benchmarks, matrices, strict=True):
         parts = _list_columns(benchmark, matrix)
-        generator = np.random.default_rng([seed, crc32(benchmark.title.encode())])
-        mean_AQ = np.stack([matrix.scores[group.arms].mean(0) for group in groups])
-        measured, measured_arms = (
-            estimates(scores_AQ, matrix.clusters, [of_one for *_, of_one in parts], n_draws, generator)
-            for scores_AQ, n_draws in ((mean_AQ, draws), (matrix.scores, 0))
-        )
+        of_columns = [of_one for *_, of_one in parts]
+        measured = measure(benchmark, matrix, groups, of_columns, draws, seed)
+        measured_arms = estimates(matrix.scores, matrix.clusters, of_columns, 0, np.random.default_rng(seed))
         for (key, name, of_one), numbers, arm_numbers in zip(parts, measured, measured_arms, strict=True):
             columns.append(
                 Column(
@@ -185,11 +183,8 @@ def results_table(
     names = {path: name for benchmark in benchmarks for path, name in benchmark.names.items()}
     rows = [
         Row(
+            **vars(group),
             title=row_title(group, names),
-            method=group.method,
-            positions=group.positions,
-            ratio=group.ratio,
-            seeds=group.seeds,
             cells=by_row[i],
             mean=mean[i],
             rel=rel[i],
@@ -207,6 +202,23 @@ def results_table(
         seed=seed,
         notes=[*notes, *(f"{benchmark.title}: {note}" for benchmark in benchmarks for note in benchmark.notes)],
     )
+
+
+def measure(
+    benchmark: ScoredBenchmark,
+    matrix: ScoreMatrix,
+    groups: Sequence[ArmGroup],
+    parts: Sequence[Parts],
+    draws: int,
+    seed: int,
+) -> list[Estimate]:
+    """Return an estimate of the rows for each column of one benchmark; a row has the mean over its seeds.
+
+    A benchmark's draws of whole videos depend on ``seed`` and its title alone.
+    """
+    generator = np.random.default_rng([seed, crc32(benchmark.title.encode())])
+    mean_AQ = np.stack([matrix.scores[group.arms].mean(0) for group in groups])
+    return estimates(mean_AQ, matrix.clusters, parts, draws, generator)
 
 
 def mark_rows(numbers: Estimate, shown: Mapping[int, Cell | None]) -> dict[int, Mark]:

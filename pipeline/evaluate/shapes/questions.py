@@ -60,13 +60,11 @@ def ask(video: Video) -> list[Question]:
     rng = np.random.default_rng([video.seed, _QUESTIONS, video.n_frames, 0])
     # The order is drawn for every type, so that a question does not depend on which others the video allows.
     questions = [(make(video, rng), rng.permutation(4).tolist()) for make in _MAKERS]
-    return [_reorder(question, order) for question, order in questions if question is not None]
-
-
-def _reorder(question: Question, order: Sequence[int]) -> Question:
-    """Return the question with its choices in the given order."""
-    choices = tuple(question.choices[i] for i in order)
-    return replace(question, choices=choices, answer=choices.index(question.right))
+    return [
+        replace(question, choices=tuple(question.choices[i] for i in order), answer=order.index(question.answer))
+        for question, order in questions
+        if question is not None
+    ]
 
 
 def _about(name: QuestionType, thing: Thing, prompt: str, right: str, choices: Sequence[str]) -> Question:

@@ -3,7 +3,7 @@
 import re
 from html.parser import HTMLParser
 
-from pipeline.evaluate.benchmarks.items import AnnotationFault
+from pipeline.evaluate.benchmarks.items import AnnotationFault, LoadedQuestions
 from pipeline.evaluate.page import report_page
 from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
 from tests.pipeline.evaluate.score_tables import items_of, scores_of
@@ -68,7 +68,7 @@ def test_the_chart_is_accuracy_against_tokens_and_megabytes():
 def test_faults_are_counted_with_an_example_and_no_name_or_text_breaks_out_of_the_page():
     faults = [AnnotationFault("missing-video", str(i), f"row {i}", True) for i in range(3)]
     faults += [AnnotationFault("repeated-question", "x", "row 9", False)]
-    _, page = made(HOSTILE, faults=[*faults, AnnotationFault("bad-row", None, HOSTILE, True)])
+    _, page = made(HOSTILE, loaded=LoadedQuestions((), (*faults, AnnotationFault("bad-row", None, HOSTILE, True)), 5))
     for kind, count, became, row in (("missing-video", 3, "left out", 0), ("repeated-question", 1, "kept", 9)):
         assert re.search(rf"{kind}</th><td>{count}</td>.*{became}.*row {row}", page)
     assert Page(page).open == [] and "<script" not in page and "{{ 7 * 7 }}" in page
