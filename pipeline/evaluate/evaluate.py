@@ -26,7 +26,7 @@ from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import EvaluateRequest, match_results, prepare
 from pipeline.evaluate.results import Presentation, table_options, write_results
 from pipeline.evaluate.run import ScoredQuestions, answer_and_score, drop_tokens, score_answers
-from pipeline.evaluate.submissions import write_submissions
+from pipeline.evaluate.scores import write_submissions
 from pipeline.evaluate.table import ResultsTable
 from pipeline.generate.summary import render_answers
 from pipeline.rows import JsonObject
@@ -121,13 +121,13 @@ def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
 
     Prints notes on the questions. ``--drop-tokens`` deletes the tokens at the end, unless questions may be asked again.
     """
-    request = prepare(config, console)
+    request, say = prepare(config, console), speaker(console)
     for line in describe_data(request.loaded, request.benchmark):
-        speaker(console)(line)
+        say(line)
     scored = answer_and_score(request, console)
     submission, table = request.benchmark.submission, None
     if submission:
-        files = write_submissions(request.store, scored, console)
+        files = write_submissions(request.store, scored.loaded.items, scored.scores, say)
     else:
         table, files = write_results(request.store, scored, _make_presentation(request, scored))
     if config.drop_tokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -109,26 +109,22 @@ def _measure_tasks(
     abilities: Sequence[str],
     draws: int,
     seed: int,
-) -> list[_Measured]:
-    """Return the tasks of one benchmark, which share its draws of videos; ``abilities`` are of its questions."""
+) -> Iterator[_Measured]:
+    """Yield the tasks of one benchmark, which share its draws of videos; ``abilities`` are of its questions."""
     whole, ability_Q = benchmark.average(matrix), np.array(abilities)
     parts = {name: whole.within(ability_Q == name) for name in dict.fromkeys(abilities)}
     parts = {name: of_one for name, of_one in parts.items() if (of_one.numbers != NO_PART).any()}
-    tasks = []
     measured = measure(benchmark, matrix, groups, list(parts.values()), draws, seed)
     for (name, of_one), numbers in zip(parts.items(), measured, strict=True):
         inside_Q = of_one.numbers != NO_PART
         scores_AQ = matrix.scores[:, inside_Q]
         differs_A = (scores_AQ != scores_AQ[FULL_ROW]).any(1)
-        tasks.append(
-            _Measured(
-                ability=name,
-                task=Task(title=benchmark.title, n_questions=int(inside_Q.sum()), n_videos=numbers.n_videos),
-                estimate=numbers,
-                changed=np.array([differs_A[group.arms].any() for group in groups]),
-            )
+        yield _Measured(
+            ability=name,
+            task=Task(title=benchmark.title, n_questions=int(inside_Q.sum()), n_videos=numbers.n_videos),
+            estimate=numbers,
+            changed=np.array([differs_A[group.arms].any() for group in groups]),
         )
-    return tasks
 
 
 def _judge_methods(

@@ -29,9 +29,8 @@ from pipeline.evaluate.page import report_page
 from pipeline.evaluate.protocols import QUESTIONS
 from pipeline.evaluate.request import read_results_header, write_results_header
 from pipeline.evaluate.run import ScoredQuestions
-from pipeline.evaluate.scores import LATER_COLUMNS, SCORE_SCHEMA, SCORES
+from pipeline.evaluate.scores import FORM, LATER_COLUMNS, SCORE_SCHEMA, SCORES, unknown_names, with_server_scores
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, arms_of, is_named, score_matrix, set_arm_scores
-from pipeline.evaluate.submissions import FORM, unknown_names, with_server_scores
 from pipeline.evaluate.table import ResultsTable
 from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
 from pipeline.generate.late_pruning import parse_pruning_grid

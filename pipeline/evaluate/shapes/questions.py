@@ -107,7 +107,8 @@ def _scene(video: Video, rng: np.random.Generator) -> Question | None:
     if not video.cuts or video.standing:  # things that stay are in several scenes
         return None
     thing = one_of(rng, video.named)
-    return _about("scene", thing, "Which scene has the {}?", video.scene_at(thing.first), video.scene_choices)
+    scene = video.scenes[video.scene_of[thing.first]]
+    return _about("scene", thing, "Which scene has the {}?", scene, video.scene_choices)
 
 
 def _quarter(video: Video, rng: np.random.Generator) -> Question:
