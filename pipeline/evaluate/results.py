@@ -250,8 +250,8 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
     """Write one table of the results in several places, in their order: Markdown, LaTeX, JSON and a page.
 
     The section *Where it breaks* follows it, except in LaTeX. The results of a single place get a table for each split,
-    as its evaluation wrote them. ``method`` and
-    ``retention_ratio`` choose rows and their order. A method or ratio that a place lacks becomes a line of ``missing``.
+    as its evaluation wrote them. ``method`` and ``retention_ratio`` choose rows and their order. A method or ratio that
+    a place lacks becomes a line of ``missing``.
 
     Raises UsageError (nothing was written) for missing or damaged results, or an ``out`` that holds something else.
     Raises it also for two places of one benchmark, unlike models, frames or protocols, a reference that is no row, and

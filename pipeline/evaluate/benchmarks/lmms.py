@@ -132,10 +132,7 @@ class LmmsTask(Benchmark):
         numbers: dict[str, Any] = {
             "lmms_eval": self.task.version,
             "task": self.task_name,
-            "metric": answer["metric"],
-            "mean_over": answer["mean_over"],
-            "weights": answer["weights"],
-            "percent": answer["percent"],
+            **{name: answer[name] for name in ("metric", "mean_over", "weights", "percent")},
             "splits": [split.name for split in self.splits],
             "numbers": own,
         }
