@@ -16,6 +16,7 @@ from pipeline.errors import name_first
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.breaks import UNKNOWN, Breaks, Loss
 from pipeline.evaluate.forms import COUNTS, MARKS, add_counts, percent
+from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.statistics import ORIGINAL
 from pipeline.evaluate.table import NONE, ResultsTable, Row
 from pipeline.html_pages import environment
@@ -96,8 +97,7 @@ def report_page(
     facts: Sequence[tuple[str, str]],
     *,
     token_bytes: int | None = None,
-    loaded: LoadedQuestions | None = None,
-    scores: pa.Table | None = None,
+    scored: ScoredQuestions | None = None,
     identity: JsonObject | None = None,
     breaks: Breaks | None = None,
 ) -> str:
@@ -107,8 +107,7 @@ def report_page(
         tables: the main one, then those of further splits.
         facts: (name, value) about model, data and run.
         token_bytes: that a cache stores for a token; None where it is not known.
-        loaded: the questions, whose faults are listed.
-        scores: rows of ``scores.parquet``, whose failed answers are counted.
+        scored: the questions, whose faults are listed, and the scores, whose failed answers are counted.
         identity: the settings that all results share, JSON-able.
         breaks: the section *Where it breaks*; None for none.
     """
@@ -124,8 +123,8 @@ def report_page(
         panels=[] if breaks is None else _panels(breaks, styles),
         panel={"width": _PANEL_WIDTH, "height": _PANEL_HEIGHT, "left": _PANEL_LEFT, "right": _PANEL_RIGHT},
         legend=f"{MARKS} {COUNTS}",
-        faults=[*([] if loaded is None else _fault_lines(loaded)), *([] if scores is None else _failure_lines(scores))],
-        warned=None if scores is None else format_warned_line(scores),
+        faults=[] if scored is None else [*_fault_lines(scored.loaded), *_failure_lines(scored.scores)],
+        warned=None if scored is None else format_warned_line(scored.scores),
         protocol=list(_flatten(identity or {})),
         width=_WIDTH,
         height=_HEIGHT,

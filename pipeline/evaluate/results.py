@@ -89,8 +89,7 @@ def write_results(
         tables,
         presentation.facts,
         token_bytes=presentation.token_bytes,
-        loaded=scored.loaded,
-        scores=scored.scores,
+        scored=scored,
         identity=presentation.described,
     )
     if identity is not None:
@@ -354,15 +353,14 @@ def _read(place: str, objects: Objects) -> _Results:
     if lacking := {"model", "num_frames", "protocol"} - identity.keys():
         raise NotResults(f"{place}: {RESULTS_HEADER} does not say {', '.join(sorted(lacking))}: evaluate again")
     benchmark = find_benchmark(str(identity["benchmark"])).stored_in(store)
-    scores = read_scores(place, store, published=benchmark.scores_questions)
-    if not benchmark.submission:
-        return _Results(place, benchmark, identity, about, scores)
-    unknown = unknown_names(store, arms_of(scores))
-    notes = [f"{place}/{FORM} has a score of {name}, which is none of its submissions" for name in unknown]
-    scores = with_server_scores(store, scores)
-    if without := arms_of(scores.filter(pc.is_null(scores["score"]))):
-        where = f"type what its server returns into {place}/{FORM}"
-        notes.append(f"{place} ({benchmark.title}) has {len(without)} submissions without a score: {where}")
+    scores, notes = read_scores(place, store, published=benchmark.scores_questions), list[str]()
+    if benchmark.submission:
+        unknown = unknown_names(store, arms_of(scores))
+        notes += [f"{place}/{FORM} has a score of {name}, which is none of its submissions" for name in unknown]
+        scores = with_server_scores(store, scores)
+        if without := arms_of(scores.filter(pc.is_null(scores["score"]))):
+            where = f"type what its server returns into {place}/{FORM}"
+            notes.append(f"{place} ({benchmark.title}) has {len(without)} submissions without a score: {where}")
     return _Results(place, benchmark, identity, about, scores, notes)
 
 

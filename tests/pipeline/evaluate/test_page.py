@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 
 from pipeline.evaluate.benchmarks.items import AnnotationFault, LoadedQuestions
 from pipeline.evaluate.page import report_page
+from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
 from tests.pipeline.evaluate.score_tables import items_of, scores_of
 
@@ -13,12 +14,13 @@ METHODS, RATIOS = ("fastv,K=3", "vidcom2", "gstep", "gstep,positions=original"),
 ITEMS = items_of(24)
 
 
-def made(title="VideoMME, a model", **options):
+def made(title="VideoMME, a model", faults=(), **options):
     scores = scores_of(ITEMS, METHODS, RATIOS, failed=("001-1",))
     parts = [("duration=short", "Short"), ("duration=long", "Long")]
     table = results_table(title, [ScoredBenchmark("VideoMME", scores, parts)], draws=200)
     split = results_table(f"{title}: Domain", [ScoredBenchmark("VideoMME", scores)], draws=200)
-    given = {"token_bytes": 7168, "scores": scores, "identity": {"frames": {"rounding": "truncate"}, "pixels": None}}
+    scored = ScoredQuestions(loaded=LoadedQuestions((), tuple(faults), len(faults)), scores=scores)
+    given = {"token_bytes": 7168, "scored": scored, "identity": {"frames": {"rounding": "truncate"}, "pixels": None}}
     return table, report_page([table, split], [("model", title)], **given | options)
 
 
@@ -68,7 +70,7 @@ def test_the_chart_is_accuracy_against_tokens_and_megabytes():
 def test_faults_are_counted_with_an_example_and_no_name_or_text_breaks_out_of_the_page():
     faults = [AnnotationFault("missing-video", str(i), f"row {i}", True) for i in range(3)]
     faults += [AnnotationFault("repeated-question", "x", "row 9", False)]
-    _, page = made(HOSTILE, loaded=LoadedQuestions((), (*faults, AnnotationFault("bad-row", None, HOSTILE, True)), 5))
+    _, page = made(HOSTILE, faults=[*faults, AnnotationFault("bad-row", None, HOSTILE, True)])
     for kind, count, became, row in (("missing-video", 3, "left out", 0), ("repeated-question", 1, "kept", 9)):
         assert re.search(rf"{kind}</th><td>{count}</td>.*{became}.*row {row}", page)
     assert Page(page).open == [] and "<script" not in page and "{{ 7 * 7 }}" in page
