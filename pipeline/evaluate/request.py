@@ -238,7 +238,7 @@ def _leave_removed(questions: LoadedQuestions, answers: Store, say: Say) -> Load
 
 
 def _note_uncached(questions: LoadedQuestions, place: Store, say: Say) -> None:
-    """Say it if questions are about videos that the cache in ``place`` lacks; they will count as wrong.
+    """Say how many questions are about videos that the cache in ``place`` lacks, if any: they will count as wrong.
 
     Questions about removed videos are not scored.
     """
