@@ -57,8 +57,7 @@ def _evaluate(config: EvaluateConfig, console: Console) -> CommandResult:
 
 def _list_tasks(console: Console) -> CommandResult:
     """Print the tasks of lmms-eval about videos, and how far they fit."""
-    from pipeline.evaluate.tasks.listing import render_tasks  # noqa: PLC0415
-    from pipeline.evaluate.tasks.process import list_tasks  # noqa: PLC0415
+    from pipeline.evaluate.tasks.process import list_tasks, render_tasks  # noqa: PLC0415
 
     tasks = list_tasks(make_say(console))
     return CommandResult(0, {"tasks": [asdict(task) for task in tasks]}, [render_tasks(tasks)])

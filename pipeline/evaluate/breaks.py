@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import Literal
 
 from pipeline.evaluate.statistics import FEWEST_VIDEOS
-from pipeline.evaluate.table import printed, signed
+from pipeline.evaluate.table import ends, printed, signed
 from pipeline.rows import JsonObject
 
 BREAKS_TITLE = "Where it breaks"
@@ -57,11 +57,6 @@ class Kind:
     name: str
     tasks: Sequence[Task]
     full_score: float
-
-    @property
-    def n_questions(self) -> int:
-        """The questions of all tasks."""
-        return sum(task.n_questions for task in self.tasks)
 
     @property
     def n_videos(self) -> int:
@@ -113,7 +108,7 @@ class Loss:
     @property
     def interval(self) -> str:
         """The interval as it is printed; "" where there is none."""
-        return "" if self.low is None or self.high is None else f"[{signed(self.low)}, {signed(self.high)}]"
+        return ends(self.low, self.high)
 
     @property
     def number(self) -> str:
@@ -190,7 +185,7 @@ class Verdict:
             parts.append(f"no tested ratio is safe: {self._describe_stop()}")
         else:
             if self.passed and self.passed[-1].outcome == "no change":
-                parts.append(f"no change in {self.kind.n_questions:,}")
+                parts.append(f"no change in {sum(task.n_questions for task in self.kind.tasks):,}")
             parts.append(self._describe_stop() or "the lowest ratio that was tested")
         skipped = [f"{loss.share} {loss.lacking}" for loss in self.losses if loss.difference is None]
         return "; ".join([*parts, *skipped])
@@ -223,14 +218,9 @@ class Verdict:
             "answer": self.answer,
             "reason": self.reason,
             "losses": [
-                {
-                    "retention_ratio": loss.ratio,
-                    "outcome": loss.outcome,
-                    "difference": loss.difference,
-                    "low": loss.low,
-                    "high": loss.high,
-                    "safe": loss in self.passed,
-                }
+                {"retention_ratio": loss.ratio}
+                | {name: vars(loss)[name] for name in ("outcome", "difference", "low", "high")}
+                | {"safe": loss in self.passed}
                 for loss in self.losses
             ],
         }

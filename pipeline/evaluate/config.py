@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 from gstep.methods import METHODS
 from pipeline.errors import UsageError
 from pipeline.evaluate.statistics import is_named, split_seed
 from pipeline.generate.late_pruning import PruningSpec, parse_pruning_grid
-from pipeline.options import DTYPES, EngineOptions, check, check_ratio, option, positive
+from pipeline.options import DTYPES, EngineOptions, RunOptions, check, check_ratio, option, positive
 
 DEFAULT_METHODS = ("gstep", "vidcom2", "uniform", "random")
 DEFAULT_RATIOS = (0.25, 0.20, 0.15, 0.10)
@@ -26,6 +26,18 @@ POSITIONS: Mapping[str, tuple[str | None, ...]] = {
     "contiguous": ("contiguous",),
     "original": ("original",),
     "both": ("contiguous", "original"),
+}
+#: The options that mean something else here than in jobs.prune and jobs.generate, follow from the protocol there, or
+#: are taken over by one of the two alone.
+_NOT_SHARED = frozenset(
+    {"model", "family", "siglip", "out", "cache", "video_root", "limit", "seed", "retention_ratio", "positions"}
+    | {"num_frames", "fps", "max_frames", "max_video_tokens", "max_new_tokens", "max_failed", "on_changed"}
+)
+#: Option -> the option without which it says nothing.
+_GOES_WITH = {
+    **dict.fromkeys(("limit", "drop_tokens", "max_new_tokens", "close_thought", "fps"), "benchmark"),
+    **dict.fromkeys(("within", "abilities"), "results"),
+    **dict.fromkeys(("max_frames", "max_video_tokens"), "fps"),
 }
 
 
@@ -189,12 +201,10 @@ class EvaluateConfig(EngineOptions):
                 "name what to ask, --benchmark NAME, or answers to score, --score ANSWERS, or results for one table, "
                 "--results RESULTS: one of them"
             )
-        for name in ("limit", "drop_tokens", "max_new_tokens", "close_thought", "fps"):
-            if getattr(self, name) and self.benchmark is None:
-                raise UsageError(f"--{name.replace('_', '-')} goes with --benchmark")
-        for name in ("within", "abilities"):
-            if getattr(self, name) is not None and not self.results:
-                raise UsageError(f"--{name} goes with --results")
+        for name, other in _GOES_WITH.items():
+            value = getattr(self, name)
+            if value is not None and value is not False and getattr(self, other) in (None, []):
+                raise UsageError(f"--{name.replace('_', '-')} goes with --{other}")
         if self.score and (self.method or self.retention_ratio):
             raise UsageError("--method and --retention-ratio go with --benchmark or --results: answers name their own")
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
@@ -210,7 +220,9 @@ class EvaluateConfig(EngineOptions):
         check(positive(self.decode_timeout), "decode_timeout", "a positive number of seconds", self.decode_timeout)
         if self.drop_tokens and self.cache is not None:
             raise UsageError("--drop-tokens deletes the cache in --out; one that --cache names is yours to delete")
-        self._check_frames()
+        check(self.fps is None or positive(self.fps), "fps", "a positive number", self.fps)
+        if self.fps is not None and self.num_frames is not None:
+            raise UsageError("--num-frames and --fps are two ways of sampling: give one of them")
         self._check_rows({spec.method_label.partition(",positions=")[0] for spec in self.grid().values() if spec})
 
     def _check_rows(self, labels: Collection[str]) -> None:
@@ -228,14 +240,10 @@ class EvaluateConfig(EngineOptions):
             if value is not None and not any(is_named(value, row) for row in rows):
                 raise UsageError(f"--{option_name} {value} is no row of the table; there are {', '.join(sorted(rows))}")
 
-    def _check_frames(self) -> None:
-        """Raise UsageError if ``fps`` is not positive, or if the options of frames do not go together."""
-        check(self.fps is None or positive(self.fps), "fps", "a positive number", self.fps)
-        if self.fps is not None and self.num_frames is not None:
-            raise UsageError("--num-frames and --fps are two ways of sampling: give one of them")
-        for name in ("max_frames", "max_video_tokens"):
-            if getattr(self, name) is not None and self.fps is None:
-                raise UsageError(f"--{name.replace('_', '-')} goes with --fps")
+    def shared_with(self, kind: type[RunOptions]) -> dict[str, Any]:
+        """Return by name the options that the configuration class of another run has too, with the same meaning."""
+        names = [item.name for item in fields(kind) if item.name not in _NOT_SHARED]
+        return {name: value for name, value in vars(self).items() if name in names}
 
     def in_out(self, name: str) -> str:
         """Return the folder or URI of this name in ``--out``."""

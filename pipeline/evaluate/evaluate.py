@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,18 +15,19 @@ from rich.text import Text
 from pipeline.cache.header import HEADER
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TOKENS
+from pipeline.console import speaker
 from pipeline.errors import BUGS, RunFailed
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.forms import render_table
 from pipeline.evaluate.page import format_warned_line
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import EvaluateRequest, match_results, prepare
-from pipeline.evaluate.results import Presentation, write_results
+from pipeline.evaluate.results import Presentation, table_options, write_results
 from pipeline.evaluate.run import ScoredQuestions, answer_and_score, drop_tokens, score_answers
-from pipeline.evaluate.submissions import write_submissions
+from pipeline.evaluate.scores import write_submissions
 from pipeline.evaluate.table import ResultsTable
-from pipeline.evaluate.terminal import render_table
 from pipeline.generate.summary import render_answers
 from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects
@@ -70,13 +70,13 @@ class Evaluation:
         empty.
         """
         answers, videos = self.done.answers, self.done.videos
+        columns = [] if self.table is None else self.table.columns
         return {
-            **({} if self.table is None else self.table.as_record()),
+            **({"notes": []} if self.table is None else self.table.as_record()),
             "out": self.out,
             "files": self.files,
             "scores": [] if self.table is None else list(scores_of(self.table)),
-            "notes": [] if self.table is None else self.table.remarks,
-            "clusters": {} if self.table is None else {column.key: column.n_videos for column in self.table.columns},
+            "clusters": {column.key: column.n_videos for column in columns},
             "submission": self.submission or None,
             "left_out": self.done.n_left_out,
             "videos": None if videos is None else videos.as_record(),
@@ -91,17 +91,13 @@ def scores_of(table: ResultsTable) -> Iterator[JsonObject]:
     the model's own.
     """
     for row in table.rows:
-        cells = zip(table.columns, row.cells, strict=True)
+        record = table.record_of(row)
         yield {
             "method": row.method + (f",positions={row.positions}" if row.positions else ""),
             "retention_ratio": row.ratio,
-            "scores": {column.key: cell.score for column, cell in cells if cell is not None},
+            "scores": {key: cell["score"] for key, cell in record["scores"].items()},
             "rel": None if row.rel is None else row.rel.score,
-            "kept_share": row.tally.kept_share,
-            "unparsed_share": row.tally.unparsed_share,
-            "n_failed": row.tally.n_failed,
-            "n_cut": row.tally.n_cut,
-            "n_weak": row.tally.n_weak,
+            **{name: record[name] for name in ("kept_share", "unparsed_share", "n_failed", "n_cut", "n_weak")},
         }
 
 
@@ -116,7 +112,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
     except OSError as error:
         raise RunFailed(f"{config.out}: the results cannot be written: {error.strerror or error}") from error
     if line := format_warned_line(evaluation.done.scores):
-        console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
+        speaker(console)(f"note: {line}")
     return evaluation
 
 
@@ -125,27 +121,23 @@ def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
 
     Prints notes on the questions. ``--drop-tokens`` deletes the tokens at the end, unless questions may be asked again.
     """
-    request = prepare(config, console)
+    request, say = prepare(config, console), speaker(console)
     for line in describe_data(request.loaded, request.benchmark):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(line)
     scored = answer_and_score(request, console)
     submission, table = request.benchmark.submission, None
     if submission:
-        files = write_submissions(request.store, scored, console)
+        files = write_submissions(request.store, scored.loaded.items, scored.scores, say)
     else:
         table, files = write_results(request.store, scored, _make_presentation(request, scored))
     if config.drop_tokens:
-        if n_unanswered := _count_unanswered(scored):
+        assert scored.answers is not None
+        may_succeed = [scored.answers.failures.get(name, 0) for name in _MAY_SUCCEED]
+        if n_unanswered := scored.answers.n_missing + sum(may_succeed):
             console.print(f"note: {n_unanswered} questions may be asked again (--retry-failed): their tokens stay")
         else:
             drop_tokens(request, console)
     return Evaluation(done=scored, table=table, out=config.out, files=files, submission=submission)
-
-
-def _count_unanswered(scored: ScoredQuestions) -> int:
-    """Count the answers that are missing, or failed for a reason that another attempt may not meet."""
-    assert scored.answers is not None
-    return scored.answers.n_missing + sum(scored.answers.failures.get(name, 0) for name in _MAY_SUCCEED)
 
 
 def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
@@ -168,13 +160,11 @@ def describe_data(questions: LoadedQuestions, benchmark: Benchmark) -> Iterator[
     """Yield lines for the user: the number of questions, missing parts of splits, kinds of fault with an example."""
     whole = f" of {benchmark.n_questions:,} in the whole benchmark" if benchmark.n_questions else ""
     yield f"{benchmark.title}: {len(questions.items):,} questions to ask; {questions.n_annotated:,} annotated{whole}"
-    counts = Counter((fault.kind, fault.left_out) for fault in questions.faults)
     for split in benchmark.splits:
         present = {item.splits[split.name] for item in questions.items if split.name in item.splits}
         if text := split.describe_parts(present, benchmark.protocol().metric):
             yield f"note: {text}"
-    for (kind, left_out), count in counts.items():
-        example = next(fault.message for fault in questions.faults if (fault.kind, fault.left_out) == (kind, left_out))
+    for kind, left_out, count, example in questions.summarise_faults():
         yield f"note: {count} {kind}, {'left out' if left_out else 'kept'}, e.g. {example}"
 
 
@@ -187,10 +177,7 @@ def _make_presentation(request: EvaluateRequest, scored: ScoredQuestions) -> Pre
         facts=[*_list_facts(request, scored), *_machine()],
         token_bytes=request.token_bytes,
         names=request.names,
-        reference=request.config.reference,
-        ours=request.config.ours,
-        draws=request.config.draws,
-        seed=request.config.seed,
+        **table_options(request.config),
     )
 
 
@@ -202,10 +189,7 @@ def present_answers(config: EvaluateConfig) -> Presentation:
         benchmark=benchmark,
         described={"protocol": "as jobs.generate asked", "parser": LETTER.parser},
         facts=_machine(),
-        reference=config.reference,
-        ours=config.ours,
-        draws=config.draws,
-        seed=config.seed,
+        **table_options(config),
     )
 
 

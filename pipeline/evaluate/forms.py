@@ -1,14 +1,20 @@
-"""The forms of the table of results as text: Markdown and LaTeX."""
+"""The forms of the table of results as text: Markdown, LaTeX, and for the terminal."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from pipeline.evaluate.breaks import BREAKS_TITLE, Breaks
-from pipeline.evaluate.table import FEW, NONE, Cell, Column, ResultsTable, Row
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
+from pipeline.evaluate.breaks import BREAKS_TITLE, Breaks
+from pipeline.evaluate.table import FEW, NONE, OVERALL, Cell, Column, ResultsTable, Row
+
+_TERMINAL_COLUMNS = 6  # columns of scores that fit a terminal
+_STYLES = {"best": "bold", "second": "underline", "": ""}
 _COUNTS = ("Tokens", "Kept", "No option", "Cut", "Weak", "Failed")  # the last columns in Markdown
 MARKS = (
     "Bold: the best number of a block, where the 95 % interval of its paired difference to the next best (underlined) "
@@ -43,7 +49,7 @@ def markdown(*tables: ResultsTable, breaks: Breaks | None = None) -> str:
     for table in tables:
         width = len(table.titles) + len(_COUNTS)
         heads = [(f"*{name}*", texts) for name, texts in table.made_of]
-        lines = [*table_head(["Method", *table.titles, *_COUNTS])]
+        lines = [table_row(map(escape_markdown, ["Method", *table.titles, *_COUNTS])), "|---|" + "---:|" * width]
         lines += [
             table_row([name, *map(escape_markdown, texts), *[""] * (width - len(texts))]) for name, texts in heads
         ]
@@ -87,13 +93,7 @@ def _markdown_row(table: ResultsTable, row: Row) -> str:
     return table_row([escape_markdown(row.title), *cells, tokens, *shares, *counts])
 
 
-def table_head(titles: Sequence[str]) -> Iterator[str]:
-    """Yield the two lines that begin a Markdown table."""
-    yield table_row([escape_markdown(title) for title in titles])
-    yield "|---|" + "---:|" * (len(titles) - 1)
-
-
-def table_row(cells: Sequence[str]) -> str:
+def table_row(cells: Iterable[str]) -> str:
     """Return a line of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
@@ -210,3 +210,58 @@ def _join_columns(columns: Sequence[Column], texts: Sequence[str]) -> list[str]:
     if len({text for _, text in values}) == 1 and len(values) > 1:
         return [values[0][1]]
     return [f"{title} {text}" for title, text in values]
+
+
+def render_table(results: ResultsTable) -> Iterator[RenderableType]:
+    """Yield the results table for the terminal, and notes below it.
+
+    If the table has more than ``_TERMINAL_COLUMNS`` columns of scores, only those of whole benchmarks are shown. A note
+    names the file with all columns.
+    """
+    keys = [column.key.rpartition(": ")[2] for column in results.columns]
+    few = len(results.columns) <= _TERMINAL_COLUMNS
+    shown = [number for number in range(len(results.titles)) if few or number >= len(keys) or keys[number] == OVERALL]
+    table = Table(title=Text(results.title), title_justify="left", show_edge=False)
+    table.add_column("method")
+    titles = ["kept", *(results.titles[number] for number in shown)]
+    for title in titles:
+        table.add_column(Text(title), justify="right")
+    for rows in ([results.original], *(rows for _, rows in results.blocks)):
+        for row in rows:
+            numbers = results.numbers(row)
+            cells = [_render_cell(numbers[number]) for number in shown]
+            table.add_row(Text(add_counts(row)), f"{100 * row.ratio:g} %", *cells, end_section=row is rows[-1])
+    yield table
+    for remark in (*results.remarks, MARKS):
+        if not remark.startswith(FEW) or any(FEW in title for title in titles):
+            yield Text(remark)
+    if n_left_out := len(results.titles) - len(shown):
+        yield Text(f"the {n_left_out} splits are in tables.md")
+
+
+def render_breaks(breaks: Breaks) -> Iterator[RenderableType]:
+    """Yield the section *Where it breaks* for the terminal: a line for each kind and method, and its remarks."""
+    table = Table(title=Text(BREAKS_TITLE), title_justify="left", show_edge=False)
+    for name in ("kind", "method", "lowest safe ratio", "why", "losses by retention ratio"):
+        table.add_column(name, overflow="fold")
+    for kind in breaks.kinds:
+        verdicts = breaks.of_kind(kind)
+        for verdict in verdicts:
+            losses = Group(*(Text(f"{loss.share}: {loss.text}") for loss in verdict.losses))
+            texts = map(Text, (kind.name, verdict.title, verdict.answer, verdict.reason))
+            table.add_row(*texts, losses, end_section=verdict is verdicts[-1])
+    if breaks.verdicts:
+        yield table
+    else:
+        yield Text(BREAKS_TITLE)
+    kinds = [f"{kind.name}: {kind.text}" for kind in breaks.kinds]
+    for line in (*kinds, *breaks.explanation, *breaks.remarks):
+        yield Text(line)
+
+
+def _render_cell(cell: Cell | None) -> RenderableType:
+    """Return a number for the terminal; below it stand its difference to the reference, and what is unclear."""
+    if cell is None:
+        return Text(NONE)
+    number = Text.assemble((cell.printed, _STYLES[cell.mark]), cell.spread_text)
+    return Group(number, *(Text(line) for line in (cell.interval_text, cell.unclear_text) if line))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
-from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +22,11 @@ from pipeline.evaluate.statistics import (
     NO_PART,
     Estimate,
     ScoreMatrix,
-    estimates,
+    average,
     score_matrix,
 )
-from pipeline.evaluate.table import FULL_ROW
-from pipeline.evaluate.tabulate import ArmGroup, ScoredBenchmark, group_arms, row_title
+from pipeline.evaluate.table import FULL_ROW, ArmGroup
+from pipeline.evaluate.tabulate import ScoredBenchmark, group_arms, measure, row_title
 
 _DIGITS = 9  # of points: further ones are rounding errors
 
@@ -76,11 +75,9 @@ def find_breaks(
     arms, groups = group_arms(list(scored.values()), methods)
     measured = list[_Measured]()
     for name, benchmark in scored.items():
-        generator = np.random.default_rng([seed, crc32(benchmark.title.encode())])
         matrix = score_matrix(benchmark.scores, arms)
-        measured += _measure_tasks(
-            benchmark, matrix, groups, classify_questions(rules, name, matrix.splits), draws, generator
-        )
+        abilities = classify_questions(rules, name, matrix.splits)
+        measured += _measure_tasks(benchmark, matrix, groups, abilities, draws, seed)
     kinds, verdicts = list[Kind](), list[Verdict]()
     titles = {path: title for benchmark in scored.values() for path, title in benchmark.names.items()}
     for ability in order_abilities([of_one.ability for of_one in measured]):
@@ -111,28 +108,23 @@ def _measure_tasks(
     groups: Sequence[ArmGroup],
     abilities: Sequence[str],
     draws: int,
-    generator: np.random.Generator,
-) -> list[_Measured]:
-    """Return the tasks of one benchmark, which share its draws of videos; ``abilities`` are of its questions."""
+    seed: int,
+) -> Iterator[_Measured]:
+    """Yield the tasks of one benchmark, which share its draws of videos; ``abilities`` are of its questions."""
     whole, ability_Q = benchmark.average(matrix), np.array(abilities)
     parts = {name: whole.within(ability_Q == name) for name in dict.fromkeys(abilities)}
     parts = {name: of_one for name, of_one in parts.items() if (of_one.numbers != NO_PART).any()}
-    mean_AQ = np.stack([matrix.scores[group.arms].mean(0) for group in groups])
-    tasks = []
-    measured = estimates(mean_AQ, matrix.clusters, list(parts.values()), draws, generator)
+    measured = measure(benchmark, matrix, groups, list(parts.values()), draws, seed)
     for (name, of_one), numbers in zip(parts.items(), measured, strict=True):
         inside_Q = of_one.numbers != NO_PART
         scores_AQ = matrix.scores[:, inside_Q]
         differs_A = (scores_AQ != scores_AQ[FULL_ROW]).any(1)
-        tasks.append(
-            _Measured(
-                ability=name,
-                task=Task(title=benchmark.title, n_questions=int(inside_Q.sum()), n_videos=numbers.n_videos),
-                estimate=numbers,
-                changed=np.array([differs_A[group.arms].any() for group in groups]),
-            )
+        yield _Measured(
+            ability=name,
+            task=Task(title=benchmark.title, n_questions=int(inside_Q.sum()), n_videos=numbers.n_videos),
+            estimate=numbers,
+            changed=np.array([differs_A[group.arms].any() for group in groups]),
         )
-    return tasks
 
 
 def _judge_methods(
@@ -142,11 +134,7 @@ def _judge_methods(
 
     ``titles`` are the names of methods from elsewhere, by import path.
     """
-    estimate = Estimate(
-        value=np.mean([of_one.estimate.value for of_one in tasks], axis=0),
-        drawn=np.mean([of_one.estimate.drawn for of_one in tasks], axis=0),
-        n_videos=kind.n_videos,
-    )
+    estimate = average([of_one.estimate for of_one in tasks])
     rows: dict[tuple[str, str], list[int]] = {}
     for row in range(FULL_ROW + 1, len(groups)):
         rows.setdefault((groups[row].method, groups[row].positions), []).append(row)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,53 +13,83 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import name_first
-from pipeline.evaluate.benchmarks.items import AnnotationFault
-from pipeline.evaluate.breaks import Breaks
-from pipeline.evaluate.charts import (
-    PANEL_HEIGHT,
-    PANEL_LEFT,
-    PANEL_RIGHT,
-    PANEL_WIDTH,
-    Style,
-    assign_styles,
-    make_panels,
-    ticks,
-)
+from pipeline.evaluate.benchmarks.items import LoadedQuestions
+from pipeline.evaluate.breaks import UNKNOWN, Breaks, Loss
 from pipeline.evaluate.forms import COUNTS, MARKS, add_counts, percent
+from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.statistics import ORIGINAL
 from pipeline.evaluate.table import NONE, ResultsTable, Row
 from pipeline.html_pages import environment
 from pipeline.rows import JsonObject
 
+_STEPS = 6  # of a vertical axis, about
+_COLORS, _DASHES = 6, 3  # GSTEP has the first color for itself; dashes tell methods apart once colors are used up
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 820, 330, 46, 12, 44  # pixels of the chart and its margins
 _APART = 64  # pixels between two labels of the horizontal axis
+_PANEL_WIDTH, _PANEL_HEIGHT = 380, 270  # pixels of a panel
+_PANEL_LEFT, _PANEL_RIGHT, _PANEL_TOP, _PANEL_BOTTOM = 40, 8, 22, 42  # pixels of its margins
+_PANEL_APART = 40  # pixels between two labels of its horizontal axis
+_DODGE, _SPREAD = 8.0, 0.7  # pixels between methods at one ratio, and at most this share of a ratio's place
+
+
+class Style(NamedTuple):
+    """The numbers of the color and dash by which a method is drawn in every chart of a page."""
+
+    color: int
+    dash: int
+
+
+class Point(NamedTuple):
+    """A number in a chart; places are in pixels.
+
+    Attributes:
+        words: what is shown on hovering.
+        ends: of the interval, upper end first; None without an interval.
+        safe: of a loss: whether the ratio is safe.
+    """
+
+    x: float
+    y: float
+    words: str
+    ends: tuple[float, float] | None = None
+    safe: bool = True
+
+
+class Line(NamedTuple):
+    """The line of a method: its title, style and points, and of a panel its lowest safe ratio in words."""
+
+    title: str
+    style: Style
+    points: Sequence[Point]
+    answer: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Accuracy against the tokens that a question was answered from; places are in pixels.
+    """Accuracy against the tokens of a question; or a panel: the losses on one kind of ability; places are in pixels.
 
     Attributes:
-        title: of the vertical axis.
-        up: (place, label) of the vertical axis.
-        across: (place, tokens, megabytes or "") of the horizontal axis, which is logarithmic.
-        full: the place of full retention; None where it is unknown.
+        title: of the vertical axis; of a panel the ability.
+        text: of a panel: the ability's tasks.
+        empty_text: of a panel: what stands in its middle where it has no points; "" where it has.
+        up: (place, label) of the vertical axis, which all panels share.
+        across: (place, label) of the horizontal axis: tokens, which is logarithmic, or retention ratios, which have
+            equal distances.
+        below: more labels of this axis: megabytes; () without.
+        level: the place of full retention, or of no loss; None where it is unknown.
+        limit: of a panel: the place of the largest loss that is safe.
         lines: of the methods.
     """
 
     title: str
+    text: str = ""
+    empty_text: str = ""
     up: Sequence[tuple[float, str]]
-    across: Sequence[tuple[float, str, str]]
-    full: float | None
+    across: Sequence[tuple[float, str]]
+    below: Sequence[tuple[float, str]] = ()
+    level: float | None
+    limit: float = 0.0
     lines: Sequence[Line]
-
-
-class Line(NamedTuple):
-    """The line of a method: its title, its style, and (x, y, words) of its points."""
-
-    title: str
-    style: Style
-    points: Sequence[tuple[float, float, str]]
 
 
 def report_page(
@@ -67,8 +97,7 @@ def report_page(
     facts: Sequence[tuple[str, str]],
     *,
     token_bytes: int | None = None,
-    faults: Sequence[AnnotationFault] = (),
-    scores: pa.Table | None = None,
+    scored: ScoredQuestions | None = None,
     identity: JsonObject | None = None,
     breaks: Breaks | None = None,
 ) -> str:
@@ -78,13 +107,12 @@ def report_page(
         tables: the main one, then those of further splits.
         facts: (name, value) about model, data and run.
         token_bytes: that a cache stores for a token; None where it is not known.
-        faults: of the annotations.
-        scores: rows of ``scores.parquet``, whose failed answers are counted.
+        scored: the questions, whose faults are listed, and the scores, whose failed answers are counted.
         identity: the settings that all results share, JSON-able.
         breaks: the section *Where it breaks*; None for none.
     """
     pruned_titles = [row.title for row in tables[0].rows if row.method != ORIGINAL.method]
-    styles = assign_styles([*pruned_titles, *(verdict.title for verdict in (breaks.verdicts if breaks else ()))])
+    styles = _assign_styles([*pruned_titles, *(verdict.title for verdict in (breaks.verdicts if breaks else ()))])
     templates = environment("pipeline.evaluate")
     templates.globals |= {"titled": add_counts, "percent": percent, "missing": NONE}
     return templates.get_template("results.html").render(
@@ -92,12 +120,11 @@ def report_page(
         facts=facts,
         chart=_chart(tables[0], token_bytes, styles),
         breaks=breaks,
-        panels=[] if breaks is None else make_panels(breaks, styles),
-        panel={"width": PANEL_WIDTH, "height": PANEL_HEIGHT, "left": PANEL_LEFT, "right": PANEL_RIGHT},
+        panels=[] if breaks is None else _panels(breaks, styles),
+        panel={"width": _PANEL_WIDTH, "height": _PANEL_HEIGHT, "left": _PANEL_LEFT, "right": _PANEL_RIGHT},
         legend=f"{MARKS} {COUNTS}",
-        faults=list(_fault_lines(faults)),
-        failures=[] if scores is None else list(_failure_lines(scores)),
-        warned=None if scores is None else format_warned_line(scores),
+        faults=[] if scored is None else [*_fault_lines(scored.loaded), *_failure_lines(scored.scores)],
+        warned=None if scored is None else format_warned_line(scored.scores),
         protocol=list(_flatten(identity or {})),
         width=_WIDTH,
         height=_HEIGHT,
@@ -119,6 +146,38 @@ def format_warned_line(scores: pa.Table) -> str:
     )
 
 
+def _assign_styles(titles: Iterable[str]) -> dict[str, Style]:
+    """Return a style for each method, by its title, in the order of first appearance."""
+    titles = dict.fromkeys(titles)
+    others = [title for title in titles if title != "GSTEP"]
+    numbers = {title: Style(i % (_COLORS - 1) + 1, i // (_COLORS - 1) % _DASHES) for i, title in enumerate(others)}
+    return {title: numbers.get(title, Style(0, 0)) for title in titles}
+
+
+def _ticks(values: Sequence[float]) -> list[float]:
+    """Return at least two evenly spaced round numbers that enclose the values."""
+    low, high = min(values), max(values)
+    rough = max(high - low, 0.5) / _STEPS
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(s * power for s in (1.0, 2.0, 5.0, 10.0) if s * power >= rough * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(k * step, 10) for k in range(first, max(last, first + 1) + 1)]
+
+
+def _down(number: float, axis: Sequence[float], top: int, height: int) -> float:
+    """Return the place of a number on a vertical axis with these ticks, ``height`` pixels long from ``top`` on."""
+    return top + height * (axis[-1] - number) / (axis[-1] - axis[0])
+
+
+def _space(labels: Iterable[tuple[float, str]], apart: int) -> list[tuple[float, str]]:
+    """Leave out the labels, from left to right, that are nearer than ``apart`` pixels to the one before."""
+    spaced = list[tuple[float, str]]()
+    for x, label in labels:
+        if not spaced or x - spaced[-1][0] >= apart:
+            spaced.append((x, label))
+    return spaced
+
+
 def _chart(table: ResultsTable, token_bytes: int | None, styles: Mapping[str, Style]) -> Chart | None:
     """Return the chart of the table's last number against tokens; None if no pruned row has both.
 
@@ -135,7 +194,7 @@ def _chart(table: ResultsTable, token_bytes: int | None, styles: Mapping[str, St
     if not points:
         return None
     full = value(table.original)
-    marks = ticks([score for *_, score in points] + ([] if full is None else [full]))
+    axis = _ticks([score for *_, score in points] + ([] if full is None else [full]))
     fewest, most = (math.log(pick(tokens for _, tokens, _ in points)) for pick in (min, max))
 
     def right(tokens: float) -> float:
@@ -143,33 +202,85 @@ def _chart(table: ResultsTable, token_bytes: int | None, styles: Mapping[str, St
         return _LEFT + 24 + (_WIDTH - _LEFT - 60) * share
 
     def down(score: float) -> float:
-        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (marks[-1] - score) / (marks[-1] - marks[0])
+        return _down(score, axis, _TOP, _HEIGHT - _TOP - _BOTTOM)
 
     def megabytes(tokens: float) -> str:
         return "" if token_bytes is None else f"{tokens * token_bytes / 1e6:.2g} MB"
 
-    across = list[tuple[float, str, str]]()
-    for tokens in sorted({tokens for _, tokens, _ in points}):
-        if not across or right(tokens) - across[-1][0] >= _APART:
-            across.append((right(tokens), f"{tokens:,.0f}", megabytes(tokens)))
-    by_method: dict[str, list[tuple[float, float, str]]] = {}
+    ordered = sorted({tokens for _, tokens, _ in points})
+    by_method: dict[str, list[Point]] = {}
     for row, tokens, score in sorted(points, key=lambda point: point[1]):
         words = f"{row.title}: {score:.1f} at {tokens:,.0f} tokens"
         more = f", {megabytes(tokens)}" if token_bytes else ""
-        by_method.setdefault(row.title, []).append((right(tokens), down(score), words + more))
+        by_method.setdefault(row.title, []).append(Point(right(tokens), down(score), words + more))
     return Chart(
         title="Rel." if table.several else table.columns[-1].text,
-        up=[(down(tick), f"{tick:g}") for tick in marks],
-        across=across,
-        full=None if full is None else down(full),
+        up=[(down(tick), f"{tick:g}") for tick in axis],
+        across=_space([(right(tokens), f"{tokens:,.0f}") for tokens in ordered], _APART),
+        below=_space([(right(tokens), megabytes(tokens)) for tokens in ordered], _APART),
+        level=None if full is None else down(full),
         lines=[Line(title, styles[title], by_method[title]) for title in styles if title in by_method],
     )
 
 
-def _fault_lines(faults: Sequence[AnnotationFault]) -> Iterator[tuple[str, str, int, str]]:
+def _panels(breaks: Breaks, styles: Mapping[str, Style]) -> list[Chart]:
+    """Return a panel for each kind, with a line of every method; a kind of too few videos has no points.
+
+    ``styles`` has each verdict's title.
+    """
+    losses = [loss for verdict in breaks.verdicts for loss in verdict.tested if _is_drawn(loss)]
+    numbers = [number for loss in losses for number in (loss.difference, loss.low, loss.high) if number is not None]
+    axis = _ticks([0.0, -breaks.within, *numbers])
+
+    def down(points: float) -> float:
+        return _down(points, axis, _PANEL_TOP, _PANEL_HEIGHT - _PANEL_TOP - _PANEL_BOTTOM)
+
+    place = (_PANEL_WIDTH - _PANEL_LEFT - _PANEL_RIGHT) / max(len(breaks.ratios), 1)
+    center = {ratio: _PANEL_LEFT + place * (i + 0.5) for i, ratio in enumerate(breaks.ratios)}
+    across = _space([(x, f"{100 * ratio:g}%") for ratio, x in center.items()], _PANEL_APART)
+    panels = []
+    for kind in breaks.kinds:
+        verdicts, lines = breaks.of_kind(kind), list[Line]()
+        step = min(_DODGE, _SPREAD * place / len(verdicts)) if verdicts else 0.0
+        for i, verdict in enumerate(verdicts):
+            aside, safe = step * (i - (len(verdicts) - 1) / 2), verdict.passed
+            points = [
+                Point(
+                    x=center[loss.ratio] + aside,
+                    y=down(loss.difference or 0.0),
+                    words=f"{verdict.title} at {loss.share}: {loss.text}",
+                    ends=None if loss.low is None or loss.high is None else (down(loss.high), down(loss.low)),
+                    safe=loss in safe,
+                )
+                for loss in verdict.tested
+                if _is_drawn(loss)
+            ]
+            lines.append(Line(verdict.title, styles[verdict.title], points, verdict.answer))
+        reasons = {f"{verdict.answer}: {verdict.reason}" for verdict in verdicts}
+        empty_text = reasons.pop() if len(reasons) == 1 else UNKNOWN
+        panels.append(
+            Chart(
+                title=kind.name,
+                text=kind.text,
+                empty_text="" if any(line.points for line in lines) else empty_text,
+                up=[(down(tick), f"{tick:+g}" if tick else "0") for tick in axis],
+                across=across,
+                level=down(0.0),
+                limit=down(-breaks.within),
+                lines=lines,
+            )
+        )
+    return panels
+
+
+def _is_drawn(loss: Loss) -> bool:
+    """Return True for a loss whose place says something: one of enough videos, where something could be lost."""
+    return loss.outcome not in ("few videos", "nothing to lose", "no interval")
+
+
+def _fault_lines(loaded: LoadedQuestions) -> Iterator[tuple[str, str, int, str]]:
     """Yield (kind, "left out" or "kept", count, an example) for the annotations' faults, the most frequent first."""
-    for (kind, left_out), count in Counter((fault.kind, fault.left_out) for fault in faults).most_common():
-        example = next(fault.message for fault in faults if (fault.kind, fault.left_out) == (kind, left_out))
+    for kind, left_out, count, example in sorted(loaded.summarise_faults(), key=lambda fault: -fault[2]):
         yield kind, "left out" if left_out else "kept", count, example
 
 

@@ -231,13 +231,7 @@ def _pad_marks(text: str, marks: str) -> str:
 def _with_letters(options: Sequence[str]) -> list[str]:
     """Return the options with "A. " and so on before them, unless they have that already."""
     texts = [option.strip() for option in options]
-    if _have_letters(texts):
+    lettered = list(zip(list_letters(len(texts)), texts, strict=True))
+    if all(text.startswith(f"{letter}.") for letter, text in lettered):
         return texts
-    return [f"{letter}. {option}" for letter, option in zip(list_letters(len(texts)), texts, strict=True)]
-
-
-def _have_letters(options: Sequence[str]) -> bool:
-    """Return True if all options begin with their letter and a dot."""
-    return all(
-        option.startswith(f"{letter}.") for option, letter in zip(options, list_letters(len(options)), strict=True)
-    )
+    return [f"{letter}. {text}" for letter, text in lettered]

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.generate.questions import INSTRUCTION, REASONING, list_letters, strip_letters
+from gstep.language import Decoding
+from pipeline.generate.questions import INSTRUCTION, REASONING, describe_decoding, list_letters, strip_letters
 from pipeline.rows import JsonObject
 
 if TYPE_CHECKING:
@@ -153,9 +154,7 @@ class Protocol:
         prompts: the same by model type, where it differs.
         models: the rules by model type.
         others: the rules for model types that ``models`` does not list.
-        max_new_tokens: a reply's length at most.
-        temperature: 0 is greedy.
-        top_p, top_k: as of ``Decoding``; without effect on greedy replies.
+        decoding: of replies.
         parser: name of the rule in :mod:`pipeline.evaluate.parsers` that reads a reply.
         reasoning: tags between which a reply thinks: removed with what they hold before the rule reads it. Answers
             stay as they are, so it is no part of the results' identity.
@@ -168,10 +167,7 @@ class Protocol:
     prompts: Mapping[str, PromptTemplate] = field(default_factory=dict)
     models: Mapping[str, ModelRules] = field(default_factory=dict)
     others: ModelRules = field(default_factory=ModelRules)
-    max_new_tokens: int = 16
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
+    decoding: Decoding = field(default_factory=lambda: Decoding(max_new_tokens=16))
     parser: str
     reasoning: tuple[tuple[str, str], ...] = ()
     choices: ChoicesMethod = "generate"
@@ -194,9 +190,7 @@ class Protocol:
             "protocol": self.name,
             "prompt": asdict(self._prompt(model_type)),
             **self.rules(model_type, family).describe(),
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-            **({"top_p": self.top_p, "top_k": self.top_k} if self.temperature > 0 else {}),
+            **{name: value for name, value in describe_decoding(self.decoding).items() if name != "seed"},
             "parser": self.parser,
             "choices": self.choices,
             "metric": self.metric,
@@ -243,7 +237,7 @@ def lmms_eval(
 LETTER = Protocol(
     name="letter",
     prompt=PromptTemplate(f"{{question}}\n{{options}}\n{INSTRUCTION}", "{letter}. {text}"),
-    max_new_tokens=64,
+    decoding=Decoding(max_new_tokens=64),
     parser="letter",
     reasoning=REASONING,
     choices="letter",

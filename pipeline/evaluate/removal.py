@@ -29,9 +29,8 @@ from pipeline.evaluate.results import (
     write_results,
 )
 from pipeline.evaluate.run import MANIFEST, ScoredQuestions, list_removed
-from pipeline.evaluate.scores import SCORE_SCHEMA, SCORES
+from pipeline.evaluate.scores import FORM, SCORE_SCHEMA, SCORES, SUBMISSIONS
 from pipeline.evaluate.statistics import ORIGINAL
-from pipeline.evaluate.submissions import FOLDER, FORM
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import AnswersTable, read_answers
 from pipeline.generate.removal import AnswersRemoval, bar_videos, remove_answers
@@ -107,10 +106,10 @@ def remove_results(
         changed = _drop_own_numbers(store) if result.questions else []
         result.written = [*changed, *_write(store, identity, other_scores)]
     else:  # nothing is left to make them of
-        old_names |= {name for name in (*_WRITTEN, *store.names(FOLDER, ".json")) if store.exists(name)} - {FORM}
+        old_names |= {name for name in (*_WRITTEN, *store.names(SUBMISSIONS, ".json")) if store.exists(name)} - {FORM}
     for name in sorted(old_names):
         store.delete(name)
-    result.deleted += [*sorted(old_names), *delete_unfinished(store, ("", FOLDER, _PAGES))]
+    result.deleted += [*sorted(old_names), *delete_unfinished(store, ("", SUBMISSIONS, _PAGES))]
     return result
 
 
@@ -137,7 +136,7 @@ def _drop_rows(store: Store, ids: Collection[str], question_ids: Collection[str]
         lines = store.read(MANIFEST).decode().split("\n")
         other_lines = [line for line in lines if not line or json.loads(line)["video_id"] not in ids]
         store.put(MANIFEST, "\n".join(other_lines).encode())
-    for name in store.names(FOLDER, ".json"):
+    for name in store.names(SUBMISSIONS, ".json"):
         if name != FORM:
             choices = json.loads(store.read(name)).items()
             left_choices = {question_id: choice for question_id, choice in choices if question_id not in question_ids}

@@ -35,7 +35,7 @@ from pipeline.cache.header import (
 from pipeline.cache.live import LiveVideos, select_removed
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import digest
-from pipeline.console import speaker
+from pipeline.console import Say, speaker
 from pipeline.errors import IdentityMismatch, NotACache, NotResults, UsageError, store_usage_errors, usage_errors
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark
@@ -59,7 +59,6 @@ from pipeline.generate.late_pruning import PruningSpec, describe_prunings, is_wh
 from pipeline.generate.model import check_model, choose_family, choose_model
 from pipeline.generate.questions import refuse_placeholders
 from pipeline.generate.removal import read_barred
-from pipeline.options import EngineOptions
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import list_needed_evidence, make_sampling, resolve, sampling_settings
 from pipeline.rows import Json, JsonObject
@@ -173,22 +172,22 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     """
     assert config.benchmark is not None  # the config refuses a request without it
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
-    store, cache = store_at(config.out, objects), config.cache or config.in_out(CACHE_FOLDER)
+    store, cache, say = store_at(config.out, objects), config.cache or config.in_out(CACHE_FOLDER), speaker(console)
     check_out(store)
     cache_store = store_at(cache, objects)
     cache_identity = _read_cache_identity(cache_store, is_named=config.cache is not None)
     source = _model(config, cache_identity)
-    benchmark = find_benchmark(config.benchmark).open(source.model_type, config.data, speaker(console))
+    benchmark = find_benchmark(config.benchmark).open(source.model_type, config.data, say)
     protocol = benchmark.protocol(config.protocol)
     if config.max_new_tokens is not None:
-        protocol = replace(protocol, max_new_tokens=config.max_new_tokens)
+        protocol = replace(protocol, decoding=replace(protocol.decoding, max_new_tokens=config.max_new_tokens))
     questions = benchmark.load(config.data, [*map(Path, config.video_root)]).first(config.limit)
     answers_store = store_at(config.in_out(ANSWERS_FOLDER), objects)
-    questions = _leave_removed(questions, answers_store, console)
+    questions = _leave_removed(questions, answers_store, say)
     if cache_identity is not None:
         check_model(cache_store, cache_identity["model"], source)
     if config.data is None and cache_identity is not None:
-        _note_uncached(questions, cache_store, console)
+        _note_uncached(questions, cache_store, say)
     with usage_errors():
         builder = prompt_builder(source, thought="closed" if config.close_thought else "open")
     _check_thought(protocol, questions, source, builder)
@@ -196,15 +195,12 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     if isinstance(benchmark, OwnQuestions):
         refuse_placeholders(table, builder, benchmark.files[0])
     grid = _arms(config, source, builder, answers_store)
-    videos = videos_of(config, grid, protocol, source, cache, cache_identity)
-    if cache_identity is not None and videos is None:
+    videos = plan_missing_videos(config, grid, protocol, source, cache, cache_identity)
+    if videos is not None:
+        cache_identity = identify_cache(videos, cache_store, objects, console)
+    elif cache_identity is not None:
         check_frames(config, protocol, source, cache, cache_identity)
-    with usage_errors():
-        made_identity = cache_identity if videos is None else identity_of(videos, cache_store, objects, console)
-        methods = _describe_methods(grid, made_identity, source, builder, cache, config)
-    assert made_identity is not None  # _describe_methods refuses a request without a cache
-    with store_usage_errors():
-        answers = _match_answers(answers_store, made_identity, methods, config)
+    answers = _match_answers(config, answers_store, _require_whole(cache_identity, cache), grid, source, builder)
     request = EvaluateRequest(
         config=config,
         benchmark=benchmark,
@@ -225,8 +221,8 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     return request
 
 
-def _leave_removed(questions: LoadedQuestions, answers: Store, console: Console) -> LoadedQuestions:
-    """Return the questions that are about no video removed from the results, and print how many are left out.
+def _leave_removed(questions: LoadedQuestions, answers: Store, say: Say) -> LoadedQuestions:
+    """Return the questions that are about no video removed from the results, and say how many are left out.
 
     Raises UsageError if none is left.
     """
@@ -237,12 +233,12 @@ def _leave_removed(questions: LoadedQuestions, answers: Store, console: Console)
         line = f"{n_removed} of {len(questions.items)} questions are about videos that were removed from the results"
         if not items:
             raise UsageError(f"{line}: none is left")
-        console.print(f"note: {line}: they are left out", highlight=False, markup=False, soft_wrap=True)
+        say(f"note: {line}: they are left out")
     return replace(questions, items=items)
 
 
-def _note_uncached(questions: LoadedQuestions, place: Store, console: Console) -> None:
-    """Print a note if questions are about videos that the cache in ``place`` lacks; they will count as wrong.
+def _note_uncached(questions: LoadedQuestions, place: Store, say: Say) -> None:
+    """Say how many questions are about videos that the cache in ``place`` lacks, if any: they will count as wrong.
 
     Questions about removed videos are not scored.
     """
@@ -255,12 +251,9 @@ def _note_uncached(questions: LoadedQuestions, place: Store, console: Console) -
     absent_ids.difference_update(select_removed(rows)["video_id"].to_pylist())
     if absent := [(item, name) for item in questions.items for name in item.video_ids if name in absent_ids]:
         n_questions = len({item.question_id for item, _ in absent})
-        console.print(
+        say(
             f"note: {n_questions} of {len(questions.items)} questions are about videos that {place} lacks, e.g. "
-            f"{absent[0][1]!r} of {absent[0][0].question_id}: they will fail, and count as wrong",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
+            f"{absent[0][1]!r} of {absent[0][0].question_id}: they will fail, and count as wrong"
         )
 
 
@@ -311,11 +304,8 @@ def _check_thought(protocol: Protocol, questions: LoadedQuestions, source: Model
         return
     if protocol.choices != "generate" and any(item.options for item in questions.items):
         why, remedy = "scores the options there, as if they began the reasoning", ""
-    elif protocol.max_new_tokens < MIN_THOUGHT_TOKENS:
-        why = (
-            f"gives a reply {protocol.max_new_tokens} tokens, and what is cut inside the reasoning would be read as an "
-            "option"
-        )
+    elif (n_tokens := protocol.decoding.max_new_tokens) < MIN_THOUGHT_TOKENS:
+        why = f"gives a reply {n_tokens} tokens, and what is cut inside the reasoning would be read as an option"
         remedy = f"give it --max-new-tokens {MIN_THOUGHT_TOKENS} or more, or "
     else:
         return
@@ -374,18 +364,10 @@ def _model(config: EvaluateConfig, cache_identity: CacheIdentity | None) -> Mode
         return ModelSource.resolve(*named, family=choose_family(identity, config.family))
 
 
-def _describe_methods(
-    grid: Grid,
-    cache_identity: CacheIdentity | None,
-    source: ModelSource,
-    builder: PromptBuilder,
-    cache: str,
-    options: EngineOptions,
-) -> dict[str, LateIdentity | None]:
-    """Return each arm's description by its label, after a check that cache and engine can serve the methods.
+def _require_whole(cache_identity: CacheIdentity | None, cache: str) -> CacheIdentity:
+    """Return the identity of a cache of all tokens.
 
-    Raises UsageError if there is no cache and none to be made, or if the cache does not have all tokens. Raises it also
-    for a method that cannot prune these tokens, or not with this engine.
+    Raises UsageError if there is no cache and none to be made, or if the cache does not have all tokens.
     """
     if cache_identity is None:
         raise UsageError(
@@ -398,44 +380,40 @@ def _describe_methods(
             f"{cache_identity['retention_ratio']:g}, but methods are compared with full retention: make a cache with "
             "python -m jobs.prune --pruner none"
         )
-    prunings = {
-        label: None if spec is None else resolve_pruning(spec, cache_identity, source, builder)
-        for label, spec in grid.items()
-    }
-    ENGINES[options.engine].check(options, source, builder, prunings)
-    return describe_prunings(prunings, cache_identity)
+    return cache_identity
 
 
 def _match_answers(
-    answers: Store, cache_identity: CacheIdentity, methods: Mapping[str, LateIdentity | None], options: EngineOptions
+    config: EvaluateConfig,
+    answers: Store,
+    cache_identity: CacheIdentity,
+    grid: Grid,
+    source: ModelSource,
+    builder: PromptBuilder,
 ) -> MatchedIdentity:
     """Return the settings of the answers under the whole grid, matched with the stored answers.
 
-    Raises UsageError if the stored answers have the same label for another seed, other weights or other code, or are of
-    another engine. If every question has an answer, no later step compares the engine.
+    Raises UsageError for a method that cannot prune these tokens, or not with this engine. Raises it also if the stored
+    answers have the same label for another seed, other weights or other code, or are of another engine. If every
+    question has an answer, no later step compares the engine.
     """
-    prunings = json.loads(json.dumps(methods))
+    with usage_errors():
+        prunings = {
+            label: None if spec is None else resolve_pruning(spec, cache_identity, source, builder)
+            for label, spec in grid.items()
+        }
+        ENGINES[config.engine].check(config, source, builder, prunings)
+        methods = describe_prunings(prunings, cache_identity)
     requested: AnswersIdentity = {
         "cache": drop_evidence(cache_identity),
-        PRUNINGS: prunings,
-        **describe_engine(options),
+        PRUNINGS: json.loads(json.dumps(methods)),
+        **describe_engine(config),
     }
-    return match_answers(answers, requested, redo=options.on_changed == REDO, compared_keys=(PRUNINGS, "engine"))
+    with store_usage_errors():
+        return match_answers(answers, requested, redo=config.on_changed == REDO, compared_keys=(PRUNINGS, "engine"))
 
 
-def data_folder(request: EvaluateRequest) -> Path:
-    """Return the folder that video ids are relative to."""
-    return Path(str(request.config.data)).absolute()
-
-
-_PASSED_ON = (
-    *("revision", "dtype", "device", "attn", "min_gpus", "max_gpus", "join"),
-    *("retry_failed", "max_attempts"),
-    *("stall_timeout", "flush_seconds", "log_interval", "s3_endpoint", "s3_requester_pays"),
-)
-
-
-def videos_of(
+def plan_missing_videos(
     config: EvaluateConfig,
     grid: Grid,
     protocol: Protocol,
@@ -466,8 +444,9 @@ def videos_of(
         pruner="none",
         retention_ratio=1.0,
         evidence=[f"{name}={where}" for name, where in sorted(evidence)],
+        siglip=config.siglip,
         **frame_options(config, protocol, source),
-        **passed_on(config, "siglip", "decode_timeout", "decode_workers", "encode_workers"),
+        **config.shared_with(PruneConfig),
     )
 
 
@@ -487,9 +466,12 @@ def frame_options(config: EvaluateConfig, protocol: Protocol, source: ModelSourc
     return {"num_frames": n_frames, "frame_rule": frame_rule(rules.frames), **pixels}
 
 
-def passed_on(config: EvaluateConfig, *more: str) -> dict[str, Any]:
-    """Return the options that a run takes over unchanged: the options of encoding and answering, and ``more``."""
-    return {name: getattr(config, name) for name in (*_PASSED_ON, *more)}
+def frame_rule(rule: FrameRule) -> str:
+    """Return a protocol's frame rule as jobs.prune names it. Raise UsageError if jobs.prune lacks the rule."""
+    names = {("truncate", False): TRUNCATE, ("round", True): ROUND_EVEN}
+    if (rule.rounding, rule.even) not in names:
+        raise UsageError(f"frames that are {rule} are not sampled here")
+    return names[rule.rounding, rule.even]
 
 
 def check_frames(
@@ -539,20 +521,13 @@ def _evidence(
     return stored_pairs
 
 
-def frame_rule(rule: FrameRule) -> str:
-    """Return a protocol's frame rule as jobs.prune names it. Raise UsageError if jobs.prune lacks the rule."""
-    names = {("truncate", False): TRUNCATE, ("round", True): ROUND_EVEN}
-    if (rule.rounding, rule.even) not in names:
-        raise UsageError(f"frames that are {rule} are not sampled here")
-    return names[rule.rounding, rule.even]
-
-
-def identity_of(videos: PruneConfig, cache_store: Store, objects: Objects, console: Console) -> CacheIdentity:
+def identify_cache(videos: PruneConfig, cache_store: Store, objects: Objects, console: Console) -> CacheIdentity:
     """Return the identity that the cache has or will have. Raise IdentityMismatch if an existing cache differs.
 
     Prints a note if the cache stores another ratio than the options name.
     """
-    recipe = resolve(videos, objects)
-    with store_usage_errors():
-        recipe = recipe.match_cache(cache_store, console)
+    with usage_errors():
+        recipe = resolve(videos, objects)
+        with store_usage_errors():
+            recipe = recipe.match_cache(cache_store, console)
     return recipe.identity("float32" if recipe.dtype == "auto" else recipe.dtype)

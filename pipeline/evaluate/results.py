@@ -23,18 +23,16 @@ from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.breaks import Breaks
 from pipeline.evaluate.config import DEFAULT_WITHIN, RESULTS_HEADER, EvaluateConfig
-from pipeline.evaluate.forms import latex, markdown
+from pipeline.evaluate.forms import latex, markdown, render_breaks, render_table
 from pipeline.evaluate.losses import find_breaks
 from pipeline.evaluate.page import report_page
 from pipeline.evaluate.protocols import QUESTIONS
 from pipeline.evaluate.request import read_results_header, write_results_header
 from pipeline.evaluate.run import ScoredQuestions
-from pipeline.evaluate.scores import LATER_COLUMNS, SCORE_SCHEMA, SCORES
+from pipeline.evaluate.scores import FORM, LATER_COLUMNS, SCORE_SCHEMA, SCORES, unknown_names, with_server_scores
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio, arms_of, is_named, score_matrix, set_arm_scores
-from pipeline.evaluate.submissions import FORM, unknown_names, with_server_scores
 from pipeline.evaluate.table import ResultsTable
 from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
-from pipeline.evaluate.terminal import render_breaks, render_table
 from pipeline.generate.late_pruning import parse_pruning_grid
 from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects
@@ -91,8 +89,7 @@ def write_results(
         tables,
         presentation.facts,
         token_bytes=presentation.token_bytes,
-        faults=scored.loaded.faults,
-        scores=scored.scores,
+        scored=scored,
         identity=presentation.described,
     )
     if identity is not None:
@@ -106,10 +103,10 @@ def make_tables(answered: ScoredQuestions, presentation: Presentation) -> list[R
     benchmark = replace(
         _make_scored(presentation.benchmark, presentation.described, answered.scores), names=presentation.names
     )
-    return _split_tables(presentation.title, benchmark, presentation.benchmark.splits, **_options(presentation))
+    return _split_tables(presentation.title, benchmark, presentation.benchmark.splits, **table_options(presentation))
 
 
-def _options(source: Presentation | EvaluateConfig) -> dict[str, Any]:
+def table_options(source: Presentation | EvaluateConfig) -> dict[str, Any]:
     """Return the options of results_table that evaluations have too."""
     return {name: getattr(source, name) for name in ("reference", "ours", "draws", "seed")}
 
@@ -252,8 +249,8 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
     """Write one table of the results in several places, in their order: Markdown, LaTeX, JSON and a page.
 
     The section *Where it breaks* follows it, except in LaTeX. The results of a single place get a table for each split,
-    as its evaluation wrote them. ``method`` and
-    ``retention_ratio`` choose rows and their order. A method or ratio that a place lacks becomes a line of ``missing``.
+    as its evaluation wrote them. ``method`` and ``retention_ratio`` choose rows and their order. A method or ratio that
+    a place lacks becomes a line of ``missing``.
 
     Raises UsageError (nothing was written) for missing or damaged results, or an ``out`` that holds something else.
     Raises it also for two places of one benchmark, unlike models, frames or protocols, a reference that is no row, and
@@ -275,7 +272,7 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
         requested += seeds or [MethodAtRatio(name, ratio)]
     missing_lines = [line for result in results for line in _list_missing(result, requested or list(arms))]
     benchmarks = [result.scored(config.retention_ratio) for result in results]
-    options = {**_options(config), "methods": methods or None, "notes": missing_lines}
+    options = {**table_options(config), "methods": methods or None, "notes": missing_lines}
     if len(results) == 1:
         tables = _split_tables(results[0].model, benchmarks[0], results[0].benchmark.splits, **options)
     else:
@@ -356,15 +353,14 @@ def _read(place: str, objects: Objects) -> _Results:
     if lacking := {"model", "num_frames", "protocol"} - identity.keys():
         raise NotResults(f"{place}: {RESULTS_HEADER} does not say {', '.join(sorted(lacking))}: evaluate again")
     benchmark = find_benchmark(str(identity["benchmark"])).stored_in(store)
-    scores = read_scores(place, store, published=benchmark.scores_questions)
-    if not benchmark.submission:
-        return _Results(place, benchmark, identity, about, scores)
-    unknown = unknown_names(store, arms_of(scores))
-    notes = [f"{place}/{FORM} has a score of {name}, which is none of its submissions" for name in unknown]
-    scores = with_server_scores(store, scores)
-    if without := arms_of(scores.filter(pc.is_null(scores["score"]))):
-        where = f"type what its server returns into {place}/{FORM}"
-        notes.append(f"{place} ({benchmark.title}) has {len(without)} submissions without a score: {where}")
+    scores, notes = read_scores(place, store, published=benchmark.scores_questions), list[str]()
+    if benchmark.submission:
+        unknown = unknown_names(store, arms_of(scores))
+        notes += [f"{place}/{FORM} has a score of {name}, which is none of its submissions" for name in unknown]
+        scores = with_server_scores(store, scores)
+        if without := arms_of(scores.filter(pc.is_null(scores["score"]))):
+            where = f"type what its server returns into {place}/{FORM}"
+            notes.append(f"{place} ({benchmark.title}) has {len(without)} submissions without a score: {where}")
     return _Results(place, benchmark, identity, about, scores, notes)
 
 

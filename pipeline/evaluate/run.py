@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from pathlib import Path
 from typing import cast
 
 import pyarrow as pa
@@ -26,6 +26,7 @@ from pipeline.cache.header import HEADER, SamplingIdentity, find_codec, fingerpr
 from pipeline.cache.live import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TOKENS, VIDEOS
+from pipeline.console import speaker
 from pipeline.errors import NotAnswers, RunFailed, UsageError
 from pipeline.evaluate.benchmarks.annotations import NotAskable
 from pipeline.evaluate.benchmarks.base import OWN_NUMBERS
@@ -33,13 +34,7 @@ from pipeline.evaluate.benchmarks.items import AnnotationFault, Item, LoadedQues
 from pipeline.evaluate.benchmarks.own import clusters_of
 from pipeline.evaluate.config import ANSWERS_FOLDER, RESULTS_HEADER, EvaluateConfig
 from pipeline.evaluate.protocols import LETTER
-from pipeline.evaluate.request import (
-    EvaluateRequest,
-    data_folder,
-    match_results,
-    passed_on,
-    write_results_header,
-)
+from pipeline.evaluate.request import EvaluateRequest, match_results, write_results_header
 from pipeline.evaluate.scores import AnsweredItems, answered_item, mode_of, score_table
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import (
@@ -71,10 +66,6 @@ from pipeline.storage.stores import CARD, Store, store_at
 
 MANIFEST = "videos.jsonl"
 _SNAP = "snap_to_keyframes_s"  # key of a cache's sampling
-_OF_ANSWERING = (
-    *("engine", "tensor_parallel", "engine_param", "batch_size", "workers", "questions_per_shard"),
-    *("close_thought", "on_changed"),
-)
 DROPPING = "dropping"  # file that marks a cache as being deleted
 # The files of a cache as runs name them.
 _OWN_FILES = re.compile(
@@ -133,7 +124,7 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
     if own is not None:
         request.store.put(OWN_NUMBERS, (json.dumps(own.numbers, indent=1) + "\n").encode())
         for line in own.notes:
-            console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
+            speaker(console)(f"note: {line}")
     scores = score_table(answered, request.protocol, own)
     # The facts in the header have been about the earlier scores until now.
     write_results_header(request.store, request.identity, request.about)
@@ -186,7 +177,7 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
     none was cached before.
     """
     assert request.videos is not None
-    folder = data_folder(request)
+    folder = Path(str(request.config.data)).absolute()  # video ids are relative to it
     rows = {str(row["video_id"]): row for item in items for row in item.manifest_rows(folder)}
     lines = [json.dumps(rows[video_id]) for video_id in sorted(rows)]
     request.store.put(MANIFEST, ("\n".join(lines) + "\n").encode())
@@ -215,9 +206,9 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
     """Return the options of jobs.generate: the protocol's mode of answering, and the evaluation's options."""
     source, options = request.source, request.config
     mode = mode_of(request.protocol, source.model_type)
-    passed = passed_on(options, *_OF_ANSWERING)
+    shared = options.shared_with(GenerateConfig)
     if options.engine == "vllm":
-        passed["attn"] = "auto"  # --attn is then for the vision encoder alone
+        shared["attn"] = "auto"  # --attn is then for the vision encoder alone
     return GenerateConfig(
         cache=request.cache,
         questions=options.benchmark,
@@ -229,7 +220,8 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
         max_new_tokens=mode.decoding.max_new_tokens,
         temperature=mode.decoding.temperature,
         frame_times=request.protocol.rules(source.model_type, source.family).frame_times,
-        **passed,
+        on_changed=options.on_changed,
+        **shared,
     )
 
 
@@ -248,13 +240,15 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
         raise UsageError(f"--drop-tokens: {cache} is a link to another place, which is yours to delete")
     if not (cache.exists(HEADER) or cache.exists(DROPPING)):
         return
-    notify = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    with Claim(cache, run_id := new_run_id(), notify):
+    say = speaker(console)
+    with Claim(cache, run_id := new_run_id(), say):
+        names = [CARD] if has_own_card(cache) else []
         if cache.exists(HEADER):
-            _bar_removed(cache, _answers_store(request), run_id)
+            removed_rows = LiveVideos.read_removed(cache, fingerprint(read_header(cache)["identity"]))
+            reasons = {row["video_id"]: row["error_message"] for row in removed_rows}
+            bar_videos(_answers_store(request), run_id, reasons)
+            names.insert(0, HEADER)
         cache.put(DROPPING, b"")
-        names = [HEADER] if cache.exists(HEADER) else []
-        names += [CARD] if has_own_card(cache) else []
         names += [
             file.name for folder in folders for file in cache.list_files(folder) if _OWN_FILES.fullmatch(file.name)
         ]
@@ -264,13 +258,7 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
         for folder in folders:
             with suppress(OSError):
                 (cache.folder / folder).rmdir()
-    notify(f"{cache}: {len(names)} files deleted (--drop-tokens); the answers stay")
-
-
-def _bar_removed(cache: Store, answers: Store, run_id: str) -> None:
-    """Bar the videos that were removed from a cache from its answers."""
-    removed_rows = LiveVideos.read_removed(cache, fingerprint(read_header(cache)["identity"]))
-    bar_videos(answers, run_id, {row["video_id"]: row["error_message"] for row in removed_rows})
+    say(f"{cache}: {len(names)} files deleted (--drop-tokens); the answers stay")
 
 
 def score_answers(config: EvaluateConfig) -> ScoredQuestions:

@@ -251,10 +251,7 @@ def set_arm_scores(scores: pa.Table, shares: Mapping[MethodAtRatio, float | None
     Every row counts as about one video, so that no interval is drawn.
     """
     share_by_row = [shares.get(arm) for arm in arm_by_row(scores)]
-    columns = {
-        "score": pa.array(share_by_row, pa.float64()),
-        "cluster": pa.repeat("all", len(share_by_row)),
-    }
+    columns = {"score": pa.array(share_by_row, pa.float64()), "cluster": pa.repeat("all", len(share_by_row))}
     for name, values in columns.items():
         place = scores.schema.get_field_index(name)
         scores = scores.set_column(place, scores.schema.field(name), values)
@@ -363,11 +360,15 @@ def relative(overall: Sequence[Estimate], full: int) -> Estimate:
     Each benchmark has draws of its own. Undefined (nan) where a benchmark's ``full`` is 0.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        values = [tally.value / (tally.value[full] or math.nan) for tally in overall]
-        drawn = [
-            tally.drawn / np.where(tally.drawn[:, [full]] == 0, math.nan, tally.drawn[:, [full]]) for tally in overall
+        relative_ones = [
+            Estimate(
+                value=tally.value / (tally.value[full] or math.nan),
+                drawn=tally.drawn / np.where(tally.drawn[:, [full]] == 0, math.nan, tally.drawn[:, [full]]),
+                n_videos=tally.n_videos,
+            )
+            for tally in overall
         ]
-    return Estimate(np.mean(values, axis=0), np.mean(drawn, axis=0), min(tally.n_videos for tally in overall))
+    return average(relative_ones)
 
 
 def average(overall: Sequence[Estimate]) -> Estimate:

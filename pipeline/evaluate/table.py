@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import ROUND_HALF_UP, Decimal
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.evaluate.statistics import FEWEST_VIDEOS, AnswerCounts
 from pipeline.rows import JsonObject
 
 Mark = Literal["best", "second", ""]
+OVERALL = "overall"  # key of a benchmark's last column
 UNCLEAR = "unclear"
 FEW = "†"
 NONE = "–"
@@ -92,11 +93,7 @@ class Cell:
     @property
     def interval_text(self) -> str:
         """The difference to the reference with the interval; "" without a difference."""
-        if self.difference is None:
-            return ""
-        if self.low is None or self.high is None:
-            return signed(self.difference)
-        return f"{signed(self.difference)} [{signed(self.low)}, {signed(self.high)}]"
+        return "" if self.difference is None else f"{signed(self.difference)} {ends(self.low, self.high)}".rstrip()
 
     @property
     def unclear_text(self) -> str:
@@ -110,25 +107,36 @@ class Cell:
         return f"{self.interval_text} {self.unclear_text}".rstrip()
 
 
+@dataclass(frozen=True)
+class ArmGroup:
+    """A row before its numbers.
+
+    Attributes:
+        method: with its parameters, without positions, and without the seed where it has several.
+        positions: "" where they are the model family's own.
+        seeds: whose mean the numbers are.
+        arms: the place of its arms, one for each seed.
+    """
+
+    method: str
+    positions: str
+    ratio: float
+    seeds: Sequence[int]
+    arms: slice
+
+
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(ArmGroup):
     """The results of one method at one ratio; counts are over all benchmarks and seeds.
 
     Attributes:
         title: the method's name as printed, with its positions where they are not the model family's.
-        method: with its parameters, without positions, and without the seed where it has several.
-        positions: "" where they are the model family's own.
-        seeds: whose mean the numbers are.
         cells: of each column; None where the method was not run.
         mean: of the printed overall scores; None where a benchmark is missing.
         rel: Rel.; None where a benchmark is missing, or its full retention is (or scores 0).
     """
 
     title: str
-    method: str
-    positions: str
-    ratio: float
-    seeds: Sequence[int]
     cells: Sequence[Cell | None]
     mean: Cell | None
     rel: Cell | None
@@ -162,9 +170,12 @@ class ResultsTable:
 
     @property
     def blocks(self) -> list[tuple[str, list[Row]]]:
-        """The other rows with a heading each: by falling ratio, then by positions."""
+        """The other rows with a heading each, the pruning ratio 1 - retention ratio: by its rise, then by positions."""
         groups = groupby(self.rows[FULL_ROW + 1 :], key=lambda row: (row.ratio, row.positions))
-        return [(_heading(ratio, positions), list(rows)) for (ratio, positions), rows in groups]
+        return [
+            (f"Pruning Ratio (↓ {100 * (1 - ratio):g}%){f', {positions} positions' if positions else ''}", list(rows))
+            for (ratio, positions), rows in groups
+        ]
 
     @property
     def several(self) -> bool:
@@ -239,14 +250,14 @@ class ResultsTable:
                 {name: value for name, value in vars(column).items() if name != "made_of"} | {**column.made_of}
                 for column in self.columns
             ],
-            "rows": [self._record(row) for row in self.rows],
+            "rows": [self.record_of(row) for row in self.rows],
             "reference": self.reference,
             "draws": self.draws,
             "seed": self.seed,
             "notes": list(self.remarks),
         }
 
-    def _record(self, row: Row) -> JsonObject:
+    def record_of(self, row: Row) -> dict[str, Any]:
         """Return a row, JSON-able: each number with its difference and interval."""
         cells = zip(self.columns, row.cells, strict=True)
         return {
@@ -271,9 +282,9 @@ def printed(percent: float) -> str:
     return str(Decimal(repr(round(percent, 9))).quantize(Decimal("0.1"), ROUND_HALF_UP))
 
 
-def _heading(ratio: float, positions: str) -> str:
-    """Return the heading of a block: the pruning ratio, 1 - retention ratio."""
-    return f"Pruning Ratio (↓ {100 * (1 - ratio):g}%)" + (f", {positions} positions" if positions else "")
+def ends(low: float | None, high: float | None) -> str:
+    """Format the ends of an interval in points; "" without an interval."""
+    return "" if low is None or high is None else f"[{signed(low)}, {signed(high)}]"
 
 
 def _format_count(column: Column) -> str:

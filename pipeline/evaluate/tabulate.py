@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -32,9 +32,19 @@ from pipeline.evaluate.statistics import (
     score_matrix,
     split_seed,
 )
-from pipeline.evaluate.table import FULL_ROW, PRINTED_0, Cell, Column, Mark, ResultsTable, Row, printed
+from pipeline.evaluate.table import (
+    FULL_ROW,
+    OVERALL,
+    PRINTED_0,
+    ArmGroup,
+    Cell,
+    Column,
+    Mark,
+    ResultsTable,
+    Row,
+    printed,
+)
 
-OVERALL = "overall"  # key of a benchmark's last column
 _TITLES = {
     "fastv": "FastV",
     "fastvid": "FastVID",
@@ -93,16 +103,6 @@ class ScoredBenchmark:
         return matrix.whole() if self.mean_over is None else matrix.by(self.mean_over, self.weights)
 
 
-class ArmGroup(NamedTuple):
-    """A row before its numbers: method, positions and ratio, and the place of its arms, one for each seed."""
-
-    method: str
-    positions: str
-    ratio: float
-    seeds: list[int]
-    arms: slice
-
-
 def results_table(
     title: str,
     benchmarks: Sequence[ScoredBenchmark],
@@ -140,18 +140,17 @@ def results_table(
     arms, groups = group_arms(benchmarks, methods)
     reference = _choose_reference(groups, reference)
     ours = None if ours is None else _find_method(groups, ours, "ours")
-    against = [_find_reference_row(groups, row, reference) for row in range(len(groups))]
+    pairs = {row: _find_reference_row(groups, row, reference) for row in range(len(groups))}
+    against = {row: other for row, other in pairs.items() if other is not None}
     matrices = [score_matrix(benchmark.scores, arms) for benchmark in benchmarks]
-    columns, cells, overall, seeds = list[Column](), list[list[Cell | None]](), list[Estimate](), list[Estimate]()
+    columns, cells, overall, of_arms = list[Column](), list[list[Cell | None]](), list[Estimate](), list[Estimate]()
     last = list[int]()  # the index of each benchmark's overall score among the columns
     for benchmark, matrix in zip(benchmarks, matrices, strict=True):
         parts = _list_columns(benchmark, matrix)
         of_columns = [of_one for *_, of_one in parts]
-        generator = np.random.default_rng([seed, crc32(benchmark.title.encode())])
-        mean_AQ = np.stack([matrix.scores[group.arms].mean(0) for group in groups])
-        measured = estimates(mean_AQ, matrix.clusters, of_columns, draws, generator)
-        of_seeds = estimates(matrix.scores, matrix.clusters, of_columns, 0, generator)
-        for (key, name, of_one), numbers, of_arms in zip(parts, measured, of_seeds, strict=True):
+        measured = measure(benchmark, matrix, groups, of_columns, draws, seed)
+        measured_arms = estimates(matrix.scores, matrix.clusters, of_columns, 0, np.random.default_rng(seed))
+        for (key, name, of_one), numbers, arm_numbers in zip(parts, measured, measured_arms, strict=True):
             columns.append(
                 Column(
                     key=key if len(benchmarks) == 1 else f"{benchmark.title}: {key}",
@@ -163,30 +162,29 @@ def results_table(
                     made_of=benchmark.made_of,
                 )
             )
-            shown = _add_spread(groups, [_make_cell(100 * value) for value in numbers.value.tolist()], of_arms.value)
-            cells.append(_add_differences(against, numbers, _add_marks(groups, numbers, shown), numbers.n_videos))
+            percentages = (100 * numbers.value).tolist()
+            cells.append(_make_cells(groups, against, percentages, numbers, arm_numbers.value, numbers.n_videos))
         last.append(len(columns) - 1)
         overall.append(measured[-1])
-        seeds.append(of_seeds[-1])
+        of_arms.append(measured_arms[-1])
     by_row = list(zip(*cells, strict=True))
-    of_overall = [[row[c] for c in last] for row in by_row]
-    rels = _add_spread(
-        groups, [rel_of(row, of_overall[FULL_ROW]) for row in of_overall], relative(seeds, FULL_ROW).value
-    )
+    # The paper's tables are means of printed scores.
+    scores = [[math.nan if (cell := row[c]) is None else float(cell.printed) for c in last] for row in by_row]
+    means = [math.fsum(row) / len(row) for row in scores]
+    mean = _make_cells(groups, {}, means, average(overall), average(of_arms).value, 0)
+    rels = [
+        100
+        * math.fsum(score / (full or math.nan) for score, full in zip(row, scores[FULL_ROW], strict=True))
+        / len(row)
+        for row in scores
+    ]
     of_rel, n_videos = relative(overall, FULL_ROW), sum(of_one.n_videos for of_one in overall)
-    rel = _add_differences(against, of_rel, _add_marks(groups, of_rel, rels), n_videos)
-    means = _add_spread(
-        groups, [_average_cells(row) for row in of_overall], np.mean([row.value for row in seeds], axis=0)
-    )
-    mean = _add_marks(groups, average(overall), means)
+    rel = _make_cells(groups, against, rels, of_rel, relative(of_arms, FULL_ROW).value, n_videos, "%")
     names = {path: name for benchmark in benchmarks for path, name in benchmark.names.items()}
     rows = [
         Row(
+            **vars(group),
             title=row_title(group, names),
-            method=group.method,
-            positions=group.positions,
-            ratio=group.ratio,
-            seeds=group.seeds,
             cells=by_row[i],
             mean=mean[i],
             rel=rel[i],
@@ -206,18 +204,21 @@ def results_table(
     )
 
 
-def rel_of(scores: Sequence[Cell | None], originals: Sequence[Cell | None]) -> Cell | None:
-    """Compute Rel. by the paper's rule: the mean over benchmarks of printed score / printed full retention, in %.
+def measure(
+    benchmark: ScoredBenchmark,
+    matrix: ScoreMatrix,
+    groups: Sequence[ArmGroup],
+    parts: Sequence[Parts],
+    draws: int,
+    seed: int,
+) -> list[Estimate]:
+    """Return an estimate of the rows for each column of one benchmark; a row has the mean over its seeds.
 
-    None where a number is missing or an original is 0.0.
+    A benchmark's draws of whole videos depend on ``seed`` and its title alone.
     """
-    ratios = []
-    for score, original in zip(scores, originals, strict=True):
-        if score is None or original is None or float(original.printed) == 0:
-            return None
-        ratios.append(float(score.printed) / float(original.printed))
-    rel = 100 * math.fsum(ratios) / len(ratios)
-    return Cell(score=rel, printed=f"{printed(rel)}%")
+    generator = np.random.default_rng([seed, crc32(benchmark.title.encode())])
+    mean_AQ = np.stack([matrix.scores[group.arms].mean(0) for group in groups])
+    return estimates(mean_AQ, matrix.clusters, parts, draws, generator)
 
 
 def mark_rows(numbers: Estimate, shown: Mapping[int, Cell | None]) -> dict[int, Mark]:
@@ -334,66 +335,53 @@ def _list_columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> list[tuple
     return [*parts, (OVERALL, "Overall" if benchmark.columns else benchmark.title, benchmark.average(matrix))]
 
 
-def _make_cell(score: float) -> Cell | None:
-    """Return the cell of a percentage, None where it is nan: the row was not scored."""
-    return None if math.isnan(score) else Cell(score=score, printed=printed(score))
-
-
-def _add_spread(groups: Sequence[ArmGroup], shown: Sequence[Cell | None], value_A: Floats) -> list[Cell | None]:
-    """Return a column's cells; a row of several seeds gets the standard deviation of their numbers, in points.
-
-    ``value_A`` has the number of each arm, as a share.
-    """
-    return [
-        replace(cell, spread=100 * float(np.std(value_A[group.arms], ddof=1)))
-        if cell and len(group.seeds) > 1
-        else cell
-        for group, cell in zip(groups, shown, strict=True)
-    ]
-
-
-def _average_cells(cells: Sequence[Cell | None]) -> Cell | None:
-    """Return the cell of the plain mean of printed numbers, as in the paper's Table 4; None if one is missing."""
-    values = [float(cell.printed) for cell in cells if cell is not None]
-    if len(values) < len(cells):
-        return None
-    mean = math.fsum(values) / len(values)
-    return Cell(score=mean, printed=printed(mean))
-
-
-def _add_marks(groups: Sequence[ArmGroup], numbers: Estimate, shown: Sequence[Cell | None]) -> list[Cell | None]:
-    """Return a column's cells with their marks in each block, rows of the same ratio and positions.
-
-    Full retention gets no mark.
-    """
-    cells = list(shown)
-    other_rows = range(FULL_ROW + 1, len(groups))
-    for _, block in groupby(other_rows, key=lambda i: (groups[i].ratio, groups[i].positions)):
-        for i, mark in mark_rows(numbers, {i: shown[i] for i in block}).items():
-            cells[i] = (cell := cells[i]) and replace(cell, mark=mark)
-    return cells
-
-
-def _add_differences(
-    against: Sequence[int | None], numbers: Estimate, shown: Sequence[Cell | None], n_videos: int
+def _make_cells(
+    groups: Sequence[ArmGroup],
+    against: Mapping[int, int],
+    percentages: Sequence[float],
+    numbers: Estimate,
+    value_A: Floats,
+    n_videos: int,
+    unit: str = "",
 ) -> list[Cell | None]:
-    """Return a column's cells with the difference of each row to the row in ``against``, in points, and its interval.
+    """Return a column's cells: numbers with marks, spread over seeds and differences; None where the number is nan.
 
-    A cell without a row to compare with, or without a difference, stays as it is. ``n_videos`` is the number of videos
-    behind ``numbers``.
+    Numbers are marked within a block, rows of the same ratio and positions; full retention gets no mark.
+
+    Args:
+        against: row -> the row that it is compared with.
+        percentages: the number of each row.
+        numbers: the same of the unrounded scores, with their draws, for marks and differences.
+        value_A: the number of each arm, as a share; of several seeds the cell has the standard deviation, in points.
+        n_videos: the number of videos behind the numbers.
+        unit: stands behind each printed number.
     """
-    cells = list(shown)
-    for i, (cell, reference) in enumerate(zip(shown, against, strict=True)):
-        if cell is None or reference is None or math.isnan((by := numbers.difference(i, reference)).value):
-            continue
-        ends: dict[str, Any] = {}
-        if not math.isnan(by.low):
-            low, high = 100 * by.low, 100 * by.high
-            ends = {"low": low, "high": high, "unclear": low < PRINTED_0 and high > -PRINTED_0}
-            if ends["unclear"] and abs(100 * by.value) >= PRINTED_0:
-                ends["videos_needed"] = count_videos_needed(by, n_videos)
-        cells[i] = replace(cell, difference=100 * by.value, **ends)
+    cells = [
+        None if math.isnan(percentage) else Cell(score=percentage, printed=f"{printed(percentage)}{unit}")
+        for percentage in percentages
+    ]
+    marks: dict[int, Mark] = {}
+    for _, block in groupby(range(FULL_ROW + 1, len(groups)), key=lambda i: (groups[i].ratio, groups[i].positions)):
+        marks |= mark_rows(numbers, {i: cells[i] for i in block})
+    for i, (group, cell) in enumerate(zip(groups, cells, strict=True)):
+        if cell is not None:
+            spread = 100 * float(np.std(value_A[group.arms], ddof=1)) if len(group.seeds) > 1 else None
+            difference = _describe_difference(numbers, i, against[i], n_videos) if i in against else {}
+            cells[i] = replace(cell, mark=marks.get(i, ""), spread=spread, **difference)
     return cells
+
+
+def _describe_difference(numbers: Estimate, row: int, reference: int, n_videos: int) -> dict[str, Any]:
+    """Return the fields of a cell about its difference to the number of a reference row, in points; {} without one."""
+    by = numbers.difference(row, reference)
+    if math.isnan(by.value):
+        return {}
+    points, low, high = (100 * share for share in by)
+    if math.isnan(by.low):
+        return {"difference": points}
+    unclear = low < PRINTED_0 and high > -PRINTED_0
+    needed = count_videos_needed(by, n_videos) if unclear and abs(points) >= PRINTED_0 else None
+    return {"difference": points, "low": low, "high": high, "unclear": unclear, "videos_needed": needed}
 
 
 def method_title(method: str) -> str:

@@ -160,7 +160,7 @@ def test_full_retention_replies_as_the_model_does_on_all_tokens(tmp_path):
     system = protocol.rules(source.model_type).system
     texts = [protocol.text(item, source.model_type) for item in items]
     prompts = [build(text, [cache.get(item.video_id).visual], system) for text, item in zip(texts, items, strict=True)]
-    expected = llm("tiny").generate(prompts, [Decoding(max_new_tokens=protocol.max_new_tokens)] * len(prompts))
+    expected = llm("tiny").generate(prompts, [Decoding(max_new_tokens=protocol.decoding.max_new_tokens)] * len(prompts))
     replies = {row["question_id"]: row["answer"] for row in read_answers(out / "answers").to_pylist()}
     assert [replies[item.question_id] for item in items] == [answer.text for answer in expected]
     assert len(set(replies.values())) > 2  # they do depend on what is asked and seen

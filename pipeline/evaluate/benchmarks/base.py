@@ -188,16 +188,11 @@ class Benchmark:
 
     def protocol(self, name: str | None = None) -> Protocol:
         """Return the protocol of this name, by default the first. Raise UsageError that lists the known names."""
-        protocols = self.named_protocols
+        protocols = {protocol.name: protocol for protocol in self.protocols}
+        protocols |= {alias: protocols[alias_of] for alias, alias_of in ALIASES.items() if alias_of in protocols}
         if name is not None and name not in protocols:
             raise UsageError(f"--protocol {name}: {self.title} has {', '.join(protocols)}")
         return self.protocols[0] if name is None else protocols[name]
-
-    @property
-    def named_protocols(self) -> dict[str, Protocol]:
-        """The protocols by name and alias."""
-        protocols = {protocol.name: protocol for protocol in self.protocols}
-        return protocols | {alias: protocols[name] for alias, name in ALIASES.items() if name in protocols}
 
     def load(self, data: Path | str | None, roots: Sequence[Path] = ()) -> LoadedQuestions:
         """Return the questions whose videos are below the folder ``data``, and all faults.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gstep.language import Decoding
 from pipeline.evaluate.benchmarks.annotations import AnnotationRow
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.protocols import PromptTemplate, lmms_eval
@@ -61,7 +62,7 @@ def _subset_row(row: UserRow, place: AnnotationRow) -> UserRow | None:
 EGOSCHEMA = Benchmark(
     name="egoschema",
     title="EgoSchema full set",
-    protocols=(_NEWER, replace(_OLDER, max_new_tokens=1024)),
+    protocols=(_NEWER, replace(_OLDER, decoding=Decoding(max_new_tokens=1024))),
     source=f"GENERATION/ of the data set lmms-eval/egoschema of the Hugging Face hub, or questions.json {_REPOSITORY}; "
     + _VIDEOS,
     files=("GENERATION/test-*.parquet", "questions.json"),

@@ -7,7 +7,7 @@ one that is odd is kept, and its oddity is listed. The questions and what was le
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -109,6 +109,13 @@ class LoadedQuestions:
     faults: tuple[AnnotationFault, ...]
     n_annotated: int
 
+    def summarise_faults(self) -> list[tuple[FaultKind, bool, int, str]]:
+        """Return (kind, whether left out, count, an example's message) of the faults, in order of first appearance."""
+        groups: dict[tuple[FaultKind, bool], list[str]] = {}
+        for fault in self.faults:
+            groups.setdefault((fault.kind, fault.left_out), []).append(fault.message)
+        return [(kind, left_out, len(messages), messages[0]) for (kind, left_out), messages in groups.items()]
+
     def first(self, count: int | None) -> LoadedQuestions:
         """Return the first ``count`` questions (None: all) with the same faults."""
         return self if count is None else replace(self, items=self.items[:count])
@@ -128,7 +135,8 @@ class QuestionCollector:
         """Record a row that cannot be asked; a ``question_id`` that is no text or whole number is recorded as None."""
         self._n_annotated += 1
         has_id = isinstance(question_id, str | int) and not isinstance(question_id, bool)
-        self._record_fault(fault.kind, str(question_id) if has_id else None, f"{where}: {fault}", left_out=True)
+        name = str(question_id) if has_id else None
+        self._faults.append(AnnotationFault(fault.kind, name, printable(f"{where}: {fault}"), True))
 
     def keep(self, where: str, item: Item) -> None:
         """Record a question to ask; leave it out if its id was recorded before."""
@@ -139,7 +147,7 @@ class QuestionCollector:
         self._ids.add(item.question_id)
         self.items.append(item)
         for kind, oddity in self._oddities(item):
-            self._record_fault(kind, item.question_id, f"{where}: {oddity}", left_out=False)
+            self._faults.append(AnnotationFault(kind, item.question_id, printable(f"{where}: {oddity}"), False))
 
     def finish(self, place: str, remedy: str) -> LoadedQuestions:
         """Return the collected questions and faults.
@@ -176,33 +184,21 @@ class QuestionCollector:
         if len(items) > 1 and (reason := find_count_from_1((item.expected, item.options) for item in items)):
             raise UsageError(f"{place}: {reason}")
 
-    def _oddities(self, item: Item) -> list[tuple[FaultKind, str]]:
-        """Return the faults of a question that can still be asked: repeated or blank options, an impossible answer.
+    def _oddities(self, item: Item) -> Iterator[tuple[FaultKind, str]]:
+        """Yield the faults of a question that can still be asked: repeated or blank options, an impossible answer.
 
         A question that equals an earlier question is a fault too, so the question is remembered here.
         """
-        oddities: list[tuple[FaultKind, str]] = []
-        key = (item.video_ids, item.conversation, _without_options(item))
+        text = item.question
+        if item.options:  # MLVU's texts end in the list of options
+            text = text.partition(f"\n(A) {item.options[0]}\n")[0]
+        key = (item.video_ids, item.conversation, text)
         if (first := self._first_ids.setdefault(key, item.question_id)) != item.question_id:
-            oddities.append(("repeated-question", f"the same question on the same video as {first!r}"))
+            yield "repeated-question", f"the same question on the same video as {first!r}"
         counts = Counter(map(without_letter, item.options))
         if repeated_texts := [text for text, count in counts.items() if count > 1]:
-            oddities.append(
-                ("repeated-candidate", f"the option {repeated_texts[0]!r} is there {counts[repeated_texts[0]]} times")
-            )
+            yield "repeated-candidate", f"the option {repeated_texts[0]!r} is there {counts[repeated_texts[0]]} times"
         if blank := sum(not text.strip() for text in item.options):
-            oddities.append(("blank-candidate", f"{blank} of the {len(item.options)} options are blank"))
+            yield "blank-candidate", f"{blank} of the {len(item.options)} options are blank"
         if item.options and item.answer is None and item.expected is not None:
-            oddities.append(
-                ("answer-no-candidate", f"the answer {item.expected!r} is none of the options {item.options}")
-            )
-        return oddities
-
-    def _record_fault(self, kind: FaultKind, question_id: str | None, message: str, *, left_out: bool) -> None:
-        """Record a fault."""
-        self._faults.append(AnnotationFault(kind, question_id, printable(message), left_out))
-
-
-def _without_options(item: Item) -> str:
-    """Return the question without the list of options that MLVU's text ends in."""
-    return item.question.partition(f"\n(A) {item.options[0]}\n")[0] if item.options else item.question
+            yield "answer-no-candidate", f"the answer {item.expected!r} is none of the options {item.options}"

@@ -72,14 +72,14 @@ class LmmsTask(Benchmark):
             name=f"lmms-eval-{task.version}",
             prompt=PromptTemplate("{question}"),
             models=LMMS_EVAL_0_7,
-            max_new_tokens=decoding.max_new_tokens,
-            temperature=decoding.temperature,
-            top_p=decoding.top_p,
-            top_k=decoding.top_k,
+            decoding=decoding,
             parser=self.name,
             reasoning=REASONING,
         )
-        names = [name for name in _list_parts(task.documents) if not _repeats_prompt(name, task.documents)]
+        askable = [document for document in task.documents if document.fault is None]
+        # A table by a field that every question repeats would be about wordings.
+        parts = _list_parts(task.documents)
+        names = [name for name in parts if not all(one.fields[name] in one.prompt for one in askable)]
         splits = tuple(map(_make_split, names[:_MAX_SPLITS]))
         return replace(self, protocols=(protocol,), splits=splits, process=process, task=task)
 
@@ -124,16 +124,15 @@ class LmmsTask(Benchmark):
             for label, of_arm in replies.items()
         }
         answer = self.process.score(arms)
-        if not _has_parts(answer["mean_over"], items):
+        mean_over = answer["mean_over"]
+        # A field that has few values among the questions of a run may have too many among all documents to be a split.
+        if mean_over not in (None, QUESTIONS) and not all(mean_over in item.splits for item in items):
             answer |= {"scores": None, "mean_over": None, "weights": {}}
         scores, own = answer["scores"], answer["own"]
         numbers: dict[str, Any] = {
             "lmms_eval": self.task.version,
             "task": self.task_name,
-            "metric": answer["metric"],
-            "mean_over": answer["mean_over"],
-            "weights": answer["weights"],
-            "percent": answer["percent"],
+            **{name: answer[name] for name in ("metric", "mean_over", "weights", "percent")},
             "splits": [split.name for split in self.splits],
             "numbers": own,
         }
@@ -209,19 +208,6 @@ def _find_video(document: TaskDocument, home: Path, videos: VideoFolder) -> str:
 def _list_parts(documents: Sequence[TaskDocument]) -> list[str]:
     """List the fields over whose values a task's number may be a mean, of the documents that can be asked."""
     return list_parted_fields([document.fields for document in documents if document.fault is None])
-
-
-def _repeats_prompt(name: str, documents: Sequence[TaskDocument]) -> bool:
-    """Return True if the field is part of the question, so that a table by its values would be about wordings."""
-    return all(document.fields[name] in document.prompt for document in documents if document.fault is None)
-
-
-def _has_parts(mean_over: str | None, items: Sequence[Item]) -> bool:
-    """Return True if every question names its part of what the task's number is a mean over.
-
-    A field that has few values among the questions of a run may have too many among all documents to be a split.
-    """
-    return mean_over in (None, QUESTIONS) or all(mean_over in item.splits for item in items)
 
 
 def _make_split(name: str) -> Split:

@@ -8,6 +8,7 @@ puts them between the frames, and is not here. A video is at ``video_path``, whi
 
 from __future__ import annotations
 
+from gstep.language import Decoding
 from pipeline.evaluate.benchmarks.annotations import AnnotationRow
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.protocols import PromptTemplate, lmms_eval
@@ -39,7 +40,7 @@ LONGVIDEOBENCH = Benchmark(
         ),
         "longvideobench",
         "longvideobench",
-        max_new_tokens=32,
+        decoding=Decoding(max_new_tokens=32),
     ),
     source="the data set longvideobench/LongVideoBench of the Hugging Face hub, with its videos unpacked (cat "
     "videos.tar.part.* | tar x)",

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gstep.language import Decoding
 from pipeline.errors import QuestionsError
 from pipeline.evaluate.benchmarks.annotations import NO_ANSWER, NotAskable, VideoFolder, answer_index, data_folder
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
@@ -21,7 +20,7 @@ from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\w)")
 _IN_NUMBERS = str.maketrans(".-", "\ue000\ue001")  # characters that no text has, and that are no punctuation
 _BETWEEN_DIGITS = re.compile(r"(?<=\d)[^\w\s\ue000\ue001](?=\d)")  # 1/2 is not 12
-_MODE = AnswerMode(Decoding(max_new_tokens=LETTER.max_new_tokens), LETTER.choices)
+_MODE = AnswerMode(LETTER.decoding, LETTER.choices)
 #: How questions with and without choices are answered where no row says otherwise.
 _DECODING = {replace(_MODE, method=method).describe() for method in (_MODE.method, "generate")}
 

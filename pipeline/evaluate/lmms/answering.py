@@ -9,9 +9,10 @@ from rich.console import Console
 
 from pipeline.cache.header import read_header
 from pipeline.cache.reader import TokenCache
+from pipeline.console import speaker
 from pipeline.errors import RunFailed, UnknownVideo, UsageError, store_usage_errors
 from pipeline.evaluate.lmms.arguments import EMPTY, Arguments, explain_flags
-from pipeline.evaluate.tasks.questions import LMMS_SCHEMA, CachedIds, LmmsQuestion
+from pipeline.evaluate.tasks.questions import LMMS_SCHEMA, CachedIds, LmmsQuestion, cut_reply
 from pipeline.generate.answers import AnswersTable
 from pipeline.generate.questions import QUESTION_SCHEMA
 from pipeline.generate.request import check_request
@@ -34,7 +35,7 @@ class CachedReplies:
 
         Prints the cache's fingerprint if the arguments name none.
         """
-        self._arguments, self._console = arguments, console
+        self._arguments, self._console, self._say = arguments, console, speaker(console)
         self._objects = Objects.from_environment()
         self._cache = store_at(arguments.cache, self._objects)
         with store_usage_errors():
@@ -68,17 +69,13 @@ class CachedReplies:
             # As an evaluation: the texts of a task are not the user's to change.
             answer(self._config, self._console, table, evaluation={}, here=True)
         rows_by_id = self._answer_rows(table)
-        failures = [
-            (question, row) for question in questions if (row := rows_by_id[question.question_id])["status"] != "ok"
-        ]
-        if failures:
-            self._refuse_or_warn(
-                [
-                    f"{question.where}: {row.get('error_class', 'removed')}: {row['error_message']}"
-                    for question, row in failures
-                ]
-            )
-        return [question.reply(rows_by_id[question.question_id].get("answer", "")) for question in questions]
+        if failures := [
+            f"{question.where}: {row.get('error_class', 'removed')}: {row['error_message']}"
+            for question in questions
+            if (row := rows_by_id[question.question_id])["status"] != "ok"
+        ]:
+            self._refuse_or_warn(failures)
+        return [cut_reply(rows_by_id[question.question_id].get("answer", ""), question.until) for question in questions]
 
     def _answer_rows(self, questions: pa.Table) -> dict[str, AnswerRecord]:
         """Return the committed live answers to these questions, by id. Raise RunFailed if one is missing."""
@@ -132,7 +129,3 @@ class CachedReplies:
                 "empty replies"
             )
         self._say(f"warning: empty replies (missing=empty): {message}")
-
-    def _say(self, line: str) -> None:
-        """Print a line."""
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -22,7 +22,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from pipeline.evaluate.shapes.story import one_of
+from pipeline.evaluate.shapes.making import one_of
 from pipeline.evaluate.shapes.world import CORNERS, NUMBERS, QUARTERS, Thing, ThingKind, Video
 
 QuestionType = Literal["color", "shape", "corner", "scene", "quarter", "order", "onset", "count", "change", "sign"]
@@ -60,13 +60,11 @@ def ask(video: Video) -> list[Question]:
     rng = np.random.default_rng([video.seed, _QUESTIONS, video.n_frames, 0])
     # The order is drawn for every type, so that a question does not depend on which others the video allows.
     questions = [(make(video, rng), rng.permutation(4).tolist()) for make in _MAKERS]
-    return [_reorder(question, order) for question, order in questions if question is not None]
-
-
-def _reorder(question: Question, order: Sequence[int]) -> Question:
-    """Return the question with its choices in the given order."""
-    choices = tuple(question.choices[i] for i in order)
-    return replace(question, choices=choices, answer=choices.index(question.right))
+    return [
+        replace(question, choices=tuple(question.choices[i] for i in order), answer=order.index(question.answer))
+        for question, order in questions
+        if question is not None
+    ]
 
 
 def _about(name: QuestionType, thing: Thing, prompt: str, right: str, choices: Sequence[str]) -> Question:
@@ -109,7 +107,8 @@ def _scene(video: Video, rng: np.random.Generator) -> Question | None:
     if not video.cuts or video.standing:  # things that stay are in several scenes
         return None
     thing = one_of(rng, video.named)
-    return _about("scene", thing, "Which scene has the {}?", video.scene_at(thing.first), video.scene_choices)
+    scene = video.scenes[video.scene_of[thing.first]]
+    return _about("scene", thing, "Which scene has the {}?", scene, video.scene_choices)
 
 
 def _quarter(video: Video, rng: np.random.Generator) -> Question:

@@ -251,7 +251,3 @@ class Video:
     def extra(self, kind: ThingKind) -> Thing | None:
         """Return the extra thing of a kind, or None."""
         return next((thing for thing in self.extras if thing.kind == kind), None)
-
-    def scene_at(self, frame: int) -> str:
-        """Return the name of the scene that a frame is in."""
-        return self.scenes[self.scene_of[frame]]

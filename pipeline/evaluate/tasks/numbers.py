@@ -94,7 +94,9 @@ def explain(
         keys: of each document; documents with equal keys are the same question.
         n_methods: the number of methods, at least 1.
     """
-    usable = _list_usable(results, aggregate)
+    of_replies = [[of_one[place] for of_one in results] for place in range(len(results[0]))]
+    # The task makes no number of some replies: many rules cannot take an empty one, say.
+    usable = [place for place, of_reply in enumerate(of_replies) if number_of(of_reply, aggregate) is not None]
     if usable[:n_methods] != list(range(n_methods)):
         return None
     results = [[of_one[place] for place in usable] for of_one in results]
@@ -145,12 +147,6 @@ def _copy(results: Sequence[Any]) -> list[Any]:
     except Exception:  # noqa: BLE001 - results are of any type
         return deepcopy(list(results))  # takes several times as long
     return copies
-
-
-def _list_usable(results: Sequence[Sequence[Any]], aggregate: Aggregate) -> list[int]:
-    """List the places of replies of which the task makes a number; many rules cannot take an empty reply, say."""
-    of_replies = [[of_one[place] for of_one in results] for place in range(len(results[0]))]
-    return [place for place, of_reply in enumerate(of_replies) if number_of(of_reply, aggregate) is not None]
 
 
 def _mix(results: Sequence[Sequence[Any]], aggregate: Aggregate, count: int) -> _Mixtures | None:

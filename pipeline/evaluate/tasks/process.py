@@ -1,4 +1,7 @@
-"""The process that runs a task's code, from the side of the run that asks it: a request in, typed records out."""
+"""The process that runs a task's code, from the side of the run that asks it: a request in, typed records out.
+
+Also the list of tasks for the terminal: ``--benchmark lmms:list``.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,21 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from pipeline.console import Say
 from pipeline.errors import RunFailed, UsageError
-from pipeline.evaluate.tasks.survey import TaskFit
+from pipeline.evaluate.tasks.survey import FITS, IN_PART, NEEDS_JUDGE, UNFIT, UNKNOWN, UNLOADABLE, TaskFit
 
 VERSION = "0.7.3"
 REMEDY = (
@@ -26,6 +35,7 @@ REMEDY = (
 )
 #: Folder below HF_HOME with TASK.parquet or TASK.jsonl, which replace a task's annotations on the hub.
 ANNOTATIONS = "annotations"
+_ORDER = (FITS, IN_PART, UNKNOWN, NEEDS_JUDGE, UNFIT, UNLOADABLE)  # of the list of tasks
 _CHILD = "pipeline.evaluate.tasks.child"
 _LAST_LINES, _LAST_BYTES = 4, 4096  # of what a process said before it died
 _KEYS = ("KEY", "KEY_ID", "SECRET", "TOKEN")  # ends of names of variables that hold keys of services
@@ -129,6 +139,26 @@ def list_tasks(say: Say) -> list[TaskFit]:
     say("reading the tasks of lmms-eval, which takes a minute")
     with tempfile.TemporaryDirectory(prefix="gstep-lmms-") as home:
         return [TaskFit(**record) for record in run_child({}, Path(home))["tasks"]]
+
+
+def render_tasks(tasks: Sequence[TaskFit]) -> RenderableType:
+    """Return a table for each fit. Tasks of a folder that do not fit for the same reason share a row."""
+    ordered = sorted(tasks, key=lambda task: (_ORDER.index(task.fit), task.folder, task.reason, task.name))
+    counts = Counter(task.fit for task in tasks)
+    parts: list[RenderableType] = [
+        Text(f"{len(tasks)} tasks about videos: " + ", ".join(f"{counts[fit]} {fit}" for fit in _ORDER if counts[fit]))
+    ]
+    for fit, of_fit in groupby(ordered, key=lambda task: task.fit):
+        table = Table(title=f"\n{fit.capitalize()}", title_justify="left", show_edge=False, box=None, pad_edge=False)
+        for title in ("folder", "tasks", "first metric", *(["why"] if fit != FITS else [])):
+            table.add_column(title, overflow="fold")
+        for (folder, reason), same in groupby(of_fit, key=lambda task: (task.folder, task.reason)):
+            family = list(same)
+            metrics = " ".join(dict.fromkeys(task.metrics[0] for task in family if task.metrics))
+            names = " ".join(task.name for task in family)
+            table.add_row(folder, names, metrics, *([reason] if fit != FITS else []))
+        parts.append(table)
+    return Group(*parts)
 
 
 def run_child(request: Mapping[str, Any], home: Path) -> dict[str, Any]:

@@ -61,10 +61,6 @@ class LmmsQuestion:
             "doc_id": self.doc_id,
         }
 
-    def reply(self, answer: str) -> str:
-        """Cut an answer at the task's stop strings."""
-        return cut_reply(answer, self.until)
-
 
 def cut_reply(answer: str, stops: Iterable[str]) -> str:
     """Return an answer up to the first of the texts that end it."""

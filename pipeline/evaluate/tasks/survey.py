@@ -10,6 +10,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -60,23 +61,14 @@ def survey_tasks(manager: Any) -> Iterator[TaskFit]:
             config = load_yaml_config(file, mode="full")
             judgement = judge_task(config)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the code of a task
-            config = _load_simple(file)
+            config = {}  # without the functions that it names, if it can be read so
+            with suppress(Exception, SystemExit):
+                config = load_yaml_config(file, mode="simple")
             is_video = (config.get("dataset_kwargs") or {}).get("video") or "video" in name
             judgement = (UNLOADABLE, f"{type(error).__name__}: {error}") if is_video else None
         if judgement is not None:
             metrics = [str(entry.get("metric")) for entry in config.get("metric_list") or ()]
             yield TaskFit(name, folder, *judgement, metrics)
-
-
-def _load_simple(file: str) -> Mapping[str, Any]:
-    """Return the settings in a YAML file without the functions that they name; {} if it cannot be read."""
-    from lmms_eval.utils import load_yaml_config  # noqa: PLC0415
-
-    try:
-        config: Mapping[str, Any] = load_yaml_config(file, mode="simple")
-    except (Exception, SystemExit):  # noqa: BLE001
-        return {}
-    return config
 
 
 def judge_task(config: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -8,6 +8,7 @@ from pipeline.errors import UsageError
 from pipeline.evaluate.config import DEFAULT_METHODS, DEFAULT_RATIOS, FULL_LABEL, POSITIONS, EvaluateConfig
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import PruningSpec
+from pipeline.prune.config import PruneConfig
 
 
 def grid(*methods, ratios=(0.25,), **options):
@@ -55,6 +56,18 @@ def test_a_method_may_name_positions_of_its_own_as_its_row_is_called():
 def test_positions_have_the_words_of_jobs_generate():
     choices = {one.name: set(one.metadata["choices"]) for one in fields(GenerateConfig) if one.name == "positions"}
     assert set(POSITIONS) - {"both"} == choices["positions"]
+
+
+def test_the_runs_get_the_options_that_mean_the_same_there_and_no_other():
+    """What it is asked with, how many, and where from is the evaluation's own."""
+    given = EvaluateConfig(benchmark="x", workers=3, decode_workers=2, limit=5, seed=7, max_failed="1", min_gpus=1)
+    prune, generate = given.shared_with(PruneConfig), given.shared_with(GenerateConfig)
+    both = {"revision", "dtype", "device", "attn", "min_gpus", "max_gpus", "join", "retry_failed", "max_attempts"}
+    both |= {"stall_timeout", "flush_seconds", "log_interval", "s3_endpoint", "s3_requester_pays"}
+    engine = {"engine", "tensor_parallel", "engine_param", "batch_size"}
+    assert prune.keys() == both | {"decode_timeout", "decode_workers", "encode_workers"}
+    assert generate.keys() == both | engine | {"workers", "questions_per_shard", "close_thought"}
+    assert (prune["decode_workers"], generate["workers"], prune["min_gpus"], generate["min_gpus"]) == (2, 3, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,12 @@ from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.evaluate import Evaluation, evaluate, render_evaluation
-from pipeline.evaluate.forms import MARKS
+from pipeline.evaluate.forms import MARKS, render_table
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import prepare
 from pipeline.evaluate.results import Presentation, make_tables
 from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
-from pipeline.evaluate.terminal import render_table
 from pipeline.generate.summary import AnswerSummary
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.evaluate.layouts import commit_replies, generated

@@ -3,8 +3,9 @@
 import re
 from html.parser import HTMLParser
 
-from pipeline.evaluate.benchmarks.items import AnnotationFault
+from pipeline.evaluate.benchmarks.items import AnnotationFault, LoadedQuestions
 from pipeline.evaluate.page import report_page
+from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.tabulate import ScoredBenchmark, results_table
 from tests.pipeline.evaluate.score_tables import items_of, scores_of
 
@@ -13,12 +14,13 @@ METHODS, RATIOS = ("fastv,K=3", "vidcom2", "gstep", "gstep,positions=original"),
 ITEMS = items_of(24)
 
 
-def made(title="VideoMME, a model", **options):
+def made(title="VideoMME, a model", faults=(), **options):
     scores = scores_of(ITEMS, METHODS, RATIOS, failed=("001-1",))
     parts = [("duration=short", "Short"), ("duration=long", "Long")]
     table = results_table(title, [ScoredBenchmark("VideoMME", scores, parts)], draws=200)
     split = results_table(f"{title}: Domain", [ScoredBenchmark("VideoMME", scores)], draws=200)
-    given = {"token_bytes": 7168, "scores": scores, "identity": {"frames": {"rounding": "truncate"}, "pixels": None}}
+    scored = ScoredQuestions(loaded=LoadedQuestions((), tuple(faults), len(faults)), scores=scores)
+    given = {"token_bytes": 7168, "scored": scored, "identity": {"frames": {"rounding": "truncate"}, "pixels": None}}
     return table, report_page([table, split], [("model", title)], **given | options)
 
 

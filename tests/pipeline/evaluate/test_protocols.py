@@ -95,7 +95,7 @@ def test_every_published_benchmark_has_both_versions_of_lmms_eval_with_their_fra
     newer, older = (BENCHMARKS[name].protocol(version) for version in ("lmms-eval-0.7.3", "lmms-eval-0.5"))
     assert (newer.models, older.models) == (LMMS_EVAL_0_7, LMMS_EVAL_0_5)
     assert BENCHMARKS[name].protocol() is newer
-    assert {(one.temperature, one.choices) for one in (newer, older)} == {(0.0, "generate")}
+    assert {(one.decoding.temperature, one.choices) for one in (newer, older)} == {(0.0, "generate")}
 
 
 def test_numbers_of_questions_are_those_of_the_papers_and_scores_are_means_over_them_or_over_tasks():

@@ -14,8 +14,8 @@ from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.evaluate import Evaluation, evaluate, render_evaluation
 from pipeline.evaluate.request import prepare
+from pipeline.evaluate.scores import submissions
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
-from pipeline.evaluate.submissions import submissions
 from tests.pipeline.evaluate.egoschema import UIDS, write_authors
 from tests.pipeline.evaluate.layouts import commit_replies, replied
 

@@ -74,7 +74,7 @@ def test_it_is_asked_in_the_words_of_lmms_eval(folder):
             "Answer with the option's letter from the given choices directly."
         )
         assert (protocol.parser, protocol.metric) == ("egoschema", "questions")
-    assert [protocol.max_new_tokens for protocol in SUBSET.protocols] == [16, 1024]
+    assert [protocol.decoding.max_new_tokens for protocol in SUBSET.protocols] == [16, 1024]
 
 
 def test_the_subset_has_a_score_in_which_a_draw_is_its_expectation(hub):

@@ -97,7 +97,11 @@ def test_it_is_asked_in_the_words_of_lmms_eval(loaded):
             "What is on the table in @cook-712_0?\nA. a cup\nB. a pan\nC. a knife\n"
             "Answer with the option's letter from the given choices directly.\n"
         )
-        assert (protocol.max_new_tokens, protocol.parser, protocol.metric) == (32, "longvideobench", "questions")
+        assert (protocol.decoding.max_new_tokens, protocol.parser, protocol.metric) == (
+            32,
+            "longvideobench",
+            "questions",
+        )
 
 
 def test_the_score_is_over_questions_and_a_draw_scores_its_expectation(loaded):

@@ -88,7 +88,7 @@ def test_dev_is_asked_in_the_words_of_lmms_eval(loaded, repacked):
             assert protocol.text(item, "qwen2_5_vl") == (
                 "What colour?\n(A) Yellow\n(B) Red\n(C) Green\n(D) Blue\n" + SUFFIX
             )
-            assert (protocol.max_new_tokens, protocol.metric) == (16, "task_type")
+            assert (protocol.decoding.max_new_tokens, protocol.metric) == (16, "task_type")
     assert [protocol.parser for protocol in MLVU_DEV.protocols] == ["extract-mcq-answer", "mlvu-0.5"]
 
 

@@ -127,7 +127,7 @@ def test_it_is_asked_in_the_words_of_lmms_eval(loaded):
             "Question:What happened?\nOption:\n(A) Not sure\n(B) Scattering\n(C) Piling up\n"
             "Only give the best option.\n"
         )
-        assert (protocol.max_new_tokens, protocol.parser, protocol.metric) == (16, "mvbench", "task")
+        assert (protocol.decoding.max_new_tokens, protocol.parser, protocol.metric) == (16, "mvbench", "task")
 
 
 REPLIES = {

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.evaluate.tasks.questions import MAX_NEW_TOKENS, CachedIds, make_question, video_key
+from pipeline.evaluate.tasks.questions import MAX_NEW_TOKENS, CachedIds, cut_reply, make_question, video_key
 
 STOCK = {"max_new_tokens": 16, "temperature": 0, "top_p": 1.0, "num_beams": 1, "do_sample": False, "until": ["\n\n"]}
 
@@ -41,10 +41,10 @@ def test_what_is_drawn(settings, drawn):
 
 
 def test_a_reply_ends_before_a_stop_text_but_not_before_the_one_that_every_task_has():
-    assert of(**STOCK).reply("B\n\nbecause") == "B\n\nbecause"
-    assert of(until="because").reply("B, because") == "B, "
-    assert of(until=["\n\n", "x", "Q:"]).reply("a\n\nb Q: c x") == "a\n\nb "
-    assert of(until=None).reply("all") == "all"
+    assert cut_reply("B\n\nbecause", of(**STOCK).until) == "B\n\nbecause"
+    assert cut_reply("B, because", of(until="because").until) == "B, "
+    assert cut_reply("a\n\nb Q: c x", of(until=["\n\n", "x", "Q:"]).until) == "a\n\nb "
+    assert cut_reply("all", of(until=None).until) == "all"
 
 
 @pytest.mark.parametrize(

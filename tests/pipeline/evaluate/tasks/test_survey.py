@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.evaluate.tasks import survey
-from pipeline.evaluate.tasks.listing import render_tasks
+from pipeline.evaluate.tasks.process import render_tasks
 from pipeline.evaluate.tasks.survey import TaskFit, judge_task
 
 MODULE = """
