@@ -36,8 +36,11 @@ def _encode_rows(raw_KD: Tensor, bits: int, group: int, n_kept: int) -> list[Ten
     Without kept channels there is no third column. Raises ValueError for numbers that no float16 scale reaches, and for
     numbers that are not finite.
     """
+    # The places of the channels of largest magnitude, ascending: the first of equal values wins, on every device.
+    magnitude = (raw_KD & _MAGNITUDE).int() << 16
+    key = magnitude + torch.arange(2**16 - 1, 2**16 - 1 - raw_KD.shape[1], -1, dtype=torch.int32)
+    largest = key.topk(min(n_kept, raw_KD.shape[1]), dim=1, sorted=False).indices.sort(dim=1).values
     values_KD = raw_KD.view(torch.bfloat16).float()
-    largest = _find_largest(raw_KD, min(n_kept, raw_KD.shape[1]))
     values_KD.scatter_(1, largest, 0.0)
     groups = pad(values_KD, (0, -values_KD.shape[1] % group)).view(len(values_KD), -1, group)
     top = 2 ** (bits - 1) - 1
@@ -76,16 +79,6 @@ def _decode_rows(parts: Sequence[Tensor], hidden_size: int, bits: int, group: in
         channels = parts[2].view(torch.int16).view(len(values), -1, 2)
         values.scatter_(1, channels[..., 0].int().bitwise_and(0xFFFF).long(), channels[..., 1].view(torch.bfloat16))
     return values
-
-
-def _find_largest(raw_KD: Tensor, count: int) -> Tensor:
-    """Return the places [K,count] of the channels of largest magnitude, ascending.
-
-    The first of equal values wins, on every device.
-    """
-    magnitude = (raw_KD & _MAGNITUDE).int() << 16
-    key = magnitude + torch.arange(2**16 - 1, 2**16 - 1 - raw_KD.shape[1], -1, dtype=torch.int32)
-    return key.topk(count, dim=1, sorted=False).indices.sort(dim=1).values
 
 
 def _pack(numbers: Tensor, bits: int) -> Tensor:

@@ -141,8 +141,7 @@ class _Step:
         self._everything, self._keep, self._max_rows = everything, keep, max_rows
         self._table = VideosTable(store, made_with)
         files = list_table_files(store)
-        sorted_files = [self._table.open_sorted(file.name) for file in files if file.is_sorted]
-        self._sorted = [file for file in sorted_files if file is not None]
+        self._sorted = list(self._table.iter_sorted(files))
         self._merged_names = self._delete_old_sources({file.name for file in files})
         absent = self._merged_names.union(result.deleted)
         self._small = [file for file in files if not file.is_sorted and file.name not in absent]
@@ -157,7 +156,9 @@ class _Step:
         self._result.waiting = len(self._merged_names)
         n_small = sum(map(len, tables))
         sorted_files = self._choose_levels(n_small, whole=self._everything and not has_more)
-        if not names and (_are_disjoint(sorted_files) or not self._everything):
+        bounds = sorted((file.file.first, file.file.last) for file in sorted_files)
+        is_disjoint = all(before[1] < after[0] for before, after in pairwise(bounds))  # no two have rows of one video
+        if not names and (is_disjoint or not self._everything):
             return False
         total = n_small + sum(file.file.rows for file in sorted_files)
         small = pa.concat_tables([VIDEO_SCHEMA.empty_table(), *tables])
@@ -210,11 +211,18 @@ class _Step:
 
         ``names`` are the names of the sources, for the metadata; ``total`` is the number of their rows, for the level.
         """
-        cuts = _choose_cuts(small, sorted_files)
+        starts = [
+            np.sort(small["id_high"].to_numpy())[::GROUP_ROWS],
+            *(np.array(file.firsts, np.uint64) for file in sorted_files),
+        ]
+        # The first ``id_high`` of each merged file. Each is the hash of a row, so that no file is empty.
+        cuts = [int(cut) for cut in np.unique(np.sort(np.concatenate(starts))[::_PART_GROUPS])]
         merge = json.dumps({"of": names, "parts": len(cuts)})
         for first, end in zip(cuts, [*cuts[1:], 2**64], strict=True):
             last = end - 1
-            rows = pa.concat_tables([_select_range(small, first, last), *_read_within(sorted_files, first, last)])
+            within = [file for file in sorted_files if file.file.first <= last and file.file.last >= first]
+            sources = (small, *(file.read(file.groups_of(first, last), VIDEO_SCHEMA.names) for file in within))
+            rows = pa.concat_tables([_select_range(source, first, last) for source in sources])
             live = select_surviving(rows)
             self._result.rows += len(live)
             self._result.superseded += len(rows) - len(live)
@@ -251,29 +259,6 @@ class _Step:
 def find_level(rows: int) -> int:
     """Return the level of a merge of ``rows`` rows: 1 up to GROUP_ROWS, one more for each factor _GROWTH."""
     return 1 + max(0, math.ceil(math.log(max(rows, 1) / GROUP_ROWS, _GROWTH)))
-
-
-def _are_disjoint(files: Sequence[SortedFile]) -> bool:
-    """Return True if no two files may have rows of one video."""
-    bounds = sorted((file.file.first, file.file.last) for file in files)
-    return all(before[1] < after[0] for before, after in pairwise(bounds))
-
-
-def _choose_cuts(small: pa.Table, sorted_files: Sequence[SortedFile]) -> list[int]:
-    """Return the first ``id_high`` of each merged file. Each is the hash of a row, so that no file is empty."""
-    starts = [
-        np.sort(small["id_high"].to_numpy())[::GROUP_ROWS],
-        *(np.array(f.firsts, np.uint64) for f in sorted_files),
-    ]
-    return [int(cut) for cut in np.unique(np.sort(np.concatenate(starts))[::_PART_GROUPS])]
-
-
-def _read_within(files: Sequence[SortedFile], first: int, last: int) -> list[pa.Table]:
-    """Read the rows of each file whose ``id_high`` is from ``first`` to ``last``."""
-    overlapping = [file for file in files if file.file.first <= last and file.file.last >= first]
-    return [
-        _select_range(file.read(file.groups_of(first, last), VIDEO_SCHEMA.names), first, last) for file in overlapping
-    ]
 
 
 def _select_range(rows: pa.Table, first: int, last: int) -> pa.Table:

@@ -212,7 +212,11 @@ def _write(videos: Sequence[tuple[VideoRecord, KeptTokens]], store: Store, run_i
     checksums: list[Future[str]] = []
     with ThreadPoolExecutor(_HASHERS) as hashers:  # hashlib lets other threads run
         for record, tokens in videos:
-            vectors = _encode_vectors(tokens, codec)
+            levels = {f"deepstack_{level}": values for level, values in enumerate(tokens.deepstack)}
+            vectors = dict[str, Bits]()  # in the order of the checksum
+            for name, values in {"token": tokens.tokens, **levels}.items():
+                vectors |= codec.encode(name, values)
+            vectors |= tokens.evidence
             # The schema's meaning of the checksum does not name evidence: caches without evidence keep their bytes.
             checksums.append(hashers.submit(digest, *map(np.ascontiguousarray, vectors.values())))
             tables.append(_build_rows(record, tokens, vectors, schema))
@@ -295,13 +299,6 @@ def make_bundles(
             bundle, size = [], 0.0
     if bundle:
         yield bundle
-
-
-def _encode_vectors(tokens: KeptTokens, codec: TokenCodec) -> dict[str, Bits]:
-    """Return the encoded vector columns by name, in the order of the checksum."""
-    levels = {f"deepstack_{level}": values for level, values in enumerate(tokens.deepstack)}
-    columns_by_vector = [codec.encode(name, values) for name, values in {"token": tokens.tokens, **levels}.items()]
-    return {**{name: values for columns in columns_by_vector for name, values in columns.items()}, **tokens.evidence}
 
 
 def _build_rows(record: VideoRecord, tokens: KeptTokens, vectors: Mapping[str, Bits], schema: pa.Schema) -> pa.Table:

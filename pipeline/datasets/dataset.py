@@ -16,16 +16,20 @@ from torch.utils.data import Dataset, IterableDataset
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache, TokenOrder, check_list
 from pipeline.cache.schema import digest
-from pipeline.datasets.processes import (
+from pipeline.datasets.shares import (
+    STATEFUL_LOADER,
+    DatasetState,
+    EpochPass,
     ParentRanks,
     Ranks,
+    ShardShare,
     divide_by_videos,
+    divide_evenly,
     find_caller,
     loader_ahead,
     ranks_of_process,
     worker_of_loader,
 )
-from pipeline.datasets.state import STATEFUL_LOADER, DatasetState, EpochPass, ShardShare, divide_evenly
 from pipeline.errors import RemovedVideo
 from pipeline.rows import VideoRow
 

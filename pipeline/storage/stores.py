@@ -122,7 +122,9 @@ class LocalStore:
                 self._open_folder = _OpenFolder(self.root)
         fault = "was deleted"
         with suppress(FileNotFoundError):
-            if _same_folder(os.fstat(self._open_folder.descriptor), self.root.stat()):
+            first, second = os.fstat(self._open_folder.descriptor), self.root.stat()
+            times = [(status.st_mtime_ns, status.st_ctime_ns) for status in (first, second)]
+            if os.path.samestat(first, second) or times[0] == times[1]:  # some user-space file systems change inodes
                 return self._open_folder.descriptor
             fault = "was moved away, and replaced by another folder"
         raise FileNotFoundError(errno.ENOENT, f"the folder {fault} since this run first wrote to it", str(self.root))
@@ -242,10 +244,13 @@ class LocalStore:
         """List the finished files of a folder with this suffix, sorted; none if there is no such folder."""
         try:
             with os.scandir(self.root / folder) as entries:
-                finished = [f"{folder}/{entry.name}" for entry in entries if _is_finished(entry, suffix)]
+                return sorted(
+                    f"{folder}/{entry.name}"
+                    for entry in entries
+                    if entry.name.endswith(suffix) and not entry.name.startswith(".") and entry.is_file()
+                )
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(finished)
 
     def list_files(self, folder: str) -> list[FileInfo]:
         """List all files of a folder ("" is the root) with their sizes, unfinished files too, sorted.
@@ -322,14 +327,6 @@ def _share(name: PurePath | str, root: int, mode: int) -> None:
     """Give a new file the root's mode, so that users with other umasks can share the store."""
     with suppress(OSError):  # a file system without modes
         os.chmod(name, mode, dir_fd=root)
-
-
-def _same_folder(first: os.stat_result, second: os.stat_result) -> bool:
-    """Return True if both describe the same folder; some user-space file systems change inode numbers."""
-    return os.path.samestat(first, second) or (first.st_mtime_ns, first.st_ctime_ns) == (
-        second.st_mtime_ns,
-        second.st_ctime_ns,
-    )
 
 
 class _OpenFolder:
@@ -421,8 +418,3 @@ class ObjectStore:
 
 #: Where a cache may live; both have the same methods.
 Store = LocalStore | ObjectStore
-
-
-def _is_finished(entry: os.DirEntry[str], suffix: str) -> bool:
-    """Return True if a directory entry is a complete file with this suffix."""
-    return entry.name.endswith(suffix) and not entry.name.startswith(".") and entry.is_file()

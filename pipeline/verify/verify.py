@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -42,10 +42,7 @@ from pipeline.verify.checks import (
     method_of,
 )
 from pipeline.verify.repair import REPAIRABLE, Repair, clean, list_shard_ids
-from pipeline.verify.report import Kind, Problem, Repaired, Report
-
-if TYPE_CHECKING:
-    from pipeline.verify.live_check import LiveCheck
+from pipeline.verify.report import Kind, Problem, Report
 
 R = TypeVar("R", bound="CheckedCommit | CheckedShard")
 Places = dict[str, dict[str, Place]]  # token shard -> the place of the row of each of its videos
@@ -111,21 +108,17 @@ def verify(store: Store, request: VerifyRequest, console: Console) -> Report:
             assert check.header is not None  # a header with a fault is the only problem
             repaired = Repair(store, check.header, report).carry_out(check.live, check.bad)
             may_clean = not report.has(*_MAY_COME_BACK)
-            again = _Check(store, request, console, claimed=True)
-            again.sound = check.sound
-            check, report = again, _complete(again.run(), report, repaired)
+            before, sound = report, check.sound
+            check = _Check(store, request, console, claimed=True)
+            check.sound = sound
+            report = check.run()
+            report.found, report.repaired = before.problems, repaired
+            stay = [] if may_clean else [_ORPHANS_STAY]
+            report.notes += [note for note in before.notes if note not in report.notes] + stay
+            report.bytes_read += before.bytes_read
+            report.seconds += before.seconds
         if may_clean:
             clean(store, report, request.keep, commits=check.table_names)
-    return report
-
-
-def _complete(report: Report, before: Report, repaired: Repaired) -> Report:
-    """Complete the report after the repair by the problems, notes and times of the check ``before``, and return it."""
-    report.found, report.repaired = before.problems, repaired
-    stay = [_ORPHANS_STAY] * before.has(*_MAY_COME_BACK)
-    report.notes += [note for note in before.notes if note not in report.notes] + stay
-    report.bytes_read += before.bytes_read
-    report.seconds += before.seconds
     return report
 
 
@@ -163,8 +156,16 @@ class _Check:
         self.table_names = [file.name for file in files[VIDEOS]]
         self._list_uploads()
         rows = self._check_table(header)
-        self._count()
-        encoder = self._live_check() if request.live else None
+        n_ok, n_removed = len(select_ok(self.live)), len(select_removed(self.live))
+        n_failed = len(self.live) - n_ok - n_removed
+        report.counts |= {"videos": n_ok, "failed_videos": n_failed, "removed_videos": n_removed}
+        encoder = None
+        if request.live:  # here, so that its refusals come before the long part
+            from pipeline.verify.live_check import LiveCheck  # noqa: PLC0415 - models and decoders load only for this
+
+            cache, objects = TokenCache(str(store), store=store, live=self.live), request.objects
+            objects = objects or Objects.from_environment()
+            encoder = LiveCheck(cache, request.model, objects, request.video_root)
         places = _list_places(rows, self.live)
         if 0 < request.sample < sum(map(len, places.values())):
             places = self._sample(places)
@@ -257,22 +258,6 @@ class _Check:
             else:
                 kind = Kind.STRAY if fault.has_rows else Kind.COMMIT
                 self.report.problems.append(Problem(kind, fault.message, name))
-
-    def _count(self) -> None:
-        """Add the counts of ok, failed and removed videos to the report."""
-        n_ok, n_removed = len(select_ok(self.live)), len(select_removed(self.live))
-        self.report.counts |= {
-            "videos": n_ok,
-            "failed_videos": len(self.live) - n_ok - n_removed,
-            "removed_videos": n_removed,
-        }
-
-    def _live_check(self) -> LiveCheck:
-        """Prepare the encoder of videos, so that its refusals come before the long part. Raises UsageError."""
-        from pipeline.verify.live_check import LiveCheck  # noqa: PLC0415 - models and decoders load only for this
-
-        cache, request = TokenCache(str(self.store), store=self.store, live=self.live), self.request
-        return LiveCheck(cache, request.model, request.objects or Objects.from_environment(), request.video_root)
 
     def _sample(self, places: Places) -> Places:
         """Draw the rows whose tokens are read, and note the chance that they miss damage."""
