@@ -22,9 +22,8 @@ from typing import TypedDict, cast
 from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.errors import CacheLocked, UsageError
 from pipeline.rows import JsonObject
-from pipeline.runner.ending import write_last
 from pipeline.runner.progress import Progress
-from pipeline.runner.run_record import RUNS
+from pipeline.runner.run_record import RUNS, write_last
 from pipeline.storage.stores import INDEXES, NOTE, Store
 
 HEARTBEAT_S = 10.0

@@ -18,7 +18,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import NamedTuple, Protocol, TypedDict
+from typing import Any, NamedTuple
 
 import ray
 from ray.util import metrics as ray_metrics
@@ -65,11 +65,7 @@ class Monitor:
         self._is_started = True
         self._logs.start()
         self.metrics.set("last_row_time", time.time())
-        OUTAGES.record = self._record_outage
-
-    def _record_outage(self, place: str, since: float) -> None:
-        """Record the time since which a store does not answer, 0 once it answers again."""
-        self.metrics.set("outage_start_time", since, store=place)
+        OUTAGES.record = lambda place, since: self.metrics.set("outage_start_time", since, store=place)
 
     def look(self, report: WorkerReport, at: Progress) -> None:
         """Update the log of crashed workers, the claim's note and the metrics from a report of the workers.
@@ -165,23 +161,6 @@ _MAX_LOG_CHARS = 2**20  # a longer log file gets no more lines
 _POLL_S = _WAIT_S = 1.0  # the last lines of a crashed process may arrive this much later
 
 
-class _Lines(TypedDict):
-    """Lines that a worker of a job has written."""
-
-    ip: str
-    pid: int
-    job: str
-    lines: list[str]
-
-
-class _Subscriber(Protocol):
-    """Ray's subscriber to the lines of all workers."""
-
-    def poll(self, timeout: float) -> _Lines | None: ...
-
-    def close(self) -> None: ...
-
-
 class WorkerLogs:
     """The listener to this driver's workers. ``save`` gets the whole text of the log file at each addition."""
 
@@ -192,7 +171,8 @@ class WorkerLogs:
         self._lines: OrderedDict[tuple[str, int], deque[str]] = OrderedDict()  # (ip, pid) -> its last lines
         self._known: dict[CrashedProcess, None] = {}
         self._unwritten: deque[CrashedProcess] = deque()
-        self._subscriber: _Subscriber | None = None
+        # Ray's subscriber to the lines of all workers: ``poll`` returns a dict of ip, pid, job and lines, or None.
+        self._subscriber: Any = None
         self._end_event = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="worker-logs", daemon=True)
 

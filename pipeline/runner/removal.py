@@ -88,7 +88,10 @@ def forget_in_runs(store: Store, ids: Collection[str], texts: Collection[str]) -
 
     An id is replaced in every form that an address gives it. Raises OSError.
     """
-    stems = _stems([*ids, *texts, *(_IN_ARCHIVE.sub(r"\1#", video_id) for video_id in ids)])
+    texts = [*ids, *texts, *(_IN_ARCHIVE.sub(r"\1#", video_id) for video_id in ids)]
+    # Without a video's suffix, as what is beside a video has its stem; the longest first.
+    unique = {text[: -len(find_suffix(text))] if find_suffix(text) in VIDEO_SUFFIXES else text for text in texts}
+    stems = sorted(unique - {""}, key=lambda stem: (-len(stem), stem))
     for file in store.list_files(RUNS):
         if file.name.endswith((".json", ".log")):
             _rewrite(store, file.name, stems)
@@ -104,12 +107,6 @@ def delete_unfinished(store: Store, folders: Iterable[str]) -> list[str]:
     for name in unfinished_names:
         store.delete(name)
     return unfinished_names
-
-
-def _stems(texts: Iterable[str]) -> list[str]:
-    """Return texts without a video's suffix, the longest first: what is beside a video has its stem."""
-    stems = {text[: -len(find_suffix(text))] if find_suffix(text) in VIDEO_SUFFIXES else text for text in texts}
-    return sorted(stems - {""}, key=lambda stem: (-len(stem), stem))
 
 
 def _rewrite(store: Store, name: str, texts: Iterable[str]) -> None:
@@ -139,22 +136,19 @@ def iter_texts(value: Json) -> Iterator[str]:
             yield from iter_texts(part)
 
 
-def _without(value: Json, patterns: Collection[re.Pattern[str]]) -> Json:
+def _without(value: Json, patterns: Collection[re.Pattern[str]], *, are_options: bool = False) -> Json:
     """Return a value of JSON with "(removed)" for each match of the patterns in its texts.
 
-    Fields of _KEPT_KEYS stay, and of the options of a run all but _OPTIONS.
+    Fields of _KEPT_KEYS stay. With ``are_options`` the value has the options of a run, of which all but _OPTIONS stay.
     """
     if isinstance(value, str):
         for pattern in patterns:
             value = pattern.sub(_INSTEAD, value)
         return value
     if isinstance(value, dict):
-        return {name: part if name in _KEPT_KEYS else _part(name, part, patterns) for name, part in value.items()}
+        stay = value.keys() - _OPTIONS if are_options else _KEPT_KEYS
+        return {
+            name: part if name in stay else _without(part, patterns, are_options=name == "config")
+            for name, part in value.items()
+        }
     return [_without(part, patterns) for part in value] if isinstance(value, list) else value
-
-
-def _part(name: str, part: Json, patterns: Collection[re.Pattern[str]]) -> Json:
-    """Return a part of a record without matches; of the options of a run only _OPTIONS are changed."""
-    if name != "config" or not isinstance(part, dict):
-        return _without(part, patterns)
-    return {option: _without(value, patterns) if option in _OPTIONS else value for option, value in part.items()}

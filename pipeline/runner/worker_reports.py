@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -312,11 +312,6 @@ class Heartbeats:
         n_failed, n_all = counted.n_failed - sum(own), counted.n_all - len(own)
         return len(counted.workers) > (name in counted.workers) and n_failed < BETTER * max(1, n_all)
 
-    def _all_fail(self, stage: str, workers: Iterable[str]) -> bool:
-        """Return True if all of these workers fail nearly every item."""
-        recently = self._recent_items[stage]
-        return all(name in recently and recently[name].is_failing for name in workers)
-
     def start(self, stage: str, worker: Worker) -> int | None:
         """Record the start of a worker's process, and blame the items that its last process had in hand.
 
@@ -378,8 +373,11 @@ class Heartbeats:
             stage: [f"{x} on {self._processes[stage][name].host}" for name, items in workers.items() for x in items]
             for stage, workers in self._in_hand.items()
         }
-        at_work = {stage: workers for stage in self._in_hand if (workers := self._at_work(stage))}
-        failing = [stage for stage, workers in at_work.items() if self._all_fail(stage, workers)]
+        failing = []
+        for stage, recently in self._recent_items.items():
+            at_work = self._at_work(stage)
+            if at_work and all(name in recently and recently[name].is_failing for name in at_work):
+                failing.append(stage)
         return WorkerReport(
             inside=inside,
             n_passed_on=dict(self._n_passed_on),

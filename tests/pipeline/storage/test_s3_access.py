@@ -108,7 +108,7 @@ def test_a_refusal_without_a_text_names_the_credentials_too(server, monkeypatch,
     server.fail("HEAD", "c/cache.json", status)
     server.fail("GET", "c/cache.json", status, "")
     objects = reaches(server, KEYS, monkeypatch)
-    for ask in (objects.size, objects.exists, lambda uri: TokenCache(uri.rpartition("/")[0])):
+    for ask in (objects.info, objects.exists, lambda uri: TokenCache(uri.rpartition("/")[0])):
         with pytest.raises((OSError, UsageError), match=r"credentials from the environment \(AWS_ACCESS_KEY_ID\)"):
             ask(server.uri("c/cache.json"))
 
