@@ -157,6 +157,11 @@ def list_nameable_ids(rows: pa.Table) -> pa.ChunkedArray:
     return rows.filter(pc.not_equal(rows["status"], "removed"))["video_id"]
 
 
+def is_among(column: pa.ChunkedArray, values: Iterable[str]) -> pa.ChunkedArray:
+    """Return a mask: the texts of a column that are among ``values``."""
+    return pc.is_in(column, value_set=pa.array(sorted(values), pa.string()))
+
+
 def sort_by_shard(rows: pa.Table) -> pa.Table:
     """Sort rows in the order of their tokens: by token shard and row group."""
     return rows.sort_by([("token_shard", "ascending"), ("first_row_group", "ascending")])
@@ -462,22 +467,17 @@ def _assign_numbers(texts: pa.ChunkedArray, numbered: list[str], limit: int) -> 
 
 def _make_remark_bits(rows: pa.Table, classes: pa.ChunkedArray) -> NDArray[np.uint8]:
     """Return the remarks on each row as bits, HDR to INFRASTRUCTURE, [n]; ``classes`` are the rows' fault classes."""
-    on_gpu = pc.and_(pc.equal(classes, "out-of-memory"), _is_among(rows["error_stage"], ON_THE_GPU))
+    on_gpu = pc.and_(pc.equal(classes, "out-of-memory"), is_among(rows["error_stage"], ON_THE_GPU))
     remarks = {
-        HDR: _is_among(rows["color_transfer"], HDR_TRANSFERS).to_numpy(),
+        HDR: is_among(rows["color_transfer"], HDR_TRANSFERS).to_numpy(),
         STRETCHED: pc.fill_null(pc.not_equal(rows["sample_aspect_ratio"], "1:1"), False).to_numpy(),
         UNEVEN: fill_nulls(rows["uneven_positions"]) > 0,
         SHARED: fill_nulls(rows["shared_positions"]) > 0,
         WARNED: fill_nulls(rows["decode_warnings"]) > 0,
-        INFRASTRUCTURE: pc.or_(_is_among(classes, INFRASTRUCTURE_CLASSES), on_gpu).to_numpy(),
+        INFRASTRUCTURE: pc.or_(is_among(classes, INFRASTRUCTURE_CLASSES), on_gpu).to_numpy(),
     }
     bits = [np.where(has_remark, np.uint8(bit), np.uint8(0)) for bit, has_remark in remarks.items()]
     return np.asarray(np.bitwise_or.reduce(bits))
-
-
-def _is_among(column: pa.ChunkedArray, values: Iterable[str]) -> pa.ChunkedArray:
-    """Return a mask: the texts of a column that are among ``values``."""
-    return pc.is_in(column, value_set=pa.array(sorted(values), pa.string()))
 
 
 # Columns in memory for each row of small files; other columns are read from the file on demand.
@@ -641,8 +641,7 @@ class LiveVideos:
         ids = sorted(set(video_ids))
         if len(ids) > _MAX_SEARCHED_IDS or not self.sorted:
             table = self.live(("video_id", *(name for name in columns if name != "video_id")))
-            rows_of_ids = table.filter(pc.is_in(table["video_id"], value_set=pa.array(ids, pa.string())))
-            return rows_of_ids.select([*columns, "file", "row"])
+            return table.filter(is_among(table["video_id"], ids)).select([*columns, "file", "row"])
         places = [place for video_id in ids if (place := self.find(video_id)) is not None]
         rows = [self.table.read_row(place.file, place.row) for place in places]
         with_places = [{**row, "file": place.file, "row": place.row} for row, place in zip(rows, places, strict=True)]

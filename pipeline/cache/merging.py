@@ -221,8 +221,10 @@ class _Step:
         for first, end in zip(cuts, [*cuts[1:], 2**64], strict=True):
             last = end - 1
             within = [file for file in sorted_files if file.file.first <= last and file.file.last >= first]
-            sources = (small, *(file.read(file.groups_of(first, last), VIDEO_SCHEMA.names) for file in within))
-            rows = pa.concat_tables([_select_range(source, first, last) for source in sources])
+            tables = (file.read(file.groups_of(first, last), VIDEO_SCHEMA.names) for file in within)
+            rows = pa.concat_tables([small, *tables])
+            at_least = pc.greater_equal(rows["id_high"], pa.scalar(first, pa.uint64()))
+            rows = rows.filter(pc.and_(at_least, pc.less_equal(rows["id_high"], pa.scalar(last, pa.uint64()))))
             live = select_surviving(rows)
             self._result.rows += len(live)
             self._result.superseded += len(rows) - len(live)
@@ -259,13 +261,6 @@ class _Step:
 def find_level(rows: int) -> int:
     """Return the level of a merge of ``rows`` rows: 1 up to GROUP_ROWS, one more for each factor _GROWTH."""
     return 1 + max(0, math.ceil(math.log(max(rows, 1) / GROUP_ROWS, _GROWTH)))
-
-
-def _select_range(rows: pa.Table, first: int, last: int) -> pa.Table:
-    """Select the rows whose ``id_high`` is from ``first`` to ``last``."""
-    high = rows["id_high"]
-    at_least = pc.greater_equal(high, pa.scalar(first, pa.uint64()))
-    return rows.filter(pc.and_(at_least, pc.less_equal(high, pa.scalar(last, pa.uint64()))))
 
 
 def select_surviving(rows: pa.Table) -> pa.Table:

@@ -111,11 +111,11 @@ def list_table(store: Store) -> TableListing:
 
     Raises CorruptShard for a stray file that must not be left out (``pipeline.cache.strays``), and OSError.
     """
-    listing = split_names(store.names(VIDEOS, ".parquet"))
+    listing = list_unchecked(store)
     try:
         _check_strays(store, listing)
     except FileNotFoundError:  # a file of the table was merged since it was listed
-        listing = split_names(store.names(VIDEOS, ".parquet"))
+        listing = list_unchecked(store)
         _check_strays(store, listing)
     return listing
 
@@ -130,8 +130,9 @@ def _check_strays(store: Store, listing: TableListing) -> None:
                 raise CorruptShard(fault.message, "commit")
 
 
-def split_names(names: Sequence[str]) -> TableListing:
-    """Split the names in the table's folder into the table's files and stray files."""
+def list_unchecked(store: Store) -> TableListing:
+    """List the files of the videos table as ``list_table`` does, whatever is in stray files. Raises OSError."""
+    names = store.names(VIDEOS, ".parquet")
     files = [parse_file_name(name) for name in names if is_table_name(name)]
     return TableListing(files, [name for name in names if not is_table_name(name)])
 

@@ -95,10 +95,14 @@ class TokenShard:
     def spans(self, rows: TokenRows) -> Spans:
         """Return the byte ranges [start, end) of the rows: one range, unless other columns lie between.
 
-        Raises CorruptShard.
+        The range of a row group is from the first to the last of the columns. Raises CorruptShard.
         """
-        groups = [self.metadata.row_group(number) for number in self._groups(rows)]
-        return join_spans(_find_span(group, {*rows.columns, *rows.near}) for group in groups)
+        names, spans = {*rows.columns, *rows.near}, Spans()
+        for group in map(self.metadata.row_group, self._groups(rows)):
+            columns = [c for c in map(group.column, range(group.num_columns)) if c.path_in_schema in names]
+            end = max(column.data_page_offset + column.total_compressed_size for column in columns)
+            spans.append((columns[0].data_page_offset, end))
+        return join_spans(spans)
 
     def fetch_all(self, videos: Sequence[TokenRows]) -> Fetched | None:
         """Fetch the bytes of several videos, in the order of their row groups, for ``read``; one request a span.
@@ -298,12 +302,6 @@ def join_spans(spans: Iterable[tuple[int, int]]) -> Spans:
             start = runs.pop()[0]  # noqa: PLW2901
         runs.append((start, end))
     return runs
-
-
-def _find_span(group: pq.RowGroupMetaData, names: Collection[str]) -> tuple[int, int]:
-    """Return the bytes [start, end) of a row group from the first to the last of the columns ``names``."""
-    columns = [c for c in map(group.column, range(group.num_columns)) if c.path_in_schema in names]
-    return columns[0].data_page_offset, max(c.data_page_offset + c.total_compressed_size for c in columns)
 
 
 def list_videos(store: Store, token_shard: str) -> list[str]:

@@ -10,11 +10,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from pipeline.cache.header import fingerprint, read_header
-from pipeline.cache.live import LiveVideos, select_ok
+from pipeline.cache.live import LiveVideos, is_among, select_ok
 from pipeline.cache.merging import merge
 from pipeline.cache.schema import TOKENS
 from pipeline.cache.table import VideosTable
@@ -84,7 +81,7 @@ def join_tokens(
                 names = [file.name for file in files]
                 result.read += names
                 run_file.save(**{_EMPTIED_KEY: result.read})  # before the shards are emptied, so that none is forgotten
-                places = live.filter(pc.is_in(live["token_shard"], value_set=pa.array(names)))
+                places = live.filter(is_among(live["token_shard"], names))
                 rows = move_videos(table, run_id, number, places, made_with)
                 result.videos += len(rows)
                 result.written.append(rows[0]["token_shard"])

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from pipeline.cache.bounds import read_bounded
 from pipeline.cache.header import fingerprint, read_header
-from pipeline.cache.live import RULE_COLUMNS, LiveVideos, list_nameable_ids, select_ok, select_removed
+from pipeline.cache.live import RULE_COLUMNS, LiveVideos, is_among, list_nameable_ids, select_ok, select_removed
 from pipeline.cache.merging import merge
 from pipeline.cache.reader import map_in_order
 from pipeline.cache.schema import TOKENS, VIDEOS
@@ -159,8 +159,7 @@ class _VideosRemover:
 
     def _read_removed(self) -> pa.Table:
         """Select all rows of the removed videos."""
-        ids = pa.array(sorted(self._ids), pa.string())
-        return self._rows.filter(pc.is_in(self._rows["video_id"], value_set=ids))
+        return self._rows.filter(is_among(self._rows["video_id"], self._ids))
 
     def _mark(self, reason: str) -> None:
         """Commit a "removed" row for each video without such a row, also for unknown ids, and read the rows again.
@@ -223,11 +222,10 @@ class _VideosRemover:
 
     def _move_others(self) -> None:
         """Move the other videos of token shards that hold a removed video to new shards, a shard for each."""
-        table, number = VideosTable(self._store), 0
-        names = pa.array(sorted(self._list_own_shards()), pa.string())
+        table, number, names = VideosTable(self._store), 0, self._list_own_shards()
         for identity in self._identities:
             live = self._live(identity)
-            ok = select_ok(live.filter(pc.is_in(live["token_shard"], value_set=names)))
+            ok = select_ok(live.filter(is_among(live["token_shard"], names)))
             for name in sorted(set(ok["token_shard"].to_pylist())):
                 number += 1
                 places = ok.filter(pc.equal(ok["token_shard"], name))

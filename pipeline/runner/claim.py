@@ -214,7 +214,9 @@ class Claim:
 
 def refuse_links(store: Store) -> None:
     """Raise UsageError if a folder that commands write to and delete from is a symbolic link; the root may be one."""
-    if (folder := store.find_link(_FOLDERS)) is not None:
+    root = store.folder
+    folder = next((folder for folder in _FOLDERS if root is not None and (root / folder).is_symlink()), None)
+    if folder is not None:
         raise UsageError(
             f"{store}/{folder} is a symbolic link, so files elsewhere would be written and deleted: put the folder "
             "itself there, or link the whole place"

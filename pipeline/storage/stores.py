@@ -151,10 +151,6 @@ class LocalStore:
         files = (path.relative_to(root) for path in paths if path.is_file())
         return root.is_file() or any(path.suffix != NOTE and path.parts[0] not in {INDEXES, CARD} for path in files)
 
-    def find_link(self, folders: Sequence[str]) -> str | None:
-        """Return the first of these folders below the root that is a symbolic link; None where none is."""
-        return next((folder for folder in folders if (self.root / folder).is_symlink()), None)
-
     def impatient(self) -> LocalStore:
         """Return the same store with short time limits, for requests that are useless when late."""
         return self
@@ -353,9 +349,6 @@ class ObjectStore:
     @property
     def folder(self) -> None:
         return None
-
-    def find_link(self, folders: Sequence[str]) -> None:
-        """Return None: a store of objects has no links."""
 
     def impatient(self) -> ObjectStore:
         return ObjectStore(self.root, self.objects.impatient())

@@ -18,12 +18,12 @@ import pyarrow.compute as pc
 from rich.console import Console
 
 from pipeline.cache.header import CHECKSUM, HEADER, CacheHeader, read_declared_method, read_header
-from pipeline.cache.live import select_live_rows, select_ok, select_removed
+from pipeline.cache.live import is_among, select_live_rows, select_ok, select_removed
 from pipeline.cache.merging import KEEP
 from pipeline.cache.reader import TokenCache, map_in_order
 from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.cache.strays import StrayFault, find_stray_fault
-from pipeline.cache.table import TableFile, VideosTable, empty_rows, split_names
+from pipeline.cache.table import TableFile, VideosTable, empty_rows, list_unchecked
 from pipeline.cache.token_shard import parse_run_id, parse_shard_id
 from pipeline.errors import CorruptShard, NotACache
 from pipeline.runner.claim import Claim, describe_holder, find_holder
@@ -154,7 +154,10 @@ class _Check:
         # Listed before the videos shards are read, so that what a run commits meanwhile does not pass for an orphan.
         files = {folder: store.list_files(folder) for folder in ("", TOKENS, VIDEOS, RUNS)}
         self.table_names = [file.name for file in files[VIDEOS]]
-        self._list_uploads()
+        try:  # nobody sees pending uploads, and they are billed
+            report.uploads += store.uploads()
+        except OSError as error:  # listing them needs a permission of its own, and not every store supports it
+            report.notes.append(f"pending uploads cannot be listed: {error.strerror or error}")
         rows = self._check_table(header)
         n_ok, n_removed = len(select_ok(self.live)), len(select_removed(self.live))
         n_failed = len(self.live) - n_ok - n_removed
@@ -206,13 +209,6 @@ class _Check:
             )
         return header
 
-    def _list_uploads(self) -> None:
-        """Report the pending multipart uploads below the prefix: nobody sees them, and they are billed."""
-        try:
-            self.report.uploads += self.store.uploads()
-        except OSError as error:  # listing uploads needs a permission of its own, and not every store supports it
-            self.report.notes.append(f"pending uploads cannot be listed: {error.strerror or error}")
-
     def _check_table(self, header: CacheHeader) -> pa.Table:
         """Check every file of the videos table that was not checked yet, and add problems and counts to the report.
 
@@ -222,7 +218,7 @@ class _Check:
         report, store = self.report, self.store
         check = partial(check_commit, store, header=header)
         for tries_left in reversed(range(_TRIES)):
-            files, strays = split_names(store.names(VIDEOS, ".parquet"))
+            files, strays = list_unchecked(store)
             names = [file.name for file in files]
             self._commits = {name: self._commits[name] for name in names if name in self._commits}
             new = [name for name in names if name not in self._commits]
@@ -406,7 +402,5 @@ def _find_again(old: Places, new: Places) -> Places:
 def _without_problems(live: pa.Table, report: Report) -> pa.Table:
     """Select the live rows of videos that have no problem themselves, nor their token shard."""
     ids = [problem.video_id for problem in report.problems if problem.video_id is not None]
-    shards = [problem.shard for problem in report.problems if problem.video_id is None]
-    has_problem = pc.is_in(live["video_id"], value_set=pa.array(ids, pa.string()))
-    is_damaged = pc.is_in(live["token_shard"], value_set=pa.array(shards, pa.string()))
-    return live.filter(pc.invert(pc.or_(has_problem, is_damaged)))
+    shards = [problem.shard for problem in report.problems if problem.video_id is None and problem.shard is not None]
+    return live.filter(pc.invert(pc.or_(is_among(live["video_id"], ids), is_among(live["token_shard"], shards))))
