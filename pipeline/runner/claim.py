@@ -175,7 +175,7 @@ class Claim:
         # Both runs have just started and see each other: the run with the smaller id continues.
         if not holder.get("checked") and holder.get("run_id", "") > self._me["run_id"]:
             return
-        if not _has_ended_here(holder) and self._is_alive(name, holder):
+        if _runs_here(holder) is not False and self._is_alive(name, holder):
             raise CacheLocked(
                 f"{self._store}: another run writes here: {describe_holder(holder)}; --join allows concurrent runs"
             )
@@ -190,7 +190,7 @@ class Claim:
         """
         limit, is_told = timedelta(seconds=MAX_MISSED_BEATS * self._heartbeat_s), False
         # A running process with an old note may have been stopped, or a clock has jumped: its next beat decides.
-        runs_here, until = _is_here(holder), time.monotonic() + limit.total_seconds()
+        runs_here, until = _runs_here(holder), time.monotonic() + limit.total_seconds()
         while (silent := _find_age(self._store, name, self._name)) is not None and (runs_here or silent < limit):
             if runs_here and silent < limit:
                 return True
@@ -230,9 +230,10 @@ def find_holder(store: Store) -> Holder | None:
     is waited for or deleted. Raises OSError.
     """
     for name, holder in _iter_notes(store):
-        if not _has_ended_here(holder):
+        runs_here = _runs_here(holder)
+        if runs_here is not False:
             with suppress(FileNotFoundError):
-                if _is_here(holder) or store.age(name) < timedelta(seconds=MAX_MISSED_BEATS * HEARTBEAT_S):
+                if runs_here or store.age(name) < timedelta(seconds=MAX_MISSED_BEATS * HEARTBEAT_S):
                     return holder
     return None
 
@@ -272,24 +273,17 @@ def _find_age(store: Store, name: str, own_name: str) -> timedelta | None:
         return None
 
 
-def _is_in_this_container(holder: Holder) -> bool:
-    """Return True if a run's driver is on this host and in this container."""
-    own_container = (socket.gethostname(), _read_namespace())
-    return bool(own_container[1]) and (holder.get("host"), holder.get("namespace")) == own_container
+def _runs_here(holder: Holder) -> bool | None:
+    """Return True if a run's driver is a running process of this container, False if it was one and has ended.
 
-
-def _is_here(holder: Holder) -> bool:
-    """Return True if a run's driver is a running process of this container."""
-    return _is_in_this_container(holder) and not _has_ended_here(holder)
-
-
-def _has_ended_here(holder: Holder) -> bool:
-    """Return True if a run was a process of this container, or a claim of this process, and has ended."""
-    if not _is_in_this_container(holder):
-        return False
+    None if it is on another host or in another container. A run of this process has ended once its claim has.
+    """
+    namespace = _read_namespace()
+    if not namespace or (holder.get("host"), holder.get("namespace")) != (socket.gethostname(), namespace):
+        return None
     if holder["pid"] == os.getpid():
-        return holder["run_id"] not in _OPEN
-    return _read_start_ticks(int(holder["pid"])) != holder.get("started")
+        return holder["run_id"] in _OPEN
+    return _read_start_ticks(int(holder["pid"])) == holder.get("started")
 
 
 def _read_namespace() -> str:

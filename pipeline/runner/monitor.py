@@ -247,41 +247,29 @@ class WorkerLogs:
 
         A log of _MAX_LOG_CHARS takes no more. An OSError of the store is ignored.
         """
-        nodes = _list_nodes()
+        nodes: dict[str, Mapping[str, Any]] = {}
+        with suppress(Exception):  # a cluster that does not answer
+            nodes = {node["NodeID"]: node for node in (ray.nodes() if ray.is_initialized() else ())}  # else Ray starts
         for process in [self._unwritten[i] for i in range(n_crashed)]:  # the driver may add to them meanwhile
             if len(self._text) < _MAX_LOG_CHARS:
-                node = nodes.get(process.worker.node, _Node("", ""))
-                self._text += "\n".join(self._describe_crash(process, node)) + "\n\n"
+                lines = self._describe_crash(process, nodes.get(process.worker.node, {}))
+                self._text += "\n".join(lines) + "\n\n"
         with suppress(OSError):  # a store that fails ends the run at the next commit
             self._save(self._text.encode())
         for _ in range(n_crashed):
             self._unwritten.popleft()
 
-    def _describe_crash(self, process: CrashedProcess, node: _Node) -> list[str]:
-        """Return log lines: the crashed process, its items in hand, why its node was lost, and its last output."""
+    def _describe_crash(self, process: CrashedProcess, node: Mapping[str, Any]) -> list[str]:
+        """Return log lines: the crashed process, its items in hand, why its node was lost, and its last output.
+
+        ``node`` is what Ray knows of the node; {} if it does not answer.
+        """
         stage, worker, items = process
         having = f" with {', '.join(items)} in hand" if items else ""
         where = f"on {worker.host} (process {worker.pid}, node {worker.node})"
         lines = [f"{datetime.now(UTC).isoformat(timespec='seconds')} a worker of {stage} {where} crashed{having}"]
-        if node.loss:
-            lines.append(f"its node was lost: {node.loss}")
-        last = self._lines.get((node.ip, worker.pid))
+        if node and not node["Alive"]:
+            lines.append(f"its node was lost: {printable(node.get('DeathReasonMessage') or 'Ray gives no reason')}")
+        last = self._lines.get((node.get("NodeManagerAddress", ""), worker.pid))
         lines.append("its last lines:" if last else "Ray passed on no lines of it")
         return [*lines, *(f"    {printable(line)}" for line in last or ())]
-
-
-class _Node(NamedTuple):
-    """A node's address, and the reason of its loss: "" while it is alive."""
-
-    ip: str
-    loss: str
-
-
-def _list_nodes() -> dict[str, _Node]:
-    """Return all nodes by id, also lost nodes; {} if the cluster does not answer."""
-    nodes: dict[str, _Node] = {}
-    with suppress(Exception):
-        for node in ray.nodes() if ray.is_initialized() else ():  # it would start a Ray
-            why = printable(node.get("DeathReasonMessage") or "Ray gives no reason")
-            nodes[node["NodeID"]] = _Node(node["NodeManagerAddress"], "" if node["Alive"] else why)
-    return nodes
