@@ -224,27 +224,16 @@ def read_header_file(
         raise error(f"{store}/{name}: its content does not have the checksum in it; restore the file")
     version = header.get("schema_version")
     if version not in versions:
-        readable = " and ".join(map(str, versions))
-        raise error(
-            f"{store}: {of}schema version {version!r}; this program reads version {readable}"
-            f"{_describe_writer(version, versions)}"
-        )
+        readable, remedy = " and ".join(map(str, versions)), ""
+        numbers = [str(text).partition("+")[0] for text in (version, *versions)]  # "3+int8": version 3 with a codec
+        if numbers[0].isdecimal():
+            remedy = ". A newer version of gstep-cache wrote it: upgrade gstep-cache"
+            if int(numbers[0]) < min(map(int, numbers[1:])):
+                remedy = ". An older version of gstep-cache wrote it: read it with that version"
+        raise error(f"{store}: {of}schema version {version!r}; this program reads version {readable}{remedy}")
     if not isinstance(header.get("identity"), dict):
         raise error(f"{store}/{name}: it holds no identity; restore the file")
     return header
-
-
-def _describe_writer(version: object, versions: Collection[int | str]) -> str:
-    """Return the end of a refusal: whether a newer or an older version of gstep-cache wrote it, and the remedy.
-
-    Returns "" if ``version`` is no version.
-    """
-    numbers = [str(text).partition("+")[0] for text in (version, *versions)]  # "3+int8": version 3 with a codec
-    if not numbers[0].isdecimal():
-        return ""
-    if int(numbers[0]) < min(map(int, numbers[1:])):
-        return ". An older version of gstep-cache wrote it: read it with that version"
-    return ". A newer version of gstep-cache wrote it: upgrade gstep-cache"
 
 
 def list_differences(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import TypedDict, cast
@@ -23,7 +23,7 @@ from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.errors import CacheLocked, UsageError
 from pipeline.rows import JsonObject
 from pipeline.runner.progress import Progress
-from pipeline.runner.run_record import RUNS, write_last
+from pipeline.runner.run_record import RUNS, now, write_last
 from pipeline.storage.stores import INDEXES, NOTE, Store
 
 HEARTBEAT_S = 10.0
@@ -92,7 +92,7 @@ class Claim:
             "pid": os.getpid(),
             "namespace": _read_namespace(),
             "started": _read_start_ticks(os.getpid()),
-            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+            "since": now(),
             "checked": False,
             "beat": 0,
         }
@@ -204,10 +204,10 @@ class Claim:
             time.sleep(min(1.0, self._heartbeat_s / 4))
             with suppress(OSError):
                 self._beat(self._beating)
-            now = _read_note(self._store, name)
-            if now is None:
+            note = _read_note(self._store, name)
+            if note is None:
                 return False
-            if now.get("beat") != holder.get("beat"):
+            if note.get("beat") != holder.get("beat"):
                 return True
         return False
 

@@ -15,7 +15,6 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from ray.util import metrics as ray_metrics
 from pipeline.errors import printable
 from pipeline.runner.cluster.head import HeadLost
 from pipeline.runner.progress import Progress
-from pipeline.runner.run_record import RUNS, name_ending
+from pipeline.runner.run_record import RUNS, name_ending, now
 from pipeline.runner.worker_reports import CrashedProcess, FailureKind, WorkerReport
 from pipeline.storage.outages import OUTAGES
 from pipeline.storage.stores import Store
@@ -267,7 +266,7 @@ class WorkerLogs:
         stage, worker, items = process
         having = f" with {', '.join(items)} in hand" if items else ""
         where = f"on {worker.host} (process {worker.pid}, node {worker.node})"
-        lines = [f"{datetime.now(UTC).isoformat(timespec='seconds')} a worker of {stage} {where} crashed{having}"]
+        lines = [f"{now()} a worker of {stage} {where} crashed{having}"]
         if node and not node["Alive"]:
             lines.append(f"its node was lost: {printable(node.get('DeathReasonMessage') or 'Ray gives no reason')}")
         last = self._lines.get((node.get("NodeManagerAddress", ""), worker.pid))

@@ -86,15 +86,26 @@ def removal_run(store: Store, result: Removal, reason: str, say: Callable[[str],
 def forget_in_runs(store: Store, ids: Collection[str], texts: Collection[str]) -> None:
     """Replace ids of videos and other texts by "(removed)" in the records and logs of all runs.
 
-    An id is replaced in every form that an address gives it. Raises OSError.
+    An id is replaced in every form that an address gives it. A text is replaced where it stands as a whole word, with
+    the file suffixes behind it (.mp4). A file without them stays as it is. Raises OSError.
     """
     texts = [*ids, *texts, *(_IN_ARCHIVE.sub(r"\1#", video_id) for video_id in ids)]
     # Without a video's suffix, as what is beside a video has its stem; the longest first.
     unique = {text[: -len(find_suffix(text))] if find_suffix(text) in VIDEO_SUFFIXES else text for text in texts}
     stems = sorted(unique - {""}, key=lambda stem: (-len(stem), stem))
-    for file in store.list_files(RUNS):
-        if file.name.endswith((".json", ".log")):
-            _rewrite(store, file.name, stems)
+    names = [file.name for file in store.list_files(RUNS) if file.name.endswith((".json", ".log"))]
+    for name in names:
+        content = store.read(name).decode("utf-8", "replace")
+        try:
+            record: Json = json.loads(content)
+        except (ValueError, RecursionError):
+            record = content  # a log, or a record that was cut off
+        whole = "\n".join(iter_texts(record))
+        present = [stem for stem in stems if stem in whole]
+        patterns = [re.compile(rf"(?<![\w-]){re.escape(stem)}(\.\w+)*(?![\w-])") for stem in present]
+        new_record = _without(record, patterns)
+        if new_record != record:
+            store.put(name, (new_record if isinstance(new_record, str) else json.dumps(new_record, indent=2)).encode())
 
 
 def delete_unfinished(store: Store, folders: Iterable[str]) -> list[str]:
@@ -107,24 +118,6 @@ def delete_unfinished(store: Store, folders: Iterable[str]) -> list[str]:
     for name in unfinished_names:
         store.delete(name)
     return unfinished_names
-
-
-def _rewrite(store: Store, name: str, texts: Iterable[str]) -> None:
-    """Replace the texts by "(removed)" in a record or log of a run; a file without them stays as it is.
-
-    A text is replaced where it stands as a whole word, with the file suffixes behind it (.mp4). Raises OSError.
-    """
-    content = store.read(name).decode("utf-8", "replace")
-    try:
-        record: Json = json.loads(content)
-    except (ValueError, RecursionError):
-        record = content  # a log, or a record that was cut off
-    whole = "\n".join(iter_texts(record))
-    present = [text for text in texts if text in whole]
-    patterns = [re.compile(rf"(?<![\w-]){re.escape(text)}(\.\w+)*(?![\w-])") for text in present]
-    new_record = _without(record, patterns)
-    if new_record != record:
-        store.put(name, (new_record if isinstance(new_record, str) else json.dumps(new_record, indent=2)).encode())
 
 
 def iter_texts(value: Json) -> Iterator[str]:
