@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 from ray.util import metrics as ray_metrics
@@ -92,41 +92,20 @@ class Monitor:
         self.metrics.set("last_row_time", time.time())
 
 
-class _Metric(NamedTuple):
-    """The kind of a metric, its meaning, and its labels besides ``run``."""
-
-    kind: type[ray_metrics.Counter] | type[ray_metrics.Gauge]
-    meaning: str
-    labels: tuple[str, ...] = ()
-
-
-METRICS: Mapping[str, _Metric] = MappingProxyType(
+#: The metrics by their names: the meaning of each, and its labels besides ``run``.
+METRICS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "rows": _Metric(ray_metrics.Counter, "rows committed", ("item", "status")),
-        "tokens": _Metric(
-            ray_metrics.Counter, "tokens of committed videos, before pruning (in) and stored (kept)", ("kind",)
-        ),
-        "bytes": _Metric(
-            ray_metrics.Counter, "bytes of committed videos: of files (read) and of tokens (stored)", ("kind",)
-        ),
-        "stage_seconds": _Metric(ray_metrics.Counter, "seconds that committed videos took in a stage", ("stage",)),
-        "failures": _Metric(
-            ray_metrics.Counter, "failed items; a retried item counts again", ("stage", "node", "class")
-        ),
-        "items_left": _Metric(ray_metrics.Gauge, "items without a row"),
-        "queue": _Metric(ray_metrics.Gauge, "items in a stage's queue or in hand", ("stage",)),
-        "busy_share": _Metric(
-            ray_metrics.Gauge, "share of half a minute in which workers had items in hand", ("stage",)
-        ),
-        "last_row_time": _Metric(
-            ray_metrics.Gauge, "when the last row was committed, or the run began, in seconds since 1970"
-        ),
-        "outage_start_time": _Metric(
-            ray_metrics.Gauge, "since when a store does not answer, in seconds since 1970; 0 while it does", ("store",)
-        ),
-        "runs_ended": _Metric(
-            ray_metrics.Counter, "1 once the run has ended: finished, failed, cancelled", ("status",)
-        ),
+        "rows": ("rows committed", ("item", "status")),
+        "tokens": ("tokens of committed videos, before pruning (in) and stored (kept)", ("kind",)),
+        "bytes": ("bytes of committed videos: of files (read) and of tokens (stored)", ("kind",)),
+        "stage_seconds": ("seconds that committed videos took in a stage", ("stage",)),
+        "failures": ("failed items; a retried item counts again", ("stage", "node", "class")),
+        "items_left": ("items without a row", ()),
+        "queue": ("items in a stage's queue or in hand", ("stage",)),
+        "busy_share": ("share of half a minute in which workers had items in hand", ("stage",)),
+        "last_row_time": ("when the last row was committed, or the run began, in seconds since 1970", ()),
+        "outage_start_time": ("since when a store does not answer, in seconds since 1970; 0 while it does", ("store",)),
+        "runs_ended": ("1 once the run has ended: finished, failed, cancelled", ("status",)),
     }
 )
 
@@ -136,22 +115,22 @@ class Metrics:
 
     def __init__(self, run: str) -> None:
         self._run = run
-        self._recorders: dict[str, ray_metrics.Counter | ray_metrics.Gauge] = {}
+        self._recorders: dict[str, Any] = {}
 
     def count(self, name: str, amount: float, **labels: str) -> None:
-        """Add an amount to a counter of METRICS; 0 does nothing."""
+        """Add an amount to the counter ``name`` of METRICS; 0 does nothing."""
         if amount > 0:
-            self._recorder(name).inc(amount, {**labels, "run": self._run})
+            self._recorder(ray_metrics.Counter, name).inc(amount, {**labels, "run": self._run})
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """Set a gauge of METRICS."""
-        self._recorder(name).set(value, {**labels, "run": self._run})
+        """Set the gauge ``name`` of METRICS."""
+        self._recorder(ray_metrics.Gauge, name).set(value, {**labels, "run": self._run})
 
-    def _recorder(self, name: str) -> ray_metrics.Counter | ray_metrics.Gauge:
-        """Return the recorder of a metric. It is made at first use, when Ray is joined."""
+    def _recorder(self, kind: type, name: str) -> Any:
+        """Return the recorder of a metric, a counter or a gauge. It is made at first use, when Ray is joined."""
         if name not in self._recorders:
-            metric = METRICS[name]
-            self._recorders[name] = metric.kind(f"gstep_{name}", metric.meaning, ("run", *metric.labels))
+            meaning, labels = METRICS[name]
+            self._recorders[name] = kind(f"gstep_{name}", meaning, ("run", *labels))
         return self._recorders[name]
 
 
