@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -110,8 +109,8 @@ def build_video(
     table: pa.Table,
     header: CacheHeader,
     evidence: Mapping[str, str],
-    order: NDArray[np.int64] | None = None,
-    vectors_in_order: Mapping[str, NDArray[np.int16]] = MappingProxyType({}),
+    order: NDArray[np.int64] | None,
+    vectors_in_order: Mapping[str, NDArray[np.int16]],
 ) -> CachedVideo:
     """Build a CachedVideo from a video's token rows; ``row`` is its row of the videos table.
 

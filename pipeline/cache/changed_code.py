@@ -8,7 +8,7 @@ cache of either code, never a mixture. The files of the old code are deleted whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gstep.lazy import load_object
@@ -44,30 +44,33 @@ def match_identity(
     Raises IdentityMismatch for any other difference. Other parameters of a method with changed code are not compared.
     """
     changed_methods = list[str]()
+
+    def take_old_code(old_method: Mapping[str, Any], method: Mapping[str, Any]) -> Mapping[str, Any]:
+        if old_method.get("code") == method["code"]:
+            return method
+        changed_methods.append(method["method"])
+        return old_method
+
     comparable = new if redo else keep_unknown_code(old, new)
-    wrong = list_differences(old, _take_old_code(old, comparable, changed_methods), old_subject=has)
-    if wrong:
+    if wrong := list_differences(old, _replace_methods(old, comparable, take_old_code), old_subject=has):
         lines = "\n  ".join(wrong)
         raise IdentityMismatch(f"{refusal}:\n  {lines}\nUse those settings, or another --out.")
     return changed_methods
 
 
-def _take_old_code(old: Mapping[str, Any], new: Mapping[str, Any], changed_methods: list[str]) -> dict[str, Any]:
-    """Return ``new`` with the entries of ``old`` for the methods whose code is another.
-
-    The names of these methods are added to ``changed_methods``.
-    """
-    with_old_code = dict(new)
+def _replace_methods(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    replace: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return ``new`` with each own method that both identities have as ``replace(old entry, new entry)`` returns it."""
+    replaced = dict(new)
     for key, value in new.items():
         old_value = old.get(key)
-        if not (isinstance(old_value, Mapping) and isinstance(value, Mapping)):
-            continue
-        if "code" not in value or old_value.get("method") != value["method"]:
-            with_old_code[key] = _take_old_code(old_value, value, changed_methods)
-        elif old_value.get("code") != value["code"]:
-            changed_methods.append(value["method"])
-            with_old_code[key] = old_value
-    return with_old_code
+        if isinstance(old_value, Mapping) and isinstance(value, Mapping):
+            is_method = "code" in value and old_value.get("method") == value["method"]
+            replaced[key] = replace(old_value, value) if is_method else _replace_methods(old_value, value, replace)
+    return replaced
 
 
 def keep_unknown_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,17 +78,14 @@ def keep_unknown_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[st
 
     That is an identity of an older version: it has no hash of the code, or one that covers other statements.
     """
-    with_old_code = dict(new)
-    for key, value in new.items():
-        old_value = old.get(key)
-        if not (isinstance(old_value, Mapping) and isinstance(value, Mapping)):
-            continue
-        if "code" not in value or old_value.get("method") != value["method"]:
-            with_old_code[key] = keep_unknown_code(old_value, value)
-        elif not is_comparable(old_value.get("code")):
-            without = {name: part for name, part in value.items() if name != "code"}
-            with_old_code[key] = without | {name: old_value[name] for name in ("code",) if name in old_value}
-    return with_old_code
+
+    def keep_code(old_method: Mapping[str, Any], method: Mapping[str, Any]) -> Mapping[str, Any]:
+        if is_comparable(old_method.get("code")):
+            return method
+        without = {name: part for name, part in method.items() if name != "code"}
+        return without | {name: old_method[name] for name in ("code",) if name in old_method}
+
+    return _replace_methods(old, new, keep_code)
 
 
 def refuse_changed_code(place: object, methods: Iterable[str], result_name: str) -> None:

@@ -24,68 +24,48 @@ def encode(values: NDArray[np.int16], bits: int, group: int, n_kept: int) -> lis
     Without kept channels there is no third column. Raises ValueError for numbers that no float16 scale reaches, and for
     those that are not finite.
     """
-    values_KD = torch.from_numpy(np.ascontiguousarray(values))
-    starts = range(0, len(values_KD), _ROWS)
-    parts = [_encode_rows(values_KD[start : start + _ROWS], bits, group, n_kept) for start in starts]
-    return [np.asarray(torch.cat(part).numpy()) for part in zip(*parts, strict=True)]
-
-
-def _encode_rows(raw_KD: Tensor, bits: int, group: int, n_kept: int) -> list[Tensor]:
-    """Encode a few rows, [k,D] bits of bfloat16: return their whole numbers, scales and kept channels, as raw bits.
-
-    Without kept channels there is no third column. Raises ValueError for numbers that no float16 scale reaches, and for
-    numbers that are not finite.
-    """
-    values_KD = raw_KD.view(torch.bfloat16).float()
-    largest = _find_largest(raw_KD, min(n_kept, raw_KD.shape[1]))
-    values_KD.scatter_(1, largest, 0.0)
-    groups = pad(values_KD, (0, -values_KD.shape[1] % group)).view(len(values_KD), -1, group)
-    top = 2 ** (bits - 1) - 1
-    scale = (groups.abs().amax(-1) / top).half()
-    if not scale.isfinite().all():
-        raise ValueError(f"tokens up to {values_KD.abs().max():g} are beyond the scales of int{bits}")
-    # A scale of 0 stands for a group of zeros, or of numbers below all that float16 has.
-    numbers = (groups / scale.float().unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0).round().clamp(-top, top)
-    numbers = numbers.flatten(1)[:, : values_KD.shape[1]].to(torch.int8)
-    parts = [_pack(numbers, bits), scale]
-    if n_kept:
-        channels = largest.to(torch.int32).to(torch.int16)
-        parts.append(torch.stack([channels, raw_KD.gather(1, largest)], dim=-1).flatten(1))
-    return [part.contiguous().view(torch.int16) for part in parts]
+    parts = list[list[Tensor]]()
+    for start in range(0, len(values), _ROWS):
+        raw_KD = torch.from_numpy(np.ascontiguousarray(values[start : start + _ROWS]))
+        # The places of the channels of largest magnitude, ascending: the first of equal values wins, on every device.
+        magnitude = (raw_KD & _MAGNITUDE).int() << 16
+        key = magnitude + torch.arange(2**16 - 1, 2**16 - 1 - raw_KD.shape[1], -1, dtype=torch.int32)
+        largest = key.topk(min(n_kept, raw_KD.shape[1]), dim=1, sorted=False).indices.sort(dim=1).values
+        values_KD = raw_KD.view(torch.bfloat16).float()
+        values_KD.scatter_(1, largest, 0.0)
+        groups = pad(values_KD, (0, -values_KD.shape[1] % group)).view(len(values_KD), -1, group)
+        top = 2 ** (bits - 1) - 1
+        scale = (groups.abs().amax(-1) / top).half()
+        if not scale.isfinite().all():
+            raise ValueError(f"tokens up to {values_KD.abs().max():g} are beyond the scales of int{bits}")
+        # A scale of 0 stands for a group of zeros, or of numbers below all that float16 has.
+        numbers = (groups / scale.float().unsqueeze(-1)).nan_to_num(0.0, 0.0, 0.0).round().clamp(-top, top)
+        numbers = numbers.flatten(1)[:, : values_KD.shape[1]].to(torch.int8)
+        columns = [_pack(numbers, bits), scale]
+        if n_kept:
+            channels = largest.to(torch.int32).to(torch.int16)
+            columns.append(torch.stack([channels, raw_KD.gather(1, largest)], dim=-1).flatten(1))
+        parts.append([column.contiguous().view(torch.int16) for column in columns])
+    return [np.asarray(torch.cat(column).numpy()) for column in zip(*parts, strict=True)]
 
 
 def decode(parts: Sequence[Tensor], hidden_size: int, bits: int, group: int) -> Tensor:
     """Decode the columns of ``encode``, each [K,width / 2] of two bytes, to [K,D] bfloat16 on their device."""
     values = torch.empty(len(parts[0]), hidden_size, dtype=torch.bfloat16, device=parts[0].device)
-    rows = _ROWS if values.device.type == "cpu" else max(1, len(values))
-    for start in range(0, len(values), rows):
-        part = [column[start : start + rows] for column in parts]
-        values[start : start + rows] = _decode_rows(part, hidden_size, bits, group)
+    n_rows = _ROWS if values.device.type == "cpu" else max(1, len(values))
+    for start in range(0, len(values), n_rows):
+        packed, raw_scale, *kept = (column[start : start + n_rows] for column in parts)
+        numbers, scale = _unpack(packed, bits), raw_scale.view(torch.float16).float()
+        n_padding = scale.shape[1] * group - numbers.shape[1]
+        if n_padding > 0:
+            numbers = pad(numbers, (0, n_padding))
+        groups = numbers[:, : scale.shape[1] * group].reshape(*scale.shape, group)
+        rows = (groups * scale.unsqueeze(-1)).to(torch.bfloat16).flatten(1)[:, :hidden_size]
+        if kept:
+            channels = kept[0].view(torch.int16).view(len(rows), -1, 2)
+            rows.scatter_(1, channels[..., 0].int().bitwise_and(0xFFFF).long(), channels[..., 1].view(torch.bfloat16))
+        values[start : start + n_rows] = rows
     return values
-
-
-def _decode_rows(parts: Sequence[Tensor], hidden_size: int, bits: int, group: int) -> Tensor:
-    """Decode a few rows of ``decode``'s columns."""
-    numbers, scale = _unpack(parts[0], bits), parts[1].view(torch.float16).float()
-    n_padding = scale.shape[1] * group - numbers.shape[1]
-    if n_padding > 0:
-        numbers = pad(numbers, (0, n_padding))
-    groups = numbers[:, : scale.shape[1] * group].reshape(*scale.shape, group)
-    values: Tensor = (groups * scale.unsqueeze(-1)).to(torch.bfloat16).flatten(1)[:, :hidden_size]
-    if len(parts) > 2:
-        channels = parts[2].view(torch.int16).view(len(values), -1, 2)
-        values.scatter_(1, channels[..., 0].int().bitwise_and(0xFFFF).long(), channels[..., 1].view(torch.bfloat16))
-    return values
-
-
-def _find_largest(raw_KD: Tensor, count: int) -> Tensor:
-    """Return the places [K,count] of the channels of largest magnitude, ascending.
-
-    The first of equal values wins, on every device.
-    """
-    magnitude = (raw_KD & _MAGNITUDE).int() << 16
-    key = magnitude + torch.arange(2**16 - 1, 2**16 - 1 - raw_KD.shape[1], -1, dtype=torch.int32)
-    return key.topk(count, dim=1, sorted=False).indices.sort(dim=1).values
 
 
 def _pack(numbers: Tensor, bits: int) -> Tensor:

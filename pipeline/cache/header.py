@@ -1,5 +1,7 @@
 """The header of a cache or of answers: the settings that all its rows share, and a schema version.
 
+A new cache also gets a README.md, by whose ``configs`` Hugging Face datasets loads its two tables by name.
+
 Reading a cache imports no code that it names: the header itself has the declarations of a user's own method.
 """
 
@@ -8,14 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
+from typing import TYPE_CHECKING, Final, NotRequired, TypedDict, cast
 
 from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION, VERSIONS, digest
 from pipeline.errors import NotACache, UsageError, printable
 from pipeline.own_code import hash_code
 from pipeline.rows import Json, JsonObject
-from pipeline.storage.stores import Store
+from pipeline.storage.stores import CARD, Store
 
 if TYPE_CHECKING:  # a header is read without torch
     from gstep.backbones import ModelSource
@@ -24,6 +26,34 @@ if TYPE_CHECKING:  # a header is read without torch
 HEADER = "cache.json"
 CHECKSUM = "checksum"
 _MAX_LINE_BYTES = 2**14  # of a difference in an error: a prompt, say
+# drop_tokens deletes the file only with exactly this content: whatever a user changed is the user's.
+_CARD_TEXT: Final = """\
+---
+configs:
+- config_name: videos
+  data_files: videos/*.parquet
+  default: true
+- config_name: tokens
+  data_files: tokens/*.parquet
+---
+
+# Pruned visual tokens
+
+This is a cache of gstep-cache. The table `videos` has a row for each video, and the table `tokens` a row for each
+stored token. With PLACE as the folder or the name of this dataset:
+
+```python
+from datasets import load_dataset
+
+videos = load_dataset("PLACE", split="train")
+tokens = load_dataset("PLACE", "tokens", split="train")
+```
+
+**Superseded rows are included.** If `videos` has several rows for a video, its live row is the first by: `status`
+removed before ok before failed, most `attempts`, most `rewritten`, smallest `tie_break`. Only the tokens in the file
+that the live row names in `token_shard` count. `python -m jobs.compact` and then `python -m jobs.verify --clean` delete
+what is superseded.
+"""
 
 
 class ModelIdentity(TypedDict):
@@ -129,6 +159,18 @@ def read_header(store: Store) -> CacheHeader:
     return header
 
 
+def write_new_header(store: Store, header: CacheHeader) -> None:
+    """Write the header of a new cache, and its README.md unless there is such a file. Raises OSError."""
+    store.put(HEADER, serialise_header(header))
+    if not store.exists(CARD):
+        store.put(CARD, _CARD_TEXT.encode())
+
+
+def has_own_card(store: Store) -> bool:
+    """Return True if the README.md is as ``write_new_header`` wrote it. Raises OSError."""
+    return store.exists(CARD) and store.read(CARD) == _CARD_TEXT.encode()
+
+
 def refuse_occupied_place(store: Store) -> None:
     """Raise NotACache if the place of a new cache holds other files, and no cache. Raises OSError."""
     if not store.exists(HEADER) and store.has_other_files():
@@ -182,27 +224,16 @@ def read_header_file(
         raise error(f"{store}/{name}: its content does not have the checksum in it; restore the file")
     version = header.get("schema_version")
     if version not in versions:
-        readable = " and ".join(map(str, versions))
-        raise error(
-            f"{store}: {of}schema version {version!r}; this program reads version {readable}"
-            f"{_describe_writer(version, versions)}"
-        )
+        readable, remedy = " and ".join(map(str, versions)), ""
+        numbers = [str(text).partition("+")[0] for text in (version, *versions)]  # "3+int8": version 3 with a codec
+        if numbers[0].isdecimal():
+            remedy = ". A newer version of gstep-cache wrote it: upgrade gstep-cache"
+            if int(numbers[0]) < min(map(int, numbers[1:])):
+                remedy = ". An older version of gstep-cache wrote it: read it with that version"
+        raise error(f"{store}: {of}schema version {version!r}; this program reads version {readable}{remedy}")
     if not isinstance(header.get("identity"), dict):
         raise error(f"{store}/{name}: it holds no identity; restore the file")
     return header
-
-
-def _describe_writer(version: object, versions: Collection[int | str]) -> str:
-    """Return the end of a refusal: whether a newer or an older version of gstep-cache wrote it, and the remedy.
-
-    Returns "" if ``version`` is no version.
-    """
-    numbers = [str(text).partition("+")[0] for text in (version, *versions)]  # "3+int8": version 3 with a codec
-    if not numbers[0].isdecimal():
-        return ""
-    if int(numbers[0]) < min(map(int, numbers[1:])):
-        return ". An older version of gstep-cache wrote it: read it with that version"
-    return ". A newer version of gstep-cache wrote it: upgrade gstep-cache"
 
 
 def list_differences(

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from itertools import islice
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +31,7 @@ from pipeline.keys import find, keys_of, tie_keys
 from pipeline.rows import BY_DECODING, PARTLY_READ, SIZES_DIFFER, VideoRow
 from pipeline.storage.stores import Store, request_threads
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 #: Columns of the hash of an id.
@@ -43,6 +44,8 @@ _STATES = {"removed": REMOVED, "ok": OK}
 # Columns that verify and generate keep in memory for each video; other columns are read from the file on demand.
 INDEX_COLUMNS = ("video_id", *RULE_COLUMNS, "error_class", "uri", "source_size", "start_s", "end_s")
 _MAX_TEXT_BYTES = 2**31  # bytes of text that 32-bit offsets can address
+
+_TRIES = 5  # attempts to read a table whose files another run merges
 
 Columns = dict[str, np.ndarray]  # rows as numbers, by name
 _RULE_NAMES = ("high", "low", "state", "attempts", "rewritten", "tie", "clip", "size", "earlier")  # in ``find_live``
@@ -154,9 +157,27 @@ def list_nameable_ids(rows: pa.Table) -> pa.ChunkedArray:
     return rows.filter(pc.not_equal(rows["status"], "removed"))["video_id"]
 
 
+def is_among(column: pa.ChunkedArray, values: Iterable[str]) -> pa.ChunkedArray:
+    """Return a mask: the texts of a column that are among ``values``."""
+    return pc.is_in(column, value_set=pa.array(sorted(values), pa.string()))
+
+
 def sort_by_shard(rows: pa.Table) -> pa.Table:
     """Sort rows in the order of their tokens: by token shard and row group."""
     return rows.sort_by([("token_shard", "ascending"), ("first_row_group", "ascending")])
+
+
+def _retried(read: Callable[P, T]) -> Callable[P, T]:
+    """Call ``read`` _TRIES times at most while another run merges files away that it has listed."""
+
+    @wraps(read)
+    def read_again(*args: P.args, **keywords: P.kwargs) -> T:
+        for _ in range(_TRIES - 1):
+            with suppress(FileNotFoundError):
+                return read(*args, **keywords)
+        return read(*args, **keywords)
+
+    return read_again
 
 
 TIMED_STAGES: Final = ("decode", "encode", "prune", "write")  # stages with a column of seconds in the videos table
@@ -247,6 +268,7 @@ class Ledger:
         """Files of another identity, whose rows are left out -> the fingerprint of that identity."""
         return self._table.foreign
 
+    @_retried
     def refresh(self) -> Ledger:
         """Read the files committed since the last call, and return this ledger. Raises CorruptShard, OSError.
 
@@ -255,24 +277,28 @@ class Ledger:
         """
         self._newer = None
         n_files, n_rows = len(self.names), self.n_rows
-
-        def read_new_files() -> None:
-            try:
-                self._read_new_files()
-            except FileNotFoundError:
-                del self.names[n_files:], self.starts[n_files:]
-                self.n_rows = n_rows
-                raise
-
-        _retry(read_new_files)
+        try:
+            parts = self._read_new_files()
+        except FileNotFoundError:
+            del self.names[n_files:], self.starts[n_files:]
+            self.n_rows = n_rows
+            raise
+        if len(self.names) > n_files:
+            for name in _LEDGER:  # column by column, so that only one is in memory twice
+                pieces = [part.pop(name) for part in parts]
+                filled_pieces = [piece for piece in pieces if len(piece)]
+                self.columns[name] = filled_pieces[0] if len(filled_pieces) == 1 else np.concatenate(pieces)
+            self._keep_live()
         return self
 
-    def _read_new_files(self) -> None:
-        """Read the files that were never read. Raises CorruptShard, OSError; ``columns`` are as before then."""
+    def _read_new_files(self) -> list[Columns]:
+        """Read the files that were never read: return ``columns`` as they are, and columns of the new rows.
+
+        Raises CorruptShard, OSError.
+        """
         known_names = {*self.names, *self.foreign}
         files, self.strays = list_table(self._store)
         new = [file for file in files if file.name not in known_names]
-        n_known = len(self.names)
         parts = [self.columns]
         small = self._table.read_small([file.name for file in new if not file.is_sorted], _LEDGER_READS)
         while some := list(islice(small, _FILES_AT_ONCE)):
@@ -281,31 +307,16 @@ class Ledger:
                 self._note_file(name)
                 self.n_rows += len(rows)
             parts.append(self._to_columns(pa.concat_tables([rows for _, rows in some]), first))
-        parts.append(self._read_sorted([file for file in new if file.is_sorted]))
-        if len(self.names) > n_known:
-            for name in _LEDGER:  # column by column, so that only one is in memory twice
-                pieces = [part.pop(name) for part in parts]
-                filled_pieces = [piece for piece in pieces if len(piece)]
-                self.columns[name] = filled_pieces[0] if len(filled_pieces) == 1 else np.concatenate(pieces)
-            self._keep_live()
-
-    def _read_sorted(self, files: Sequence[TableFile]) -> Columns:
-        """Read sorted files into ledger columns, and note each file; files of another identity are skipped.
-
-        The columns are allocated once: the files' names have their numbers of rows.
-        """
-        columns, end = _empty_columns(sum(file.rows for file in files)), 0
-        for file in files:
-            sorted_file = self._table.open_sorted(file.name)
-            if sorted_file is None:
-                continue
-            self._note_file(file.name)
+        # Allocated once for all sorted files, whose names have their numbers of rows; other files have 0 there.
+        columns, end = _empty_columns(sum(file.rows for file in new)), 0
+        for sorted_file in self._table.iter_sorted(new):
+            self._note_file(sorted_file.file.name)
             for rows in sorted_file.parts(_LEDGER_READS):
                 for name, values in self._to_columns(rows, self.n_rows).items():
                     columns[name][end : end + len(rows)] = values
                 end += len(rows)
                 self.n_rows += len(rows)
-        return {name: column[:end] for name, column in columns.items()}
+        return [*parts, {name: column[:end] for name, column in columns.items()}]
 
     def _note_file(self, name: str) -> None:
         """Add a file to ``names`` and ``starts``. Call before its rows are added."""
@@ -456,41 +467,24 @@ def _assign_numbers(texts: pa.ChunkedArray, numbered: list[str], limit: int) -> 
 
 def _make_remark_bits(rows: pa.Table, classes: pa.ChunkedArray) -> NDArray[np.uint8]:
     """Return the remarks on each row as bits, HDR to INFRASTRUCTURE, [n]; ``classes`` are the rows' fault classes."""
-    on_gpu = pc.and_(pc.equal(classes, "out-of-memory"), _is_among(rows["error_stage"], ON_THE_GPU))
+    on_gpu = pc.and_(pc.equal(classes, "out-of-memory"), is_among(rows["error_stage"], ON_THE_GPU))
     remarks = {
-        HDR: _is_among(rows["color_transfer"], HDR_TRANSFERS).to_numpy(),
+        HDR: is_among(rows["color_transfer"], HDR_TRANSFERS).to_numpy(),
         STRETCHED: pc.fill_null(pc.not_equal(rows["sample_aspect_ratio"], "1:1"), False).to_numpy(),
         UNEVEN: fill_nulls(rows["uneven_positions"]) > 0,
         SHARED: fill_nulls(rows["shared_positions"]) > 0,
         WARNED: fill_nulls(rows["decode_warnings"]) > 0,
-        INFRASTRUCTURE: pc.or_(_is_among(classes, INFRASTRUCTURE_CLASSES), on_gpu).to_numpy(),
+        INFRASTRUCTURE: pc.or_(is_among(classes, INFRASTRUCTURE_CLASSES), on_gpu).to_numpy(),
     }
     bits = [np.where(has_remark, np.uint8(bit), np.uint8(0)) for bit, has_remark in remarks.items()]
     return np.asarray(np.bitwise_or.reduce(bits))
 
 
-def _is_among(column: pa.ChunkedArray, values: Iterable[str]) -> pa.ChunkedArray:
-    """Return a mask: the texts of a column that are among ``values``."""
-    return pc.is_in(column, value_set=pa.array(sorted(values), pa.string()))
-
-
 # Columns in memory for each row of small files; other columns are read from the file on demand.
 LIVE_COLUMNS = (*RULE_COLUMNS, "video_id", "error_class", "n_tokens", "hidden_size")
 _MAX_OPEN_FILES = 16  # sorted files with their footers in memory, some 2 MB each
-_TRIES = 5  # attempts to open a table whose files another run merges
 _MAX_SEARCHED_IDS = 256  # for more videos the whole table is read
 _MAX_IDS = 2**22  # ids that are compared for suggestions: a second on a disk
-
-
-def _retry(read: Callable[[], T]) -> T:
-    """Return ``read()``; it is called _TRIES times at most while another run merges files away that it has listed."""
-    for tries_left in reversed(range(_TRIES)):
-        try:
-            return read()
-        except FileNotFoundError:
-            if not tries_left:
-                raise
-    raise AssertionError("not reached")
 
 
 class RowPlace(NamedTuple):
@@ -528,42 +522,33 @@ class LiveVideos:
         self._row_in_small = {video_id: row for row, video_id in enumerate(small["video_id"].to_pylist())}
 
     @classmethod
+    @_retried
     def open(cls, store: Store, made_with: str | None = None) -> LiveVideos:
         """List the table, and read its small files: one LIST, and a GET each. Raises CorruptShard, OSError.
 
         If another run merges files away meanwhile, the table is listed and read again, _TRIES times in all.
         """
-
-        def read_small_files() -> LiveVideos:
-            table, (files, strays) = VideosTable(store, made_with, _MAX_OPEN_FILES), list_table(store)
-            small = table.read_small([file.name for file in files if not file.is_sorted], LIVE_COLUMNS)
-            rows = pa.concat_tables([empty_rows(LIVE_COLUMNS), *(add_places(rows, name) for name, rows in small)])
-            return cls(table, select_live_rows(rows.combine_chunks()), files, strays)
-
-        return _retry(read_small_files)
+        table, (files, strays) = VideosTable(store, made_with, _MAX_OPEN_FILES), list_table(store)
+        small = table.read_small([file.name for file in files if not file.is_sorted], LIVE_COLUMNS)
+        rows = pa.concat_tables([empty_rows(LIVE_COLUMNS), *(add_places(rows, name) for name, rows in small)])
+        return cls(table, select_live_rows(rows.combine_chunks()), files, strays)
 
     @classmethod
+    @_retried
     def read(cls, store: Store, made_with: str | None, columns: Sequence[str]) -> tuple[LiveVideos, pa.Table]:
         """Open the table, and return it with ``columns`` of every live row, as of ``live``.
 
         Raises as ``open``, and tries again as ``open`` does.
         """
-
-        def read_all_files() -> tuple[LiveVideos, pa.Table]:
-            videos = cls.open(store, made_with)
-            return videos, videos.live(columns)
-
-        return _retry(read_all_files)
+        videos = cls.open(store, made_with)
+        return videos, videos.live(columns)
 
     @classmethod
+    @_retried
     def read_removed(cls, store: Store, made_with: str | None) -> list[VideoRow]:
         """Read the rows of the videos that were removed for good. Raises as ``open``, and tries again as it does."""
-
-        def read_rows() -> list[VideoRow]:
-            videos = cls.open(store, made_with)
-            return list(videos.table.read_rows(select_removed(videos.live(("status",)))))
-
-        return _retry(read_rows)
+        videos = cls.open(store, made_with)
+        return list(videos.table.read_rows(select_removed(videos.live(("status",)))))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LiveVideos, (self.table, self.small, self.files, self.strays)
@@ -579,9 +564,8 @@ class LiveVideos:
             return None
         places = []
         if (row := self._row_in_small.get(video_id)) is not None:
-            places.append(
-                _build_place(self.small, row, self.small["file"][row].as_py(), self.small["row"][row].as_py())
-            )
+            file, row_in_file = self.small["file"][row].as_py(), self.small["row"][row].as_py()
+            places.append(_build_place(self.small, row, file, row_in_file))
         files = [file for file in self.sorted if file.holds(high)]
         look = partial(self._search_file, video_id, high)
         if len(files) > 1 and self.table.store.folder is None:  # in parallel, so that delays do not add up
@@ -596,11 +580,11 @@ class LiveVideos:
 
         ``high`` is the first half of the id's hash.
         """
-        sorted_file = self.table.open_sorted(file.name)
+        sorted_file = self.table.open_sorted(file)
         if sorted_file is None:
             return None
         for number in sorted_file.groups_of(high, high):
-            group = self.table.group(file.name, number)
+            group = self.table.group(file, number)
             ids = group["id_high"].to_numpy()
             for row in range(*np.searchsorted(ids, np.array([high, high + 1], np.uint64)).tolist()):
                 if group["video_id"][row].as_py() == video_id:
@@ -618,15 +602,12 @@ class LiveVideos:
         Raises as ``find``.
         """
         read_columns = tuple(dict.fromkeys((*columns, *RULE_COLUMNS, "video_id")))
-        tables = [self._live_in_small(read_columns)]
-        for file in self.sorted:
-            sorted_file = self.table.open_sorted(file.name)
-            tables += (
-                []
-                if sorted_file is None
-                else [add_places(pa.concat_tables(sorted_file.parts(read_columns)), file.name)]
-            )
-        return select_live_rows(pa.concat_tables(tables)).select([*columns, "file", "row"])
+        tables = (
+            add_places(pa.concat_tables(file.parts(read_columns)), file.file.name)
+            for file in self.table.iter_sorted(self.sorted)
+        )
+        rows = pa.concat_tables([self._live_in_small(read_columns), *tables])
+        return select_live_rows(rows).select([*columns, "file", "row"])
 
     def _live_in_small(self, columns: Sequence[str]) -> pa.Table:
         """Return these columns of the live rows in small files; columns that are not in memory are read."""
@@ -647,7 +628,7 @@ class LiveVideos:
         parts, n_rows = [self.small.select(columns)], len(self.small)
         for file in self.sorted:
             n_rows += file.rows
-            if n_rows <= _MAX_IDS and (sorted_file := self.table.open_sorted(file.name)) is not None:
+            if n_rows <= _MAX_IDS and (sorted_file := self.table.open_sorted(file)) is not None:
                 parts += sorted_file.parts(columns)
         return did_you_mean_id(video_id, list_nameable_ids(pa.concat_tables(parts)))
 
@@ -660,8 +641,7 @@ class LiveVideos:
         ids = sorted(set(video_ids))
         if len(ids) > _MAX_SEARCHED_IDS or not self.sorted:
             table = self.live(("video_id", *(name for name in columns if name != "video_id")))
-            rows_of_ids = table.filter(pc.is_in(table["video_id"], value_set=pa.array(ids, pa.string())))
-            return rows_of_ids.select([*columns, "file", "row"])
+            return table.filter(is_among(table["video_id"], ids)).select([*columns, "file", "row"])
         places = [place for video_id in ids if (place := self.find(video_id)) is not None]
         rows = [self.table.read_row(place.file, place.row) for place in places]
         with_places = [{**row, "file": place.file, "row": place.row} for row, place in zip(rows, places, strict=True)]
@@ -673,10 +653,9 @@ class LiveVideos:
         Looks at the small files and at the first row group of one sorted file only; an empty set if these have no
         tokens.
         """
-        for file in self.sorted:
-            if self.table.open_sorted(file.name) is not None:
-                return find_widths(self.table.group(file.name, 0)) | find_widths(self.small)
-        return find_widths(self.small)
+        first = next(self.table.iter_sorted(self.sorted), None)
+        widths = set[int]() if first is None else find_widths(self.table.group(first.file, 0))
+        return widths | find_widths(self.small)
 
     def __len__(self) -> int:
         """Count the videos with a row. A video in several files counts several times: exact counting needs a search."""

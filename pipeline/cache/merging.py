@@ -94,10 +94,28 @@ def merge(
     Raises CorruptShard for a damaged file (no row is lost), FileNotFoundError if another merge deleted a file
     meanwhile, and OSError.
     """
-    start = time.monotonic()
-    result = Merged()
-    while _Step(store, made_with, result, everything, keep, max_rows).carry_out():
-        pass
+    start, result, has_more = time.monotonic(), Merged(), True
+    while has_more:  # a step merges as many rows of small files as memory holds
+        table, files = VideosTable(store, made_with), list_table_files(store)
+        sorted_files = list(table.iter_sorted(files))
+        merged_names = _delete_old_sources(store, sorted_files, {file.name for file in files}, keep, result)
+        absent = merged_names.union(result.deleted)
+        small = [file.name for file in files if not file.is_sorted and file.name not in absent]
+        tables, names, has_more = _read_small(table, small)
+        result.foreign, result.waiting = list(table.foreign), len(merged_names)
+        n_small = sum(map(len, tables))
+        chosen = [file for file in sorted_files if file.file.name not in absent]
+        if not everything or has_more:
+            chosen = _choose_levels(chosen, n_small, max_rows)
+        bounds = sorted((file.file.first, file.file.last) for file in chosen)
+        is_disjoint = all(before[1] < after[0] for before, after in pairwise(bounds))  # no two have rows of one video
+        if not names and (is_disjoint or not everything):
+            break
+        names += [file.file.name for file in chosen]
+        rows = pa.concat_tables([VIDEO_SCHEMA.empty_table(), *tables])
+        _write(store, made_with, rows, chosen, sorted(names), result)
+        result.read += names
+        result.waiting += len(names)
     result.seconds = time.monotonic() - start
     return result
 
@@ -120,167 +138,104 @@ def try_merge(store: Store, made_with: str | None, at_least: int, say: Callable[
         say(f"warning: the files of the videos table were not merged ({error}); python -m jobs.compact tries again")
 
 
-class _Step:
-    """One merge of as many rows of small files as memory holds, with the fitting levels of sorted files."""
+def _read_small(table: VideosTable, all_names: Sequence[str]) -> tuple[list[pa.Table], list[str], bool]:
+    """Read small files up to the limits of one step: (their rows, their names, True if files are left)."""
+    tables: list[pa.Table] = []
+    names: list[str] = []
+    n_rows = 0
+    for name, rows in table.read_small(all_names, VIDEO_SCHEMA.names):
+        tables.append(rows)
+        names.append(name)
+        n_rows += len(rows)
+        if n_rows >= _MAX_ROWS_PER_STEP or len(names) >= _MAX_FILES_PER_STEP:
+            return tables, names, name != all_names[-1]
+    return tables, names, False
 
-    def __init__(
-        self,
-        store: Store,
-        made_with: str | None,
-        result: Merged,
-        everything: bool,
-        keep: timedelta,
-        max_rows: float,
-    ) -> None:
-        """List the table, and delete at once the sources of earlier merges that are at least ``keep`` old.
 
-        ``result`` gets the counts of each step. ``everything`` merges all levels, also without small files. Levels of
-        more than ``max_rows`` rows are left alone, unless ``everything`` is set.
-        """
-        self._store, self._made_with, self._result = store, made_with, result
-        self._everything, self._keep, self._max_rows = everything, keep, max_rows
-        self._table = VideosTable(store, made_with)
-        files = list_table_files(store)
-        sorted_files = [self._table.open_sorted(file.name) for file in files if file.is_sorted]
-        self._sorted = [file for file in sorted_files if file is not None]
-        self._merged_names = self._delete_old_sources({file.name for file in files})
-        absent = self._merged_names.union(result.deleted)
-        self._small = [file for file in files if not file.is_sorted and file.name not in absent]
+def _choose_levels(sorted_files: Sequence[SortedFile], n_rows: int, max_rows: float) -> list[SortedFile]:
+    """Choose which of the sorted files to merge with ``n_rows`` rows of small files; none if ``n_rows`` is 0.
 
-    def carry_out(self) -> bool:
-        """Merge once if there is anything to merge; return True if small files are left for another step.
+    These are complete levels, from the lowest on, up to the level of all rows chosen so far. A level of more than
+    ``max_rows`` rows ends the choice.
+    """
+    by_level: dict[int, list[SortedFile]] = defaultdict(list)
+    for file in sorted_files if n_rows else ():
+        by_level[file.file.level].append(file)
+    files: list[SortedFile] = []
+    for level in sorted(by_level):
+        of_level = sum(file.file.rows for file in by_level[level])
+        if level > find_level(n_rows) or of_level > max_rows:
+            break
+        files += by_level[level]
+        n_rows += of_level
+    return files
 
-        Call it once; ``result`` gets the files and counts.
-        """
-        tables, names, has_more = self._read_small()
-        self._result.foreign = list(self._table.foreign)
-        self._result.waiting = len(self._merged_names)
-        n_small = sum(map(len, tables))
-        sorted_files = self._choose_levels(n_small, whole=self._everything and not has_more)
-        if not names and (_are_disjoint(sorted_files) or not self._everything):
-            return False
-        total = n_small + sum(file.file.rows for file in sorted_files)
-        small = pa.concat_tables([VIDEO_SCHEMA.empty_table(), *tables])
-        names += [file.file.name for file in sorted_files]
-        self._write(small, sorted_files, sorted(names), total)
-        self._result.read += names
-        self._result.waiting += len(names)
-        return has_more
 
-    def _read_small(self) -> tuple[list[pa.Table], list[str], bool]:
-        """Read small files up to the limits of one step: (their rows, their names, True if files are left)."""
-        tables: list[pa.Table] = []
-        names: list[str] = []
-        n_rows = 0
-        all_names = [file.name for file in self._small]
-        for name, rows in self._table.read_small(all_names, VIDEO_SCHEMA.names):
-            tables.append(rows)
-            names.append(name)
-            n_rows += len(rows)
-            if n_rows >= _MAX_ROWS_PER_STEP or len(names) >= _MAX_FILES_PER_STEP:
-                return tables, names, name != all_names[-1]
-        return tables, names, False
+def _write(
+    store: Store,
+    made_with: str | None,
+    small: pa.Table,
+    sorted_files: Sequence[SortedFile],
+    names: list[str],
+    result: Merged,
+) -> None:
+    """Write the live rows of all sources as sorted files, a range of hashes a file, and count them in the result.
 
-    def _choose_levels(self, n_rows: int, *, whole: bool) -> list[SortedFile]:
-        """Choose which sorted files to merge with ``n_rows`` rows of small files.
+    ``names`` are the names of the sources, for the metadata.
+    """
+    level = find_level(len(small) + sum(file.file.rows for file in sorted_files))
+    starts = [
+        np.sort(small["id_high"].to_numpy())[::GROUP_ROWS],
+        *(np.array(file.firsts, np.uint64) for file in sorted_files),
+    ]
+    # The first ``id_high`` of each merged file. Each is the hash of a row, so that no file is empty.
+    cuts = [int(cut) for cut in np.unique(np.sort(np.concatenate(starts))[::_PART_GROUPS])]
+    record = json.dumps({"of": names, "parts": len(cuts)})
+    for first, end in zip(cuts, [*cuts[1:], 2**64], strict=True):
+        last = end - 1
+        within = [file for file in sorted_files if file.file.first <= last and file.file.last >= first]
+        tables = (file.read(file.groups_of(first, last), VIDEO_SCHEMA.names) for file in within)
+        rows = pa.concat_tables([small, *tables])
+        at_least = pc.greater_equal(rows["id_high"], pa.scalar(first, pa.uint64()))
+        rows = rows.filter(pc.and_(at_least, pc.less_equal(rows["id_high"], pa.scalar(last, pa.uint64()))))
+        live = select_surviving(rows)
+        result.rows += len(live)
+        result.superseded += len(rows) - len(live)
+        name, data = serialise_sorted(level, live, {_MERGE: record}, made_with, GROUP_ROWS)
+        store.put(name, data)
+        result.written.append(name)
 
-        Usually these are complete levels, from the lowest on, up to the level of all rows chosen so far. A level of
-        more than ``max_rows`` rows ends the choice. ``whole`` chooses all files; else none if ``n_rows`` is 0. Files
-        that an earlier merge took in are never chosen; they wait for their deletion.
-        """
-        waiting = [file for file in self._sorted if file.file.name not in self._merged_names]
-        if whole:
-            return waiting
-        if not n_rows:
-            return []
-        by_level: dict[int, list[SortedFile]] = defaultdict(list)
-        for file in waiting:
-            by_level[file.file.level].append(file)
-        files: list[SortedFile] = []
-        for level in sorted(by_level):
-            of_level = sum(file.file.rows for file in by_level[level])
-            if level > find_level(n_rows) or of_level > self._max_rows:
-                break
-            files += by_level[level]
-            n_rows += of_level
-        return files
 
-    def _write(self, small: pa.Table, sorted_files: Sequence[SortedFile], names: list[str], total: int) -> None:
-        """Write the live rows of all sources as sorted files, a range of hashes a file, and count them in the result.
+def _delete_old_sources(
+    store: Store, sorted_files: Sequence[SortedFile], present: set[str], keep: timedelta, result: Merged
+) -> set[str]:
+    """Delete the sources of merges that are ``keep`` old; return the sources of younger merges, to be left alone.
 
-        ``names`` are the names of the sources, for the metadata; ``total`` is the number of their rows, for the level.
-        """
-        cuts = _choose_cuts(small, sorted_files)
-        merge = json.dumps({"of": names, "parts": len(cuts)})
-        for first, end in zip(cuts, [*cuts[1:], 2**64], strict=True):
-            last = end - 1
-            rows = pa.concat_tables([_select_range(small, first, last), *_read_within(sorted_files, first, last)])
-            live = select_surviving(rows)
-            self._result.rows += len(live)
-            self._result.superseded += len(rows) - len(live)
-            name, data = serialise_sorted(find_level(total), live, {_MERGE: merge}, self._made_with, GROUP_ROWS)
-            self._store.put(name, data)
-            self._result.written.append(name)
-
-    def _delete_old_sources(self, present: set[str]) -> set[str]:
-        """Delete the sources of merges that are ``keep`` old, and drop them from the sorted files.
-
-        Return the sources of younger merges, to be left alone. ``present`` are the names of all files.
-        """
-        merges: dict[bytes, list[SortedFile]] = defaultdict(list)
-        for file in self._sorted:
-            merges[file.metadata.get(_MERGE, b"{}")].append(file)
-        merged_names: set[str] = set()
-        for text, files in merges.items():
-            merge_record = json.loads(text)
-            sources = present.intersection(merge_record.get("of", ()))
-            # Rows of an interrupted merge are merged again.
-            if not sources or len(files) != merge_record["parts"]:
-                continue
-            with suppress(FileNotFoundError):
-                # A store whose clock is ahead gives new files an age below zero.
-                if not self._keep or all(self._store.age(file.file.name) >= self._keep for file in files):
-                    for name in sorted(sources):
-                        self._store.delete(name)
-                        self._result.deleted.append(name)
-                merged_names |= sources
-        self._sorted = [file for file in self._sorted if file.file.name not in self._result.deleted]
-        return merged_names - {*self._result.deleted}
+    ``present`` are the names of all files.
+    """
+    merges: dict[bytes, list[SortedFile]] = defaultdict(list)
+    for file in sorted_files:
+        merges[file.metadata.get(_MERGE, b"{}")].append(file)
+    merged_names: set[str] = set()
+    for text, files in merges.items():
+        merge_record = json.loads(text)
+        sources = present.intersection(merge_record.get("of", ()))
+        # Rows of an interrupted merge are merged again.
+        if not sources or len(files) != merge_record["parts"]:
+            continue
+        with suppress(FileNotFoundError):
+            # A store whose clock is ahead gives new files an age below zero.
+            if not keep or all(store.age(file.file.name) >= keep for file in files):
+                for name in sorted(sources):
+                    store.delete(name)
+                    result.deleted.append(name)
+            merged_names |= sources
+    return merged_names - {*result.deleted}
 
 
 def find_level(rows: int) -> int:
     """Return the level of a merge of ``rows`` rows: 1 up to GROUP_ROWS, one more for each factor _GROWTH."""
     return 1 + max(0, math.ceil(math.log(max(rows, 1) / GROUP_ROWS, _GROWTH)))
-
-
-def _are_disjoint(files: Sequence[SortedFile]) -> bool:
-    """Return True if no two files may have rows of one video."""
-    bounds = sorted((file.file.first, file.file.last) for file in files)
-    return all(before[1] < after[0] for before, after in pairwise(bounds))
-
-
-def _choose_cuts(small: pa.Table, sorted_files: Sequence[SortedFile]) -> list[int]:
-    """Return the first ``id_high`` of each merged file. Each is the hash of a row, so that no file is empty."""
-    starts = [
-        np.sort(small["id_high"].to_numpy())[::GROUP_ROWS],
-        *(np.array(f.firsts, np.uint64) for f in sorted_files),
-    ]
-    return [int(cut) for cut in np.unique(np.sort(np.concatenate(starts))[::_PART_GROUPS])]
-
-
-def _read_within(files: Sequence[SortedFile], first: int, last: int) -> list[pa.Table]:
-    """Read the rows of each file whose ``id_high`` is from ``first`` to ``last``."""
-    overlapping = [file for file in files if file.file.first <= last and file.file.last >= first]
-    return [
-        _select_range(file.read(file.groups_of(first, last), VIDEO_SCHEMA.names), first, last) for file in overlapping
-    ]
-
-
-def _select_range(rows: pa.Table, first: int, last: int) -> pa.Table:
-    """Select the rows whose ``id_high`` is from ``first`` to ``last``."""
-    high = rows["id_high"]
-    at_least = pc.greater_equal(high, pa.scalar(first, pa.uint64()))
-    return rows.filter(pc.and_(at_least, pc.less_equal(high, pa.scalar(last, pa.uint64()))))
 
 
 def select_surviving(rows: pa.Table) -> pa.Table:

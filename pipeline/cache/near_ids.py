@@ -32,16 +32,15 @@ def near_ids(wrong: str, ids: pa.ChunkedArray) -> list[str]:
         return []
     if not wrong:
         return []
-    likely = (
-        _of_same_look(wrong, ids) + _only_of_base_name(wrong, ids) + _first(ids.filter(pc.match_substring(ids, wrong)))
-    )
-    return list(dict.fromkeys(likely or _of_close_letters(wrong, ids)))[:MAX_SUGGESTIONS]
-
-
-def _of_same_look(wrong: str, ids: pa.ChunkedArray) -> list[str]:
-    """Return the ids that look the same as ``wrong``."""
     looks = pc.replace_substring(pc.utf8_trim_whitespace(pc.utf8_normalize(ids, "NFKC")), "\\", "/")
-    return _first(ids.filter(pc.equal(looks, normalise_look(wrong))))
+    of_same_look = _first(ids.filter(pc.equal(looks, normalise_look(wrong))))
+    containing = _first(ids.filter(pc.match_substring(ids, wrong)))
+    if likely := [*of_same_look, *_only_of_base_name(wrong, ids), *containing]:
+        return list(dict.fromkeys(likely))[:MAX_SUGGESTIONS]
+    if len(ids) > _MAX_CANDIDATES:  # one wrong letter leaves the first half of an id or the second as it is
+        half = (len(wrong) - len(PurePosixPath(wrong).suffix)) // 2
+        ids = ids.filter(pc.or_(pc.starts_with(ids, wrong[:half]), pc.ends_with(ids, wrong[half:])))
+    return get_close_matches(wrong, _first(ids, _MAX_CANDIDATES), MAX_SUGGESTIONS)
 
 
 def _first(ids: pa.ChunkedArray, limit: int = MAX_SUGGESTIONS) -> list[str]:
@@ -63,12 +62,3 @@ def _only_of_base_name(wrong: str, ids: pa.ChunkedArray) -> list[str]:
         alike = _first(ids.filter(pc.match_substring(ids, path.stem)), _MAX_CANDIDATES)
         same_name = [video_id for video_id in alike if PurePosixPath(video_id).stem == path.stem]
     return same_name if len(same_name) == 1 else []
-
-
-def _of_close_letters(wrong: str, ids: pa.ChunkedArray) -> list[str]:
-    """Return ids that differ in few letters: one wrong letter leaves the first half of an id or the second as it is."""
-    if len(ids) > _MAX_CANDIDATES:
-        half = (len(wrong) - len(PurePosixPath(wrong).suffix)) // 2
-        alike = pc.or_(pc.starts_with(ids, wrong[:half]), pc.ends_with(ids, wrong[half:]))
-        ids = ids.filter(alike)
-    return get_close_matches(wrong, _first(ids, _MAX_CANDIDATES), MAX_SUGGESTIONS)

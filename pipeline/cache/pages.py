@@ -40,14 +40,6 @@ class PageSize(NamedTuple):
     is_plain: bool
 
 
-class Pages(NamedTuple):
-    """A column of vectors in one row group: its bytes [start, end) of the file, and its rows."""
-
-    start: int
-    end: int
-    n_rows: int
-
-
 def plain_columns(metadata: pq.FileMetaData) -> dict[str, tuple[int, int]]:
     """Map the names of vector columns without nulls to (column number, bytes of a vector).
 
@@ -63,20 +55,20 @@ def plain_columns(metadata: pq.FileMetaData) -> dict[str, tuple[int, int]]:
     }
 
 
-def plain_pages(group: pq.RowGroupMetaData, number: int) -> Pages | None:
-    """Locate the pages of such a column in a row group; None where it is compressed or has a dictionary."""
+def plain_pages(group: pq.RowGroupMetaData, number: int) -> tuple[int, int] | None:
+    """Return the bytes [start, end) of such a column in a row group; None if it is compressed or has a dictionary."""
     column = group.column(number)
     if column.compression != "UNCOMPRESSED" or column.has_dictionary_page:
         return None
     start = column.data_page_offset
-    return Pages(start, start + column.total_compressed_size, group.num_rows)
+    return start, start + column.total_compressed_size
 
 
 def put_rows(data: memoryview, n_rows: int, targets: NDArray[np.int64], out: NDArray[np.int16]) -> bool:
     """Put the first vectors of a column into their rows of ``out``; return True on success.
 
     After False the content of ``out`` is undefined, and Arrow must read the column: a page does not have the checksum
-    of its header, or is no plain page.
+    of its header, is cut short, or is no plain page.
 
     Args:
         data: the column's pages.
@@ -84,34 +76,22 @@ def put_rows(data: memoryview, n_rows: int, targets: NDArray[np.int64], out: NDA
         targets: row of ``out`` for each of the column's first vectors; later vectors are not read.
         out: [K,D] bits of bfloat16.
     """
-    n_done = 0
-    for rows, page in _pages(data, n_rows, out.shape[1] * out.itemsize):
-        part = targets[n_done : n_done + rows]
-        out[part] = np.frombuffer(page, out.dtype).reshape(rows, out.shape[1])[: len(part)]
-        n_done += rows
-        if n_done >= len(targets):
-            return True
-    return False
-
-
-def _pages(data: memoryview, n_rows: int, n_bytes: int) -> Iterator[tuple[int, memoryview]]:
-    """Yield (row count, raw bytes) of each page.
-
-    Stop at the first page that the fast path does not support, that is cut short, or whose checksum is wrong.
-    """
-    at, n_left = 0, n_rows
-    while n_left > 0:
+    at = n_done = 0
+    while n_done < n_rows:
         header, n_header = read_page_header(data[at : at + _HEADER])
         rows, size = header.get((_DATA_PAGE, _ROWS), 0), header.get((_SIZE,), 0)
         kind, encoding = header.get((_KIND,)), header.get((_DATA_PAGE, _ENCODING))
         page = data[at + n_header : at + n_header + size]
         plain = (kind, encoding) == (_IS_DATA_PAGE, _IS_PLAIN) and size == header.get((_STORED_SIZE,))
-        if not (plain and 0 < rows <= n_left and size == rows * n_bytes == len(page) and (_CRC,) in header):
-            return
-        if zlib.crc32(page) != header[_CRC,] & 0xFFFFFFFF:
-            return
-        yield rows, page
-        at, n_left = at + n_header + size, n_left - rows
+        fits = 0 < rows <= n_rows - n_done and size == rows * out.shape[1] * out.itemsize == len(page)
+        if not (plain and fits and (_CRC,) in header) or zlib.crc32(page) != header[_CRC,] & 0xFFFFFFFF:
+            return False
+        part = targets[n_done : n_done + rows]
+        out[part] = np.frombuffer(page, out.dtype).reshape(rows, out.shape[1])[: len(part)]
+        at, n_done = at + n_header + size, n_done + rows
+        if n_done >= len(targets):
+            return True
+    return False
 
 
 def iter_page_sizes(data: memoryview) -> Iterator[PageSize]:
@@ -150,7 +130,8 @@ def _struct(data: memoryview, at: int, path: tuple[int, ...], numbers: dict[tupl
         if head < 16:
             raise ValueError("a field whose number does not follow from the one before")
         if kind in _INTS:
-            numbers[*path, field], at = _number(data, at)
+            zigzag, at = _varint(data, at)
+            numbers[*path, field] = (zigzag >> 1) ^ -(zigzag & 1)
         elif kind == _BINARY:
             n_bytes, at = _varint(data, at)
             at += n_bytes
@@ -159,12 +140,6 @@ def _struct(data: memoryview, at: int, path: tuple[int, ...], numbers: dict[tupl
         elif kind not in (_TRUE, _FALSE):
             raise ValueError(f"a field of kind {kind}")
     return at + 1
-
-
-def _number(data: memoryview, at: int) -> tuple[int, int]:
-    """Decode a zigzag varint: (value, where it ends). Raises ValueError, IndexError."""
-    value, end = _varint(data, at)
-    return (value >> 1) ^ -(value & 1), end
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:

@@ -15,8 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar, cast
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from gstep.evidence import name_of
 from gstep.types import budget_for
@@ -53,7 +55,6 @@ class Reading(NamedTuple):
         order: the order of the rows.
         evidence: name in the result -> column.
         columns: the columns to read.
-        near: columns that may be fetched with them.
         verify: whether to compare a video's checksum.
     """
 
@@ -61,7 +62,6 @@ class Reading(NamedTuple):
     order: TokenOrder
     evidence: Mapping[str, str]
     columns: tuple[str, ...]
-    near: tuple[str, ...]
     verify: bool
 
 
@@ -347,7 +347,7 @@ class TokenCache:
             raise ValueError(f'order must be "index" or "selection", got {order!r}')
         sources = self._find_evidence(evidence)
         columns = (*(name for name in self._columns if name != "video_id"), *dict.fromkeys(sources.values()))
-        return Reading(retention_ratio, order, sources, columns, self._columns, verify)
+        return Reading(retention_ratio, order, sources, columns, verify)
 
     def rows_to_read(self, row: VideoRow, reading: Reading) -> TokenRows:
         """Return the request for the token rows of a video.
@@ -362,7 +362,7 @@ class TokenCache:
             )
         if fault := next(iter_count_faults(row), None):
             raise CorruptShard(f"{self.store}: the row of {row['video_id']!r} contradicts itself: {fault}", "rows")
-        return TokenRows(row, count_tokens(row, reading.retention_ratio), reading.columns, reading.near)
+        return TokenRows(row, count_tokens(row, reading.retention_ratio), reading.columns, self._columns)
 
     def _read_videos(self, videos: Sequence[TokenRows], reading: Reading) -> list[CachedVideo]:
         """Read videos run by run, and return them in their order; an object store fetches the next runs meanwhile."""
@@ -391,22 +391,18 @@ class TokenCache:
 
     def _read_video(self, rows: TokenRows, reading: Reading, shard: TokenShard, fetched: Fetched | None) -> CachedVideo:
         """Read the video's first token rows and only their row groups; the whole video if it is verified."""
-        is_stored_order, row = reading.order == "selection", rows.row
+        row, order, vectors = rows.row, None, dict[str, NDArray[np.int16]]()
         shard.check_width(row["hidden_size"], self.deepstack_levels, self.codec)
         if reading.verify:
             shard.require(rows.columns)
             table = shard.read_checked(row).select(list(rows.columns)).slice(0, rows.keep)
-            check_positions(row, table)
-            return build_video(
-                row, table, self.header, reading.evidence, None if is_stored_order else sort_by_index(table)
-            )
-        if is_stored_order:
+            order = None if reading.order == "selection" else sort_by_index(table)
+        elif reading.order == "selection":
             table = shard.read(rows, fetched)
-            check_positions(row, table)
-            return build_video(row, table, self.header, reading.evidence)
-        by_index = shard.read_by_index(rows, fetched)
-        check_positions(row, by_index.table)
-        return build_video(row, by_index.table, self.header, reading.evidence, by_index.order, by_index.vectors)
+        else:
+            table, order, vectors = shard.read_by_index(rows, fetched)
+        check_positions(row, table)
+        return build_video(row, table, self.header, reading.evidence, order, vectors)
 
     @contextmanager
     def _video_in_errors(self, video_id: str) -> Iterator[None]:
@@ -483,28 +479,19 @@ def group_runs(videos: Sequence[TokenRows], limit: int = _MAX_RUN_BYTES) -> list
     The tokens of a run have at most ``limit`` bytes, unless one video has more.
     """
     runs: list[list[int]] = []
-    size = 0
-    for index in sorted(range(len(videos)), key=lambda index: _find_position(videos[index])):
-        n_bytes = 2 * videos[index].keep * int(videos[index].row["hidden_size"])
-        if runs and size + n_bytes <= limit and _are_neighbours(videos[runs[-1][-1]], videos[index]):
+    size, end = 0, None  # of the last run; the position behind its bytes, None where its last video is not read whole
+    positions = [(video.row["token_shard"], video.row["first_row_group"]) for video in videos]
+    for index in sorted(range(len(videos)), key=positions.__getitem__):
+        row, keep, (shard, first) = videos[index].row, videos[index].keep, positions[index]
+        n_bytes = 2 * keep * int(row["hidden_size"])
+        if positions[index] == end and size + n_bytes <= limit:
             runs[-1].append(index)
             size += n_bytes
         else:
             runs.append([index])
             size = n_bytes
+        end = (shard, first + len(row["row_counts"])) if keep == row["n_tokens"] else None
     return runs
-
-
-def _find_position(rows: TokenRows) -> tuple[str, int]:
-    """Return the (token shard, first row group) of a video."""
-    return rows.row["token_shard"], rows.row["first_row_group"]
-
-
-def _are_neighbours(before: TokenRows, after: TokenRows) -> bool:
-    """Return True if the bytes of ``after`` follow the bytes of ``before``: one request fetches both."""
-    shard, first = _find_position(before)
-    whole = before.keep == before.row["n_tokens"]
-    return whole and (shard, first + len(before.row["row_counts"])) == _find_position(after)
 
 
 def map_in_order(work: Callable[[T], R], items: Iterable[T], threads: int, ahead: int) -> Iterator[R]:

@@ -148,6 +148,10 @@ def write_parquet(
     """
     vectors = [f.name for f in table.schema if pa.types.is_fixed_size_binary(f.type)]
     other_columns = [f.name for f in table.schema if f.name not in vectors]
+    options = {}
+    if bloom_column is not None and "bloom_filter_options" in inspect.signature(pq.ParquetWriter.__init__).parameters:
+        bloom = {"ndv": max(row_groups or [1]), "fpp": 0.01}  # one wrong "may be" in a hundred
+        options["bloom_filter_options"] = {bloom_column: bloom}  # of pyarrow 26 and later
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
         sink,
@@ -158,7 +162,7 @@ def write_parquet(
         write_statistics=other_columns,
         write_page_checksum=True,
         store_schema=True,
-        **_bloom_filter(bloom_column, max(row_groups or [1])),
+        **options,
     ) as writer:
         start = 0
         for rows in row_groups or [len(table)]:
@@ -166,13 +170,6 @@ def write_parquet(
             start += rows
     assert start == len(table), (start, len(table))
     return sink.getvalue()
-
-
-def _bloom_filter(column_name: str | None, rows: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Return ParquetWriter's argument for a Bloom filter, of pyarrow 26 and later; one wrong "may be" in a hundred."""
-    if column_name is None or "bloom_filter_options" not in inspect.signature(pq.ParquetWriter.__init__).parameters:
-        return {}
-    return {"bloom_filter_options": {column_name: {"ndv": rows, "fpp": 0.01}}}
 
 
 # Arrow's thread pool and torch in one process abort at exit when threads have only just started ("terminate called

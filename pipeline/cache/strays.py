@@ -38,8 +38,8 @@ def find_stray_fault(store: Store, name: str, files: Sequence[TableFile]) -> Str
     if any(file.name.endswith(f"-{hex_digest(data)}.parquet") for file in files):
         return None
     try:
-        rows = _read_rule_columns(data)
-        ids = _find_better(store, rows, files)
+        columns = ("video_id", *RULE_COLUMNS)
+        ids = _find_better(store, read_bounded(data, columns).select(columns), files)
     except (pa.ArrowException, ValueError, KeyError) as error:
         return StrayFault(f"{store}/{name} is no file of the videos table ({error}): move it out of {VIDEOS}/", False)
     if not ids:
@@ -53,26 +53,19 @@ def find_stray_fault(store: Store, name: str, files: Sequence[TableFile]) -> Str
     return StrayFault(message, True)
 
 
-def _read_rule_columns(data: bytes) -> pa.Table:
-    """Read the columns of a stray file by which rows are compared; its identity is in the metadata.
-
-    Raises ArrowException, ValueError, and KeyError for a column that is missing.
-    """
-    columns = ("video_id", *RULE_COLUMNS)
-    return read_bounded(data, columns).select(columns)
-
-
 def _find_better(store: Store, rows: pa.Table, files: Sequence[TableFile]) -> list[str]:
-    """Return the ids of ``rows`` that would be live beside the rows of ``files`` with the same identity."""
+    """Return the ids of ``rows`` that would be live beside the rows of ``files`` with the same identity.
+
+    The identity of ``rows`` is in their metadata.
+    """
     made_with = (rows.schema.metadata or {}).get(MADE_WITH.encode())
     videos = VideosTable(store, None if made_with is None else made_with.decode())
     rows = rows.replace_schema_metadata(None)
     tables = [
         part for _, part in videos.read_small([file.name for file in files if not file.is_sorted], rows.column_names)
     ]
-    for file in files:
-        if file.is_sorted and (sorted_file := videos.open_sorted(file.name)) is not None:
-            tables += sorted_file.parts(rows.column_names)
+    for sorted_file in videos.iter_sorted(files):
+        tables += sorted_file.parts(rows.column_names)
     tables = [table.filter(pc.is_in(table["id_high"], value_set=rows["id_high"].combine_chunks())) for table in tables]
     table_rows = pa.concat_tables([rows.schema.empty_table(), *tables])
     live, _ = find_live(make_rule_columns(pa.concat_tables([table_rows, rows]).combine_chunks()))

@@ -16,7 +16,7 @@ import os
 import re
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
@@ -111,11 +111,11 @@ def list_table(store: Store) -> TableListing:
 
     Raises CorruptShard for a stray file that must not be left out (``pipeline.cache.strays``), and OSError.
     """
-    listing = split_names(store.names(VIDEOS, ".parquet"))
+    listing = list_unchecked(store)
     try:
         _check_strays(store, listing)
     except FileNotFoundError:  # a file of the table was merged since it was listed
-        listing = split_names(store.names(VIDEOS, ".parquet"))
+        listing = list_unchecked(store)
         _check_strays(store, listing)
     return listing
 
@@ -130,8 +130,9 @@ def _check_strays(store: Store, listing: TableListing) -> None:
                 raise CorruptShard(fault.message, "commit")
 
 
-def split_names(names: Sequence[str]) -> TableListing:
-    """Split the names in the table's folder into the table's files and stray files."""
+def list_unchecked(store: Store) -> TableListing:
+    """List the files of the videos table as ``list_table`` does, whatever is in stray files. Raises OSError."""
+    names = store.names(VIDEOS, ".parquet")
     files = [parse_file_name(name) for name in names if is_table_name(name)]
     return TableListing(files, [name for name in names if not is_table_name(name)])
 
@@ -245,22 +246,18 @@ class SortedFile:
             raise self.corrupt("its end is not the one that its name tells")
         self.n_bytes = tail.size
         try:
-            self._parse_tail(tail.data)
+            n_footer = parse_footer_length(tail.data[-FOOTER_TAIL:])
+            self._metadata: pq.FileMetaData = parse_footer(tail.data[-n_footer:])
+            if self._metadata.num_rows != self.file.rows:
+                raise self.corrupt(f"it has {self._metadata.num_rows} rows, where its name has {self.file.rows}")
+            n_groups = self._metadata.num_row_groups
+            self.group_rows: int = self._metadata.row_group(0).num_rows if n_groups else 0
+            self.firsts: list[int] = np.frombuffer(tail.data, "<u8", n_groups).tolist()
+            numbers: NDArray[np.uint32] = np.frombuffer(tail.data[8 * n_groups : -n_footer], "<u4")
+            self._crcs = numbers.reshape(n_groups, self._metadata.num_columns)
+            self.schema: pa.Schema = self._metadata.schema.to_arrow_schema()
         except (pa.ArrowException, OSError, ValueError) as error:
             raise self.corrupt(f"its end cannot be read: {error}") from error
-
-    def _parse_tail(self, tail: bytes) -> None:
-        """Set the attributes that the tail has. Raises CorruptShard, and ValueError, OSError, ArrowException."""
-        n_footer = parse_footer_length(tail[-FOOTER_TAIL:])
-        self._metadata: pq.FileMetaData = parse_footer(tail[-n_footer:])
-        if self._metadata.num_rows != self.file.rows:
-            raise self.corrupt(f"it has {self._metadata.num_rows} rows, where its name has {self.file.rows}")
-        n_groups = self._metadata.num_row_groups
-        self.group_rows: int = self._metadata.row_group(0).num_rows if n_groups else 0
-        self.firsts: list[int] = np.frombuffer(tail, "<u8", n_groups).tolist()
-        numbers: NDArray[np.uint32] = np.frombuffer(tail[8 * n_groups : -n_footer], "<u4")
-        self._crcs = numbers.reshape(n_groups, self._metadata.num_columns)
-        self.schema: pa.Schema = self._metadata.schema.to_arrow_schema()
         self.metadata: dict[bytes, bytes] = self._metadata.metadata or {}
         self.made_with = _read_made_with(self.metadata)
 
@@ -331,7 +328,7 @@ class VideosTable:
     Attributes:
         store: of the cache.
         foreign: the files that were left out -> the fingerprint of their identity.
-        group: name, number -> a row group of a sorted file as VIDEO_SCHEMA.
+        group: file, number -> a row group of a sorted file as VIDEO_SCHEMA.
     """
 
     def __init__(self, store: Store, made_with: str | None = None, keep: int = 8) -> None:
@@ -344,7 +341,7 @@ class VideosTable:
         self.foreign: dict[str, str | None] = {}
         self.store, self._made_with = store, made_with
         self._rows_of_small = LoadedOnce(partial(_load_rows, store), keep)
-        self._sorted = LoadedOnce(partial(_open_sorted_file, store), keep)
+        self._sorted = LoadedOnce(partial(SortedFile, store), keep)
         self.group = LoadedOnce(partial(_load_group, self._sorted), _KEPT_GROUPS)
 
     def read_small(self, names: Sequence[str], columns: Sequence[str]) -> Iterator[tuple[str, pa.Table]]:
@@ -361,20 +358,30 @@ class VideosTable:
                     if self._is_own(name, made_with):
                         yield name, rows
 
-    def open_sorted(self, name: str) -> SortedFile | None:
+    def open_sorted(self, file: TableFile) -> SortedFile | None:
         """Open a sorted file, or take it from memory; None if its rows have another identity. Raises as SortedFile."""
-        file = self._sorted(name)
-        return file if self._is_own(name, file.made_with) else None
+        sorted_file = self._sorted(file)
+        return sorted_file if self._is_own(file.name, sorted_file.made_with) else None
+
+    def iter_sorted(self, files: Iterable[TableFile]) -> Iterator[SortedFile]:
+        """Open the sorted files among ``files``, one after the other, without those of another identity.
+
+        Raises as SortedFile.
+        """
+        for file in files:
+            if file.is_sorted and (sorted_file := self.open_sorted(file)) is not None:
+                yield sorted_file
 
     def read_row(self, name: str, row: int) -> VideoRow:
         """Read one row of a file, whatever its identity; the caller may change the row.
 
         Raises CorruptShard, FileNotFoundError, OSError.
         """
-        if parse_file_name(name).is_sorted:
-            number, row_in_group = divmod(row, self._sorted(name).group_rows)
-            return cast(VideoRow, self.group(name, number).slice(row_in_group, 1).to_pylist()[0])
-        values = self._rows_of_small(name)[row].items()
+        file = parse_file_name(name)
+        if file.is_sorted:
+            number, row_in_group = divmod(row, self._sorted(file).group_rows)
+            return cast(VideoRow, self.group(file, number).slice(row_in_group, 1).to_pylist()[0])
+        values = self._rows_of_small(file)[row].items()
         # A copy of the row and its lists, so that a caller may change them.
         return cast(VideoRow, {key: list(value) if isinstance(value, list) else value for key, value in values})
 
@@ -398,23 +405,17 @@ def is_same_identity(made_with: str | None, other_fingerprint: str | None) -> bo
     return made_with is None or other_fingerprint is None or made_with == other_fingerprint
 
 
-def _load_rows(store: Store, name: str) -> list[VideoRow]:
+def _load_rows(store: Store, file: TableFile) -> list[VideoRow]:
     """Read all rows of a small file as Python values: one row of twenty would cost Arrow half as much as all."""
-    rows: list[VideoRow] = read_file(store, parse_file_name(name)).to_pylist()
+    rows: list[VideoRow] = read_file(store, file).to_pylist()
     return rows
 
 
-def _open_sorted_file(store: Store, name: str) -> SortedFile:
-    """Open a sorted file. Raises as SortedFile."""
-    return SortedFile(store, parse_file_name(name))
-
-
-def _load_group(files: LoadedOnce[SortedFile], name: str, number: int) -> pa.Table:
+def _load_group(files: LoadedOnce[SortedFile], file: TableFile, number: int) -> pa.Table:
     """Read a row group of a sorted file as VIDEO_SCHEMA. Raises CorruptShard where it is empty."""
-    file = files(name)
-    table = file.read([number], VIDEO_SCHEMA.names)
-    if file.file.rows and len(table) == 0:
-        raise CorruptShard(f"{name}: row group {number} is empty", "commit")
+    table = files(file).read([number], VIDEO_SCHEMA.names)
+    if file.rows and len(table) == 0:
+        raise CorruptShard(f"{file.name}: row group {number} is empty", "commit")
     return table
 
 

@@ -52,20 +52,6 @@ class TokenRows(NamedTuple):
     near: Collection[str] = ()
 
 
-class ByIndex(NamedTuple):
-    """A video's token rows in order of selection, and its large columns of vectors in order of index.
-
-    Attributes:
-        table: the rows without the columns of ``vectors``.
-        order: [K] its rows in order of index; rows of equal index stay in order of selection.
-        vectors: column -> [K,width], in order of index.
-    """
-
-    table: pa.Table
-    order: NDArray[np.int64]
-    vectors: dict[str, NDArray[np.int16]]
-
-
 class TokenShard:
     """An opened token shard, whose footer was compared with the hash in the videos rows. Threads may share it.
 
@@ -102,17 +88,21 @@ class TokenShard:
         self.schema: pa.Schema = self.metadata.schema.to_arrow_schema()
         self._names = frozenset(self.schema.names)
         self._plain_columns = plain_columns(self.metadata)
-        self._thread_local = local()  # one Parquet reader per thread
+        self._thread_local = local()  # a Parquet reader of each thread: Arrow does not promise that they may share one
         self._bounded: set[tuple[int, tuple[str, ...]]] = set()  # row groups and columns that fit in memory
         self._widths: set[int] = set()  # the hidden sizes that the columns have
 
     def spans(self, rows: TokenRows) -> Spans:
         """Return the byte ranges [start, end) of the rows: one range, unless other columns lie between.
 
-        Raises CorruptShard.
+        The range of a row group is from the first to the last of the columns. Raises CorruptShard.
         """
-        groups = [self.metadata.row_group(number) for number in self._groups(rows)]
-        return join_spans(_find_span(group, {*rows.columns, *rows.near}) for group in groups)
+        names, spans = {*rows.columns, *rows.near}, Spans()
+        for group in map(self.metadata.row_group, self._groups(rows)):
+            columns = [c for c in map(group.column, range(group.num_columns)) if c.path_in_schema in names]
+            end = max(column.data_page_offset + column.total_compressed_size for column in columns)
+            spans.append((columns[0].data_page_offset, end))
+        return join_spans(spans)
 
     def fetch_all(self, videos: Sequence[TokenRows]) -> Fetched | None:
         """Fetch the bytes of several videos, in the order of their row groups, for ``read``; one request a span.
@@ -132,8 +122,13 @@ class TokenShard:
         self._check_bounds(rows, fetched)
         return self._read_columns(rows, rows.columns, fetched)
 
-    def read_by_index(self, rows: TokenRows, fetched: Fetched | None = None) -> ByIndex:
-        """Read the rows, with the vector columns in order of ``index``. The columns must include ``index``.
+    def read_by_index(
+        self, rows: TokenRows, fetched: Fetched | None = None
+    ) -> tuple[pa.Table, NDArray[np.int64], dict[str, NDArray[np.int16]]]:
+        """Read the rows in order of selection, and their columns of vectors in order of ``index``.
+
+        Returns (the rows without the columns of vectors; [K] their places in order of index, where rows of equal index
+        stay in order of selection; vectors: column -> [K,width] in order of index). The columns must include ``index``.
 
         Raises CorruptShard, OSError.
         """
@@ -144,9 +139,7 @@ class TokenShard:
         positions = np.empty_like(order)
         positions[order] = np.arange(len(order))
         large = [name for name in rows.columns if name in self._plain_columns]
-        return ByIndex(
-            table, order, {name: self._read_vectors(rows, name, order, positions, fetched) for name in large}
-        )
+        return table, order, {name: self._read_vectors(rows, name, order, positions, fetched) for name in large}
 
     def read_checked(self, row: VideoRow) -> pa.Table:
         """Read all of a video's token rows with all columns, and compare their id and checksum with its ``row``.
@@ -201,23 +194,15 @@ class TokenShard:
         """Read the rows with Arrow, which checks every page's checksum, as stored. Raises CorruptShard, OSError."""
         groups = self._groups(rows)
         with self._faults():
-            table = self._parquet(fetched).read_row_groups(groups, columns=list(columns), use_threads=READ_THREADS)
+            if fetched is not None:
+                reader = open_parquet(pa.PythonFile(fetched, "r"), self.metadata)
+            elif (reader := getattr(self._thread_local, "parquet", None)) is None:
+                reader = self._thread_local.parquet = open_parquet(self._source.mapped, self.metadata)
+            table = reader.read_row_groups(groups, columns=list(columns), use_threads=READ_THREADS)
         n_rows = sum(rows.row["row_counts"][: len(groups)])
         if len(table) != n_rows:
             raise CorruptShard(f"{self._label}: {len(table)} rows instead of {n_rows}", "rows")
         return table.slice(0, rows.keep)
-
-    def _parquet(self, fetched: Fetched | None) -> pq.ParquetFile:
-        """Return a reader for this thread: a new reader of ``fetched``, or the thread's own reader of the local file.
-
-        Arrow does not promise that threads may share a reader.
-        """
-        if fetched is not None:
-            return open_parquet(pa.PythonFile(fetched, "r"), self.metadata)
-        reader: pq.ParquetFile | None = getattr(self._thread_local, "parquet", None)
-        if reader is None:
-            reader = self._thread_local.parquet = open_parquet(self._source.mapped, self.metadata)
-        return reader
 
     def _read_vectors(
         self,
@@ -238,10 +223,11 @@ class TokenShard:
             pages = plain_pages(self.metadata.row_group(group), number)
             if pages is None:
                 break
-            part = positions[n_done : n_done + pages.n_rows]
+            n_rows = self.metadata.row_group(group).num_rows
+            part = positions[n_done : n_done + n_rows]
             with self._faults():
-                data = view(pages.start, pages.end)
-            if not put_rows(data, pages.n_rows, part, out):
+                data = view(*pages)
+            if not put_rows(data, n_rows, part, out):
                 break
             n_done += len(part)
         else:
@@ -316,12 +302,6 @@ def join_spans(spans: Iterable[tuple[int, int]]) -> Spans:
             start = runs.pop()[0]  # noqa: PLW2901
         runs.append((start, end))
     return runs
-
-
-def _find_span(group: pq.RowGroupMetaData, names: Collection[str]) -> tuple[int, int]:
-    """Return the bytes [start, end) of a row group from the first to the last of the columns ``names``."""
-    columns = [c for c in map(group.column, range(group.num_columns)) if c.path_in_schema in names]
-    return columns[0].data_page_offset, max(c.data_page_offset + c.total_compressed_size for c in columns)
 
 
 def list_videos(store: Store, token_shard: str) -> list[str]:

@@ -137,17 +137,38 @@ def write_token_shard(
 ) -> list[VideoRecord]:
     """Write the tokens of the ok videos as one shard of ``store``; return every video's record, in their order.
 
-    The results are copies. An ok record gets its place in the shard, its checksum and ``write_s``, its share of the
-    time. No shard is written if no video has tokens.
+    The results are copies. An ok record gets the codec unless it is bfloat16, its row groups, its checksum, the columns
+    of ``put_token_shard``, and ``write_s``, its share of the time. No shard is written if no video has tokens.
 
     ``codec`` is the codec of the cache's identity. Raises OSError if the shard cannot be written.
     """
     start = time.perf_counter()
     rows: list[VideoRecord] = [{**video.record} for video in videos]
     ok_videos = [(row, video.kept) for row, video in zip(rows, videos, strict=True) if video.kept is not None]
-    if ok_videos:
-        _write(ok_videos, store, run_id, codec)
-    seconds = (time.perf_counter() - start) / max(len(ok_videos), 1)
+    if not ok_videos:
+        return rows
+    first, tokens = ok_videos[0]
+    widths = {name: values.shape[1] for name, values in tokens.evidence.items()}
+    schema = token_schema(first["hidden_size"], len(tokens.deepstack), widths, codec)
+    tables: list[pa.Table] = []
+    checksums: list[Future[str]] = []
+    with ThreadPoolExecutor(_HASHERS) as hashers:  # hashlib lets other threads run
+        for row, tokens in ok_videos:
+            levels = {f"deepstack_{level}": values for level, values in enumerate(tokens.deepstack)}
+            vectors = dict[str, Bits]()  # in the order of the checksum
+            for name, values in {"token": tokens.tokens, **levels}.items():
+                vectors |= codec.encode(name, values)
+            vectors |= tokens.evidence
+            # The schema's meaning of the checksum does not name evidence: caches without evidence keep their bytes.
+            checksums.append(hashers.submit(digest, *map(np.ascontiguousarray, vectors.values())))
+            tables.append(_build_rows(row, tokens, vectors, schema))
+            if codec is not BFLOAT16:
+                row["token_codec"], row["token_block"] = codec.name, codec.group
+            row["row_counts"] = tier_row_counts(
+                row["n_total"], row["n_tokens"], row["retention_ratio"], nested=row["nested"]
+            )
+        put_token_shard(store, run_id, [row for row, _ in ok_videos], tables, checksums)
+    seconds = (time.perf_counter() - start) / len(ok_videos)
     for row, _ in ok_videos:
         row["write_s"] = seconds
     return rows
@@ -197,31 +218,6 @@ def _find_missing(store: Store, names: Sequence[str]) -> list[str]:
         return [name for name in names if not store.exists(name)]
     with request_threads(min(_MAX_REQUESTS, len(names))) as pool:
         return [name for name, exists in zip(names, pool.map(store.exists, names), strict=True) if not exists]
-
-
-def _write(videos: Sequence[tuple[VideoRecord, KeptTokens]], store: Store, run_id: str, codec: TokenCodec) -> None:
-    """Write the videos as one shard, and complete their records in place.
-
-    Each record gets the codec unless it is bfloat16, its row groups, its checksum, and the columns of
-    ``put_token_shard``.
-    """
-    first, tokens = videos[0]
-    widths = {name: values.shape[1] for name, values in tokens.evidence.items()}
-    schema = token_schema(first["hidden_size"], len(tokens.deepstack), widths, codec)
-    tables: list[pa.Table] = []
-    checksums: list[Future[str]] = []
-    with ThreadPoolExecutor(_HASHERS) as hashers:  # hashlib lets other threads run
-        for record, tokens in videos:
-            vectors = _encode_vectors(tokens, codec)
-            # The schema's meaning of the checksum does not name evidence: caches without evidence keep their bytes.
-            checksums.append(hashers.submit(digest, *map(np.ascontiguousarray, vectors.values())))
-            tables.append(_build_rows(record, tokens, vectors, schema))
-            if codec is not BFLOAT16:
-                record["token_codec"], record["token_block"] = codec.name, codec.group
-            record["row_counts"] = tier_row_counts(
-                record["n_total"], record["n_tokens"], record["retention_ratio"], nested=record["nested"]
-            )
-        put_token_shard(store, run_id, [record for record, _ in videos], tables, checksums)
 
 
 def put_token_shard(
@@ -295,13 +291,6 @@ def make_bundles(
             bundle, size = [], 0.0
     if bundle:
         yield bundle
-
-
-def _encode_vectors(tokens: KeptTokens, codec: TokenCodec) -> dict[str, Bits]:
-    """Return the encoded vector columns by name, in the order of the checksum."""
-    levels = {f"deepstack_{level}": values for level, values in enumerate(tokens.deepstack)}
-    columns_by_vector = [codec.encode(name, values) for name, values in {"token": tokens.tokens, **levels}.items()]
-    return {**{name: values for columns in columns_by_vector for name, values in columns.items()}, **tokens.evidence}
 
 
 def _build_rows(record: VideoRecord, tokens: KeptTokens, vectors: Mapping[str, Bits], schema: pa.Schema) -> pa.Table:

@@ -16,16 +16,20 @@ from torch.utils.data import Dataset, IterableDataset
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache, TokenOrder, check_list
 from pipeline.cache.schema import digest
-from pipeline.datasets.processes import (
+from pipeline.datasets.shares import (
+    STATEFUL_LOADER,
+    DatasetState,
+    EpochPass,
     ParentRanks,
     Ranks,
+    ShardShare,
     divide_by_videos,
+    divide_evenly,
     find_caller,
     loader_ahead,
     ranks_of_process,
     worker_of_loader,
 )
-from pipeline.datasets.state import STATEFUL_LOADER, DatasetState, EpochPass, ShardShare, divide_evenly
 from pipeline.errors import RemovedVideo
 from pipeline.rows import VideoRow
 
@@ -124,8 +128,8 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         Without ``rank`` the rank of torch.distributed counts, when the dataset is read; without torch.distributed this
         process has all videos. ``retention_ratio``, ``order`` and ``evidence`` are the arguments of TokenCache.get.
 
-        Raises ValueError if ``even`` is set and there are fewer token shards than ranks: here with ``rank``, else when
-        the dataset is read.
+        Raises ValueError for one of ``rank`` and ``world_size`` without the other or outside of it, and if ``even`` is
+        set and there are fewer token shards than ranks: here with ``rank``, else when the dataset is read.
         """
         super().__init__()
         check_list(() if ids is None else ids, "ids")
@@ -134,7 +138,11 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         self._shards = self.cache.shards(ids)
         self._options: tuple[float | None, TokenOrder, tuple[str, ...]] = retention_ratio, order, tuple(evidence)
         self._shuffle, self._mix, self._seed, self._even = shuffle, max(1, mix), seed, even
-        self._given_ranks = _check_ranks(rank, world_size)
+        if (rank is None) != (world_size is None):
+            raise ValueError("rank and world_size go together")
+        self._given_ranks = None if rank is None or world_size is None else (rank, world_size)
+        if rank is not None and world_size is not None and not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} of {world_size}")
         self._parent: ParentRanks | None = None
         # So persistent workers see set_epoch, and this process sees whether workers read and where they resumed.
         self._shared = torch.tensor([0, 0, -1, -1]).share_memory_()  # type: ignore[no-untyped-call]
@@ -389,14 +397,3 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
                 f"the state is of other data: {'; '.join(changes)}. Make the dataset from the same cache and "
                 "options, or begin an epoch by set_epoch()"
             )
-
-
-def _check_ranks(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
-    """Return the rank and world size that were given, or None. Raises ValueError."""
-    if (rank is None) != (world_size is None):
-        raise ValueError("rank and world_size go together")
-    if rank is None or world_size is None:
-        return None
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} of {world_size}")
-    return rank, world_size

@@ -122,7 +122,10 @@ class Packed(Mapping[str, Tensor]):
         """Return the batch of some of its videos, which shares its memory."""
         start, end, _ = videos.indices(len(self["lengths"]))
         firsts, lasts = self._bounds[[start, max(start, end)]].tolist()
-        columns = self._columns()
+        names = [name for name in self if name.startswith(_EVIDENCE)]
+        of_evidence = {name: _FIRST_EVIDENCE + number for number, name in enumerate(names)}
+        # The column of ``lengths`` that counts the rows of each tensor.
+        columns = dict.fromkeys(self, _TOKENS) | {"metadata": _METADATA} | of_evidence
         tensors = {
             name: tensor[start:end] if name == "lengths" else tensor[firsts[columns[name]] : lasts[columns[name]]]
             for name, tensor in self.items()
@@ -133,12 +136,6 @@ class Packed(Mapping[str, Tensor]):
     def _bounds(self) -> Tensor:
         """[n+1,2+E] int64: where each video begins in the tensors, by the columns of ``lengths``, and the ends."""
         return torch.nn.functional.pad(self["lengths"].cumsum(0), (0, 0, 1, 0))
-
-    def _columns(self) -> dict[str, int]:
-        """Return the column of ``lengths`` that counts a tensor's rows, by the tensor's name."""
-        names = [name for name in self if name.startswith(_EVIDENCE)]
-        of_evidence = {name: _FIRST_EVIDENCE + number for number, name in enumerate(names)}
-        return dict.fromkeys(self, _TOKENS) | {"metadata": _METADATA} | of_evidence
 
 
 def pack(videos: Sequence[CachedVideo]) -> Packed:

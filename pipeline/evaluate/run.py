@@ -21,8 +21,15 @@ from rich.console import Console
 
 from gstep import PRUNERS, make_pruner
 from pipeline.cache.codecs import BFLOAT16
-from pipeline.cache.dataset_card import has_own_card
-from pipeline.cache.header import HEADER, SamplingIdentity, find_codec, fingerprint, list_differences, read_header
+from pipeline.cache.header import (
+    HEADER,
+    SamplingIdentity,
+    find_codec,
+    fingerprint,
+    has_own_card,
+    list_differences,
+    read_header,
+)
 from pipeline.cache.live import LiveVideos
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TOKENS, VIDEOS

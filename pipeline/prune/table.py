@@ -9,8 +9,7 @@ import pyarrow as pa
 
 from gstep.backbones import family_of
 from pipeline.cache.changed_code import delete_superseded, restart_cache
-from pipeline.cache.dataset_card import write_new_header
-from pipeline.cache.header import HEADER, fingerprint, made_with, read_header
+from pipeline.cache.header import HEADER, fingerprint, made_with, read_header, write_new_header
 from pipeline.cache.live import Ledger
 from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES, try_merge
 from pipeline.cache.schema import VIDEOS

@@ -10,11 +10,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from pipeline.cache.header import fingerprint, read_header
-from pipeline.cache.live import LiveVideos, select_ok
+from pipeline.cache.live import LiveVideos, is_among, select_ok
 from pipeline.cache.merging import merge
 from pipeline.cache.schema import TOKENS
 from pipeline.cache.table import VideosTable
@@ -74,15 +71,17 @@ def join_tokens(
         live = select_ok(LiveVideos.read(store, made_with, ("status", "token_shard", "first_row_group"))[1])
         live_shards = set(live["token_shard"].to_pylist())
         result.deleted = _delete_emptied(store, live_shards, keep)
-        bundles = _list_bundles(store, live_shards, shard_bytes)
+        small = [file for file in store.list_files(TOKENS) if file.name in live_shards and 2 * file.size < shard_bytes]
+        bundles = [files for files in make_bundles(small, lambda file: file.size, shard_bytes) if len(files) > 1]
         if not bundles:
             return result
         result.run_id, table = run_id, VideosTable(store)
         with RunFile(store, {**provenance(run_id), "joins": len(bundles)}) as run_file:
-            for number, names in enumerate(bundles):
+            for number, files in enumerate(bundles):
+                names = [file.name for file in files]
                 result.read += names
                 run_file.save(**{_EMPTIED_KEY: result.read})  # before the shards are emptied, so that none is forgotten
-                places = live.filter(pc.is_in(live["token_shard"], value_set=pa.array(names)))
+                places = live.filter(is_among(live["token_shard"], names))
                 rows = move_videos(table, run_id, number, places, made_with)
                 result.videos += len(rows)
                 result.written.append(rows[0]["token_shard"])
@@ -90,13 +89,6 @@ def join_tokens(
                 say(f"{number + 1:,} of {len(bundles):,} token shards written")
         merge(store, made_with, everything=True, keep=keep)
     return result
-
-
-def _list_bundles(store: Store, live_shards: Collection[str], shard_bytes: int) -> list[list[str]]:
-    """List the names of small token shards that make a shard of about ``shard_bytes`` together, two or more."""
-    small = [file for file in store.list_files(TOKENS) if file.name in live_shards and 2 * file.size < shard_bytes]
-    bundles = make_bundles(small, lambda file: file.size, shard_bytes)
-    return [[file.name for file in bundle] for bundle in bundles if len(bundle) > 1]
 
 
 def _delete_emptied(store: Store, live_shards: Collection[str], keep: timedelta) -> list[str]:

@@ -20,8 +20,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache.dataset_card import write_new_header
-from pipeline.cache.header import HEADER, CacheHeader, fingerprint, list_differences, read_header
+from pipeline.cache.header import (
+    HEADER,
+    CacheHeader,
+    fingerprint,
+    list_differences,
+    read_header,
+    write_new_header,
+)
 from pipeline.cache.live import RULE_COLUMNS, LiveVideos, find_live, make_rule_columns, select_ok, select_removed
 from pipeline.cache.merging import merge
 from pipeline.cache.schema import TOKENS
@@ -179,7 +185,7 @@ def _take_videos(
     result: MergedCaches,
     say: Callable[[str], object],
 ) -> None:
-    """Bring tokens and then the rows that name them into ``out``, and complete ``result``.
+    """Bring tokens, removed rows and then the rows that name tokens into ``out``, and complete ``result``.
 
     If files of a cache that others write to were merged away meanwhile, all caches are read again, _TRIES times in all.
     Raises CorruptShard, OSError.
@@ -187,7 +193,9 @@ def _take_videos(
     for tries_left in reversed(range(_TRIES)):
         try:
             _take_live_tokens(stores, union.rows, out, result, say)
-            _take_removed_rows(stores, identity, out, result)
+            if result.removed:  # before other rows of these videos
+                rows = [row for source in stores for row in LiveVideos.read_removed(source, identity)]
+                out.put(*serialise_small(result.run_id, 0, build_table(rows), identity))
             for source, files in zip(stores, union.files, strict=True):
                 for name in files:
                     _take(source, out, name)
@@ -224,13 +232,6 @@ def _take_live_tokens(
             except Exception:
                 pool.shutdown(cancel_futures=True)  # no copy is under way when another run may take the claim
                 raise
-
-
-def _take_removed_rows(stores: Sequence[Store], identity: str, out: Store, result: MergedCaches) -> None:
-    """Bring the removed rows of the caches into ``out``, before other rows of these videos. Raises as ``_take``."""
-    if result.removed:
-        rows = [row for source in stores for row in LiveVideos.read_removed(source, identity)]
-        out.put(*serialise_small(result.run_id, 0, build_table(rows), identity))
 
 
 def _take(source: Store, out: Store, name: str) -> int | None:

@@ -20,7 +20,6 @@ import pyarrow as pa
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.changed_code import delete_superseded, match_cache_code, restart_cache
 from pipeline.cache.codecs import BFLOAT16
-from pipeline.cache.dataset_card import write_new_header
 from pipeline.cache.header import (
     HEADER,
     CacheHeader,
@@ -29,6 +28,7 @@ from pipeline.cache.header import (
     fingerprint,
     read_header,
     refuse_occupied_place,
+    write_new_header,
 )
 from pipeline.cache.live import RULE_COLUMNS, LiveVideos, find_live, make_rule_columns, select_ok, sort_by_shard
 from pipeline.cache.merging import MAX_WAITING_AT_END, MAX_WAITING_FILES, try_merge
@@ -39,7 +39,7 @@ from pipeline.cache.token_shard import parse_shard_id
 from pipeline.cache.writer import KeptTokens, VideoItem, commit_records, make_bundles, write_token_shard
 from pipeline.errors import RunFailed, UsageError, VideoFault, store_usage_errors
 from pipeline.rewrite.remove import erase_removed
-from pipeline.rows import JsonObject, VideoRecord, VideoRow, failed_video
+from pipeline.rows import JsonObject, VideoRecord, failed_video
 from pipeline.runner.claim import Claim
 from pipeline.runner.cluster.connection import provenance
 from pipeline.runner.run_record import COMMITTED_KEY, RunFile, check_out, new_run_id, newest_record
@@ -227,7 +227,8 @@ def _change_videos(job: Rewrite, todo: pa.Table) -> Iterator[VideoItem]:
     """
     codec = find_codec(job.header["identity"])
     for row in VideosTable(job.source.store).read_rows(todo):
-        record = _record(row)
+        about_video = {name: value for name, value in row.items() if value is not None and name not in _PLACE_COLUMNS}
+        record: VideoRecord = {**about_video}  # type: ignore[typeddict-item]
         if row["status"] == "ok":
             (video,) = job.source.get_rows([row], None, job.order, job.evidence)
             try:
@@ -237,10 +238,3 @@ def _change_videos(job: Rewrite, todo: pa.Table) -> Iterator[VideoItem]:
                 yield VideoItem(failed_video(record, fault))
         else:
             yield VideoItem(record)
-
-
-def _record(row: VideoRow) -> VideoRecord:
-    """Return the columns of a row about its video, without the columns about its storage."""
-    values = {name: value for name, value in row.items() if value is not None and name not in _PLACE_COLUMNS}
-    record: VideoRecord = {**values}  # type: ignore[typeddict-item]
-    return record

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from pipeline.cache.bounds import read_bounded
 from pipeline.cache.header import fingerprint, read_header
-from pipeline.cache.live import RULE_COLUMNS, LiveVideos, list_nameable_ids, select_ok, select_removed
+from pipeline.cache.live import RULE_COLUMNS, LiveVideos, is_among, list_nameable_ids, select_ok, select_removed
 from pipeline.cache.merging import merge
 from pipeline.cache.reader import map_in_order
 from pipeline.cache.schema import TOKENS, VIDEOS
@@ -121,7 +121,11 @@ class _VideosRemover:
         videos, _ = LiveVideos.read(store, identity, ("video_id",))  # which finds the files of another identity
         self._identities = [identity, *sorted(filter(None, {*videos.table.foreign.values()}))]
         self._rows = self._read()
-        self._shards_by_video = self._find_shards()
+        # The token shards of each removed video: at first those that its rows name, or that its removed row recorded.
+        self._shards_by_video: dict[str, set[str]] = {video_id: set() for video_id in ids}
+        for row in self._read_removed().select(["video_id", "status", "token_shard", "model_extra"]).to_pylist():
+            names = _read_shard_names(row["model_extra"]) if row["status"] == "removed" else [row["token_shard"]]
+            self._shards_by_video[row["video_id"]].update(filter(is_shard_name, names))
 
     def run(self, reason: str, say: Callable[[str], object], keep: timedelta) -> None:
         """Carry out the removal. Raises as ``remove_videos``, which says what ``keep`` does."""
@@ -132,13 +136,14 @@ class _VideosRemover:
         result.deleted += _forget_beside_tables(self._store, self._ids, uris)
         self._move_others()
         self._merge(keep)
-        if unused := self._list_unused():
+        unused = self._list_own_shards() - self._live_shards()  # by the table as it is now
+        if unused_names := sorted(name for name in unused if self._store.exists(name)):
             if keep:
-                say(f"waiting {keep.total_seconds() / 60:g} minutes for readers of {len(unused)} token shards")
+                say(f"waiting {keep.total_seconds() / 60:g} minutes for readers of {len(unused_names)} token shards")
                 time.sleep(keep.total_seconds())
-            for name in unused:
+            for name in unused_names:
                 self._store.delete(name)
-            result.deleted += unused
+            result.deleted += unused_names
         self._merge(keep)
         result.strays = _list_strays_with(self._store, self._ids)
 
@@ -154,16 +159,7 @@ class _VideosRemover:
 
     def _read_removed(self) -> pa.Table:
         """Select all rows of the removed videos."""
-        ids = pa.array(sorted(self._ids), pa.string())
-        return self._rows.filter(pc.is_in(self._rows["video_id"], value_set=ids))
-
-    def _find_shards(self) -> dict[str, set[str]]:
-        """Return the token shards of each removed video: those its rows name, or that its removed row recorded."""
-        shards: dict[str, set[str]] = {video_id: set() for video_id in self._ids}
-        for row in self._read_removed().select(["video_id", "status", "token_shard", "model_extra"]).to_pylist():
-            names = _read_shard_names(row["model_extra"]) if row["status"] == "removed" else [row["token_shard"]]
-            shards[row["video_id"]].update(filter(is_shard_name, names))
-        return shards
+        return self._rows.filter(is_among(self._rows["video_id"], self._ids))
 
     def _mark(self, reason: str) -> None:
         """Commit a "removed" row for each video without such a row, also for unknown ids, and read the rows again.
@@ -199,8 +195,15 @@ class _VideosRemover:
         unless a live row names it: ``unread`` of the result gets such shards. A file of another name counts only if
         it can be read.
         """
+
+        def read_ids(name: str) -> Collection[str] | None:
+            try:
+                return read_footer_ids(self._store, name)
+            except CorruptShard:
+                return None
+
         names, live_shards = self._store.names(TOKENS, ".parquet"), self._live_shards()
-        for name, ids in zip(names, map_in_order(self._read_ids, names, 8, 16), strict=True):
+        for name, ids in zip(names, map_in_order(read_ids, names, 8, 16), strict=True):
             if ids is None and name in live_shards:
                 self._result.unread.append(name)
                 continue
@@ -208,13 +211,6 @@ class _VideosRemover:
                 continue  # somebody's own file, which ``strays`` names
             for video_id in self._ids if ids is None else self._ids.intersection(ids):
                 self._shards_by_video[video_id].add(name)
-
-    def _read_ids(self, name: str) -> Collection[str] | None:
-        """Read the ids of the videos in a token shard; None if it is damaged."""
-        try:
-            return read_footer_ids(self._store, name)
-        except CorruptShard:
-            return None
 
     def _live_shards(self) -> set[str]:
         """Read the names of the token shards that live rows name."""
@@ -226,11 +222,10 @@ class _VideosRemover:
 
     def _move_others(self) -> None:
         """Move the other videos of token shards that hold a removed video to new shards, a shard for each."""
-        table, number = VideosTable(self._store), 0
-        names = pa.array(sorted(self._list_own_shards()), pa.string())
+        table, number, names = VideosTable(self._store), 0, self._list_own_shards()
         for identity in self._identities:
             live = self._live(identity)
-            ok = select_ok(live.filter(pc.is_in(live["token_shard"], value_set=names)))
+            ok = select_ok(live.filter(is_among(live["token_shard"], names)))
             for name in sorted(set(ok["token_shard"].to_pylist())):
                 number += 1
                 places = ok.filter(pc.equal(ok["token_shard"], name))
@@ -243,14 +238,6 @@ class _VideosRemover:
         """
         for identity in self._identities:
             self._result.deleted += merge(self._store, identity, everything=True, keep=keep).deleted
-
-    def _list_unused(self) -> list[str]:
-        """Return the token shards that hold a removed video and that no live row names any more.
-
-        Reads the table again.
-        """
-        unused = self._list_own_shards() - self._live_shards()
-        return sorted(name for name in unused if self._store.exists(name))
 
 
 def _read_shard_names(text: str | None) -> list[object]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import TypedDict, cast
@@ -22,9 +22,8 @@ from typing import TypedDict, cast
 from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.errors import CacheLocked, UsageError
 from pipeline.rows import JsonObject
-from pipeline.runner.ending import write_last
 from pipeline.runner.progress import Progress
-from pipeline.runner.run_record import RUNS
+from pipeline.runner.run_record import RUNS, now, write_last
 from pipeline.storage.stores import INDEXES, NOTE, Store
 
 HEARTBEAT_S = 10.0
@@ -93,7 +92,7 @@ class Claim:
             "pid": os.getpid(),
             "namespace": _read_namespace(),
             "started": _read_start_ticks(os.getpid()),
-            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+            "since": now(),
             "checked": False,
             "beat": 0,
         }
@@ -176,7 +175,7 @@ class Claim:
         # Both runs have just started and see each other: the run with the smaller id continues.
         if not holder.get("checked") and holder.get("run_id", "") > self._me["run_id"]:
             return
-        if not _has_ended_here(holder) and self._is_alive(name, holder):
+        if _runs_here(holder) is not False and self._is_alive(name, holder):
             raise CacheLocked(
                 f"{self._store}: another run writes here: {describe_holder(holder)}; --join allows concurrent runs"
             )
@@ -191,7 +190,7 @@ class Claim:
         """
         limit, is_told = timedelta(seconds=MAX_MISSED_BEATS * self._heartbeat_s), False
         # A running process with an old note may have been stopped, or a clock has jumped: its next beat decides.
-        runs_here, until = _is_here(holder), time.monotonic() + limit.total_seconds()
+        runs_here, until = _runs_here(holder), time.monotonic() + limit.total_seconds()
         while (silent := _find_age(self._store, name, self._name)) is not None and (runs_here or silent < limit):
             if runs_here and silent < limit:
                 return True
@@ -205,17 +204,19 @@ class Claim:
             time.sleep(min(1.0, self._heartbeat_s / 4))
             with suppress(OSError):
                 self._beat(self._beating)
-            now = _read_note(self._store, name)
-            if now is None:
+            note = _read_note(self._store, name)
+            if note is None:
                 return False
-            if now.get("beat") != holder.get("beat"):
+            if note.get("beat") != holder.get("beat"):
                 return True
         return False
 
 
 def refuse_links(store: Store) -> None:
     """Raise UsageError if a folder that commands write to and delete from is a symbolic link; the root may be one."""
-    if (folder := store.find_link(_FOLDERS)) is not None:
+    root = store.folder
+    folder = next((folder for folder in _FOLDERS if root is not None and (root / folder).is_symlink()), None)
+    if folder is not None:
         raise UsageError(
             f"{store}/{folder} is a symbolic link, so files elsewhere would be written and deleted: put the folder "
             "itself there, or link the whole place"
@@ -229,9 +230,10 @@ def find_holder(store: Store) -> Holder | None:
     is waited for or deleted. Raises OSError.
     """
     for name, holder in _iter_notes(store):
-        if not _has_ended_here(holder):
+        runs_here = _runs_here(holder)
+        if runs_here is not False:
             with suppress(FileNotFoundError):
-                if _is_here(holder) or store.age(name) < timedelta(seconds=MAX_MISSED_BEATS * HEARTBEAT_S):
+                if runs_here or store.age(name) < timedelta(seconds=MAX_MISSED_BEATS * HEARTBEAT_S):
                     return holder
     return None
 
@@ -271,24 +273,17 @@ def _find_age(store: Store, name: str, own_name: str) -> timedelta | None:
         return None
 
 
-def _is_in_this_container(holder: Holder) -> bool:
-    """Return True if a run's driver is on this host and in this container."""
-    own_container = (socket.gethostname(), _read_namespace())
-    return bool(own_container[1]) and (holder.get("host"), holder.get("namespace")) == own_container
+def _runs_here(holder: Holder) -> bool | None:
+    """Return True if a run's driver is a running process of this container, False if it was one and has ended.
 
-
-def _is_here(holder: Holder) -> bool:
-    """Return True if a run's driver is a running process of this container."""
-    return _is_in_this_container(holder) and not _has_ended_here(holder)
-
-
-def _has_ended_here(holder: Holder) -> bool:
-    """Return True if a run was a process of this container, or a claim of this process, and has ended."""
-    if not _is_in_this_container(holder):
-        return False
+    None if it is on another host or in another container. A run of this process has ended once its claim has.
+    """
+    namespace = _read_namespace()
+    if not namespace or (holder.get("host"), holder.get("namespace")) != (socket.gethostname(), namespace):
+        return None
     if holder["pid"] == os.getpid():
-        return holder["run_id"] not in _OPEN
-    return _read_start_ticks(int(holder["pid"])) != holder.get("started")
+        return holder["run_id"] in _OPEN
+    return _read_start_ticks(int(holder["pid"])) == holder.get("started")
 
 
 def _read_namespace() -> str:

@@ -12,12 +12,11 @@ import ray
 
 from pipeline.errors import RunFailed
 from pipeline.runner.cluster.connection import describe_cause, is_out_of_disk, sum_resources
+from pipeline.runner.cluster.disks import DiskSearch, find_full_disks, find_known_full_disks
 from pipeline.runner.cluster.head import Head, HeadLost
-from pipeline.runner.cluster.nodes import DiskSearch, find_full_disks, find_known_full_disks
 from pipeline.runner.job import Items, Job, Watch
 from pipeline.runner.progress import reporter
 from pipeline.runner.shards import TICK_S, Shard, Shards
-from pipeline.runner.stages import Plan
 from pipeline.runner.watchdog import SHRUNK_S, DiskFull, Fetcher, Growth, Watchdog
 from pipeline.runner.worker_reports import WorkerReport, heartbeats_of
 from pipeline.storage.outages import OUTAGES
@@ -37,6 +36,7 @@ class GraphExecution(Generic[T]):
     """The execution of one graph of a job, which ``close`` ends.
 
     Attributes:
+        shards: the shards of the graph's output.
         n_shards: one more than the largest number of a committed shard; shards are numbered from 0.
     """
 
@@ -58,27 +58,12 @@ class GraphExecution(Generic[T]):
         job.say(f"starting workers: {self._plan.workers}")
         graph = job.graph(items, self._plan, heartbeats)
         self._reporter = resources.enter_context(display)
-        self._shards = resources.enter_context(Shards(graph, job.options.flush_seconds))
+        self.shards = resources.enter_context(Shards(graph, job.options.flush_seconds))
         self._watchdog = Watchdog(
             heartbeats, job.options.stall_timeout, self._plan, len(items), job.available_resources
         )
         self._looked_at = time.monotonic()
         self._batches = resources.enter_context(Fetcher(graph.batches()))
-
-    @property
-    def n_done(self) -> int:
-        """The number of items that are committed."""
-        return self._shards.n_committed
-
-    @property
-    def n_unwritten(self) -> int:
-        """The number of items that came out of the graph and are not committed; at most, before the end."""
-        return self._shards.n_taken - self.n_done
-
-    @property
-    def has_unwritten(self) -> bool:
-        """True if shards are not committed."""
-        return self._shards.has_unwritten
 
     def next_shard(self) -> Shard | None:
         """Run the graph until a shard is written, and return it; None after the last one.
@@ -94,19 +79,21 @@ class GraphExecution(Generic[T]):
             while True:
                 self._head.look()
                 self._look_when_due()
-                if (shard := self._shards.next_written()) is not None:
+                if (shard := self.shards.next_written()) is not None:
                     return shard
-                if not self._batches.is_at_end:
-                    self._take_batch()
-                elif not self._shards.finish():
-                    return None
+                if self._batches.is_at_end:
+                    if not self.shards.finish():
+                        return None
+                elif self.shards.has_room() and (batch := self._batches.next(TICK_S)) is not None:
+                    self.shards.take(batch)
+                    self._reporter.count_computed(batch.n_items)
         except (ray.exceptions.RayError, OSError) as error:
             self._batches.close()  # first: a graph that runs on keeps resources, which the search for a cause needs
             raise self._explain(error) from error
 
     def acknowledge(self, shard: Shard) -> None:
         """Count the shard that ``next_shard`` returned last as committed, and restart the stall timer."""
-        self._shards.acknowledge()  # first: behind it an interrupt does not bring the shard again
+        self.shards.acknowledge()  # first: behind it an interrupt does not bring the shard again
         self.n_shards = max(self.n_shards, shard.number + 1)
         self._watchdog.record_movement()
         self._grow_reporter()
@@ -120,7 +107,7 @@ class GraphExecution(Generic[T]):
 
     def check_complete(self) -> None:
         """Raise RunFailed if items have no row after the last shard."""
-        if (n_missing := len(self._items) - self.n_done) > 0:
+        if (n_missing := len(self._items) - self.shards.n_committed) > 0:
             item = self._plan.wording.item
             raise RunFailed(f"{n_missing} of {len(self._items)} {item}s have no row. Rerun the command")
 
@@ -139,19 +126,13 @@ class GraphExecution(Generic[T]):
         for worker in report.excluded_workers:
             self._job.say(f"note: excluded worker: {worker}")
 
-    def _take_batch(self) -> None:
-        """Take the graph's next output, if it comes within TICK_S seconds and there is room for it."""
-        if self._shards.has_room() and (batch := self._batches.next(TICK_S)) is not None:
-            self._shards.take(batch)
-            self._reporter.count_computed(batch.n_items)
-
     def _next_last(self) -> Shard | None:
         """Return the next shard that is written within the time for last writes, or None."""
         assert self._last_writes_until is not None
         with suppress(ray.exceptions.RayError):  # no writer takes the rest
-            while self._shards.finish() and (left_s := self._last_writes_until - time.monotonic()) > 0:
+            while self.shards.finish() and (left_s := self._last_writes_until - time.monotonic()) > 0:
                 with suppress(ray.exceptions.RayError):  # the other shards may still be written
-                    if (shard := self._shards.next_written(min(TICK_S, left_s))) is not None:
+                    if (shard := self.shards.next_written(min(TICK_S, left_s))) is not None:
                         return shard
         return None
 
@@ -163,7 +144,8 @@ class GraphExecution(Generic[T]):
         is_of_ray = isinstance(error, ray.exceptions.RayError)
         if is_of_ray and not self._head.answers():
             return HeadLost(self._head.describe_loss())
-        why = (is_of_ray and self._watchdog.failure()) or describe_cause(error)
+        told = self._watchdog.read_latest(self._watchdog.every_s).failure if is_of_ray else None
+        why = told or describe_cause(error)
         disks = DiskSearch({}, {})
         with suppress(Exception):  # a cluster that does not answer: the error itself says more
             if is_of_ray:
@@ -203,7 +185,10 @@ class GraphExecution(Generic[T]):
         self._look_at_disks(report)
         self._watchdog.check()
         if (speed := display.pace.speed()) is not None and display.progress.busy:
-            self._growth.look(display.progress, speed, self._replan(speed.n_left))
+            today = None
+            with suppress(Exception):  # a cluster that does not answer has not grown
+                today = self._job.replan(speed.n_left) if self._head.answers() else None
+            self._growth.look(display.progress, speed, today)
 
     def _look_at_disks(self, report: WorkerReport) -> None:
         """Name full disks while nothing moves, and end the graph after _FULL_S if no worker has an item in hand."""
@@ -226,10 +211,3 @@ class GraphExecution(Generic[T]):
     def _grow_reporter(self) -> None:
         """Show the number of items known by now, and whether more will come."""
         self._reporter.grow(len(self._items), is_final=self._items.is_complete)
-
-    def _replan(self, n_items: int) -> Plan | None:
-        """Plan ``n_items`` for the current cluster; None if it does not answer or no plan is possible."""
-        try:
-            return self._job.replan(n_items) if self._head.answers() else None
-        except Exception:  # noqa: BLE001 - a cluster that does not answer has not grown
-            return None

@@ -15,10 +15,9 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import NamedTuple, Protocol, TypedDict
+from typing import Any
 
 import ray
 from ray.util import metrics as ray_metrics
@@ -26,7 +25,7 @@ from ray.util import metrics as ray_metrics
 from pipeline.errors import printable
 from pipeline.runner.cluster.head import HeadLost
 from pipeline.runner.progress import Progress
-from pipeline.runner.run_record import RUNS, name_ending
+from pipeline.runner.run_record import RUNS, name_ending, now
 from pipeline.runner.worker_reports import CrashedProcess, FailureKind, WorkerReport
 from pipeline.storage.outages import OUTAGES
 from pipeline.storage.stores import Store
@@ -65,11 +64,7 @@ class Monitor:
         self._is_started = True
         self._logs.start()
         self.metrics.set("last_row_time", time.time())
-        OUTAGES.record = self._record_outage
-
-    def _record_outage(self, place: str, since: float) -> None:
-        """Record the time since which a store does not answer, 0 once it answers again."""
-        self.metrics.set("outage_start_time", since, store=place)
+        OUTAGES.record = lambda place, since: self.metrics.set("outage_start_time", since, store=place)
 
     def look(self, report: WorkerReport, at: Progress) -> None:
         """Update the log of crashed workers, the claim's note and the metrics from a report of the workers.
@@ -97,41 +92,20 @@ class Monitor:
         self.metrics.set("last_row_time", time.time())
 
 
-class _Metric(NamedTuple):
-    """The kind of a metric, its meaning, and its labels besides ``run``."""
-
-    kind: type[ray_metrics.Counter] | type[ray_metrics.Gauge]
-    meaning: str
-    labels: tuple[str, ...] = ()
-
-
-METRICS: Mapping[str, _Metric] = MappingProxyType(
+#: The metrics by their names: the meaning of each, and its labels besides ``run``.
+METRICS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "rows": _Metric(ray_metrics.Counter, "rows committed", ("item", "status")),
-        "tokens": _Metric(
-            ray_metrics.Counter, "tokens of committed videos, before pruning (in) and stored (kept)", ("kind",)
-        ),
-        "bytes": _Metric(
-            ray_metrics.Counter, "bytes of committed videos: of files (read) and of tokens (stored)", ("kind",)
-        ),
-        "stage_seconds": _Metric(ray_metrics.Counter, "seconds that committed videos took in a stage", ("stage",)),
-        "failures": _Metric(
-            ray_metrics.Counter, "failed items; a retried item counts again", ("stage", "node", "class")
-        ),
-        "items_left": _Metric(ray_metrics.Gauge, "items without a row"),
-        "queue": _Metric(ray_metrics.Gauge, "items in a stage's queue or in hand", ("stage",)),
-        "busy_share": _Metric(
-            ray_metrics.Gauge, "share of half a minute in which workers had items in hand", ("stage",)
-        ),
-        "last_row_time": _Metric(
-            ray_metrics.Gauge, "when the last row was committed, or the run began, in seconds since 1970"
-        ),
-        "outage_start_time": _Metric(
-            ray_metrics.Gauge, "since when a store does not answer, in seconds since 1970; 0 while it does", ("store",)
-        ),
-        "runs_ended": _Metric(
-            ray_metrics.Counter, "1 once the run has ended: finished, failed, cancelled", ("status",)
-        ),
+        "rows": ("rows committed", ("item", "status")),
+        "tokens": ("tokens of committed videos, before pruning (in) and stored (kept)", ("kind",)),
+        "bytes": ("bytes of committed videos: of files (read) and of tokens (stored)", ("kind",)),
+        "stage_seconds": ("seconds that committed videos took in a stage", ("stage",)),
+        "failures": ("failed items; a retried item counts again", ("stage", "node", "class")),
+        "items_left": ("items without a row", ()),
+        "queue": ("items in a stage's queue or in hand", ("stage",)),
+        "busy_share": ("share of half a minute in which workers had items in hand", ("stage",)),
+        "last_row_time": ("when the last row was committed, or the run began, in seconds since 1970", ()),
+        "outage_start_time": ("since when a store does not answer, in seconds since 1970; 0 while it does", ("store",)),
+        "runs_ended": ("1 once the run has ended: finished, failed, cancelled", ("status",)),
     }
 )
 
@@ -141,45 +115,28 @@ class Metrics:
 
     def __init__(self, run: str) -> None:
         self._run = run
-        self._recorders: dict[str, ray_metrics.Counter | ray_metrics.Gauge] = {}
+        self._recorders: dict[str, Any] = {}
 
     def count(self, name: str, amount: float, **labels: str) -> None:
-        """Add an amount to a counter of METRICS; 0 does nothing."""
+        """Add an amount to the counter ``name`` of METRICS; 0 does nothing."""
         if amount > 0:
-            self._recorder(name).inc(amount, {**labels, "run": self._run})
+            self._recorder(ray_metrics.Counter, name).inc(amount, {**labels, "run": self._run})
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """Set a gauge of METRICS."""
-        self._recorder(name).set(value, {**labels, "run": self._run})
+        """Set the gauge ``name`` of METRICS."""
+        self._recorder(ray_metrics.Gauge, name).set(value, {**labels, "run": self._run})
 
-    def _recorder(self, name: str) -> ray_metrics.Counter | ray_metrics.Gauge:
-        """Return the recorder of a metric. It is made at first use, when Ray is joined."""
+    def _recorder(self, kind: type, name: str) -> Any:
+        """Return the recorder of a metric, a counter or a gauge. It is made at first use, when Ray is joined."""
         if name not in self._recorders:
-            metric = METRICS[name]
-            self._recorders[name] = metric.kind(f"gstep_{name}", metric.meaning, ("run", *metric.labels))
+            meaning, labels = METRICS[name]
+            self._recorders[name] = kind(f"gstep_{name}", meaning, ("run", *labels))
         return self._recorders[name]
 
 
 _MAX_LINES, _MAX_PROCESSES = 50, 5000  # in memory: last lines of a process, and processes
 _MAX_LOG_CHARS = 2**20  # a longer log file gets no more lines
 _POLL_S = _WAIT_S = 1.0  # the last lines of a crashed process may arrive this much later
-
-
-class _Lines(TypedDict):
-    """Lines that a worker of a job has written."""
-
-    ip: str
-    pid: int
-    job: str
-    lines: list[str]
-
-
-class _Subscriber(Protocol):
-    """Ray's subscriber to the lines of all workers."""
-
-    def poll(self, timeout: float) -> _Lines | None: ...
-
-    def close(self) -> None: ...
 
 
 class WorkerLogs:
@@ -192,7 +149,8 @@ class WorkerLogs:
         self._lines: OrderedDict[tuple[str, int], deque[str]] = OrderedDict()  # (ip, pid) -> its last lines
         self._known: dict[CrashedProcess, None] = {}
         self._unwritten: deque[CrashedProcess] = deque()
-        self._subscriber: _Subscriber | None = None
+        # Ray's subscriber to the lines of all workers: ``poll`` returns a dict of ip, pid, job and lines, or None.
+        self._subscriber: Any = None
         self._end_event = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="worker-logs", daemon=True)
 
@@ -267,41 +225,29 @@ class WorkerLogs:
 
         A log of _MAX_LOG_CHARS takes no more. An OSError of the store is ignored.
         """
-        nodes = _list_nodes()
+        nodes: dict[str, Mapping[str, Any]] = {}
+        with suppress(Exception):  # a cluster that does not answer
+            nodes = {node["NodeID"]: node for node in (ray.nodes() if ray.is_initialized() else ())}  # else Ray starts
         for process in [self._unwritten[i] for i in range(n_crashed)]:  # the driver may add to them meanwhile
             if len(self._text) < _MAX_LOG_CHARS:
-                node = nodes.get(process.worker.node, _Node("", ""))
-                self._text += "\n".join(self._describe_crash(process, node)) + "\n\n"
+                lines = self._describe_crash(process, nodes.get(process.worker.node, {}))
+                self._text += "\n".join(lines) + "\n\n"
         with suppress(OSError):  # a store that fails ends the run at the next commit
             self._save(self._text.encode())
         for _ in range(n_crashed):
             self._unwritten.popleft()
 
-    def _describe_crash(self, process: CrashedProcess, node: _Node) -> list[str]:
-        """Return log lines: the crashed process, its items in hand, why its node was lost, and its last output."""
+    def _describe_crash(self, process: CrashedProcess, node: Mapping[str, Any]) -> list[str]:
+        """Return log lines: the crashed process, its items in hand, why its node was lost, and its last output.
+
+        ``node`` is what Ray knows of the node; {} if it does not answer.
+        """
         stage, worker, items = process
         having = f" with {', '.join(items)} in hand" if items else ""
         where = f"on {worker.host} (process {worker.pid}, node {worker.node})"
-        lines = [f"{datetime.now(UTC).isoformat(timespec='seconds')} a worker of {stage} {where} crashed{having}"]
-        if node.loss:
-            lines.append(f"its node was lost: {node.loss}")
-        last = self._lines.get((node.ip, worker.pid))
+        lines = [f"{now()} a worker of {stage} {where} crashed{having}"]
+        if node and not node["Alive"]:
+            lines.append(f"its node was lost: {printable(node.get('DeathReasonMessage') or 'Ray gives no reason')}")
+        last = self._lines.get((node.get("NodeManagerAddress", ""), worker.pid))
         lines.append("its last lines:" if last else "Ray passed on no lines of it")
         return [*lines, *(f"    {printable(line)}" for line in last or ())]
-
-
-class _Node(NamedTuple):
-    """A node's address, and the reason of its loss: "" while it is alive."""
-
-    ip: str
-    loss: str
-
-
-def _list_nodes() -> dict[str, _Node]:
-    """Return all nodes by id, also lost nodes; {} if the cluster does not answer."""
-    nodes: dict[str, _Node] = {}
-    with suppress(Exception):
-        for node in ray.nodes() if ray.is_initialized() else ():  # it would start a Ray
-            why = printable(node.get("DeathReasonMessage") or "Ray gives no reason")
-            nodes[node["NodeID"]] = _Node(node["NodeManagerAddress"], "" if node["Alive"] else why)
-    return nodes

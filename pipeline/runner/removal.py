@@ -86,12 +86,26 @@ def removal_run(store: Store, result: Removal, reason: str, say: Callable[[str],
 def forget_in_runs(store: Store, ids: Collection[str], texts: Collection[str]) -> None:
     """Replace ids of videos and other texts by "(removed)" in the records and logs of all runs.
 
-    An id is replaced in every form that an address gives it. Raises OSError.
+    An id is replaced in every form that an address gives it. A text is replaced where it stands as a whole word, with
+    the file suffixes behind it (.mp4). A file without them stays as it is. Raises OSError.
     """
-    stems = _stems([*ids, *texts, *(_IN_ARCHIVE.sub(r"\1#", video_id) for video_id in ids)])
-    for file in store.list_files(RUNS):
-        if file.name.endswith((".json", ".log")):
-            _rewrite(store, file.name, stems)
+    texts = [*ids, *texts, *(_IN_ARCHIVE.sub(r"\1#", video_id) for video_id in ids)]
+    # Without a video's suffix, as what is beside a video has its stem; the longest first.
+    unique = {text[: -len(find_suffix(text))] if find_suffix(text) in VIDEO_SUFFIXES else text for text in texts}
+    stems = sorted(unique - {""}, key=lambda stem: (-len(stem), stem))
+    names = [file.name for file in store.list_files(RUNS) if file.name.endswith((".json", ".log"))]
+    for name in names:
+        content = store.read(name).decode("utf-8", "replace")
+        try:
+            record: Json = json.loads(content)
+        except (ValueError, RecursionError):
+            record = content  # a log, or a record that was cut off
+        whole = "\n".join(iter_texts(record))
+        present = [stem for stem in stems if stem in whole]
+        patterns = [re.compile(rf"(?<![\w-]){re.escape(stem)}(\.\w+)*(?![\w-])") for stem in present]
+        new_record = _without(record, patterns)
+        if new_record != record:
+            store.put(name, (new_record if isinstance(new_record, str) else json.dumps(new_record, indent=2)).encode())
 
 
 def delete_unfinished(store: Store, folders: Iterable[str]) -> list[str]:
@@ -106,30 +120,6 @@ def delete_unfinished(store: Store, folders: Iterable[str]) -> list[str]:
     return unfinished_names
 
 
-def _stems(texts: Iterable[str]) -> list[str]:
-    """Return texts without a video's suffix, the longest first: what is beside a video has its stem."""
-    stems = {text[: -len(find_suffix(text))] if find_suffix(text) in VIDEO_SUFFIXES else text for text in texts}
-    return sorted(stems - {""}, key=lambda stem: (-len(stem), stem))
-
-
-def _rewrite(store: Store, name: str, texts: Iterable[str]) -> None:
-    """Replace the texts by "(removed)" in a record or log of a run; a file without them stays as it is.
-
-    A text is replaced where it stands as a whole word, with the file suffixes behind it (.mp4). Raises OSError.
-    """
-    content = store.read(name).decode("utf-8", "replace")
-    try:
-        record: Json = json.loads(content)
-    except (ValueError, RecursionError):
-        record = content  # a log, or a record that was cut off
-    whole = "\n".join(iter_texts(record))
-    present = [text for text in texts if text in whole]
-    patterns = [re.compile(rf"(?<![\w-]){re.escape(text)}(\.\w+)*(?![\w-])") for text in present]
-    new_record = _without(record, patterns)
-    if new_record != record:
-        store.put(name, (new_record if isinstance(new_record, str) else json.dumps(new_record, indent=2)).encode())
-
-
 def iter_texts(value: Json) -> Iterator[str]:
     """Yield the texts in a value of JSON, at any depth."""
     if isinstance(value, str):
@@ -139,22 +129,19 @@ def iter_texts(value: Json) -> Iterator[str]:
             yield from iter_texts(part)
 
 
-def _without(value: Json, patterns: Collection[re.Pattern[str]]) -> Json:
+def _without(value: Json, patterns: Collection[re.Pattern[str]], *, are_options: bool = False) -> Json:
     """Return a value of JSON with "(removed)" for each match of the patterns in its texts.
 
-    Fields of _KEPT_KEYS stay, and of the options of a run all but _OPTIONS.
+    Fields of _KEPT_KEYS stay. With ``are_options`` the value has the options of a run, of which all but _OPTIONS stay.
     """
     if isinstance(value, str):
         for pattern in patterns:
             value = pattern.sub(_INSTEAD, value)
         return value
     if isinstance(value, dict):
-        return {name: part if name in _KEPT_KEYS else _part(name, part, patterns) for name, part in value.items()}
+        stay = value.keys() - _OPTIONS if are_options else _KEPT_KEYS
+        return {
+            name: part if name in stay else _without(part, patterns, are_options=name == "config")
+            for name, part in value.items()
+        }
     return [_without(part, patterns) for part in value] if isinstance(value, list) else value
-
-
-def _part(name: str, part: Json, patterns: Collection[re.Pattern[str]]) -> Json:
-    """Return a part of a record without matches; of the options of a run only _OPTIONS are changed."""
-    if name != "config" or not isinstance(part, dict):
-        return _without(part, patterns)
-    return {option: _without(value, patterns) if option in _OPTIONS else value for option, value in part.items()}

@@ -1,4 +1,7 @@
-"""The record of a run, ``runs/<run_id>.json``, and its outcome: provenance, progress and counts."""
+"""The record of a run, ``runs/<run_id>.json``, and its outcome: provenance, progress and counts.
+
+When an error or an interrupt ends a run, its last writes share one time limit, and raise nothing (``write_last``).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import io
 import json
 import os
 import secrets
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -24,11 +29,13 @@ from pipeline.cache.token_shard import parse_run_id, parse_shard_id
 from pipeline.console import CleanConsole
 from pipeline.errors import BUGS, Fault, UsageError, printable
 from pipeline.rows import Json, JsonObject
-from pipeline.runner.ending import write_last
 from pipeline.storage.stores import Store
 
 RUNS = "runs"
 COMMITTED_KEY = "token_shards"  # key of a record: the ids of the run's committed token shards
+#: Seconds that all last writes of an ending have together: schedulers send SIGKILL after half a minute.
+LAST_WRITES_S = 15.0
+NO_ANSWER = f"no answer within {LAST_WRITES_S:g} s"
 
 
 class RunRecord(TypedDict, total=False):
@@ -98,6 +105,33 @@ class RunFile:
         self._store.put(f"{RUNS}/{self._record['run_id']}.json", json.dumps(self._record, indent=2).encode())
 
 
+def seconds_left(ending: BaseException) -> float:
+    """Return the seconds left for the last writes of ``ending``. The first call starts the clock."""
+    until: float = vars(ending).setdefault("last_writes_until", time.monotonic() + LAST_WRITES_S)
+    return max(0.0, until - time.monotonic())
+
+
+def write_last(ending: BaseException, write: Callable[[], object], spare_s: float = 0.0) -> str:
+    """Do one of the last writes before ``ending`` leaves a run; return the reason if it failed, else "".
+
+    Raises nothing. The write has the seconds left for ``ending``, without the last ``spare_s``, which are kept for
+    later writes. A write that hangs is left behind in a thread, and may still be done late.
+    """
+    failures: list[str] = []
+
+    def run() -> None:
+        try:
+            write()
+        except BaseException as error:  # noqa: BLE001 - it must not hide what ended the run
+            failures.append(printable(str(error)) or type(error).__name__)
+
+    thread = threading.Thread(target=run, name="last-write", daemon=True)
+    left_s = max(0.0, seconds_left(ending) - spare_s)
+    thread.start()
+    thread.join(left_s)
+    return NO_ANSWER if thread.is_alive() else "".join(failures)
+
+
 def name_ending(kind: type[BaseException] | None) -> str:
     """Return the status of a run that ended with an exception of this kind; None for a run without an exception."""
     return "finished" if kind is None else "cancelled" if issubclass(kind, KeyboardInterrupt) else "failed"
@@ -159,17 +193,13 @@ def check_out(store: Store) -> None:
 
     Absolute paths and object stores pass.
     """
-    if store.folder is not None and not Path(str(store)).is_absolute() and _in_an_upload():
-        raise UsageError(
-            f"--out {store}: in this Ray job a relative path lies in the cluster's copy of --working-dir, lost "
-            "with it: name an absolute path that every node sees"
-        )
-
-
-def _in_an_upload() -> bool:
-    """Return True if this process runs in a folder uploaded by ``ray job submit --working-dir``."""
-    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-    return bool(job.get("runtime_env", {}).get("working_dir"))
+    if store.folder is not None and not Path(str(store)).is_absolute():
+        job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+        if job.get("runtime_env", {}).get("working_dir"):  # this process runs in a folder that was uploaded
+            raise UsageError(
+                f"--out {store}: in this Ray job a relative path lies in the cluster's copy of --working-dir, lost "
+                "with it: name an absolute path that every node sees"
+            )
 
 
 _RUN_FIELDS = frozenset({"n_missing", "n_waiting", "n_new", "n_new_failed", "wall_s", "log"})

@@ -48,11 +48,6 @@ class Shard(NamedTuple):
     n_taken: int
 
 
-def _return_rows(rows: pa.Table) -> pa.Table:
-    """Return the rows as they are."""
-    return rows
-
-
 @dataclass(frozen=True)
 class RunGraph:
     """A Ray Data graph that is ready to run, with the way its output is written.
@@ -69,7 +64,7 @@ class RunGraph:
     dataset: ray.data.Dataset
     items_per_shard: int
     start_writers: Callable[[], Sequence[ActorHandle]] | None = None
-    unpack_block: Callable[[pa.Table], pa.Table] = _return_rows
+    unpack_block: Callable[[pa.Table], pa.Table] = lambda rows: rows
     items_per_row: int = 1
 
     def batches(self) -> Iterator[GraphOutput]:
@@ -150,6 +145,11 @@ class Shards:
     def has_unwritten(self) -> bool:
         """True if a batch was taken whose shard is not acknowledged yet."""
         return bool(self._waiting or self._writing or self._ready)
+
+    @property
+    def n_unwritten(self) -> int:
+        """The number of items that were taken and are not committed; at most, before the end."""
+        return self.n_taken - self.n_committed
 
     def has_room(self) -> bool:
         """Return True if another batch may be taken."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple, NotRequired, TypedDict
+from typing import Any, ClassVar, NamedTuple
 from uuid import uuid4
 
 import ray
@@ -126,16 +126,6 @@ class Plan(ABC):
         return {name: stage.workers for name, stage in self.stages.items()}
 
 
-class WorkerOptions(TypedDict):
-    """The options of Ray for a worker: what it reserves, the labels of its nodes, and how often it starts again."""
-
-    num_cpus: float
-    num_gpus: float
-    max_restarts: int
-    max_task_retries: int
-    label_selector: NotRequired[dict[str, str]]
-
-
 def add_stage(
     rows: ray.data.Dataset,
     kind: type,
@@ -161,17 +151,11 @@ def add_stage(
     )
 
 
-def _worker_options(stage: Stage, labels: Mapping[str, str] | None) -> WorkerOptions:
+def _worker_options(stage: Stage, labels: Mapping[str, str] | None) -> dict[str, Any]:
     """Return the options of Ray for every worker of a stage: what it reserves, its nodes, and its restarts."""
-    options: WorkerOptions = {
-        "num_cpus": stage.num_cpus,
-        "num_gpus": stage.num_gpus,
-        "max_restarts": RESTARTS,
-        "max_task_retries": TASK_RETRIES,
-    }
-    if labels:
-        options["label_selector"] = dict(labels)
-    return options
+    reserved = {"num_cpus": stage.num_cpus, "num_gpus": stage.num_gpus}
+    nodes = {"label_selector": dict(labels)} if labels else {}
+    return {**reserved, "max_restarts": RESTARTS, "max_task_retries": TASK_RETRIES, **nodes}
 
 
 def start_actors(

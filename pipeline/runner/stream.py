@@ -19,9 +19,9 @@ import pyarrow as pa
 from pipeline.errors import RunFailed
 from pipeline.runner.cluster.connection import describe_cause
 from pipeline.runner.cluster.head import HeadLost
-from pipeline.runner.ending import LAST_WRITES_S, NO_ANSWER, seconds_left, write_last
 from pipeline.runner.execution import FREE_SPACE, GraphExecution
 from pipeline.runner.job import Items, Job, Watch
+from pipeline.runner.run_record import LAST_WRITES_S, NO_ANSWER, seconds_left, write_last
 from pipeline.runner.shards import Shard
 from pipeline.runner.stages import end_workers
 from pipeline.runner.watchdog import ClusterChanged, DiskFull, is_still_running
@@ -49,7 +49,8 @@ def commit_all(stream: Stream[T], commit: Callable[[int, pa.Table], object]) -> 
             stream.check_complete()
         except (OSError, RunFailed, KeyboardInterrupt) as error:
             ending, failure = stream.explain(error), ""
-            if not _is_store_away(ending):
+            # A store that failed would fail again. Ray raises a worker's OSError as a RayTaskError that is one, too.
+            if not isinstance(ending.__cause__, OSError):
                 for shard in stream.drain(ending):
                     if failure := write_last(ending, partial(commit, shard.number, shard.rows), _RECORD_S):
                         break
@@ -57,14 +58,6 @@ def commit_all(stream: Stream[T], commit: Callable[[int, pa.Table], object]) -> 
             if ending is error:
                 raise
             raise ending from error
-
-
-def _is_store_away(ending: BaseException) -> bool:
-    """Return True if the store's error ends the run: a store that failed would fail again.
-
-    An OSError of a worker counts too: Ray raises it as a RayTaskError that is an OSError.
-    """
-    return isinstance(ending.__cause__, OSError)
 
 
 class Stream(Generic[T]):
@@ -141,7 +134,7 @@ class Stream(Generic[T]):
         if self._execution is None:
             return
         self._flush(self._execution, ending)
-        self._had_unwritten = self._execution.has_unwritten
+        self._had_unwritten = self._execution.shards.has_unwritten
         while (shard := self._execution.next_shard()) is not None:
             yield self._number(shard)
             self._acknowledge()
@@ -153,10 +146,10 @@ class Stream(Generic[T]):
         the last write, "" if there was none.
         """
         execution, item = self._execution, self._job.wording.item
-        n_done = self._n_done + (0 if execution is None else execution.n_done)
+        n_done = self._n_done + (0 if execution is None else execution.shards.n_committed)
         if execution is None and not n_done:  # nothing has started
             return
-        if execution is not None and self._had_unwritten and (n_left := execution.n_unwritten) > 0:
+        if execution is not None and self._had_unwritten and (n_left := execution.shards.n_unwritten) > 0:
             reason = failure or NO_ANSWER
             ending.add_note(
                 f"{n_left} finished {item}s were not written: {reason}. Rerun the command to process them again"
@@ -170,7 +163,7 @@ class Stream(Generic[T]):
     def _flush(self, execution: GraphExecution[T], ending: BaseException) -> None:
         """End the graph's input; what came out of it is written in the time for the last writes of ``ending``."""
         execution.end_input()
-        if execution.has_unwritten:  # else the time begins with the record of the run
+        if execution.shards.has_unwritten:  # else the time begins with the record of the run
             self._job.say(f"stopping: flushing finished work (up to {LAST_WRITES_S:g} s)")
             execution.end_input(seconds_left(ending) - _RECORD_S)
 
@@ -219,4 +212,4 @@ class Stream(Generic[T]):
         finally:
             if execution is not None:
                 self._job.n_shards += execution.n_shards
-                self._execution, self._n_done = None, self._n_done + execution.n_done
+                self._execution, self._n_done = None, self._n_done + execution.shards.n_committed

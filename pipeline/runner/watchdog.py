@@ -104,8 +104,10 @@ class Watchdog:
         Nodes are lost if all workers fitted when the graph started and do not fit now.
         """
         still_s = self.still_s
-        if SHRUNK_S < still_s <= self.timeout_s and self._did_fit and self._has_shrunk():
-            raise ClusterChanged("nodes were lost and nothing moves")
+        if SHRUNK_S < still_s <= self.timeout_s and self._did_fit:
+            all_fit, some_fit = self._check_fit()
+            if some_fit and not all_fit:
+                raise ClusterChanged("nodes were lost and nothing moves")
         if still_s > self.timeout_s:
             raise RunFailed(
                 f"no {self.plan.wording.item} moved for {self.timeout_s:g} s: {self._describe_stall()}; or raise "
@@ -123,15 +125,6 @@ class Watchdog:
             return True, True
         cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
         return cpus >= self.plan.cpus and gpus >= self.plan.gpus, cpus > 0 and gpus >= min(1, self.plan.gpus)
-
-    def _has_shrunk(self) -> bool:
-        """Return True if the cluster fits some workers of each stage, but not all."""
-        all_fit, some_fit = self._check_fit()
-        return some_fit and not all_fit
-
-    def failure(self) -> str | None:
-        """Return the reason that a worker reported for ending the run, or None."""
-        return self.read_latest(self.every_s).failure
 
     def read_latest(self, within_s: float) -> WorkerReport:
         """Ask the heartbeats once more, and return their latest answer; ``check`` does not go by it.

@@ -259,17 +259,13 @@ def exit_after_gpu_fault(item: str, error: Exception) -> None:
     A small operation tests the GPU: Triton, cuDNN and drivers have words of their own for a broken context. cuBLAS says
     "CUDA error" if it only has too little memory. Without a CUDA context in this process the error's text decides.
     """
-    if not is_out_of_memory(error) and _is_broken(error):
-        give_up_process(item, error)
-
-
-def _is_broken(error: Exception) -> bool:
-    """Return True if the GPU refuses all work since an error."""
+    if is_out_of_memory(error):
+        return
     import torch  # noqa: PLC0415 - decoders do without
 
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return "CUDA error" in str(error)
-    return is_gpu_broken()
+    has_context: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if is_gpu_broken() if has_context else "CUDA error" in str(error):
+        give_up_process(item, error)
 
 
 def give_up_process(item: str, error: Exception) -> NoReturn:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -214,12 +214,10 @@ class Heartbeats:
         self._recent_items: dict[str, dict[str, _RecentItems]] = {stage: defaultdict(_RecentItems) for stage in stages}
         self._outcomes: dict[str, _Outcomes] = {}  # by stage
         self._excluded_workers: dict[str, str] = {}  # worker -> a description for the user
-        self._n_passed_on, self._n_results = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
-        self._up_s, self._busy_s = dict.fromkeys(stages, 0.0), dict.fromkeys(stages, 0.0)
+        self._totals = dict.fromkeys(stages, ProgressDelta())  # of all reports, without faults
         self._faults: Counter[FailureKind] = Counter()
         self._outages: dict[Worker, Collection[Outage]] = {}
         self._full_disks: dict[str, tuple[str, float]] = {}  # by node id: the disk, and when it was reported
-        self._moves = 0
         self._failure: str | None = None
 
     @ray.method(num_returns=0)  # type: ignore[untyped-decorator]
@@ -245,11 +243,7 @@ class Heartbeats:
             self._in_hand[stage][worker.name] = items
         else:
             self._in_hand[stage].pop(worker.name, None)
-        self._n_passed_on[stage] += delta.n_passed_on
-        self._n_results[stage] += delta.n_results
-        self._moves += delta.n_moves
-        self._up_s[stage] += delta.up_s
-        self._busy_s[stage] += delta.busy_s
+        self._totals[stage] = self._totals[stage].plus(delta._replace(faults=()))
         self._faults.update(FailureKind(stage, worker.host, fault) for fault in delta.faults)
         if delta.n_ok or delta.n_failed:
             before = self._tallies[stage].get(worker.node, NodeTally(worker.host))
@@ -312,11 +306,6 @@ class Heartbeats:
         n_failed, n_all = counted.n_failed - sum(own), counted.n_all - len(own)
         return len(counted.workers) > (name in counted.workers) and n_failed < BETTER * max(1, n_all)
 
-    def _all_fail(self, stage: str, workers: Iterable[str]) -> bool:
-        """Return True if all of these workers fail nearly every item."""
-        recently = self._recent_items[stage]
-        return all(name in recently and recently[name].is_failing for name in workers)
-
     def start(self, stage: str, worker: Worker) -> int | None:
         """Record the start of a worker's process, and blame the items that its last process had in hand.
 
@@ -378,19 +367,22 @@ class Heartbeats:
             stage: [f"{x} on {self._processes[stage][name].host}" for name, items in workers.items() for x in items]
             for stage, workers in self._in_hand.items()
         }
-        at_work = {stage: workers for stage in self._in_hand if (workers := self._at_work(stage))}
-        failing = [stage for stage, workers in at_work.items() if self._all_fail(stage, workers)]
+        failing = []
+        for stage, recently in self._recent_items.items():
+            at_work = self._at_work(stage)
+            if at_work and all(name in recently and recently[name].is_failing for name in at_work):
+                failing.append(stage)
         return WorkerReport(
             inside=inside,
-            n_passed_on=dict(self._n_passed_on),
-            n_results=dict(self._n_results),
-            n_moves=self._moves,
+            n_passed_on={stage: total.n_passed_on for stage, total in self._totals.items()},
+            n_results={stage: total.n_results for stage, total in self._totals.items()},
+            n_moves=sum(total.n_moves for total in self._totals.values()),
             failure=self._failure,
             tallies={stage: dict(nodes) for stage, nodes in self._tallies.items()},
             excluded_workers=list(self._excluded_workers.values()),
             failing=failing,
-            up_s=dict(self._up_s),
-            busy_s=dict(self._busy_s),
+            up_s={stage: total.up_s for stage, total in self._totals.items()},
+            busy_s={stage: total.busy_s for stage, total in self._totals.items()},
             faults=dict(self._faults),
             crashed_processes=list(self._crashed_processes),
             outages=self._list_outages(),

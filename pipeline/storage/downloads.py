@@ -95,14 +95,31 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
         self._body.close()
 
     def __next__(self) -> bytes:
-        """Return the next piece of the object. Raises OSError if it fails.
+        """Return the next piece of the object, from a new connection where the last one broke.
 
-        A download that is too slow for its length fails with ETIMEDOUT. The time between two calls does not count.
+        Raises OSError after _RESUMES breaks, for a break without a mark, and where the store cannot resume. A download
+        that is too slow for its length fails with ETIMEDOUT. The time between two calls does not count.
         """
         if not self._n_left:
             raise StopIteration
         with self._errors():
-            piece = self._piece()
+            while True:
+                began = time.monotonic()  # a store that is away may take minutes to be asked again
+                try:
+                    piece = bytes(self._body.read(_CHUNK))
+                    break
+                except self._broken:
+                    self._resumes = 1 if self._since >= _PROGRESS else self._resumes + 1
+                    self._since = 0
+                    if self._resumes > _RESUMES or self.mark is None:
+                        raise
+                finally:
+                    self._spent_s += time.monotonic() - began
+                answer = self._ask(f"bytes={self._at}-{self._last}", self.mark)
+                self._body = answer["Body"]
+                if not answer.get("ContentRange", "").startswith(f"bytes {self._at}-"):
+                    self.close()
+                    raise OSError(errno.EIO, "the store cannot resume a broken download")
             self._at, self._n_left, self._since = (
                 self._at + len(piece),
                 self._n_left - len(piece),
@@ -112,25 +129,3 @@ class Download(AbstractContextManager["Download"], Iterator[bytes]):
                 n_done = self._length - self._n_left
                 raise OSError(errno.ETIMEDOUT, f"only {n_done} of {self._length} bytes came in time")
         return piece
-
-    def _piece(self) -> bytes:
-        """Read the next piece, from a new connection where the last connection broke.
-
-        Raises the client's error after _RESUMES breaks or without a mark, and OSError if the store cannot resume.
-        """
-        while True:
-            began = time.monotonic()  # a store that is away may take minutes to be asked again
-            try:
-                return bytes(self._body.read(_CHUNK))
-            except self._broken:
-                self._resumes = 1 if self._since >= _PROGRESS else self._resumes + 1
-                self._since = 0
-                if self._resumes > _RESUMES or self.mark is None:
-                    raise
-            finally:
-                self._spent_s += time.monotonic() - began
-            answer = self._ask(f"bytes={self._at}-{self._last}", self.mark)
-            self._body = answer["Body"]
-            if not answer.get("ContentRange", "").startswith(f"bytes {self._at}-"):
-                self.close()
-                raise OSError(errno.EIO, "the store cannot resume a broken download")

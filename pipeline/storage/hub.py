@@ -40,10 +40,6 @@ class HubFiles:
             if f"{SCHEME}{name}".startswith(prefix) and entries[name]["type"] == "file":
                 yield _info(entries[name])
 
-    def size(self, uri: str) -> int:
-        """Return a file's size in bytes."""
-        return self.info(uri).size
-
     def info(self, uri: str) -> ObjectInfo:
         """Return a file's URI, its size and the hash of its content as the mark.
 

@@ -157,30 +157,31 @@ class LoadedOnce(Generic[V]):
         """Keep the last ``keep`` values; all threads that wait get what ``load`` raises for their key."""
         self._load = load
         self._keep = keep
-        self._by_process: dict[int, _Values[V]] = {}
+        # Of each process: a lock, and the values that are loaded or being loaded by their keys, the last used last.
+        self._by_process: dict[int, tuple[Lock, OrderedDict[tuple[Hashable, ...], Future[V]]]] = {}
 
     def __call__(self, *key: Hashable) -> V:
         """Return the value of a key: from memory, from another thread that loads it, or by loading it now.
 
         The value that was not used for the longest time may be dropped. An error of ``load`` is raised, and not kept.
         """
-        values = self._by_process.setdefault(os.getpid(), _Values())
-        with values.lock:
-            loading = values.by_key.get(key)
+        lock, values = self._by_process.setdefault(os.getpid(), (Lock(), OrderedDict()))
+        with lock:
+            loading = values.get(key)
             if loading is not None:
-                values.by_key.move_to_end(key)
+                values.move_to_end(key)
             else:
-                future = values.by_key[key] = Future()
-                while len(values.by_key) > self._keep:
-                    values.by_key.popitem(last=False)
+                future = values[key] = Future()
+                while len(values) > self._keep:
+                    values.popitem(last=False)
         if loading is not None:
             return loading.result()
         try:
             value = self._load(*key)
         except BaseException as error:
-            with values.lock:
-                if values.by_key.get(key) is future:
-                    del values.by_key[key]
+            with lock:
+                if values.get(key) is future:
+                    del values[key]
             future.set_exception(error)
             raise
         future.set_result(value)
@@ -188,11 +189,3 @@ class LoadedOnce(Generic[V]):
 
     def __reduce__(self) -> tuple[type[LoadedOnce[V]], tuple[Callable[..., V], int]]:
         return LoadedOnce, (self._load, self._keep)  # another process loads its own
-
-
-class _Values(Generic[V]):
-    """The values that one process has loaded or is loading."""
-
-    def __init__(self) -> None:
-        self.lock = Lock()
-        self.by_key: OrderedDict[tuple[Hashable, ...], Future[V]] = OrderedDict()

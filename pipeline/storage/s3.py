@@ -238,10 +238,6 @@ class Objects:
                     if not item["Key"].endswith("/"):
                         yield ObjectInfo(f"{SCHEME}{bucket}/{item['Key']}", int(item["Size"]), item.get("ETag", ""))
 
-    def size(self, uri: str) -> int:
-        """Return the object's size in bytes; one request."""
-        return self.info(uri).size
-
     def info(self, uri: str) -> ObjectInfo:
         """Return the object's size and its ETag; one request."""
         answer = self._request("head_object", uri)
@@ -258,7 +254,7 @@ class Objects:
     def exists(self, uri: str) -> bool:
         """Return True if there is such an object; one request."""
         try:
-            self.size(uri)
+            self.info(uri)
         except FileNotFoundError:
             return False
         return True
@@ -275,24 +271,18 @@ class Objects:
         The end of an empty object is empty. A connection that breaks is tried again. Raises OSError where the store
         answers with other bytes.
         """
-        try:
-            return self._read_range(uri, start, end)
-        except OSError as error:
-            if error.errno == errno.ERANGE and start < 0:
-                return Slice(b"", 0)  # an empty object has no last byte, which stores answer with 416
-            raise
-
-    def _read_range(self, uri: str, start: int, end: int | None) -> Slice:
-        """Request bytes [start, end), and again if the download breaks off, up to _RETRIES times."""
         byte_range = f"bytes={start}" if start < 0 else f"bytes={start}-{'' if end is None else end - 1}"
         with self._errors(uri):
             for retries in range(_RETRIES + 1):
-                answer = self._request("get_object", uri, Range=byte_range)
                 try:
-                    return _slice(answer, start, end)
+                    return _slice(self._request("get_object", uri, Range=byte_range), start, end)
                 except _broken_downloads():
                     if retries == _RETRIES:
                         raise
+                except OSError as error:
+                    if error.errno == errno.ERANGE and start < 0:
+                        return Slice(b"", 0)  # an empty object has no last byte, which stores answer with 416
+                    raise
         raise AssertionError("not reached")
 
     def download(self, uri: str, start: int = 0, end: int | None = None) -> Download:
@@ -393,8 +383,9 @@ class Objects:
         if failure is None:
             OUTAGES.note_answer(place)
             return None
-        OUTAGES.note_failure(Outage(place, sent, failure.why))
-        tried_s, longest_s = time.time() - sent, OUTAGE_S if self._answered and failure.ends else _DOUBTFUL_S
+        why, ends = failure
+        OUTAGES.note_failure(Outage(place, sent, why))
+        tried_s, longest_s = time.time() - sent, OUTAGE_S if self._answered and ends else _DOUBTFUL_S
         if attempts >= 2 and (self._patience < 1 or tried_s >= longest_s):
             return None
         return random.uniform(0.5, 1) * min(_MAX_DELAY_S, 0.2 * 1.6**attempts)
@@ -506,23 +497,21 @@ def _connect(session: Any, settings: Mapping[str, str], patience: float, *, unsi
     return session.create_client("s3", config=config, **keywords)
 
 
-class _Failure(NamedTuple):
-    """The failure of a request that another try may not meet, and whether failures of its kind end some time."""
+def _describe_failure(
+    response: tuple[Any, Mapping[str, Any]] | None, error: Exception | None
+) -> tuple[str, bool] | None:
+    """Return the failure of a request that another try may not meet; None for a request whose answer stands.
 
-    why: str
-    ends: bool
-
-
-def _describe_failure(response: tuple[Any, Mapping[str, Any]] | None, error: Exception | None) -> _Failure | None:
-    """Return the failure of a request, without endpoint and secrets; None for one whose answer stands."""
+    It is (its reason without endpoint and secrets, whether failures of its kind end some time).
+    """
     from botocore.exceptions import ConnectionError, HTTPClientError  # noqa: A004, PLC0415 - only where a store is used
 
     if response is None:
-        return _Failure(type(error).__name__, True) if isinstance(error, ConnectionError | HTTPClientError) else None
+        return (type(error).__name__, True) if isinstance(error, ConnectionError | HTTPClientError) else None
     status, code = response[0].status_code, printable(response[1].get("Error", {}).get("Code") or "")
     if status in _AWAY or code in _AWAY_CODES:
-        return _Failure(f"{status} {code}" if code not in ("", str(status)) else str(status), True)
-    return _Failure(f"{status} {code}", False) if status == 500 else None
+        return f"{status} {code}" if code not in ("", str(status)) else str(status), True
+    return (f"{status} {code}", False) if status == 500 else None
 
 
 _PLACE, _SENT = "gstep_place", "gstep_sent"  # keys of a request's context

@@ -122,7 +122,9 @@ class LocalStore:
                 self._open_folder = _OpenFolder(self.root)
         fault = "was deleted"
         with suppress(FileNotFoundError):
-            if _same_folder(os.fstat(self._open_folder.descriptor), self.root.stat()):
+            first, second = os.fstat(self._open_folder.descriptor), self.root.stat()
+            times = [(status.st_mtime_ns, status.st_ctime_ns) for status in (first, second)]
+            if os.path.samestat(first, second) or times[0] == times[1]:  # some user-space file systems change inodes
                 return self._open_folder.descriptor
             fault = "was moved away, and replaced by another folder"
         raise FileNotFoundError(errno.ENOENT, f"the folder {fault} since this run first wrote to it", str(self.root))
@@ -148,10 +150,6 @@ class LocalStore:
         paths = (path for path in root.rglob("*") if not path.name.startswith(TEMPORARY))
         files = (path.relative_to(root) for path in paths if path.is_file())
         return root.is_file() or any(path.suffix != NOTE and path.parts[0] not in {INDEXES, CARD} for path in files)
-
-    def find_link(self, folders: Sequence[str]) -> str | None:
-        """Return the first of these folders below the root that is a symbolic link; None where none is."""
-        return next((folder for folder in folders if (self.root / folder).is_symlink()), None)
 
     def impatient(self) -> LocalStore:
         """Return the same store with short time limits, for requests that are useless when late."""
@@ -242,10 +240,13 @@ class LocalStore:
         """List the finished files of a folder with this suffix, sorted; none if there is no such folder."""
         try:
             with os.scandir(self.root / folder) as entries:
-                finished = [f"{folder}/{entry.name}" for entry in entries if _is_finished(entry, suffix)]
+                return sorted(
+                    f"{folder}/{entry.name}"
+                    for entry in entries
+                    if entry.name.endswith(suffix) and not entry.name.startswith(".") and entry.is_file()
+                )
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(finished)
 
     def list_files(self, folder: str) -> list[FileInfo]:
         """List all files of a folder ("" is the root) with their sizes, unfinished files too, sorted.
@@ -324,14 +325,6 @@ def _share(name: PurePath | str, root: int, mode: int) -> None:
         os.chmod(name, mode, dir_fd=root)
 
 
-def _same_folder(first: os.stat_result, second: os.stat_result) -> bool:
-    """Return True if both describe the same folder; some user-space file systems change inode numbers."""
-    return os.path.samestat(first, second) or (first.st_mtime_ns, first.st_ctime_ns) == (
-        second.st_mtime_ns,
-        second.st_ctime_ns,
-    )
-
-
 class _OpenFolder:
     """An open descriptor of a folder, closed with the object."""
 
@@ -356,9 +349,6 @@ class ObjectStore:
     @property
     def folder(self) -> None:
         return None
-
-    def find_link(self, folders: Sequence[str]) -> None:
-        """Return None: a store of objects has no links."""
 
     def impatient(self) -> ObjectStore:
         return ObjectStore(self.root, self.objects.impatient())
@@ -421,8 +411,3 @@ class ObjectStore:
 
 #: Where a cache may live; both have the same methods.
 Store = LocalStore | ObjectStore
-
-
-def _is_finished(entry: os.DirEntry[str], suffix: str) -> bool:
-    """Return True if a directory entry is a complete file with this suffix."""
-    return entry.name.endswith(suffix) and not entry.name.startswith(".") and entry.is_file()

@@ -91,11 +91,20 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
     """
     file = parse_file_name(name)
     try:
-        table, made_with, n_bytes = _read(store, file)
+        if file.is_sorted:
+            sorted_file = SortedFile(store, file)
+            table, made_with = pa.concat_tables(sorted_file.parts()), sorted_file.made_with
+            n_bytes = sorted_file.n_bytes
+        else:
+            data = store.read(name)
+            table, made_with = parse_small(store, name, data)
+            n_bytes = len(data)
     except (CorruptShard, pa.ArrowException, OSError) as error:
         problem = Problem(*_judge_error(error, f"{store}/{name}: "), name)
         return CheckedCommit([problem], is_gone=isinstance(error, FileNotFoundError))
-    if wrong := sorted(_wrong_columns(table.schema)):
+    types = dict(zip(table.schema.names, table.schema.types, strict=True))
+    late = LATER.keys() - types.keys()
+    if wrong := sorted(due.name for due in VIDEO_SCHEMA if due.name not in late and types.get(due.name) != due.type):
         message = f"{store}/{name}: columns are missing or of another type: {', '.join(wrong)}"
         return CheckedCommit([Problem(Kind.SCHEMA, message, name)], n_bytes)
     if not is_same_identity(made_with, fingerprint(header["identity"])):
@@ -123,26 +132,6 @@ def _judge_error(error: Exception, label: str = "") -> tuple[Kind, str]:
     if isinstance(error, CorruptShard):
         return Kind(error.kind), str(error)
     return Kind.COMMIT if isinstance(error, pa.ArrowException) else Kind.UNREADABLE, f"{label}{error}"
-
-
-def _read(store: Store, file: TableFile) -> tuple[pa.Table, str | None, int]:
-    """Read a file of the table: return (all rows, their identity's fingerprint, bytes).
-
-    Raises CorruptShard, ArrowException, OSError.
-    """
-    if file.is_sorted:
-        file_ = SortedFile(store, file)
-        return pa.concat_tables(file_.parts()), file_.made_with, file_.n_bytes
-    data = store.read(file.name)
-    return *parse_small(store, file.name, data), len(data)
-
-
-def _wrong_columns(schema: pa.Schema) -> Iterator[str]:
-    """Yield the columns that are missing or of another type than VIDEO_SCHEMA has."""
-    for column in VIDEO_SCHEMA:
-        name = column.name
-        if schema.field(name).type != column.type if name in schema.names else name not in LATER:
-            yield name
 
 
 def _sorted_fault(table: pa.Table, file: TableFile) -> str | None:

@@ -22,7 +22,7 @@ from pipeline.cache.cached_video import CachedVideo, bfloat16
 from pipeline.cache.codecs import BFLOAT16
 from pipeline.cache.live import select_ok
 from pipeline.cache.reader import TokenCache
-from pipeline.cache.writer import KeptTokens, VideoItem
+from pipeline.cache.writer import KeptTokens
 from pipeline.errors import ReplacedSource, UsageError, VideoFault, usage_errors
 from pipeline.inputs.manifest import sort_roots
 from pipeline.prune.decode_stage import VideoDecoder
@@ -102,13 +102,16 @@ class LiveCheck:
         """
         video_id = row["video_id"]
         try:
-            encoded = self._encode_again(row, decoder)
+            record, frames = decode_again(row, decoder, self._objects, self._roots)
         except ReplacedSource as fault:
             return LiveResult(video_id, "source-changed", fault.message)
         except VideoFault as fault:
-            return LiveResult(
-                video_id, "source-gone" if fault.fault_class in ("io", "policy") else "failed", fault.message
-            )
+            is_gone = fault.fault_class in ("io", "policy")  # or it must not be read
+            return LiveResult(video_id, "source-gone" if is_gone else "failed", fault.message)
+        try:
+            encoded = self._encoder.encode_one(record, frames)
+        except VideoFault as fault:
+            return LiveResult(video_id, "failed", str(fault))
         assert encoded.kept is not None  # encode_one raises where a video fails
         kept_tokens, codec = encoded.kept, self._cache.codec
         if codec is not BFLOAT16:  # what a reader of such a cache gets
@@ -124,19 +127,6 @@ class LiveCheck:
             result = replace(result, note="other frames were sampled")
         run = read_record(self._cache.store, f"{RUNS}/{row['run_id']}.json")
         return replace(result, versions=versions_of(row, run, encoded.record))
-
-    def _encode_again(self, row: VideoRow, decoder: VideoDecoder) -> VideoItem:
-        """Encode the video as a run would now.
-
-        Raises VideoFault, "io" where the source is gone, "policy" where it must not be read, else "internal".
-
-        Raises ReplacedSource where the source is another file now.
-        """
-        record, frames = decode_again(row, decoder, self._objects, self._roots)
-        try:
-            return self._encoder.encode_one(record, frames)
-        except VideoFault as fault:
-            raise VideoFault("internal", str(fault)) from fault
 
 
 def compare(cached: CachedVideo, encoded: KeptTokens) -> LiveResult:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -18,12 +18,12 @@ import pyarrow.compute as pc
 from rich.console import Console
 
 from pipeline.cache.header import CHECKSUM, HEADER, CacheHeader, read_declared_method, read_header
-from pipeline.cache.live import select_live_rows, select_ok, select_removed
+from pipeline.cache.live import is_among, select_live_rows, select_ok, select_removed
 from pipeline.cache.merging import KEEP
 from pipeline.cache.reader import TokenCache, map_in_order
 from pipeline.cache.schema import TOKENS, VIDEOS
 from pipeline.cache.strays import StrayFault, find_stray_fault
-from pipeline.cache.table import TableFile, VideosTable, empty_rows, split_names
+from pipeline.cache.table import TableFile, VideosTable, empty_rows, list_unchecked
 from pipeline.cache.token_shard import parse_run_id, parse_shard_id
 from pipeline.errors import CorruptShard, NotACache
 from pipeline.runner.claim import Claim, describe_holder, find_holder
@@ -42,10 +42,7 @@ from pipeline.verify.checks import (
     method_of,
 )
 from pipeline.verify.repair import REPAIRABLE, Repair, clean, list_shard_ids
-from pipeline.verify.report import Kind, Problem, Repaired, Report
-
-if TYPE_CHECKING:
-    from pipeline.verify.live_check import LiveCheck
+from pipeline.verify.report import Kind, Problem, Report
 
 R = TypeVar("R", bound="CheckedCommit | CheckedShard")
 Places = dict[str, dict[str, Place]]  # token shard -> the place of the row of each of its videos
@@ -111,21 +108,17 @@ def verify(store: Store, request: VerifyRequest, console: Console) -> Report:
             assert check.header is not None  # a header with a fault is the only problem
             repaired = Repair(store, check.header, report).carry_out(check.live, check.bad)
             may_clean = not report.has(*_MAY_COME_BACK)
-            again = _Check(store, request, console, claimed=True)
-            again.sound = check.sound
-            check, report = again, _complete(again.run(), report, repaired)
+            before, sound = report, check.sound
+            check = _Check(store, request, console, claimed=True)
+            check.sound = sound
+            report = check.run()
+            report.found, report.repaired = before.problems, repaired
+            stay = [] if may_clean else [_ORPHANS_STAY]
+            report.notes += [note for note in before.notes if note not in report.notes] + stay
+            report.bytes_read += before.bytes_read
+            report.seconds += before.seconds
         if may_clean:
             clean(store, report, request.keep, commits=check.table_names)
-    return report
-
-
-def _complete(report: Report, before: Report, repaired: Repaired) -> Report:
-    """Complete the report after the repair by the problems, notes and times of the check ``before``, and return it."""
-    report.found, report.repaired = before.problems, repaired
-    stay = [_ORPHANS_STAY] * before.has(*_MAY_COME_BACK)
-    report.notes += [note for note in before.notes if note not in report.notes] + stay
-    report.bytes_read += before.bytes_read
-    report.seconds += before.seconds
     return report
 
 
@@ -161,10 +154,21 @@ class _Check:
         # Listed before the videos shards are read, so that what a run commits meanwhile does not pass for an orphan.
         files = {folder: store.list_files(folder) for folder in ("", TOKENS, VIDEOS, RUNS)}
         self.table_names = [file.name for file in files[VIDEOS]]
-        self._list_uploads()
+        try:  # nobody sees pending uploads, and they are billed
+            report.uploads += store.uploads()
+        except OSError as error:  # listing them needs a permission of its own, and not every store supports it
+            report.notes.append(f"pending uploads cannot be listed: {error.strerror or error}")
         rows = self._check_table(header)
-        self._count()
-        encoder = self._live_check() if request.live else None
+        n_ok, n_removed = len(select_ok(self.live)), len(select_removed(self.live))
+        n_failed = len(self.live) - n_ok - n_removed
+        report.counts |= {"videos": n_ok, "failed_videos": n_failed, "removed_videos": n_removed}
+        encoder = None
+        if request.live:  # here, so that its refusals come before the long part
+            from pipeline.verify.live_check import LiveCheck  # noqa: PLC0415 - models and decoders load only for this
+
+            cache, objects = TokenCache(str(store), store=store, live=self.live), request.objects
+            objects = objects or Objects.from_environment()
+            encoder = LiveCheck(cache, request.model, objects, request.video_root)
         places = _list_places(rows, self.live)
         if 0 < request.sample < sum(map(len, places.values())):
             places = self._sample(places)
@@ -205,13 +209,6 @@ class _Check:
             )
         return header
 
-    def _list_uploads(self) -> None:
-        """Report the pending multipart uploads below the prefix: nobody sees them, and they are billed."""
-        try:
-            self.report.uploads += self.store.uploads()
-        except OSError as error:  # listing uploads needs a permission of its own, and not every store supports it
-            self.report.notes.append(f"pending uploads cannot be listed: {error.strerror or error}")
-
     def _check_table(self, header: CacheHeader) -> pa.Table:
         """Check every file of the videos table that was not checked yet, and add problems and counts to the report.
 
@@ -221,7 +218,7 @@ class _Check:
         report, store = self.report, self.store
         check = partial(check_commit, store, header=header)
         for tries_left in reversed(range(_TRIES)):
-            files, strays = split_names(store.names(VIDEOS, ".parquet"))
+            files, strays = list_unchecked(store)
             names = [file.name for file in files]
             self._commits = {name: self._commits[name] for name in names if name in self._commits}
             new = [name for name in names if name not in self._commits]
@@ -257,22 +254,6 @@ class _Check:
             else:
                 kind = Kind.STRAY if fault.has_rows else Kind.COMMIT
                 self.report.problems.append(Problem(kind, fault.message, name))
-
-    def _count(self) -> None:
-        """Add the counts of ok, failed and removed videos to the report."""
-        n_ok, n_removed = len(select_ok(self.live)), len(select_removed(self.live))
-        self.report.counts |= {
-            "videos": n_ok,
-            "failed_videos": len(self.live) - n_ok - n_removed,
-            "removed_videos": n_removed,
-        }
-
-    def _live_check(self) -> LiveCheck:
-        """Prepare the encoder of videos, so that its refusals come before the long part. Raises UsageError."""
-        from pipeline.verify.live_check import LiveCheck  # noqa: PLC0415 - models and decoders load only for this
-
-        cache, request = TokenCache(str(self.store), store=self.store, live=self.live), self.request
-        return LiveCheck(cache, request.model, request.objects or Objects.from_environment(), request.video_root)
 
     def _sample(self, places: Places) -> Places:
         """Draw the rows whose tokens are read, and note the chance that they miss damage."""
@@ -421,7 +402,5 @@ def _find_again(old: Places, new: Places) -> Places:
 def _without_problems(live: pa.Table, report: Report) -> pa.Table:
     """Select the live rows of videos that have no problem themselves, nor their token shard."""
     ids = [problem.video_id for problem in report.problems if problem.video_id is not None]
-    shards = [problem.shard for problem in report.problems if problem.video_id is None]
-    has_problem = pc.is_in(live["video_id"], value_set=pa.array(ids, pa.string()))
-    is_damaged = pc.is_in(live["token_shard"], value_set=pa.array(shards, pa.string()))
-    return live.filter(pc.invert(pc.or_(has_problem, is_damaged)))
+    shards = [problem.shard for problem in report.problems if problem.video_id is None and problem.shard is not None]
+    return live.filter(pc.invert(pc.or_(is_among(live["video_id"], ids), is_among(live["token_shard"], shards))))

@@ -134,19 +134,19 @@ def test_a_store_that_is_busy_loses_replies_and_breaks_off_has_one_copy_of_all(v
 def stop_soon() -> None:
     """Give this driver's last writes less time, so that the tests need not wait as long as an operator."""
     from jobs import command  # noqa: PLC0415 - in the driver's process alone
-    from pipeline.runner import ending, stream  # noqa: PLC0415
+    from pipeline.runner import run_record, stream  # noqa: PLC0415
 
     command._SAME_SIGNAL_S = 0.0
-    ending.LAST_WRITES_S, stream._RECORD_S = 3.0, 1.0
+    run_record.LAST_WRITES_S, stream._RECORD_S = 3.0, 1.0
 
 
 def stop_at_the_second_signal() -> None:
     """Give this driver's last writes so much time that it ends by a second signal alone, which may come at once."""
     from jobs import command  # noqa: PLC0415 - in the driver's process alone
-    from pipeline.runner import ending  # noqa: PLC0415
+    from pipeline.runner import run_record  # noqa: PLC0415
 
     command._SAME_SIGNAL_S, command._MAX_STOP_S = 0.0, 3600.0
-    ending.LAST_WRITES_S = 3600.0
+    run_record.LAST_WRITES_S = 3600.0
 
 
 @pytest.mark.parametrize("kind", ["stall", 503, "cut"])

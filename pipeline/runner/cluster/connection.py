@@ -104,7 +104,9 @@ def _join_or_start(say: Callable[[str], object]) -> None:
             say(f"note: Ray did not start in {took_s:.0f} s; trying once more")
     if address is None:
         lock_session(ray._private.worker._global_node.get_session_dir_path())
-    _take_back_sigterm()
+    # Python alone handles SIGTERM: the handler of Ray's core prints a stack, and aborts the process after 3 s.
+    if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)):
+        signal.signal(signal.SIGTERM, handler)
     say(_describe_cluster())
     atexit.unregister(_shut_down)  # so that it runs once, however often this process connects
     atexit.register(_shut_down)
@@ -176,12 +178,6 @@ def _initialise(say: Callable[[str], object], start_options: Mapping[str, Any]) 
             wait([start_result])
             ray.shutdown()
     raise KeyboardInterrupt
-
-
-def _take_back_sigterm() -> None:
-    """Let Python alone handle SIGTERM: the handler of Ray's core prints a stack, and aborts the process after 3 s."""
-    if threading.current_thread() is threading.main_thread() and (handler := signal.getsignal(signal.SIGTERM)):
-        signal.signal(signal.SIGTERM, handler)
 
 
 def is_worth_showing(record: logging.LogRecord) -> bool:

@@ -1,25 +1,21 @@
-"""The nodes of a cluster: tasks on a chosen node, free disk space for Ray, and a log of nodes that come and go."""
+"""The nodes of a cluster: tasks on a chosen node, the CPUs of this one, and a log of nodes that come and go."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import ray
 from ray._private.utils import get_num_cpus
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from pipeline.runner.cluster.disks import RayDisk
 from pipeline.runner.stages import Plan
 from pipeline.runner.worker_reports import WorkerReport
 
 T = TypeVar("T")
-_ANSWER_S = 30.0  # seconds that nodes may take to say how full their disks are
 MAX_NAMES = 8  # nodes that a line names
 
 
@@ -65,61 +61,6 @@ def _count_cpus() -> float:
 
 def _is_not_about_fractions(record: logging.LogRecord) -> bool:
     return "fractional cpus" not in record.getMessage()
-
-
-class DiskSearch(NamedTuple):
-    """The nodes that a search for full disks found, as node id -> host and folder, or host alone.
-
-    Attributes:
-        full: nodes with a disk too full for Ray.
-        silent: nodes that started no process for the search.
-    """
-
-    full: dict[str, str]
-    silent: dict[str, str]
-
-
-def find_known_full_disks(without: Collection[str], reported: Mapping[str, str]) -> dict[str, str]:
-    """Return the living nodes known to have a disk too full to start a worker, except ``without``; no node is asked.
-
-    The driver measures the disks of its own node. ``reported`` has the full disks of nodes by the workers' heartbeats,
-    node id -> folder.
-    """
-    own_disk, known = RayDisk.describe_full(), dict(reported)
-    if own_disk:
-        known[ray.get_runtime_context().get_node_id()] = own_disk
-    return {
-        node: f"{name} ({known[node]})" for name, node, _ in iter_alive_nodes() if node in known and node not in without
-    }
-
-
-def find_full_disks(
-    without: Collection[str] = (), reported: Mapping[str, str] = MappingProxyType({}), *, spilling_failed: bool = False
-) -> DiskSearch:
-    """Search the living nodes for disks too full for Ray, except ``without``. Waits up to half a minute for the nodes.
-
-    A node whose disk is full may be unable to start the process that would measure it: ``find_known_full_disks`` finds
-    some of these nodes.
-
-    Ray frees spilled objects as soon as a run fails. So a lower limit holds if ``spilling_failed`` and no disk is full
-    now: a disk counts as full if it has less free space than its node's object store needs.
-    """
-    full, small = find_known_full_disks(without, reported), dict[str, str]()
-    nodes = {node: (name, has) for name, node, has in iter_alive_nodes() if node not in {*without, *full}}
-    answers = {node: task_on(node).remote(RayDisk.measure) for node in nodes}
-    if answers:
-        ray.wait(list(answers.values()), num_returns=len(answers), timeout=_ANSWER_S)
-    silent = {node: name for node, (name, _) in nodes.items()}
-    for node, answer in answers.items():
-        with suppress(ray.exceptions.RayError):
-            disk = min(ray.get(answer, timeout=0), key=lambda disk: disk.writable_bytes)
-            name, has = nodes[node]
-            del silent[node]
-            if not disk.writable_bytes:
-                full[node] = f"{name} ({disk})"
-            elif disk.writable_bytes < has.get("object_store_memory", 0.0):
-                small[node] = f"{name} ({disk}, which takes less than the node's object store holds)"
-    return DiskSearch(full or (small if spilling_failed else {}), silent)
 
 
 class NodeLog:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cache.dataset_card import has_own_card, write_new_header
-from pipeline.cache.header import read_header
+from pipeline.cache.header import has_own_card, read_header, write_new_header
 from pipeline.cache.merging import merge_fully
 from pipeline.storage.stores import LocalStore, ObjectStore
 from tests.interpreter import run_python

@@ -31,7 +31,8 @@ def put(data: bytes, places: np.ndarray, rows: int) -> np.ndarray | None:
     if pages is None:
         return None
     out = np.zeros((rows, width // 2), np.int16)
-    return out if put_rows(memoryview(data)[pages.start : pages.end], pages.n_rows, places, out) else None
+    n_rows = metadata.row_group(0).num_rows
+    return out if put_rows(memoryview(data)[slice(*pages)], n_rows, places, out) else None
 
 
 def written(**more) -> bytes:

@@ -8,8 +8,7 @@ import ray
 from rich.console import Console
 
 from gstep.backbones import ModelSource
-from pipeline.cache.dataset_card import write_new_header
-from pipeline.cache.header import HEADER, read_header
+from pipeline.cache.header import HEADER, read_header, write_new_header
 from pipeline.cache.merging import merge
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import CacheLocked, IdentityMismatch, NotAnswers, QuestionsChanged, UsageError

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from pipeline import TokenCache
-from pipeline.cache.dataset_card import has_own_card
-from pipeline.cache.header import fingerprint, made_with
+from pipeline.cache.header import fingerprint, has_own_card, made_with
 from pipeline.cache.merging import merge_fully
 from pipeline.errors import CorruptShard, IdentityMismatch, NotACache, RemovedVideo, UsageError, VideoFault
 from pipeline.rewrite import merge as merge_module

@@ -56,7 +56,7 @@ def test_of_two_that_come_together_one_goes_on(store):
         entered.append("r2 refused")
         return store.names(*of)
 
-    looked_at = Mock(wraps=store)
+    looked_at = Mock(wraps=store, folder=store.folder)
     looked_at.names.side_effect = meanwhile
     with Claim(looked_at, "r1", print):
         entered.append("r1")
@@ -71,7 +71,7 @@ def test_a_note_without_signs_of_life_is_forgotten(store):
         note_of(store)
         return store.names(*of)
 
-    looked_at = Mock(wraps=store)
+    looked_at = Mock(wraps=store, folder=store.folder)
     looked_at.names.side_effect = meanwhile  # behind this run's own first beat, so that the note has no age yet
     with Claim(looked_at, "r2", said.append, heartbeat_s=BEAT):
         assert store.names("runs", ".running") == ["runs/r2.running"]

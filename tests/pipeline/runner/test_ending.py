@@ -4,8 +4,8 @@ import threading
 from functools import partial
 from types import SimpleNamespace
 
-from pipeline.runner import ending as ending_module
-from pipeline.runner.ending import NO_ANSWER, seconds_left, write_last
+from pipeline.runner import run_record
+from pipeline.runner.run_record import NO_ANSWER, seconds_left, write_last
 
 
 def test_a_write_is_done_or_says_why_not():
@@ -31,9 +31,9 @@ def test_writes_that_hang_share_one_bound_and_leave_a_part_to_others(monkeypatch
             assert timeout is not None
             now += timeout
 
-    monkeypatch.setattr(ending_module, "threading", SimpleNamespace(Thread=Thread))
-    monkeypatch.setattr(ending_module, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(ending_module, "LAST_WRITES_S", 8.0)
+    monkeypatch.setattr(run_record, "threading", SimpleNamespace(Thread=Thread))
+    monkeypatch.setattr(run_record, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(run_record, "LAST_WRITES_S", 8.0)
     ending, forever = KeyboardInterrupt(), threading.Event()
     try:
         assert write_last(ending, forever.wait, spare_s=3.0) == NO_ANSWER

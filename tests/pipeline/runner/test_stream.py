@@ -25,8 +25,7 @@ from rich.console import Console
 
 from pipeline.errors import RunFailed
 from pipeline.options import RunOptions
-from pipeline.runner import ending as ending_module
-from pipeline.runner import execution, shards, stream, watchdog
+from pipeline.runner import execution, run_record, shards, stream, watchdog
 from pipeline.runner.cluster.head import HeadLost
 from pipeline.runner.job import Job, Watch
 from pipeline.runner.progress import Progress
@@ -572,7 +571,7 @@ def test_the_time_of_the_last_writes_begins_once_the_graph_has_ended(tmp_path, q
             blocked.wait()
 
     monkeypatch.setattr(watchdog, "_END_S", 2.0)
-    monkeypatch.setattr(ending_module, "LAST_WRITES_S", 1.5)
+    monkeypatch.setattr(run_record, "LAST_WRITES_S", 1.5)
     monkeypatch.setattr(stream, "_RECORD_S", 0.1)
     disk, job = Disk(tmp_path), WaitingJob(2, Stuck)
     start = time.monotonic()
@@ -597,7 +596,7 @@ def test_a_writer_that_does_not_answer_has_the_time_of_the_last_writes(
     tmp_path, quick, monkeypatch, writers_in_this_process, ending
 ):
     """The cluster may have lost its node. Then the words run again."""
-    monkeypatch.setattr(ending_module, "LAST_WRITES_S", 1.0)
+    monkeypatch.setattr(run_record, "LAST_WRITES_S", 1.0)
     monkeypatch.setattr(stream, "_RECORD_S", 0.1)
     disk, job = Disk(tmp_path), job_with_writers(3)
     start = time.monotonic()

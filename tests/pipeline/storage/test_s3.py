@@ -42,7 +42,7 @@ def test_one_request_each(server, objects):
     assert methods_of(server, lambda: objects.put(uri, b"0123456789")) == ["PUT"]
     assert methods_of(server, lambda: objects.read(uri)) == ["GET"]
     assert methods_of(server, lambda: objects.read_slice(uri, -3)) == ["GET"]
-    assert methods_of(server, lambda: objects.size(uri)) == ["HEAD"]
+    assert methods_of(server, lambda: objects.info(uri)) == ["HEAD"]
     assert methods_of(server, lambda: list(objects.list(f"s3://{server.bucket}/one/"))) == ["GET"]
     assert methods_of(server, lambda: list(objects.list(f"s3://{server.bucket}/nothing/"))) == ["GET"]
     assert methods_of(server, lambda: objects.delete(uri)) == ["DELETE"]
@@ -51,7 +51,7 @@ def test_one_request_each(server, objects):
 def test_what_goes_in_comes_out(server, objects):
     uri = f"s3://{server.bucket}/two/a"
     objects.put(uri, memoryview(b"0123456789"))
-    assert (objects.read(uri), objects.size(uri), objects.exists(uri)) == (b"0123456789", 10, True)
+    assert (objects.read(uri), objects.info(uri).size, objects.exists(uri)) == (b"0123456789", 10, True)
     for span, data in (((2, 5), b"234"), ((-4,), b"6789"), ((-400,), b"0123456789")):
         assert objects.read_slice(uri, *span) == (data, 10)
     with pytest.raises(OSError, match="10 bytes, more than the 9") as error:
@@ -267,7 +267,7 @@ def test_credentials_that_expire_are_asked_for_again(server, monkeypatch):
                 ask(uri)
         for name, value in {**server.environment(), "AWS_SESSION_TOKEN": "of this noon"}.items():
             monkeypatch.setenv(name, value)
-        assert objects.size(uri) == 3  # whose refusal has no text
+        assert objects.info(uri).size == 3  # whose refusal has no text
         objects.put(uri, b"three")
         assert objects.read(uri) == b"three"
         proxy.expired = "of this noon"

@@ -108,7 +108,7 @@ def test_a_refusal_without_a_text_names_the_credentials_too(server, monkeypatch,
     server.fail("HEAD", "c/cache.json", status)
     server.fail("GET", "c/cache.json", status, "")
     objects = reaches(server, KEYS, monkeypatch)
-    for ask in (objects.size, objects.exists, lambda uri: TokenCache(uri.rpartition("/")[0])):
+    for ask in (objects.info, objects.exists, lambda uri: TokenCache(uri.rpartition("/")[0])):
         with pytest.raises((OSError, UsageError), match=r"credentials from the environment \(AWS_ACCESS_KEY_ID\)"):
             ask(server.uri("c/cache.json"))
 
@@ -255,7 +255,7 @@ def test_a_requester_pays_for_reads_of_sources_alone(server, monkeypatch, tmp_pa
     objects = Objects.from_environment(requester_pays=True)
     (info,) = objects.list(server.uri("v/"))
     of_worker = pickle.loads(pickle.dumps(objects))  # noqa: S301
-    assert of_worker.read(info.uri) == b"video" and of_worker.impatient().size(info.uri) == 5
+    assert of_worker.read(info.uri) == b"video" and of_worker.impatient().info(info.uri).size == 5
     assert [headers.get("X_AMZ_REQUEST_PAYER") for headers in sent] == ["requester"] * 3
     assert all("x-amz-request-payer" in headers["AUTHORIZATION"] for headers in sent)  # signed
     sent.clear()
@@ -382,6 +382,6 @@ def test_the_hub_names_the_place_of_the_token(monkeypatch, tmp_path, status, cod
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
         monkeypatch.setattr("huggingface_hub.hf_file_system.constants.ENDPOINT", url)
         with pytest.raises(kind, match=why) as error:
-            HubFiles().size("hf://datasets/some/one/a.mp4")
+            HubFiles().info("hf://datasets/some/one/a.mp4")
     HfFileSystem.clear_instance_cache()
     assert "abcdef" not in str(error.value) and "credentials" in str(error.value)

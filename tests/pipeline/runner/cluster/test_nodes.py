@@ -9,17 +9,10 @@ from ray._private import utils
 from pipeline.errors import UsageError
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.resources import plan_resources
-from pipeline.runner.cluster import connection, nodes
+from pipeline.runner.cluster import connection, disks
 from pipeline.runner.cluster.connection import choose_device, find_failing_nodes
-from pipeline.runner.cluster.disks import RayDisk
-from pipeline.runner.cluster.nodes import (
-    DiskSearch,
-    NodeLog,
-    count_cores,
-    find_full_disks,
-    iter_alive_nodes,
-    read_fraction_of_cpu,
-)
+from pipeline.runner.cluster.disks import DiskSearch, RayDisk, find_full_disks
+from pipeline.runner.cluster.nodes import NodeLog, count_cores, iter_alive_nodes, read_fraction_of_cpu
 from pipeline.runner.worker_reports import NodeTally, WorkerReport
 from tests.pipeline.rays import PLAIN, ray_here
 
@@ -105,7 +98,7 @@ def test_a_disk_that_takes_what_the_object_store_holds_is_not_full(spilling_fail
 
 @pytest.mark.slow
 def test_a_node_that_starts_no_process_is_named_and_its_full_disk_by_what_workers_reported(monkeypatch):
-    monkeypatch.setattr(nodes, "_ANSWER_S", 0.0)
+    monkeypatch.setattr(disks, "_ANSWER_S", 0.0)
     with ray_here(*PLAIN) as (node,):
         (name,) = [name for name, _, _ in iter_alive_nodes()]
         assert find_full_disks() == DiskSearch({}, {node: name})
