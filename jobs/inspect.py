@@ -245,11 +245,11 @@ def _show_cache(store: Store, arguments: argparse.Namespace, objects: Objects) -
     if arguments.failed:
         return _show_failures(report.failed_videos(cache), {"cache": str(store)}, arguments)
     if video_id is None:
-        counts = report.count(cache)
-        code = 1 if counts.summary.n_lost else 0
+        ledger, summary = report.count(cache)
+        code = 1 if summary.n_lost else 0
         if not arguments.json:
-            return CommandResult(code, {}, [report.cache_report(cache, counts)])
-        return CommandResult(code, report.cache_record(cache, counts))
+            return CommandResult(code, {}, [report.cache_report(cache, ledger, summary)])
+        return CommandResult(code, report.cache_record(cache, ledger, summary))
     if arguments.html is not None:
         from pipeline.inspect.page import write_page  # noqa: PLC0415 - only the page needs the decoders
 

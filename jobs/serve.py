@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from jobs.command import Parser, run_command
-from pipeline.serve.config import ServeConfig, check_port
-from pipeline.serve.live_config import LiveConfig
+from pipeline.serve.config import LiveConfig, ServeConfig, check_port
 
 EPILOG = """\
 A message names a cached video, and the share of its visual tokens, as a video_url:
@@ -67,15 +66,9 @@ def _serve(config: ServeConfig | LiveConfig, console: Console) -> int:
     """
     if not config.print_command:
         check_port(config.host, config.port)
-    # These load only now: --help and a mistyped flag answer at once.
-    if isinstance(config, LiveConfig):
-        from pipeline.serve.live_server import serve_live  # noqa: PLC0415
+    from pipeline.serve.server import serve  # noqa: PLC0415 - --help and a mistyped flag answer at once
 
-        serve_live(config)
-    else:
-        from pipeline.serve.server import serve  # noqa: PLC0415
-
-        serve(config)
+    serve(config)
     return 0
 
 

@@ -44,7 +44,6 @@ from pipeline.evaluate.benchmarks.own import OwnQuestions
 from pipeline.evaluate.config import ANSWERS_FOLDER, CACHE_FOLDER, RESULTS_HEADER, EvaluateConfig
 from pipeline.evaluate.protocols import FrameRule, ModelRules, Protocol
 from pipeline.evaluate.scores import question_table
-from pipeline.generate.answer_setup import drop_evidence
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import (
     PRUNINGS,
@@ -59,6 +58,7 @@ from pipeline.generate.late_pruning import PruningSpec, describe_prunings, is_wh
 from pipeline.generate.model import check_model, choose_family, choose_model
 from pipeline.generate.questions import refuse_placeholders
 from pipeline.generate.removal import read_barred
+from pipeline.generate.request import drop_evidence
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.recipe import list_needed_evidence, make_sampling, resolve, sampling_settings
 from pipeline.rows import Json, JsonObject

@@ -46,18 +46,16 @@ from pipeline.evaluate.scores import AnsweredItems, answered_item, mode_of, scor
 from pipeline.evaluate.statistics import ORIGINAL, MethodAtRatio
 from pipeline.generate.answers import (
     ANSWER_SCHEMA,
-    COMPARED_COLUMNS,
     REMOVED,
     AnswersIdentity,
     AnswersTable,
-    describe_change,
     iter_answers,
     read_answers,
     read_answers_header,
-    refuse_changed_questions,
 )
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.config import GenerateConfig
+from pipeline.generate.remaining import COMPARED_COLUMNS, describe_change, refuse_changed_questions
 from pipeline.generate.removal import bar_videos, read_barred
 from pipeline.generate.run import answer
 from pipeline.generate.summary import AnswerSummary, summarise_answers

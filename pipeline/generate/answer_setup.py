@@ -1,4 +1,4 @@
-"""The setup of answers: cache, model, prunings and options, checked against each other. Nothing starts.
+"""The setup of answers: cache, model, prunings and options, and what follows from them and the videos' rows.
 
 ``AnswerSetup`` travels to every worker. ``PromptForecast`` stays with the driver. It finds the questions that need no
 model from the videos' rows, and counts the visual tokens of prompts.
@@ -15,16 +15,13 @@ import pyarrow as pa
 from rich.console import Console
 
 from gstep.backbones import ModelSource
-from gstep.language import PromptBuilder, PromptPolicy
-from pipeline.cache.header import CacheIdentity, identify_model, read_declared_method
+from gstep.language import PromptBuilder
 from pipeline.cache.live import INDEX_COLUMNS
 from pipeline.cache.reader import TokenOrder, count_tokens
 from pipeline.errors import QuestionFault, UsageError, usage_errors
-from pipeline.generate.answers import PRUNINGS, AnswersIdentity
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.engines import ENGINES, choose_batch_size, describe_engine
-from pipeline.generate.late_pruning import LatePruning, PruningSpec, describe_prunings, resolve_pruning
-from pipeline.generate.questions import AnswerMode, describe_decoding
+from pipeline.generate.engines import choose_batch_size
+from pipeline.generate.late_pruning import LatePruning
 from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, removed_answer, without_nulls
 from pipeline.storage.stores import Store
 
@@ -224,100 +221,3 @@ def make_length_fault(n_tokens: int, max_tokens: int, context_length: int | None
         f"a prompt of {n_tokens} tokens and its answer do not fit {limit}: lower --retention-ratio or "
         "--max-new-tokens, or ask about fewer videos",
     )
-
-
-def make_spec(config: GenerateConfig) -> PruningSpec | None:
-    """Return the pruning that the options name, or None."""
-    if config.pruner is None:
-        return None
-    assert config.retention_ratio is not None  # the config refuses a method without a ratio
-    return PruningSpec(config.pruner, config.retention_ratio, config.pruner_params(), config.siglip, config.pruner_seed)
-
-
-def resolve_prunings(
-    config: GenerateConfig,
-    specs: Mapping[str, PruningSpec | None],
-    cache_identity: CacheIdentity,
-    source: ModelSource,
-    builder: PromptBuilder,
-) -> dict[str, LatePruning | None]:
-    """Return the prunings by name, each checked against the cache and the engine; None stays None.
-
-    Raises UsageError, also for a ``--siglip`` that no pruning uses.
-    """
-    with usage_errors():
-        prunings = {
-            name: None if spec is None else resolve_pruning(spec, cache_identity, source, builder)
-            for name, spec in specs.items()
-        }
-        ENGINES[config.engine].check(config, source, builder, prunings)
-    takes_siglip = any(late is not None and late.text_tower is not None for late in prunings.values())
-    if config.siglip is not None and not takes_siglip:
-        raise UsageError("--siglip: no method that is asked takes anything from a SigLIP checkpoint here")
-    return prunings
-
-
-def choose_token_order(
-    config: GenerateConfig, cache_identity: CacheIdentity, prunings: Mapping[str, LatePruning | None]
-) -> TokenOrder:
-    """Return the order in which stored tokens are read for prompts.
-
-    It is "selection" only if the cache's method has an order of its own in a prompt, and no method prunes its tokens
-    now. ``--order index`` always gives "index". Raises UsageError for ``--order own`` if no method that prunes the
-    tokens of a prompt has an order of its own.
-    """
-    method = read_declared_method(cache_identity)
-    lates = [late for late in prunings.values() if late is not None]
-    # A method that prunes now finds frames by the position of tokens.
-    has_own_order = method is not None and method.reorders and not lates
-    late = any(late.pruner.reorders for late in lates)
-    if config.order == "own" and not (has_own_order or late):
-        raise UsageError(
-            f"--order own: {config.pruner or cache_identity['pruner']['method']}, which prunes the tokens, has no "
-            "order of its own in a prompt"
-        )
-    return "selection" if has_own_order and config.order != "index" else "index"
-
-
-def identify_answers(
-    setup: AnswerSetup, cache_identity: CacheIdentity, policy: PromptPolicy, evaluation: AnswersIdentity | None = None
-) -> AnswersIdentity:
-    """Return the settings that all answers in one place share, JSON-able.
-
-    A single pruning, which has the name "", is described under ``pruner``. Several prunings are described under
-    PRUNINGS, to which later runs may add; the cache is described without its evidence then.
-
-    Args:
-        policy: of the prompts.
-        evaluation: benchmark and protocol, where an evaluation asks.
-    """
-    config, mode = setup.config, AnswerMode.of(setup.config)
-    several, late = "" not in setup.prunings, setup.prunings.get("")
-    if several:  # more methods may come
-        order = "own" if setup.own_order else "index"
-    else:
-        order = "selection" if late is not None and late.pruner.reorders and setup.own_order else setup.order
-    stored_ratio = cache_identity["retention_ratio"]
-    identity: AnswersIdentity = {
-        "cache": drop_evidence(cache_identity) if several else cache_identity,
-        "model": identify_model(setup.source),
-        "retention_ratio": stored_ratio if config.retention_ratio is None else config.retention_ratio,
-        "prompt": {**policy.describe(), "order": order},
-        "decoding": {"choices": mode.method, "system": mode.system, **describe_decoding(mode.decoding)},
-        **describe_engine(config),
-        **(evaluation or {}),
-    }
-    if late is not None:
-        identity["pruner"] = late.describe()
-    if several:
-        identity[PRUNINGS] = describe_prunings(setup.prunings, cache_identity)
-    return identity
-
-
-def drop_evidence(cache_identity: CacheIdentity) -> CacheIdentity:
-    """Return a cache's identity without its evidence, which does not decide its tokens."""
-    identity, model = cache_identity.copy(), cache_identity["model"].copy()
-    identity.pop("evidence", None)
-    model.pop("pooling_head", None)
-    dtype = {name: value for name, value in cache_identity["dtype"].items() if name != "evidence"}
-    return {**identity, "model": model, "dtype": dtype}

@@ -1,4 +1,4 @@
-"""Answers on disk: the columns, the settings that all rows share, the live rows, and the questions still to ask.
+"""Answers on disk: the columns, the settings that all rows share, and the live rows.
 
 ``answers.json`` holds the settings, ``answers/<shard>.parquet`` or ``.jsonl`` a row a question (failed questions too),
 ``runs/<run_id>.json`` the provenance. ``removed/`` bars videos (``pipeline.generate.removal``). A question's live row
@@ -12,14 +12,12 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from itertools import zip_longest
 from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple, NotRequired, TypedDict, cast, get_args
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from pipeline.cache.changed_code import keep_unknown_code, match_identity, refuse_changed_code
 from pipeline.cache.header import (
@@ -33,10 +31,8 @@ from pipeline.cache.live import read_states, sort_by_rule
 from pipeline.cache.merging import KEEP
 from pipeline.cache.schema import READ_THREADS, column, complete_columns, hex_digest, open_parquet, write_parquet
 from pipeline.cache.table import check_content, has_content_hash, make_small_name
-from pipeline.errors import CorruptShard, NotAnswers, QuestionFaultClass, QuestionsChanged, printable
-from pipeline.generate.carried import add_carried, concat_answers, make_carried_columns
-from pipeline.generate.config import GenerateConfig
-from pipeline.generate.conversation import load_messages
+from pipeline.errors import CorruptShard, NotAnswers, QuestionFaultClass
+from pipeline.generate.question_columns import add_carried, concat_answers, make_carried_columns
 from pipeline.inputs.tables import carried_json
 from pipeline.rows import AnswerRecord, Json, JsonObject, QuestionRecord, without_nulls
 from pipeline.storage.stores import Store, store_at
@@ -51,10 +47,6 @@ REMOVED = "removed"  # folder of the bars, and status of the rows
 QUESTION_EXTRA = "question_extra"  # in old answers: JSON of the carried columns
 PRUNINGS: Final = "prunings"  # key of the identity, where several prunings were asked
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
-# The columns of a question that its answer depends on.
-COMPARED_COLUMNS = ("video_ids", "prompt", "conversation", "choices", "decoding")
-# Columns that decide whether a question is asked again.
-_DECIDING_COLUMNS = ("question_id", "pruning", "status", "attempts", "error_class", "video_ids")
 _MAX_ROWS_AS_OBJECTS = 4096
 _NUMBER_PATTERN = re.compile(r"([^0-9]*)([0-9]{0,18})")
 
@@ -171,13 +163,11 @@ def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
 
 def sort_naturally(rows: pa.Table) -> pa.Table:
     """Return rows sorted by question_id, with the numbers in it compared as numbers: 1, 2, 10."""
-    ids = rows["question_id"].to_pylist()
-    return rows.take(pa.array(sorted(range(len(ids)), key=lambda i: _natural_key(ids[i])), pa.int64()))
-
-
-def _natural_key(text: str) -> list[tuple[str, int]]:
-    """Return a sort key of a text, with runs of digits as numbers."""
-    return [(words, int(digits or -1)) for words, digits in _NUMBER_PATTERN.findall(text)]
+    keys = [
+        [(words, int(digits or -1)) for words, digits in _NUMBER_PATTERN.findall(question_id)]
+        for question_id in rows["question_id"].to_pylist()
+    ]
+    return rows.take(pa.array(sorted(range(len(keys)), key=keys.__getitem__), pa.int64()))
 
 
 def read_answers_header(store: Store) -> AnswersHeader:
@@ -350,7 +340,10 @@ def select_live(rows: pa.Table) -> pa.Table:
     """
     if len(rows) == 0:
         return rows
-    *ids, run, answer = (_rank_texts(rows[name]) for name in (*_LIVE_KEYS, "run_id", "answer"))
+    *ids, run, answer = (  # the rank of each text among the sorted distinct texts
+        np.asarray(pc.rank(rows[name], tiebreaker="dense").to_numpy(), np.int64)
+        for name in (*_LIVE_KEYS, "run_id", "answer")
+    )
     order = sort_by_rule(ids, read_states(rows["status"]), rows["attempts"].to_numpy(), [run, answer])
     changes = [column[order][1:] != column[order][:-1] for column in ids]
     return rows.take(pa.array(order[np.append(True, np.logical_or.reduce(changes))]))
@@ -393,11 +386,6 @@ def try_merge_answers(store: Store, at_least: int, say: Callable[[str], object])
         say(f"warning: the files of answers were not merged: {error}")
 
 
-def _rank_texts(column: pa.ChunkedArray) -> NDArray[np.int64]:
-    """Return each text's rank [n] among the sorted distinct texts."""
-    return np.asarray(pc.rank(column, tiebreaker="dense").to_numpy(), np.int64)
-
-
 def commit_answers(
     store: Store,
     run_id: str,
@@ -416,13 +404,11 @@ def commit_answers(
     table = pa.Table.from_pylist([{**row, "run_id": run_id} for row in rows], schema=ANSWER_SCHEMA)
     if questions is not None:
         table = add_carried(table, questions, ANSWER_SCHEMA.names)
-    data = write_parquet(table) if form == "parquet" else _to_json_lines(table)
+    if form == "parquet":
+        data = write_parquet(table)
+    else:  # strict JSON: a log-probability of minus infinity becomes null
+        data = "".join(carried_json(row, ensure_ascii=False) + "\n" for row in table.to_pylist()).encode()
     store.put(make_small_name(ANSWERS, run_id, number, data, SUFFIXES[form]), data)
-
-
-def _to_json_lines(table: pa.Table) -> bytes:
-    """Return rows as lines of strict JSON: a log-probability of minus infinity becomes null."""
-    return "".join(carried_json(row, ensure_ascii=False) + "\n" for row in table.to_pylist()).encode()
 
 
 def parse_shard(store: Store, name: str, data: bytes) -> pa.Table:
@@ -470,173 +456,3 @@ def iter_answers(table: pa.Table) -> Iterator[AnswerRecord]:
     for batch in table.to_batches(max_chunksize=_MAX_ROWS_AS_OBJECTS):
         for row in batch.to_pylist():
             yield without_nulls(row, AnswerRecord)
-
-
-def select_remaining_questions(
-    store: Store,
-    live: pa.Table,
-    questions: pa.Table,
-    codes: Mapping[str, str | None],
-    config: GenerateConfig,
-    cached_ids: Collection[str],
-    removed_ids: Collection[str] = (),
-) -> list[QuestionRecord]:
-    """Return the questions that a run must ask, under each pruning, with the number of the attempt.
-
-    A failed row counts as an answer unless ``--retry-failed``. Then the question is asked again if it has changed, has
-    attempts left, or failed for lack of videos that are cached now. A removed row is final. A question about a removed
-    video that has no good answer gets such a row.
-
-    Args:
-        live: the live rows of these questions under these prunings.
-        codes: pruning -> its code (``find_code``).
-        cached_ids: ids of videos with tokens.
-        removed_ids: ids of videos that were removed from the cache or from the answers.
-
-    Raises QuestionsChanged if a question with a good answer has changed.
-    """
-    by_id = {row["question_id"]: without_nulls(row, QuestionRecord) for row in questions.to_pylist()}
-    answers_by_key: dict[tuple[str, str | None], tuple[AnswerRecord, str | None]] = {}
-    for row in iter_answers(live.select(list(dict.fromkeys([*_DECIDING_COLUMNS, *COMPARED_COLUMNS])))):
-        # Only the deciding columns stay in memory: there may be a hundred answers for each question.
-        decision = cast(AnswerRecord, {name: value for name, value in row.items() if name in _DECIDING_COLUMNS})
-        answers_by_key[answer_key(row)] = decision, describe_change(by_id[row["question_id"]], row)
-    remaining: list[QuestionRecord] = []
-    changes: list[str] = []
-    for question in _pair_with_prunings(by_id.values(), codes):
-        answer, change = answers_by_key.get(answer_key(question), (None, None))
-        if answer is None:
-            remaining.append({**question, "attempts": 1})
-        elif answer["status"] == "ok":
-            changes += [change] if change else []
-        elif answer["status"] == "removed":
-            continue
-        elif any(video_id in removed_ids for video_id in question["video_ids"]):
-            remaining.append({**question, "attempts": answer["attempts"] + 1})
-        elif config.retry_failed:
-            lacked_videos = answer["error_class"] in {"unknown-video", "failed-video"}
-            videos_came = lacked_videos and all(video_id in cached_ids for video_id in answer["video_ids"])
-            if change or answer["attempts"] < config.max_attempts or videos_came:
-                remaining.append({**question, "attempts": answer["attempts"] + 1})
-    refuse_changed_questions(changes, store)
-    return remaining
-
-
-def _pair_with_prunings(
-    questions: Iterable[QuestionRecord], codes: Mapping[str, str | None]
-) -> Iterator[QuestionRecord]:
-    """Yield every question under every pruning; the prunings of one question follow each other."""
-    for question in questions:
-        for pruning, code in codes.items():
-            row: QuestionRecord = {**question, "pruning": pruning} if pruning else question
-            yield row if code is None else {**row, "method_code": code}
-
-
-def describe_change(question: QuestionRecord, answer: AnswerRecord) -> str | None:
-    """Describe the first difference between a question and its answered version; None if they are equal."""
-    for name in COMPARED_COLUMNS:
-        before, now = answer.get(name), question.get(name)
-        if before != now:
-            changed = name
-            if name == "conversation":
-                changed, before, now = _find_changed_message(answer, question)
-            return f"{printable(question['question_id'])}: {changed} was {_shorten(before)}, is {_shorten(now)}"
-    return None
-
-
-def _find_changed_message(answer: AnswerRecord, question: QuestionRecord) -> tuple[str, object, object]:
-    """Return the first message in which the conversations differ: (its name, as it was, as it is; None for none)."""
-    conversations = [load_messages(row.get("conversation", "[]")) for row in (answer, question)]
-    pairs = enumerate(zip_longest(*conversations), 1)
-    return next((f"message {number}", old, new) for number, (old, new) in pairs if old != new)
-
-
-def _shorten(value: object) -> str:
-    """Return the repr of a value, shortened to 100 characters."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def refuse_changed_questions(changes: Sequence[str], store: Store) -> None:
-    """Raise QuestionsChanged if there are ``changes``, with the first five; each entry describes a changed question."""
-    if changes:
-        raise QuestionsChanged(
-            f"{len(changes)} questions with an answer in {store} have changed:\n  "
-            + "\n  ".join(changes[:5])
-            + "\nGive new questions new ids, or name another --out."
-        )
-
-
-def format_answered(
-    live: pa.Table, n_questions: int, remaining: Sequence[QuestionRecord], config: GenerateConfig
-) -> list[str]:
-    """Return lines for the user about the questions that already have answers and are not asked; [] if there are none.
-
-    Args:
-        live: the live rows of the questions.
-        n_questions: questions times prunings.
-    """
-    n_removed = pc.sum(pc.equal(live["status"], "removed")).as_py() or 0
-    n_questions -= n_removed
-    n_with_answers = n_questions - len(remaining)
-    if not n_with_answers:
-        return []
-    failed_rows = live.filter(pc.equal(live["status"], "failed"))
-    keys = set(zip(*(failed_rows[name].to_pylist() for name in KEYS), strict=True))
-    n_failed = len(keys - {answer_key(question) for question in remaining})
-    text = f"{n_with_answers} of {n_questions} questions have their answers already"
-    if not n_failed:
-        return [text]
-    if not config.retry_failed:
-        return [f"{text}, {n_failed} of them as errors (--retry-failed asks them again)"]
-    attempts = f"note: the failed questions have used their {config.max_attempts} attempts; --max-attempts allows more"
-    return [f"{text}, {n_failed} of them as errors", attempts]
-
-
-def format_new_targets(store: Store, live: pa.Table, questions: pa.Table) -> list[str]:
-    """Return a line for the user about good answers whose question now has another right answer; [] if none has.
-
-    They are not asked again, and ``store`` keeps the right answers of the time when they were asked.
-
-    Args:
-        live: the live rows of ``questions``.
-    """
-    good = live.filter(pc.equal(live["status"], "ok"))
-    rows_of_questions = pc.index_in(good["question_id"], value_set=questions["question_id"].combine_chunks())
-    targets = zip(*(rows["target"].to_pylist() for rows in (good, questions.take(rows_of_questions))), strict=True)
-    ids = good["question_id"].to_pylist()
-    changes = [
-        f"{name}: was {_shorten(before)}, is {_shorten(now)}"
-        for name, (before, now) in zip(ids, targets, strict=True)
-        if before != now
-    ]
-    if not changes:
-        return []
-    return [
-        f"note: {len(changes)} answered questions have another right answer now, e.g. {changes[0]}. {store} keeps the "
-        "earlier one, and jobs.evaluate --score compares with it: ask with another --out to score by the new one"
-    ]
-
-
-def format_encoded_again(store: Store, live: pa.Table, videos: pa.Table) -> list[str]:
-    """Return a line for the user about good answers on videos that were encoded again since; [] if there are none.
-
-    They are not asked again. Runs are compared, whose ids begin with their time.
-
-    Args:
-        live: the live rows of the answers.
-        videos: ``video_id``, ``status``, ``run_id`` and ``rewritten`` of the live rows of their videos. A row whose
-            tokens were moved has the run that moved them, and is not compared.
-    """
-    runs = {
-        row["video_id"]: row["run_id"] for row in videos.to_pylist() if row["status"] == "ok" and not row["rewritten"]
-    }
-    good = live.filter(pc.equal(live["status"], "ok"))
-    answers = zip(*(good[name].to_pylist() for name in ("question_id", "run_id", "video_ids")), strict=True)
-    names = [name for name, run_id, ids in answers if any(runs.get(video_id, "") > run_id for video_id in ids)]
-    if not names:
-        return []
-    return [
-        f"note: {len(names)} answered questions are about videos that were encoded again since, e.g. {names[0]}. "
-        f"{store} keeps the answers from the earlier tokens: ask with another --out for new ones"
-    ]

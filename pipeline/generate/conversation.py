@@ -122,11 +122,6 @@ def list_texts(messages: Sequence[ChatMessage]) -> list[str]:
     return [part["text"] for message in messages for part in message["content"] if "text" in part]
 
 
-def dump_messages(messages: Sequence[ChatMessage]) -> str:
-    """Return messages as the JSON that tables have."""
-    return json.dumps(messages, ensure_ascii=False)
-
-
 def load_messages(text: str) -> list[ChatMessage]:
     """Return the messages of the JSON that tables have."""
     return cast("list[ChatMessage]", json.loads(text))

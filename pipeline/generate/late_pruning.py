@@ -263,14 +263,15 @@ def resolve_pruning(
             f"{cache_identity['pruner']['method']} kept at {cache_identity['retention_ratio']:g}: make one with python "
             "-m jobs.prune --pruner none"
         )
-    check_inside(pruner, builder)
-    if pruner.layer is not None and spec.seed:
-        raise UsageError(
-            f"--pruner {method} prunes inside the language model, where it draws with seed 0: leave out its seed"
-        )
-    evidence = (
-        () if pruner.layer is not None else find_evidence_columns(method, pruner, cache_identity, family_of(source))
-    )
+    evidence: tuple[tuple[str, str], ...] = ()
+    if pruner.layer is None:
+        evidence = find_evidence_columns(method, pruner, cache_identity, family_of(source))
+    else:
+        check_layer(pruner, builder.config)
+        if spec.seed:
+            raise UsageError(
+                f"--pruner {method} prunes inside the language model, where it draws with seed 0: leave out its seed"
+            )
     tower = _find_text_tower(method, pruner, evidence, spec.siglip, cache_identity, source)
     ratio = pruner.nominal_ratio(spec.retention_ratio)
     return LatePruning(pruner, ratio, tower, evidence, spec.seed, spec.positions, code)
@@ -289,12 +290,6 @@ def describe_prunings(
                 identity["pooling_head"] = cache_identity["model"].get("pooling_head")
         identities[label] = identity
     return identities
-
-
-def check_inside(pruner: Pruner, builder: PromptBuilder) -> None:
-    """Raise ValueError if the model lacks the layer that the method prunes before, or cannot be pruned there."""
-    if pruner.layer is not None:
-        check_layer(pruner, builder.config)
 
 
 def find_evidence_columns(

@@ -157,23 +157,16 @@ class VideoMemory:
             return visual
         if not late.pruner.cacheable:
             return late.reduce(visual, late.select(visual, self._device, words), own_order=self._own_order)
-        key = video.video_id, late.retention_ratio, _selection_key(late)
-        if (pruned_visual := self._visuals.get(key)) is not None:
+        method = _selection_key(late)
+        if (pruned_visual := self._visuals.get((video.video_id, method, late.retention_ratio))) is not None:
             return pruned_visual
-        pruned = self._select(video.video_id, visual, late)
-        return self._visuals.put(key, late.reduce(visual, pruned, own_order=self._own_order))
-
-    def _select(self, video_id: str, visual: Visual, late: LatePruning) -> PrunedTokens:
-        """Return the video's selection under ``late``; the ratios of a nested method are cut from one selection.
-
-        The selection is kept in memory.
-        """
-        largest = self._largest.get(_selection_key(late), late)
-        key = (video_id, _selection_key(largest))
-        pruned = self._selections.get(key)
-        if pruned is None:
-            pruned = self._selections.put(key, largest.select(visual, self._device))
-        return pruned.at(late.retention_ratio) if late.pruner.nested else pruned
+        if (pruned := self._selections.get((video.video_id, method))) is None:
+            pruned = self._largest.get(method, late).select(visual, self._device)
+            self._selections.put((video.video_id, method), pruned)
+        if late.pruner.nested:  # all its ratios are cut from one selection
+            pruned = pruned.at(late.retention_ratio)
+        pruned_visual = late.reduce(visual, pruned, own_order=self._own_order)
+        return self._visuals.put((video.video_id, method, late.retention_ratio), pruned_visual)
 
 
 def _selection_key(late: LatePruning) -> tuple[str, int, float | None]:
@@ -344,7 +337,11 @@ class PromptMaker:
         }
         if late is None or late.inside is None:
             row["n_kept"] = sum(len(visual.index) for visual in visuals)
-            row["kept_per_frame"] = [count for visual in visuals for count in _kept_per_frame(visual)]
+            row["kept_per_frame"] = [
+                count
+                for visual in visuals
+                for count in torch.bincount(visual.index // visual.tokens_per_frame, minlength=visual.n_frames).tolist()
+            ]
         else:  # the model selects among the tokens of all videos
             row["n_kept"] = late.n_kept_inside(row["n_total"])
         prepared = PreparedQuestion(row, prompt, mode, self.inside(question))
@@ -367,9 +364,3 @@ class PromptMaker:
                 f"{context_length}: use --positions contiguous (with another --out), or ask about fewer videos",
             )
         return None
-
-
-def _kept_per_frame(visual: Visual) -> list[int]:
-    """Count a video's kept tokens by frame, [T]."""
-    counts: list[int] = torch.bincount(visual.index // visual.tokens_per_frame, minlength=visual.n_frames).tolist()
-    return counts

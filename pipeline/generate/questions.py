@@ -25,17 +25,20 @@ from gstep.language.types import ChatMessage
 from gstep.lazy import did_you_mean
 from pipeline.errors import QuestionsError, near_file, printable, usage_errors
 from pipeline.generate.answers import ANSWER_SCHEMA, QUESTION_EXTRA
-from pipeline.generate.carried import make_carried_columns
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.conversation import (
-    dump_messages,
     get_question,
     has_system,
     list_texts,
     load_messages,
     parse_messages,
 )
-from pipeline.generate.question_columns import DECODING_OPTIONS, KNOWN_COLUMNS, refuse_near_names
+from pipeline.generate.question_columns import (
+    DECODING_OPTIONS,
+    KNOWN_COLUMNS,
+    make_carried_columns,
+    refuse_near_names,
+)
 from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.tables import (
     TABLE_SUFFIXES,
@@ -157,6 +160,8 @@ def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None,
         try:
             types = parquet_types(place, file)
             return _check_rows(read_rows(place, file, _NEEDED_TEXT, "question_id"), types, place, mode, limit)
+        except BadRow as error:
+            raise QuestionsError(str(error)) from error
         except UNREADABLE as error:
             raise QuestionsError(f"{place}: cannot be read as questions: {error}") from error
 
@@ -167,16 +172,11 @@ def read_given_questions(source: object, mode: AnswerMode, limit: int | None = N
     A table's carried columns keep their types. Raises QuestionsError.
     """
     types: dict[str, pa.DataType] = {}
-    if hasattr(source, "__arrow_c_stream__"):
-        source = table = _convert_table(source)
-        types = dict(zip(table.schema.names, table.schema.types, strict=True))
-    return _check_rows(given_rows("questions", source, _NEEDED_TEXT), types, "questions", mode, limit)
-
-
-def _convert_table(source: object) -> pa.Table:
-    """Convert a caller's table (pandas, Polars) to Arrow. Raises QuestionsError."""
     try:
-        return given_table("questions", source, _NEEDED_TEXT)
+        if hasattr(source, "__arrow_c_stream__"):
+            source = table = given_table("questions", source, _NEEDED_TEXT)
+            types = dict(zip(table.schema.names, table.schema.types, strict=True))
+        return _check_rows(given_rows("questions", source, _NEEDED_TEXT), types, "questions", mode, limit)
     except BadRow as error:
         raise QuestionsError(str(error)) from error
 
@@ -190,16 +190,13 @@ def _check_rows(
 ) -> pa.Table:
     """Check the first ``limit`` rows of questions; return a table of QUESTION_SCHEMA and the carried columns.
 
-    ``types``: the types of the file's columns, if the file has types. Raises QuestionsError.
+    ``types``: the types of the file's columns, if the file has types. Raises QuestionsError, and BadRow as the rows do.
     """
     rows: list[dict[str, str | list[str] | None]] = []
     carried_rows: list[UserRow] = []
-    try:
-        for where, row in islice(numbered_rows, limit):
-            rows.append(_parse_question(row, f"{place}, {where}", mode))
-            carried_rows.append({name: value for name, value in row.items() if name not in KNOWN_COLUMNS})
-    except BadRow as error:
-        raise QuestionsError(str(error)) from error
+    for where, row in islice(numbered_rows, limit):
+        rows.append(_parse_question(row, f"{place}, {where}", mode))
+        carried_rows.append({name: value for name, value in row.items() if name not in KNOWN_COLUMNS})
     if not rows:
         raise QuestionsError(f"{place}: there is no question in it")
     counts = Counter(row["question_id"] for row in rows)
@@ -236,17 +233,13 @@ def make_questions(prompts: Sequence[str], video_ids: Sequence[str], mode: Answe
     An id is the video's id, # and a hash of the prompt. Raises QuestionsError for a prompt that is no valid text, and
     if there is no question.
     """
+    hashes = [blake2b(prompt.encode(errors="replace"), digest_size=4).hexdigest() for prompt in prompts]
     rows = [
-        {"question_id": f"{video_id}#{_short_hash(prompt)}", "video_id": [video_id], "prompt": prompt}
+        {"question_id": f"{video_id}#{key}", "video_id": [video_id], "prompt": prompt}
         for video_id in video_ids
-        for prompt in prompts
+        for key, prompt in zip(hashes, prompts, strict=True)
     ]
     return _check_rows(((str(row["question_id"]), row) for row in rows), {}, "--ask", mode, None)
-
-
-def _short_hash(text: str) -> str:
-    """Return a hash of a text in eight characters."""
-    return blake2b(text.encode(errors="replace"), digest_size=4).hexdigest()
 
 
 def _open_file(place: str, objects: Objects | None) -> BinaryIO:
@@ -284,7 +277,7 @@ def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str
         "question_id": question_id,
         "video_ids": video_ids,
         "prompt": prompt,
-        "conversation": dump_messages(messages) if messages else None,
+        "conversation": json.dumps(messages, ensure_ascii=False) if messages else None,
         "choices": choices,
         "target": _parse_target(row, where),
         "decoding": mode.describe(),

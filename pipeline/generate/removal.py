@@ -31,7 +31,6 @@ from pipeline.generate.answers import (
 )
 from pipeline.generate.conversation import list_texts, load_messages
 from pipeline.inputs.tables import carried_json
-from pipeline.rows import QuestionRecord
 from pipeline.runner.removal import Removal, delete_unfinished, forget_in_runs, iter_texts, removal_run
 from pipeline.runner.run_record import RUNS, new_run_id, now
 from pipeline.storage.stores import Store
@@ -79,35 +78,6 @@ def read_barred(store: Store) -> dict[str, str]:
             check_content(store, name, data)
         barred |= videos
     return barred
-
-
-def format_removed(
-    store: Store, live: pa.Table, remaining: Sequence[QuestionRecord], reasons: Mapping[str, str]
-) -> list[str]:
-    """Return lines for the user about questions whose videos were removed; [] if there are none.
-
-    Args:
-        live: the live rows of the questions.
-        reasons: the reason for each removed video.
-    """
-    if not reasons:
-        return []
-    lines = []
-    barred = [(row["question_id"], reasons[name]) for row in remaining for name in row["video_ids"] if name in reasons]
-    if barred:
-        n_questions = len({name for name, _ in barred})
-        name, reason = barred[0]
-        lines.append(
-            f"note: {n_questions} questions are about removed videos, e.g. {name}: {reason}. They are not asked, and "
-            "count as neither failed nor missing"
-        )
-    good = live.filter(pc.equal(live["status"], "ok")).select(["question_id", "video_ids"]).to_pylist()
-    if names := [row["question_id"] for row in good if not reasons.keys().isdisjoint(row["video_ids"])]:
-        lines.append(
-            f"note: {len(names)} answers are about videos that were removed since, e.g. {names[0]}. {store} keeps "
-            f"them: python -m jobs.remove {store} --ids FILE --reason TEXT removes them too"
-        )
-    return lines
 
 
 def bar_videos(store: Store, run_id: str, reasons: Mapping[str, str]) -> None:

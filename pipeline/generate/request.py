@@ -12,50 +12,46 @@ import pyarrow.compute as pc
 from rich.console import Console
 
 from gstep.backbones import ModelSource
-from gstep.language import PromptBuilder
+from gstep.language import PromptBuilder, PromptPolicy
 from pipeline.cache.changed_code import REDO
-from pipeline.cache.header import fingerprint, read_header
+from pipeline.cache.header import CacheIdentity, fingerprint, identify_model, read_declared_method, read_header
 from pipeline.cache.live import LiveVideos, find_widths, select_ok
-from pipeline.cache.reader import MAX_HINTS
+from pipeline.cache.reader import MAX_HINTS, TokenOrder
 from pipeline.console import speaker
 from pipeline.errors import UsageError, store_usage_errors, usage_errors
-from pipeline.generate.answer_setup import (
-    LIVE_COLUMNS,
-    AnswerSetup,
-    PromptForecast,
-    choose_token_order,
-    identify_answers,
-    make_spec,
-    resolve_prunings,
-)
+from pipeline.generate.answer_setup import LIVE_COLUMNS, AnswerSetup, PromptForecast
 from pipeline.generate.answers import (
     PRUNINGS,
     AnswersIdentity,
     AnswersTable,
     check_place,
     find_code,
-    format_answered,
-    format_encoded_again,
-    format_new_targets,
     list_shards,
     match_answers,
     read_answers_header,
-    select_remaining_questions,
     write_answers_header,
 )
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.engines import ENGINES, VLLM
-from pipeline.generate.late_pruning import PruningSpec
+from pipeline.generate.engines import ENGINES, VLLM, describe_engine
+from pipeline.generate.late_pruning import LatePruning, PruningSpec, describe_prunings, resolve_pruning
 from pipeline.generate.model import check_tokens, find_model, make_prompt_builder, read_tower_hash
 from pipeline.generate.questions import (
     QUESTION_SCHEMA,
     AnswerMode,
+    describe_decoding,
     find_count_from_1,
     make_questions,
     read_questions,
     refuse_placeholders,
 )
-from pipeline.generate.removal import format_removed, read_barred
+from pipeline.generate.remaining import (
+    format_answered,
+    format_encoded_again,
+    format_new_targets,
+    format_removed,
+    select_remaining_questions,
+)
+from pipeline.generate.removal import read_barred
 from pipeline.rows import QuestionRecord
 from pipeline.runner.run_record import check_out
 from pipeline.storage.s3 import Objects
@@ -115,9 +111,11 @@ class AnswerRequest:
         to_ask = self.questions.select(QUESTION_SCHEMA.names)
         codes = {name: find_code(self.identity, name) for name in self.setup.prunings}
         todo = select_remaining_questions(store, live, to_ask, codes, self.config, forecast.cached, forecast.removed)
-        lines = format_answered(live, self.n_questions, todo, self.config)
-        lines += format_removed(store, live, todo, forecast.removed)
-        lines += format_encoded_again(store, live, self.video_runs)
+        lines = [
+            *format_answered(live, self.n_questions, todo, self.config),
+            *format_removed(store, live, todo, forecast.removed),
+            *format_encoded_again(store, live, self.video_runs),
+        ]
         if not self.is_evaluation:
             lines += format_new_targets(store, live, self.questions)
             targets = zip(*(self.questions[name].to_pylist() for name in ("target", "choices")), strict=True)
@@ -232,3 +230,100 @@ def _note_model_habits(source: ModelSource, builder: PromptBuilder, questions: p
             f"note: {n_open} of {len(questions)} questions have no choices. {source.name} was trained only on "
             "questions with choices: it answers any question with the letter of a choice"
         )
+
+
+def make_spec(config: GenerateConfig) -> PruningSpec | None:
+    """Return the pruning that the options name, or None."""
+    if config.pruner is None:
+        return None
+    assert config.retention_ratio is not None  # the config refuses a method without a ratio
+    return PruningSpec(config.pruner, config.retention_ratio, config.pruner_params(), config.siglip, config.pruner_seed)
+
+
+def resolve_prunings(
+    config: GenerateConfig,
+    specs: Mapping[str, PruningSpec | None],
+    cache_identity: CacheIdentity,
+    source: ModelSource,
+    builder: PromptBuilder,
+) -> dict[str, LatePruning | None]:
+    """Return the prunings by name, each checked against the cache and the engine; None stays None.
+
+    Raises UsageError, also for a ``--siglip`` that no pruning uses.
+    """
+    with usage_errors():
+        prunings = {
+            name: None if spec is None else resolve_pruning(spec, cache_identity, source, builder)
+            for name, spec in specs.items()
+        }
+        ENGINES[config.engine].check(config, source, builder, prunings)
+    takes_siglip = any(late is not None and late.text_tower is not None for late in prunings.values())
+    if config.siglip is not None and not takes_siglip:
+        raise UsageError("--siglip: no method that is asked takes anything from a SigLIP checkpoint here")
+    return prunings
+
+
+def choose_token_order(
+    config: GenerateConfig, cache_identity: CacheIdentity, prunings: Mapping[str, LatePruning | None]
+) -> TokenOrder:
+    """Return the order in which stored tokens are read for prompts.
+
+    It is "selection" only if the cache's method has an order of its own in a prompt, and no method prunes its tokens
+    now. ``--order index`` always gives "index". Raises UsageError for ``--order own`` if no method that prunes the
+    tokens of a prompt has an order of its own.
+    """
+    method = read_declared_method(cache_identity)
+    lates = [late for late in prunings.values() if late is not None]
+    # A method that prunes now finds frames by the position of tokens.
+    has_own_order = method is not None and method.reorders and not lates
+    late = any(late.pruner.reorders for late in lates)
+    if config.order == "own" and not (has_own_order or late):
+        raise UsageError(
+            f"--order own: {config.pruner or cache_identity['pruner']['method']}, which prunes the tokens, has no "
+            "order of its own in a prompt"
+        )
+    return "selection" if has_own_order and config.order != "index" else "index"
+
+
+def identify_answers(
+    setup: AnswerSetup, cache_identity: CacheIdentity, policy: PromptPolicy, evaluation: AnswersIdentity | None = None
+) -> AnswersIdentity:
+    """Return the settings that all answers in one place share, JSON-able.
+
+    A single pruning, which has the name "", is described under ``pruner``. Several prunings are described under
+    PRUNINGS, to which later runs may add; the cache is described without its evidence then.
+
+    Args:
+        policy: of the prompts.
+        evaluation: benchmark and protocol, where an evaluation asks.
+    """
+    config, mode = setup.config, AnswerMode.of(setup.config)
+    several, late = "" not in setup.prunings, setup.prunings.get("")
+    if several:  # more methods may come
+        order = "own" if setup.own_order else "index"
+    else:
+        order = "selection" if late is not None and late.pruner.reorders and setup.own_order else setup.order
+    stored_ratio = cache_identity["retention_ratio"]
+    identity: AnswersIdentity = {
+        "cache": drop_evidence(cache_identity) if several else cache_identity,
+        "model": identify_model(setup.source),
+        "retention_ratio": stored_ratio if config.retention_ratio is None else config.retention_ratio,
+        "prompt": {**policy.describe(), "order": order},
+        "decoding": {"choices": mode.method, "system": mode.system, **describe_decoding(mode.decoding)},
+        **describe_engine(config),
+        **(evaluation or {}),
+    }
+    if late is not None:
+        identity["pruner"] = late.describe()
+    if several:
+        identity[PRUNINGS] = describe_prunings(setup.prunings, cache_identity)
+    return identity
+
+
+def drop_evidence(cache_identity: CacheIdentity) -> CacheIdentity:
+    """Return a cache's identity without its evidence, which does not decide its tokens."""
+    identity, model = cache_identity.copy(), cache_identity["model"].copy()
+    identity.pop("evidence", None)
+    model.pop("pooling_head", None)
+    dtype = {name: value for name, value in cache_identity["dtype"].items() if name != "evidence"}
+    return {**identity, "model": model, "dtype": dtype}

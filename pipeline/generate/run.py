@@ -2,7 +2,7 @@
 
 check_request      generate/request.py       options, questions, cache and model: refusals come before anything starts
 Claim              runner/claim.py           the note that this run writes here
-select_todo        generate/request.py       the stored answers (generate/answers.py), and the questions left to ask
+select_todo        generate/request.py       the stored answers, and the questions left to ask (generate/remaining.py)
 split              generate/answer_setup.py  the questions that need a model, and the rows of those that do not
 AnswerJob          generate/job.py           models planned for the cluster, and their graph (generate/answerer.py)
 Stream             runner/stream.py          the graph's shards, over as many graphs as changes of the nodes need

@@ -11,17 +11,11 @@ from numpy.typing import NDArray
 
 from pipeline import html_pages
 from pipeline.inspect.comparison import Comparison, MethodSelection
-from pipeline.inspect.page import (
-    PACKAGE,
-    describe_model,
-    describe_row,
-    explain_shape,
-    has_paired_frames,
-    list_frames,
-)
+from pipeline.inspect.page import PACKAGE, explain_shape, has_paired_frames, shared_values
 from pipeline.inspect.report import flat, source_facts
 
-_BAND_FRAMES = {"landscape": 8, "portrait": 12}  # frames side by side, at most; the next frames make another band
+# Frames side by side, at most; the next frames make another band.
+_WIDE_FRAMES, _TALL_FRAMES = 8, 12
 
 
 class Tile(NamedTuple):
@@ -67,23 +61,18 @@ class Overlap(NamedTuple):
 def draw_comparison(comparison: Comparison) -> str:
     """Return the page of a comparison as HTML, which loads nothing and runs no script."""
     row, grid = comparison.metadata, comparison.grid
-    width, height = row["source_width"] or row["width"] or 1, row["source_height"] or row["height"] or 1
+    shared = shared_values(row, comparison.model, comparison.pictures, "comparison.css")
     template = html_pages.environment(PACKAGE).get_template("comparison.html")
     return template.render(
-        style=html_pages.asset(PACKAGE, "inspect.css") + html_pages.asset(PACKAGE, "comparison.css"),
+        **shared,
         video_id=comparison.video_id,
-        summary=describe_row(row),
-        model=describe_model(comparison.model),
         origin=comparison.origin,
-        missing=comparison.pictures.missing,
         explanation=_explanation(comparison),
         merges=any(selection.merged is not None for selection in comparison.rows),
-        frames=list_frames(row, comparison.pictures),
-        shape=f"{width}/{height}",  # as players show it
         grid=grid,
         view=grid or (1, 1),
         unit="pair" if has_paired_frames(row) else "frame",
-        bands=list(_list_bands(comparison, "landscape" if width >= height else "portrait")),
+        bands=list(_list_bands(comparison, is_wide=shared["is_wide"])),
         charts=[_draw_bars(selection, highest) for selection, highest in _list_highest(comparison)],
         overlaps=list(_list_overlaps(comparison)),
         facts=[
@@ -112,10 +101,10 @@ def _list_highest(comparison: Comparison) -> list[tuple[MethodSelection, int]]:
     return [(row, highest[row.retention_ratio]) for row in comparison.rows]
 
 
-def _list_bands(comparison: Comparison, shape: str) -> Iterator[Band]:
+def _list_bands(comparison: Comparison, *, is_wide: bool) -> Iterator[Band]:
     """Yield the bands of the page: as few as there can be, of nearly equal length."""
     n_frames = comparison.metadata["n_frames"]
-    length = math.ceil(n_frames / math.ceil(n_frames / _BAND_FRAMES[shape]))
+    length = math.ceil(n_frames / math.ceil(n_frames / (_WIDE_FRAMES if is_wide else _TALL_FRAMES)))
     rows = _list_highest(comparison)
     tiles = [_list_tiles(row, comparison.grid) for row, _ in rows]
     for start in range(0, n_frames, length):

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gstep.types import budget_for
 from pipeline import html_pages
@@ -125,29 +125,21 @@ def draw_page(
     first = tiers[-1].ratio if retention_ratio is None else retention_ratio
     grid = grid_of(row)
     rows, columns = grid or (1, 1)
-    width, height = row["source_width"] or row["width"] or 1, row["source_height"] or row["height"] or 1
-    frames = list_frames(row, pictures)
     script = html_pages.asset(PACKAGE, "page.js")
     template = html_pages.environment(PACKAGE).get_template("page.html")
     html = template.render(
-        style=html_pages.asset(PACKAGE, "inspect.css") + html_pages.asset(PACKAGE, "page.css"),
+        **shared_values(row, identity["model"], pictures, "page.css"),
         script=script,
         script_hash=html_pages.policy_hash(script),
         video_id=row["video_id"],
-        summary=describe_row(row),
-        model=describe_model(identity["model"]),
         method=identity["pruner"]["method"],
-        missing=pictures.missing,
         tiers=tiers,
         start=min(range(len(tiers)), key=lambda i: abs(tiers[i].ratio - first)),
         total=row["n_total"],
         has_density=row["temporal_density"] is not None,
         explanation=_explanation(row),
-        shape=f"{width}/{height}",  # as players show it
-        tile_width=168 if width >= height else 124,
         rows=rows,
         columns=columns,
-        frames=frames,
         facts=[
             *source_facts(row, identity["sampling"]),
             *identity_facts({**identity, "retention_ratio": row["retention_ratio"]}),
@@ -163,6 +155,32 @@ def draw_page(
         },
     )
     return Page(html, pictures.missing)
+
+
+def shared_values(row: VideoRow, model: ModelIdentity, pictures: Pictures, style: str) -> dict[str, Any]:
+    """Return what the templates of both pages need of a video and its model; ``style`` is the page's own style sheet.
+
+    A frame of the page shows the picture of the first sampled frame that makes it.
+    """
+    width, height = row["source_width"] or row["width"] or 1, row["source_height"] or row["height"] or 1
+    frames = [
+        Frame(
+            t,
+            f"{row['timestamps'][members[0]]:.2f} s",
+            source_frames(row, members),
+            base64.b64encode(pictures.jpegs[members[0]]).decode() if pictures.jpegs else "",
+        )
+        for t, members in enumerate(frames_of(row))
+    ]
+    return {
+        "style": html_pages.asset(PACKAGE, "inspect.css") + html_pages.asset(PACKAGE, style),
+        "summary": _describe_row(row),
+        "model": f"{model['type']}, " + _LONG_HASH.sub(r"\1", model["weights"]),
+        "missing": pictures.missing,
+        "frames": frames,
+        "shape": f"{width}/{height}",  # as players show it
+        "is_wide": width >= height,
+    }
 
 
 def grid_of(row: VideoRow) -> tuple[int, int] | None:
@@ -182,25 +200,7 @@ def list_tiers(row: VideoRow, more: float | None = None) -> list[tuple[float, in
     return [*tiers, (stored_ratio, row["n_tokens"])]
 
 
-def list_frames(row: VideoRow, pictures: Pictures) -> list[Frame]:
-    """Describe each of the T frames, with the picture of the first sampled frame that makes it."""
-    return [
-        Frame(
-            t,
-            f"{row['timestamps'][members[0]]:.2f} s",
-            source_frames(row, members),
-            base64.b64encode(pictures.jpegs[members[0]]).decode() if pictures.jpegs else "",
-        )
-        for t, members in enumerate(frames_of(row))
-    ]
-
-
-def describe_model(model: ModelIdentity) -> str:
-    """Return the type and the weights of a model, a long hash cut."""
-    return f"{model['type']}, " + _LONG_HASH.sub(r"\1", model["weights"])
-
-
-def describe_row(row: VideoRow) -> str:
+def _describe_row(row: VideoRow) -> str:
     """Return the line about a video's tokens, source and length."""
     unit = "pair" if has_paired_frames(row) else "frame"
     parts = [f"{row['tokens_per_frame']} tokens × {row['n_frames']} {unit}{'s' if row['n_frames'] > 1 else ''}"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import NamedTuple, cast
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,40 +29,30 @@ from pipeline.rows import Json, JsonObject, VideoRow, describe_frames, format_ra
 from pipeline.runner.run_record import list_committed_shards
 
 BAR = 24  # characters of a full bar
+_MAX_SHOWN = 20  # videos in the terminal
 _FAILURE_COLUMNS = ("video_id", "uri", "error_stage", "error_class", "error_message", "attempts", "status")
 _SHORT_NAMES = {"error_class": "class", "error_message": "message", "error_stage": "stage"}
 Failures = list[dict[str, str | int | None]]
 
 
-class CacheCounts(NamedTuple):
-    """The rows of a cache's table, and the counts over all its videos."""
-
-    ledger: Ledger
-    summary: Summary
-
-
-def count(cache: TokenCache) -> CacheCounts:
-    """Read the whole table of a cache and count its videos, also videos whose rows are lost.
+def count(cache: TokenCache) -> tuple[Ledger, Summary]:
+    """Read the whole table of a cache; return its rows and the counts of all videos, also of those with lost rows.
 
     Raises CorruptShard, OSError.
     """
     committed_names = list_committed_shards(cache.store)
     ledger = Ledger(cache.store, fingerprint(cache.identity)).refresh()
-    return CacheCounts(
+    return ledger, summarise(
         ledger,
-        summarise(
-            ledger,
-            deepstack_levels=cache.deepstack_levels,
-            codec=cache.codec,
-            sampling=cache.identity["sampling"],
-            committed=committed_names,
-        ),
+        deepstack_levels=cache.deepstack_levels,
+        codec=cache.codec,
+        sampling=cache.identity["sampling"],
+        committed=committed_names,
     )
 
 
-def cache_report(cache: TokenCache, counts: CacheCounts) -> RenderableType:
+def cache_report(cache: TokenCache, ledger: Ledger, summary: Summary) -> RenderableType:
     """Render identity and counts of a cache, its latest run, then a line for each of its first videos."""
-    ledger = counts.ledger
     facts = [("cache", str(cache.store)), *identity_facts(cache.identity)]
     if cache.evidence:
         facts.append(("evidence", describe_evidence(cache.evidence)))
@@ -70,21 +60,14 @@ def cache_report(cache: TokenCache, counts: CacheCounts) -> RenderableType:
     files = _files_of(ledger)
     small, merged = count_of(files["small"], "small file"), count_of(files["sorted"], "merged file")
     facts.append(("table", f"{small} (a commit each) and {merged} in videos/"))
-    if ledger.foreign:
-        foreign = count_of(len(ledger.foreign), "file")
-        facts.append(("not counted", f"{foreign} in videos/, made with other settings: {_name_files(ledger.foreign)}"))
-    if ledger.strays:
-        strays = count_of(len(ledger.strays), "file")
-        facts.append(("not counted", f"{strays} in videos/, with no name of the table's: {_name_files(ledger.strays)}"))
+    for names, why in ((ledger.foreign, "made with other settings"), (ledger.strays, "with no name of the table's")):
+        if names:
+            listed = name_first(sorted(names), len(names))
+            facts.append(("not counted", f"{count_of(len(names), 'file')} in videos/, {why}: {listed}"))
     run = latest_run(cache.store, ledger)
     if run is not None:
         facts.append(("last run", run.describe()))
-    return Group(facts_table(facts), "", render(counts.summary), "", _videos(cache))
-
-
-def _name_files(names: Collection[str]) -> str:
-    """Name the first of some files."""
-    return name_first(sorted(names), len(names))
+    return Group(facts_table(facts), "", render(summary), "", _videos(cache))
 
 
 def _files_of(ledger: Ledger) -> dict[str, int]:
@@ -93,9 +76,8 @@ def _files_of(ledger: Ledger) -> dict[str, int]:
     return {"small": len(ledger.names) - n_sorted, "sorted": n_sorted}
 
 
-def cache_record(cache: TokenCache, counts: CacheCounts) -> JsonObject:
+def cache_record(cache: TokenCache, ledger: Ledger, summary: Summary) -> JsonObject:
     """Return a cache's summary as a JSON-able dict: cache, identity, table, last_run, and counts."""
-    ledger = counts.ledger
     run = latest_run(cache.store, ledger)
     return {
         "cache": str(cache.store),
@@ -106,17 +88,17 @@ def cache_record(cache: TokenCache, counts: CacheCounts) -> JsonObject:
             **({"strays": list(ledger.strays)} if ledger.strays else {}),
         },
         "last_run": None if run is None else asdict(run),
-        **counts.summary.standing(),
+        **summary.standing(),
     }
 
 
-def _videos(cache: TokenCache, limit: int = 20) -> RenderableType:
+def _videos(cache: TokenCache) -> RenderableType:
     """Render a table of the cache's first videos."""
     table = Table(show_edge=False)
     for name in ("video", "sampled frames", "sampled fps", "tokens", "kept", "decoder"):
         table.add_column(name, justify="left" if name in {"video", "decoder"} else "right")
     ids = cache.video_ids
-    for video_id in ids[:limit]:
+    for video_id in ids[:_MAX_SHOWN]:
         row = cache.metadata(video_id)
         decoder = f"{row['backend']} {row['backend_version'] or ''}"
         table.add_row(
@@ -127,7 +109,7 @@ def _videos(cache: TokenCache, limit: int = 20) -> RenderableType:
             f"{row['n_tokens']:,}",
             Text(decoder),
         )
-    more = [f"... and {len(ids) - limit:,} more"] if len(ids) > limit else []
+    more = [f"... and {len(ids) - _MAX_SHOWN:,} more"] if len(ids) > _MAX_SHOWN else []
     return Group(table, *more)
 
 
@@ -212,7 +194,11 @@ def source_facts(row: VideoRow, sampling: SamplingIdentity) -> list[tuple[str, s
     if row["backend_note"]:
         facts.append(("note", row["backend_note"]))
     columns = row["manifest"] or {}
-    facts += [(name, _as_text(value)) for name, value in columns.items() if value is not None]
+    facts += [
+        (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        for name, value in columns.items()
+        if value is not None
+    ]
     if row["run_id"] is not None:  # a video that is in no cache has no run
         facts.append(("run", f"{row['run_id']}, attempt {row['attempts']}"))
     return facts
@@ -228,11 +214,6 @@ def _file_facts(row: VideoRow) -> Iterator[tuple[str, str]]:
         yield "colors", f"transfer function {transfer}{hdr}"
     if (shape := row["sample_aspect_ratio"]) is not None and shape != "1:1":
         yield "pixels", f"{shape} (width to height), not square: frames are not stretched to the shape on a screen"
-
-
-def _as_text(value: Json) -> str:
-    """Return a carried value, a caption say, as text; what is no text as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _frames(row: VideoRow, kept_per_frame: list[int]) -> Table:

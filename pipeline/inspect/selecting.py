@@ -25,7 +25,7 @@ from pipeline.own_method import prune_or_fault
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.encode_stage import VideoEncoder, to_sampled_video
 from pipeline.prune.recipe import Recipe, list_evidence_of, resolve, sampling_settings
-from pipeline.rows import Json, VideoRecord, VideoRow
+from pipeline.rows import Json, VideoRow
 from pipeline.storage.s3 import Objects
 
 
@@ -54,28 +54,25 @@ def list_wanted(methods: Sequence[str | Pruner], ratios: Sequence[float], seed: 
     """
     wanted: dict[tuple[str, float], Wanted] = {}
     for method in methods:
-        for label, pruner, ratio, own_seed in _read_method(method, ratios, seed, family):
-            if not pruner.cacheable:
-                where = "inside the language model, " if pruner.layer is not None else ""
+        for row in _read_method(method, ratios, seed, family):
+            if not row.pruner.cacheable:
+                where = "inside the language model, " if row.pruner.layer is not None else ""
                 raise UsageError(
-                    f"--method {label}: it selects {where}anew for every question, so there is nothing to show for a "
-                    "video alone; leave it out"
+                    f"--method {row.label}: it selects {where}anew for every question, so there is nothing to show for "
+                    "a video alone; leave it out"
                 )
-            row = Wanted(label, pruner, pruner.nominal_ratio(ratio), own_seed)
-            wanted.setdefault((label, row.retention_ratio), row)
+            wanted.setdefault((row.label, row.retention_ratio), row)
     return sorted(wanted.values(), key=lambda row: -row.retention_ratio)
 
 
-def _read_method(
-    method: str | Pruner, ratios: Sequence[float], seed: int, family: str
-) -> Iterator[tuple[str, Pruner, float, int]]:
-    """Yield (label, method, ratio, seed) of a method as it was named, for each ratio and each of its seeds."""
+def _read_method(method: str | Pruner, ratios: Sequence[float], seed: int, family: str) -> Iterator[Wanted]:
+    """Yield the selections of a method as it was named, for each ratio and each of its seeds. Raises UsageError."""
     with usage_errors():
         if isinstance(method, Pruner):
             pruner, defaults = make_pruner(method), {item.name: item.default for item in fields(method)}
             params = [f"{name}={value}" for name, value in pruner.params().items() if value != defaults[name]]
-            for ratio in ratios:
-                yield ",".join([method_name(type(pruner)), *params]), pruner, ratio, seed
+            label = ",".join([method_name(type(pruner)), *params])
+            yield from (Wanted(label, pruner, pruner.nominal_ratio(ratio), seed) for ratio in ratios)
             return
         for spec in parse_pruning_grid([method], ratios, seed=seed):
             if spec.positions is not None:
@@ -83,16 +80,16 @@ def _read_method(
             label, (own, pruner) = replace(spec, seed=0).method_label, spec.read(family)
             if own.seed and "seed" not in spec.params:
                 label = f"{label},seed={own.seed}"
-            yield label, pruner, spec.retention_ratio, own.seed
+            yield Wanted(label, pruner, pruner.nominal_ratio(spec.retention_ratio), own.seed)
 
 
-def select(wanted: Sequence[Wanted], visual: VisualTokens) -> Iterator[MethodSelection]:
-    """Yield the selection of each method from all tokens of a video.
+def select(wanted: Sequence[Wanted], visual: VisualTokens) -> dict[tuple[str, float], MethodSelection]:
+    """Return the selection of each method from all tokens of a video, by (method, retention ratio).
 
     The evidence of ``visual`` has the labels ``make_label(name, source)``. A nested method selects once for all of its
     ratios. Raises VideoFault that names the method, and MethodFails.
     """
-    largest = {}
+    largest, selections = {}, {}
     for row in wanted:
         if row.label not in largest:
             evidence = {
@@ -109,7 +106,7 @@ def select(wanted: Sequence[Wanted], visual: VisualTokens) -> Iterator[MethodSel
         else:
             pruned = largest[row.label].at(row.retention_ratio)
         merged = None if pruned.merged is None else pruned.merged.cpu()
-        yield MethodSelection(
+        selections[row.label, row.retention_ratio] = MethodSelection(
             method=row.label,
             retention_ratio=row.retention_ratio,
             index=pruned.index.cpu(),
@@ -118,6 +115,7 @@ def select(wanted: Sequence[Wanted], visual: VisualTokens) -> Iterator[MethodSel
             tokens_per_frame=visual.tokens.shape[1],
             settings=row.settings,
         )
+    return selections
 
 
 def plan_encoding(config: PruneConfig, source: ModelSource, wanted: Sequence[Wanted], objects: Objects) -> Recipe:
@@ -153,34 +151,22 @@ def plan_encoding(config: PruneConfig, source: ModelSource, wanted: Sequence[Wan
     return resolve(whole, objects, source)
 
 
-def load_encoder(recipe: Recipe, device: str, dtype: str) -> VideoEncoder:
-    """Load the vision tower. Raises UsageError."""
-    with usage_errors():
-        return VideoEncoder(recipe.encode_setup(device, dtype))
-
-
 def compare_frames(
-    encoder: VideoEncoder,
-    recipe: Recipe,
-    row: VideoRow,
-    record: VideoRecord,
-    frames: NDArray[np.uint8],
-    wanted: Sequence[Wanted],
+    recipe: Recipe, device: str, dtype: str, row: VideoRow, frames: NDArray[np.uint8], wanted: Sequence[Wanted]
 ) -> Comparison:
-    """Encode decoded frames once, and compare the methods on all of their tokens.
+    """Load the vision tower, encode decoded frames once, and compare the methods on all of their tokens.
 
-    Args:
-        row: the columns of the videos table for display.
-        record: the columns that decoding has filled, which take the place of those of ``row``.
+    ``row`` has the columns that decoding has filled, and those for display. Raises UsageError.
     """
-    visual = encoder.encode_frames(frames, to_sampled_video(record))
-    selections = {(item.method, item.retention_ratio): item for item in select(wanted, visual)}
+    with usage_errors():
+        encoder = VideoEncoder(recipe.encode_setup(device, dtype))
+    visual = encoder.encode_frames(frames, to_sampled_video(row))
     n_frames, per_frame, _ = visual.tokens.shape
     size = row["source_height"] or frames.shape[1], row["source_width"] or frames.shape[2]
     return Comparison(
         video_id=row["video_id"],
-        selections=selections,
-        metadata={**row, **record, "video_id": row["video_id"], "n_frames": n_frames, "tokens_per_frame": per_frame},
+        selections=select(wanted, visual),
+        metadata={**row, "n_frames": n_frames, "tokens_per_frame": per_frame},
         grid=visual.grid,
         model=identify_model(recipe.source),
         sampling=sampling_settings(recipe.sampling),

@@ -167,19 +167,14 @@ def watch(cache: TokenCache, console: Console, every_s: float | None = None) -> 
     every_s = every_s or (_LOCAL_S if is_terminal and cache.store.folder is not None else _STORE_S)
     with Live(console=console, auto_refresh=False) if is_terminal else nullcontext() as live:
         for run, rate in looks(cache.store, fingerprint(cache.identity), every_s):
-            if live is None:
-                console.print(_line(run, rate), highlight=False, markup=False, soft_wrap=True)
-            else:
+            if live is not None:
                 live.update(_render(run, rate), refresh=True)
+                continue
+            words = [run.describe()]
+            if run.status == "running":
+                words += [f"{rate:.2f} videos/s of late", "" if run.now is None else run.now.load]
+            console.print(", ".join(filter(None, words)), highlight=False, markup=False, soft_wrap=True)
     return run
-
-
-def _line(run: RunProgress, rate: float) -> str:
-    """Say the state of a run in a line of a log, with ``rate`` in videos a second of late."""
-    if run.status != "running":
-        return run.describe()
-    load = "" if run.now is None else run.now.load
-    return ", ".join(filter(None, (run.describe(), f"{rate:.2f} videos/s of late", load)))
 
 
 def looks(store: Store, made_with: str, every_s: float) -> Iterator[tuple[RunProgress, float]]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 #: By this name vLLM finds the tokenizer (its own) and the renderer (ours) of a server.
 MODE = "cached-videos"
-#: The key of a ServedCache in vLLM's ``additional_config``.
+#: The key of a ServedCache in vLLM's ``additional_config``; a server with live pruning has none.
 CONFIG = "served"
-#: The key of RequestLimits in ``additional_config`` of a server without caches.
+#: The key of RequestLimits in ``additional_config``.
 LIMITS = "limits"
 
 

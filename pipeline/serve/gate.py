@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import UsageError
-from pipeline.serve import LIMITS
+from pipeline.serve import CONFIG, LIMITS
 from pipeline.serve.config import KEY, MISSING_KEY
 from pipeline.serve.prompts import ServedCache, find_prompts
 
@@ -65,7 +65,7 @@ class RequestGate:
         self._app = app
         self._key = os.environ.get(KEY, "").encode()
         self._state: Any = None  # of vLLM's own application
-        self._limits: RequestLimits | None = None
+        self._limits = RequestLimits(needs_key=True, max_request_bytes=0, shutdown_timeout=0.0)  # until the start
         self._is_live = False
         self._busy = 0
         self._draining: asyncio.Task[None] | None = None
@@ -104,17 +104,12 @@ class RequestGate:
         Raises UsageError if the server needs a key and has none, and as CachedPrompts.
         """
         self._state = state
-        values = state.vllm_config.additional_config.get(LIMITS)
-        served = ServedCache.from_config(state.vllm_config) if values is None else None
-        if served is not None:
-            limits = RequestLimits(served.needs_key, served.max_request_bytes, served.shutdown_timeout)
-        else:
-            limits = RequestLimits(**values)
-        if limits.needs_key and not self._key.strip():  # a printed command may run in another environment
+        values = state.vllm_config.additional_config
+        self._limits, self._is_live = RequestLimits(**values[LIMITS]), CONFIG not in values
+        if self._limits.needs_key and not self._key.strip():  # a printed command may run in another environment
             raise UsageError(MISSING_KEY)
-        if served is not None:
-            find_prompts(served)
-        self._limits, self._is_live = limits, served is None
+        if not self._is_live:
+            find_prompts(ServedCache.from_config(state.vllm_config))
         for model in state.openai_serving_models.base_model_paths:
             model.model_path = model.name  # else /v1/models tells everybody where the model lies
         loop = asyncio.get_running_loop()
@@ -127,7 +122,6 @@ class RequestGate:
 
     async def _end(self) -> None:
         """Wait until the running requests have ended, or the shutdown timeout is over, and tell the server to end."""
-        assert self._limits is not None
         deadline = time.monotonic() + self._limits.shutdown_timeout
         while self._busy and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -146,8 +140,7 @@ class RequestGate:
         that vLLM's engine ended, since it lacked a video's rows, is passed on a second time. Nothing is sent to a
         client that left.
         """
-        most = self._limits.max_request_bytes if self._limits is not None else 0
-        parts, size, more = [], 0, True
+        most, parts, size, more = self._limits.max_request_bytes, [], 0, True
         while more and size <= _MAX_SKIPPED_BODIES * most:
             message = await receive()
             if message["type"] == "http.disconnect":

@@ -79,7 +79,7 @@ def _ratio(text: str) -> float:
 
 @dataclass(frozen=True)
 class ServedCache:
-    """The caches that a server answers from, with its limits; JSON-able.
+    """The caches that a server answers from; JSON-able.
 
     It travels in vLLM's own configuration, which vLLM logs: where objects are is in the environment.
 
@@ -91,9 +91,6 @@ class ServedCache:
         positions, rule, frame_times: as of prompt_builder.
         refresh_seconds: how often the videos tables are looked at again.
         held_bytes: of tokens that are kept in memory for later questions.
-        max_request_bytes: of a request's body.
-        shutdown_timeout: seconds that requests have to end after SIGTERM.
-        needs_key: True if the server must not start without a key.
     """
 
     cache: str
@@ -106,19 +103,12 @@ class ServedCache:
     frame_times: str = "true"
     refresh_seconds: float = 10.0
     held_bytes: int = 2**30
-    max_request_bytes: int = 2**20
-    shutdown_timeout: float = 30.0
-    needs_key: bool = False
 
     @classmethod
     def from_config(cls, config: VllmConfig) -> ServedCache:
         """Make the settings from vLLM's configuration, where JSON has turned tuples into lists."""
         values = config.additional_config[CONFIG]
         return cls(**{**values, "others": tuple((name, place) for name, place in values["others"])})
-
-    def places(self) -> dict[str, str]:
-        """Return each cache's place by name; the first has the name ""."""
-        return {"": self.cache, **dict(self.others)}
 
 
 class Conversation(NamedTuple):
@@ -143,7 +133,8 @@ class CachedPrompts:
         self.served = config
         self.source = ModelSource.resolve(config.model, config.revision, quantized=True)
         self.builder: PromptBuilder = prompt_builder(self.source, config.positions, config.rule, config.frame_times)
-        self.caches = {name: self._open_cache(place) for name, place in config.places().items()}
+        places = {"": config.cache, **dict(config.others)}
+        self.caches = {name: self._open_cache(place) for name, place in places.items()}
         #: The most visual tokens that a video of the caches has in a prompt.
         self.largest_video = max(videos.cache.max_tokens for videos in self.caches.values())
         self.largest_video += 1 if self.builder.needs_newline else 0

@@ -13,7 +13,6 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.inputs import MultiModalKwargsItems
 from vllm.renderers.hf import HfRenderer
 
-from gstep.language.types import ChatMessage
 from gstep.serving.options import check_connectors, max_video_rows
 from gstep.serving.prompts import engine_input
 from pipeline.errors import CorruptShard, UnknownVideo
@@ -151,7 +150,10 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         prompts = self._get_prompts()
         prompt = prompts.prompt(conversation, videos, self._room)
         ready = engine_input(prompt, prompts.builder.placeholder_id)
-        messages = [{"role": message["role"], "content": _text(message)} for message in conversation.messages]
+        messages = [
+            {"role": message["role"], "content": "".join(part.get("text", "") for part in message["content"])}
+            for message in conversation.messages
+        ]
         return messages, {"prompt_token_ids": prompt.input_ids.tolist(), _READY: ready}
 
 
@@ -162,8 +164,3 @@ def _check_params(params: Any) -> None:
         raise VLLMValidationError(f"{refused_names[0]} cannot go with a cached video", parameter=refused_names[0])
     if options.get("add_generation_prompt") is False:
         raise VLLMValidationError("add_generation_prompt must be true with a cached video")
-
-
-def _text(message: ChatMessage) -> str:
-    """Return the text of a message."""
-    return "".join(part.get("text", "") for part in message["content"])

@@ -1,62 +1,147 @@
-"""The start of vLLM's own server on a cache, in this process, after a check of the request."""
+"""The start of vLLM's own server, on a cache or with live pruning, in this process, after a check of the request."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from dataclasses import asdict
+import shlex
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
 
-from gstep.backbones import choose_runtime
+from gstep.backbones import ModelSource, Runtime, choose_runtime
 from gstep.language.weights import generation_config
+from gstep.serving.live import LivePruning
 from gstep.serving.options import (
+    ENVIRONMENT,
+    LIVE_RESERVED_OPTIONS,
     RESERVED_OPTIONS,
     check_arithmetic,
     check_connectors,
     check_generation_settings,
+    check_live_engine,
     check_video_fits,
     engine_options,
+    live_engine_options,
     prepare_process,
 )
 from pipeline.cache.header import read_header
 from pipeline.errors import UsageError, store_usage_errors, usage_errors
 from pipeline.generate.engines.vllm import check_installed, refuse_reserved
 from pipeline.generate.model import choose_model, refuse_vllm
-from pipeline.serve import CONFIG, MODE
-from pipeline.serve.command import (
-    RESERVED_ARGUMENTS,
-    command_line,
-    parse_words,
-    run_command,
-    server_words,
-    set_key,
-    whole_names,
-)
-from pipeline.serve.config import ServeConfig
+from pipeline.rows import JsonObject
+from pipeline.serve import CONFIG, LIMITS, MODE
+from pipeline.serve.config import KEY, LiveConfig, ServeConfig, ServerOptions
+from pipeline.serve.gate import RequestGate, RequestLimits
 from pipeline.serve.prompts import CachedPrompts, ServedCache
 from pipeline.storage.stores import store_at
 
-# Arguments that no user may set.
-_RESERVED_ARGUMENTS = RESERVED_OPTIONS | RESERVED_ARGUMENTS | {"tokenizer_mode"}
+# Arguments that no user may set: of any server, of one of cached videos, and of one with live pruning.
+_RESERVED = frozenset(
+    (
+        *("host", "port", "api_key", "served_model_name", "chat_template"),
+        *("allowed_media_domains", "allowed_local_media_path"),
+        "enable_scale_out",
+        "grpc",  # another server, without the gate
+        "middleware",
+        "shutdown_timeout",
+        "additional_config",
+    )
+)
+_CACHE_RESERVED = RESERVED_OPTIONS | _RESERVED | {"tokenizer_mode"}
+# Arguments that only a server of cached videos sets.
+_LIVE_FREE = frozenset(("limit_mm_per_prompt", "mm_processor_cache_gb", "generation_config", "disable_log_stats"))
+_LIVE_RESERVED = (RESERVED_OPTIONS - _LIVE_FREE) | LIVE_RESERVED_OPTIONS | _RESERVED
+_NO_HOST = "no-host.invalid"  # an empty list would allow every host
+_REDIRECTS = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
+_RUST = "VLLM_USE_RUST_FRONTEND"
+_ENDS_S = 5  # seconds after the shutdown timeout that a process may take to end
 
 
-def serve(config: ServeConfig) -> None:
-    """Run the server until the process is told to stop; ``print_command`` prints the command instead, and returns.
+def serve(config: ServeConfig | LiveConfig) -> None:
+    """Run the server until the process is told to stop.
+
+    With ``print_command`` it only prints the command by which vLLM's own ``vllm serve`` answers alike, without the key.
 
     Sets environment variables in this process. Raises UsageError before anything is loaded.
     """
     arguments = server_arguments(config)
     if config.print_command:
-        print(command_line(arguments, _store_variables(config)))
+        variables = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | _list_variables(config)
+        print(shlex.join(["env", *map("=".join, variables.items()), "vllm", "serve", *arguments]))
         return
-    run_command(arguments)
+    from vllm.entrypoints.cli.serve import ServeSubcommand  # noqa: PLC0415 - tens of seconds to import
+
+    namespace = parse_words(arguments)
+    ServeSubcommand().validate(namespace)
+    ServeSubcommand.cmd(namespace)
 
 
-def server_arguments(config: ServeConfig) -> list[str]:
-    """Return the command line of ``vllm serve``, after a check that cache, model and flags go together.
+def server_arguments(config: ServeConfig | LiveConfig) -> list[str]:
+    """Return the command line of ``vllm serve``, after a check that cache or model, and flags go together.
 
     Sets variables of the environment that vLLM's processes need: the store, the key, and vLLM's own. Raises UsageError.
     """
-    os.environ.update(_store_variables(config))
-    set_key(config)
+    os.environ.update(_list_variables(config))
+    if config.api_key is not None:
+        os.environ[KEY] = config.api_key  # where the gate and vLLM's processes read it
+    return _live_arguments(config) if isinstance(config, LiveConfig) else _cache_arguments(config)
+
+
+def _list_variables(config: ServeConfig | LiveConfig) -> dict[str, str]:
+    """Return the variables that decide where vLLM's processes read: the store that the flags name, or media URLs."""
+    if isinstance(config, LiveConfig):  # vLLM would otherwise follow a redirection from an allowed host to any other
+        return {_REDIRECTS: os.environ.get(_REDIRECTS, "0")}
+    if config.s3_endpoint is None:
+        return {}
+    names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+    return {**dict.fromkeys(names, config.s3_endpoint), "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "false"}
+
+
+def _prepare(config: ServeConfig | LiveConfig, source: ModelSource) -> Runtime:
+    """Choose the model's device and arithmetic, and set vLLM's variables in this process. Raises UsageError."""
+    with usage_errors():
+        runtime = choose_runtime("auto", config.dtype)
+        check_arithmetic(source, runtime)
+        prepare_process(runtime.device, config.tensor_parallel, multiprocessing=True)
+    return runtime
+
+
+def _live_arguments(config: LiveConfig) -> list[str]:
+    """Return the command line of a server with live pruning. Raises UsageError."""
+    source, live = check_live(config)
+    check_installed("jobs.serve --live")
+    runtime = _prepare(config, source)
+    options: dict[str, Any] = {
+        **live_engine_options(source, runtime, live, config.num_frames, config.tensor_parallel),
+        "allowed_media_domains": config.media_hosts() or [_NO_HOST],
+        "allowed_local_media_path": config.media_path,
+    }
+    return server_words(config, options, source.name)
+
+
+def check_live(config: LiveConfig) -> tuple[ModelSource, LivePruning]:
+    """Check that model, method and arguments go together. Reads small files of the model, and needs no vLLM.
+
+    Raises UsageError.
+    """
+    assert config.model is not None
+    params = whole_names(config.engine_params())
+    refuse_reserved(params, _LIVE_RESERVED, "the model and the other flags")
+    with usage_errors():
+        check_live_engine(params)
+        source = ModelSource.resolve(config.model, config.revision, quantized=True, gate=False)
+        live = LivePruning.from_texts(
+            source, config.method, config.method_params(), config.retention_ratio, config.seed
+        )
+    return source, live
+
+
+def _cache_arguments(config: ServeConfig) -> list[str]:
+    """Return the command line of a server of cached videos. Raises UsageError."""
     served_config = served_cache(config)  # which refuses a cache that vLLM cannot serve at all
     check_installed("jobs.serve")
     with usage_errors(), store_usage_errors():
@@ -64,16 +149,13 @@ def server_arguments(config: ServeConfig) -> list[str]:
         prompts.close()
     if prompts.builder.axes == 1 and prompts.builder.policy.positions == "original":
         raise UsageError("--positions original: vLLM counts the positions of this model itself")
+    params = config.engine_params()
     with usage_errors():
         check_generation_settings(prompts.source.name, generation_config(prompts.source, prompts.builder.config))
-    params = config.engine_params()
-    refuse_reserved(whole_names(params), _RESERVED_ARGUMENTS)
-    with usage_errors():
+        refuse_reserved(whole_names(params), _CACHE_RESERVED)
         check_connectors(params)
-        runtime = choose_runtime("auto", config.dtype)
-        check_arithmetic(prompts.source, runtime)
-        prepare_process(runtime.device, config.tensor_parallel, multiprocessing=True)
-        largest = _largest_video(config, prompts)
+    runtime, largest = _prepare(config, prompts.source), _largest_video(config, prompts)
+    with usage_errors():
         options = engine_options(prompts.source, runtime, largest, config.tensor_parallel)
     del options["disable_log_stats"]
     options |= {
@@ -87,7 +169,7 @@ def server_arguments(config: ServeConfig) -> list[str]:
     }
     arguments = server_words(config, options, config.model or prompts.source.name)
     if "max_num_batched_tokens" in params:
-        from vllm import AsyncEngineArgs  # noqa: PLC0415 - as above
+        from vllm import AsyncEngineArgs  # noqa: PLC0415 - tens of seconds to import
 
         namespace = parse_words(arguments)
         namespace.model = arguments[0]
@@ -110,24 +192,17 @@ def _largest_video(config: ServeConfig, prompts: CachedPrompts) -> int:
     return most + newline
 
 
-def _store_variables(config: ServeConfig) -> dict[str, str]:
-    """Return the variables that lead vLLM's processes to the store that the flags name."""
-    if config.s3_endpoint is None:
-        return {}
-    names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
-    return {**dict.fromkeys(names, config.s3_endpoint), "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "false"}
-
-
 def served_cache(config: ServeConfig) -> ServedCache:
     """Return the renderer's settings, which travel in vLLM's configuration.
 
-    Reads the first cache's header for the model. Raises UsageError.
+    The first cache's header names the model. Raises UsageError.
     """
     with usage_errors(), store_usage_errors():
-        for place in (config.cache, *config.named_caches().values()):
-            refuse_vllm(read_header(store_at(place))["identity"]["model"])
-        weights = read_header(store_at(config.cache))["identity"]["model"]["weights"]
-        model, revision = choose_model(config.model, config.revision, weights)
+        places = (config.cache, *config.named_caches().values())
+        identities = [read_header(store_at(place))["identity"]["model"] for place in places]
+        for identity in identities:
+            refuse_vllm(identity)
+        model, revision = choose_model(config.model, config.revision, identities[0]["weights"])
     return ServedCache(
         cache=config.cache,
         model=model,
@@ -139,7 +214,69 @@ def served_cache(config: ServeConfig) -> ServedCache:
         frame_times=config.frame_times,
         refresh_seconds=config.refresh_seconds,
         held_bytes=config.held_bytes,
-        max_request_bytes=config.max_request_bytes,
-        shutdown_timeout=config.shutdown_timeout,
-        needs_key=config.needs_key,
     )
+
+
+def whole_names(params: JsonObject) -> JsonObject:
+    """Return arguments by their whole names: the command line also takes a part, as in compilation_config.mode=3."""
+    return {name.partition(".")[0]: value for name, value in params.items()}
+
+
+def server_words(config: ServerOptions, options: Mapping[str, Any], model_name: str) -> list[str]:
+    """Return the words of vLLM's command line after ``vllm serve``, with what every server has: gate, host, port.
+
+    The gate reads its limits from them. If they will be printed, ends the process with 2 for arguments of the user
+    that vLLM does not know.
+
+    Args:
+        options: the arguments of vLLM by name, with ``model``; those of the user win over them.
+        model_name: the model's name or folder, for clients.
+
+    Raises UsageError if the environment asks for vLLM's server in Rust.
+    """
+    if os.environ.get(_RUST, "0") != "0":
+        raise UsageError(f"{_RUST}: vLLM's server in Rust asks for no key here and limits no request. Unset {_RUST}")
+    limits = {item.name: getattr(config, item.name) for item in fields(RequestLimits)}
+    options = {
+        **options,
+        "additional_config": {**options.get("additional_config", {}), LIMITS: limits},
+        # To clients, a model is a Hub id, or the last part of a folder's path.
+        "served_model_name": config.served_model_name
+        or (Path(model_name).name if Path(model_name).exists() else model_name),
+        "middleware": [f"{RequestGate.__module__}.{RequestGate.__name__}"],
+        "host": config.host,
+        "port": config.port,
+        **config.engine_params(),
+    }
+    if options.get("api_server_count", options.get("data_parallel_size", 1)) != 1:
+        # Each server process drains by itself; the parent kills a process that has not ended by then.
+        options["shutdown_timeout"] = math.ceil(config.shutdown_timeout) + _ENDS_S
+    model = str(options.pop("model"))
+    words = [model, *(word for name, value in options.items() for word in _make_words(name, value))]
+    if config.print_command and config.engine_param:
+        parse_words(words)
+    return words
+
+
+def parse_words(words: Sequence[str]) -> Namespace:
+    """Parse the command line of ``vllm serve``."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand  # noqa: PLC0415 - tens of seconds to import
+    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
+
+    parser = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers())
+    namespace: Namespace = parser.parse_args(words)
+    return namespace
+
+
+def _make_words(name: str, value: Any) -> list[str]:
+    """Return one option as words of vLLM's command line; None gives no words, and False ``--no-NAME``."""
+    flag = f"--{name.replace('_', '-')}"
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag.removeprefix('--')}"]
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    if isinstance(value, dict):
+        return [flag, json.dumps(value)]
+    return [f"{flag}={value}"]

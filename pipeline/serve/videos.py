@@ -53,30 +53,6 @@ class _Snapshot(NamedTuple):
     number: int
 
 
-class SharedReads:
-    """Threads that read videos by id and ratio, each once for all that ask for it meanwhile."""
-
-    def __init__(self, read: Callable[[VideoKey], ServedVideo]) -> None:
-        self._read = read
-        self._threads = ThreadPoolExecutor(_MAX_READERS, "cache-reader")
-        self._loading: dict[VideoKey, Future[ServedVideo]] = {}
-
-    def find(self, key: VideoKey) -> Future[ServedVideo]:
-        """Return a future of the video that a thread reads; callers that ask meanwhile share it.
-
-        Call it under the lock under which videos are stored, so that no video is read twice.
-        """
-        loading = self._loading.get(key)
-        if loading is None:
-            loading = self._loading[key] = self._threads.submit(self._read, key)
-            loading.add_done_callback(lambda _: self._loading.pop(key, None))
-        return loading
-
-    def close(self) -> None:
-        """Start no further read."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-
 class ServedVideos:
     """The videos of one open cache that a server answers from. Threads may share it.
 
@@ -96,7 +72,8 @@ class ServedVideos:
         method = read_declared_method(cache.identity)
         self._order: TokenOrder = "selection" if method is not None and method.reorders else "index"
         self._videos_in_memory: LruCache[VideoKey, ServedVideo] = LruCache(held_bytes, _n_bytes)
-        self._reads = SharedReads(self._read)
+        self._readers = ThreadPoolExecutor(_MAX_READERS, "cache-reader")
+        self._loading: dict[VideoKey, Future[ServedVideo]] = {}
         self._lock = threading.RLock()
         self.away = False
         self._close_event = threading.Event()
@@ -108,23 +85,29 @@ class ServedVideos:
         return self._snapshot.cache
 
     def close(self) -> None:
-        """Stop refreshing the cache."""
+        """Stop refreshing the cache, and start no further read."""
         self._close_event.set()
-        self._reads.close()
+        self._readers.shutdown(wait=False, cancel_futures=True)
 
     def find(self, video_id: str, retention_ratio: float | None) -> Future[ServedVideo]:
         """Return a future of the video, finished if memory has it as of the last refresh; else a thread reads it.
 
+        Callers that ask while a thread reads it share the read.
+
         It raises UnknownVideo, RatioNotCached and CorruptShard as TokenCache.get, VideoGone and StoreAway.
         """
         key = (video_id, retention_ratio)
-        with self._lock:
+        with self._lock:  # under which videos are stored, so that no video is read twice
             video = self._videos_in_memory.get(key)
-            if video is None or video.snapshot != self._snapshot.number:
-                return self._reads.find(key)
-            in_memory: Future[ServedVideo] = Future()
-            in_memory.set_result(video)
-            return in_memory
+            if video is not None and video.snapshot == self._snapshot.number:
+                in_memory: Future[ServedVideo] = Future()
+                in_memory.set_result(video)
+                return in_memory
+            loading = self._loading.get(key)
+            if loading is None:
+                loading = self._loading[key] = self._readers.submit(self._read, key)
+                loading.add_done_callback(lambda _: self._loading.pop(key, None))
+            return loading
 
     def refresh(self) -> None:
         """Open the table again if its files changed; an error sets ``away``, and videos in memory are still served."""

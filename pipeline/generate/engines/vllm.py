@@ -95,8 +95,9 @@ class VllmEngine:
     ) -> None:
         """Raise UsageError for a request that vLLM cannot answer, or if vLLM is missing; no model is loaded.
 
-        Engine parameters need an import of vLLM, which sets environment variables. Raises ModelError for generation
-        settings of the checkpoint that vLLM does not support, and for connectors as check_connectors.
+        Engine parameters must be known to vLLM, and not set by this project. They need an import of vLLM, which sets
+        environment variables. Raises ModelError for generation settings of the checkpoint that vLLM does not support,
+        and for connectors as check_connectors.
         """
         if source.family not in BUILDERS:
             raise UsageError(
@@ -116,9 +117,16 @@ class VllmEngine:
                 "transformers"
             )
         check_generation_settings(source.name, generation_config(source, builder.config))
-        check_connectors(options.engine_params())
+        params = options.engine_params()
+        check_connectors(params)
         check_installed("--engine vllm")
-        _check_params(options.engine_params())
+        if params:
+            refuse_reserved(params)
+            prepare_process("cpu", 1)
+            from vllm import EngineArgs  # noqa: PLC0415 - as above
+
+            if unknown := sorted(params.keys() - {item.name for item in fields(EngineArgs)}):
+                raise UsageError(f"--engine-param {unknown[0]}: vLLM {_version()} has no such engine argument")
 
     @staticmethod
     def check_room(options: EngineOptions, source: ModelSource, largest_video: int) -> None:
@@ -177,7 +185,8 @@ class VllmEngine:
         ids = [[text_ids(self._tokenizer, text) for text in texts] for texts in continuations]
         parts = [(row, *part) for row, of_row in enumerate(ids) for part in _group_next_tokens(of_row)]
         longer = [_append_tokens(prompts[row], beginning) for row, beginning, _ in parts]
-        outputs = self._run(longer, [self._next_params(following) for _, _, following in parts])
+        params = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": None}
+        outputs = self._run(longer, [{**params, "logprob_token_ids": following} for _, _, following in parts])
         log_probs: dict[tuple[int, tuple[int, ...], int], float] = {}
         for (row, beginning, following), output in zip(parts, outputs, strict=True):
             logprobs = output.outputs[0].logprobs[0]
@@ -258,12 +267,6 @@ class VllmEngine:
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         return Answer(text, tuple(ids), "stop" if is_stopped else "length", prefill_s, decode_s)
 
-    @staticmethod
-    def _next_params(following: Sequence[int]) -> JsonObject:
-        """Return sampling parameters that give the log-probabilities of these next tokens."""
-        tokens = {"logprob_token_ids": list(following), "logprobs": None}
-        return {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, **tokens}
-
 
 def _group_next_tokens(texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
     """Group tokenized texts by common beginnings: yield (beginning, next tokens).
@@ -324,15 +327,3 @@ def refuse_reserved(
     """Raise UsageError for engine arguments that this project sets, from their ``origin``."""
     if refused_names := sorted(params.keys() & reserved_names):
         raise UsageError(f"--engine-param {refused_names[0]}: it follows from {origin}")
-
-
-def _check_params(params: JsonObject) -> None:
-    """Raise UsageError for engine arguments that vLLM does not know, or that this project sets."""
-    if not params:
-        return
-    refuse_reserved(params)
-    prepare_process("cpu", 1)
-    from vllm import EngineArgs  # noqa: PLC0415 - as above
-
-    if unknown := sorted(params.keys() - {item.name for item in fields(EngineArgs)}):
-        raise UsageError(f"--engine-param {unknown[0]}: vLLM {_version()} has no such engine argument")

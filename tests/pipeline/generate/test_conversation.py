@@ -9,9 +9,10 @@ import pytest
 
 from gstep.language import Decoding
 from pipeline.errors import QuestionsChanged, QuestionsError
-from pipeline.generate.answers import AnswersTable, commit_answers, select_remaining_questions, write_answers_header
+from pipeline.generate.answers import AnswersTable, commit_answers, write_answers_header
 from pipeline.generate.conversation import load_messages, make_chat
 from pipeline.generate.questions import AnswerMode, read_given_questions, read_questions
+from pipeline.generate.remaining import select_remaining_questions
 from tests.pipeline.asking import request_about, tiny_cache, write_questions
 
 MODE = AnswerMode(Decoding(max_new_tokens=8))

@@ -16,11 +16,11 @@ from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.cdpruner import CDPruner
 from gstep.pruners.fastv import FastV
 from pipeline.errors import UsageError
-from pipeline.generate.answer_setup import choose_token_order
 from pipeline.generate.answerer import Answerer
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.prompts import TextEmbeddings
+from pipeline.generate.request import choose_token_order
 from pipeline.rows import QuestionRecord, without_nulls
 from tests.pipeline.asking import request_about, setup_of, tiny_cache
 from tests.pipeline.evidence import tiny_cache_with_embeddings

@@ -12,13 +12,11 @@ from pipeline.generate.answerer import ANSWERED_SCHEMA
 from pipeline.generate.answers import (
     AnswersTable,
     commit_answers,
-    format_answered,
-    refuse_changed_questions,
-    select_remaining_questions,
     write_answers_header,
 )
 from pipeline.generate.job import Questions
 from pipeline.generate.late_pruning import PruningSpec
+from pipeline.generate.remaining import format_answered, refuse_changed_questions, select_remaining_questions
 from pipeline.generate.run import CommittedAnswers
 from pipeline.generate.summary import summarise_answers
 from pipeline.rewrite.compact import join_tokens
@@ -129,7 +127,7 @@ def test_questions_whose_rows_are_committed_are_not_asked_again_after_the_nodes_
 def test_what_is_not_asked_again_is_said_with_the_way_to_ask_it(job_of, answered):
     def said(rows=ROWS, **options):
         job = job_of(rows, **options)
-        return format_answered(select_live_of(job), job.n_questions, unanswered(job), job.config)
+        return list(format_answered(select_live_of(job), job.n_questions, unanswered(job), job.config))
 
     assert said() == [
         "5 of 6 questions have their answers already, 4 of them as errors (--retry-failed asks them again)"
@@ -289,7 +287,7 @@ def test_every_question_is_left_under_each_pruning_that_it_has_no_row_of(grid_jo
     left = [("ok", "fastv,K=1@0.1"), *(("bad", pruning) for pruning in GRID)]
     assert under(unanswered(job)) == left
     assert under(select_live_of(job).to_pylist()) == [("ok", "gstep@0.25"), ("ok", "none@1")]
-    lines = format_answered(select_live_of(job), job.n_questions, unanswered(job), job.config)
+    lines = list(format_answered(select_live_of(job), job.n_questions, unanswered(job), job.config))
     assert lines == [
         "2 of 6 questions have their answers already, 1 of them as errors (--retry-failed asks them again)"
     ]

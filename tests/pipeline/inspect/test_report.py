@@ -14,7 +14,7 @@ from tests.pipeline.pages import FRAMES, VIDEO, build, shown
 
 
 def test_a_cache_is_shown_with_its_identity_its_counts_and_its_videos(cache):
-    text = shown(cache_report(cache, count(cache)))
+    text = shown(cache_report(cache, *count(cache)))
     assert "retention ratio 0.25" in text and f"frames  {FRAMES} frames a video (--num-frames): evenly spread" in text
     assert "1 small file (a commit each) and 0 merged files in videos/" in text
     assert "1 ok, 1 failed" in text
@@ -41,7 +41,7 @@ def test_what_was_carried_stands_with_the_video_and_names_are_no_markup(decoded,
     cache = build(tmp_path / "c", decoded, video_id=name, uri="[red]b[/b].mp4", manifest=json.dumps(carried))
     write_shard(cache.store, "more", *(encoded(f"v{i}", random_tokens(i), 0.25, "gstep") for i in range(22)))
     cache.refresh()
-    of_cache, of_video = shown(cache_report(cache, count(cache))), " ".join(shown(video_report(cache, name)).split())
+    of_cache, of_video = shown(cache_report(cache, *count(cache))), " ".join(shown(video_report(cache, name)).split())
     assert name in of_cache and "... and 3 more" in of_cache and "[red]b[/b].mp4" in of_video
     assert 'txt A [bike] by a [31mlake json {"id": 7} [/b] x run' in of_video and "missing" not in of_video
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.serve import CONFIG
+from pipeline.serve import CONFIG, LIMITS
 from pipeline.serve.config import KEY
 from pipeline.serve.gate import VIDEOS, RequestGate
 from pipeline.serve.prompts import ServedCache, find_prompts
@@ -23,9 +23,11 @@ class Server:
     def __init__(self, cache, **limits):
         self.seen, self.go = [], asyncio.Event()
         self.about_videos, self.statuses = True, []
-        self.served = ServedCache(str(cache), "tiny", **limits)
+        self.served = ServedCache(str(cache), "tiny")
+        limits = {"needs_key": False, "max_request_bytes": 2**20, "shutdown_timeout": 30.0, **limits}
+        additional = {CONFIG: json.loads(json.dumps(asdict(self.served))), LIMITS: limits}
         self.state = SimpleNamespace(
-            vllm_config=SimpleNamespace(additional_config={CONFIG: json.loads(json.dumps(asdict(self.served)))}),
+            vllm_config=SimpleNamespace(additional_config=additional),
             openai_serving_models=SimpleNamespace(base_model_paths=[SimpleNamespace(name="m", model_path="/a/m")]),
             server=SimpleNamespace(should_exit=False, force_exit=False),
         )

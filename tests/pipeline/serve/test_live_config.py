@@ -9,11 +9,9 @@ import pytest
 from jobs.serve import LIVE_USUAL, main
 from pipeline.errors import UsageError
 from pipeline.serve import LIMITS
-from pipeline.serve.command import server_words
-from pipeline.serve.config import KEY, ServeConfig
+from pipeline.serve.config import KEY, LiveConfig, ServeConfig
 from pipeline.serve.gate import RequestGate
-from pipeline.serve.live_config import LiveConfig
-from pipeline.serve.live_server import check_live
+from pipeline.serve.server import check_live, server_words
 from tests.ports import free_ports
 
 MODEL = "tiny-qwen3-vl"

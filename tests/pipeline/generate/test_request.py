@@ -7,10 +7,10 @@ import ray
 
 from gstep.backbones import ModelSource, family_of
 from pipeline.errors import IdentityMismatch
-from pipeline.generate.answer_setup import identify_answers
 from pipeline.generate.answers import PRUNINGS, commit_answers, read_answers_header, write_answers_header
 from pipeline.generate.late_pruning import PruningSpec
 from pipeline.generate.model import make_prompt_builder
+from pipeline.generate.request import identify_answers
 from pipeline.generate.run import answer
 from tests.pipeline.asking import request_about, tiny_cache
 from tests.pipeline.evidence import tiny_cache_with_embeddings

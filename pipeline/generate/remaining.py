@@ -1,0 +1,214 @@
+"""The questions that a run must ask, and notes for the user on those that have answers already."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import cast
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.errors import QuestionsChanged, printable
+from pipeline.generate.answers import KEYS, answer_key, iter_answers
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.conversation import load_messages
+from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
+from pipeline.storage.stores import Store
+
+# The columns of a question that its answer depends on.
+COMPARED_COLUMNS = ("video_ids", "prompt", "conversation", "choices", "decoding")
+# Columns that decide whether a question is asked again.
+_DECIDING_COLUMNS = ("question_id", "pruning", "status", "attempts", "error_class", "video_ids")
+
+
+def select_remaining_questions(
+    store: Store,
+    live: pa.Table,
+    questions: pa.Table,
+    codes: Mapping[str, str | None],
+    config: GenerateConfig,
+    cached_ids: Collection[str],
+    removed_ids: Collection[str] = (),
+) -> list[QuestionRecord]:
+    """Return the questions that a run must ask, under each pruning, with the number of the attempt.
+
+    A failed row counts as an answer unless ``--retry-failed``. Then the question is asked again if it has changed, has
+    attempts left, or failed for lack of videos that are cached now. A removed row is final. A question about a removed
+    video that has no good answer gets such a row.
+
+    Args:
+        live: the live rows of these questions under these prunings.
+        codes: pruning -> its code (``find_code``).
+        cached_ids: ids of videos with tokens.
+        removed_ids: ids of videos that were removed from the cache or from the answers.
+
+    Raises QuestionsChanged if a question with a good answer has changed.
+    """
+    by_id = {row["question_id"]: without_nulls(row, QuestionRecord) for row in questions.to_pylist()}
+    answers_by_key: dict[tuple[str, str | None], tuple[AnswerRecord, str | None]] = {}
+    for row in iter_answers(live.select(list(dict.fromkeys([*_DECIDING_COLUMNS, *COMPARED_COLUMNS])))):
+        # Only the deciding columns stay in memory: there may be a hundred answers for each question.
+        decision = cast(AnswerRecord, {name: value for name, value in row.items() if name in _DECIDING_COLUMNS})
+        answers_by_key[answer_key(row)] = decision, describe_change(by_id[row["question_id"]], row)
+    remaining: list[QuestionRecord] = []
+    changes: list[str] = []
+    for question in _pair_with_prunings(by_id.values(), codes):
+        answer, change = answers_by_key.get(answer_key(question), (None, None))
+        if answer is None:
+            remaining.append({**question, "attempts": 1})
+        elif answer["status"] == "ok":
+            changes += [change] if change else []
+        elif answer["status"] == "removed":
+            continue
+        elif any(video_id in removed_ids for video_id in question["video_ids"]):
+            remaining.append({**question, "attempts": answer["attempts"] + 1})
+        elif config.retry_failed:
+            lacked_videos = answer["error_class"] in {"unknown-video", "failed-video"}
+            videos_came = lacked_videos and all(video_id in cached_ids for video_id in answer["video_ids"])
+            if change or answer["attempts"] < config.max_attempts or videos_came:
+                remaining.append({**question, "attempts": answer["attempts"] + 1})
+    refuse_changed_questions(changes, store)
+    return remaining
+
+
+def _pair_with_prunings(
+    questions: Iterable[QuestionRecord], codes: Mapping[str, str | None]
+) -> Iterator[QuestionRecord]:
+    """Yield every question under every pruning; the prunings of one question follow each other."""
+    for question in questions:
+        for pruning, code in codes.items():
+            row: QuestionRecord = {**question, "pruning": pruning} if pruning else question
+            yield row if code is None else {**row, "method_code": code}
+
+
+def describe_change(question: QuestionRecord, answer: AnswerRecord) -> str | None:
+    """Describe the first difference between a question and its answered version; None if they are equal."""
+    for name in COMPARED_COLUMNS:
+        before, now = answer.get(name), question.get(name)
+        if before != now:
+            changed = name
+            if name == "conversation":  # the first message that differs, None where one has fewer
+                conversations = [load_messages(row.get("conversation", "[]")) for row in (answer, question)]
+                pairs = enumerate(zip_longest(*conversations), 1)
+                changed, before, now = next((f"message {i}", old, new) for i, (old, new) in pairs if old != new)
+            return f"{printable(question['question_id'])}: {changed} was {_shorten(before)}, is {_shorten(now)}"
+    return None
+
+
+def _shorten(value: object) -> str:
+    """Return the repr of a value, shortened to 100 characters."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def refuse_changed_questions(changes: Sequence[str], store: Store) -> None:
+    """Raise QuestionsChanged if there are ``changes``, with the first five; each entry describes a changed question."""
+    if changes:
+        raise QuestionsChanged(
+            f"{len(changes)} questions with an answer in {store} have changed:\n  "
+            + "\n  ".join(changes[:5])
+            + "\nGive new questions new ids, or name another --out."
+        )
+
+
+def format_answered(
+    live: pa.Table, n_questions: int, remaining: Sequence[QuestionRecord], config: GenerateConfig
+) -> Iterator[str]:
+    """Yield lines for the user about the questions that already have answers and are not asked, if there are any.
+
+    Args:
+        live: the live rows of the questions.
+        n_questions: questions times prunings.
+    """
+    n_removed = pc.sum(pc.equal(live["status"], "removed")).as_py() or 0
+    n_questions -= n_removed
+    n_with_answers = n_questions - len(remaining)
+    if not n_with_answers:
+        return
+    failed_rows = live.filter(pc.equal(live["status"], "failed"))
+    keys = set(zip(*(failed_rows[name].to_pylist() for name in KEYS), strict=True))
+    n_failed = len(keys - {answer_key(question) for question in remaining})
+    text = f"{n_with_answers} of {n_questions} questions have their answers already"
+    if not n_failed:
+        yield text
+    elif not config.retry_failed:
+        yield f"{text}, {n_failed} of them as errors (--retry-failed asks them again)"
+    else:
+        yield f"{text}, {n_failed} of them as errors"
+        yield f"note: the failed questions have used their {config.max_attempts} attempts; --max-attempts allows more"
+
+
+def format_new_targets(store: Store, live: pa.Table, questions: pa.Table) -> Iterator[str]:
+    """Yield a line for the user about good answers whose question now has another right answer, if one has.
+
+    They are not asked again, and ``store`` keeps the right answers of the time when they were asked.
+
+    Args:
+        live: the live rows of ``questions``.
+    """
+    good = live.filter(pc.equal(live["status"], "ok"))
+    rows_of_questions = pc.index_in(good["question_id"], value_set=questions["question_id"].combine_chunks())
+    targets = zip(*(rows["target"].to_pylist() for rows in (good, questions.take(rows_of_questions))), strict=True)
+    ids = good["question_id"].to_pylist()
+    changes = [
+        f"{name}: was {_shorten(before)}, is {_shorten(now)}"
+        for name, (before, now) in zip(ids, targets, strict=True)
+        if before != now
+    ]
+    if changes:
+        yield (
+            f"note: {len(changes)} answered questions have another right answer now, e.g. {changes[0]}. {store} keeps "
+            "the earlier one, and jobs.evaluate --score compares with it: ask with another --out to score by the new "
+            "one"
+        )
+
+
+def format_encoded_again(store: Store, live: pa.Table, videos: pa.Table) -> Iterator[str]:
+    """Yield a line for the user about good answers on videos that were encoded again since, if there are any.
+
+    They are not asked again. Runs are compared, whose ids begin with their time.
+
+    Args:
+        live: the live rows of the answers.
+        videos: ``video_id``, ``status``, ``run_id`` and ``rewritten`` of the live rows of their videos. A row whose
+            tokens were moved has the run that moved them, and is not compared.
+    """
+    runs = {
+        row["video_id"]: row["run_id"] for row in videos.to_pylist() if row["status"] == "ok" and not row["rewritten"]
+    }
+    good = live.filter(pc.equal(live["status"], "ok"))
+    answers = zip(*(good[name].to_pylist() for name in ("question_id", "run_id", "video_ids")), strict=True)
+    names = [name for name, run_id, ids in answers if any(runs.get(video_id, "") > run_id for video_id in ids)]
+    if names:
+        yield (
+            f"note: {len(names)} answered questions are about videos that were encoded again since, e.g. {names[0]}. "
+            f"{store} keeps the answers from the earlier tokens: ask with another --out for new ones"
+        )
+
+
+def format_removed(
+    store: Store, live: pa.Table, remaining: Sequence[QuestionRecord], reasons: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield lines for the user about questions whose videos were removed, if there are any.
+
+    Args:
+        live: the live rows of the questions.
+        reasons: the reason for each removed video.
+    """
+    if not reasons:
+        return
+    barred = [(row["question_id"], reasons[name]) for row in remaining for name in row["video_ids"] if name in reasons]
+    if barred:
+        n_questions = len({name for name, _ in barred})
+        name, reason = barred[0]
+        yield (
+            f"note: {n_questions} questions are about removed videos, e.g. {name}: {reason}. They are not asked, and "
+            "count as neither failed nor missing"
+        )
+    good = live.filter(pc.equal(live["status"], "ok")).select(["question_id", "video_ids"]).to_pylist()
+    if names := [row["question_id"] for row in good if not reasons.keys().isdisjoint(row["video_ids"])]:
+        yield (
+            f"note: {len(names)} answers are about videos that were removed since, e.g. {names[0]}. {store} keeps "
+            f"them: python -m jobs.remove {store} --ids FILE --reason TEXT removes them too"
+        )
