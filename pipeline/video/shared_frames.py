@@ -52,7 +52,11 @@ class SharedFrames:
         An array returned since the last handover is not handed over: its memory is used again. Call ``hand_over`` once
         the array is filled.
         """
-        self._take_back()
+        if self._descriptor is not None:
+            os.close(self._descriptor)  # the reader never got it: a new piece is dropped
+        elif self._current is not None:
+            self._idle[self._current[0]] = self._current[1]
+        self._current = self._descriptor = None
         size = math.prod(shape)
         number = min((n for n, m in self._idle.items() if len(m) >= size), key=lambda n: len(self._idle[n]), default=-1)
         if number >= 0:
@@ -78,14 +82,6 @@ class SharedFrames:
             dropped_numbers.append(max(self._idle, key=lambda n: len(self._idle[n])))
             del self._idle[dropped_numbers[-1]]
         return Handover(number, descriptor is not None, tuple(dropped_numbers)), descriptor
-
-    def _take_back(self) -> None:
-        """Release the current piece, which was not handed over: a new piece is dropped, another piece is free again."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)  # the reader never got it
-        elif self._current is not None:
-            self._idle[self._current[0]] = self._current[1]
-        self._current = self._descriptor = None
 
 
 class ReceivedFrames:
