@@ -34,7 +34,6 @@ from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.tables import (
     UNREADABLE,
     UserRow,
-    UserValue,
     batch_rows,
     carried_json,
     plain_column,
@@ -251,7 +250,11 @@ def _member(name: str, number: int, row: UserRow, path: str | None, clips_from: 
     A clip's time that is NaN or infinite is a fault: carried JSON has no such number.
     """
     video_id = row.get(_KEY)
-    values = {key: _number(value) for key, value in row.items() if key != _KEY and value is not None}
+    values = {
+        key: float(value) if isinstance(value, Decimal) else value  # JSON has no decimals
+        for key, value in row.items()
+        if key != _KEY and value is not None
+    }
     text = carried_json(values) if values else None
     wrong = [
         fault("unsupported", f"the clip's {key} is {value}, not a number of seconds")
@@ -269,11 +272,6 @@ def _member(name: str, number: int, row: UserRow, path: str | None, clips_from: 
         fault=next(iter(wrong), None),
         path=path,
     )
-
-
-def _number(value: UserValue) -> UserValue:
-    """Return a decimal as a number that JSON has, and any other value as it is."""
-    return float(value) if isinstance(value, Decimal) else value
 
 
 def _is_damage(error: Exception) -> bool:

@@ -394,13 +394,8 @@ def _make_named_file(path: Path, root: Path, judge: Judge) -> NamedFile:
     policy = judge(absolute)
     if not is_text(absolute):
         policy = "the file's name is not valid UTF-8; rename it"
-        name, absolute = _as_text(name), _as_text(absolute)
+        name, absolute = (os.fsencode(text).decode("utf-8", "backslashreplace") for text in (name, absolute))
     return NamedFile(absolute, name, policy)
-
-
-def _as_text(name: str) -> str:
-    """Return a file's name as valid Unicode, with bytes that are not UTF-8 as backslash escapes."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _from_store(name: str, roots: Roots, objects: Objects, forms: frozenset[str], left_out: LeftOut) -> NameContents:

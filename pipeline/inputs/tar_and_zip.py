@@ -68,7 +68,8 @@ class Tar(Archive):
             if is_apple_double(name):
                 self._left_out.add(APPLE_DOUBLE, name)
             elif find_suffix(name) in VIDEO_SUFFIXES or entry.kind == _UNKNOWN:
-                yield _video(entry, name)
+                wrong = entry.wrong or (None if entry.kind in _FILES else fault("policy", _NO_FILE))
+                yield Member(name, entry.offset, entry.size, fault=wrong)
             elif entry.kind not in _FILES:
                 continue
             elif (suffix := find_suffix(name)) in _CARRIED_SUFFIXES:
@@ -246,14 +247,6 @@ def _key(name: str) -> str:
     """Return WebDataset's key of a sample: the name up to the first dot behind its folder."""
     folder, slash, base = name.rpartition("/")
     return f"{folder}{slash}{base.partition('.')[0]}"
-
-
-def _video(entry: _MemberEntry, name: str) -> Member:
-    """Return the member of a video, with what is wrong with it."""
-    wrong = entry.wrong
-    if entry.kind not in _FILES and not wrong:
-        wrong = fault("policy", _NO_FILE)
-    return Member(name, entry.offset, entry.size, fault=wrong)
 
 
 class _Sidecars:
