@@ -131,8 +131,7 @@ def find_continuation(path: str, pid: int) -> Continuation | None:
     announced = min(video.announced for video in film[1:])
     positions, pids = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
     with open_regular(path) as file:
-        for places, packets in iter_packets(file):
-            old_pids = _read_pids(packets)
+        for places, old_pids, _ in iter_packets(file):
             lookup = np.arange(_NO_PID + 1)
             lookup[list(new_pids)] = film[0].pid
             found = lookup[old_pids]
@@ -156,8 +155,7 @@ def _list_videos(path: str) -> tuple[dict[int, _Video], set[frozenset[int]], set
     spans: dict[int, dict[int, list[int]]] = {}
     together, tables, end = set[frozenset[int]](), set[int](), 1
     with open_regular(path) as file:
-        for places, packets in iter_packets(file):
-            pids = _read_pids(packets)
+        for places, pids, packets in iter_packets(file):
             keys = places // _PART_BYTES << 13 | pids
             for key, number in zip(*np.unique(keys, return_index=True), strict=True):
                 spans.setdefault(int(key) & _NO_PID, {}).setdefault(int(key) >> 13, [int(places[number])] * 2)
@@ -179,8 +177,10 @@ def _list_videos(path: str) -> tuple[dict[int, _Video], set[frozenset[int]], set
     return videos, together, tables, end
 
 
-def iter_packets(file: BufferedReader | ContinuedFile) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
-    """Yield packets block by block: their positions in the file, [n] bytes, and their bytes, [n,188] uint8."""
+def iter_packets(
+    file: BufferedReader | ContinuedFile,
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]]:
+    """Yield packets block by block: positions in the file, [n] bytes, PIDs, [n], and the packets' bytes, [n,188]."""
     start, rest = 0, b""
     while block := file.read(_BLOCK_BYTES):
         data, place = rest + block, 0
@@ -191,7 +191,9 @@ def iter_packets(file: BufferedReader | ContinuedFile) -> Iterator[tuple[NDArray
             packets = np.lib.stride_tricks.as_strided(view, (count, _PACKET_BYTES), (step, 1), writeable=False)
             n_good = _count_good(packets)
             if n_good:
-                yield start + place + step * np.arange(n_good), packets[:n_good]
+                good = packets[:n_good]
+                pids = (good[:, 1].astype(np.int64) & 0x1F) << 8 | good[:, 2]
+                yield start + place + step * np.arange(n_good), pids, good
             place += n_good * step
             if n_good == count:
                 break
@@ -209,11 +211,6 @@ def _count_good(packets: NDArray[np.uint8]) -> int:
             return start + int(lost[0])
         start, step = start + step, 2 * step
     return len(packets)
-
-
-def _read_pids(packets: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the PID of each packet, [n]."""
-    return (packets[:, 1].astype(np.int64) & 0x1F) << 8 | packets[:, 2]
 
 
 def _read_section(packet: bytes) -> bytes:
@@ -296,8 +293,7 @@ def _has_packets(path: str | Path, place: int, pid: int, continuation: Continuat
     counts = np.zeros(2**13, np.int64)
     file = ContinuedFile(path, continuation) if continuation is not None else open_regular(path)
     try:
-        for places, packets in iter_packets(file):
-            pids = _read_pids(packets)
+        for places, pids, packets in iter_packets(file):
             for number in np.flatnonzero(packets[:, 1] & 0x40):
                 packet = packets[number].tobytes()
                 if _VIDEO_UNIT.match(packet, 4 + (1 + packet[4] if packet[3] & 0x20 else 0)):

@@ -42,14 +42,7 @@ from pipeline.video.frame_folders import (
 )
 from pipeline.video.packets import MAX_PIXELS
 from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
-from pipeline.video.sampling import (
-    Sampling,
-    choose_frames,
-    clip_range,
-    clip_rate,
-    count_frames_by_rate,
-    snap_frames,
-)
+from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, count_frames_by_rate, snap_frames
 from pipeline.video.shared_frames import create_memory
 
 #: Returns an array of the shape [T,h,w,3] for the frames of a video.

@@ -19,9 +19,8 @@ from pipeline.video.probe import IndexMismatch, VideoIndex
 
 # NVDEC's, of FFmpeg's own decoders. The others need facts of the container that a decoder made here does not get.
 _CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg2video")
-_MAX_GPU_FRAMES = (
-    16  # decoded frames that may wait on the GPU besides those that others refer to: as many as a flush gives
-)
+# Decoded frames that may wait on the GPU besides those that others refer to: as many as a flush gives.
+_MAX_GPU_FRAMES = 16
 _NO_GPU = "PyAV finds no NVIDIA GPU with a video decoder here (libcuda and libnvcuvid): look at nvidia-smi"
 
 

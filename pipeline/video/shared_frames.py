@@ -20,6 +20,7 @@ import numpy as np
 from pipeline.video.decoders import Frames
 
 _MAX_IDLE_BYTES = 64 * 2**20  # bytes of memory kept for the next videos
+_AT_ONCE = getattr(mmap, "MAP_POPULATE", 0)  # one call for all pages, not a fault for each
 
 
 class Handover(NamedTuple):
@@ -113,7 +114,9 @@ class ReceivedFrames:
         for number in handover.dropped:
             self._pieces.pop(number, None)
         if descriptor is not None:
-            if not _keeps_its_size(descriptor):
+            # On a platform without seals it is a file of this process's user.
+            has_seals = hasattr(os, "memfd_create")
+            if has_seals and not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise OSError("the decode process handed over frames in memory that may shrink")
             if os.fstat(descriptor).st_size > max(1, size):  # mapping it would fill all of it
                 raise OSError(f"the decode process handed over more than {size:,} bytes of frames")
@@ -124,16 +127,6 @@ class ReceivedFrames:
         frames = np.frombuffer(memory, np.uint8, size)  # all views have this array for their base
         weakref.finalize(frames, self._freed.append, handover.number)
         return frames.reshape(shape)
-
-
-_AT_ONCE = getattr(mmap, "MAP_POPULATE", 0)  # one call for all pages, not a fault for each
-
-
-def _keeps_its_size(descriptor: int) -> bool:
-    """Return True if the memory behind a descriptor is sealed against shrinking."""
-    if not hasattr(os, "memfd_create"):
-        return True  # a file of this process's user, on a platform without seals
-    return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
 
 
 def create_memory(size: int) -> int:
