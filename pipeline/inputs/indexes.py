@@ -237,25 +237,17 @@ class Indexes:
         try:
             facts, *members = json.loads(zlib.decompress(self.store.read(_name(named_file.uri))))
             version, uri, mark, *left_out = facts
-            if (version, uri) != (_VERSION, named_file.uri):
-                return _Index([], LeftOut())  # it is made again
             # Older versions kept fewer fields. They took the name of a zip's member for the end of its id.
-            if find_suffix(named_file.uri) == ".zip" and any(
+            is_old = find_suffix(named_file.uri) == ".zip" and any(
                 "\\" in member[0] and len(member) < len(Member._fields) for member in members
-            ):
-                return _Index([], LeftOut())
-            return _Index([Member(*member) for member in members], LeftOut(*left_out), mark)
+            )
+            if (version, uri) == (_VERSION, named_file.uri) and not is_old:
+                return _Index([Member(*member) for member in members], LeftOut(*left_out), mark)
         except FileNotFoundError:
             return None
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-            zlib.error,
-        ):  # a damaged index is made again
-            return _Index([], LeftOut())
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, zlib.error):
+            pass  # it is damaged
+        return _Index([], LeftOut())  # it is made again
 
     def _write_index(self, named_file: NamedFile, index: _Index) -> None:
         """Write the whole index of a tar or zip to the cache, if this run keeps any; concurrent runs write the same.

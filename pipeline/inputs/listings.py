@@ -65,13 +65,12 @@ def _list(address: str, suffixes: frozenset[str], objects: Files, left_out: Left
 
     def below(prefix: str, glob: Sequence[str] | None = None) -> list[ObjectInfo]:
         """Return the objects below a prefix with one of the suffixes that match ``glob``; count other files."""
-        objects_below = []
-        for info in objects.list(prefix, deep=True):
-            if not (glob is None or info.uri == address or segments_match(info.uri.split("/"), glob)):
-                continue
-            if is_taken(info.uri.removeprefix(SCHEME), suffixes, left_out):
-                objects_below.append(info)
-        return objects_below
+        named_infos = (
+            info
+            for info in objects.list(prefix, deep=True)
+            if glob is None or info.uri == address or segments_match(info.uri.split("/"), glob)
+        )
+        return [info for info in named_infos if is_taken(info.uri.removeprefix(SCHEME), suffixes, left_out)]
 
     _, slash, key = address.removeprefix(SCHEME).partition("/")
     if not key or key.endswith("/"):

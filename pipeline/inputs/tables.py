@@ -239,9 +239,7 @@ class _ArrowRows:
         Raises ArrowInvalid for text that is not UTF-8.
         """
         column = self._column(name)
-        if column is None or column.null_count:
-            return None
-        if not any(check(plain_type(column.type)) for check in _TEXTS):
+        if column is None or column.null_count or not any(check(plain_type(column.type)) for check in _TEXTS):
             return None
         column = plain_column(column).cast(pa.string())
         if column.null_count:  # a dictionary may hold a null

@@ -299,10 +299,8 @@ class Ids:
         keys = column_keys(videos["video_id"])
         keys = keys[np.argsort(keys[:, 0])]
         positions = np.searchsorted(self._high, keys[:, 0])
-        self._high, self._low = (
-            np.insert(self._high, positions, keys[:, 0]),
-            np.insert(self._low, positions, keys[:, 1]),
-        )
+        self._high = np.insert(self._high, positions, keys[:, 0])
+        self._low = np.insert(self._low, positions, keys[:, 1])
 
 
 def _may_share_ids(all_contents: Sequence[NameContents], archives: Sequence[NamedFile]) -> bool:
