@@ -34,7 +34,6 @@ from pipeline.inputs.listings import find_suffix
 from pipeline.inputs.tables import (
     UNREADABLE,
     UserRow,
-    UserValue,
     batch_rows,
     carried_json,
     plain_column,
@@ -182,7 +181,12 @@ class _RowGroups:
         Plans the requests of the file for it. Without columns the only batch has all rows.
         """
         group = self._table.metadata.row_group(piece)
-        spans = sorted(_chunks(group, columns))
+        spans = list[tuple[int, int]]()
+        for chunk in map(group.column, range(group.num_columns)):
+            if any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in columns):
+                start = chunk.dictionary_page_offset or chunk.data_page_offset
+                spans.append((start, start + chunk.total_compressed_size))
+        spans.sort()
         # Columns are read in turns, and each in its order.
         small = sum(end - start for start, end in spans) <= _MAX_GROUP_BYTES
         self._file.plan(merge_spans(spans) if small else spans, keep=small)
@@ -206,15 +210,6 @@ class _RowGroups:
         if n_empty == 0:
             return [], _ROWS
         return ([f"{column}.{_PATH}"], _ROWS) if n_empty == group.num_rows else ([column], 1)
-
-
-def _chunks(group: pq.RowGroupMetaData, columns: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Yield the bytes (start, end) of each of some columns of a row group."""
-    for number in range(group.num_columns):
-        chunk = group.column(number)
-        if any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in columns):
-            start = chunk.dictionary_page_offset or chunk.data_page_offset
-            yield start, start + chunk.total_compressed_size
 
 
 def _list_paths(column: pa.Array) -> list[str | None]:
@@ -251,7 +246,11 @@ def _member(name: str, number: int, row: UserRow, path: str | None, clips_from: 
     A clip's time that is NaN or infinite is a fault: carried JSON has no such number.
     """
     video_id = row.get(_KEY)
-    values = {key: _number(value) for key, value in row.items() if key != _KEY and value is not None}
+    values = {
+        key: float(value) if isinstance(value, Decimal) else value  # JSON has no decimals
+        for key, value in row.items()
+        if key != _KEY and value is not None
+    }
     text = carried_json(values) if values else None
     wrong = [
         fault("unsupported", f"the clip's {key} is {value}, not a number of seconds")
@@ -269,11 +268,6 @@ def _member(name: str, number: int, row: UserRow, path: str | None, clips_from: 
         fault=next(iter(wrong), None),
         path=path,
     )
-
-
-def _number(value: UserValue) -> UserValue:
-    """Return a decimal as a number that JSON has, and any other value as it is."""
-    return float(value) if isinstance(value, Decimal) else value
 
 
 def _is_damage(error: Exception) -> bool:

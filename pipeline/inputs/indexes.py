@@ -184,23 +184,22 @@ class Indexes:
         yield self._make_view(named_file, index)
 
     def _make_view(self, named_file: NamedFile, index: _Index, *, is_whole: bool = True) -> View:
-        """Return the view of an index; the names of left-out files lie inside the archive."""
+        """Return the view of an index. Rows with a path instead of bytes become files.
+
+        The names of left-out files lie inside the archive.
+        """
         left_out = LeftOut()
         left_out.add_all(index.left_out.as_record(), f"{named_file.name}/")
-        return View(self._make_table(named_file, index), left_out, is_whole)
-
-    def _make_table(self, named_file: NamedFile, index: _Index) -> pa.Table:
-        """Return the members of an archive as MANIFEST_SCHEMA. Rows with a path instead of bytes become files."""
         table = _table(named_file, index.members, self.options, index.mark)
         paths = pa.array([member.path for member in index.members], pa.string())
-        if paths.null_count == len(paths):
-            return table
-        uri_columns = NamedVideos.beside(named_file.uri, self.roots).locate(paths.drop_null())
-        is_file, columns = paths.is_valid(), {name: table[name].combine_chunks() for name in table.column_names}
-        columns["uri"] = pc.replace_with_mask(columns["uri"], is_file, uri_columns.uris)
-        columns["policy"] = pc.replace_with_mask(columns["policy"], is_file, uri_columns.policy)
-        columns["source_offset"] = pc.if_else(is_file, None, columns["source_offset"])
-        return pa.Table.from_pydict(columns, MANIFEST_SCHEMA)
+        if paths.null_count < len(paths):
+            uri_columns = NamedVideos.beside(named_file.uri, self.roots).locate(paths.drop_null())
+            is_file, columns = paths.is_valid(), {name: table[name].combine_chunks() for name in table.column_names}
+            columns["uri"] = pc.replace_with_mask(columns["uri"], is_file, uri_columns.uris)
+            columns["policy"] = pc.replace_with_mask(columns["policy"], is_file, uri_columns.policy)
+            columns["source_offset"] = pc.if_else(is_file, None, columns["source_offset"])
+            table = pa.Table.from_pydict(columns, MANIFEST_SCHEMA)
+        return View(table, left_out, is_whole)
 
     def _mark(self, named_file: NamedFile, file: RandomFile) -> str:
         """Return a text that changes with an archive, or with the options for reading it; "" for none."""
@@ -238,25 +237,17 @@ class Indexes:
         try:
             facts, *members = json.loads(zlib.decompress(self.store.read(_name(named_file.uri))))
             version, uri, mark, *left_out = facts
-            if (version, uri) != (_VERSION, named_file.uri):
-                return _Index([], LeftOut())  # it is made again
             # Older versions kept fewer fields. They took the name of a zip's member for the end of its id.
-            if find_suffix(named_file.uri) == ".zip" and any(
+            is_old = find_suffix(named_file.uri) == ".zip" and any(
                 "\\" in member[0] and len(member) < len(Member._fields) for member in members
-            ):
-                return _Index([], LeftOut())
-            return _Index([Member(*member) for member in members], LeftOut(*left_out), mark)
+            )
+            if (version, uri) == (_VERSION, named_file.uri) and not is_old:
+                return _Index([Member(*member) for member in members], LeftOut(*left_out), mark)
         except FileNotFoundError:
             return None
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-            zlib.error,
-        ):  # a damaged index is made again
-            return _Index([], LeftOut())
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, zlib.error):
+            pass  # it is damaged
+        return _Index([], LeftOut())  # it is made again
 
     def _write_index(self, named_file: NamedFile, index: _Index) -> None:
         """Write the whole index of a tar or zip to the cache, if this run keeps any; concurrent runs write the same.
@@ -322,7 +313,7 @@ def _name(uri: str) -> str:
     return f"{INDEXES}/{digest}{_SUFFIX}"
 
 
-def _table(named_file: NamedFile, members: Sequence[Member], options: ArchiveOptions, mark: str = "") -> pa.Table:
+def _table(named_file: NamedFile, members: Sequence[Member], options: ArchiveOptions, mark: str) -> pa.Table:
     """Return the members of an archive as MANIFEST_SCHEMA, with their clips.
 
     ``mark`` is the archive's, for members without a mark. A clip or a size that makes no sense becomes a fault.

@@ -39,19 +39,16 @@ class LeftOut:
 
     def add(self, kind: str, name: str) -> None:
         """Count one file."""
-        self._add(kind, 1, [name])
+        self.add_all({kind: {"count": 1, "names": [name]}})
 
     def add_all(self, kinds: Mapping[str, LeftOutKind], inside: str = "") -> None:
         """Count the files of a record (``as_record``), whose names lie ``inside`` an archive."""
-        for kind, record in kinds.items():
-            self._add(kind, record["count"], [f"{inside}{name}" for name in record["names"]])
-
-    def _add(self, kind: str, count: int, names: Iterable[str]) -> None:
         with self._adding:
-            record = self._kinds.setdefault(kind, {"count": 0, "names": []})
-            record["count"] += count
-            if len(record["names"]) < MAX_NAMES:
-                record["names"] += [*names][: MAX_NAMES - len(record["names"])]
+            for kind, more in kinds.items():
+                record = self._kinds.setdefault(kind, {"count": 0, "names": []})
+                record["count"] += more["count"]
+                names = more["names"][: MAX_NAMES - len(record["names"])]
+                record["names"] += [f"{inside}{name}" for name in names]
 
     def forget(self, videos: Iterable[str]) -> None:
         """Drop the names of files beside these videos, which have their names up to the suffix; they stay counted."""

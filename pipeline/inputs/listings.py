@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import PurePosixPath
-from typing import NamedTuple
 
 from pipeline.errors import ManifestError
 from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER_FILES, LeftOut, is_apple_double
@@ -32,17 +31,12 @@ OUTSIDE_PREFIXES = "the object lies outside the folder that was named (add --vid
 _DOTS = "a key with . or .. segments or control characters is not read; rename the object"
 
 
-class ObjectListing(NamedTuple):
-    """The objects that an address names, and the prefix that their ids are relative to."""
-
-    folder: str
-    infos: list[ObjectInfo]
-
-
 def list_objects(
-    address: str, suffixes: frozenset[str], objects: Files, left_out: LeftOut | None = None
-) -> ObjectListing:
+    address: str, suffixes: frozenset[str], objects: Files, left_out: LeftOut
+) -> tuple[str, list[ObjectInfo]]:
     """List the videos and archives that an address on S3 or the hub names, in the order of their keys.
+
+    Returns the prefix that their ids are relative to, and the objects.
 
     - ``s3://bucket/folder/`` and ``s3://bucket/folder`` name every object below it with one of ``suffixes``.
     - A glob names the objects with such a suffix that match it, unless an object has its very name. ``*``, ``?`` and
@@ -57,47 +51,46 @@ def list_objects(
     Raises ManifestError, with the store's reason, for no video, no such bucket, no access.
     """
     try:
-        listing = _list(address, suffixes, objects, left_out or LeftOut())
+        folder, infos = _list(address, suffixes, objects, left_out)
     except OSError as error:
         raise ManifestError(f"{address}: cannot be listed: {error.strerror}") from error
-    if not listing.infos:
+    if not infos:
         store = "S3" if address.startswith(SCHEME) else "the hub"
         raise ManifestError(f"{address}: no video on {store} at or below it (looked for {' '.join(sorted(suffixes))})")
-    return listing
+    return folder, infos
 
 
-def _list(address: str, suffixes: frozenset[str], objects: Files, left_out: LeftOut) -> ObjectListing:
+def _list(address: str, suffixes: frozenset[str], objects: Files, left_out: LeftOut) -> tuple[str, list[ObjectInfo]]:
     """List the objects that ``list_objects`` names; the list may be empty. Raises OSError."""
 
     def below(prefix: str, glob: Sequence[str] | None = None) -> list[ObjectInfo]:
         """Return the objects below a prefix with one of the suffixes that match ``glob``; count other files."""
-        objects_below = []
-        for info in objects.list(prefix, deep=True):
-            if not (glob is None or info.uri == address or segments_match(info.uri.split("/"), glob)):
-                continue
-            if is_taken(info.uri.removeprefix(SCHEME), suffixes, left_out):
-                objects_below.append(info)
-        return objects_below
+        named_infos = (
+            info
+            for info in objects.list(prefix, deep=True)
+            if glob is None or info.uri == address or segments_match(info.uri.split("/"), glob)
+        )
+        return [info for info in named_infos if is_taken(info.uri.removeprefix(SCHEME), suffixes, left_out)]
 
     _, slash, key = address.removeprefix(SCHEME).partition("/")
     if not key or key.endswith("/"):
         folder = address if slash else f"{address}/"
-        return ObjectListing(folder, below(folder))
+        return folder, below(folder)
     if globbing.has_magic(key):
         literal = re.split(r"[*?\[]", address, maxsplit=1)[0]
         infos = below(literal, address.split("/"))
-        return ObjectListing(_parent(literal), [info for info in infos if info.uri == address] or infos)
+        return _parent(literal), [info for info in infos if info.uri == address] or infos
     if find_suffix(address) in suffixes:
-        return _find_object(address, objects) or ObjectListing(f"{address}/", below(f"{address}/"))
+        return _find_object(address, objects) or (f"{address}/", below(f"{address}/"))
     if infos := below(f"{address}/"):
-        return ObjectListing(f"{address}/", infos)
-    return _find_object(address, objects) or ObjectListing(address, [])
+        return f"{address}/", infos
+    return _find_object(address, objects) or (address, [])
 
 
-def _find_object(uri: str, objects: Files) -> ObjectListing | None:
+def _find_object(uri: str, objects: Files) -> tuple[str, list[ObjectInfo]] | None:
     """Return the listing of a single object, or None if there is no such object."""
     try:
-        return ObjectListing(_parent(uri), [objects.info(uri)])
+        return _parent(uri), [objects.info(uri)]
     except FileNotFoundError:
         return None
 

@@ -267,19 +267,18 @@ def _from_files(
     folder: Path, name: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut
 ) -> NameContents:
     """List the videos of a folder, or else its archives. Raises ManifestError where it has neither."""
-    judge = Judge([folder, *roots])
-    if (contents := _videos_or_archives(_walk([str(folder)], left_out), folder, judge, forms, left_out)) is not None:
-        return contents
     suffixes = " ".join(sorted(VIDEO_SUFFIXES | forms))
-    raise ManifestError(f"{name}: no video in this folder (looked for {suffixes}){_and_left(left_out)}")
+    none = f"{name}: no video in this folder (looked for {suffixes})"
+    return _videos_or_archives(_walk([str(folder)], left_out), folder, roots, forms, left_out, none)
 
 
 def _videos_or_archives(
-    paths: Iterable[Path], root: Path, judge: Judge, forms: frozenset[str], left_out: LeftOut
-) -> NameContents | None:
-    """List the videos among some files, or else the archives; None without either.
+    paths: Iterable[Path], root: Path, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut, none: str
+) -> NameContents:
+    """List the videos among some files below ``root``, or else the archives.
 
-    Archives beside videos, and other files, are counted in ``left_out``.
+    Archives beside videos, and other files, are counted in ``left_out``. Raises ManifestError, which says ``none``,
+    without either.
     """
     videos, archives, suffixes = list[Path](), list[Path](), VIDEO_SUFFIXES | forms
     for path in paths:
@@ -288,15 +287,13 @@ def _videos_or_archives(
             continue  # a glob matches folders, too
         if is_taken(str(path.relative_to(root)), suffixes, left_out, str(path)):
             (videos if suffix in VIDEO_SUFFIXES else archives).append(path)
+    if not videos and not archives:
+        raise ManifestError(f"{none}; left out: {left_out}" if left_out.counts() else none)
     if videos:
         _record_skipped_archives([str(path) for path in archives], str(root), left_out)
+    judge = Judge([root, *roots])
     files = (_make_named_file(path, root, judge) for path in sorted(videos or archives))
-    return _make_contents(files, videos=bool(videos)) if videos or archives else None
-
-
-def _and_left(left_out: LeftOut) -> str:
-    """Say in an error what was found instead of videos."""
-    return f"; left out: {left_out}" if left_out.counts() else ""
+    return _make_contents(files, videos=bool(videos))
 
 
 def _record_skipped_archives(uris: Sequence[str], root: str, left_out: LeftOut) -> None:
@@ -361,10 +358,8 @@ def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_
     parts = Path(pattern).parts
     literal = next(i for i, part in enumerate(parts) if globbing.has_magic(part))
     root = Path(*parts[:literal]) if literal else Path()
-    contents = _videos_or_archives(_match(parts, left_out), root, Judge([root, *roots]), forms, left_out)
-    if contents is None:
-        raise ManifestError(f"{pattern}: no video matches this glob{_and_left(left_out)}")
-    return contents
+    none = f"{pattern}: no video matches this glob"
+    return _videos_or_archives(_match(parts, left_out), root, roots, forms, left_out, none)
 
 
 def _match(pattern: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
@@ -394,13 +389,8 @@ def _make_named_file(path: Path, root: Path, judge: Judge) -> NamedFile:
     policy = judge(absolute)
     if not is_text(absolute):
         policy = "the file's name is not valid UTF-8; rename it"
-        name, absolute = _as_text(name), _as_text(absolute)
+        name, absolute = (os.fsencode(text).decode("utf-8", "backslashreplace") for text in (name, absolute))
     return NamedFile(absolute, name, policy)
-
-
-def _as_text(name: str) -> str:
-    """Return a file's name as valid Unicode, with bytes that are not UTF-8 as backslash escapes."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _from_store(name: str, roots: Roots, objects: Objects, forms: frozenset[str], left_out: LeftOut) -> NameContents:

@@ -119,16 +119,17 @@ class NamedVideos:
 
     def locate(self, uris: pa.Array) -> UriColumns:
         """Locate each of the uris, and judge whether it may be read."""
-        at_once = None if _needs_closer_look(uris) else self._all_objects(uris) or self._all_files(uris)
-        if at_once is not None:
+        if (at_once := self._locate_at_once(uris)) is not None:
             return at_once
         locations, policies = zip(*map(self._locate, uris.to_pylist()), strict=True)
         return UriColumns(pa.array(locations, pa.string()), pa.array(policies, pa.string()))
 
     def convert(self, rows: TableRows) -> pa.RecordBatch:
         """Convert rows to MANIFEST_SCHEMA. Raises ManifestError that names the first bad one."""
-        plain = self._convert_at_once(rows)
-        return self._one_by_one(rows) if plain is None else plain
+        if (plain := self._convert_at_once(rows)) is not None:
+            return plain
+        checked_rows = [self._check_row(row, f"{self._name}, {where}") for where, row in rows]
+        return pa.RecordBatch.from_pylist(checked_rows, schema=MANIFEST_SCHEMA)
 
     def _convert_at_once(self, rows: TableRows) -> pa.RecordBatch | None:
         """Convert all rows to MANIFEST_SCHEMA at once; None where a cell needs a look of its own (``_check_row``)."""
@@ -137,14 +138,15 @@ class NamedVideos:
         sizes = _all_sizes(rows.numbers("size_bytes"))
         if ids is None or uris is None or sizes is None or any(time is None for time in times):
             return None
-        if _needs_closer_look(ids) or _needs_closer_look(uris):
-            return None
-        uri_columns = self._all_objects(uris) or self._all_files(uris)
-        if uri_columns is None:
+        if _needs_closer_look(ids) or (uri_columns := self._locate_at_once(uris)) is None:
             return None
         columns = [ids, uri_columns.uris, *times, rows.carried(_OWN_COLUMNS), uri_columns.policy, sizes]
         columns += [pa.nulls(len(ids), kind) for kind in (pa.int64(), pa.string(), pa.uint64())]
         return pa.RecordBatch.from_arrays(columns, schema=MANIFEST_SCHEMA)
+
+    def _locate_at_once(self, uris: pa.Array) -> UriColumns | None:
+        """Locate all uris at once, or return None where one of them needs a closer look, or only some are objects."""
+        return None if _needs_closer_look(uris) else self._all_objects(uris) or self._all_files(uris)
 
     def _all_objects(self, uris: pa.Array) -> UriColumns | None:
         """Locate all uris as objects on S3 at once, or return None where one of them needs a closer look.
@@ -178,11 +180,6 @@ class NamedVideos:
         folder = os.path.abspath(self._base).rstrip("/") if isinstance(self._base, Path) else ""  # noqa: PTH100
         paths = pc.if_else(absolute, uris, pc.binary_join_element_wise(folder, uris, "/"))
         return UriColumns(paths, pa.array(map(self._judge, paths.to_pylist()), pa.string()))
-
-    def _one_by_one(self, rows: TableRows) -> pa.RecordBatch:
-        """Convert rows one by one, so that an error names its row. Raises ManifestError."""
-        checked_rows = [self._check_row(row, f"{self._name}, {where}") for where, row in rows]
-        return pa.RecordBatch.from_pylist(checked_rows, schema=MANIFEST_SCHEMA)
 
     def _check_row(self, row: UserRow, where: str) -> ManifestRow:
         """Check one row and resolve its uri; no video is looked for. ``where`` names the row in a ManifestError.

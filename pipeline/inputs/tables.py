@@ -13,7 +13,7 @@ from datetime import date, time, timedelta
 from decimal import Decimal
 from itertools import islice
 from numbers import Integral, Real
-from typing import BinaryIO, Protocol, SupportsFloat
+from typing import BinaryIO, SupportsFloat
 from uuid import UUID
 
 import pyarrow as pa
@@ -55,16 +55,21 @@ def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> 
     """
     suffix = find_suffix(name)
     if suffix == ".parquet":
-        with pq.ParquetFile(file) as shard:
-            _refuse_doubles(name, shard.schema_arrow.names)
-            batches = map(batch_rows, shard.iter_batches(use_threads=False))
-            yield from ((f"row {i}", row) for i, row in enumerate(row for batch in batches for row in batch))
+        for part in read_parts(name, file, needs):
+            yield from part
     elif suffix == ".csv":
         yield from _csv_rows(name, file, needs, key)
     else:
         for number, line in enumerate(io.TextIOWrapper(file, "utf-8-sig"), 1):
-            if line.strip():
-                yield f"line {number}", _json_object(line, f"{name}, line {number}", needs)
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(line)
+            except ValueError as error:
+                raise BadRow(f"{name}, line {number}: not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise BadRow(f"{name}, line {number}: expected an object with {needs}, got {type(row).__name__}")
+            yield f"line {number}", row
 
 
 def parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
@@ -115,24 +120,6 @@ def batch_rows(batch: pa.RecordBatch) -> list[UserRow]:
         columns = [column.cast(pa.string()) if pa.types.is_temporal(column.type) else column for column in batch]
         rows = pa.RecordBatch.from_arrays(columns, batch.schema.names).to_pylist()
     return rows
-
-
-class TableRows(Protocol):
-    """Some rows of a user's file or table, of which columns can be taken at once.
-
-    Iterated, it gives each row as a dict, behind words that say where the row stands.
-    """
-
-    def __iter__(self) -> Iterator[tuple[str, UserRow]]: ...
-
-    def texts(self, name: str) -> pa.Array | None:
-        """Return a column as text, or None unless every row has text or a whole number."""
-
-    def numbers(self, name: str) -> pa.Array | None:
-        """Return a column as float64, null where a row has none; None where a value is no finite number."""
-
-    def carried(self, own_columns: Collection[str]) -> pa.Array:
-        """Return the columns besides ``own_columns`` of each row as JSON; null where there are none."""
 
 
 def read_parts(
@@ -229,7 +216,11 @@ def _no_rows(name: str, source: object, needs: str) -> BadRow:
 
 
 class _ArrowRows:
-    """The TableRows of an Arrow batch; ``start`` is the number of its first row in the file."""
+    """The rows of an Arrow batch, of which columns can be taken at once.
+
+    ``start`` is the number of its first row in the file. Iterated, it gives each row as a dict, behind words that say
+    where the row stands.
+    """
 
     def __init__(self, batch: pa.RecordBatch, start: int) -> None:
         self._batch, self._start = batch, start
@@ -248,9 +239,7 @@ class _ArrowRows:
         Raises ArrowInvalid for text that is not UTF-8.
         """
         column = self._column(name)
-        if column is None or column.null_count:
-            return None
-        if not any(check(plain_type(column.type)) for check in _TEXTS):
+        if column is None or column.null_count or not any(check(plain_type(column.type)) for check in _TEXTS):
             return None
         column = plain_column(column).cast(pa.string())
         if column.null_count:  # a dictionary may hold a null
@@ -263,15 +252,16 @@ class _ArrowRows:
 
         None if its type is not a type of numbers, and if a value is NaN or infinite.
         """
-        if name not in self._batch.schema.names:
-            return pa.nulls(len(self._batch), pa.float64())
         column = self._column(name)
-        if column is None or not any(check(column.type) for check in _NUMBERS):
+        if column is None:
+            return pa.nulls(len(self._batch), pa.float64())
+        if not any(check(column.type) for check in _NUMBERS):
             return None
         column = column.cast(pa.float64(), safe=False)
         return column if pc.all(pc.is_finite(column), min_count=0).as_py() else None
 
     def carried(self, own_columns: Collection[str]) -> pa.Array:
+        """Return the columns besides ``own_columns`` of each row as JSON; null where there are none."""
         carried_places = [i for i, name in enumerate(self._batch.schema.names) if name not in own_columns]
         if not carried_places:
             return pa.nulls(len(self._batch), pa.string())
@@ -279,7 +269,7 @@ class _ArrowRows:
 
 
 class _DictRows:
-    """The TableRows of dicts, each with the words that say where it stands."""
+    """The rows of dicts, each with the words that say where it stands, used as _ArrowRows."""
 
     def __init__(self, rows: list[tuple[str, UserRow]]) -> None:
         self._rows = rows
@@ -298,12 +288,17 @@ class _DictRows:
             return None
 
     def numbers(self, name: str) -> pa.Array | None:
+        """Return a column as float64, null where a row has none; None where a value is no finite number."""
         values = [None if row.get(name) is None else number_of(row[name]) for _, row in self._rows]
         finite = all(value is None or math.isfinite(value) for value in values)
         return pa.array(values, pa.float64()) if finite else None
 
     def carried(self, own_columns: Collection[str]) -> pa.Array:
         return _as_json([{name: row[name] for name in row if name not in own_columns} for _, row in self._rows])
+
+
+#: Some rows of a user's file or table.
+TableRows = _ArrowRows | _DictRows
 
 
 def _as_json(rows: list[UserRow]) -> pa.Array:
@@ -334,17 +329,6 @@ def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterato
             yield where, {column: text for column, text in row.items() if text != ""}
     except csv.Error as error:
         raise BadRow(f"{name}, line {reader.line_num + 1}: {error}") from error  # the row begins on the next line
-
-
-def _json_object(line: str, where: str, needs: str) -> UserRow:
-    """Parse a line of a .jsonl. Raises BadRow where it is no JSON object."""
-    try:
-        row = parse_json(line)
-    except ValueError as error:
-        raise BadRow(f"{where}: not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise BadRow(f"{where}: expected an object with {needs}, got {type(row).__name__}")
-    return row
 
 
 def parse_json(text: str) -> UserValue:

@@ -68,7 +68,8 @@ class Tar(Archive):
             if is_apple_double(name):
                 self._left_out.add(APPLE_DOUBLE, name)
             elif find_suffix(name) in VIDEO_SUFFIXES or entry.kind == _UNKNOWN:
-                yield _video(entry, name)
+                wrong = entry.wrong or (None if entry.kind in _FILES else fault("policy", _NO_FILE))
+                yield Member(name, entry.offset, entry.size, fault=wrong)
             elif entry.kind not in _FILES:
                 continue
             elif (suffix := find_suffix(name)) in _CARRIED_SUFFIXES:
@@ -79,9 +80,9 @@ class Tar(Archive):
                 self._left_out.add(OTHER_FILES, name)
 
     def pair_sidecars(self, videos: Sequence[Member]) -> tuple[list[Member], LeftOut]:
-        sidecars = self._sidecars.pair([video.name for video in videos])
+        sidecars, unpaired_names = self._sidecars.pair([video.name for video in videos])
         left_out = LeftOut(self._left_out.as_record())
-        for name in self._sidecars.iter_unpaired():
+        for name in unpaired_names:
             left_out.add(f"{find_suffix(name)[1:]} without a video", name)
         return [video._replace(carried=text) for video, text in zip(videos, sidecars, strict=True)], left_out
 
@@ -248,14 +249,6 @@ def _key(name: str) -> str:
     return f"{folder}{slash}{base.partition('.')[0]}"
 
 
-def _video(entry: _MemberEntry, name: str) -> Member:
-    """Return the member of a video, with what is wrong with it."""
-    wrong = entry.wrong
-    if entry.kind not in _FILES and not wrong:
-        wrong = fault("policy", _NO_FILE)
-    return Member(name, entry.offset, entry.size, fault=wrong)
-
-
 class _Sidecars:
     """The members of a tar that are carried with its videos, by their names.
 
@@ -266,39 +259,30 @@ class _Sidecars:
 
     def __init__(self) -> None:
         self._values = dict[tuple[str, str], tuple[str, UserValue]]()  # (stem, suffix) -> name and value
-        self._paired_names = set[str]()
 
     def add(self, name: str, value: UserValue) -> None:
         """Add a member; the last member with a name counts."""
         self._values[_stem(name), find_suffix(name)] = name, value
 
-    def pair(self, videos: Sequence[str]) -> list[str | None]:
-        """Return the carried members of each of the ``videos`` as JSON: suffix -> value; None without any."""
-        stems, self._paired_names = {_stem(name) for name in videos}, set()
-        return [self._pair(name, stems) for name in videos]
+    def pair(self, videos: Sequence[str]) -> tuple[list[str | None], list[str]]:
+        """Return the carried members of each of the ``videos`` as JSON, and the names of the members that go to none.
 
-    def iter_unpaired(self) -> Iterator[str]:
-        """Yield the names of the members that went to no video of the last ``pair``."""
-        return (name for name, _ in self._values.values() if name not in self._paired_names)
-
-    def _pair(self, video: str, stems: set[str]) -> str | None:
-        """Return the carried members of one video as JSON, or None, and note that they have a video.
-
-        ``stems`` are the stems of all videos.
+        The JSON is suffix -> value; None without any.
         """
-        stem, key, values = _stem(video), _key(video), dict[str, UserValue]()
-        for suffix in _CARRIED_SUFFIXES:
-            keys = [(stem, suffix)]
-            if suffix == ".json":
-                keys.append((f"{stem}{_INFO}", suffix))
-            if key not in stems:
-                keys.append((key, suffix))
-            for key_of_member in keys:
-                if key_of_member in self._values:
-                    name, values[suffix[1:]] = self._values[key_of_member]
-                    self._paired_names.add(name)
-                    break
-        return carried_json(values) if values else None
+        stems, paired_names, texts = {_stem(name) for name in videos}, set[str](), list[str | None]()
+        for video in videos:
+            stem, key, values = _stem(video), _key(video), dict[str, UserValue]()
+            for suffix in _CARRIED_SUFFIXES:
+                keys = [(stem, suffix)]
+                if suffix == ".json":
+                    keys.append((f"{stem}{_INFO}", suffix))
+                if key not in stems:
+                    keys.append((key, suffix))
+                if (found := next((self._values[each] for each in keys if each in self._values), None)) is not None:
+                    name, values[suffix[1:]] = found
+                    paired_names.add(name)
+            texts.append(carried_json(values) if values else None)
+        return texts, [name for name, _ in self._values.values() if name not in paired_names]
 
 
 def _stem(name: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, pairwise
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -33,20 +33,7 @@ _BEFORE, _BEHIND = fault("corrupt", "an earlier video has the id "), f" already;
 First = Literal["all", "needed", "kept"]
 
 
-class IndexingPlan(NamedTuple):
-    """When the archives of a list are indexed, as ``plan_indexing`` decides.
-
-    Attributes:
-        missing: what ``Indexes.read`` does before the start without a kept index that fits an archive. If it yields
-            nothing, the archive is indexed while the run works.
-        in_order: whether an archive behind the first such archive waits too, even if its index is known.
-    """
-
-    missing: Missing
-    in_order: bool = False
-
-
-def plan_indexing(first: First, *, is_limited: bool, may_share_ids: bool, keeps_indexes: bool) -> IndexingPlan:
+def plan_indexing(first: First, *, is_limited: bool, may_share_ids: bool, keeps_indexes: bool) -> tuple[Missing, bool]:
     """Decide which archives are indexed before the start of a run, and which wait and are indexed while it works.
 
     Nothing else decides this. The state of an archive is that of its kept index: the index fits, the archive has
@@ -72,13 +59,18 @@ def plan_indexing(first: First, *, is_limited: bool, may_share_ids: bool, keeps_
         may_share_ids: whether videos of two archives, or an archive's and others, may have the same id. Also True for a
             single archive, which there is no use in leaving for later without a limit.
         keeps_indexes: whether there is a cache with kept indexes. Without it "needed" is "all", unless ``is_limited``.
+
+    Returns:
+        What ``Indexes.read`` does before the start without a kept index that fits an archive; if it yields nothing, the
+        archive is indexed while the run works. And whether an archive behind the first such archive waits too, even if
+        its index is known.
     """
     if first == "kept":
-        return IndexingPlan("skip")
+        return "skip", False
     can_wait = is_limited or (keeps_indexes and not may_share_ids)
     if first == "all" or not can_wait:
-        return IndexingPlan("make")
-    return IndexingPlan("renew", in_order=may_share_ids)
+        return "make", False
+    return "renew", may_share_ids
 
 
 @dataclass
@@ -141,14 +133,12 @@ class VideoList:
         if count > 1:
             raise ManifestError(f"{uri}: it is named {count} times; name it once")
         ids = Ids() if _may_share_ids(all_contents, archives) else None
-        plan = plan_indexing(
-            first,
-            is_limited=is_limited,
-            may_share_ids=ids is not None,
-            keeps_indexes=indexes.store is not None,
+        keeps_indexes = indexes.store is not None
+        missing, in_order = plan_indexing(
+            first, is_limited=is_limited, may_share_ids=ids is not None, keeps_indexes=keeps_indexes
         )
         video_list = cls(MANIFEST_SCHEMA.empty_table(), indexes, objects, is_limited, _ids=ids)
-        tables = iter(video_list._read_first(archives, plan))
+        tables = iter(video_list._read_first(archives, missing, in_order=in_order))
         parts = [
             part
             for contents in all_contents
@@ -195,16 +185,15 @@ class VideoList:
         """Count what an archive leaves out. Call it for a view that is not whole if no other view is read."""
         self.indexes.left_out.add_all(view.left_out.as_record())
 
-    def _read_first(self, archives: Sequence[NamedFile], plan: IndexingPlan) -> list[pa.Table]:
+    def _read_first(self, archives: Sequence[NamedFile], missing: Missing, *, in_order: bool) -> list[pa.Table]:
         """Return a table of videos for each archive; it is empty for an archive that waits, which joins ``unindexed``.
 
-        An archive that waits because of its order alone is read again later.
+        An archive that waits because of its order alone is read again later. Arguments as ``plan_indexing`` gives them.
         """
         tables = list[pa.Table]()
-        with closing(self._note_progress(self._read_in_parallel(archives, plan.missing), len(archives))) as views:
+        with closing(self._note_progress(self._read_in_parallel(archives, missing), len(archives))) as views:
             for archive, view in zip(archives, views, strict=True):
-                waits = plan.in_order and bool(self.unindexed)
-                if view is None or waits:
+                if view is None or (in_order and self.unindexed):
                     self.unindexed.append(archive)
                     tables.append(MANIFEST_SCHEMA.empty_table())
                 else:
@@ -217,21 +206,16 @@ class VideoList:
     ) -> Generator[View | None, None, None]:
         """Yield the whole view of each archive in order; None for an archive that waits, and after ``close``."""
         with request_threads(_AT_ONCE) as pool:
-            begun = (pool.submit(self._read_whole, archive, missing) for archive in archives)
+            begun = (pool.submit(list, self.indexes.read(archive, self.objects, missing)) for archive in archives)
             reading = deque(islice(begun, _AT_ONCE))
             try:
                 for _ in archives:
-                    yield reading.popleft().result()
+                    yield [None, *reading.popleft().result()][-1]
                     reading.extend(islice(begun, 1))
             except BaseException:
                 self.close()  # threads that still read an archive end at its next member
                 pool.shutdown(cancel_futures=True)
                 raise
-
-    def _read_whole(self, archive: NamedFile, missing: Missing) -> View | None:
-        """Return the whole view of an archive, or None, as ``_read_in_parallel`` yields them."""
-        views = list(self.indexes.read(archive, self.objects, missing))
-        return views[-1] if views else None
 
     def _read_in_views(self) -> Generator[View | None, None, None]:
         """Yield the views of each archive, one archive after the other, until ``close``."""
@@ -315,10 +299,8 @@ class Ids:
         keys = column_keys(videos["video_id"])
         keys = keys[np.argsort(keys[:, 0])]
         positions = np.searchsorted(self._high, keys[:, 0])
-        self._high, self._low = (
-            np.insert(self._high, positions, keys[:, 0]),
-            np.insert(self._low, positions, keys[:, 1]),
-        )
+        self._high = np.insert(self._high, positions, keys[:, 0])
+        self._low = np.insert(self._low, positions, keys[:, 1])
 
 
 def _may_share_ids(all_contents: Sequence[NameContents], archives: Sequence[NamedFile]) -> bool:

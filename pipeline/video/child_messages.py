@@ -24,6 +24,7 @@ from pipeline.video.shared_frames import Handover
 
 _MAX_BYTES = 2**16  # bytes of a message's JSON, whose texts have 1 KB at most
 _MAX_FRAMES = 2**22  # frames of a video, of which a message has the numbers and times
+_MAX_MESSAGE_BYTES = _MAX_BYTES + 16 * _MAX_FRAMES
 _MAX_WAIT_S = 1e6  # a pipe is polled for 2^31 ms at most
 _COLUMNS: Mapping[str, Column] = {name: column for name, column in VIDEO_COLUMNS.items() if column.decoded}
 _BITS = {"int32": 31, "int64": 63, "uint64": 64}  # the bits of integers of 0 or more, by the type of their column
@@ -74,8 +75,10 @@ def receive(pipe: Connection, deadline: float, max_frame_bytes: int) -> str | Vi
     Raises TimeoutError, EOFError or OSError at the end of the pipe, WrongMessage for anything else than a message.
     """
     try:
-        data = _read(pipe, deadline, _MAX_BYTES + 16 * _MAX_FRAMES)
-        line, _, arrays = data.partition(b"\n")
+        (size,) = struct.unpack("!i", _read(pipe, deadline, 4))
+        if not 0 <= size <= _MAX_MESSAGE_BYTES:
+            raise WrongMessage(f"its length is {size}, and not 0 to {_MAX_MESSAGE_BYTES}")
+        line, _, arrays = _read(pipe, deadline, size).partition(b"\n")
         if len(line) > _MAX_BYTES:
             raise WrongMessage(f"its text has {len(line)} bytes, more than {_MAX_BYTES}")
         match json.loads(line):
@@ -99,18 +102,11 @@ def wait_for(pipe: Connection, deadline: float) -> None:
         raise TimeoutError
 
 
-def _read(pipe: Connection, deadline: float, max_bytes: int) -> bytes:
-    """Read a message as ``Connection.send_bytes`` frames it: four bytes of its length, then the bytes.
+def _read(pipe: Connection, deadline: float, size: int) -> bytes:
+    """Read so many bytes of a message as ``Connection.send_bytes`` frames it: four bytes of its length, then itself.
 
     ``Connection.recv_bytes`` would wait for the rest of a message without end.
     """
-    (size,) = struct.unpack("!i", _read_exactly(pipe, deadline, 4))
-    if not 0 <= size <= max_bytes:
-        raise WrongMessage(f"its length is {size}, and not 0 to {max_bytes}")
-    return _read_exactly(pipe, deadline, size)
-
-
-def _read_exactly(pipe: Connection, deadline: float, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
         wait_for(pipe, deadline)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
@@ -26,6 +26,7 @@ _MAGIC_BYTES = 4096  # bytes that are compared with the beginnings of known form
 # The tables of an MP4 file about its samples, and the bytes of an entry of each.
 _ENTRY_BYTES = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stsz": 4, b"stco": 4, b"co64": 8, b"stss": 4}
 _TABLES = re.compile(b"|".join(_ENTRY_BYTES))
+_VIDEO_BOXES = (b"moov", b"mdat", b"moof")
 # Magic bytes at the start of the file -> name of FFmpeg's demuxer.
 _DEMUXERS: tuple[tuple[bytes, str], ...] = (
     (rb"[\x00-\x08]...(?:ftyp|moov|wide|free|skip|pnot)|....mdat", "mov"),
@@ -120,28 +121,21 @@ def recognise(head: bytes, path: str | Path) -> str:
     start = head[:_MAGIC_BYTES]
     text = head.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
     refused = next((kind for kind in _REFUSED if re.match(kind[0], text, re.DOTALL)), None)
-    if refused is None and (demuxer := _match_container(start)):
-        return demuxer
+    if refused is None:
+        if container := next((demuxer for magic, demuxer in _DEMUXERS if re.match(magic, start, re.DOTALL)), None):
+            return container
+        # Every packet begins with the sync byte, and there are two at least.
+        if any(len(syncs := start[first::step]) >= 2 and set(syncs) == {0x47} for first, step in _TS_PACKETS):
+            return "mpegts"
     _, fault_class, looks_like = refused or (b"", "unsupported", _describe_content(start))
     streams = _STREAMS if refused is None else _STREAMS_BEHIND.get(looks_like, ())
-    position, demuxer = _find_stream(head, streams)
+    found = ((re.search(pattern, head, re.DOTALL), demuxer) for pattern, demuxer in streams)
+    position, demuxer = next(((match.start(), demuxer) for match, demuxer in found if match), (len(head), None))
     if streams and _SCRIPT.search(head, 0, position):
         fault_class, looks_like = "policy", "a list of other files or addresses behind other data"
     elif demuxer:
         return demuxer
     raise VideoFault(fault_class, f"{path} is not a video container; it looks like {looks_like}")
-
-
-def _match_container(start: bytes) -> str | None:
-    """Return the demuxer for a file that begins with the first bytes of a container, None for any other file."""
-    demuxer = next((demuxer for magic, demuxer in _DEMUXERS if re.match(magic, start, re.DOTALL)), None)
-    return demuxer or ("mpegts" if _is_transport_stream(start) else None)
-
-
-def _find_stream(head: bytes, streams: Sequence[tuple[bytes, str]]) -> tuple[int, str | None]:
-    """Find the first of ``streams`` that ``head`` contains; return its position and demuxer, or the end and None."""
-    matches = ((re.search(pattern, head, re.DOTALL), demuxer) for pattern, demuxer in streams)
-    return next(((match.start(), demuxer) for match, demuxer in matches if match), (len(head), None))
 
 
 def open_regular(path: str | Path) -> BufferedReader:
@@ -171,8 +165,17 @@ def count_missing_bytes(path: str | Path, demuxer: str) -> int:
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        find_end = {"mov": _find_mov_end, "matroska": _find_matroska_end, "avi": _find_avi_end}.get(demuxer)
-        return max(0, find_end(file, size) - size) if find_end else 0
+        end = 0
+        if demuxer == "mov":  # the end of the last box with video: bytes appended to a file are no box
+            ends = [at + n_bytes for kind, at, n_bytes in _iter_mov_boxes(file, size) if kind in _VIDEO_BOXES]
+            end = max(ends, default=0)
+        elif demuxer == "matroska":
+            end = _find_matroska_end(file)
+        elif demuxer == "avi":
+            file.seek(4)
+            length = int.from_bytes(file.read(4), "little")
+            end = 0 if length == 2**32 - 1 else 8 + length  # left open, as in a pipe
+        return max(0, end - size)
 
 
 def has_overstated_table(path: str | Path) -> bool:
@@ -219,20 +222,8 @@ def _iter_mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, in
         start += length
 
 
-def _find_mov_end(file: BufferedReader, size: int) -> int:
-    """Return the end of the last box with video in an MP4 file by its length; 0 without such a box.
-
-    Bytes appended to a file are no box.
-    """
-    boxes = _iter_mov_boxes(file, size)
-    return max((start + length for kind, start, length in boxes if kind in (b"moov", b"mdat", b"moof")), default=0)
-
-
-def _find_matroska_end(file: BufferedReader, size: int) -> int:
-    """Return the end of the segment, which holds everything after the EBML header; 0 where its length is left open.
-
-    ``size`` is not used.
-    """
+def _find_matroska_end(file: BufferedReader) -> int:
+    """Return the end of the segment, which holds everything after the EBML header; 0 where its length is left open."""
     header = file.read(64)
     length, width = _read_ebml_length(header[4:])
     segment = 4 + width + length
@@ -249,18 +240,6 @@ def _read_ebml_length(data: bytes) -> tuple[int, int]:
     """Read an EBML variable-length integer: its value, and the bytes that it takes."""
     width = 9 - data[0].bit_length() if data and data[0] else 8
     return int.from_bytes(data[:width], "big") & ((1 << (7 * width)) - 1), width
-
-
-def _find_avi_end(file: BufferedReader, size: int) -> int:
-    """Return the end of an AVI file by the length in its RIFF header; 0 where it is left open, as in a pipe."""
-    file.seek(4)
-    length = int.from_bytes(file.read(4), "little")
-    return 0 if length == 2**32 - 1 else 8 + length
-
-
-def _is_transport_stream(head: bytes) -> bool:
-    """Return True if every packet in ``head`` begins with the sync byte, and there are two at least."""
-    return any(len(syncs := head[offset::step]) >= 2 and set(syncs) == {0x47} for offset, step in _TS_PACKETS)
 
 
 def _describe_content(head: bytes) -> str:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pipeline.errors import VideoFault
 
 if TYPE_CHECKING:
+    from pipeline.video.packets import VideoPackets
     from pipeline.video.probe import VideoIndex
 
 #: The share of a clip that may not decode: its frames are then chosen among the others. Beyond it a clip is corrupt.
@@ -59,9 +60,11 @@ def find_skipped_holes(timestamps: NDArray[np.float64], fps: float) -> tuple[Hol
     return tuple(Hole(float(timestamps[i]) + 1 / fps, float(timestamps[i + 1])) for i in long)
 
 
-def find_unlisted_hole(duration_s: float, end_s: float, fps: float) -> tuple[Hole, ...]:
-    """Return the hole behind the last frame, at ``duration_s``, of a video that seems to go on to ``end_s``."""
-    return (Hole(duration_s, end_s, listed=False),) if end_s - duration_s > _MIN_LOST_FRAMES / fps else ()
+def find_unlisted_hole(index: VideoIndex, packets: VideoPackets) -> tuple[Hole, ...]:
+    """Return the hole behind the last frame of a video that seems to go on, by its ``packets``."""
+    end_s = packets.find_end(index.duration_s)
+    goes_on = end_s - index.duration_s > _MIN_LOST_FRAMES / index.fps
+    return (Hole(index.duration_s, end_s, listed=False),) if goes_on else ()
 
 
 def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], warnings: int) -> tuple[Hole, ...]:
@@ -85,7 +88,11 @@ def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], 
     end = min(stop, last)
     inside = tuple(hole for hole in index.holes if hole.start < end and hole.end > start)
     has_frames = bool(((index.timestamps >= start) & (index.timestamps < end)).any())
-    warnings = warnings or int(_is_cut_short(index))
+    # The packets of a video that seems to go on behind the last frame that its file lists.
+    packets = None if all(hole.listed for hole in index.holes) else index.packets
+    is_open_ended = packets is not None and packets.stated_s is None
+    if packets is not None and packets.has_unread and not is_open_ended:
+        warnings = warnings or 1  # the video is shorter than its container states, and the rest was not read
     is_damaged = bool(warnings) or index.codec in _SILENT or not has_frames
     holes_inside = inside
     if has_frames:
@@ -96,27 +103,7 @@ def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], 
     if holes_inside and lost_s > (MAX_LOST if is_damaged else MAX_UNSHOWN) * (end - start):
         largest = max(holes_inside, key=lambda hole: hole.end - hole.start)
         raise VideoFault("corrupt", f"{lost_s:.2f} s of {where} do not decode: the file is damaged {largest}")
-    if warnings and not has_frames and start < (stop if _is_open_ended(index) else end):
+    if warnings and not has_frames and start < (stop if is_open_ended else end):
         errors = f"the file is damaged (FFmpeg reported {warnings} errors)"
         raise VideoFault("corrupt", f"no frame of {where} of a video of {index.duration_s:.2f} s can be read: {errors}")
     return holes_inside if is_damaged else ()
-
-
-def _is_cut_short(index: VideoIndex) -> bool:
-    """Return True if the video is shorter than its container states, and the rest of the file was not read."""
-    return (
-        _has_unlisted_hole(index)
-        and index.packets is not None
-        and index.packets.has_unread
-        and not _is_open_ended(index)
-    )
-
-
-def _has_unlisted_hole(index: VideoIndex) -> bool:
-    """Return True if the video seems to go on behind the last frame that its file lists."""
-    return any(not hole.listed for hole in index.holes)
-
-
-def _is_open_ended(index: VideoIndex) -> bool:
-    """Return True if the video seems to go on, and its container does not state for how long."""
-    return _has_unlisted_hole(index) and index.packets is not None and index.packets.stated_s is None

@@ -42,15 +42,7 @@ from pipeline.video.frame_folders import (
 )
 from pipeline.video.packets import MAX_PIXELS
 from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
-from pipeline.video.sampling import (
-    Sampling,
-    choose_frames,
-    clip_range,
-    clip_rate,
-    count_frames_by_rate,
-    count_repeated,
-    snap_frames,
-)
+from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, count_frames_by_rate, snap_frames
 from pipeline.video.shared_frames import create_memory
 
 #: Returns an array of the shape [T,h,w,3] for the frames of a video.
@@ -162,9 +154,9 @@ def decode_video(
     start = time.perf_counter()
     decoding = _Decoding(request, announce, allocate)
     try:
-        with count_warnings() as count:
-            video = decoding.video(count)
-            warnings = max(count(), video.record["decode_warnings"] or 0)
+        with count_warnings() as decoding.warnings:
+            video = decoding.video()
+            warnings = max(decoding.warnings(), video.record["decode_warnings"] or 0)
         return video.add_columns({"decode_warnings": warnings, "decode_s": time.perf_counter() - start})
     except VideoFault as fault:
         fault.backend = fault.backend or decoding.backend
@@ -174,19 +166,20 @@ def decode_video(
 
 
 class _Decoding:
-    """One decoding of a request; ``backend`` is the decoder that touched the file last."""
+    """One decoding of a request.
+
+    Attributes:
+        warnings: returns how many errors FFmpeg has logged so far.
+        backend: the decoder that touched the file last.
+    """
 
     def __init__(self, request: DecodeRequest, announce: Callable[[str], None], allocate: Allocate) -> None:
         self._request, self._announce, self._allocate = request, announce, allocate
-        self._warnings: Callable[[], int] = int
+        self.warnings: Callable[[], int] = int
         self.backend: str | None = None
 
-    def video(self, warnings: Callable[[], int]) -> DecodedVideo:
-        """Decode the file or folder of frames, and record its size and hash. Raises VideoFault or a decoder's error.
-
-        ``warnings`` returns how many errors FFmpeg has logged so far.
-        """
-        self._warnings = warnings
+    def video(self) -> DecodedVideo:
+        """Decode the file or folder of frames, and record its size and hash. Raises VideoFault or a decoder's error."""
         # A relative "http:x" must not look like an address to FFmpeg.
         path = os.path.abspath(self._request.path)  # noqa: PTH100
         if os.path.isdir(path):  # noqa: PTH112
@@ -271,7 +264,7 @@ class _Decoding:
             "source_frames": len(index.timestamps),
             "clip_frames": stop - first,
             "frames_by_rate": count_frames_by_rate(len(indices), times, sampling, *clip, end[0]),
-            "n_repeated": count_repeated(indices),
+            "n_repeated": len(indices) - len(np.unique(indices)),
             "source_width": width,
             "source_height": height,
             "backend": backend,
@@ -288,7 +281,7 @@ class _Decoding:
         """
         n_corrupt = 0 if index.packets is None else index.packets.n_corrupt
         n_unread = int(index.packets is not None and index.packets.note != "")
-        return max(n_corrupt, n_unread, len(check_decodable(index, clip, max(n_corrupt, self._warnings()))))
+        return max(n_corrupt, n_unread, len(check_decodable(index, clip, max(n_corrupt, self.warnings()))))
 
     def _resize_frames(
         self, chunks: Iterator[Frames], indices: NDArray[np.int64]

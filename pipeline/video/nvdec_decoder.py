@@ -14,15 +14,13 @@ from av.codec.hwaccel import HWAccel, hwdevices_available
 from av.video.codeccontext import VideoCodecContext
 from av.video.reformatter import VideoReformatter
 
-from gstep.lazy import load_object
 from pipeline.video.decoders import FrameDecoder, Frames, PyavDecoder
 from pipeline.video.probe import IndexMismatch, VideoIndex
 
 # NVDEC's, of FFmpeg's own decoders. The others need facts of the container that a decoder made here does not get.
 _CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg2video")
-_MAX_GPU_FRAMES = (
-    16  # decoded frames that may wait on the GPU besides those that others refer to: as many as a flush gives
-)
+# Decoded frames that may wait on the GPU besides those that others refer to: as many as a flush gives.
+_MAX_GPU_FRAMES = 16
 _NO_GPU = "PyAV finds no NVIDIA GPU with a video decoder here (libcuda and libnvcuvid): look at nvidia-smi"
 
 
@@ -83,9 +81,31 @@ def _hold_primary_context() -> VideoCodecContext:
     return _make_gpu_decoder("h264")
 
 
+def make_torchcodec_decoder() -> type[FrameDecoder]:
+    """Return the decoder with torchcodec on the first GPU. Not measured: no GPU has run this yet.
+
+    Its frames come back to the host, where they are resized as any decoder's frames: the GPU decodes and converts the
+    colours, with other last bits than FFmpeg.
+
+    Raises ImportError, which says what is missing.
+    """
+    from pipeline.video.torchcodec_decoder import TorchcodecDecoder  # noqa: I001, PLC0415 - its error names a remedy
+    import torch  # noqa: PLC0415
+    import torchcodec  # noqa: PLC0415
+
+    if torchcodec.__version__.endswith("+cpu") or torch.version.cuda is None:
+        raise ImportError(
+            f"torchcodec {torchcodec.__version__} with torch {torch.__version__} decodes on CPUs only; install both "
+            "for CUDA: pip install torch torchcodec --index-url https://download.pytorch.org/whl/cu130"
+        )
+
+    class TorchcodecNvdecDecoder(TorchcodecDecoder):
+        """The decoder with torchcodec on the first GPU this process sees. Raises RuntimeError without a GPU."""
+
+        device = "cuda"
+
+    return TorchcodecNvdecDecoder
+
+
 #: PyAV's form, or torchcodec's where this PyAV was built without CUDA; ImportError says what is missing.
-NvdecDecoder: type[FrameDecoder] = (
-    PyavNvdecDecoder
-    if "cuda" in hwdevices_available()
-    else load_object("pipeline.video.nvdec_torchcodec:TorchcodecNvdecDecoder")
-)
+NvdecDecoder: type[FrameDecoder] = PyavNvdecDecoder if "cuda" in hwdevices_available() else make_torchcodec_decoder()

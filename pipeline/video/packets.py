@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import dropwhile, islice
 from typing import NamedTuple
 
@@ -17,9 +17,8 @@ from av.stream import Disposition
 
 from pipeline.errors import VideoFault
 from pipeline.rows import PARTLY_READ
+from pipeline.video.continued_films import Continuation, ContinuedFile, find_continuation, goes_on
 from pipeline.video.headers import HIDING_CODECS, ORDERED_CODECS, ShownOrder, ShownPackets, is_keyframe, is_packed
-from pipeline.video.joined_files import goes_on
-from pipeline.video.transport_streams import Continuation, ContinuedFile, find_continuation
 
 MAX_PIXELS = 8192 * 8192  # largest frame: 200 MB in RGB
 MAX_KEPT_BYTES = 256 * 2**20  # bytes of packets kept in memory; larger files are read a second time
@@ -85,20 +84,15 @@ class VideoPackets:
         note: what of the film was not read; empty where nothing is known to lack.
         n_corrupt: packets that the demuxer marks as damaged, and errors that end reading.
 
-    Packets of a file above ``max_kept_bytes`` are not kept; requested packets are read a second time.
+    Packets of a file above MAX_KEPT_BYTES are not kept; requested packets are read a second time.
 
     Raises VideoFault (see ``pick_stream``) or an error of PyAV's.
     """
 
     def __init__(
-        self,
-        path: str,
-        demuxer: str,
-        max_kept_bytes: int = MAX_KEPT_BYTES,
-        empty: Collection[int] = (),
-        continuation: Continuation | None = None,
+        self, path: str, demuxer: str, empty: Collection[int] = (), continuation: Continuation | None = None
     ) -> None:
-        """Open the file and read all its packets; up to ``max_kept_bytes`` of packets stay in memory.
+        """Open the file and read all its packets; up to MAX_KEPT_BYTES of packets stay in memory.
 
         A fault in the middle of the file is kept in ``fault``, not raised. Streams with an index in ``empty`` are not
         picked where there are others. ``continuation`` joins the PIDs of a transport stream.
@@ -130,7 +124,7 @@ class VideoPackets:
             self._sub_layers: set[int] = _sub_layers(extradata)
             self._is_packed = demuxer == "avi" and self.codec == "mpeg4" and is_packed(extradata)
             self.is_ranked, self.lacks_times = False, self._lacks_times()
-            self._read(max_kept_bytes)
+            self._read()
         except BaseException:
             self.close()
             raise
@@ -202,8 +196,10 @@ class VideoPackets:
         codec = codec or self._decoder_for(start, stop)
         codec.flush_buffers()
         gets_stuck, has_failed = codec.codec.name in _STUCK_AFTER_ERRORS, False
-        skips = shown_times is not None and self._tells_references()
-        times = frozenset(shown_times or ())
+        # Whether the codec marks frames that no other refers to, and a packet is one frame: a field may have its own.
+        # In HEVC with sub-layers a higher layer may refer to frames that are marked so.
+        marks = self.codec in _SKIPPING and not self._fields and (self.codec != "hevc" or self._sub_layers == {1})
+        skips, times = marks and shown_times is not None, frozenset(shown_times or ())
         try:
             for packet in self.between(start, stop):
                 if skips:
@@ -241,7 +237,8 @@ class VideoPackets:
         packet has.
         """
         number_at = {packet.pts: number for number, packet in enumerate(self.table) if not packet.hidden}
-        keys = [n for n, p in enumerate(self.table) if p.keyframe and p.pts is not None] if self._can_jump() else []
+        can_jump = not self.parameters_change and (self.demuxer in _SEEKABLE or self.codec in _PARSED_CODECS)
+        keys = [n for n, p in enumerate(self.table) if can_jump and p.keyframe and p.pts is not None]
         run = Run(0, 0, ())
         for time in times:
             last = number_at[time]
@@ -257,12 +254,9 @@ class VideoPackets:
         """Yield packets number ``start`` to ``stop`` - 1, from memory, or from the file where they are not kept."""
         kept = self._kept_packets
         packets = kept[start:stop] if kept is not None else islice(self._read_again(start), stop - start)
-        return self._rank(packets, start) if self.is_ranked else iter(packets)
-
-    def _rank(self, packets: Iterable[av.Packet], start: int) -> Iterator[av.Packet]:
-        """Yield packets, number ``start`` and those behind it, with the times of the table."""
         for number, packet in enumerate(packets, start):
-            packet.pts = self.table[number].pts
+            if self.is_ranked:
+                packet.pts = self.table[number].pts
             yield packet
 
     def _lacks_times(self) -> bool:
@@ -286,21 +280,10 @@ class VideoPackets:
             self.fault = error
             return []
 
-    def _can_jump(self) -> bool:
-        """Return True if the decoder can begin at any keyframe."""
-        return not self.parameters_change and (self.demuxer in _SEEKABLE or self.codec in _PARSED_CODECS)
-
-    def _tells_references(self) -> bool:
-        """Return True if the codec marks frames that no other refers to, and each packet is one frame.
-
-        In HEVC with sub-layers a higher layer may refer to frames that are marked so. A field may have its own packet.
-        """
-        return self.codec in _SKIPPING and not self._fields and (self.codec != "hevc" or self._sub_layers == {1})
-
-    def _read(self, max_kept_bytes: int) -> None:
+    def _read(self) -> None:
         """Read all packets into the table, and note damage and changes of parameters on the way.
 
-        Empty packets are left out. Packets stay in memory as long as all of them have at most ``max_kept_bytes`` bytes,
+        Empty packets are left out. Packets stay in memory as long as all of them have at most MAX_KEPT_BYTES bytes,
         else none stays.
         """
         size, has_gaps, extradata = 0, False, self.stream.codec_context.extradata or b""
@@ -322,7 +305,7 @@ class VideoPackets:
             if self.codec == "hevc" and packet.is_keyframe:
                 self._sub_layers |= _sub_layers(memoryview(packet)[:_HEAD])
             size += packet.size + _OVERHEAD
-            if size > max_kept_bytes:
+            if size > MAX_KEPT_BYTES:
                 self._kept_packets = None
             elif self._kept_packets is not None:
                 self._kept_packets.append(packet)
@@ -396,20 +379,20 @@ def open_container(path: str, demuxer: str, continuation: Continuation | None = 
     return container
 
 
-def read_packets(path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES) -> VideoPackets:
+def read_packets(path: str, demuxer: str) -> VideoPackets:
     """Return the packets of the best video stream that has any; without packets if no stream has.
 
     Arguments and errors as of ``VideoPackets``.
     """
     empty: set[int] = set()
     while True:
-        packets = VideoPackets(path, demuxer, max_kept_bytes, empty)
+        packets = VideoPackets(path, demuxer, empty)
         number = packets.stream.index
         if demuxer == "mpegts" and packets.lacks_a_part:
             continuation = find_continuation(path, packets.stream.id)
             if continuation is not None:
                 packets.close()
-                packets = VideoPackets(path, demuxer, max_kept_bytes, empty, continuation)
+                packets = VideoPackets(path, demuxer, empty, continuation)
         if packets.table or number in empty:
             packets.note_unread()
             return packets
@@ -426,9 +409,10 @@ def pick_stream(container: InputContainer, empty: Collection[int] = ()) -> av.Vi
     """
     streams = [s for s in container.streams.video if not s.disposition & _STILL_IMAGES]
     if not streams:
-        raise VideoFault(
-            "unsupported", f"the file holds no video stream{_describe_other_streams(container)}; leave it out"
-        )
+        kinds = (("audio", container.streams.audio), ("pictures", container.streams.video))
+        others = " and ".join(name for name, streams in kinds if streams)
+        only = f", only {others}" if others else ""
+        raise VideoFault("unsupported", f"the file holds no video stream{only}; leave it out")
     streams = [s for s in streams if s.codec_context is not None]
     if not streams:
         raise VideoFault("unsupported", "no decoder knows the codec of the video stream")
@@ -440,13 +424,6 @@ def pick_stream(container: InputContainer, empty: Collection[int] = ()) -> av.Vi
     # FFmpeg would leave columns on the left that the file hides, where hiding them costs it the alignment of rows.
     stream.codec_context.flags |= Flags.unaligned
     return stream
-
-
-def _describe_other_streams(container: InputContainer) -> str:
-    """Describe the streams of a file without video, for an error message."""
-    kinds = (("audio", container.streams.audio), ("pictures", container.streams.video))
-    kinds_text = " and ".join(name for name, streams in kinds if streams)
-    return f", only {kinds_text}" if kinds_text else ""
 
 
 def _sub_layers(data: bytes | memoryview) -> set[int]:

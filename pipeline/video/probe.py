@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pipeline.errors import VideoFault
 from pipeline.rows import VideoRecord
 from pipeline.video.damage import Hole, find_lost_stretches, find_skipped_holes, find_unlisted_hole
-from pipeline.video.packets import MAX_KEPT_BYTES, PacketInfo, VideoPackets, read_packets
+from pipeline.video.packets import PacketInfo, VideoPackets, read_packets
 from pipeline.video.sampling import find_true_times
 
 
@@ -96,15 +96,15 @@ class IndexMismatch(Exception):  # noqa: N818
     """An error: a decoder's frames do not match the index."""
 
 
-def probe(path: str, demuxer: str, max_kept_bytes: int = MAX_KEPT_BYTES) -> VideoIndex:
+def probe(path: str, demuxer: str) -> VideoIndex:
     """Index a file by reading its packets; only the first frame is decoded, for its shape and orientation.
 
     If packets do not tell the frames (no or broken timestamps), the whole file is decoded once instead. The index holds
-    the file open, and up to ``max_kept_bytes`` bytes of packets in memory: close its ``packets``.
+    the file open, and up to ``packets.MAX_KEPT_BYTES`` bytes of packets in memory: close its ``packets``.
 
     Raises VideoFault ("unsupported", "corrupt") or an error of PyAV's; then nothing stays open.
     """
-    packets = read_packets(path, demuxer, max_kept_bytes)
+    packets = read_packets(path, demuxer)
     try:
         return _index_of(path, packets)
     except BaseException:
@@ -146,7 +146,7 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
         index = _count_times(replace(index, pts=pts), len(pts), [p.dts for p in shown_packets])
     else:
         index = _add_times(replace(index, pts=pts), packets, pts, max(shown_packets, key=lambda p: p.pts or 0).duration)
-    return replace(index, holes=find_unlisted_hole(index.duration_s, packets.find_end(index.duration_s), index.fps))
+    return replace(index, holes=find_unlisted_hole(index, packets))
 
 
 def scan(index: VideoIndex) -> VideoIndex:
@@ -177,16 +177,12 @@ def scan(index: VideoIndex) -> VideoIndex:
     else:
         index = _add_times(index, packets, known_pts, frames[-1][1])
     if listed_index.pts is None:
-        between = (
-            find_skipped_holes(index.timestamps, index.fps) if index.demuxer == "avi" else ()
-        )  # whose rate is constant
-        behind = find_unlisted_hole(index.duration_s, packets.find_end(index.duration_s), index.fps)
-        return replace(index, holes=(*between, *behind))
+        has_rate = index.demuxer == "avi"  # whose rate is constant
+        between = find_skipped_holes(index.timestamps, index.fps) if has_rate else ()
+        return replace(index, holes=(*between, *find_unlisted_hole(index, packets)))
     is_lost = ~np.isin(listed_index.pts, known_pts)
-    return replace(
-        index,
-        holes=(*find_lost_stretches(listed_index.timestamps, is_lost, listed_index.duration_s), *listed_index.holes),
-    )
+    lost = find_lost_stretches(listed_index.timestamps, is_lost, listed_index.duration_s)
+    return replace(index, holes=(*lost, *listed_index.holes))
 
 
 def _add_times(index: VideoIndex, packets: VideoPackets, pts: NDArray[np.int64], last_duration: int) -> VideoIndex:

@@ -312,11 +312,6 @@ def snap_frames(
     return np.sort(result)
 
 
-def count_repeated(indices: NDArray[np.int64]) -> int:
-    """Count the chosen indices that repeat an earlier one."""
-    return len(indices) - len(np.unique(indices))
-
-
 def _spread_frames(first: int, stop: int, count: int) -> NDArray[np.int64]:
     """Return ``count`` evenly spaced frames of [first, stop), truncated to integers."""
     return first + np.linspace(0, stop - first - 1, count, dtype=int).astype(np.int64)

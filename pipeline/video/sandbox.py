@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -325,7 +325,7 @@ def _confine(memory_mb: int, on_gpu: bool) -> str:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which decides
     _end_with_parent()
-    strip_credentials(os.environ)
+    _strip_credentials()
     torch.set_num_threads(1)
     os.nice(_NICER)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -377,23 +377,16 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def strip_credentials(environment: MutableMapping[str, str]) -> None:
+def _strip_credentials() -> None:
     """Remove the variables whose names look like credentials, so that nothing in the child uses them by accident.
 
-    In this process's own environment, what /proc/self/environ shows of them is overwritten too. Code that takes over
-    the child could still read its parent's memory.
+    Their values are overwritten where the kernel put them, which /proc/self/environ shows: removing a variable would
+    leave its value there. Code that takes over the child could still read its parent's memory.
     """
-    for name in list(environment):
-        if name.startswith(_SECRET_NAMES) or any(part in name.upper() for part in _SECRET_PARTS):
-            if environment is os.environ:
-                _erase(os.fsencode(name))
-            del environment[name]
-
-
-def _erase(name: bytes) -> None:
-    """Overwrite a variable's value where the kernel put it: removing the variable would leave the value in memory."""
     library = ctypes.CDLL(None)
     library.getenv.restype = ctypes.c_void_p
-    address = library.getenv(name)
-    if address:
-        ctypes.memset(address, 0, len(ctypes.string_at(address)))
+    for name in list(os.environ):
+        if name.startswith(_SECRET_NAMES) or any(part in name.upper() for part in _SECRET_PARTS):
+            if address := library.getenv(os.fsencode(name)):
+                ctypes.memset(address, 0, len(ctypes.string_at(address)))
+            del os.environ[name]

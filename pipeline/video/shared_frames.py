@@ -20,6 +20,7 @@ import numpy as np
 from pipeline.video.decoders import Frames
 
 _MAX_IDLE_BYTES = 64 * 2**20  # bytes of memory kept for the next videos
+_AT_ONCE = getattr(mmap, "MAP_POPULATE", 0)  # one call for all pages, not a fault for each
 
 
 class Handover(NamedTuple):
@@ -52,7 +53,11 @@ class SharedFrames:
         An array returned since the last handover is not handed over: its memory is used again. Call ``hand_over`` once
         the array is filled.
         """
-        self._take_back()
+        if self._descriptor is not None:
+            os.close(self._descriptor)  # the reader never got it: a new piece is dropped
+        elif self._current is not None:
+            self._idle[self._current[0]] = self._current[1]
+        self._current = self._descriptor = None
         size = math.prod(shape)
         number = min((n for n, m in self._idle.items() if len(m) >= size), key=lambda n: len(self._idle[n]), default=-1)
         if number >= 0:
@@ -78,14 +83,6 @@ class SharedFrames:
             dropped_numbers.append(max(self._idle, key=lambda n: len(self._idle[n])))
             del self._idle[dropped_numbers[-1]]
         return Handover(number, descriptor is not None, tuple(dropped_numbers)), descriptor
-
-    def _take_back(self) -> None:
-        """Release the current piece, which was not handed over: a new piece is dropped, another piece is free again."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)  # the reader never got it
-        elif self._current is not None:
-            self._idle[self._current[0]] = self._current[1]
-        self._current = self._descriptor = None
 
 
 class ReceivedFrames:
@@ -117,7 +114,9 @@ class ReceivedFrames:
         for number in handover.dropped:
             self._pieces.pop(number, None)
         if descriptor is not None:
-            if not _keeps_its_size(descriptor):
+            # On a platform without seals it is a file of this process's user.
+            has_seals = hasattr(os, "memfd_create")
+            if has_seals and not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise OSError("the decode process handed over frames in memory that may shrink")
             if os.fstat(descriptor).st_size > max(1, size):  # mapping it would fill all of it
                 raise OSError(f"the decode process handed over more than {size:,} bytes of frames")
@@ -128,16 +127,6 @@ class ReceivedFrames:
         frames = np.frombuffer(memory, np.uint8, size)  # all views have this array for their base
         weakref.finalize(frames, self._freed.append, handover.number)
         return frames.reshape(shape)
-
-
-_AT_ONCE = getattr(mmap, "MAP_POPULATE", 0)  # one call for all pages, not a fault for each
-
-
-def _keeps_its_size(descriptor: int) -> bool:
-    """Return True if the memory behind a descriptor is sealed against shrinking."""
-    if not hasattr(os, "memfd_create"):
-        return True  # a file of this process's user, on a platform without seals
-    return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
 
 
 def create_memory(size: int) -> int:

