@@ -17,7 +17,7 @@ from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar_and_zip import Tar
 from pipeline.plan.render import list_rows
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.forecast import plan_run
+from pipeline.prune.plan import plan_run
 from pipeline.video.sampling import Sampling, choose_frames
 from tests.gstep.language.test_weights import LLMS
 from tests.gstep.qwen_configs import PREPROCESSOR
