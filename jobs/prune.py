@@ -45,13 +45,13 @@ def _prune(config: PruneConfig, console: Console) -> CommandResult:
         refuse_other_file(video)
     # Ray, torch and the decoders load only now: --help, a mistyped flag and a file that is no video answer at once.
     with import_libraries(console):
-        from pipeline.prune.forecast import make_forecast, plan_run, render_forecast  # noqa: PLC0415
+        from pipeline.plan.render import render_plan  # noqa: PLC0415
+        from pipeline.prune.dry_run import make_forecast, render_forecast  # noqa: PLC0415
+        from pipeline.prune.plan import plan_run  # noqa: PLC0415
         from pipeline.prune.run import prune  # noqa: PLC0415
         from pipeline.prune.summary import render  # noqa: PLC0415
 
     if config.plan:
-        from pipeline.plan.render import render_plan  # noqa: PLC0415 - as above
-
         plan = plan_run(config, console)
         return CommandResult(0, plan.as_record(), [render_plan(plan)])
     if config.dry_run:

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from pipeline.generate.summary import AnswerSummary
     from pipeline.inspect.compare import compare
     from pipeline.inspect.comparison import Comparison, MethodSelection
-    from pipeline.prune.library import prune_videos
     from pipeline.prune.map_batches import DecodeVideos, EncodeVideos, prune_stages
     from pipeline.prune.one_video import EncodedVideo, LocalEncoder, encode_video
     from pipeline.prune.recipe import PruneStages
+    from pipeline.prune.run import prune_videos
     from pipeline.prune.summary import Summary
     from pipeline.runner.progress import Progress
     from pipeline.runner.token_source import ray_dataset
@@ -100,7 +100,7 @@ _HOMES = {
     "pipeline.inspect.compare": ("compare",),
     "pipeline.inspect.comparison": ("Comparison", "MethodSelection"),
     "pipeline.generate.summary": ("AnswerSummary",),
-    "pipeline.prune.library": ("prune_videos",),
+    "pipeline.prune.run": ("prune_videos",),
     "pipeline.prune.map_batches": ("DecodeVideos", "EncodeVideos", "prune_stages"),
     "pipeline.prune.recipe": ("PruneStages",),
     "pipeline.prune.one_video": ("EncodedVideo", "LocalEncoder", "encode_video"),

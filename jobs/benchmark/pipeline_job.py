@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 from jobs.benchmark.pipeline_work import RATIO, Work
 from jobs.benchmark.sleeping import FAMILY, write_model
 from pipeline.errors import RunFailed
-from pipeline.prune.library import prune_videos
+from pipeline.prune.run import prune_videos
 from pipeline.runner.cluster.address import workers_import_this
 from pipeline.runner.cluster.connection import connect, private_ray
 from pipeline.runner.cluster.prefork.server import forking_workers

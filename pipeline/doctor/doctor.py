@@ -1,10 +1,13 @@
-"""All checks in order, from what takes a moment to what takes a minute."""
+"""All checks in order, from what takes a moment to what takes a minute; last, that of the store of the cache."""
 
 from __future__ import annotations
 
 import math
+import secrets
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 from gstep.backbones import ModelSource, find_family
 from gstep.families import describe_family
@@ -12,7 +15,6 @@ from gstep.lazy import load_object
 from pipeline.doctor.finding import Finding, run_guarded
 from pipeline.doctor.nodes import judge_nodes, look_at_nodes, look_here, on_each_node
 from pipeline.doctor.speed import check_balance, check_decoding, check_device, first_videos
-from pipeline.doctor.store import check_store, reachable
 from pipeline.errors import count_of, usage_errors
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.frame_limits import describe_sampling
@@ -20,11 +22,13 @@ from pipeline.prune.recipe import Recipe, resolve, sampling_settings
 from pipeline.runner.cluster.connection import connect
 from pipeline.runner.cluster.nodes import iter_alive_nodes
 from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import store_at
+from pipeline.storage.stores import LocalStore, Store, store_at
 
 _VIDEOS, _VIDEOS_PER_NODE = 8, 2  # videos that are decoded here, and on every node
 _STORED_VIDEOS = 4  # videos whose frames an object store should hold
 _DEVICE_S = 400.0  # to load the model, compile the kernels and encode
+_TEST_FILE_BYTES, _SLOW_STORE_S = 8 * 2**20, 2.0  # bytes of a test file, and the seconds above which a store is slow
+_MAX_STORE_SKEW_S = 5.0
 
 
 class Doctor:
@@ -147,3 +151,49 @@ class Doctor:
             findings, encode_s = report
             self._encode_s = encode_s if self._encode_s is None else self._encode_s
             yield from (finding.on(host) for finding in findings)
+
+
+def reachable(store: Store) -> Store:
+    """Return the store, or the nearest folder above it that exists, where a run would make it."""
+    if store.folder is not None and not store.folder.exists():
+        return LocalStore(next(path for path in store.folder.parents if path.exists()))
+    return store
+
+
+def check_store(store: Store) -> Iterator[Finding]:
+    """Put, list, read and delete a test file of 8 MiB; yield one finding.
+
+    An error of the store is a "wrong" finding.
+    """
+    name, data = f".doctor-{secrets.token_hex(6)}", secrets.token_bytes(_TEST_FILE_BYTES)
+    wrong = []
+    try:
+        put_at = time.perf_counter()
+        store.put(name, data)
+        put_s = time.perf_counter() - put_at
+        try:
+            if name not in {Path(file.name).name for file in store.list_files("")}:
+                wrong.append("a file that was put is not in the listing")
+            middle = store.read_slice(name, 1000, 3000).data
+            start = time.perf_counter()
+            whole = store.read(name)
+            read_s = time.perf_counter() - start
+            if middle != data[1000:3000] or whole != data:
+                wrong.append("what is read is not what was put")
+            age_s = store.age(name).total_seconds()
+            if not -_MAX_STORE_SKEW_S <= age_s <= _MAX_STORE_SKEW_S + time.perf_counter() - put_at:
+                wrong.append(f"its clock is wrong: a file just put is {age_s:.0f} s old")
+        finally:
+            store.delete(name)
+        if store.exists(name):
+            wrong.append("a file that was deleted is still there")
+    except OSError as error:
+        says = f"{error.filename or store}: {error.strerror or error}"
+        yield Finding("store", "wrong", says, "check that the place exists, the credentials, and --s3-endpoint")
+        return
+    if wrong:
+        yield Finding("store", "wrong", f"{store}: {'; '.join(wrong)}", "use another store: a cache would lose rows")
+        return
+    tried = f"put in {put_s:.2f} s, listed, read in {read_s:.2f} s, read in part and deleted"
+    says = f"{store}: a test file of {_TEST_FILE_BYTES >> 20} MiB was {tried}"
+    yield Finding.slow_if(max(put_s, read_s) > _SLOW_STORE_S, "store", says, "use a store nearer to the workers")

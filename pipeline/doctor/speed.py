@@ -19,7 +19,7 @@ from pipeline.errors import UsageError
 from pipeline.inputs.indexes import Indexes
 from pipeline.inputs.video_list import VideoList
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.decode_stage import DecodeSetup, VideoDecoder
+from pipeline.prune.decode_stage import DecodeSetup, decode_sample
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.rows import ManifestRow, TodoRow
 from pipeline.storage.s3 import Objects
@@ -56,14 +56,12 @@ def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Fi
     """
     faults, codecs, seconds = Counter[str](), Counter[str](), list[float]()
     start = time.perf_counter()
-    with closing(VideoDecoder(setup)) as decoder, decoder.open_archives(rows) as archives:
-        for row in rows:
-            with decoder.open(row, archives) as source:
-                record, frames = decoder.decode_one(row, source)
+    with closing(decode_sample(setup, rows)) as sample:
+        for record, frames, core_s in sample:
             if frames is None:
-                faults[f"{record['error_class']}, e.g. {row['video_id']}: {record['error_message']}"] += 1
+                faults[f"{record['error_class']}, e.g. {record['video_id']}: {record['error_message']}"] += 1
             else:
-                seconds.append(record["decode_s"])
+                seconds.append(core_s)
                 codecs[f"{record['codec']} {record['source_width']}x{record['source_height']}"] += 1
             if time.perf_counter() - start > _MAX_DECODE_S:
                 break

@@ -53,17 +53,16 @@ def total(*parts: Interval) -> Interval:
     return spread(lambda *ends: math.fsum(ends), *parts)
 
 
-def mean_of(values: Sequence[float], population: int, least: float = 0.0) -> Interval:
+def mean_of(values: Sequence[float], population: int) -> Interval:
     """Estimate the mean of a corpus of ``population`` values from a sample: two standard errors to both sides.
 
-    The range holds at least the share ``least`` of the mean on both sides. A single value stands for a corpus with half
-    or twice that mean, unless it is the whole corpus.
+    A single value stands for a corpus with half or twice that mean, unless it is the whole corpus.
     """
     mean, left_out = fmean(values), 1 - len(values) / population
     if len(values) == 1:
-        factor = 2.0 if left_out > 0 else 1 + least
+        factor = 2.0 if left_out > 0 else 1.0
         return Interval(mean / factor, mean, mean * factor)
-    half = math.hypot(2 * stdev(values) * math.sqrt(left_out / len(values)), least * mean)
+    half = 2 * stdev(values) * math.sqrt(left_out / len(values))
     return Interval(max(mean - half, 0.0), mean, mean + half)
 
 
@@ -73,6 +72,8 @@ HOUR = 3600.0
 _HOST_S, _HOST_S_PER_BYTE, _HOST_S_PER_BUNDLE = 1.5e-3, 0.6e-9, 10e-3
 _DRIVER_S, _DRIVER_S_PER_BUNDLE = 0.4e-3, 4.5e-3
 _WAITING = Interval(0.7, 1.3, 3.0)  # factor on these seconds in a run, where stages wait for each other
+#: Factors from a probe's seconds to those of a run. Cores are shared by its stages; a GPU has no other work.
+CORE_FACTOR, GPU_FACTOR = Interval(0.7, 1.1, 3.0), Interval(0.9, 1.0, 1.1)
 _CPU_PEAK = Interval(6e9, 20e9, 60e9)  # operations a second of a core in float32
 # Seconds by which pruning a video delays the next one, which is encoded beside it. Measured on one H200.
 _PRUNE_DELAY_S = Interval(1e-3, 4e-3, 8e-3)

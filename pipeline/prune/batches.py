@@ -137,22 +137,15 @@ def _refuse_unknown(rows: Sequence[VideoRecord]) -> None:
 
 
 def _pack_cells(arrays: Iterable[NDArray[Any] | None]) -> pa.Array:
-    """Pack arrays as one row that holds a list of binary cells, null for None."""
-    values = _to_cells(list(arrays))
-    return pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
-
-
-def _to_cells(arrays: Sequence[NDArray[Any] | None]) -> pa.Array:
-    """Convert each array to one cell of bytes, null for None. A single array is not copied."""
-    empty = np.empty(0, np.uint8)
+    """Pack arrays as one row that holds a list of cells of bytes, null for None. A single array is not copied."""
+    arrays, empty = list(arrays), np.empty(0, np.uint8)
     parts = [empty if array is None else np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
     offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
     filled_parts = [part for part in parts if len(part)]
     data = filled_parts[0] if len(filled_parts) == 1 else np.concatenate([empty, *filled_parts])
-    present = pa.array([array is not None for array in arrays], pa.bool_()).buffers()[
-        1
-    ]  # packed as Arrow's validity is
-    return pa.Array.from_buffers(BYTES, len(parts), [present, pa.py_buffer(offsets), pa.py_buffer(data)])
+    _, present = pa.array([array is not None for array in arrays], pa.bool_()).buffers()  # as Arrow packs validity
+    cells = pa.Array.from_buffers(BYTES, len(parts), [present, pa.py_buffer(offsets), pa.py_buffer(data)])
+    return pa.ListArray.from_arrays(pa.array([0, len(cells)], pa.int32()), cells)
 
 
 def read_cell(cells: pa.Array, index: int, dtype: Any) -> Any:

@@ -7,7 +7,8 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import util
@@ -120,10 +121,13 @@ class VideoDecoder:
     """The decoder of one video after another in a child process, for a run's actors and for ``jobs.verify --live``.
 
     A crash, a hang or a memory bomb costs one video and no actor. Close it after use.
+
+    Attributes:
+        cpu_s: CPU seconds of the child for the last video that it decoded.
     """
 
     def __init__(self, setup: DecodeSetup, sandbox: DecodeSandbox | None = None) -> None:
-        self._setup = setup
+        self._setup, self.cpu_s = setup, 0.0
         self._sandbox = sandbox or DecodeSandbox(setup.timeout_s, setup.memory_mb, on_gpu=setup.decoder == "nvdec")
 
     def close(self) -> None:
@@ -173,7 +177,24 @@ class VideoDecoder:
                 time.perf_counter() - self._sandbox.starting_s - start
             )  # measured as for ok videos
             return failed_record, None
+        self.cpu_s = video.cpu_s
         return {**record, **make_decoding_columns(video, row["attempts"])}, video.frames
+
+
+def decode_sample(
+    setup: DecodeSetup, rows: Sequence[TodoRow]
+) -> Generator[tuple[VideoRecord, NDArray[np.uint8] | None, float]]:
+    """Decode videos as a run does, but one after another; yield each record, its frames and its core-seconds.
+
+    Core-seconds are the CPU seconds of the child, without the time in which other programs had the core. For a failed
+    video, and with ``nvdec``, whose work is not on a core, they are the seconds of the record.
+    """
+    with closing(VideoDecoder(setup)) as decoder, decoder.open_archives(rows) as archives:
+        for row in rows:
+            with decoder.open(row, archives) as source:
+                record, frames = decoder.decode_one(row, source)
+            on_core = frames is not None and setup.decoder != "nvdec"
+            yield record, frames, decoder.cpu_s if on_core else record["decode_s"]
 
 
 class Decoder:

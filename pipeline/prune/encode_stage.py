@@ -64,8 +64,8 @@ class EncodeSetup:
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
         """Estimate the bytes of the kept tokens of a video of [n_frames, height, width] pixels, before the codec."""
-        whole = family_of(self.source).token_bytes(n_frames, height, width, self._names())
-        return round(self.retention_ratio * whole)
+        names = tuple(name_of(key, source) for key, source in self.evidence.items())  # twice if from two sources
+        return round(self.retention_ratio * family_of(self.source).token_bytes(n_frames, height, width, names))
 
     def stored_bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
         """Estimate the bytes of such a video in the cache. The codec applies to tokens, not to evidence."""
@@ -76,10 +76,6 @@ class EncodeSetup:
     def encoder(self) -> VideoEncoder:
         """Load the vision tower and return the encoder. Raises ModelError if it cannot be loaded."""
         return VideoEncoder(self)
-
-    def _names(self) -> tuple[str, ...]:
-        """Return the names of the stored evidence; a name appears twice if it is stored from two sources."""
-        return tuple(name_of(key, source) for key, source in self.evidence.items())
 
 
 @dataclass
@@ -451,19 +447,15 @@ class Encoder:
         if video.frames is None:
             items.release(is_result=False)
             return VideoItem(video.record)
-        item = self._encode_video(video)
-        fault = item.record.get("error_class")
-        items.release(may_succeed_elsewhere(item.record), is_result=item.kept is not None, fault=fault)
-        return item
-
-    def _encode_video(self, video: VideoItem) -> VideoItem:
-        """Encode and prune one video; a fault becomes its error row."""
         record, start = video.record, time.perf_counter()
         try:
-            return self.encoder.encode_one(record, _run_guarded("encode", record["video_id"], video.reshape_frames))
+            item = self.encoder.encode_one(record, _run_guarded("encode", record["video_id"], video.reshape_frames))
         except VideoFault as error:
             fault = error.with_traceback(None)  # the traceback would keep the frames of the video
-        return VideoItem({**failed_video(record, fault), "encode_s": time.perf_counter() - start})
+            item = VideoItem({**failed_video(record, fault), "encode_s": time.perf_counter() - start})
+        error_class = item.record.get("error_class")
+        items.release(may_succeed_elsewhere(item.record), is_result=item.kept is not None, fault=error_class)
+        return item
 
 
 def make_pruning_columns(pruned: PrunedTokens, visual: VisualTokens) -> VideoRecord:

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from pipeline.cache.header import SamplingIdentity
 from pipeline.errors import count_of, name_first
 from pipeline.rows import VideoRecord, VideoRow, format_rate, sampled_fps
-from pipeline.video.sampling import FRAME_RULES, TRUNCATE
+from pipeline.video.sampling import FRAME_RULES, TRUNCATE, Sampling, count_frames
 
 MAX_EXAMPLES = 3  # ids of filled videos
 RAISE = "--max-frames raises it, in a new cache"
@@ -60,6 +60,14 @@ def find_cap(sampling: SamplingIdentity) -> float:
 def find_least(sampling: SamplingIdentity) -> int:
     """Return the least number of frames of a video that has so many; a lower ``--max-frames`` wins."""
     return int(min(cast(int, sampling.get("min_frames", 1)), find_cap(sampling)))
+
+
+def plan_frames(sampling: Sampling, seconds: float) -> int:
+    """Return the number of frames of a video that plays for so many seconds; it may have fewer."""
+    if sampling.fps is None:
+        return sampling.num_frames or 0
+    n_frames = max(sampling.min_frames, count_frames(seconds, sampling.fps))
+    return min(n_frames, sampling.max_frames or n_frames)
 
 
 def describe_limits(limits: FrameLimits) -> Iterator[str]:

@@ -46,10 +46,11 @@ def refuse_forbidden(manifest: pa.Table, list_name: str) -> None:
     if not len(forbidden):
         return
     counts = sorted(forbidden["policy"].value_counts().to_pylist(), key=lambda count: -count["counts"])
-    reasons = [
-        f"{count['counts']}: {count['values']}, {_describe_example(forbidden, count['values'])}"
-        for count in counts[:_MAX_REASONS]
-    ]
+    reasons = []
+    for count in counts[:_MAX_REASONS]:
+        first = forbidden.filter(pc.equal(forbidden["policy"], count["values"])).slice(0, 1).to_pylist()[0]
+        example = printable(f"e.g. {first['video_id']}: {first['uri']}")
+        reasons.append(f"{count['counts']}: {count['values']}, {example}")
     more = [f"and {len(counts) - _MAX_REASONS} other reasons"] if len(counts) > _MAX_REASONS else []
     roots = [f"--video-root {shlex.quote(root)}" for root in _suggest_roots(forbidden)]
     remedy = f"Allow that with {' '.join(roots)}, or correct" if roots else "Correct"
@@ -58,12 +59,6 @@ def refuse_forbidden(manifest: pa.Table, list_name: str) -> None:
         + "\n  ".join(reasons + more)
         + f"\n{remedy} the list; or record them as failed and prune the others with --on-forbidden record."
     )
-
-
-def _describe_example(forbidden: pa.Table, reason: str) -> str:
-    """Describe the first forbidden row that has this reason."""
-    row = forbidden.filter(pc.equal(forbidden["policy"], reason)).slice(0, 1).to_pylist()[0]
-    return printable(f"e.g. {row['video_id']}: {row['uri']}")
 
 
 def _suggest_roots(forbidden: pa.Table) -> Iterator[str]:

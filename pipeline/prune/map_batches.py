@@ -78,13 +78,9 @@ class DecodeVideos:
         rows = [self._named_videos.convert(part) for part in given_parts("videos", batch, "video_id and uri")]
         videos = pa.Table.from_batches(rows, MANIFEST_SCHEMA)
         todo = videos.append_column("attempts", pa.array([1] * len(videos), pa.int32()))
-        return (_to_rows(bundle) for bundle in self._decoder.decode(todo))
-
-
-def _to_rows(bundle: pa.Table) -> pa.Table:
-    """Return a bundle's videos as rows with ``record`` and ``frames``."""
-    records = [video.record for video in unpack(bundle)]
-    return pa.table([pa.array(records, _RECORD), bundle["frames"].chunk(0).flatten()], schema=_DECODED_SCHEMA)
+        for bundle in self._decoder.decode(todo):
+            records = pa.array([video.record for video in unpack(bundle)], _RECORD)
+            yield pa.table([records, bundle["frames"].chunk(0).flatten()], schema=_DECODED_SCHEMA)
 
 
 class EncodeVideos:

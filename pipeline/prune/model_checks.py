@@ -42,17 +42,13 @@ def _check_vision_part(source: ModelSource) -> str:
     if family.check_tensors():
         if source.family == GENERIC:
             return "checked: the checkpoint has all its tensors, by names and shapes; no weight was read"
-        if not _is_own_check(family):
+        is_own_check = type(family).check_tensors is not ModelFamily.check_tensors  # of a user's own family
+        if source.family in FAMILIES or not is_own_check:
             return "checked: the checkpoint has all its tensors, by their names; no weight was read"
         return f"checked by check_tensors of {source.family}, which raised nothing"
     if source.family == GENERIC or not read_tensor_types(source):
         return "not checked: the names of its tensors are not on this machine"
     return f"not checked: {source.family} has no empty_tower to compare the checkpoint's tensors with"
-
-
-def _is_own_check(family: ModelFamily) -> bool:
-    """Return True if a user's own family brings its own check of tensors."""
-    return family.source.family not in FAMILIES and type(family).check_tensors is not ModelFamily.check_tensors
 
 
 def _describe_sizes(source: ModelSource) -> str:

@@ -226,7 +226,9 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
     with usage_errors():
         read_pruner(config.pruner, config.pruner_params())  # checked first, since its errors do not depend on the model
         source = source or ModelSource.resolve(config.model, config.revision, quantized=True, family=config.family)
-        source = _apply_limits(source, config)
+        limits = (config.min_pixels, config.max_pixels, config.max_video_tokens)
+        if limits != (None, None, None):
+            source = family_of(source).with_limits(*limits)
         family = family_of(source)
         sampling = make_sampling(config, family.default_max_frames, family.min_frames(), family.min_rule)
         # Raises for a number of frames that the model never accepts, and if the processor of a model of the family
@@ -251,12 +253,6 @@ def resolve(config: PruneConfig, objects: Objects | None = None, source: ModelSo
         evidence=evidence,
         identity_entry=identity_entry,
     )
-
-
-def _apply_limits(source: ModelSource, config: PruneConfig) -> ModelSource:
-    """Return the model with the pixel and token limits of the options, if any are set."""
-    limits = (config.min_pixels, config.max_pixels, config.max_video_tokens)
-    return source if limits == (None, None, None) else family_of(source).with_limits(*limits)
 
 
 def _make_pruner(config: PruneConfig, source: ModelSource) -> Pruner:

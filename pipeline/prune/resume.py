@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from unicodedata import normalize
 
@@ -14,19 +14,21 @@ from numpy.typing import NDArray
 
 from pipeline.cache.live import Ledger
 from pipeline.errors import SourceChanged, UsageError, count_of, describe_near, printable
+from pipeline.inputs.forms import OpenArchives
 from pipeline.inputs.named_videos import TODO_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE, clip_keys, column_keys
 from pipeline.own_code import is_comparable
-from pipeline.prune.changes import find_replaced
 from pipeline.prune.config import PruneConfig
 from pipeline.rows import ManifestRow, VideoRow
 from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import request_threads
 from pipeline.video.decoders import CODE, decoder_version
-from pipeline.video.source import Sizes
+from pipeline.video.source import Sizes, make_no_answer, sample_source
 
 Mask = NDArray[np.bool_]
 _MAX_EXAMPLES = 5  # changed videos that a refusal lists
+_AT_ONCE = 32  # files and archives that are compared in parallel
 
 
 class ManifestCounts(NamedTuple):
@@ -157,7 +159,9 @@ def select_remaining(
             "unread": left_alone & state.unread,
         }
         tally.update({kind: int(mask.sum()) for kind, mask in kinds.items()})
-        todo.append(_add_attempts(part, state, ~state.has_row | state.retried | redone))
+        is_todo = pa.array(~state.has_row | state.retried | redone)
+        columns = part.append_column("attempts", pa.array(state.attempts + 1, pa.int32())).filter(is_todo).columns
+        todo.append(pa.RecordBatch.from_arrays(columns, schema=TODO_SCHEMA))
     sizes.finish()
     if n_changed and config.on_changed == "refuse":
         raise SourceChanged(
@@ -259,7 +263,7 @@ def _compare(
         doubtful = part.filter(pa.array(is_doubtful))
         columns = doubtful["uri"].to_pylist(), doubtful["source_offset"].to_pylist(), sizes[is_doubtful].tolist()
         samples = read_column("sample", 0, np.uint64)[is_doubtful].tolist()
-        is_replaced[is_doubtful] = find_replaced([*map(Location.parse, *columns)], samples, asker.objects)
+        is_replaced[is_doubtful] = _find_replaced([*map(Location.parse, *columns)], samples, asker.objects)
     is_changed |= is_replaced
     # A failed row has no tokens to protect. A file that was repaired, or was missing, gets all its attempts again.
     is_retried = is_failed & ~is_named & config.retry_failed & (~is_spent | is_other_clip | is_resized | is_remarked)
@@ -279,6 +283,49 @@ def _compare(
     )
 
 
+def _find_replaced(locations: Sequence[Location], samples: Sequence[int], objects: Objects) -> list[bool]:
+    """Return a bool per location: True if it has other bytes than its cached video had; False if the file is gone.
+
+    Reads a few bytes of each file, of many files in parallel. This is for files with their old size and another mark: a
+    copy of the same bytes has other times, uploaded in parts it has another ETag, and a rebuilt tar has another mark
+    while most of its members are the same.
+
+    Args:
+        locations: the locations of the videos, with their sizes.
+        samples: the ``sample_key`` of each cached video's file.
+
+    Raises UsageError where the store does not answer.
+    """
+    groups = defaultdict[str, list[int]](list)  # file or archive -> indices of its locations
+    for number, location in enumerate(locations):
+        groups[location.file].append(number)
+    is_replaced = [False] * len(locations)
+
+    def compare_group(numbers: Sequence[int]) -> None:
+        with OpenArchives(objects) as opened:
+            for number in numbers:
+                is_replaced[number] = _is_replaced(locations[number], samples[number], objects, opened)
+
+    with request_threads(min(_AT_ONCE, len(groups) or 1)) as pool:
+        list(pool.map(compare_group, groups.values()))  # raises an error of a thread
+    return is_replaced
+
+
+def _is_replaced(location: Location, sample: int, objects: Objects, opened: OpenArchives) -> bool:
+    """Return True if a video has another sample than the cached video's file; False if the file is gone.
+
+    An archive's member without a sample counts as replaced. Raises UsageError where the store does not answer.
+    """
+    if location.member is None:
+        return sample_source(location.file, location.size or 0, objects) not in (None, sample)
+    try:
+        return opened.sample(location) != sample
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise make_no_answer(error) from error
+
+
 def _find_recoded(ledger: Ledger, decoder: str) -> Mask:
     """Return a mask over ``ledger.decoders`` [n]: the user's own ``decoder`` with other code than now.
 
@@ -290,13 +337,6 @@ def _find_recoded(ledger: Ledger, decoder: str) -> Mask:
         for text in ledger.decoders
     )
     return np.array(list(is_recoded), np.bool_)
-
-
-def _add_attempts(part: pa.RecordBatch, state: _Comparison, mask: Mask) -> pa.RecordBatch:
-    """Select the rows under ``mask``, and add the column of their next attempt (TODO_SCHEMA)."""
-    attempts = pa.array(state.attempts[mask] + 1, pa.int32())
-    rows = part if mask.all() else part.filter(pa.array(mask))
-    return pa.RecordBatch.from_arrays([*rows.columns, attempts], schema=TODO_SCHEMA)
 
 
 def _describe_change(row: ManifestRow, old: VideoRow, size: int, *, is_replaced: bool) -> str:

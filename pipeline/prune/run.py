@@ -1,10 +1,10 @@
-"""The life of a prune run on one page: ``prune``, then its steps.
+"""The life of a prune run on one page: ``prune``, then its steps. ``pipeline.prune_videos`` is last.
 
 check_request    prune/request.py       options, list of videos, model and method (prune/recipe.py)
 Claim            runner/claim.py        the note that this run writes here
 select_todo      prune/request.py       the rows of the cache (prune/table.py), the videos left (prune/todo.py)
 RunFile          runner/run_record.py   runs/<run_id>.json: provenance, plan and progress
-PruneJob         prune/job.py           workers planned for the cluster, and their graph (prune/graph.py)
+PruneJob         prune/graph.py         workers planned for the cluster, and their graph
 Stream           runner/stream.py       the graph's written shards, over as many graphs as changes of the nodes need
 CommittedVideos  prune/committed.py     each shard committed and counted; PruneWatch may end the run
 summarise        prune/summary.py       counts of the committed rows
@@ -15,22 +15,26 @@ the driver (runner/shards.py), ``Writer`` (prune/write_stage.py, cache/writer.py
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from rich.console import Console
 
 from gstep.checkpoints.tensors import tower_hash
 from pipeline.cache.header import deepstack_levels, find_codec, read_header
 from pipeline.console import Say, speaker
-from pipeline.errors import LimitReached, count_of, usage_errors
+from pipeline.errors import LimitReached, UsageError, count_of, usage_errors
+from pipeline.inputs.forms import FORMS, TABLE_FORMS
+from pipeline.inputs.listings import find_suffix
+from pipeline.options import make_config
 from pipeline.prune.committed import CommittedVideos, PruneWatch
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import check_decoder_device
 from pipeline.prune.facts import Facts
-from pipeline.prune.job import PruneJob
+from pipeline.prune.graph import PruneJob
 from pipeline.prune.request import Request, check_request
 from pipeline.prune.resume import select_existing, select_retries
 from pipeline.prune.summary import Summary, summarise
@@ -47,6 +51,7 @@ from pipeline.runner.cluster.connection import (
 )
 from pipeline.runner.job import convert_store_errors, print_options
 from pipeline.runner.monitor import Monitor
+from pipeline.runner.python_calls import ProgressOption, check_outcome, make_console, run_here
 from pipeline.runner.run_record import RunFile, new_run_id, newest_record
 from pipeline.runner.stream import Stream, commit_all
 from pipeline.runner.worker_reports import WorkerReport
@@ -222,3 +227,60 @@ def make_summary(
         n_new = min(facts.videos, len(todo))  # the second pass has counted videos again
         summary = replace(summary, n_new=n_new, n_missing=0, n_videos=n_videos, n_waiting=n_waiting)
     return replace(summary, facts=facts.as_record(wall_s))
+
+
+def prune_videos(
+    videos: object = "sample", *, out: str | os.PathLike[str] = "cache", progress: ProgressOption = True, **options: Any
+) -> Summary:
+    """Decode videos, encode them, prune their visual tokens and write them to a Parquet cache, on Ray.
+
+    >>> summary = pipeline.prune_videos("videos/", out="my-cache", model="tiny", num_frames=8)
+    >>> print(summary)
+    >>> summary.n_ok, summary.failed, summary.wall_s  # failed: video_id -> class of the error
+    >>> pipeline.TokenCache(summary.out)
+
+    The call is resumable: call it again to continue. A Ray that this process has joined is used and left as it was.
+    Otherwise the call starts Ray, or joins the cluster of RAY_ADDRESS, and leaves it at the end. No signal handler,
+    logger or setting of Ray Data stays changed after the call. Calls in several threads, for different caches, share
+    one Ray.
+
+    Args:
+        videos: as VIDEOS of ``python -m jobs.prune``: a folder, a glob, a file, a manifest, "sample". Or a list of
+            paths (the ids are the files' names) or of tars and zips. Or rows with video_id, uri and optional start_s,
+            end_s: dicts, or a table of Arrow, pandas or Polars, under the rules of a manifest in the current folder.
+        out: the cache to create or to continue.
+        progress: True shows it on stderr: a bar on a terminal, one line in a notebook. False shows nothing. A function
+            is called with a :class:`pipeline.Progress` at each change; an exception of it ends the run, and committed
+            rows stay.
+        options: the options of ``python -m jobs.prune --help-all`` by name, ``--on-changed skip`` as
+            ``on_changed="skip"``; not ``--dry-run`` and ``--plan``. A repeatable option is a list, and ``pruner_param``
+            may be a dict.
+
+    Returns the counts of these videos in the cache.
+
+    Raises:
+        UsageError: the request cannot be carried out, and nothing was started.
+        RunFailed: the run stopped; committed rows stay.
+        TooManyFailed: (a RunFailed) the run finished, but more videos failed than ``max_failed`` allows, all failed, or
+            a video failed by a bug; ``summary`` of the error is the summary of the run.
+    """
+    given_rows = None if isinstance(videos, str | os.PathLike) or _has_archives(videos) else videos
+    names = videos if given_rows is None else "videos from Python"
+    config = make_config(PruneConfig, "prune_videos", {"videos": names, "out": out, **options})
+    if given_rows is not None and config.clips_from is not None:
+        raise UsageError("clips_from is for tars and tables with a column of bytes; rows have start_s and end_s")
+    if given_rows is not None and config.column is not None:
+        raise UsageError(
+            "column is for .parquet, .arrow and .feather files, named by a text; paths and rows have no other column"
+        )
+    with run_here():
+        summary = prune(config, make_console(progress), given_rows, list_failed=True)
+    return check_outcome(summary, config, summary.n_videos, config.infrastructure_limit(summary.n_videos))
+
+
+def _has_archives(videos: object) -> bool:
+    """Return True if ``videos`` is a list of paths with a tar or zip among them."""
+    names = (
+        [os.fspath(path) for path in videos if isinstance(path, str | os.PathLike)] if isinstance(videos, list) else []
+    )
+    return any(find_suffix(name) in FORMS.keys() - TABLE_FORMS for name in names)

@@ -147,7 +147,11 @@ def _count_rows(
         rows = ledger.find(ids)
         counts.add(rows[rows >= 0])
         if list_failed:
-            failed_classes |= _find_failed_classes(ledger, ids, rows)
+            has_row = np.flatnonzero(rows >= 0)
+            faults = ledger.columns["fault"][rows[has_row]]
+            failed_ids = ids.take(pa.array(has_row[faults > 0])).to_pylist()
+            classes = [ledger.classes[fault] for fault in faults[faults > 0].tolist()]
+            failed_classes |= dict(zip(failed_ids, classes, strict=True))
     return counts, failed_classes
 
 
@@ -158,14 +162,6 @@ def format_lost(n_lost: int, examples: Sequence[str]) -> str:
         f"{lost} ({name_first(examples, n_lost)}): restore the files of {VIDEOS}/ from a copy, or let python -m "
         "jobs.verify CACHE --repair mark the videos for another attempt"
     )
-
-
-def _find_failed_classes(ledger: Ledger, ids: pa.Array, rows: NDArray[np.int64]) -> dict[str, str]:
-    """Return the error class of each failed video among ``ids``; ``rows`` are their ledger rows, -1 for none."""
-    (has_row,) = np.nonzero(rows >= 0)
-    faults = ledger.columns["fault"][rows[has_row]]
-    classes = zip(ids.take(pa.array(has_row[faults > 0])).to_pylist(), faults[faults > 0].tolist(), strict=True)
-    return {video_id: ledger.classes[fault] for video_id, fault in classes}
 
 
 class _Counts:

@@ -12,6 +12,7 @@ import os
 import struct
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, cast
 
@@ -57,7 +58,8 @@ def send_video(pipe: Connection, video: DecodedVideo, handover: Handover) -> Non
     values = ((name, video.record.get(name)) for name in _COLUMNS)
     fields = {name: printable(value) if isinstance(value, str) else value for name, value in values}
     arrays = np.asarray(video.frame_indices, "<i8").tobytes() + np.asarray(video.timestamps, "<f8").tobytes()
-    _send(pipe, {"video": fields, "shape": video.frames.shape, "handover": handover}, arrays)
+    message = {"video": fields, "shape": video.frames.shape, "handover": handover, "cpu_s": video.cpu_s}
+    _send(pipe, message, arrays)
 
 
 def _send(pipe: Connection, message: Mapping[str, Any], arrays: bytes = b"") -> None:
@@ -86,11 +88,12 @@ def receive(pipe: Connection, deadline: float, max_frame_bytes: int) -> str | Vi
                 return printable(text)
             case {"fault": [str(fault_class), str(message), str() | None as backend]} if fault_class in FAULTS:
                 return VideoFault(fault_class, message, backend=backend)  # type: ignore[arg-type]
-            case {"video": dict(fields), "shape": [*shape], "handover": [*handover]}:
+            case {"video": dict(fields), "shape": [*shape], "handover": [*handover], "cpu_s": float(cpu_s)}:
+                if not 0 <= cpu_s < math.inf:
+                    raise WrongMessage("its CPU seconds are no number of 0 or more")
                 checked_shape = _check_shape(shape, max_frame_bytes)
-                return VideoMessage(
-                    _make_video(fields, checked_shape[0], arrays), checked_shape, _check_handover(handover)
-                )
+                video = replace(_make_video(fields, checked_shape[0], arrays), cpu_s=cpu_s)
+                return VideoMessage(video, checked_shape, _check_handover(handover))
     except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
         raise WrongMessage(f"{type(error).__name__}: {error}") from error
     raise WrongMessage("it is of no known kind")

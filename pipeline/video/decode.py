@@ -113,6 +113,7 @@ class DecodedVideo:
         record: the columns of the videos table that decoding finds (``Column.decoded``), without those that the file
             does not state, or with None for them.
         attempts: how often decoding was tried: 2 if another library than PyAV ended the first decode process.
+        cpu_s: CPU seconds of the process that decoded it.
     """
 
     frames: Frames
@@ -120,6 +121,7 @@ class DecodedVideo:
     timestamps: NDArray[np.float64]
     record: VideoRecord
     attempts: int = 1
+    cpu_s: float = 0.0
 
     def add_columns(self, columns: VideoRecord) -> DecodedVideo:
         """Return a copy whose record also has these columns; they replace columns of the same names."""
@@ -151,13 +153,14 @@ def decode_video(
 
     Raises VideoFault for any error that does not end the process.
     """
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     decoding = _Decoding(request, announce, allocate)
     try:
         with count_warnings() as decoding.warnings:
             video = decoding.video()
             warnings = max(decoding.warnings(), video.record["decode_warnings"] or 0)
-        return video.add_columns({"decode_warnings": warnings, "decode_s": time.perf_counter() - start})
+        video = video.add_columns({"decode_warnings": warnings, "decode_s": time.perf_counter() - start})
+        return replace(video, cpu_s=time.process_time() - cpu_start)
     except VideoFault as fault:
         fault.backend = fault.backend or decoding.backend
         raise

@@ -72,11 +72,12 @@ class Forger:
         handover: object = NEW,
         arrays: bytes | None = None,
         memory: Callable[[int], int] | None = create_memory,
+        cpu_s: object = 0.1,
         **fields: object,
     ) -> None:
         """Send the message of the video, then the descriptor of ``memory`` for as many bytes as its frames have."""
         shape = shape or self.shape
-        message = {"video": self.fields | fields, "shape": shape, "handover": handover}
+        message = {"video": self.fields | fields, "shape": shape, "handover": handover, "cpu_s": cpu_s}
         text = json.dumps(message, default=lambda value: value.item())
         self.pipe.send_bytes(f"{text}\n".encode() + (self.arrays if arrays is None else arrays))
         if memory is not None:
@@ -154,6 +155,9 @@ ATTACKS = {
         lambda f: f.video(arrays=struct.pack("<qqdd", 0, 1, 0, float("inf"))),
     ),
     "NoArrays": Attack("its arrays have 0 bytes", lambda f: f.video(arrays=b"")),
+    "NegativeSeconds": Attack("its CPU seconds are no number of 0", lambda f: f.video(cpu_s=-0.1)),
+    "EndlessSeconds": Attack("its CPU seconds are no number of 0", lambda f: f.video(cpu_s=float("inf"))),
+    "TextForSeconds": Attack("it is of no known kind", lambda f: f.video(cpu_s="0.1")),
     "NoHandover": Attack("it does not say which memory", lambda f: f.video(handover=[1, 1, []])),
     "NegativeMemory": Attack("it does not say which memory", lambda f: f.video(handover=[-1, True, []])),
     "NegativeMemoryDropped": Attack("it does not say which memory", lambda f: f.video(handover=[1, True, [-1]])),

@@ -12,10 +12,10 @@ import pytest
 import ray
 
 from pipeline.doctor import nodes as node_checks
+from pipeline.doctor.doctor import check_store, reachable
 from pipeline.doctor.finding import Finding, run_guarded
 from pipeline.doctor.nodes import judge_nodes, look_at_nodes, look_here, on_each_node
 from pipeline.doctor.speed import check_balance, check_decoding, first_videos
-from pipeline.doctor.store import check_store, reachable
 from pipeline.errors import UsageError
 from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar_and_zip import Tar

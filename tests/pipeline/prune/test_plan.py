@@ -17,7 +17,7 @@ from pipeline.inputs.forms import FORMS
 from pipeline.inputs.tar_and_zip import Tar
 from pipeline.plan.render import list_rows
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.forecast import plan_run
+from pipeline.prune.plan import plan_run
 from pipeline.video.sampling import Sampling, choose_frames
 from tests.gstep.language.test_weights import LLMS
 from tests.gstep.qwen_configs import PREPROCESSOR
@@ -97,6 +97,34 @@ def test_a_plan_says_which_probed_videos_a_limit_gives_other_frames(folder):
         "where a video has them (a.mp4, b.mp4, c.mp4)",
     ]
     assert not [note for note in planned(folder).notes if "frames" in note]
+
+
+SLOW_DECODER = """
+import time
+
+from pipeline.video.decoders import PyavDecoder
+
+
+class Slow(PyavDecoder):
+    def read(self, indices):
+        time.sleep(1)
+        yield from super().read(indices)
+"""
+
+
+def test_a_decoder_that_is_held_up_takes_no_more_core_seconds_and_widens_the_range(folder, monkeypatch):
+    """It sleeps, as a decoder does whose core other programs have."""
+    (folder / "slow_decoder.py").write_text(SLOW_DECODER)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))  # of the process that decodes
+    plan = planned(folder, decoder="slow_decoder:Slow")
+    assert plan.decode_core_s.low < plan.decode_core_s.expected < 3 < plan.decode_core_s.high
+    (note,) = [note for note in plan.notes if note.startswith("a run's core-seconds")]
+    assert "those of the probe times 1.1 (0.7 to " in note and "share the cores" in note
+    assert any(note.startswith("other programs or the disk held decoding up here to ") for note in plan.notes)
+    elsewhere = planned(folder, decoder="slow_decoder:Slow", gpus=8, gpu_type="A100", device="auto")
+    assert any("times 1.1 (0.7 to 3)" in note for note in elsewhere.notes)
+    assert not any("held decoding up" in note for note in elsewhere.notes)
 
 
 def test_unreadable_videos_are_a_rate(folder):

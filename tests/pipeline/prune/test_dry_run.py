@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from jobs import prune
 from pipeline.plan.estimate import UTILISATION
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.forecast import Forecast, make_forecast, render_forecast
+from pipeline.prune.dry_run import Forecast, make_forecast, render_forecast
 from tests.paths import ROOT
 from tests.pipeline.inputs.test_manifest import write_jsonl
 

@@ -1,0 +1,238 @@
+"""The dry run: the request is checked as a run checks it, and its work is counted. Nothing is started or written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gstep.backbones import family_of
+from gstep.types import budget_for
+from pipeline.cache.header import CacheIdentity
+from pipeline.errors import CacheLocked, UsageError, count_of, store_usage_errors, usage_errors
+from pipeline.inputs.left_out import format_left_out
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.decode_stage import PlannedVideo, plan_video
+from pipeline.prune.frame_limits import describe_sampling, foresee_limits, plan_frames
+from pipeline.prune.manifest_checks import Example, ListCheck, check_list
+from pipeline.prune.model_checks import check_model
+from pipeline.prune.recipe import Recipe, sampling_settings
+from pipeline.prune.request import check_request
+from pipeline.prune.resume import ManifestCounts
+from pipeline.rows import JsonObject
+from pipeline.runner.claim import describe_holder, find_holder
+from pipeline.runner.run_record import new_run_id
+from pipeline.storage.stores import Store
+
+_MAX_EXAMPLES = 5  # ids that the report lists
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The work of a run with the same flags, if it started now.
+
+    Attributes:
+        out: the cache, as named.
+        tally: the numbers of new, cached, failed and changed videos in the manifest.
+        n_todo: the videos that the run would process; ``--limit`` leaves the others for another run.
+        doomed: problem -> videos of ``n_todo`` that are sure to fail.
+        first_ids: the first ids of the videos to process.
+        identity: the identity of the cache; the dtype may be left to the cluster ("auto").
+        grid: (T, N) of a video; if it depends on the shape, of a video of ``size`` with the maximum number of frames.
+        kept: the stored tokens of this video; an estimate if the method decides.
+        video_bytes: the bytes of these tokens on disk.
+        size: the size of this video in words: full HD, or the largest usual size that the model takes.
+        refusal: the error of full HD videos with as many frames, which become rows of class ``unsupported``; None if
+            the model takes them.
+        minute: (tokens, kept, bytes on disk) of a video of one minute of the size ``minute_size``.
+        minute_size: as ``size``, of a video of one minute.
+        one_size: whether every video has this grid.
+        is_exact: whether the method keeps exactly ``kept`` tokens of such a video; else the video decides.
+        frames: texts on the sampling of frames: how many, and which videos a limit gives fewer or more than the rate.
+        files: texts on what was checked of the files of the videos.
+        checks: name of a check of the model -> what was checked and what it showed, or that it was not checked.
+        unlisted: archives without an index; their videos are not counted.
+        left_out: kind of file -> files that are no videos, or are not read, as far as archives are indexed.
+        left_out_names: kind of file -> the names of the first of these files.
+    """
+
+    out: str
+    tally: ManifestCounts
+    n_todo: int
+    doomed: dict[str, Example]
+    first_ids: list[str]
+    identity: CacheIdentity
+    grid: tuple[int, int]
+    kept: int
+    video_bytes: int
+    size: str
+    refusal: str | None
+    minute: tuple[int, int, int]
+    minute_size: str
+    one_size: bool
+    is_exact: bool
+    frames: list[str]
+    files: list[str]
+    checks: dict[str, str]
+    unlisted: list[str]
+    left_out: dict[str, int]
+    left_out_names: dict[str, list[str]]
+
+    def as_record(self) -> JsonObject:
+        """Return the forecast as a JSON-able mapping."""
+        return {**vars(self), "tally": self.tally._asdict()}
+
+
+def make_forecast(config: PruneConfig, console: Console) -> Forecast:
+    """Check the request as a run does, and count its work; starts and writes nothing.
+
+    Prints the notes that a run prints before it starts. Raises UsageError for whatever a run would refuse.
+    """
+    request = check_request(config, console)
+    store, recipe = request.store, request.recipe
+    with store_usage_errors():
+        if not config.join and (holder := find_holder(store)):
+            raise CacheLocked(f"{store}: another run writes here: {describe_holder(holder)}")
+        _check_writable(store)
+        _, todo = request.select_todo(new_run_id())
+    rows = todo.list_todo()
+    sampling, preprocessor = recipe.sampling, family_of(recipe.source).preprocessor()
+    video, grid, kept, video_bytes = _measure_video(recipe, sampling.num_frames or sampling.max_frames or 0)
+    minute, (T, N), minute_kept, minute_bytes = _measure_video(recipe, plan_frames(sampling, 60))
+    with usage_errors():
+        checks = check_model(recipe)
+    list_check, left_out = check_list(rows), request.videos.indexes.left_out
+    return Forecast(
+        out=str(store),
+        tally=todo.tally,
+        n_todo=len(rows),
+        doomed=list_check.failures,
+        first_ids=rows["video_id"].slice(0, _MAX_EXAMPLES).to_pylist(),
+        identity=recipe.identity(recipe.dtype),
+        grid=grid,
+        kept=kept,
+        video_bytes=video_bytes,
+        size=video.size_text,
+        refusal=video.refusal,
+        minute=(T * N, minute_kept, minute_bytes),
+        minute_size=minute.size_text,
+        one_size=sampling.fps is None and preprocessor.target_size(video.shape[0], 240, 240) == video.shape[1:],
+        is_exact=recipe.pruner.exact,
+        frames=[describe_sampling(settings := sampling_settings(sampling)), *foresee_limits(settings, rows)],
+        files=list(_describe_files(list_check)),
+        checks=checks,
+        unlisted=[place.uri for place in request.videos.unindexed],
+        left_out=left_out.counts(),
+        left_out_names=left_out.first_names(),
+    )
+
+
+def _describe_files(check: ListCheck) -> Iterator[str]:
+    """Yield what was checked of the files of the videos that are not sure to fail."""
+    if check.n_found:
+        verb = "exists" if check.n_found == 1 else "exist"
+        yield f"{count_of(check.n_found, 'local file')} {verb}; whether they decode was not checked"
+    if check.n_unseen:
+        yield f"{count_of(check.n_unseen, 'video')} on stores or in archives: not checked"
+
+
+def _measure_video(recipe: Recipe, n_frames: int) -> tuple[PlannedVideo, tuple[int, int], int, int]:
+    """Return a video of so many frames, its grid (T, N), its kept tokens and their bytes on disk. Decodes nothing.
+
+    It is a full HD video, or one of the largest usual size that the model takes.
+    """
+    family = family_of(recipe.source)
+    video = plan_video(family.preprocessor(), n_frames)
+    T, N = family.token_counts(*video.shape)
+    stored_bytes = recipe.encode_setup(recipe.config.device, recipe.dtype).stored_bytes_per_video(*video.shape)
+    return video, (T, N), budget_for(recipe.retention_ratio, T * N), stored_bytes
+
+
+def _check_writable(store: Store) -> None:
+    """Raise UsageError if the store's folder cannot be made or written to; an object store is not checked.
+
+    Writes nothing: permissions decide.
+    """
+    if store.folder is None:
+        return
+    existing_folder = next(path for path in (store.folder, *store.folder.parents) if path.exists())
+    if not existing_folder.is_dir() or not os.access(existing_folder, os.W_OK | os.X_OK):
+        why = "is not writable" if existing_folder.is_dir() else "is no folder"
+        raise UsageError(f"{store}: nothing can be written here: {existing_folder} {why}")
+
+
+def render_forecast(forecast: Forecast) -> RenderableType:
+    """Render the forecast as a table for the terminal, with the identity below it."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in _list_lines(forecast):
+        table.add_row(name, Text(value))  # ids and addresses come from files and are no markup
+    identity = Table.grid(padding=(0, 2))
+    for name, value in _list_leaves(forecast.identity):
+        identity.add_row(f"  {name}", Text(value))
+    header = "dry run: Ray was not started, no video was decoded, and the cache was not touched"
+    return Group(header, table, "identity of every row", identity)
+
+
+def _list_lines(forecast: Forecast) -> list[tuple[str, str]]:
+    """Return the forecast's lines for the terminal: (label, text)."""
+    counts, (T, N) = forecast.tally, forecast.grid
+    waiting = counts.n_todo - forecast.n_todo
+    waiting_note = f", {waiting} more wait (--limit)" if waiting else ""
+    todo_kinds = f"{counts.new} new, {counts.retried} failed before, {counts.redone} changed or named by --redo"
+    failures = [
+        (f"{example.n} of the {forecast.n_todo} {problem}", example.first)
+        for problem, example in forecast.doomed.items()
+    ]
+    n_good = forecast.n_todo - sum(example.n for example in forecast.doomed.values())
+    about = "" if forecast.is_exact else "about "
+    a_video = f"{T} x {N} = {T * N:,} tokens, {about}{forecast.kept:,} kept in {forecast.video_bytes:,} bytes"
+    in_all = f"{forecast.video_bytes * n_good:,} bytes for {count_of(n_good, 'video')}"
+    lines = [
+        ("cache", forecast.out),
+        (
+            "videos",
+            f"{forecast.n_todo} to do{waiting_note}, {counts.done} done, {counts.failed} failed before and left alone",
+        ),
+        ("left to do", todo_kinds),
+        *(("will fail", f"{count}, e.g. {first}") for count, first in failures),
+        *(("files", text) for text in forecast.files),
+        *(("frames", text) for text in forecast.frames),
+    ]
+    if forecast.one_size:
+        lines.append(("a video", f"{a_video}; {about}{in_all}"))
+    else:
+        minute_tokens, minute_kept, minute_bytes = forecast.minute
+        a_minute = f"{minute_tokens:,} tokens, {about}{minute_kept:,} kept in {minute_bytes:,} bytes"
+        lines += [
+            ("largest", f"{a_video}, of {forecast.size} and full length; {in_all} if all are as large"),
+            ("a minute", f"{a_minute}, of {forecast.minute_size}"),
+        ]
+    lines += forecast.checks.items()
+    if forecast.refusal is not None:
+        lines.append(
+            ("too large", f"full HD videos of full length become rows of class unsupported: {forecast.refusal}")
+        )
+    if forecast.left_out:
+        lines.append(("left out", format_left_out(forecast.left_out, forecast.left_out_names)))
+    if forecast.unlisted:
+        lines.append(
+            ("not counted", f"the videos of {len(forecast.unlisted)} archives, e.g. {forecast.unlisted[0]} (--index)")
+        )
+    more = ", ..." if forecast.n_todo > len(forecast.first_ids) else ""
+    return [*lines, ("first", ", ".join(forecast.first_ids) + more)] if forecast.first_ids else lines
+
+
+def _list_leaves(values: CacheIdentity | JsonObject, prefix: str = "") -> list[tuple[str, str]]:
+    """List (dotted name, value) of every leaf of nested mappings; of a whole file of a processor, how many it has."""
+    leaves: list[tuple[str, str]] = []
+    for name, value in values.items():
+        inner = _list_leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else []
+        if inner and prefix == "preprocessing.processor.":
+            leaves.append((f"{prefix}{name}", f"{len(inner)} settings (--json lists them)"))
+        else:
+            leaves += inner or [(f"{prefix}{name}", str(value))]
+    return leaves

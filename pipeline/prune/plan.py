@@ -1,0 +1,311 @@
+"""The plan of a run: the seconds of a probe times the number of videos, with a stated factor.
+
+Without videos here, both come from the options, the model's config and measured rates (``pipeline.plan.estimate``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import process_time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from rich.console import Console
+
+from gstep.backbones import ModelSource, family_of
+from gstep.types import budget_for
+from pipeline.errors import UsageError, VideoFault, count_of, store_usage_errors, usage_errors
+from pipeline.plan.estimate import (
+    ANY_TOWER,
+    CORE_FACTOR,
+    GPU_FACTOR,
+    GPU_TYPES,
+    NONE,
+    UTILISATION,
+    Cluster,
+    Interval,
+    RunEstimate,
+    Workload,
+    decode_seconds,
+    estimate,
+    find_gpu_type,
+    mean_of,
+    product,
+    total,
+)
+from pipeline.plan.render import format_range, number
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.decode_stage import decode_sample, plan_video
+from pipeline.prune.encode_stage import VideoEncoder
+from pipeline.prune.facts import COLUMN_BYTES, measure_seconds
+from pipeline.prune.frame_limits import RAISE, count_limits, describe_limits, plan_frames
+from pipeline.prune.recipe import Recipe, resolve, sampling_settings
+from pipeline.prune.request import check_request
+from pipeline.rows import TodoRow, VideoRecord, failed_video, format_rate
+from pipeline.runner.cluster.nodes import count_cores
+from pipeline.runner.run_record import new_run_id
+from pipeline.video.sampling import count_frames
+
+Shape = tuple[int, int, int]  # frames, height and width as an encoder gets them
+_DEFAULT_PROBE = 20  # videos that a plan decodes
+_BUSY = 1.5  # times its CPU seconds that decoding takes on a machine with other work
+_MAX_ENCODE_S = 60.0  # probed videos are also encoded if the estimate is below this
+
+
+def plan_run(config: PruneConfig, console: Console) -> RunEstimate:
+    """Estimate what a run with the same flags would take; starts no Ray and writes nothing.
+
+    Decodes a sample of the videos here, and may encode it; neither if the options describe the corpus. Raises
+    UsageError for whatever a run would refuse before it starts, and if no probed video can be read.
+    """
+    cluster, notes = _choose_cluster(config)
+    if config.corpus_videos is None or config.seconds is None:
+        work = _probe_work(config, cluster, console)
+    else:
+        with TemporaryDirectory() as folder, usage_errors():
+            # Its config is all that counts.
+            source = ModelSource.random(config.model, Path(folder), config.revision, config.family)
+            recipe = resolve(config, source=source)
+            _, n_shards = config.part() or (0, 1)
+            n_videos = math.ceil(int(config.corpus_videos) / n_shards)
+            work = _describe_work(recipe, cluster, min(n_videos, config.limit or n_videos), config.seconds)
+    return estimate(work, cluster, config.prices, notes)
+
+
+def _choose_cluster(config: PruneConfig) -> tuple[Cluster, tuple[str, ...]]:
+    """Return the cluster of the options, by default this machine, and notes on the assumptions.
+
+    It has no more GPUs than a run uses. Raises UsageError for a type of GPUs without their number.
+    """
+    n_local_gpus = 0 if config.device == "cpu" else torch.cuda.device_count()
+    gpus, cores, notes = n_local_gpus if config.gpus is None else config.gpus, float(count_cores()), []
+    if config.gpu_type is not None and not gpus:
+        raise UsageError(f"--gpu-type {config.gpu_type}: this machine has no GPU; give their number with --gpus N")
+    kind = config.gpu_type or (find_gpu_type(torch.cuda.get_device_name(0)) if n_local_gpus else None)
+    if gpus and kind is None:
+        kind = "A100"
+        notes.append("the type of the GPUs is not known: A100 is assumed (--gpu-type)")
+    if config.gpus and kind:
+        cores = float(config.gpus * GPU_TYPES[kind].vcpus)
+    if _is_this_machine(config):
+        notes.append("the cluster is this machine: --gpus, --gpu-type and --decode-cores plan for another one")
+    cores = float(config.decode_cores or cores)
+    gpus = min(n for n in (gpus, config.max_gpus, config.encode_workers) if n is not None)
+    if config.decode_workers is not None and config.decode_workers < cores:
+        notes.append(f"--decode-workers {config.decode_workers} is not reckoned with: all {cores:g} vCPUs decode")
+    if config.encode_workers is not None and not gpus:
+        notes.append(f"--encode-workers {config.encode_workers} is not reckoned with: all {cores:g} vCPUs encode")
+    return Cluster(gpus, kind if gpus else None, cores), tuple(notes)
+
+
+def _is_this_machine(config: PruneConfig) -> bool:
+    """Return True if the options plan for this machine."""
+    return config.gpus is None and config.gpu_type is None and config.decode_cores is None
+
+
+def _probe_work(config: PruneConfig, cluster: Cluster, console: Console) -> Workload:
+    """Estimate the work of the videos to do by decoding (and encoding) a sample; prints a line about it.
+
+    Indexes all archives first. Raises UsageError if no video is named, or no video of the sample can be read.
+    """
+    request = check_request(config, console)
+    recipe = request.recipe
+    with store_usage_errors():
+        _, todo = request.select_todo(new_run_id())
+    with todo:
+        rows = todo.wait_for_all()
+    todo.refuse_empty()
+    n_videos = len(rows)
+    if not n_videos:
+        return Workload(videos=0)
+    indices = sorted(
+        {int(index) for index in np.linspace(0, n_videos - 1, min(config.probe or _DEFAULT_PROBE, n_videos))}
+    )
+    console.print(f"probing {len(indices)} of {n_videos} videos", highlight=False)
+    sample: list[TodoRow] = rows.take(indices).to_pylist()
+    records, decode_s, encode_s = _probe(recipe, sample, cluster)
+    good = [record for record in records if record["status"] == "ok"]
+    if not good:
+        first = f"{records[0]['video_id']}: {records[0]['error_message']}"
+        raise UsageError(f"none of the {len(records)} probed videos can be read, e.g. {first}; --probe K looks at more")
+    stretch = sum(record["decode_s"] for record in records) / max(sum(decode_s), 1e-9)
+    is_busy = stretch > _BUSY and _is_this_machine(config)
+    factor = CORE_FACTOR._replace(high=CORE_FACTOR.high * (stretch if is_busy else 1))
+    notes = [f"{len(records)} of {n_videos} videos were decoded here; times differ on another CPU"]
+    if encode_s:
+        notes.append(f"{len(encode_s)} of them were encoded here")
+    notes.append(
+        f"a run's core-seconds are those of the probe times {format_range(factor, number)}, since its stages share the "
+        "cores with each other and with other programs"
+    )
+    if is_busy:
+        held_up = f"other programs or the disk held decoding up here to {number(stretch)} times its CPU seconds"
+        notes.append(f"{held_up}: the high ends are of a run that is held up as long")
+    if (limits := count_limits(good, sampling_settings(recipe.sampling))) is not None:
+        notes += [f"of the decoded videos, {line}" for line in describe_limits(limits)]
+    pixels = {(record["source_width"], record["source_height"]) for record in good}
+    if len(pixels) == 1 < n_videos:
+        ((width, height),) = pixels
+        notes.append(f"all of them are {width} x {height}: other sizes were not measured")
+    unlisted_records = [record for row, record in zip(sample, records, strict=True) if row["size"] is None]
+    counted_work = _count_work(recipe, cluster, n_videos, [_read_shape(record) for record in good])
+    if encode_s:  # a GPU's seconds are of its own clock
+        measured = product(mean_of(encode_s, n_videos), GPU_FACTOR if cluster.gpus else factor)
+        counted_work = replace(counted_work, encode_s=measured, notes=())
+    return replace(
+        counted_work,
+        failed=1 - len(good) / len(records),
+        decode_s=product(mean_of(decode_s, n_videos), factor),
+        input_bytes=_estimate_input_bytes(rows["size"], unlisted_records),
+        video_s=mean_of([measure_seconds(record) for record in good], n_videos),
+        notes=(*notes, *counted_work.notes),
+    )
+
+
+def _estimate_input_bytes(listed_sizes: pa.ChunkedArray, unlisted_records: Sequence[VideoRecord]) -> Interval | None:
+    """Estimate the mean bytes of a file from listed sizes, and from a sample for files without a listed size.
+
+    None if files lack a size and the sample has none either.
+
+    Args:
+        listed_sizes: the size of each video, null if unknown.
+        unlisted_records: probed videos without a listed size.
+    """
+    known_bytes, n_unknown = Interval.exactly(pc.sum(listed_sizes).as_py() or 0), listed_sizes.null_count
+    sizes = [float(size) for record in unlisted_records if (size := record.get("source_size"))]
+    if n_unknown and not sizes:
+        return None
+    unknown_bytes = mean_of(sizes, n_unknown).scaled(n_unknown) if n_unknown else NONE
+    return total(known_bytes, unknown_bytes).scaled(1 / len(listed_sizes))
+
+
+def _read_shape(record: VideoRecord) -> Shape:
+    """Return the shape of a decoded video."""
+    return len(record["frame_indices"]), record["height"], record["width"]
+
+
+def _probe(
+    recipe: Recipe, rows: Sequence[TodoRow], cluster: Cluster
+) -> tuple[list[VideoRecord], list[float], list[float]]:
+    """Decode videos in a child process and encode them here; return records, and seconds of decoding and of encoding.
+
+    A record tells of the decoding alone, unless the encoding fails: then it is an error record. The seconds are a
+    core's, those of encoding a GPU's if there is one. There are none of encoding if ``_probe_encoder`` returns None.
+    """
+    records, decode_s, encode_s = list[VideoRecord](), list[float](), list[float]()
+    encoder, is_first = None, True
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for each other in loops, which count as CPU seconds
+    try:
+        for record, frames, core_s in decode_sample(recipe.decode_setup(), rows):
+            records.append(record)
+            decode_s.append(core_s)
+            if frames is None:
+                continue
+            if is_first:
+                encoder, is_first = _probe_encoder(recipe, cluster, _read_shape(record), len(rows)), False
+            if encoder is None:
+                continue
+            try:
+                if not encode_s:
+                    encoder.encode_one(record, frames)  # the first video pays for buffers and kernels
+                start = process_time()
+                encoded = encoder.encode_one(record, frames).record
+                on_core_s = process_time() - start
+                encode_s.append(encoded["encode_s"] + encoded["prune_s"] if cluster.gpus else on_core_s)
+            except VideoFault as fault:
+                records[-1] = failed_video(record, fault)
+    finally:
+        torch.set_num_threads(n_threads)
+    return records, decode_s, encode_s
+
+
+def _probe_encoder(recipe: Recipe, cluster: Cluster, shape: Shape, n_videos: int) -> VideoEncoder | None:
+    """Load the encoder on this machine.
+
+    None if the plan is for another cluster, or encoding would take too long or a time that is not known.
+
+    ``n_videos`` videos of ``shape`` are to be encoded. Raises UsageError if the encoder cannot be loaded.
+    """
+    encode_s = _count_work(recipe, cluster, n_videos, [shape]).encode_s
+    max_s = _MAX_ENCODE_S * (1 if cluster.gpus else cluster.cores)
+    if not _is_this_machine(recipe.config) or encode_s is None or n_videos * encode_s.expected > max_s:
+        return None
+    with usage_errors():
+        return recipe.encode_setup("cuda" if cluster.gpus else "cpu", recipe.dtype).encoder()
+
+
+def _describe_work(recipe: Recipe, cluster: Cluster, n_videos: int, seconds: float) -> Workload:
+    """Estimate the work of a corpus that the options describe, without a video: ``n_videos`` of ``seconds`` each."""
+    sampling, n_frames = recipe.sampling, plan_frames(recipe.sampling, seconds)
+    video = plan_video(family_of(recipe.source).preprocessor(), n_frames, recipe.config.pixels())
+    width, height = video.size
+    counted_work = _count_work(recipe, cluster, n_videos, [video.shape])
+    assumption = f"{width} x {height} at 30 frames a second, with a keyframe each 1 to 8 s"
+    config, notes = recipe.config, list[str]()
+    if video.refusal is not None:
+        refused = "videos of {} x {} become rows of class unsupported".format(*config.pixels())
+        notes.append(f"this size is planned for, because {refused}: {video.refusal}")
+    if sampling.fps is not None and (n_by_rate := count_frames(seconds, sampling.fps)) != n_frames:
+        rate = f"({format_rate(n_frames / seconds)} frames per second)"
+        is_capped = n_by_rate > n_frames
+        limit = (
+            f"capped at {n_frames} {rate}; {RAISE}" if is_capped else f"filled up to {n_frames} {rate} for this model"
+        )
+        notes.append(f"--fps {sampling.fps:g} gives {count_of(n_by_rate, 'frame')} of {seconds:g} s, {limit}")
+    if config.snap_to_keyframes is not None:
+        notes.append("--snap-to-keyframes is not reckoned with: it makes decoding cheaper than this")
+    if config.decoder not in ("auto", "pyav"):
+        notes.append(f"--decoder {config.decoder} is not reckoned with: decoding is of PyAV on CPUs")
+    return replace(
+        counted_work,
+        decode_s=decode_seconds(seconds, width, height, n_frames),
+        video_s=Interval.exactly(seconds),
+        notes=(f"no video was decoded; assumed: {assumption}", *notes, *counted_work.notes),
+    )
+
+
+def _count_work(recipe: Recipe, cluster: Cluster, n_videos: int, shapes: Sequence[Shape]) -> Workload:
+    """Estimate the work of encoding and storing ``n_videos`` from the model's config; ``shapes`` are a sample.
+
+    Seconds of decoding are left to the caller.
+    """
+    family, encode = family_of(recipe.source), recipe.encode_setup(recipe.config.device, recipe.dtype)
+    measured = recipe.source.family in UTILISATION
+    utilisation = UTILISATION[recipe.source.family] if measured else ANY_TOWER
+
+    def mean(values: Iterable[float]) -> Interval:
+        numbers = [float(value) for value in values]
+        return mean_of(numbers, n_videos) if len({*numbers}) > 1 else Interval.exactly(numbers[0])
+
+    def stored_bytes(shape: Shape) -> float:
+        n_kept = budget_for(recipe.retention_ratio, math.prod(family.token_counts(*shape)))
+        return encode.stored_bytes_per_video(*shape) + COLUMN_BYTES * n_kept
+
+    flops = [count for shape in shapes if (count := family.flops(*shape)) is not None]
+    low, expected, high = (f"{100 * end:.0f}" for end in utilisation)
+    peak = f"{expected} % ({low} to {high} %) of the GPU's peak"
+    frame_bytes = mean(3 * math.prod(shape) for shape in shapes)
+    if not flops:
+        note = (
+            f"the work of {recipe.source.model_type} on a video is not known, so time and cost are without encoding; "
+            f"{frame_bytes.expected:,.0f} bytes of frames a video go from decoders to encoders"
+        )
+    elif cluster.gpus:
+        source = "measured on one H200 with random weights" if measured else f"not measured for {recipe.source.family}"
+        note = f"encoding was not run: the vision tower is assumed to reach {peak} ({source})"
+    else:
+        note = "encoding was not run: a core is assumed to reach 6 to 60 GFLOP/s"
+    return Workload(
+        videos=n_videos,
+        encode_s=cluster.encode_s(mean(flops), utilisation) if flops else None,
+        frame_bytes=frame_bytes,
+        output_bytes=mean(map(stored_bytes, shapes)),
+        notes=(note,),
+    )
