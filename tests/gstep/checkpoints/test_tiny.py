@@ -1,15 +1,19 @@
 """The tiny models: the same bytes everywhere, loud tokens on real frames, and a whole LLM for transformers."""
 
+import math
+import re
 import resource
 from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.functional import normalize
+from safetensors.torch import load_file
+from torch.nn.functional import normalize, softplus
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from gstep.backbones import ModelSource, Preprocessor, Runtime, family_of
 from gstep.checkpoints import tiny
+from gstep.checkpoints.tiny.weights import draw_weights
 from gstep.errors import ModelError
 from tests.gstep.llms import sample_frames
 
@@ -129,6 +133,34 @@ def test_the_stock_class_has_the_tensors_of_a_tiny_model_and_no_others(source):
     folder, _ = source.pretrained()
     _, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values())
+
+
+@pytest.mark.parametrize("name", tiny.TINY)
+def test_special_tokens_are_unlikely_and_what_gelu_adds_to_every_token_cancels_out(folder):
+    tensors = load_file(folder / "model.safetensors")
+    (head,) = (tensor for key, tensor in tensors.items() if key.endswith("lm_head.weight"))
+    assert head[:8].std() < 0.6 * head[8:].std()
+    behind_gelu = [t for key, t in tensors.items() if re.search(r"(fc2|linear_2|merger\.mlp\.2)\.weight$", key)]
+    assert behind_gelu and all(tensor.sum(1).abs().max() < 1e-5 for tensor in behind_gelu)
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3-5", "tiny-qwen3-5-moe"])
+def test_the_state_of_linear_attention_fades_over_tens_of_tokens(folder):
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(3):
+        log, bias = (tensors[f"model.language_model.layers.{layer}.linear_attn.{key}"] for key in ("A_log", "dt_bias"))
+        half_lives = math.log(2) / (log.exp() * softplus(bias))
+        assert half_lives.min() > 10 and half_lives.max() < 50
+
+
+def test_the_tables_follow_the_sizes_of_a_config():
+    model = tiny.TINY["tiny-internvl"]
+    vision, text = ({**model.config[part], "hidden_size": 32} for part in ("vision_config", "text_config"))
+    sizes = {"image_size": [448, 448], "num_hidden_layers": 1}
+    weights = draw_weights(model.tensors, {"vision_config": vision | sizes, "text_config": text})
+    assert weights["vision_tower.embeddings.position_embeddings"].shape == (1, 1025, 32)
+    assert weights["multi_modal_projector.linear_1.weight"].shape == (32, 128)
+    assert len([name for name in weights if name.endswith("lambda_1")]) == 1
 
 
 def test_the_whole_llm_loads_and_answers(source):
