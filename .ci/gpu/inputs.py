@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from gstep.checkpoints.tiny import TINY, tokenizer
+from gstep.checkpoints.tiny.weights import draw_weights
 
 CLIP_FPS, TINY_HEAD = 30, 32
 
@@ -81,7 +82,9 @@ def write_model(path: Path, name: str, *, is_tiny: bool, language: Mapping[str, 
         (folder / filename).write_text(json.dumps({**content, **settings}), encoding="utf-8")
     tokenizer.write(folder, files.tokenizer)
     if language is None:
-        weights = {key: torch.from_numpy(array).bfloat16() for key, array in files.weights(config).items()}
+        weights = {
+            key: torch.from_numpy(array).bfloat16() for key, array in draw_weights(files.tensors, config).items()
+        }
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     folder.rename(path)
 

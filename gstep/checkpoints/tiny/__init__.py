@@ -20,12 +20,12 @@ from safetensors.numpy import save_file
 from gstep.checkpoints.tiny import tokenizer
 from gstep.checkpoints.tiny.internvl import INTERNVL
 from gstep.checkpoints.tiny.llava_onevision import LLAVA_ONEVISION, SIGLIP
-from gstep.checkpoints.tiny.parts import TinyModel, Weights
-from gstep.checkpoints.tiny.qwen import QWEN2_5_VL, QWEN3_VL
-from gstep.checkpoints.tiny.qwen_moe import QWEN3_5, QWEN3_5_MOE, QWEN3_VL_MOE
+from gstep.checkpoints.tiny.parts import TinyModel
+from gstep.checkpoints.tiny.qwen import QWEN2_5_VL, QWEN3_5, QWEN3_5_MOE, QWEN3_VL, QWEN3_VL_MOE
+from gstep.checkpoints.tiny.weights import draw_weights
 from gstep.errors import ModelError
 
-VERSION = "1"  # raise it with any change to the files: cached tokens of another version are refused
+VERSION = "2"  # raise it with any change to the files: cached tokens of another version are refused
 
 TINY: Mapping[str, TinyModel] = {
     "tiny": LLAVA_ONEVISION,
@@ -71,7 +71,7 @@ def write(name: str, folder: Path) -> None:
     Files of these names are replaced.
     """
     model = _ALL[name]
-    save_file(_draw_weights(name), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(draw_weights(model.tensors, model.config), folder / "model.safetensors", metadata={"format": "pt"})
     for filename, content in {"config.json": model.config, **model.processor_files}.items():
         (folder / filename).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     tokenizer.write(folder, model.tokenizer)
@@ -83,16 +83,12 @@ def identity(name: str) -> str:
 
     Draws all weights at the first call in a process.
     """
-    digest = hashlib.sha256(json.dumps(_ALL[name].config, sort_keys=True).encode())
-    for key, array in sorted(_draw_weights(name).items()):
+    model = _ALL[name]
+    digest = hashlib.sha256(json.dumps(model.config, sort_keys=True).encode())
+    for key, array in sorted(draw_weights(model.tensors, model.config).items()):
         digest.update(f"\n{key} {array.shape}\n".encode())
         digest.update(array.tobytes())
     return f"{name}:{VERSION}-{digest.hexdigest()[:12]}"
-
-
-def _draw_weights(name: str) -> Weights:
-    """Draw all weights of the tiny model ``name``."""
-    return _ALL[name].weights(_ALL[name].config)
 
 
 def _choose_cache_root() -> Path:

@@ -1,43 +1,25 @@
-"""The tiny Qwen2.5-VL and Qwen3-VL: the real patches, windows and deepstack levels with 64 channels."""
+"""The tiny models of Qwen, with the real patches, windows and deepstack levels and 64 channels.
+
+Qwen2.5-VL, Qwen3-VL, and the newer ones with the tower of Qwen3-VL: Qwen3-VL-MoE, Qwen3.5 and Qwen3.5-MoE.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
+from gstep.checkpoints.tiny import parts
+from gstep.checkpoints.tiny.parts import END, HEAD, MLP, PAD, QWEN2, QWEN3, TinyModel
+from gstep.checkpoints.tiny.tokenizer import TinyTokenizer
 
-from gstep.checkpoints.tiny.parts import Draw, TinyModel, Weights, draw_decoder
-from gstep.checkpoints.tiny.tokenizer import VOCAB_SIZE, TinyTokenizer
-
-SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
+_SPECIAL = (
+    *parts.CHAT_TOKENS,
     "<|vision_start|>",
     "<|vision_end|>",
     "<|vision_pad|>",
     "<|image_pad|>",
     "<|video_pad|>",
 )
-
-_CHAT_TEMPLATE = """\
-{%- macro part(item) -%}
-{%- if item['type'] == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
-{%- elif item['type'] == 'video' -%}{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
-{%- else -%}{{- item['text'] -}}
-{%- endif -%}
-{%- endmacro -%}
-{%- for message in messages -%}
-DEFAULT_SYSTEM\
-{{- '<|im_start|>' + message['role'] + '\\n' -}}
-{%- if message['content'] is string -%}{{- message['content'] -}}
-{%- else -%}{%- for item in message['content'] -%}{{- part(item) -}}{%- endfor -%}
-{%- endif -%}
-{{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
 
 _DEFAULT_SYSTEM = """\
 {%- if loop.first and message['role'] != 'system' -%}
@@ -46,107 +28,83 @@ _DEFAULT_SYSTEM = """\
 """
 
 
-def make_chat_tokenizer(*, default_system: bool) -> TinyTokenizer:
-    """Describe the families' tokenizer; only Qwen2.5-VL puts a system message before a prompt that has none."""
-    system = _DEFAULT_SYSTEM if default_system else ""
-    return TinyTokenizer(SPECIAL, _CHAT_TEMPLATE.replace("DEFAULT_SYSTEM", system))
+def _make_tokenizer(**texts: str) -> TinyTokenizer:
+    """Describe the families' tokenizer, with these texts in its chat template."""
+    image, video = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
+    return TinyTokenizer(_SPECIAL, parts.make_chat_template(image, video, **texts))
 
 
-# The shape of both language models: heads of 32 channels, the fewest that rotary sections of three axes fit in.
-_TEXT: Mapping[str, Any] = {
-    "bos_token_id": SPECIAL.index("<|endoftext|>"),
-    "eos_token_id": SPECIAL.index("<|im_end|>"),
-    "hidden_act": "silu",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "max_position_embeddings": 128000,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 1,
-    "rms_norm_eps": 1e-06,
-    "vocab_size": VOCAB_SIZE,
-}
+_TEXT = {**parts.TEXT, "max_position_embeddings": 128000}
 
 _TOKEN_IDS: Mapping[str, int] = {
-    "image_token_id": SPECIAL.index("<|image_pad|>"),
-    "video_token_id": SPECIAL.index("<|video_pad|>"),
-    "vision_end_token_id": SPECIAL.index("<|vision_end|>"),
-    "vision_start_token_id": SPECIAL.index("<|vision_start|>"),
+    "image_token_id": _SPECIAL.index("<|image_pad|>"),
+    "video_token_id": _SPECIAL.index("<|video_pad|>"),
+    "vision_end_token_id": _SPECIAL.index("<|vision_end|>"),
+    "vision_start_token_id": _SPECIAL.index("<|vision_start|>"),
 }
 
-GENERATION: Mapping[str, Any] = {
-    "bos_token_id": SPECIAL.index("<|endoftext|>"),
-    "eos_token_id": [SPECIAL.index("<|im_end|>"), SPECIAL.index("<|endoftext|>")],
-    "pad_token_id": SPECIAL.index("<|endoftext|>"),
-}
+_GENERATION = {**parts.GENERATION, "bos_token_id": PAD, "eos_token_id": [END, PAD]}
 
 
-def _draw_attention(draw: Draw, prefix: str, width: int) -> None:
-    """Draw and store fused q, k, v and the projection behind them; large weights make the attention sharp."""
-    for part, gain in {"q": 2.0, "k": 2.0, "v": 0.7}.items():
-        draw.linear(f"{prefix}.{part}", width, width, gain=gain)
-    for kind in ("weight", "bias"):
-        draw.weights[f"{prefix}.qkv.{kind}"] = np.concatenate(
-            [draw.weights.pop(f"{prefix}.{part}.{kind}") for part in "qkv"]
-        )
-    draw.linear(f"{prefix}.proj", width, width, gain=0.7)
-
-
-def _draw_merger(draw: Draw, first: str, second: str, n_in: int, n_out: int) -> None:
-    """Draw and store the two layers that make one token of 2 x 2 patches; ``first`` and ``second`` are their names."""
-    draw.linear(first, n_in, n_in)
-    draw.weights[f"{second}.weight"] = draw.balanced(n_out, n_in)
-    draw.weights[f"{second}.bias"] = draw.uniform((n_out,), 0.05)
-
-
-def _draw_qwen2_5_weights(config: Mapping[str, Any]) -> Weights:
-    """Draw the weights of the vision tower and the language model."""
-    draw = Draw()
-    vision = config["vision_config"]
-    width, inner = vision["hidden_size"], vision["intermediate_size"]
-    patch = vision["temporal_patch_size"], vision["patch_size"], vision["patch_size"]
-    draw.weights["visual.patch_embed.proj.weight"] = draw.patch_embedding(width, 3, *patch)
-    for block in (f"visual.blocks.{i}" for i in range(vision["depth"])):
-        draw.norm(f"{block}.norm1", width, bias=False)
-        draw.norm(f"{block}.norm2", width, bias=False)
-        _draw_attention(draw, f"{block}.attn", width)
-        for part in ("gate_proj", "up_proj"):
-            draw.linear(f"{block}.mlp.{part}", inner, width)
-        draw.linear(f"{block}.mlp.down_proj", width, inner, gain=0.5)
-    draw.norm("visual.merger.ln_q", width, bias=False)
-    _draw_merger(draw, "visual.merger.mlp.0", "visual.merger.mlp.2", 4 * width, vision["out_hidden_size"])
-    draw_decoder(draw, config, model="model", head="lm_head")
-    return draw.weights
-
-
-def draw_qwen3_tower(draw: Draw, vision: Mapping[str, Any]) -> None:
-    """Draw and store the weights of the vision tower and of as many deepstack mergers as it has levels."""
-    visual = "model.visual"
-    width, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
-    patch = vision["temporal_patch_size"], vision["patch_size"], vision["patch_size"]
-    draw.weights[f"{visual}.patch_embed.proj.weight"] = draw.patch_embedding(width, 3, *patch)
-    draw.weights[f"{visual}.patch_embed.proj.bias"] = draw.uniform((width,), 0.05)
-    draw.weights[f"{visual}.pos_embed.weight"] = draw.uniform((vision["num_position_embeddings"], width), 0.5)
-    for block in (f"{visual}.blocks.{i}" for i in range(vision["depth"])):
-        draw.norm(f"{block}.norm1", width, bias=True)
-        draw.norm(f"{block}.norm2", width, bias=True)
-        _draw_attention(draw, f"{block}.attn", width)
-        draw.linear(f"{block}.mlp.linear_fc1", inner, width)
-        draw.linear(f"{block}.mlp.linear_fc2", width, inner, gain=0.5)
-    levels = [f"{visual}.deepstack_merger_list.{i}" for i in range(len(vision["deepstack_visual_indexes"]))]
-    for part in (f"{visual}.merger", *levels):
-        # The norm of a deepstack level comes after its 2 x 2 patches were laid side by side.
-        draw.norm(f"{part}.norm", 4 * width if part in levels else width, bias=True)
-        _draw_merger(draw, f"{part}.linear_fc1", f"{part}.linear_fc2", 4 * width, out)
-
-
-def _draw_qwen3_weights(config: Mapping[str, Any]) -> Weights:
-    """Draw the weights of the vision tower, its deepstack mergers and the language model."""
-    draw = Draw()
-    draw_qwen3_tower(draw, config["vision_config"])
-    draw_decoder(draw, config["text_config"], model="model.language_model", head="lm_head", bias=False, qk_norm=True)
-    return draw.weights
-
+_QWEN2_5_TOWER = """\
+patch_embed.proj.weight width 3 2 patch patch
+merger.ln_q.weight width
+merger.mlp.0.{weight,bias} 4*width 4*width
+merger.mlp.2.{weight,bias} text 4*width
+blocks.{blocks}.norm{1,2}.weight width
+blocks.{blocks}.attn.qkv.{weight,bias} 3*width width
+blocks.{blocks}.attn.proj.{weight,bias} width width
+blocks.{blocks}.mlp.{gate,up}_proj.{weight,bias} inner width
+blocks.{blocks}.mlp.down_proj.{weight,bias} width inner
+"""
+# The norm of a deepstack level comes after its 2 x 2 patches were laid side by side.
+_QWEN3_TOWER = """\
+patch_embed.proj.{weight,bias} width 3 2 patch patch
+pos_embed.weight positions width
+merger.norm.{weight,bias} width
+merger.linear_fc1.{weight,bias} 4*width 4*width
+merger.linear_fc2.{weight,bias} text 4*width
+deepstack_merger_list.{levels}.norm.{weight,bias} 4*width
+deepstack_merger_list.{levels}.linear_fc1.{weight,bias} 4*width 4*width
+deepstack_merger_list.{levels}.linear_fc2.{weight,bias} text 4*width
+blocks.{blocks}.norm{1,2}.{weight,bias} width
+blocks.{blocks}.attn.qkv.{weight,bias} 3*width width
+blocks.{blocks}.attn.proj.{weight,bias} width width
+blocks.{blocks}.mlp.linear_fc1.{weight,bias} inner width
+blocks.{blocks}.mlp.linear_fc2.{weight,bias} width inner
+"""
+# Qwen3.5 adds 1 to the weights of most norms. The state of its linear attention fades over tens of tokens.
+_QWEN3_5 = """\
+embed_tokens.weight vocab text
+norm.weight text @0
+layers.{layers}.{input,post_attention}_layernorm.weight text @0
+layers.3.self_attn.q_proj.weight 2*queries text
+layers.3.self_attn.{k,v}_proj.weight keys text
+layers.3.self_attn.{q,k}_norm.weight head @0
+layers.3.self_attn.o_proj.weight text queries
+layers.{0,1,2}.linear_attn.in_proj_qkv.weight 256 text
+layers.{0,1,2}.linear_attn.in_proj_z.weight 128 text
+layers.{0,1,2}.linear_attn.in_proj_{a,b}.weight 2 text
+layers.{0,1,2}.linear_attn.conv1d.weight 256 1 4
+layers.{0,1,2}.linear_attn.dt_bias 2 @-2
+layers.{0,1,2}.linear_attn.A_log 2 @-1
+layers.{0,1,2}.linear_attn.norm.weight 64
+layers.{0,1,2}.linear_attn.out_proj.weight text 128
+"""
+# Experts are 48 channels wide, not half of a token's 64, so that transposed experts have another shape.
+_TRANSPOSED_EXPERTS = """\
+layers.{layers}.mlp.gate.weight 4 text
+layers.{layers}.mlp.experts.gate_up_proj 4 text 96
+layers.{layers}.mlp.experts.down_proj 4 48 text
+"""
+_SINGLE_EXPERTS = """\
+layers.{layers}.mlp.gate.weight 4 text
+layers.{layers}.mlp.experts.{0,1,2,3}.{gate,up}_proj.weight 48 text
+layers.{layers}.mlp.experts.{0,1,2,3}.down_proj.weight text 48
+layers.{layers}.mlp.shared_expert.{gate,up}_proj.weight 48 text
+layers.{layers}.mlp.shared_expert.down_proj.weight text 48
+layers.{layers}.mlp.shared_expert_gate.weight 1 text
+"""
 
 _QWEN2_5 = {  # flat, without text_config, as on the hub
     **_TEXT,
@@ -179,10 +137,10 @@ _QWEN2_5 = {  # flat, without text_config, as on the hub
 
 QWEN2_5_VL = TinyModel(
     config=_QWEN2_5,
-    weights=_draw_qwen2_5_weights,
-    tokenizer=make_chat_tokenizer(default_system=True),
+    tensors={"visual.": _QWEN2_5_TOWER, "model.": QWEN2 + MLP, "": HEAD},
+    tokenizer=_make_tokenizer(system=_DEFAULT_SYSTEM),
     processor_files={
-        "generation_config.json": GENERATION,
+        "generation_config.json": _GENERATION,
         "preprocessor_config.json": {  # the only one, as on the hub; there max_pixels is 12845056
             "image_mean": [0.48145466, 0.4578275, 0.40821073],
             "image_processor_type": "Qwen2VLImageProcessor",
@@ -197,38 +155,6 @@ QWEN2_5_VL = TinyModel(
     },
 )
 
-QWEN3: Mapping[str, Any] = {
-    **_TOKEN_IDS,
-    "architectures": ["Qwen3VLForConditionalGeneration"],
-    "model_type": "qwen3_vl",
-    "text_config": {
-        **_TEXT,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "dtype": "float32",
-        "head_dim": 32,
-        "model_type": "qwen3_vl_text",
-        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [6, 5, 5], "rope_type": "default"},
-        "rope_theta": 5000000,
-    },
-    "tie_word_embeddings": False,
-    "vision_config": {
-        "deepstack_visual_indexes": [0, 1, 2],
-        "depth": 4,
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_size": 64,
-        "in_channels": 3,
-        "intermediate_size": 128,
-        "model_type": "qwen3_vl",
-        "num_heads": 2,
-        "num_position_embeddings": 576,
-        "out_hidden_size": 64,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    },
-}
-
 _QWEN3_PIXELS = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
@@ -238,23 +164,121 @@ _QWEN3_PIXELS = {
     "temporal_patch_size": 2,
 }
 
-QWEN3_PIXEL_FILES: Mapping[str, Mapping[str, Any]] = {
-    "preprocessor_config.json": {
-        **_QWEN3_PIXELS,
-        "image_processor_type": "Qwen2VLImageProcessorFast",
-        "size": {"longest_edge": 150 * 32 * 32, "shortest_edge": 65536},
+
+def _make_qwen3(
+    name: str,
+    architecture: str,
+    language_model: str,
+    text: Mapping[str, Any],
+    *,
+    levels: Sequence[int] = (0, 1, 2),
+    opening: str = "",
+) -> TinyModel:
+    """Make a tiny model of Qwen3 and later, which share the tower and the processor.
+
+    Args:
+        name: the model type in config.json.
+        architecture: the class name in config.json.
+        language_model: the table of the language model's tensors, without its head.
+        text: what text_config has beside that of Qwen3-VL.
+        levels: the blocks of the tower from which deepstack levels are taken.
+        opening: the text with which the prompt begins the answer.
+    """
+    config = {
+        **_TOKEN_IDS,
+        "architectures": [architecture],
+        "model_type": name,
+        "text_config": {
+            **_TEXT,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "dtype": "float32",
+            "head_dim": 32,
+            "model_type": f"{name}_text",
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [6, 5, 5], "rope_type": "default"},
+            "rope_theta": 5000000,
+            **text,
+        },
+        "tie_word_embeddings": False,
+        "vision_config": {
+            "deepstack_visual_indexes": list(levels),
+            "depth": 4,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 64,
+            "in_channels": 3,
+            "intermediate_size": 128,
+            "model_type": name,
+            "num_heads": 2,
+            "num_position_embeddings": 576,
+            "out_hidden_size": 64,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+    }
+    tensors = {"model.visual.": _QWEN3_TOWER, "model.language_model.": language_model, "": HEAD}
+    files = {
+        "generation_config.json": _GENERATION,
+        "preprocessor_config.json": {
+            **_QWEN3_PIXELS,
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+            "size": {"longest_edge": 150 * 32 * 32, "shortest_edge": 65536},
+        },
+        "video_preprocessor_config.json": {
+            **_QWEN3_PIXELS,
+            # Of a whole video: 9 x 16 tokens of each of 32 frames of 16:9. On the hub 25165824.
+            "size": {"longest_edge": 32 * 150 * 32 * 32, "shortest_edge": 4096},
+            "video_processor_type": "Qwen3VLVideoProcessor",
+        },
+    }
+    return TinyModel(config, tensors, _make_tokenizer(opening=opening), files)
+
+
+_EXPERTS: Mapping[str, Any] = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+_LINEAR: Mapping[str, Any] = {
+    "head_dim": 64,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_value_head_dim": 64,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [6, 5, 5],
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 10000000,
+        "rope_type": "default",
     },
-    "video_preprocessor_config.json": {
-        **_QWEN3_PIXELS,
-        # Of a whole video: 9 x 16 tokens of each of 32 frames of 16:9. On the hub 25165824.
-        "size": {"longest_edge": 32 * 150 * 32 * 32, "shortest_edge": 4096},
-        "video_processor_type": "Qwen3VLVideoProcessor",
-    },
+    "rope_scaling": None,
 }
 
-QWEN3_VL = TinyModel(
-    config=QWEN3,
-    weights=_draw_qwen3_weights,
-    tokenizer=make_chat_tokenizer(default_system=False),
-    processor_files={"generation_config.json": GENERATION, **QWEN3_PIXEL_FILES},
+QWEN3_VL = _make_qwen3(
+    "qwen3_vl",
+    "Qwen3VLForConditionalGeneration",
+    QWEN3 + MLP,
+    {},
+)
+QWEN3_VL_MOE = _make_qwen3(
+    "qwen3_vl_moe",
+    "Qwen3VLMoeForConditionalGeneration",
+    QWEN3 + _TRANSPOSED_EXPERTS,
+    {**_EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
+)
+# Qwen3.5 has no deepstack levels, and its prompt opens a thinking block, as the real one's does unless told not to.
+QWEN3_5 = _make_qwen3(
+    "qwen3_5",
+    "Qwen3_5ForConditionalGeneration",
+    _QWEN3_5 + MLP,
+    _LINEAR,
+    levels=(),
+    opening="<think>\\n",
+)
+QWEN3_5_MOE = _make_qwen3(
+    "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration",
+    _QWEN3_5 + _SINGLE_EXPERTS,
+    {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 48},
+    levels=(),
+    opening="<think>\\n",
 )

@@ -1,27 +1,31 @@
 """The tiny models: the same bytes everywhere, loud tokens on real frames, and a whole LLM for transformers."""
 
+import math
+import re
 import resource
 from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.functional import normalize
+from safetensors.torch import load_file
+from torch.nn.functional import normalize, softplus
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from gstep.backbones import ModelSource, Preprocessor, Runtime, family_of
 from gstep.checkpoints import tiny
+from gstep.checkpoints.tiny.weights import draw_weights
 from gstep.errors import ModelError
 from tests.gstep.llms import sample_frames
 
 # Pinned: a machine or a numpy that makes other bytes must fail here, and a change must come with a new VERSION.
 IDENTITIES = {
-    "tiny": "tiny:1-9f25d629601d",
-    "tiny-qwen2-5-vl": "tiny-qwen2-5-vl:1-09c537027406",
-    "tiny-qwen3-vl": "tiny-qwen3-vl:1-2982aa03189e",
-    "tiny-qwen3-vl-moe": "tiny-qwen3-vl-moe:1-ec16b75de7eb",
-    "tiny-internvl": "tiny-internvl:1-cbdbb838c113",
-    "tiny-qwen3-5": "tiny-qwen3-5:1-732de6dcb56c",
-    "tiny-qwen3-5-moe": "tiny-qwen3-5-moe:1-a597b8e08495",
+    "tiny": "tiny:2-db6a753de601",
+    "tiny-qwen2-5-vl": "tiny-qwen2-5-vl:2-1640e1090ec9",
+    "tiny-qwen3-vl": "tiny-qwen3-vl:2-266202127321",
+    "tiny-qwen3-vl-moe": "tiny-qwen3-vl-moe:2-fae527139da9",
+    "tiny-internvl": "tiny-internvl:2-dc320f8d7f37",
+    "tiny-qwen3-5": "tiny-qwen3-5:2-38cbe70a1971",
+    "tiny-qwen3-5-moe": "tiny-qwen3-5-moe:2-3ea1c4d1ccf1",
 }
 MESSAGES = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "Qu'est-ce qui se passe? 什么"}]}]
 
@@ -107,11 +111,11 @@ def check_that_they_differ(tokens_TND: torch.Tensor) -> None:
     unit_MD = normalize(tokens_TND.flatten(0, 1), dim=-1)
     n_tokens = len(unit_MD)
     mean_cosine = ((unit_MD @ unit_MD.T).sum() - n_tokens) / (n_tokens * (n_tokens - 1))
-    assert mean_cosine < 0.4  # measured: 0.25 to 0.29, on Qwen 0.05 to 0.15
+    assert mean_cosine < 0.4  # measured: 0.02 to 0.15
 
     centres_TD = normalize(tokens_TND.mean(1), dim=-1)
     moved = 1 - (centres_TD[1:] * centres_TD[:-1]).sum(-1)
-    assert moved.min() > 1e-4  # measured: 1e-3 and more; the method takes less than 2e-6 for no motion at all
+    assert moved.min() > 1e-4  # measured: 3e-3 and more; the method takes less than 2e-6 for no motion at all
 
     assert len(torch.unique(tokens_TND.flatten(0, 1).bfloat16(), dim=0)) > 0.99 * n_tokens
 
@@ -124,11 +128,45 @@ def test_a_frame_of_16_to_9_gives_about_as_many_tokens_as_one_of_llava_onevision
         assert H * W // 4 == 144
 
 
+@pytest.mark.parametrize("name", tiny.TINY)
+def test_the_stock_class_has_the_tensors_of_a_tiny_model_and_no_others(source):
+    folder, _ = source.pretrained()
+    _, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values())
+
+
+@pytest.mark.parametrize("name", tiny.TINY)
+def test_special_tokens_are_unlikely_and_what_gelu_adds_to_every_token_cancels_out(folder):
+    tensors = load_file(folder / "model.safetensors")
+    (head,) = (tensor for key, tensor in tensors.items() if key.endswith("lm_head.weight"))
+    assert head[:8].std() < 0.6 * head[8:].std()
+    behind_gelu = [t for key, t in tensors.items() if re.search(r"(fc2|linear_2|merger\.mlp\.2)\.weight$", key)]
+    assert behind_gelu and all(tensor.sum(1).abs().max() < 1e-5 for tensor in behind_gelu)
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3-5", "tiny-qwen3-5-moe"])
+def test_the_state_of_linear_attention_fades_over_tens_of_tokens(folder):
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(3):
+        log, bias = (tensors[f"model.language_model.layers.{layer}.linear_attn.{key}"] for key in ("A_log", "dt_bias"))
+        half_lives = math.log(2) / (log.exp() * softplus(bias))
+        assert half_lives.min() > 10 and half_lives.max() < 50
+
+
+def test_the_tables_follow_the_sizes_of_a_config():
+    model = tiny.TINY["tiny-internvl"]
+    vision, text = ({**model.config[part], "hidden_size": 32} for part in ("vision_config", "text_config"))
+    sizes = {"image_size": [448, 448], "num_hidden_layers": 1}
+    weights = draw_weights(model.tensors, {"vision_config": vision | sizes, "text_config": text})
+    assert weights["vision_tower.embeddings.position_embeddings"].shape == (1, 1025, 32)
+    assert weights["multi_modal_projector.linear_1.weight"].shape == (32, 128)
+    assert len([name for name in weights if name.endswith("lambda_1")]) == 1
+
+
 def test_the_whole_llm_loads_and_answers(source):
     folder, _ = source.pretrained()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    llm, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
-    assert not any(report.values())
+    llm = AutoModelForImageTextToText.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
     assert prompt == "<|im_start|>user <video>\nQu'est-ce qui se passe? 什么<|im_end|><|im_start|>assistant\n"
     assert tokenizer.decode(tokenizer(prompt).input_ids) == prompt
@@ -153,8 +191,7 @@ def test_the_whole_llm_loads_and_answers(source):
 def test_the_whole_llms_of_qwen_load_and_talk_in_their_form(source, name, system):
     folder, _ = source.pretrained()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    llm, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
-    assert not any(report.values())
+    llm = AutoModelForImageTextToText.from_pretrained(folder)
     text = llm.config.text_config
     head_dim = text.hidden_size // text.num_attention_heads
     assert head_dim >= 32 and sum(text.rope_parameters["mrope_section"]) == head_dim // 2

@@ -29,7 +29,7 @@ def test_draws_follow_the_distribution(name, prompts):
     assert set(draws) <= top
     kept = probabilities[sorted(top)] / probabilities[sorted(top)].sum()
     for token, share in zip(sorted(top), kept.tolist(), strict=True):
-        assert abs(draws.count(token) / len(draws) - share) < 0.08
+        assert abs(draws.count(token) / len(draws) - share) < 0.1  # four standard deviations of an even share
 
 
 def drawn(scores, seeds=range(300), **options):

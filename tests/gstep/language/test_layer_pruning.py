@@ -144,7 +144,7 @@ def test_the_row_of_attention_is_that_of_the_eager_kernel(name, deep, prompts):
         weights = forward(eager, prompt, output_attentions=True).attentions[K - 1]
         fast.generate([prompt], [GREEDY], inside=(method, RATIO))
         places, _ = places_of_tokens(name, fast, prompt)
-        torch.testing.assert_close(method.rows[-1], weights[0, :, -1].mean(0)[places], atol=1e-6, rtol=0)
+        torch.testing.assert_close(method.rows[-1], weights[0, :, -1].mean(0)[places], atol=5e-6, rtol=0)
     assert len(method.rows) == len(prompts)
 
 

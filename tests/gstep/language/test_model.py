@@ -63,8 +63,8 @@ def test_what_bfloat16_storage_changes_stays_small(name, source, video):
     prompts = [prompt_builder(source).build(QUESTION, [visual]) for visual in (video.visual, stored)]
     exact, rounded = (llm(name).logits([prompt])[0] for prompt in prompts)
     change = (exact - rounded).abs()
-    # Measured: 0.03 to 0.08, of logits whose deviation is 2; 0.9 for a token that another expert takes.
-    assert 0 < change.quantile(0.95) < 0.15
+    # Measured: 0.01 to 0.03, of logits whose deviation is 2; 0.12 with tokens of which some take another expert.
+    assert 0 < change.quantile(0.9) < 0.15
 
 
 def masked(name, source, video, index):

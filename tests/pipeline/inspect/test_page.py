@@ -49,7 +49,7 @@ def test_the_page_says_when_each_frame_was(page, decoded):
 
 @pytest.mark.parametrize(
     ("weights", "shown"),
-    [(f"shapes:{'0f' * 16}", f"shapes:{'0f' * 6}"), ("tiny:1-9f25d629601d", "tiny:1-9f25d629601d")],
+    [(f"shapes:{'0f' * 16}", f"shapes:{'0f' * 6}"), ("tiny:2-db6a753de601", "tiny:2-db6a753de601")],
 )
 def test_the_first_lines_name_the_method_and_the_model_with_a_long_hash_cut(cache, weights, shown):
     identity = {**cache.identity, "model": {"type": "llava", "weights": weights}}
