@@ -10,7 +10,8 @@ from rich.console import Console
 
 from jobs.command import STORE_FAILURES, Parser, run_command
 from jobs.frame.json_document import CommandResult
-from jobs.frame.stores import CacheOptions, make_objects, make_say, report
+from jobs.frame.stores import CacheOptions, make_objects, report
+from pipeline.console import speaker
 from pipeline.options import option
 
 EPILOG = """\
@@ -58,7 +59,7 @@ def _compact(config: CompactConfig, console: Console) -> CommandResult:
     from pipeline.runner.run_record import list_committed_shards  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
-    store, say = store_at(config.cache, make_objects(config)), make_say(console)
+    store, say = store_at(config.cache, make_objects(config)), speaker(console)
     refuse_links(store)
     identity = fingerprint(read_header(store)["identity"])
     committed = list_committed_shards(store)

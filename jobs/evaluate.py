@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jobs.command import EXIT_CODES, Parser, import_libraries, overridden_sampling, run_command
 from jobs.frame.json_document import CommandResult
-from jobs.frame.stores import make_say
+from pipeline.console import speaker
 from pipeline.evaluate.config import LIST, EvaluateConfig
 
 EPILOG = """\
@@ -59,7 +59,7 @@ def _list_tasks(console: Console) -> CommandResult:
     """Print the tasks of lmms-eval about videos, and how far they fit."""
     from pipeline.evaluate.tasks.process import list_tasks, render_tasks  # noqa: PLC0415
 
-    tasks = list_tasks(make_say(console))
+    tasks = list_tasks(speaker(console))
     return CommandResult(0, {"tasks": [asdict(task) for task in tasks]}, [render_tasks(tasks)])
 
 
@@ -67,7 +67,7 @@ def _write_tables(config: EvaluateConfig, console: Console) -> CommandResult:
     """Write a table of the results in several folders (``--results``), and return what to print."""
     from pipeline.evaluate.results import lay_out  # noqa: PLC0415
 
-    layout, say = lay_out(config), make_say(console)
+    layout, say = lay_out(config), speaker(console)
     for line in layout.missing:
         say(f"note: {line}")
     return CommandResult(0, layout.as_record(), [layout.render()])

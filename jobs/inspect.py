@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from jobs.command import Parser, run_to_exit_code
 from jobs.frame.flags import add_flags, from_flags
 from jobs.frame.json_document import CommandResult, add_json, print_lines
-from jobs.frame.stores import VIDEO_ROOT_HELP, make_objects, make_say
-from pipeline.console import CleanConsole
+from jobs.frame.stores import VIDEO_ROOT_HELP, make_objects
+from pipeline.console import CleanConsole, speaker
 from pipeline.errors import CorruptShard, NotACache, RunFailed, UnknownVideo, VideoFault
 from pipeline.options import S3Options, share
 from pipeline.prune.config import ENCODING_OPTIONS, PruneConfig
@@ -171,7 +171,7 @@ def _inspect(arguments: argparse.Namespace) -> CommandResult:
     if arguments.watch:
         from pipeline.inspect.watch import wait_for_cache  # noqa: PLC0415
 
-        wait_for_cache(store, make_say(CleanConsole(stderr=True)))
+        wait_for_cache(store, speaker(CleanConsole(stderr=True)))
     if store.exists(HEADER):
         return _show_cache(store, arguments, objects)
     if store.exists(ANSWERS_HEADER):
@@ -281,7 +281,7 @@ def _show_failures(failures: Failures, record: JsonObject, arguments: argparse.N
     if not arguments.json:
         print_lines(failed_lines(failures))
         if failures:
-            make_say(CleanConsole(stderr=True))("note: rerun the command that wrote them with --retry-failed to retry")
+            speaker(CleanConsole(stderr=True))("note: rerun the command that wrote them with --retry-failed to retry")
     return CommandResult(0, {**record, "n_failed": len(failures), "failed": failures})
 
 

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from jobs.command import RERUN, STORE_FAILURES, Parser, run_command
 from jobs.frame.json_document import CommandResult
-from jobs.frame.stores import make_objects, make_say, report
+from jobs.frame.stores import make_objects, report
+from pipeline.console import speaker
 from pipeline.errors import UsageError
 from pipeline.options import REQUIRED, S3Options, check_choices, option
 
@@ -57,7 +58,7 @@ def _merge(config: MergeConfig, console: Console) -> CommandResult:
     from pipeline.rewrite.merge import merge_caches  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
-    objects, say = make_objects(config), make_say(console)
+    objects, say = make_objects(config), speaker(console)
     sources = [store_at(place, objects) for place in config.caches]
     on_equal: Literal["rule", "refuse"] = "refuse" if config.on_equal == "refuse" else "rule"
     result = merge_caches(sources, store_at(config.out, objects), say, on_equal)

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from jobs.command import RERUN, STORE_FAILURES, Parser, import_libraries, run_command
 from jobs.frame.json_document import CommandResult
-from jobs.frame.stores import CacheOptions, make_objects, make_say, report
+from jobs.frame.stores import CacheOptions, make_objects, report
+from pipeline.console import speaker
 from pipeline.options import REQUIRED, check, option, read_ids
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _remove(config: RemoveConfig, console: Console) -> CommandResult:
     from pipeline.rewrite.remove import remove_videos  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
-    objects, say = make_objects(config), make_say(console)
+    objects, say = make_objects(config), speaker(console)
     store, ids, reason = store_at(config.cache, objects), read_ids("ids", config.ids), config.reason
 
     def remove_from_cache(cache: Store) -> CommandResult:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from rich.console import Console
 
 from jobs.frame.json_document import CommandResult
-from jobs.frame.stores import make_objects, make_say, report
+from jobs.frame.stores import make_objects, report
+from pipeline.console import speaker
 from pipeline.options import REQUIRED, CodeOptions, S3Options, check_choices, option
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def rewrite_cache(config: RewriteOptions, console: Console, plan: Callable[[Toke
     from pipeline.rewrite.recode import rewrite  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
-    place, objects, say = getattr(config, config.role), make_objects(config), make_say(console)
+    place, objects, say = getattr(config, config.role), make_objects(config), speaker(console)
     target, redo = store_at(config.out, objects), config.on_changed == REDO
     result = rewrite(plan(TokenCache(place, store=store_at(place, objects))), target, say, redo=redo)
     return report(result, say, exit_code=1 if result.failed else 0, **{config.role: place, "out": config.out})

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from rich.console import Console
-
 from jobs.frame.json_document import CommandResult
+from pipeline.console import Say
 from pipeline.options import REQUIRED, S3Options, check, option
 
 if TYPE_CHECKING:
     from pipeline.storage.s3 import Objects
 
-Say = Callable[[str], None]
 _MAX_KEEP_MINUTES = 10**8
 VIDEO_ROOT_HELP = (
     "{} sources in this folder or s3://bucket/prefix ('sample': the sample clips); may be repeated. What a cache names "
@@ -69,8 +66,3 @@ def report(result: Result, say: Say, exit_code: int = 0, **places: str) -> Comma
     for line in result.lines():
         say(line)
     return CommandResult(exit_code, {**places, **asdict(result)})
-
-
-def make_say(console: Console) -> Say:
-    """Return a function that prints a line to the console without markup, highlighting or wrapping."""
-    return partial(console.print, highlight=False, markup=False, soft_wrap=True)
