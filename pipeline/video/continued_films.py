@@ -120,7 +120,6 @@ def find_continuation(path: str, pid: int) -> Continuation | None:
         if all(_alternate(video, part) and frozenset((video.pid, part.pid)) not in together for part in film):
             (film if video.kind == main.kind else others).append(video)
     film.sort(key=lambda video: video.first)
-    new_pids = {video.pid: film[0].pid for video in film[1:]}
     note = ""
     if others:
         n_bytes = sum(video.n_bytes for video in others)
@@ -129,12 +128,12 @@ def find_continuation(path: str, pid: int) -> Continuation | None:
     if not film[1:]:
         return Continuation(np.zeros(0, np.int64), np.zeros(0, np.int64), note) if note else None
     announced = min(video.announced for video in film[1:])
+    new_pids = np.arange(_NO_PID + 1)
+    new_pids[[video.pid for video in film[1:]]] = film[0].pid
     positions, pids = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
     with open_regular(path) as file:
         for places, old_pids, _ in iter_packets(file):
-            lookup = np.arange(_NO_PID + 1)
-            lookup[list(new_pids)] = film[0].pid
-            found = lookup[old_pids]
+            found = new_pids[old_pids]
             found[np.isin(old_pids, [0, *tables]) & (places >= announced)] = _NO_PID
             changed = found != old_pids
             positions.append(places[changed])
