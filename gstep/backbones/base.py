@@ -107,11 +107,11 @@ class ModelFamily(ABC):
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> Backbone:
         """Load the vision part onto the runtime's device, in eval mode and without gradients.
 
-        The language model is neither read nor allocated. Files of a Hugging Face model may be downloaded.
+        The language model is neither read nor allocated.
 
         Args:
-            frame_batch: the number of frames that a GPU encodes at once. A CPU encodes frame by frame (on Qwen, one
-                temporal patch at a time), whatever the value.
+            frame_batch: the number of frames that a GPU encodes at once. A CPU encodes single frames (temporal
+                patches).
 
         Raises:
             ModelError: weights are missing, quantized, or do not have the shapes that config.json gives.
@@ -256,7 +256,8 @@ class ModelFamily(ABC):
         A multiplication and an addition count as two. Only matrix products and convolutions count, as in
         ``torch.utils.flop_counter``. The generic family returns None, because the work of its models is unknown.
         """
-        (T, N), work = self.token_counts(n_frames, height, width), self.tower_work(height, width)
+        T, N = self.token_counts(n_frames, height, width)
+        work = self.tower_work(height, width)
         return T * (2 * work.patches * work.patch_weights + 2 * N * work.token_weights + work.attention)
 
     @abstractmethod
@@ -335,9 +336,7 @@ class Backbone(ABC):
 
     Attributes:
         model: the loaded module; on a GPU it may have been modified in place.
-        preprocessor: the rule from frames to pixel values.
         dtype: dtype of weights and computation.
-        frame_batch: the number of frames that a GPU encodes at once.
         steps: the fused steps that a modified tower uses; None for the stock tower.
         pooling_head: the SigLIP head that computes further evidence; None if none was loaded.
     """
