@@ -77,11 +77,11 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
         return int(n_whole * whole + (vision["depth"] - n_whole) * windowed)
 
     def extra(self, video: SampledVideo, vision: PretrainedConfig) -> ModelExtra:
-        """Return the time scale: a temporal patch advances by second_per_grid_ts * tokens_per_second positions, unrounded.
+        """Return the time scale of positions: ``second_per_grid_ts`` and ``tokens_per_second``.
 
-        second_per_grid_ts is ``temporal_patch_size`` divided by the sampled frames per second, as in
-        Qwen2_5_VLProcessor (models/qwen2_5_vl/processing_qwen2_5_vl.py), or by the clip's own rate of sampled frames if
-        the source's rate varies.
+        A temporal patch advances by their product, unrounded. second_per_grid_ts is ``temporal_patch_size`` divided by
+        the sampled frames per second, as in Qwen2_5_VLProcessor (models/qwen2_5_vl/processing_qwen2_5_vl.py), or by the
+        clip's own rate of sampled frames if the source's rate varies.
         """
         return {
             "second_per_grid_ts": vision.temporal_patch_size / video.sampled_fps,
