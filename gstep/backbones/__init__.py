@@ -1,11 +1,10 @@
 """Model families, one per module, which turn video frames into visual tokens.
 
-Use them in this order: :meth:`ModelSource.resolve` resolves a model argument on the driver, without reading weights.
-``family_of(source)`` then returns the model's family: ``family.preprocessor()`` is for decode processes,
-``family.static()`` reads the few weights that a cache's header holds, and ``family.load(runtime)`` builds the vision
-part on a device.
+:meth:`ModelSource.resolve` resolves a model argument on the driver, without reading weights. ``family_of(source)`` then
+returns the model's family: ``family.preprocessor()`` is for decode processes, ``family.static()`` reads the few weights
+that a cache's header holds, and ``family.load(runtime)`` builds the vision part on a device.
 
-All public names are imported on first use, so that importing this package loads neither transformers nor safetensors.
+All names are imported on first use, so that importing this package loads neither transformers nor safetensors.
 """
 
 from __future__ import annotations
@@ -66,10 +65,10 @@ __all__ = [
 def family_of(source: ModelSource) -> ModelFamily:
     """Return the model family of ``source``, which describes the model without weights and can load them.
 
-    For a family outside the table of families, this imports the user's module.
+    A user family's module is imported.
 
     Raises:
-        ModelError: the family's import path cannot be imported, or is not a complete subclass of ModelFamily.
+        ModelError: a user family cannot be imported or is incomplete.
     """
     return family_class(source.family)(source)
 
@@ -77,8 +76,7 @@ def family_of(source: ModelSource) -> ModelFamily:
 def find_family(name: str) -> Family:
     """Return the table entry of the family ``name``, or build an entry for an import path ``module:Class``.
 
-    For an import path, the module is imported, and the entry has only ``backbone`` (the path) and ``prompts``; the
-    other fields have their defaults.
+    The built entry has only ``backbone`` (the path) and ``prompts``, which is read from the imported class.
 
     Raises:
         ModelError: the import path cannot be imported, or is not a complete subclass of ModelFamily.
@@ -90,12 +88,12 @@ def family_class(name: str) -> type[ModelFamily]:
     """Import and return the class of a model family.
 
     Args:
-        name: a key of ``gstep.families.FAMILIES``, or the import path ``module:Class`` of a user family. Importing a
-            user family runs its module.
+        name: a key of ``gstep.families.FAMILIES``, or the import path ``module:Class`` of a user family, whose module
+            runs.
 
     Raises:
-        ModelError: ``name`` is neither, the module fails to import (with any exception), or the object is not a
-            subclass of ModelFamily that defines all abstract methods, ``model_type`` and ``variant``.
+        ModelError: ``name`` cannot be imported (for any reason), or is not a subclass of ModelFamily that defines all
+            abstract methods, ``model_type`` and ``variant``.
     """
     if name in FAMILIES:
         kind: type[ModelFamily] = load_object(FAMILIES[name].backbone)
@@ -110,7 +108,7 @@ def family_class(name: str) -> type[ModelFamily]:
             "on every machine that encodes: in a package that is installed there, or in a folder on PYTHONPATH"
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, ModelFamily)):
-        raise ModelError(f"the family {name!r} is no subclass of gstep.backbones.ModelFamily")
+        raise ModelError(f"the family {name!r} is not a subclass of gstep.backbones.ModelFamily")
     missing = [*sorted(kind.__abstractmethods__), *(n for n in ("model_type", "variant") if not hasattr(kind, n))]
     if missing:
         raise ModelError(f"the family {name!r} does not define {', '.join(missing)} (see gstep.backbones.ModelFamily)")

@@ -121,8 +121,7 @@ class ModelFamily(ABC):
         """Build the vision part on the meta device.
 
         Returns:
-            The module and the rule that maps tensor names on disk to names in the module; None if the family does not
-            implement this, in which case :meth:`check_tensors` checks nothing.
+            The module and the rule that maps tensor names on disk to names in the module; None if not implemented.
         """
         return None
 
@@ -130,7 +129,7 @@ class ModelFamily(ABC):
         """Check by name that the checkpoint has all tensors of the vision part, unquantized. No weights are read.
 
         Returns:
-            True if the names were checked; False if they are not available without a download, or the family has no
+            False if nothing was checked: the names are not available without a download, or there is no
             :meth:`empty_tower`.
 
         Raises:
@@ -153,9 +152,7 @@ class ModelFamily(ABC):
         """
 
     def with_limits(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
-        """Return the model with other limits for frame size or visual tokens than its preprocessor files have.
-
-        The base implementation always raises; the Qwen families override it.
+        """Return the model with other limits for frame size or visual tokens; only the Qwen families implement this.
 
         Args:
             min_pixels, max_pixels: pixels per frame on Qwen2.5-VL, of all sampled frames together on Qwen3-VL; None
@@ -168,13 +165,11 @@ class ModelFamily(ABC):
         raise ModelError(f"{self.source.name!r} sees every frame at one size: limits of pixels are for Qwen models")
 
     def with_pooling_head(self, siglip: str | Path) -> ModelSource:
-        """Return the model with the attention-pooling head of a SigLIP checkpoint as a source of evidence.
-
-        The base implementation always raises; LLaVA-OneVision overrides it.
+        """Return the model with a SigLIP pooling head as a source of evidence; only LLaVA-OneVision implements this.
 
         Args:
-            siglip: the checkpoint that the model's vision tower was made from: a folder with safetensors, a Hugging
-                Face id, or "tiny" for the tiny LLaVA-OneVision. Only the head is read, here and at loading.
+            siglip: the checkpoint that the vision tower was made from: a folder with safetensors, a Hugging Face id, or
+                "tiny" for the tiny LLaVA-OneVision. Only the head is read, here and at loading.
 
         Raises:
             ModelError: the family has no SigLIP tower, or the checkpoint has no head that fits it.
@@ -276,8 +271,7 @@ class ModelExtra(TypedDict, total=False):
     """The facts about one video that a language model needs besides its tokens: JSON values, stored in the cache.
 
     ``grid`` is [rows, columns] of the N tokens in a frame (temporal patch). Each family adds the facts that its
-    positions depend on. The generic family has none of these keys; its encoder returns its own facts in
-    ``VisualTokens.extra``.
+    positions depend on. The generic family has none of these keys; its facts are in ``VisualTokens.extra``.
     """
 
     grid: list[int]
@@ -472,9 +466,9 @@ class Backbone(ABC):
     ) -> list[VisualTokens]:
         """Encode several small videos, on a GPU in one pass of the tower; return their tokens in order.
 
-        A CPU encodes each video with :meth:`encode`, so that its tokens do not depend on the other videos. A GPU
-        library chooses kernels by the number of rows of the whole pass, so there the last bits may depend on the other
-        videos. A single video is always encoded with :meth:`encode`; a shared pass is not retried in smaller chunks.
+        On a CPU, and for a single video, this calls :meth:`encode`, so that a CPU's tokens do not depend on the other
+        videos. On a GPU the last bits may depend on them, because libraries choose kernels by the number of rows in a
+        pass; a shared pass is not retried in smaller chunks.
 
         Args:
             videos: resized frames of each video, uint8 [t,h,w,3].

@@ -45,12 +45,12 @@ class FusedSteps:
     def prove(self, device: torch.device, step: Callable[[], Tensor]) -> None:
         """Turn the Triton kernels on if ``step`` gives the same result with and without them.
 
-        Sets ``kernels``. If the step fails, or its results differ by more than 1/64 of the largest value, the kernels
+        Sets ``kernels``. If ``step`` fails, or its results differ by more than 1/64 of the largest value, the kernels
         stay off and a RuntimeWarning has the reason.
 
         Args:
             device: a CUDA device.
-            step: a function that runs some layer; it is called twice, which compiles the kernels.
+            step: runs a layer that uses these steps; called twice.
 
         Raises:
             torch.OutOfMemoryError: GPU memory ran out in ``step``.
@@ -160,18 +160,14 @@ def suit_llava(model: Any, vision: Any) -> FusedSteps:
     """Modify a loaded LlavaOnevisionModel in place to run faster on a GPU.
 
     Patches are embedded by one matrix product, element-wise steps are fused, and pooling keeps the channels last. Call
-    it after the weights are loaded and on their device. For a model on a GPU, the first layer then runs with and
-    without the Triton kernels, and the kernels are turned on if the results agree; otherwise a RuntimeWarning is
-    issued.
+    it after the weights are loaded and on their device. On a GPU, the first layer then runs twice to turn the Triton
+    kernels on, or off with a RuntimeWarning (:meth:`FusedSteps.prove`).
 
     Args:
         vision: the module inside ``model`` that holds the vision tower's embeddings and layers.
 
     Returns:
         The fused steps that the layers share.
-
-    Raises:
-        torch.OutOfMemoryError: the comparison runs out of GPU memory.
     """
     steps = FusedSteps()
     embeddings = vision.embeddings
@@ -195,14 +191,11 @@ def suit_internvl(tower: Any) -> FusedSteps:
     Patches are embedded by one matrix product, and norms are fused. If attention is sdpa without norms of queries and
     keys, queries, keys and values become one product. The scales ``lambda_1`` and ``lambda_2`` of each layer are
     multiplied into the weights before them and set to 1, so that a second call changes no result. Call it after the
-    weights are loaded and on their device. For a model on a GPU, the first layer then runs with and without the Triton
-    kernels, and the kernels are turned on if the results agree; otherwise a RuntimeWarning is issued.
+    weights are loaded and on their device. On a GPU, the first layer then runs twice to turn the Triton kernels on, or
+    off with a RuntimeWarning (:meth:`FusedSteps.prove`).
 
     Returns:
         The fused steps that the layers share.
-
-    Raises:
-        torch.OutOfMemoryError: the comparison runs out of GPU memory.
     """
     steps = FusedSteps()
     patches = tower.embeddings.patch_embeddings
@@ -226,18 +219,14 @@ def suit_internvl(tower: Any) -> FusedSteps:
 def suit_qwen(tower: Any) -> FusedSteps:
     """Modify a loaded vision tower of Qwen2.5-VL or Qwen3-VL in place to run faster on a GPU.
 
-    Patches are embedded by one matrix product, element-wise steps are fused, and a pass takes one attention call per
-    layer; attention stays the stock one if the tower was built with "eager". The gate and up of an MLP gated by SiLU
-    become one product; a width that is not a multiple of 8 is padded with zeros to a multiple of 128, so that a second
-    call pads nothing. Call it after the weights are loaded and on their device. For a tower on a GPU, the first block
-    then runs with and without the Triton kernels, and the kernels are turned on if the results agree; otherwise a
-    RuntimeWarning is issued.
+    Patches are embedded by one matrix product, element-wise steps are fused, and each layer attends in one call;
+    attention stays the stock one if the tower was built with "eager". The gate and up of an MLP gated by SiLU become
+    one product; a width that is not a multiple of 8 is zero-padded to a multiple of 128, so that a second call pads
+    nothing. Call it after the weights are loaded and on their device. On a GPU, the first block then runs twice to turn
+    the Triton kernels on, or off with a RuntimeWarning (:meth:`FusedSteps.prove`).
 
     Returns:
         The fused steps that the blocks share.
-
-    Raises:
-        torch.OutOfMemoryError: the comparison runs out of GPU memory.
     """
     steps = FusedSteps()
     projection = tower.patch_embed.proj
@@ -427,7 +416,7 @@ def _attend_in_pieces(
 
     Args:
         cu_seqlens: [pieces + 1], the bounds of the pieces.
-        max_seqlen: the rows of the longest piece; if None, it is computed, for which the CPU waits for the GPU.
+        max_seqlen: the rows of the longest piece; None computes it, which makes the CPU wait for the GPU.
     """
     n_rows = len(hidden_states)
     qkv_S3HE = attention.qkv(hidden_states).view(n_rows, 3, attention.num_heads, -1)
@@ -452,9 +441,8 @@ def _attend_in_pieces(
 def attend(query_SHE: Tensor, key_SHE: Tensor, value_SHE: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     """Attend within each piece of rows, [S,H,E], in as few calls as the device allows; return [S,H,E].
 
-    Pieces of equal length are one batch of sdpa. Pieces of several lengths take a single call of torch's
-    variable-length attention if the GPU supports it (16-bit dtypes, compute capability 8 or later). Otherwise there is
-    one call of sdpa for each distinct length.
+    Pieces of equal length are one batch of sdpa. Otherwise there is a single call of torch's variable-length attention
+    if the GPU supports it (16-bit dtypes, compute capability 8 or later), or one call of sdpa per distinct length.
 
     Args:
         cu_seqlens: [pieces + 1], the bounds of the pieces.
@@ -484,9 +472,9 @@ def _attend_batch(query_PLHE: Tensor, key_PLHE: Tensor, value_PLHE: Tensor) -> T
 
 
 def _variable_length(query_SHE: Tensor) -> Callable[..., Any] | None:
-    """Return torch's variable-length attention; None if torch lacks it or it does not support this tensor.
+    """Return torch's variable-length attention, which needs torch 2.9; None if it does not support this tensor.
 
-    It supports CUDA tensors in bfloat16 or float16 on compute capability 8 or later; torch has it from 2.9 on.
+    It supports bfloat16 and float16 on GPUs of compute capability 8 or later.
     """
     if not query_SHE.is_cuda or query_SHE.dtype not in (torch.bfloat16, torch.float16):
         return None

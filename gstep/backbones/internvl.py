@@ -40,8 +40,8 @@ class InternVL(FixedSizeFamily):
         """Load the vision part, ready to encode; the language model is neither read nor allocated.
 
         Raises:
-            ModelError: the preprocessor's settings are not supported, or weights are missing, quantized or of another
-                shape than config.json gives.
+            ModelError: the preprocessor's settings are not supported; or weights are missing, quantized or do not fit
+                config.json.
         """
         preprocessor = self.preprocessor()
         model, names = self.empty_tower(runtime)

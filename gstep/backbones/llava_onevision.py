@@ -49,8 +49,8 @@ class LlavaOnevision(FixedSizeFamily):
         The language model is neither read nor allocated.
 
         Raises:
-            ModelError: the preprocessor's settings are not supported, weights are missing, quantized or of another
-                shape than config.json gives, or the pooling head on this node is not the one that was resolved.
+            ModelError: the preprocessor's settings are not supported; weights are missing, quantized or do not fit
+                config.json; or the pooling head on this node is not the one that was resolved.
         """
         preprocessor = self.preprocessor()
         model, names = self.empty_tower(runtime)
@@ -121,9 +121,8 @@ class LlavaOnevision(FixedSizeFamily):
         """Compute the size in bytes of a video's visual tokens and evidence in bfloat16, from the config alone.
 
         Args:
-            evidence: names of the evidence to count: ``frame_feature`` is a vision-width vector per frame; per token,
-                ``image_embedding`` is of vision width, ``token_key`` of one head's width, and any other evidence a
-                single number.
+            evidence: evidence names. ``frame_feature`` has the vision width per frame; per token, ``image_embedding``
+                has the vision width, ``token_key`` the width of a head, and any other evidence a single number.
         """
         channels = self._vision("hidden_size", 1152)
         widths = {"image_embedding": channels, "token_key": channels // self._vision("num_attention_heads", 16)}
@@ -157,8 +156,7 @@ class LlavaOnevisionBackbone(Backbone):
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
         """Encode [t,384,384,3] uint8 to tokens [t,196,D] and the requested evidence, in one pass of the tower.
 
-        Hooks compute the evidence while the tower runs. Evidence of patches is pooled to tokens in the same way as the
-        features; evidence of frames stays one vector per frame.
+        Hooks compute the evidence while the tower runs. Evidence of patches is pooled to tokens as the features are.
         """
         pixels = self.preprocessor.normalise(frames, self.device, self.dtype)
         vision = self.model.config.vision_config

@@ -67,8 +67,7 @@ class Preprocessor(ABC):
     def resize(self, frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
         """Resize [T,H,W,3] uint8 RGB to [T,h,w,3] uint8 on the CPU, bit-identical to the stock processor.
 
-        Each frame is resized by itself, so a video may be resized in chunks. Frames of this size already are returned
-        without a copy.
+        Each frame is resized by itself, so a video may be resized in chunks.
 
         Raises:
             ValueError: ``frames`` is not uint8 [T,H,W,3].
@@ -178,11 +177,7 @@ def rgb_triple(settings: Mapping[str, Any], name: str) -> tuple[float, float, fl
 
 @dataclass(frozen=True)
 class FixedSizePreprocessor(Preprocessor):
-    """A preprocessor that resizes every frame to a fixed size, whatever its aspect ratio.
-
-    Attributes:
-        height, width: the size in pixels.
-    """
+    """A preprocessor that resizes every frame to a fixed ``height`` and ``width``, whatever its aspect ratio."""
 
     height: int
     width: int

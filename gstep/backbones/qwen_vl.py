@@ -69,8 +69,8 @@ class QwenVL(ModelFamily):
         Rotary frequencies are computed, because no checkpoint stores them.
 
         Raises:
-            ModelError: the preprocessor's settings are not supported, or weights are missing, quantized or of another
-                shape than config.json gives.
+            ModelError: the preprocessor's settings are not supported; or weights are missing, quantized or do not fit
+                config.json.
         """
         preprocessor = self.preprocessor()
         whole, names = self.empty_tower(runtime)
@@ -240,8 +240,7 @@ class QwenBackbone(Backbone):
     def chunk_length(self, height: int, width: int, frame_batch: int) -> int:
         """Return the number of frames to encode at once: whole temporal patches, at least one.
 
-        The number is at most ``frame_batch``, rounded down to whole temporal patches, and at most PATCHES_AT_ONCE
-        patches.
+        It is the largest such number up to ``frame_batch`` frames and PATCHES_AT_ONCE patches.
         """
         frames, H, W = self.preprocessor.frames_per_patch, *self.preprocessor.grid_thw(1, height, width)[1:]
         return frames * max(1, min(frame_batch // frames, PATCHES_AT_ONCE // (H * W)))
@@ -291,10 +290,7 @@ class QwenBackbone(Backbone):
         """Compute those keyword arguments of the tower's forward that depend only on the grids of a pass.
 
         The stock functions of transformers compute them, and on a GPU several make the CPU wait. ``_suit_gpu`` caches
-        this method, because most videos of a corpus share a few grids.
-
-        Args:
-            grids: (T, H, W) in patches for each video of the pass.
+        this method, because most videos of a corpus share a few grids (T, H, W).
         """
         from transformers import vision_utils as stock  # noqa: PLC0415 - seconds, and preprocessing needs none of it
 
@@ -394,7 +390,7 @@ class MergedAttentionObserver:
 
         Args:
             hidden_MC: the layer's input, all patches of the pass.
-            kwargs: the layer's keyword arguments, of which ``position_embeddings`` is used.
+            kwargs: the layer's keyword arguments, including ``position_embeddings``.
         """
         qkv = self.layer.qkv
         n_heads = self.layer.num_heads
