@@ -1,8 +1,8 @@
 """Measure this clone on a GPU, or rehearse every measurement on a CPU: python .ci/gpu FOLDER [--rehearse].
 
-Measurements run in order of value until the deadline. Each runs in its own process with a time limit and prints one
-line per figure; if one fails, the others still run. FOLDER gets the lines as report.txt, and other output of each
-measurement as NAME.log. Nothing is downloaded: models and clips are created here.
+Measurements run in order of value until the deadline. Each runs in its own process with a time limit; if one fails, the
+others still run. FOLDER gets a line per figure in report.txt, and other output of each measurement in NAME.log. Nothing
+is downloaded: models and clips are created here.
 """
 
 from __future__ import annotations

@@ -43,7 +43,10 @@ _ENDS = r"(\d+)(?:/\d+)? (passed|failed|skipped|errors?|tests collected)"  # in 
 
 
 def make_inputs(bench: Bench) -> None:
-    """Write models and clips to the folder ``work`` in parallel; each model appears when complete, as do all clips."""
+    """Write all models, clips and manifests to the folder ``work``, in parallel processes.
+
+    A model's folder appears when it is complete, as does the folder ``clips``.
+    """
     clips = bench.work / "clips.part"
     clips.mkdir()
     names = [f"{number:03}.mp4" for number in range(bench.clips)]
@@ -94,7 +97,10 @@ def load_encoder(bench: Bench, model: str, **settings: Any) -> tuple[VideoEncode
 
 
 def measure_tower(bench: Bench, model: str) -> None:
-    """Time a model's encoder as a run uses it, list its longest kernels, and compare its tokens with those of a CPU."""
+    """Time a model's encoder as a run uses it, list its five longest kernels, and compare its tokens with a CPU's.
+
+    Reports the times of encoding and pruning, TFLOP/s, the time per video with three threads, and the least cosine.
+    """
     encoder, record, frames = load_encoder(bench, model)
     backbone = encoder.backbone
     on_device = frames.to(bench.device)
@@ -144,7 +150,10 @@ def run_prune(bench: Bench, manifest: str, model: object, *flags: object) -> tup
 
 
 def measure_job(bench: Bench) -> None:
-    """Run ``jobs.prune`` on many clips, for comparison with ``loop`` and ``ray``."""
+    """Run ``jobs.prune`` on many clips, for comparison with ``loop`` and ``ray``.
+
+    Reports videos per second with and without the start, the encoder's load, and the time per video and stage.
+    """
     sizes = ("--num-frames", bench.frames, "--videos-per-shard", min(8, bench.clips // 2))
     document, cache = run_prune(bench, "many.jsonl", bench.wait_for("llava"), *sizes)
     bench.say("speed, start included", document["n_ok"] / document["wall_s"], "videos/s")
@@ -159,6 +168,8 @@ def measure_job(bench: Bench) -> None:
 
 def measure_loop(bench: Bench, run: Callable[..., None], n_videos: int) -> None:
     """Run what a user would write instead of ``jobs.prune`` on the first ``n_videos`` of the same videos.
+
+    Reports the videos and, without the start, the videos per second.
 
     Args:
         run: ``loops.run_loader`` or ``loops.run_ray_data``.
@@ -175,7 +186,10 @@ def measure_loop(bench: Bench, run: Callable[..., None], n_videos: int) -> None:
 
 
 def measure_answers(bench: Bench) -> None:
-    """Measure the paper's Table 3 with ``jobs.benchmark efficiency``, for a language model of published size."""
+    """Measure the paper's Table 3 with ``jobs.benchmark efficiency``, for a language model of published size.
+
+    Reports times and memory of each method and ratio, online and cached.
+    """
     fixed = ("efficiency", "--model", bench.wait_for("table3"), "--videos", bench.wait_for("clips") / "000.mp4")
     flags = ("--random-weights", "--num-frames", bench.frames, "--device", bench.device)
     sizes = "fastv --retention-ratio 0.25 0.15 --max-new-tokens 32 --repeats 3"
@@ -192,7 +206,10 @@ def measure_answers(bench: Bench) -> None:
 
 
 def measure_generic(bench: Bench, models: tuple[str, ...]) -> None:
-    """Compare a family's own code with the family generic on one clip, as ``jobs.benchmark generic`` does."""
+    """Compare a family's own code with the family generic on one clip, as ``jobs.benchmark generic`` does.
+
+    Reports the time of each step for each model, and whether the tokens are the same.
+    """
     clip = bench.wait_for("clips") / "000.mp4"
     runtime = choose_runtime(bench.device)
     for model, folder in ((model, bench.wait_for(model)) for model in models):
@@ -209,7 +226,7 @@ def run_tests(bench: Bench) -> None:
     """Run the tests that need a CUDA device, and report the counts of outcomes; a rehearsal only collects them.
 
     Raises:
-        RuntimeError: a test fails.
+        RuntimeError: the exit code of pytest is not 0.
     """
     files = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if "needs_cuda" in path.read_text()]
     how = ("-n", "0", "--collect-only") if bench.rehearse else ("-n", "8")
@@ -280,7 +297,7 @@ def fill_memory(bench: Bench) -> None:
 
 
 def measure_selection(bench: Bench) -> None:
-    """Time the selection and the paper's loop, with the functions of ``jobs.benchmark selection``."""
+    """Time the selection, the paper's loop and VidCom2, and report the share of the loop's tokens that are kept."""
     for shape in ((3, 8, 32),) if bench.rehearse else ((32, 196, 3584), (16, 720, 3584)):
         tokens = structured_tokens(*shape).to(bench.device)
         for ratio in (0.25, 0.10):

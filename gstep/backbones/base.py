@@ -96,7 +96,7 @@ class ModelFamily(ABC):
     min_rule: ClassVar[str] = "rounded"
 
     def min_frames(self) -> int:
-        """Return the minimum number of frames that the stock processor samples at a given rate from a long enough clip.
+        """Return the minimum number of frames that the stock processor samples at a given rate from a long clip.
 
         Raises:
             ModelError: the checkpoint's setting is not a positive integer (Qwen families).
@@ -129,7 +129,7 @@ class ModelFamily(ABC):
         """Check by name that the checkpoint has all tensors of the vision part, unquantized. No weights are read.
 
         Returns:
-            False if nothing was checked: the names are not available without a download, or there is no
+            True, or False if nothing was checked: the names are not available without a download, or there is no
             :meth:`empty_tower`.
 
         Raises:
@@ -157,7 +157,7 @@ class ModelFamily(ABC):
         Args:
             min_pixels, max_pixels: pixels per frame on Qwen2.5-VL, of all sampled frames together on Qwen3-VL; None
                 keeps the checkpoint's limit.
-            max_video_tokens: if given, turns on the stock processors' size cap for long videos (cap_pixels_per_frame).
+            max_video_tokens: if given, turns on the stock processors' cap for long videos (cap_pixels_per_frame).
 
         Raises:
             ModelError: the family does not take limits, or the minimum exceeds the maximum.
@@ -169,7 +169,7 @@ class ModelFamily(ABC):
 
         Args:
             siglip: the checkpoint that the vision tower was made from: a folder with safetensors, a Hugging Face id, or
-                "tiny" for the tiny LLaVA-OneVision. Only the head is read, here and at loading.
+                "tiny" for the tiny LLaVA-OneVision. Only the head is read.
 
         Raises:
             ModelError: the family has no SigLIP tower, or the checkpoint has no head that fits it.
@@ -193,28 +193,16 @@ class ModelFamily(ABC):
 
     @classmethod
     def check_gives(cls, evidence: Mapping[str, str]) -> None:
-        """Check that models of this family can compute the requested evidence.
-
-        Args:
-            evidence: label -> source (gstep.evidence).
-
-        Raises:
-            ModelError: ``gives`` lacks some of it; the message describes what is missing.
-        """
+        """Raise ModelError if no model of this family can compute some of the evidence, label -> source (gstep.evidence)."""
         if missing := {
             key: source for key, source in evidence.items() if (name_of(key, source), source) not in cls.gives
         }:
             raise ModelError(f"the encoder of {cls.model_type} does not give {describe_evidence(missing)}")
 
     def check_evidence(self, evidence: Mapping[str, str]) -> None:
-        """Check that this model, with its pooling head if it has one, can compute the requested evidence.
+        """Raise ModelError if this model cannot compute some of the evidence, label -> source (gstep.evidence).
 
-        Args:
-            evidence: label -> source (gstep.evidence).
-
-        Raises:
-            ModelError: the family cannot compute some of it, or it needs a SigLIP pooling head that the model was
-                resolved without.
+        Evidence from a SigLIP pooling head requires a model that was resolved with one.
         """
         self.check_gives(evidence)
         head_evidence = {name: source for name, source in evidence.items() if source in HEAD_SOURCES}
@@ -248,8 +236,8 @@ class ModelFamily(ABC):
     def flops(self, n_frames: int, height: int, width: int) -> int | None:
         """Count the floating-point operations for encoding ``n_frames`` resized frames, from the config alone.
 
-        A multiplication and an addition count as two. Only matrix products and convolutions count, as in
-        ``torch.utils.flop_counter``. The generic family returns None, because the work of its models is unknown.
+        A multiplication and an addition count as two; only matrix products and convolutions count. The generic family
+        returns None, because the work of its models is unknown.
         """
         T, N = self.token_counts(n_frames, height, width)
         work = self.tower_work(height, width)
@@ -421,10 +409,9 @@ class Backbone(ABC):
     ) -> VisualTokens:
         """Encode one video of resized frames, [t,h,w,3] uint8, to tokens [T,N,D] in the compute dtype.
 
-        T is t, or the number of temporal patches. Frames are encoded in fixed chunks of this video alone, so its tokens
-        depend neither on other videos nor on the requested evidence, and on a CPU not on ``frame_batch``. Other kinds
-        of CPU or GPU round differently. If GPU memory runs out, the whole video is encoded again in chunks of half the
-        size, until one fits.
+        Frames are encoded in fixed chunks of this video alone, so its tokens depend neither on other videos nor on the
+        requested evidence, and on a CPU not on ``frame_batch``. Other kinds of CPU or GPU round differently. If GPU
+        memory runs out, the whole video is encoded again in chunks of half the size, until one fits.
 
         Args:
             frames: frames as ``preprocessor.resize`` returns them.
@@ -468,12 +455,12 @@ class Backbone(ABC):
 
         On a CPU, and for a single video, this calls :meth:`encode`, so that a CPU's tokens do not depend on the other
         videos. On a GPU the last bits may depend on them, because libraries choose kernels by the number of rows in a
-        pass; a shared pass is not retried in smaller chunks.
+        pass. A shared pass is not retried in smaller chunks.
 
         Args:
             videos: resized frames of each video, uint8 [t,h,w,3].
             evidence: label -> source of the evidence to compute as well.
-            sampled: the times of each video's frames, in the order of ``videos``; None if unknown.
+            sampled: the times of each video's frames; None if unknown.
 
         Raises:
             ValueError: a video is not uint8 [t,h,w,3].
@@ -488,9 +475,10 @@ class Backbone(ABC):
         return self.encode_pass([as_frames(frames) for frames in videos], evidence)
 
     def _encode_chunks(self, frames: Sequence[Tensor], evidence: Mapping[str, str]) -> VisualTokens:
-        """Encode the chunks of one video in order and concatenate the results into preallocated tensors.
+        """Encode the chunks of one video in order and return the tokens and evidence of the whole video.
 
-        Each chunk but the last must consist of whole temporal patches. The result has no ``extra``, grid or times.
+        A single chunk's result is returned as it is. Several results are copied into preallocated tensors, without
+        ``extra``, grid and times. Each chunk but the last must consist of whole temporal patches.
         """
         if len(frames) == 1:
             return self.encode_chunk(frames[0], evidence)

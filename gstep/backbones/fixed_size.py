@@ -31,11 +31,7 @@ class FixedSizeFamily(ModelFamily):
 
     @abstractmethod
     def check_features(self) -> None:
-        """Check that config.json takes visual tokens from layers that are implemented.
-
-        Raises:
-            ModelError: it names other layers.
-        """
+        """Raise ModelError if config.json takes visual tokens from layers that are not implemented."""
 
     @abstractmethod
     def names_in_memory(self, key: str) -> Sequence[str]:

@@ -1,9 +1,9 @@
 """Faster implementations of the stock vision towers for GPUs, with the same arithmetic in other layouts and kernels.
 
 ``suit_llava``, ``suit_internvl`` and ``suit_qwen`` modify the modules of one loaded tower, never a class of
-transformers. Backbones call them on a GPU only. The stock towers lose most of a GPU's time to strided layouts
-(LLaVA-OneVision), to one attention call per window and to widths that do not suit tensor cores (Qwen2.5-VL), and to
-element-wise operations (InternVL; in float32 both Qwen families); jobs/benchmark/README.md has the figures.
+transformers. The stock towers lose most of a GPU's time to strided layouts (LLaVA-OneVision), to one attention call per
+window and to widths that do not suit tensor cores (Qwen2.5-VL), and to element-wise operations (InternVL; in float32
+both Qwen families).
 
 Shapes: F frames, S rows (patches of a pass), C channels, H heads of E channels, I inner channels of an MLP.
 """
@@ -168,6 +168,9 @@ def suit_llava(model: Any, vision: Any) -> FusedSteps:
 
     Returns:
         The fused steps that the layers share.
+
+    Raises:
+        torch.OutOfMemoryError: GPU memory ran out in the first layer.
     """
     steps = FusedSteps()
     embeddings = vision.embeddings
@@ -196,6 +199,9 @@ def suit_internvl(tower: Any) -> FusedSteps:
 
     Returns:
         The fused steps that the layers share.
+
+    Raises:
+        torch.OutOfMemoryError: GPU memory ran out in the first layer.
     """
     steps = FusedSteps()
     patches = tower.embeddings.patch_embeddings
@@ -221,12 +227,15 @@ def suit_qwen(tower: Any) -> FusedSteps:
 
     Patches are embedded by one matrix product, element-wise steps are fused, and each layer attends in one call;
     attention stays the stock one if the tower was built with "eager". The gate and up of an MLP gated by SiLU become
-    one product; a width that is not a multiple of 8 is zero-padded to a multiple of 128, so that a second call pads
-    nothing. Call it after the weights are loaded and on their device. On a GPU, the first block then runs twice to turn
-    the Triton kernels on, or off with a RuntimeWarning (:meth:`FusedSteps.prove`).
+    one product; a width that is not a multiple of 8 is zero-padded to a multiple of 128. Call it after the weights are
+    loaded and on their device. On a GPU, the first block then runs twice to turn the Triton kernels on, or off with a
+    RuntimeWarning (:meth:`FusedSteps.prove`).
 
     Returns:
         The fused steps that the blocks share.
+
+    Raises:
+        torch.OutOfMemoryError: GPU memory ran out in the first block.
     """
     steps = FusedSteps()
     projection = tower.patch_embed.proj
@@ -472,7 +481,7 @@ def _attend_batch(query_PLHE: Tensor, key_PLHE: Tensor, value_PLHE: Tensor) -> T
 
 
 def _variable_length(query_SHE: Tensor) -> Callable[..., Any] | None:
-    """Return torch's variable-length attention, which needs torch 2.9; None if it does not support this tensor.
+    """Return torch's variable-length attention; None if torch is older than 2.9 or does not support this tensor.
 
     It supports bfloat16 and float16 on GPUs of compute capability 8 or later.
     """

@@ -54,11 +54,7 @@ class InternVL(FixedSizeFamily):
         return self._side("image_size")
 
     def check_features(self) -> None:
-        """Check that config.json takes visual tokens from the last layer, without its class token.
-
-        Raises:
-            ModelError: it names another layer or selection strategy.
-        """
+        """Raise ModelError unless config.json takes visual tokens from the last layer, without its class token."""
         layer, strategy = (
             self.source.config.get(f"vision_feature_{name}", default)
             for name, default in (("layer", -1), ("select_strategy", "default"))

@@ -1,7 +1,7 @@
 """LLaVA-OneVision: SigLIP, a two-layer projector, and 2x2 bilinear pooling of each frame (27 x 27 to 14 x 14 tokens).
 
-The encoder calls LlavaOnevisionModel.get_video_features (transformers,
-models/llava_onevision/modeling_llava_onevision.py), or on a GPU the same modules one by one.
+The encoder follows LlavaOnevisionModel.get_video_features (transformers,
+models/llava_onevision/modeling_llava_onevision.py).
 """
 
 from __future__ import annotations
@@ -66,11 +66,7 @@ class LlavaOnevision(FixedSizeFamily):
         return self._vision("image_size", 384)
 
     def check_features(self) -> None:
-        """Check that config.json takes visual tokens from a single vision layer, as in all published models.
-
-        Raises:
-            ModelError: vision_feature_layer is not an integer.
-        """
+        """Raise ModelError unless vision_feature_layer in config.json is a single integer, as in all published models."""
         layer = self.source.config.get("vision_feature_layer", -1)
         if not isinstance(layer, int) or isinstance(layer, bool):
             raise ModelError(

@@ -23,16 +23,16 @@ class PositionFaults(NamedTuple):
 
 
 def position_faults(extra: ModelExtra, timestamps: Sequence[float], *, even: bool) -> PositionFaults:
-    """Count the temporal patches of a video whose positions do not match their times.
+    """Count the temporal patches of a video whose positions do not match their times; no position is changed.
 
     Positions follow get_rope_index of transformers (models/qwen2_5_vl/modeling_qwen2_5_vl.py), which multiplies a
-    patch's index by a constant interval. This function only reports errors; it does not change positions.
+    patch's index by a constant interval.
 
     Args:
         extra: the video's facts; only Qwen2.5-VL has the keys that make positions depend on time.
         timestamps: seconds of each sampled frame, at least one.
-        even: True if frames were sampled at evenly spaced times; no patch is then counted as uneven, because a
-            timestamp is the time at which a frame appeared on screen, which may be before the sampling time.
+        even: True if frames were sampled at evenly spaced times; no patch is then uneven, because a timestamp is the
+            time at which a frame appeared on screen, which may be before the sampling time.
 
     Returns:
         The counts; (None, None) without ``tokens_per_second`` in ``extra``. If all patches have the same time, none is

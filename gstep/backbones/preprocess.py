@@ -3,11 +3,10 @@
 The stock processors of transformers need torchvision; this module needs only torch, so that decode processes stay
 light. Frames are resized in the decode process (uint8 in, uint8 out) and normalized on the device that encodes.
 
-Qwen2.5-VL and Qwen3-VL keep a video's aspect ratio and choose its size by pixel limits: per frame on Qwen2.5-VL, for
-the whole video on Qwen3-VL. Sides are multiples of a token's side (28 or 32 pixels). Two frames make one temporal
-patch; an odd last frame is repeated. The rules follow Qwen2VLVideoProcessor and Qwen3VLVideoProcessor (transformers
-5.23, models/qwen2_vl and qwen3_vl, video_processing_*.py). Patches are in token order: the 2 x 2 patches of a token are
-adjacent.
+Qwen2.5-VL and Qwen3-VL keep a video's aspect ratio and choose its size by pixel limits. Sides are multiples of a
+token's side (28 or 32 pixels). Two frames make one temporal patch; an odd last frame is repeated. The rules follow
+Qwen2VLVideoProcessor and Qwen3VLVideoProcessor (transformers 5.23, models/qwen2_vl and qwen3_vl,
+video_processing_*.py). Patches are in token order: the 2 x 2 patches of a token are adjacent.
 """
 
 from __future__ import annotations
@@ -125,8 +124,8 @@ def resize_frames(frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> 
 def as_frames(frames: Tensor | NDArray[np.uint8]) -> Tensor:
     """Check that ``frames`` is uint8 [T,H,W,3], and return it as a tensor.
 
-    A tensor is returned as it is, and a NumPy array as a tensor that shares its memory. Only an array that is read-only
-    or has a negative stride is copied. T may be 0.
+    A tensor is returned as it is, and an array as a tensor that shares its memory; only an array that is read-only or
+    has a negative stride is copied. T may be 0.
 
     Raises:
         ValueError: ``frames`` has another type, dtype or shape.
@@ -146,10 +145,9 @@ def as_frames(frames: Tensor | NDArray[np.uint8]) -> Tensor:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Check that every preprocessor setting that changes pixel values has an implemented value; missing ones pass.
+    """Raise ModelError if a preprocessor setting that changes pixel values has a value that is not implemented.
 
-    Raises:
-        ModelError: a setting has another value; the message has its name and the expected value.
+    Missing settings pass. The message has the setting and the expected value.
     """
     for name, implemented in _IMPLEMENTED.items():
         value = settings.get(name, implemented[0])
@@ -243,8 +241,8 @@ class DynamicSizePreprocessor(Preprocessor):
         """Create a preprocessor from a checkpoint's preprocessor settings.
 
         Args:
-            settings: the settings merged over the class defaults; all settings behind the attributes must be present.
-                ``max_video_tokens`` is ignored unless ``cap_pixels_per_frame`` is true.
+            settings: the settings merged over the class defaults, so that none is missing. ``max_video_tokens`` is
+                ignored unless ``cap_pixels_per_frame`` is true.
 
         Raises:
             ModelError: a setting has a value that is not implemented; the message names it.
@@ -374,11 +372,7 @@ class PerVideoPreprocessor(DynamicSizePreprocessor):
 
 
 def check_shape(height: int, width: int) -> None:
-    """Check the aspect ratio of frames against MAX_ASPECT_RATIO, the limit of the Qwen models.
-
-    Raises:
-        UnsupportedVideo: the longer side is more than 200 times the shorter side.
-    """
+    """Raise UnsupportedVideo if the longer side is more than MAX_ASPECT_RATIO times the shorter side."""
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_ASPECT_RATIO:
         raise UnsupportedVideo(

@@ -287,10 +287,11 @@ class QwenBackbone(Backbone):
         return suit_qwen(self.model)
 
     def _compute_grid_facts(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
-        """Compute those keyword arguments of the tower's forward that depend only on the grids of a pass.
+        """Compute those keyword arguments of the tower's forward that depend only on the grids (T, H, W) of a pass.
 
-        The stock functions of transformers compute them, and on a GPU several make the CPU wait. ``_suit_gpu`` caches
-        this method, because most videos of a corpus share a few grids (T, H, W).
+        They are the position ids and the bounds of pieces, of windows too if the tower has windows, and the
+        interpolation of learned positions if it has these. The stock functions compute them, and on a GPU several make
+        the CPU wait. ``_suit_gpu`` caches this method, because most videos of a corpus share a few grids.
         """
         from transformers import vision_utils as stock  # noqa: PLC0415 - seconds, and preprocessing needs none of it
 

@@ -75,10 +75,11 @@ def choose_runtime(device: str = "auto", dtype: str = "auto", attn: str = "auto"
         device: "auto" (cuda if available, otherwise cpu), "cpu", "cuda" or "cuda:<i>"; ``<i>`` is not checked.
         dtype: "auto" (bfloat16 on cuda, float32 on the CPU) or a key of DTYPES.
         attn: "auto" (flash_attention_2 if it is installed and can run, otherwise sdpa) or a name in ATTENTION. "auto"
-            never chooses newer versions of flash attention, because torch's own choice was not slower in measurements.
+            never chooses newer versions of flash attention, which were not faster in measurements.
 
     Raises:
-        ModelError: the device, dtype or attention implementation is unknown or not available.
+        ModelError: the device, dtype or attention implementation is unknown, not available, or cannot run with the
+            others.
     """
     device = _choose_device(device)
     on_cuda = device.startswith("cuda")
@@ -90,11 +91,7 @@ def choose_runtime(device: str = "auto", dtype: str = "auto", attn: str = "auto"
 
 
 def _choose_device(device: str) -> str:
-    """Resolve "auto", or check that the device is known and that torch sees a CUDA device for "cuda".
-
-    Raises:
-        ModelError: it is not.
-    """
+    """Resolve "auto"; raise ModelError if the device is unknown, or is "cuda" and torch sees no CUDA device."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device != "cpu" and device.partition(":")[0] != "cuda":
@@ -108,11 +105,7 @@ def _choose_device(device: str) -> str:
 
 
 def _choose_attention(attn: str, *, flash_can_run: bool) -> str:
-    """Resolve "auto", or check that the attention implementation is known, can run and is installed.
-
-    Raises:
-        ModelError: it is not.
-    """
+    """Resolve "auto"; raise ModelError if the attention implementation is unknown, cannot run or is not installed."""
     if attn == "auto":
         return "flash_attention_2" if flash_can_run and _is_installed("flash_attention_2") else "sdpa"
     if attn not in ATTENTION:
@@ -198,8 +191,7 @@ def load_weights(module: nn.Module, source: TensorSource, names: NameRule, *, de
     """Load a checkpoint's weights into a module on the meta device, in place.
 
     Experts that the checkpoint stores one by one are fused into the module's layout. A source without weight files gets
-    seeded random weights. Buffers that checkpoints do not store stay on the meta device; the caller sets them and then
-    calls :func:`check_loaded`.
+    seeded random weights. Buffers that checkpoints do not store stay on the meta device, for the caller to set.
 
     Args:
         names: the rule from a name on disk to names in the module; tensors that it does not map are not read.
@@ -229,15 +221,12 @@ def load_weights(module: nn.Module, source: TensorSource, names: NameRule, *, de
 
 
 def check_names(name: str, module: nn.Module, names: NameRule, types: Mapping[str, str | None]) -> None:
-    """Check by name that a checkpoint has all tensors of a module, unquantized; shapes are not checked.
+    """Raise ModelError if a checkpoint lacks a tensor of a module, or a tensor is quantized; shapes are not checked.
 
     Args:
         name: the model's name, for messages.
         names: the rule from a name on disk to names in the module.
         types: name on disk -> safetensors type, None if unknown.
-
-    Raises:
-        ModelError: a tensor is missing or quantized.
     """
     expected = module.state_dict()
     names_in_memory = set()

@@ -1,8 +1,8 @@
 """The SigLIP modules besides the vision tower: pooling head, evidence from the head and the last layer, and text tower.
 
 LLaVA-OneVision contains only the vision tower of a SigLIP checkpoint. The attention-pooling head maps patches into the
-embedding space of that checkpoint's texts. Only the tensors of the head or of the text tower are read. Both run in
-float32 whatever the encoder's dtype, because in 16 bits many tokens of a frame would get the same attention.
+embedding space of that checkpoint's texts. Head and text tower run in float32 whatever the encoder's dtype, because in
+16 bits many tokens of a frame would get the same attention.
 
 Shapes: S patches of a frame (27 x 27), C channels, E channels of an attention head.
 """
@@ -82,8 +82,7 @@ class PoolingHead(nn.Module):
 
         Attention over a single position is 1 for any query, so its result is the patch's value; the other steps are
         those of SiglipMultiheadAttentionPoolingHead.forward (transformers, models/siglip/modeling_siglip.py).
-        CDPruner's official code, for CLIP only, does the same with CLIP's layers for the pooled token: post_layernorm
-        and the visual projection (llava/model/multimodal_encoder/clip_encoder.py).
+        CDPruner's official code does the same with CLIP's post_layernorm and visual projection.
         """
         attention = self.head.attention
         weight_CC, bias_C = attention.in_proj_weight.chunk(3)[2], attention.in_proj_bias.chunk(3)[2]
@@ -97,9 +96,6 @@ class FrameObserver:
     """An observer of a module's input that computes evidence frame by frame while the vision tower runs.
 
     Register it with ``observe_inputs``; it collects the evidence of every call.
-
-    Attributes:
-        module: the module to observe.
     """
 
     def __init__(self, module: nn.Module, compute: Callable[[Tensor], dict[str, Tensor]]) -> None:
@@ -235,8 +231,8 @@ class TextTower:
     def segments(self, text: str) -> Tensor:
         """Tokenize a text and cut it into padded segments, [Q,L] int64 ids on the CPU.
 
-        L is the tower's number of positions. Like CDPruner's official code, this cuts long texts; here each segment
-        ends with SigLIP's end-of-sentence token, followed by padding if it is short.
+        L is the tower's number of positions. Each segment ends with SigLIP's end-of-sentence token, followed by padding
+        if it is short.
 
         Raises:
             ValueError: the text has no token.
@@ -256,8 +252,8 @@ class TextTower:
 def _load_tokenizer(source: TextTowerSource) -> Any:
     """Load the tokenizer of a checkpoint: from tokenizer.json if there is one, otherwise by AutoTokenizer.
 
-    tokenizer.json of the published checkpoints lowercases and drops punctuation, as does SiglipTokenizer, which
-    AutoTokenizer would load and which needs sentencepiece.
+    tokenizer.json of the published checkpoints works like SiglipTokenizer, which AutoTokenizer would load and which
+    needs sentencepiece.
 
     Raises:
         ModelError: the tokenizer cannot be loaded, or has no end or padding token.

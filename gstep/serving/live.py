@@ -150,11 +150,7 @@ def find_obstacle(kind: type[Pruner]) -> str | None:
 
 
 def check_live_model(source: ModelSource) -> None:
-    """Check that vLLM can prune this model's videos.
-
-    Raises:
-        ModelError: the model type has no live class, or the model is read by another family than its own.
-    """
+    """Raise ModelError unless vLLM can prune this model's videos: a Qwen type, read by the family of that type."""
     if source.model_type not in LIVE_ARCHITECTURES or source.family != source.model_type:
         raise ModelError(
             f"{source.name!r}: vLLM has no pruning for {describe_family(source.family, source.model_type)}, only for "
@@ -200,9 +196,10 @@ def timed_positions(is_visual: Tensor, is_start: Tensor, index: Tensor, height: 
     """Compute the positions [S,3] of a video whose prompt has a text with the time before each temporal patch.
 
     Each patch takes max(height, width) positions, no matter how many of its tokens are kept; each text token takes one.
+    A kept token has the position p at which its patch starts plus its place in the grid: (p, p + row, p + column).
 
     Args:
-        is_visual: [S], True for kept tokens.
+        is_visual: [S], True for kept tokens, False for text.
         is_start: [S], True for the start marker before each patch's kept tokens.
         index: the flat indices of the kept tokens, ascending.
         height, width: the grid of a patch in tokens.
@@ -221,10 +218,13 @@ def timed_positions(is_visual: Tensor, is_start: Tensor, index: Tensor, height: 
 def place_rows(positions: Tensor, parts: list[Tensor], starts: list[int], n_computed: int) -> Tensor:
     """Return a copy of a prompt's positions [3,L], updated with the positions that a step's rows carry.
 
+    A slice whose first row is not row 0 continues the item that the step before ended in, at ``n_computed``. Any other
+    slice begins at the next start. Positions count from the one after the token before the item.
+
     Args:
         positions: [3,L], already right for text.
-        parts: in prompt order, the columns of ``to_digits`` for each slice of a video or image in the step. A slice may
-            begin and end anywhere; one that does not fit the prompt is skipped, because an error would stop the engine.
+        parts: in prompt order, the columns of ``to_digits`` for each slice of a video or image in the step. A slice
+            that does not fit the prompt is skipped, because an error would stop the engine.
         starts: the first prompt token of each video and image, ascending.
         n_computed: the first prompt token of the step.
     """

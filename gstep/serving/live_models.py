@@ -71,8 +71,7 @@ def enable_pruning_on_cpus() -> None:
     """Make vLLM's CPU model runner report whether its model prunes; without this, the engine fails at its first step.
 
     On a CPU, replaces ``CPUModelRunner.is_multimodal_pruning_enabled`` in this process by a property, which works for
-    existing runners too; otherwise does nothing. vLLM's GPU runner sets the attribute in ``load_model``, which the CPU
-    runner overrides.
+    existing runners too; otherwise does nothing.
     """
     if not current_platform.is_cpu():
         return
@@ -128,9 +127,9 @@ class _Live:
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
         """Return a prompt's positions [3,L] and their delta, before its videos are encoded.
 
-        Positions of text are final, whatever tokens will be kept: vLLM does not compute them again for a video that its
-        prefix cache has. Positions of kept tokens are 0 here and arrive with their rows. Stores where the videos and
-        images start.
+        Positions of text and images are final, whatever tokens will be kept: vLLM does not compute them again for a
+        video that its prefix cache has. Positions of kept tokens are 0 here and arrive with their rows. Stores where
+        the videos and images start.
         """
         spans = [
             (feature.mm_position.offset, self._span_positions(feature.modality, feature.data, feature.mm_position))
@@ -222,7 +221,7 @@ class _LiveQwen2(_Live):
     """
 
     def _postprocess_video_embeds_evs(self, videos: Sequence[Tensor], video_input: Any) -> tuple[Tensor, ...]:
-        """Return the kept rows of each video, with the digits of their positions appended."""
+        """Return the kept rows of each video, rounded to bfloat16, with the digits of their positions appended."""
         grids, seconds = video_input["video_grid_thw"].tolist(), video_input["second_per_grid_ts"].tolist()
         per_second = self.config.vision_config.tokens_per_second
         kept_rows = list[Tensor]()
@@ -287,8 +286,8 @@ class _LiveQwen3(_Live):
     def _guess_starts(self, ids: Tensor) -> list[int]:
         """Return the index of the first token of each video and image in a prompt, ascending.
 
-        vLLM puts all placeholders of a video after its first time. The marker of the whole video is before that time,
-        which has no marker of its own.
+        A video starts after the last vision start marker that is not directly before its placeholders. vLLM puts all of
+        them after the video's first time, which has no marker of its own, so that marker is the one of the whole video.
         """
         config = self.config
         markers = [-1, *(ids == config.vision_start_token_id).nonzero()[:, 0].tolist()]

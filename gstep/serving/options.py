@@ -63,9 +63,11 @@ def engine_options(
 ) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's EngineArgs for serving this model's cached tokens.
 
+    The engine builds no vision tower and runs no video processor.
+
     Args:
-        largest_video: the maximum number of visual tokens of one video in a prompt; above 2048 it raises vLLM's limit
-            of tokens per step.
+        largest_video: the maximum number of visual tokens of one video in a prompt; above 2048,
+            ``max_num_batched_tokens`` is set to it or to 8192, whichever is larger.
     """
     architecture = ARCHITECTURES.get(source.model_type)
     return {
@@ -88,7 +90,7 @@ def live_engine_options(
     """Return the keyword arguments of vLLM's EngineArgs for pruning this model's videos as they are encoded.
 
     Args:
-        num_frames: the number of evenly spaced frames per video; all frames of a video that has fewer.
+        num_frames: the number of evenly spaced frames that the loader takes of a video; all frames if it has fewer.
     """
     return {
         **_model_options(source, runtime, tensor_parallel),
@@ -109,7 +111,10 @@ def live_overrides(source: ModelSource, live: LivePruning) -> dict[str, Any]:
 
 
 def _model_options(source: ModelSource, runtime: Runtime, tensor_parallel: int) -> dict[str, Any]:
-    """Return the keyword arguments of EngineArgs that cached and live engines share."""
+    """Return the keyword arguments of EngineArgs that cached and live engines share.
+
+    They set the model, dtype and parallelism, turn prefix caching on, and on a CPU turn compilation off.
+    """
     name, revision = source.pretrained()
     return {
         "model": name,
@@ -127,12 +132,9 @@ def _model_options(source: ModelSource, runtime: Runtime, tensor_parallel: int) 
 
 
 def check_arithmetic(source: ModelSource, runtime: Runtime) -> None:
-    """Check that vLLM computes this model correctly on this node's CPU. Every model passes on a GPU.
+    """Raise ModelError if vLLM cannot run this model on this node's CPU, or would give wrong answers; a GPU passes.
 
     Call it where the engine starts, because nodes may have different CPUs.
-
-    Raises:
-        ModelError: vLLM cannot run the model on this CPU, or would give wrong answers.
     """
     if runtime.device != "cpu":
         return
@@ -145,13 +147,10 @@ def check_arithmetic(source: ModelSource, runtime: Runtime) -> None:
 
 
 def _check_quantized_products(source: ModelSource) -> None:
-    """Check that this CPU has the instructions that vLLM needs for quantized weights; other than x86-64 is not checked.
+    """Raise ModelError if this CPU lacks instructions that vLLM needs for quantized weights; only x86-64 is checked.
 
     Without VNNI, vLLM sums products of INT8 by INT8 in 16 bits, which overflow: the scores are wrong. Its kernels for
     4-bit weights require AVX-512. Both were measured with vLLM 0.32.
-
-    Raises:
-        ModelError: the CPU lacks them.
     """
     cpu = torch.cpu.get_capabilities()
     if cpu["architecture"] != "x86_64":
@@ -219,12 +218,10 @@ def max_video_rows(vllm_config: Any) -> int:
 
 
 def check_video_fits(engine_args: Any, largest_video: int) -> None:
-    """Check that the largest video of a prompt fits into an engine with these EngineArgs.
+    """Raise ModelError if the largest video of a prompt does not fit into an engine with these EngineArgs.
 
-    If ``max_num_batched_tokens`` is below ``largest_video``, this creates vLLM's configuration, which loads no weights.
-
-    Raises:
-        ModelError: it does not fit.
+    If ``max_num_batched_tokens`` is set and below ``largest_video``, this creates vLLM's configuration, without
+    weights.
     """
     step = engine_args.max_num_batched_tokens
     if step is None or step >= largest_video:
@@ -241,13 +238,14 @@ def check_connectors(arguments: Mapping[str, Any]) -> None:
     """Check that no connector in the engine arguments could answer about a video from another video's keys and values.
 
     A connector that looks up keys by token ids cannot tell videos apart, because all placeholders have the same id.
-    Connectors inside a MultiConnector are checked too.
+    Only the vLLM connectors in ``_CONNECTORS`` pass, also inside a MultiConnector; a connector from another module
+    never does.
 
     Args:
         arguments: arguments of EngineArgs, of which ``kv_offloading_backend`` and ``kv_transfer_config`` are read.
 
     Raises:
-        ModelError: a connector is not known to tell videos apart, or ``kv_transfer_config`` is not an object.
+        ModelError: a connector does not pass, or ``kv_transfer_config`` is not an object.
     """
     if (backend := arguments.get("kv_offloading_backend") or "native") != "native":
         _refuse_connector(f"kv_offloading_backend={backend}")
@@ -269,7 +267,7 @@ def check_connectors(arguments: Mapping[str, Any]) -> None:
 
 
 def check_live_engine(arguments: Mapping[str, Any]) -> None:
-    """Check that no engine argument could make live pruning give wrong answers; missing arguments pass.
+    """Raise ModelError if an engine argument could make live pruning give wrong answers; missing arguments pass.
 
     A connector takes a video's rows, keys and values from other servers, which may have pruned it by another method
     under the same hash. Later stages of a pipeline see no rows, so they get no positions. vLLM derives the number of
@@ -277,9 +275,6 @@ def check_live_engine(arguments: Mapping[str, Any]) -> None:
 
     Args:
         arguments: arguments of EngineArgs, plus ``enable_tower_connector_lora``.
-
-    Raises:
-        ModelError: an argument is not supported; the message starts with its name.
     """
     for name, key in (("kv_transfer_config", "kv_connector"), ("ec_transfer_config", "ec_connector")):
         config = arguments.get(name)
@@ -327,14 +322,7 @@ def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
 
 
 def check_generation_settings(name: str, generation: Any) -> None:
-    """Check that vLLM supports all settings of a checkpoint's GenerationConfig that change answers.
-
-    Args:
-        name: the model's name, for the message.
-
-    Raises:
-        ModelError: it does not support one.
-    """
+    """Raise ModelError if a checkpoint's GenerationConfig has a setting that changes answers and vLLM lacks."""
     for setting, neutral in _UNSUPPORTED.items():
         value = getattr(generation, setting, None)
         if value not in neutral:

@@ -37,7 +37,8 @@ class VideoSpan:
 def engine_input(prompt: Prompt, video_token_id: int) -> Any:
     """Convert a prompt to the input of ``add_request`` of vLLM's ``LLMEngine`` and ``AsyncLLM``.
 
-    No video processor runs. Imports vLLM.
+    No video processor runs. Videos are items with rows only on LLaVA-OneVision (modality "prompt_embeds"), otherwise
+    with rows and positions (modality "video").
 
     Raises:
         ValueError: the prompt has 1-D positions with gaps, which vLLM does not support.
@@ -95,7 +96,10 @@ def video_spans(prompt: Prompt, video_token_id: int) -> list[VideoSpan]:
 
 
 def _make_span(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: int) -> VideoSpan:
-    """Create the span of the video that takes the tokens [first, end) of the prompt."""
+    """Create the span of the video that takes the tokens [first, end) of the prompt.
+
+    Its positions count from the one after the preceding token. Asserts that there is a row for each placeholder.
+    """
     takes_row = prompt.input_ids[first:end] == video_token_id
     assert int(takes_row.sum()) == len(visual.placeholder_rows)
     # The span starts at the position after the token before it.
