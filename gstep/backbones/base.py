@@ -193,14 +193,14 @@ class ModelFamily(ABC):
 
     @classmethod
     def check_gives(cls, evidence: Mapping[str, str]) -> None:
-        """Raise ModelError if no model of this family can compute some of the evidence, label -> source (gstep.evidence)."""
+        """Raise ModelError if models of this family cannot compute some evidence, label -> source (gstep.evidence)."""
         if missing := {
             key: source for key, source in evidence.items() if (name_of(key, source), source) not in cls.gives
         }:
             raise ModelError(f"the encoder of {cls.model_type} does not give {describe_evidence(missing)}")
 
     def check_evidence(self, evidence: Mapping[str, str]) -> None:
-        """Raise ModelError if this model cannot compute some of the evidence, label -> source (gstep.evidence).
+        """Raise ModelError if this model cannot compute some evidence, label -> source (gstep.evidence).
 
         Evidence from a SigLIP pooling head requires a model that was resolved with one.
         """
@@ -454,17 +454,17 @@ class Backbone(ABC):
         """Encode several small videos, on a GPU in one pass of the tower; return their tokens in order.
 
         On a CPU, and for a single video, this calls :meth:`encode`, so that a CPU's tokens do not depend on the other
-        videos. On a GPU the last bits may depend on them, because libraries choose kernels by the number of rows in a
-        pass. A shared pass is not retried in smaller chunks.
+        videos. On a GPU the last bits may depend on them, because libraries choose kernels by the number of rows. A
+        shared pass is not retried in smaller chunks.
 
         Args:
             videos: resized frames of each video, uint8 [t,h,w,3].
-            evidence: label -> source of the evidence to compute as well.
+            evidence: label -> source of the evidence to compute.
             sampled: the times of each video's frames; None if unknown.
 
         Raises:
             ValueError: a video is not uint8 [t,h,w,3].
-            ModelError: the model cannot compute the requested evidence.
+            ModelError: the model cannot compute the evidence.
             UnsupportedVideo: the generic family's processor refuses a video; TooFewFrames if it has too few frames.
             torch.OutOfMemoryError: the pass does not fit.
         """

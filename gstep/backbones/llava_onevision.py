@@ -66,7 +66,7 @@ class LlavaOnevision(FixedSizeFamily):
         return self._vision("image_size", 384)
 
     def check_features(self) -> None:
-        """Raise ModelError unless vision_feature_layer in config.json is a single integer, as in all published models."""
+        """Raise ModelError unless vision_feature_layer in config.json is one integer, as in all published models."""
         layer = self.source.config.get("vision_feature_layer", -1)
         if not isinstance(layer, int) or isinstance(layer, bool):
             raise ModelError(

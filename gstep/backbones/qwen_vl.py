@@ -390,7 +390,7 @@ class MergedAttentionObserver:
         """Append the attention of each temporal patch in the pass to ``attention``.
 
         Args:
-            hidden_MC: the layer's input, all patches of the pass.
+            hidden_MC: the layer's input.
             kwargs: the layer's keyword arguments, including ``position_embeddings``.
         """
         qkv = self.layer.qkv

@@ -196,7 +196,7 @@ def timed_positions(is_visual: Tensor, is_start: Tensor, index: Tensor, height: 
     """Compute the positions [S,3] of a video whose prompt has a text with the time before each temporal patch.
 
     Each patch takes max(height, width) positions, no matter how many of its tokens are kept; each text token takes one.
-    A kept token has the position p at which its patch starts plus its place in the grid: (p, p + row, p + column).
+    In a patch that starts at position p, a kept token has (p, p + row, p + column).
 
     Args:
         is_visual: [S], True for kept tokens, False for text.
@@ -218,8 +218,8 @@ def timed_positions(is_visual: Tensor, is_start: Tensor, index: Tensor, height: 
 def place_rows(positions: Tensor, parts: list[Tensor], starts: list[int], n_computed: int) -> Tensor:
     """Return a copy of a prompt's positions [3,L], updated with the positions that a step's rows carry.
 
-    A slice whose first row is not row 0 continues the item that the step before ended in, at ``n_computed``. Any other
-    slice begins at the next start. Positions count from the one after the token before the item.
+    A slice whose first row is not row 0 continues an item from the step before, at ``n_computed``; any other begins at
+    the next start. Positions count from the one after the token before the item.
 
     Args:
         positions: [3,L], already right for text.

@@ -251,8 +251,7 @@ class _LiveQwen3(_Live):
         """Build vLLM's model; its pruning function then selects tokens by the LivePruning.
 
         Raises:
-            ModelError: the engine has a connector, a pipeline or a LoRA of the vision tower, which could cause wrong
-                answers.
+            ModelError: the engine has a connector, a pipeline or a LoRA of the vision tower.
             ImportError: this version of vLLM is not supported.
         """
         super().__init__(vllm_config=vllm_config, prefix=prefix)
