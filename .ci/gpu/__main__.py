@@ -109,7 +109,8 @@ def run_all(bench: Bench, waiting: list[str], deadline: float) -> bool:
     try:
         while waiting or running:
             while waiting and may_start(waiting[0], running.keys() - {INPUTS}, bench.rehearse):
-                name, left_s = waiting.pop(0), deadline - time.monotonic()
+                name = waiting.pop(0)
+                left_s = deadline - time.monotonic()
                 if left_s > MIN_LEFT_S:
                     limit_s = left_s if bench.rehearse else min(left_s, MEASUREMENTS[name].limit_s)
                     running[name] = Run(bench, name, MEASUREMENTS[name], limit_s)

@@ -28,16 +28,20 @@ class Bench:
         Args:
             folder: the folder for the report and the logs.
         """
-        self.work, self.rehearse, self.name = work, rehearse, ""
+        self.work = work
+        self.rehearse = rehearse
+        self.name = ""
         self.device = "cpu" if rehearse else "cuda"
         self.frames, self.repeats = (4, 1) if rehearse else (32, 5)
         self.size, self.clip_s = ((320, 180), 1.0) if rehearse else ((1280, 720), 10.0)
         self.clips, self.copies = (4, 1) if rehearse else (48, 8)
-        self._folder, self._out = folder, sys.stdout
+        self._folder = folder
+        self._out = sys.stdout
 
     def begin(self, name: str) -> None:
         """Set the measurement of this process, and redirect all output except figures to the measurement's log."""
-        self.name, self._out = name, os.fdopen(os.dup(1), "w", encoding="utf-8")
+        self.name = name
+        self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
         with self._log(name).open("wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)

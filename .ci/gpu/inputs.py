@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 from gstep.checkpoints.tiny import TINY, tokenizer
 
-CLIP_FPS, TINY_HEAD = 30, 32
+CLIP_FPS = 30
+TINY_HEAD = 32
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,11 @@ def write_model(path: Path, name: str, *, is_tiny: bool, language: Mapping[str, 
         is_tiny: True to keep the tiny model's sizes.
         language: settings of a language model of published size; no weights are written then.
     """
-    model, folder = MODELS[name], path.with_name(f"{path.name}.part")
+    model = MODELS[name]
+    folder = path.with_name(f"{path.name}.part")
     files = TINY[model.tiny]
-    config, pixels = copy.deepcopy(dict(files.config)), {} if is_tiny else model.pixels
+    config = copy.deepcopy(dict(files.config))
+    pixels = {} if is_tiny else model.pixels
     if not is_tiny:
         config["vision_config"] |= model.vision
         heads = {"hidden_size": model.hidden, "num_attention_heads": model.hidden // TINY_HEAD}
@@ -94,7 +97,8 @@ def write_clip(path: Path, seconds: float, seed: int, size: tuple[int, int]) -> 
     Args:
         size: (width, height) in pixels.
     """
-    (width, height), rng = size, np.random.default_rng(seed)
+    width, height = size
+    rng = np.random.default_rng(seed)
     blocks = np.kron(rng.integers(0, 160, (height // 20 + 16, width // 20 + 16, 3)), np.ones((20, 20, 1)))
     scene = (blocks + rng.integers(0, 10, blocks.shape)).astype(np.uint8)
     with av.open(str(path), "w") as container:

@@ -24,7 +24,8 @@ import gstep
 from gstep.density import spatio_temporal_density
 from jobs.benchmark.selection import select_by_loop
 
-RATIO, VIDEOS_PER_FILE = 0.25, 8
+RATIO = 0.25
+VIDEOS_PER_FILE = 8
 Row = dict[str, Any]
 
 

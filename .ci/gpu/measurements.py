@@ -36,8 +36,10 @@ from pipeline.rows import VideoRecord
 from tests.jobs.poison import BREAKS_THE_GPU
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
-RATIO, FPS, GIB = 0.25, 4, 2**30
-ENCODER_THREADS = 3  # of a run: a video's frames come, another is encoded, a third is pruned
+RATIO = 0.25
+FPS = 4
+GIB = 2**30
+ENCODER_THREADS = 3  # as in a run: one video's frames arrive, another is encoded, a third is pruned
 POISON_NEIGHBORS = 11
 _ENDS = r"(\d+)(?:/\d+)? (passed|failed|skipped|errors?|tests collected)"  # in the last line of pytest
 
@@ -54,16 +56,16 @@ def make_inputs(bench: Bench) -> None:
     lengths = {**dict.fromkeys(names, bench.clip_s), poison: BREAKS_THE_GPU / FPS}
     with ProcessPoolExecutor(2 if bench.rehearse else 12) as pool:
         write_model = partial(pool.submit, inputs.write_model, is_tiny=bench.rehearse)
-        made = [write_model(bench.work / name, name) for name in inputs.MODELS]
-        made.append(write_model(bench.work / "table3", "llava", language=inputs.LANGUAGE))
+        futures = [write_model(bench.work / name, name) for name in inputs.MODELS]
+        futures.append(write_model(bench.work / "table3", "llava", language=inputs.LANGUAGE))
         for seed, (name, seconds) in enumerate(lengths.items()):
-            made.append(pool.submit(inputs.write_clip, clips / name, seconds, seed, bench.size))
-        for result in made:
-            result.result()
+            futures.append(pool.submit(inputs.write_clip, clips / name, seconds, seed, bench.size))
+        for future in futures:
+            future.result()
     inputs.write_manifest(clips / "many.jsonl", names, bench.copies)
     inputs.write_manifest(clips / "poison.jsonl", [*names[:3], poison, *names[3:POISON_NEIGHBORS]])
     clips.rename(bench.work / "clips")
-    bench.say("models and clips", len(made))
+    bench.say("models and clips", len(futures))
 
 
 def measure_machine(bench: Bench) -> None:
@@ -128,9 +130,9 @@ def measure_tower(bench: Bench, model: str) -> None:
     torch.set_num_threads(1 if bench.rehearse else os.cpu_count() or 1)
     exact_MD = backbone.family.load(choose_runtime("cpu", "float32")).encode(frames[:2]).tokens.flatten(0, 1)
     tokens_MD = backbone.encode(on_device[:2]).tokens.float().cpu().flatten(0, 1)
-    mean_D = exact_MD.mean(0)  # which all tokens share
-    least = cosine_similarity(tokens_MD - mean_D, exact_MD - mean_D, dim=-1).min().item()
-    bench.say("least cosine with the centered tokens of a CPU in float32", least)
+    mean_D = exact_MD.mean(0)  # common to all tokens: it would hide differences
+    min_cosine = cosine_similarity(tokens_MD - mean_D, exact_MD - mean_D, dim=-1).min().item()
+    bench.say("least cosine with the centered tokens of a CPU in float32", min_cosine)
 
 
 def run_prune(bench: Bench, manifest: str, model: object, *flags: object) -> tuple[dict[str, Any], Path]:
@@ -142,7 +144,8 @@ def run_prune(bench: Bench, manifest: str, model: object, *flags: object) -> tup
     Raises:
         RuntimeError: the command fails.
     """
-    videos, out = bench.wait_for("clips") / manifest, bench.work / f"cache-{bench.name}"
+    videos = bench.wait_for("clips") / manifest
+    out = bench.work / f"cache-{bench.name}"
     document = run_command(prune.main, videos, "--out", out, "--model", model, "--device", bench.device, *flags)
     bench.say("videos", document["n_ok"])
     bench.say("failures", json.dumps(document["failures"]))
@@ -315,7 +318,7 @@ class Measurement(NamedTuple):
     measure: Callable[[Bench], None]
 
 
-INPUTS = "inputs"  # made beside the first measurements
+INPUTS = "inputs"  # created while the first measurements run
 MEASUREMENTS = {
     INPUTS: Measurement(240, make_inputs),
     "machine": Measurement(30, measure_machine),

@@ -23,7 +23,7 @@ DEFAULTS: Mapping[str, Any] = {
 class FixedSizeFamily(ModelFamily):
     """A family that encodes square frames of one size with the stock model, built without its language model."""
 
-    video_processor: ClassVar[str]  # the stock one
+    video_processor: ClassVar[str]  # the name of the stock class
 
     @abstractmethod
     def image_side(self) -> int:

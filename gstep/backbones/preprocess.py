@@ -134,8 +134,8 @@ def as_frames(frames: Tensor | NDArray[np.uint8]) -> Tensor:
 
     if isinstance(frames, np.ndarray) and frames.dtype == np.uint8:
         # torch supports neither; arrays from Ray's object store are read-only, and a flip converts BGR to RGB.
-        shares = frames.flags.writeable and all(stride >= 0 for stride in frames.strides)
-        frames = torch.from_numpy(frames if shares else frames.copy())
+        is_supported = frames.flags.writeable and all(stride >= 0 for stride in frames.strides)
+        frames = torch.from_numpy(frames if is_supported else frames.copy())
     if not isinstance(frames, torch.Tensor):
         shape = f"{frames.dtype} {list(frames.shape)}" if isinstance(frames, np.ndarray) else type(frames).__name__
         raise ValueError(f"frames must be uint8 [T,H,W,3], got {shape}")

@@ -73,9 +73,9 @@ class QwenVL(ModelFamily):
                 config.json.
         """
         preprocessor = self.preprocessor()
-        whole, names = self.empty_tower(runtime)
-        load_weights(whole, self.source, names, device=runtime.device, dtype=runtime.dtype)
-        tower = whole["visual"]
+        model, names = self.empty_tower(runtime)
+        load_weights(model, self.source, names, device=runtime.device, dtype=runtime.dtype)
+        tower = model["visual"]
         _rebuild_frequencies(tower, runtime.device)
         tower.eval().requires_grad_(False)
         return QwenBackbone(self, tower, preprocessor, runtime, frame_batch)
@@ -128,7 +128,8 @@ class QwenVL(ModelFamily):
         Raises:
             ModelError: the minimum exceeds the maximum, or the checkpoint's preprocessor is not supported.
         """
-        source, preprocessor = self.source, self.preprocessor()
+        source = self.source
+        preprocessor = self.preprocessor()
         low = preprocessor.min_pixels if min_pixels is None else min_pixels
         high = preprocessor.max_pixels if max_pixels is None else max_pixels
         if low > high:

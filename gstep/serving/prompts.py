@@ -102,7 +102,7 @@ def _make_span(prompt: Prompt, visual: Visual, first: int, end: int, video_token
     """
     takes_row = prompt.input_ids[first:end] == video_token_id
     assert int(takes_row.sum()) == len(visual.placeholder_rows)
-    # The span starts at the position after the token before it.
+    # Positions in the span count from the one after the preceding token.
     start = int(prompt.positions[0, first - 1]) + 1 if first else 0
     positions = (prompt.positions[:, first : end + 1] - start).to(torch.int32)
     name = hash_tensor(f"{visual.placeholder_hash} ", positions)
