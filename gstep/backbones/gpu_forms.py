@@ -63,7 +63,7 @@ class FusedSteps:
                 error = (step().float() - expected).abs().max()
                 if not error <= _TOLERANCE * expected.abs().max():
                     raise RuntimeError(
-                        f"error {float(error):.3g} at a largest value of {float(expected.abs().max()):.3g}"
+                        f"results are off by {float(error):.3g} at values up to {float(expected.abs().max()):.3g}"
                     )
         except torch.OutOfMemoryError:
             raise
