@@ -45,7 +45,7 @@ _ENDS = r"(\d+)(?:/\d+)? (passed|failed|skipped|errors?|tests collected)"  # in 
 
 
 def make_inputs(bench: Bench) -> None:
-    """Write all models, clips and manifests to the folder ``work``, in parallel processes.
+    """Write all models, clips and manifests to the folder ``work``, in parallel processes, and report their number.
 
     A model's folder appears when it is complete, as does the folder ``clips``.
     """

@@ -498,7 +498,10 @@ def _variable_length(query_SHE: Tensor) -> Callable[..., Any] | None:
 
 
 def _pool_frames(model: Any, image_features: Tensor) -> Tensor:
-    """Compute LlavaOnevisionModel.apply_pooling for [F,S,C] with the channels last, which a GPU reads contiguously."""
+    """Compute LlavaOnevisionModel.apply_pooling for [F,S,C] with the channels last, which a GPU reads contiguously.
+
+    The side of the square of S patches is halved, rounded up.
+    """
     vision = model.config.vision_config
     side = vision.image_size // vision.patch_size
     frames_FCHW = image_features.reshape(len(image_features), side, side, -1).permute(0, 3, 1, 2)

@@ -44,7 +44,10 @@ class _CachedLevels(_Cached):
     """The mixin that also takes deepstack levels, without a vision tower."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "model") -> None:
-        """Build vLLM's model, and the deepstack settings and buffers, which vLLM omits without a vision tower."""
+        """Build vLLM's model, and the deepstack settings and buffers, which vLLM omits without a vision tower.
+
+        If vLLM has built them, nothing is added.
+        """
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         if self.use_deepstack:  # type: ignore[has-type]
             return

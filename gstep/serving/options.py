@@ -63,7 +63,8 @@ def engine_options(
 ) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's EngineArgs for serving this model's cached tokens.
 
-    The engine builds no vision tower and runs no video processor.
+    The engine builds no vision tower and runs no video processor. Model types that are not in ARCHITECTURES use vLLM's
+    own class.
 
     Args:
         largest_video: the maximum number of visual tokens of one video in a prompt; above 2048,
@@ -134,7 +135,8 @@ def _model_options(source: ModelSource, runtime: Runtime, tensor_parallel: int) 
 def check_arithmetic(source: ModelSource, runtime: Runtime) -> None:
     """Raise ModelError if vLLM cannot run this model on this node's CPU, or would give wrong answers; a GPU passes.
 
-    Call it where the engine starts, because nodes may have different CPUs.
+    On a CPU, linear attention (Qwen3.5) needs bfloat16, and quantized weights need certain instructions. Call it where
+    the engine starts, because nodes may have different CPUs.
     """
     if runtime.device != "cpu":
         return
