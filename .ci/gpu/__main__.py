@@ -1,8 +1,8 @@
 """Measure this clone on a GPU, or rehearse every measurement on a CPU: python .ci/gpu FOLDER [--rehearse].
 
-Measurements run in the order of their value until the deadline. Each is a process of its own with a time limit and
-prints a line per figure; if one fails, the others still run. FOLDER gets the lines as report.txt, and the other output
-of each measurement as NAME.log. Nothing is downloaded: models and clips are made here.
+Measurements run in order of value until the deadline. Each runs in its own process with a time limit; if one fails, the
+others still run. FOLDER gets a line per figure in report.txt, and other output of each measurement in NAME.log. Nothing
+is downloaded: models and clips are created here.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ FORK = get_context("fork")  # a forked process can use a GPU, since this process
 
 
 class Run:
-    """A measurement in its own process group."""
+    """A measurement that runs in its own process group; ``started`` is the time of its start, by time.monotonic()."""
 
     def __init__(self, bench: Bench, name: str, measurement: Measurement, limit_s: float) -> None:
-        """Start the measurement."""
+        """Start the measurement in a forked process; ``limit_s`` only decides ``is_over``."""
         self.started = time.monotonic()
         self._limit_s = limit_s
         self._process = FORK.Process(target=run_measurement, args=(bench, name, measurement))
@@ -46,11 +46,11 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether the measurement has ended, or its time has."""
+        """True if the measurement has ended or its time limit has passed."""
         return self._process.exitcode is not None or time.monotonic() > self.started + self._limit_s
 
     def end(self) -> int | None:
-        """Kill what is left of the measurement; return its exit code, or None if its time was over."""
+        """Kill the measurement's process group, and return its exit code; None if it was still running."""
         code = self._process.exitcode
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -59,14 +59,14 @@ class Run:
 
 
 def run_measurement(bench: Bench, name: str, measurement: Measurement) -> None:
-    """Run a measurement in this process, which is its own."""
+    """Run a measurement in this process, which becomes the leader of a new process group."""
     os.setsid()
     bench.begin(name)
     measurement.measure(bench)
 
 
 def main() -> int:
-    """Run the measurements; return 0 if all of them gave their figures, else 1."""
+    """Parse the command line, delete an old report and run the measurements; return 0 if all succeeded, otherwise 1."""
     parser = argparse.ArgumentParser("python .ci/gpu", description=__doc__.partition("\n\n")[0])
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="gets report.txt and the logs")
     parser.add_argument("--rehearse", action="store_true", help="run on a CPU, with tiny models and at toy sizes")
@@ -94,13 +94,23 @@ def main() -> int:
 
 
 def run_all(bench: Bench, waiting: list[str], deadline: float) -> bool:
-    """Run the measurements in order, and report the state of each; return True if all are ok."""
+    """Run the measurements in the order of ``waiting``, which is emptied, and report the state of each.
+
+    If the inputs fail, no further measurement starts. Running measurements are killed on return.
+
+    Args:
+        deadline: the time after which none starts, by time.monotonic().
+
+    Returns:
+        True if all measurements were started and succeeded.
+    """
     running: dict[str, Run] = {}
     all_ok = True
     try:
         while waiting or running:
             while waiting and may_start(waiting[0], running.keys() - {INPUTS}, bench.rehearse):
-                name, left_s = waiting.pop(0), deadline - time.monotonic()
+                name = waiting.pop(0)
+                left_s = deadline - time.monotonic()
                 if left_s > MIN_LEFT_S:
                     limit_s = left_s if bench.rehearse else min(left_s, MEASUREMENTS[name].limit_s)
                     running[name] = Run(bench, name, MEASUREMENTS[name], limit_s)
@@ -123,7 +133,11 @@ def run_all(bench: Bench, waiting: list[str], deadline: float) -> bool:
 
 
 def may_start(name: str, running: set[str], rehearse: bool) -> bool:
-    """Return whether a measurement may begin: checks, and all of a rehearsal, run in parallel, timed ones alone."""
+    """Return True if a measurement may start: timed ones run alone, checks and rehearsals up to three in parallel.
+
+    Args:
+        running: the running measurements, without the creation of inputs.
+    """
     return len(running) < (MAX_PARALLEL if rehearse or {name, *running} <= CHECKS else 1)
 
 

@@ -1,4 +1,4 @@
-"""Models of published sizes with seeded random weights, and seeded clips: what the measurements work on."""
+"""The inputs of the measurements: models of published sizes with seeded random weights, and seeded clips."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from gstep.checkpoints.tiny import TINY, tokenizer
 from gstep.checkpoints.tiny.weights import draw_weights
 
-CLIP_FPS, TINY_HEAD = 30, 32
+CLIP_FPS = 30
+TINY_HEAD = 32
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class RealSizes:
     Attributes:
         tiny: the name of the tiny model with the same layout.
         vision: settings of the vision tower.
-        hidden: the width of the language model, whose layers stay tiny otherwise.
+        hidden: the language model's hidden size; its layers stay tiny otherwise.
         pixels: settings of the video processor.
     """
 
@@ -65,13 +66,17 @@ LANGUAGE |= {"num_key_value_heads": 4, "vocab_size": 152000}
 
 
 def write_model(path: Path, name: str, *, is_tiny: bool, language: Mapping[str, Any] | None = None) -> None:
-    """Write a checkpoint, without weights if the settings of a whole ``language`` model are given.
+    """Write a checkpoint of a model in MODELS to the folder ``path``, which appears only when it is complete.
 
-    The folder appears when it is complete. ``is_tiny`` leaves the tiny model as it is.
+    Args:
+        is_tiny: True to keep the tiny model's sizes.
+        language: settings of a language model of published size; no weights are written then.
     """
-    model, folder = MODELS[name], path.with_name(f"{path.name}.part")
+    model = MODELS[name]
+    folder = path.with_name(f"{path.name}.part")
     files = TINY[model.tiny]
-    config, pixels = copy.deepcopy(dict(files.config)), {} if is_tiny else model.pixels
+    config = copy.deepcopy(dict(files.config))
+    pixels = {} if is_tiny else model.pixels
     if not is_tiny:
         config["vision_config"] |= model.vision
         heads = {"hidden_size": model.hidden, "num_attention_heads": model.hidden // TINY_HEAD}
@@ -90,8 +95,13 @@ def write_model(path: Path, name: str, *, is_tiny: bool, language: Mapping[str, 
 
 
 def write_clip(path: Path, seconds: float, seed: int, size: tuple[int, int]) -> None:
-    """Encode a clip of moving blocks with noise: H.264, a keyframe every two seconds. ``size`` is (width, height)."""
-    (width, height), rng = size, np.random.default_rng(seed)
+    """Encode a seeded clip of moving blocks with noise, in H.264 with a keyframe every two seconds.
+
+    Args:
+        size: (width, height) in pixels.
+    """
+    width, height = size
+    rng = np.random.default_rng(seed)
     blocks = np.kron(rng.integers(0, 160, (height // 20 + 16, width // 20 + 16, 3)), np.ones((20, 20, 1)))
     scene = (blocks + rng.integers(0, 10, blocks.shape)).astype(np.uint8)
     with av.open(str(path), "w") as container:
@@ -106,6 +116,6 @@ def write_clip(path: Path, seconds: float, seed: int, size: tuple[int, int]) -> 
 
 
 def write_manifest(path: Path, clips: list[str], copies: int = 1) -> None:
-    """Write a manifest of clips beside it, in which each clip is ``copies`` videos."""
+    """Write a JSON Lines manifest with ``copies`` videos for each clip, in the folder of the clips."""
     rows = [{"video_id": f"{copy}-{clip}", "uri": clip} for copy in range(copies) for clip in clips]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")

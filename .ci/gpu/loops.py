@@ -1,4 +1,4 @@
-"""What a user would write instead of ``jobs.prune``: a DataLoader loop, and a plain script of Ray Data.
+"""What a user would write instead of ``jobs.prune``: a DataLoader loop, and a plain Ray Data script.
 
 PyAV decodes, transformers' own video processor and vision tower encode, and the paper's loop selects.
 """
@@ -24,13 +24,14 @@ import gstep
 from gstep.density import spatio_temporal_density
 from jobs.benchmark.selection import select_by_loop
 
-RATIO, VIDEOS_PER_FILE = 0.25, 8
+RATIO = 0.25
+VIDEOS_PER_FILE = 8
 Row = dict[str, Any]
 
 
 @cache
 def load_processor(folder: str) -> Any:
-    """Load transformers' video processor of a checkpoint, once a process."""
+    """Load transformers' video processor of a checkpoint, once per process, and limit torch to one CPU thread."""
     from transformers import AutoVideoProcessor  # noqa: PLC0415 - seconds
 
     torch.set_num_threads(1)
@@ -38,18 +39,18 @@ def load_processor(folder: str) -> Any:
 
 
 def add_pixels(row: Row, folder: str, n_frames: int) -> Row:
-    """Decode evenly spaced frames of a video, and add them to its row, prepared: [T,3,h,w] float32."""
+    """Return a video's row with ``pixels``: evenly spaced frames from the video processor, [T,3,h,w] float32."""
     with av.open(row["uri"]) as container:
         stream = container.streams.video[0]
-        wanted = {*np.linspace(0, stream.frames - 1, n_frames).round().astype(int).tolist()}
+        numbers = {*np.linspace(0, stream.frames - 1, n_frames).round().astype(int).tolist()}
         decoded = enumerate(container.decode(stream))
-        frames = np.stack([frame.to_ndarray(format="rgb24") for number, frame in decoded if number in wanted])
+        frames = np.stack([frame.to_ndarray(format="rgb24") for number, frame in decoded if number in numbers])
     pixels = load_processor(folder)(torch.from_numpy(frames).permute(0, 3, 1, 2), return_tensors="pt")
     return {**row, "pixels": pixels["pixel_values_videos"][0].numpy()}
 
 
 class StockEncoder:
-    """The stock LLaVA-OneVision with the paper's loop; also a class for ``map_batches`` of Ray Data."""
+    """The stock LLaVA-OneVision with the paper's selection loop; also a class for Ray Data's ``map_batches``."""
 
     def __init__(self, folder: str, device: str) -> None:
         from transformers import AutoModelForImageTextToText  # noqa: PLC0415 - seconds
@@ -59,9 +60,14 @@ class StockEncoder:
 
     @torch.no_grad()
     def __call__(self, batch: Row) -> Row:
-        """Encode and prune a batch of one video: columns of lists in, and out."""
+        """Encode and prune a batch of one video.
+
+        Returns:
+            ``video_id``, the kept tokens as bfloat16 bytes, their ``index``, and the time ``encoded_at``.
+        """
         pixels = torch.as_tensor(batch["pixels"][0]).to(self.model.device, self.model.dtype)
-        rows_MD, n_frames = self.model.get_video_features(pixels[None], return_dict=True).pooler_output[0], len(pixels)
+        rows_MD = self.model.get_video_features(pixels[None], return_dict=True).pooler_output[0]
+        n_frames = len(pixels)
         tokens_MD = rows_MD[: len(rows_MD) // n_frames * n_frames]  # without the newline
         density_TN, _ = spatio_temporal_density(tokens_MD.unflatten(0, (n_frames, -1)))
         unit_DM = normalize(tokens_MD.float(), dim=1).T.contiguous()
@@ -72,8 +78,9 @@ class StockEncoder:
 
 
 def run_loader(rows: list[Row], folder: str, out: Path, n_frames: int, device: str) -> None:
-    """Run the DataLoader loop, which writes a file of kept tokens for every few videos."""
-    encoder, kept = StockEncoder(folder, device), list[pa.Table]()
+    """Run the DataLoader loop, which writes the kept tokens to one Parquet file per 8 videos in ``out``."""
+    encoder = StockEncoder(folder, device)
+    kept = list[pa.Table]()
     workers = {"num_workers": max(1, (os.cpu_count() or 1) - 1), "pin_memory": device != "cpu"}
     load = partial(add_pixels, folder=folder, n_frames=n_frames)
     loader = DataLoader(rows, batch_size=None, collate_fn=lambda row: default_convert(load(row)), **workers)
@@ -85,7 +92,7 @@ def run_loader(rows: list[Row], folder: str, out: Path, n_frames: int, device: s
 
 
 def run_ray_data(rows: list[Row], folder: str, out: Path, n_frames: int, device: str) -> None:
-    """Run the script of Ray Data, with one encoder."""
+    """Run the Ray Data script with one encoder, which writes Parquet files to ``out``; starts and stops Ray."""
     ray.init(log_to_driver=False, include_dashboard=False)
     try:
         videos = ray.data.from_items(rows, override_num_blocks=max(2, len(rows) // 4))

@@ -1,4 +1,4 @@
-"""The measurements, in the order of their value; those that ``jobs.benchmark`` has are called, not repeated."""
+"""The measurements, in order of value; measurements that ``jobs.benchmark`` has are called, not repeated."""
 
 from __future__ import annotations
 
@@ -36,34 +36,40 @@ from pipeline.rows import VideoRecord
 from tests.jobs.poison import BREAKS_THE_GPU
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
-RATIO, FPS, GIB = 0.25, 4, 2**30
-ENCODER_THREADS = 3  # of a run: a video's frames come, another is encoded, a third is pruned
+RATIO = 0.25
+FPS = 4
+GIB = 2**30
+ENCODER_THREADS = 3  # as in a run: one video's frames arrive, another is encoded, a third is pruned
 POISON_NEIGHBORS = 11
 _ENDS = r"(\d+)(?:/\d+)? (passed|failed|skipped|errors?|tests collected)"  # in the last line of pytest
 
 
 def make_inputs(bench: Bench) -> None:
-    """Make models and clips in parallel; each appears in the folder of work when it is complete."""
+    """Write all models, clips and manifests to the folder ``work``, in parallel processes, and report their number.
+
+    A model's folder appears when it is complete, as does the folder ``clips``.
+    """
     clips = bench.work / "clips.part"
     clips.mkdir()
-    names, poison = [f"{number:03}.mp4" for number in range(bench.clips)], "poison.mp4"
+    names = [f"{number:03}.mp4" for number in range(bench.clips)]
+    poison = "poison.mp4"
     lengths = {**dict.fromkeys(names, bench.clip_s), poison: BREAKS_THE_GPU / FPS}
     with ProcessPoolExecutor(2 if bench.rehearse else 12) as pool:
         write_model = partial(pool.submit, inputs.write_model, is_tiny=bench.rehearse)
-        made = [write_model(bench.work / name, name) for name in inputs.MODELS]
-        made.append(write_model(bench.work / "table3", "llava", language=inputs.LANGUAGE))
+        futures = [write_model(bench.work / name, name) for name in inputs.MODELS]
+        futures.append(write_model(bench.work / "table3", "llava", language=inputs.LANGUAGE))
         for seed, (name, seconds) in enumerate(lengths.items()):
-            made.append(pool.submit(inputs.write_clip, clips / name, seconds, seed, bench.size))
-        for result in made:
-            result.result()
+            futures.append(pool.submit(inputs.write_clip, clips / name, seconds, seed, bench.size))
+        for future in futures:
+            future.result()
     inputs.write_manifest(clips / "many.jsonl", names, bench.copies)
     inputs.write_manifest(clips / "poison.jsonl", [*names[:3], poison, *names[3:POISON_NEIGHBORS]])
     clips.rename(bench.work / "clips")
-    bench.say("models and clips", len(made))
+    bench.say("models and clips", len(futures))
 
 
 def measure_machine(bench: Bench) -> None:
-    """Report the machine, its packages, and the speed of products and copies on the device."""
+    """Report the machine, its packages, and the device's speed in bfloat16 matrix products and copies."""
     bench.say("machine", f"{machine_line(bench.device)}, {os.cpu_count()} cores, Python {sys.version.split()[0]}")
     bench.say("packages", ", ".join(f"{name} {version(name)}" for name in ("triton", "transformers", "ray", "av")))
     side, n_bytes = (256, 2**22) if bench.rehearse else (8192, 2**31)
@@ -76,7 +82,11 @@ def measure_machine(bench: Bench) -> None:
 
 
 def load_encoder(bench: Bench, model: str, **settings: Any) -> tuple[VideoEncoder, VideoRecord, torch.Tensor]:
-    """Load the encoder of a model; return it with the record and the frames [T,h,w,3] of a smooth random video."""
+    """Wait for a model to be written and load its encoder.
+
+    Returns:
+        The encoder, and the record and frames [T,h,w,3] uint8 of a smooth random video.
+    """
     source = ModelSource.resolve(bench.wait_for(model))
     encoder = VideoEncoder(EncodeSetup(source, "gstep", RATIO, device=bench.device, **settings))
     h, w = encoder.backbone.preprocessor.target_size(bench.frames, *bench.size[::-1])
@@ -89,9 +99,13 @@ def load_encoder(bench: Bench, model: str, **settings: Any) -> tuple[VideoEncode
 
 
 def measure_tower(bench: Bench, model: str) -> None:
-    """Time a model's encoder as a run uses it, list its longest kernels, and compare its tokens with a CPU's."""
+    """Time a model's encoder as a run uses it, list its five longest kernels, and compare its tokens with a CPU's.
+
+    Reports the times of encoding and pruning, TFLOP/s, the time per video with three threads, and the least cosine.
+    """
     encoder, record, frames = load_encoder(bench, model)
-    backbone, on_device = encoder.backbone, frames.to(bench.device)
+    backbone = encoder.backbone
+    on_device = frames.to(bench.device)
     rows = [encoder.encode_one(record, frames.numpy()).record for _ in range(1 + bench.repeats)][1:]
     encode_s, prune_s = (statistics.median(row[step] for row in rows) for step in ("encode_s", "prune_s"))
     work = backbone.family.flops(*frames.shape[:3]) / 1e12
@@ -116,14 +130,22 @@ def measure_tower(bench: Bench, model: str) -> None:
     torch.set_num_threads(1 if bench.rehearse else os.cpu_count() or 1)
     exact_MD = backbone.family.load(choose_runtime("cpu", "float32")).encode(frames[:2]).tokens.flatten(0, 1)
     tokens_MD = backbone.encode(on_device[:2]).tokens.float().cpu().flatten(0, 1)
-    mean_D = exact_MD.mean(0)  # which all tokens share
-    least = cosine_similarity(tokens_MD - mean_D, exact_MD - mean_D, dim=-1).min().item()
-    bench.say("least cosine with the centered tokens of a CPU in float32", least)
+    mean_D = exact_MD.mean(0)  # common to all tokens: it would hide differences
+    min_cosine = cosine_similarity(tokens_MD - mean_D, exact_MD - mean_D, dim=-1).min().item()
+    bench.say("least cosine with the centered tokens of a CPU in float32", min_cosine)
 
 
 def run_prune(bench: Bench, manifest: str, model: object, *flags: object) -> tuple[dict[str, Any], Path]:
-    """Run ``jobs.prune`` over a manifest of clips; report the outcome, and return the document and the cache."""
-    videos, out = bench.wait_for("clips") / manifest, bench.work / f"cache-{bench.name}"
+    """Run ``jobs.prune`` on a manifest of clips, and report the numbers of videos and failures.
+
+    Returns:
+        The command's JSON document and the path of the cache.
+
+    Raises:
+        RuntimeError: the command fails.
+    """
+    videos = bench.wait_for("clips") / manifest
+    out = bench.work / f"cache-{bench.name}"
     document = run_command(prune.main, videos, "--out", out, "--model", model, "--device", bench.device, *flags)
     bench.say("videos", document["n_ok"])
     bench.say("failures", json.dumps(document["failures"]))
@@ -131,7 +153,10 @@ def run_prune(bench: Bench, manifest: str, model: object, *flags: object) -> tup
 
 
 def measure_job(bench: Bench) -> None:
-    """Run the whole job over many clips, to compare with ``loop`` and ``ray``."""
+    """Run ``jobs.prune`` on many clips, for comparison with ``loop`` and ``ray``.
+
+    Reports videos per second with and without the start, the encoder's load, and the time per video and stage.
+    """
     sizes = ("--num-frames", bench.frames, "--videos-per-shard", min(8, bench.clips // 2))
     document, cache = run_prune(bench, "many.jsonl", bench.wait_for("llava"), *sizes)
     bench.say("speed, start included", document["n_ok"] / document["wall_s"], "videos/s")
@@ -145,8 +170,15 @@ def measure_job(bench: Bench) -> None:
 
 
 def measure_loop(bench: Bench, run: Callable[..., None], n_videos: int) -> None:
-    """Run what a user would write instead, over the first of the same clips."""
-    folder, out = str(bench.wait_for("llava")), bench.work / f"kept-{bench.name}"
+    """Run what a user would write instead of ``jobs.prune`` on the first ``n_videos`` of the same videos.
+
+    Reports the videos and, without the start, the videos per second.
+
+    Args:
+        run: ``loops.run_loader`` or ``loops.run_ray_data``.
+    """
+    folder = str(bench.wait_for("llava"))
+    out = bench.work / f"kept-{bench.name}"
     clips = bench.wait_for("clips")
     rows = [json.loads(line) for line in (clips / "many.jsonl").read_text().splitlines()[:n_videos]]
     out.mkdir()
@@ -157,7 +189,10 @@ def measure_loop(bench: Bench, run: Callable[..., None], n_videos: int) -> None:
 
 
 def measure_answers(bench: Bench) -> None:
-    """Measure the paper's Table 3 by ``jobs.benchmark efficiency``, with a language model of published size."""
+    """Measure the paper's Table 3 with ``jobs.benchmark efficiency``, for a language model of published size.
+
+    Reports times and memory of each method and ratio, online and cached.
+    """
     fixed = ("efficiency", "--model", bench.wait_for("table3"), "--videos", bench.wait_for("clips") / "000.mp4")
     flags = ("--random-weights", "--num-frames", bench.frames, "--device", bench.device)
     sizes = "fastv --retention-ratio 0.25 0.15 --max-new-tokens 32 --repeats 3"
@@ -174,8 +209,12 @@ def measure_answers(bench: Bench) -> None:
 
 
 def measure_generic(bench: Bench, models: tuple[str, ...]) -> None:
-    """Measure a clip by a family's own code and by the family generic, as ``jobs.benchmark generic`` does."""
-    clip, runtime = bench.wait_for("clips") / "000.mp4", choose_runtime(bench.device)
+    """Compare a family's own code with the family generic on one clip, as ``jobs.benchmark generic`` does.
+
+    Reports the time of each step for each model, and whether the tokens are the same.
+    """
+    clip = bench.wait_for("clips") / "000.mp4"
+    runtime = choose_runtime(bench.device)
     for model, folder in ((model, bench.wait_for(model)) for model in models):
         sources = {way: ModelSource.resolve(folder, family=way) for way in (None, generic.GENERIC)}
         ways = {generic.FAST: sources[None], generic.GENERIC: sources[generic.GENERIC]}
@@ -187,7 +226,11 @@ def measure_generic(bench: Bench, models: tuple[str, ...]) -> None:
 
 
 def run_tests(bench: Bench) -> None:
-    """Run the tests that need a CUDA device; a rehearsal only collects them."""
+    """Run the tests that need a CUDA device, and report the counts of outcomes; a rehearsal only collects them.
+
+    Raises:
+        RuntimeError: the exit code of pytest is not 0.
+    """
     files = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if "needs_cuda" in path.read_text()]
     how = ("-n", "0", "--collect-only") if bench.rehearse else ("-n", "8")
     code = pytest.main(["-q", "-p", "no:cacheprovider", "-m", 'skipif(reason="needs a CUDA device")', *how, *files])
@@ -199,7 +242,11 @@ def run_tests(bench: Bench) -> None:
 
 
 def poison_context(bench: Bench) -> None:
-    """Run the job with a method that breaks the GPU's context at one video, which then fails as the only one."""
+    """Run ``jobs.prune`` with a method that breaks the GPU's context at one video, which must be the only failure.
+
+    Raises:
+        RuntimeError: another video fails, or the poisoned one does not fail as a crash.
+    """
     bench.say(
         "what breaks", "a CPU only raises the error" if bench.rehearse else "the context, by an index out of range"
     )
@@ -210,10 +257,18 @@ def poison_context(bench: Bench) -> None:
 
 
 def fill_memory(bench: Bench) -> None:
-    """Encode with less memory than a pass takes: smaller passes keep the same tokens, a shared pass is split."""
+    """Encode with too little GPU memory for one pass, and report which tokens stay the same and how passes are split.
+
+    In a rehearsal, an error stands in for the lack of memory.
+
+    Raises:
+        RuntimeError: passes were not split.
+    """
     encoder, record, frames = load_encoder(bench, "llava", batch_frames=4 * bench.frames)
-    backbone, sizes = encoder.backbone, list[int]()
-    encode_chunk, expected = backbone.encode_chunk, encoder.encode_one(record, frames.numpy()).kept.index.tolist()
+    backbone = encoder.backbone
+    sizes = list[int]()
+    encode_chunk = backbone.encode_chunk
+    expected = encoder.encode_one(record, frames.numpy()).kept.index.tolist()
 
     def encode_some(chunk: torch.Tensor, evidence: dict[str, str]) -> object:
         if bench.rehearse and len(chunk) > bench.frames // 2:
@@ -228,12 +283,12 @@ def fill_memory(bench: Bench) -> None:
     else:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
+        before_bytes = torch.cuda.memory_allocated()
         backbone.encode(frames.to(bench.device))
-        grown = torch.cuda.max_memory_allocated() - held
+        pass_bytes = torch.cuda.max_memory_allocated() - before_bytes
         torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction((held + 0.62 * grown) / torch.cuda.mem_get_info()[1])
-        bench.say("memory", f"limited to 62 % of the {grown / GIB:.3g} GiB of a pass")
+        torch.cuda.set_per_process_memory_fraction((before_bytes + 0.62 * pass_bytes) / torch.cuda.mem_get_info()[1])
+        bench.say("memory", f"limited to 62 % of the {pass_bytes / GIB:.3g} GiB of a pass")
     backbone.encode_chunk = encode_some
     index = encoder.encode_one(record, frames.numpy()).kept.index.tolist()
     bench.say("frames of each pass", sizes)
@@ -245,7 +300,7 @@ def fill_memory(bench: Bench) -> None:
 
 
 def measure_selection(bench: Bench) -> None:
-    """Time the selection beside the paper's loop, as ``jobs.benchmark selection`` does."""
+    """Time the selection, the paper's loop and VidCom2, and report the share of the loop's tokens that are kept."""
     for shape in ((3, 8, 32),) if bench.rehearse else ((32, 196, 3584), (16, 720, 3584)):
         tokens = structured_tokens(*shape).to(bench.device)
         for ratio in (0.25, 0.10):
@@ -257,13 +312,13 @@ def measure_selection(bench: Bench) -> None:
 
 
 class Measurement(NamedTuple):
-    """A measurement and its time limit."""
+    """A measurement and its time limit in seconds."""
 
     limit_s: float
     measure: Callable[[Bench], None]
 
 
-INPUTS = "inputs"  # made beside the first measurements
+INPUTS = "inputs"  # created while the first measurements run
 MEASUREMENTS = {
     INPUTS: Measurement(240, make_inputs),
     "machine": Measurement(30, measure_machine),

@@ -1,9 +1,10 @@
-"""Model families, a file each, which turn frames into visual tokens.
+"""Model families, one per module, which turn video frames into visual tokens.
 
-The order of use: :meth:`ModelSource.resolve` on the driver resolves a model argument, without any weights. Then
-``family = family_of(source)``: ``family.preprocessor()`` is for decode processes, ``family.static()`` reads the few
-weights of a cache header, and ``family.load(runtime)`` builds the vision part on a GPU. All names are imported on first
-use, so that importing this package loads neither transformers nor safetensors.
+:meth:`ModelSource.resolve` resolves a model argument on the driver, without reading weights. ``family_of(source)`` then
+returns the model's family: ``family.preprocessor()`` is for decode processes, ``family.static()`` reads the few weights
+that a cache's header holds, and ``family.load(runtime)`` builds the vision part on a device.
+
+All names are imported on first use, so that importing this package loads neither transformers nor safetensors.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from gstep.checkpoints.source import ModelSource
     from gstep.checkpoints.tensors import read_tensors
 
-#: The families that are written for their model types; GENERIC is none of them.
+#: Model type -> family class, for the families with code of their own; ``GENERIC`` is not included.
 BACKBONES = LazyTable("model type", {name: family.backbone for name, family in FAMILIES.items() if name != GENERIC})
 
 _PUBLIC = LazyTable(
@@ -62,22 +63,37 @@ __all__ = [
 
 
 def family_of(source: ModelSource) -> ModelFamily:
-    """Return the family of a model, which describes it before any weight is loaded, and loads it."""
+    """Return the model family of ``source``, which describes the model without weights and can load them.
+
+    A user family's module is imported.
+
+    Raises:
+        ModelError: a user family cannot be imported or is incomplete.
+    """
     return family_class(source.family)(source)
 
 
 def find_family(name: str) -> Family:
-    """Return the entry of a family in the table, or the entry of ``module:Class``, whose module is imported.
+    """Return the table entry of the family ``name``, or build an entry for an import path ``module:Class``.
 
-    Raises ModelError as :func:`family_class`.
+    The built entry has only ``backbone`` (the path) and ``prompts``, which is read from the imported class.
+
+    Raises:
+        ModelError: the import path cannot be imported, or is not a complete subclass of ModelFamily.
     """
     return FAMILIES[name] if name in FAMILIES else Family(name, family_class(name).prompts)
 
 
 def family_class(name: str) -> type[ModelFamily]:
-    """Return the class of a family: a name in ``gstep.families``, or ``module:Class``, whose module is imported.
+    """Import and return the class of a model family.
 
-    Raises ModelError for a path that cannot be imported, and for a class that is no complete family.
+    Args:
+        name: a key of ``gstep.families.FAMILIES``, or the import path ``module:Class`` of a user family, whose module
+            runs.
+
+    Raises:
+        ModelError: ``name`` cannot be imported (for any reason), or is not a subclass of ModelFamily that defines all
+            abstract methods, ``model_type`` and ``variant``.
     """
     if name in FAMILIES:
         kind: type[ModelFamily] = load_object(FAMILIES[name].backbone)
@@ -92,7 +108,7 @@ def family_class(name: str) -> type[ModelFamily]:
             "on every machine that encodes: in a package that is installed there, or in a folder on PYTHONPATH"
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, ModelFamily)):
-        raise ModelError(f"the family {name!r} is no subclass of gstep.backbones.ModelFamily")
+        raise ModelError(f"the family {name!r} is not a subclass of gstep.backbones.ModelFamily")
     missing = [*sorted(kind.__abstractmethods__), *(n for n in ("model_type", "variant") if not hasattr(kind, n))]
     if missing:
         raise ModelError(f"the family {name!r} does not define {', '.join(missing)} (see gstep.backbones.ModelFamily)")

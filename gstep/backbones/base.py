@@ -1,4 +1,7 @@
-"""A model before its weights are loaded (``ModelFamily``), and loaded (``Backbone``): frames in, visual tokens out."""
+"""Interfaces of a model before (``ModelFamily``) and after (``Backbone``) its weights are loaded.
+
+A backbone turns the resized frames of a video into visual tokens.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +34,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StaticParts:
-    """The parts of a model that the header of a cache holds.
+    """The constants of a model that a cache's header stores.
 
     Attributes:
         hidden_size: D, the width of a visual token.
-        newline: [D] on the CPU, in the dtype stored on disk; None for a family without one.
-        deepstack_levels: the number of further vectors [D] of each token.
+        newline: [D], the row that follows a video's tokens, on the CPU in the dtype stored on disk; None for families
+            without one.
+        deepstack_levels: the number of additional vectors [D] per token.
     """
 
     hidden_size: int
@@ -45,13 +49,13 @@ class StaticParts:
 
 
 class TowerWork(NamedTuple):
-    """The matrix products of a vision tower for one T (a frame, or a temporal patch on Qwen).
+    """The size of a vision tower's matrix products for one T (a frame, or a temporal patch on Qwen).
 
     Attributes:
-        patches: patches of one T.
-        patch_weights: weights by which every patch is multiplied.
-        token_weights: weights by which every token is multiplied, after patches are merged.
-        attention: operations of queries with keys, and of the result with values, in all layers.
+        patches: the number of patches in one T.
+        patch_weights: the number of weights that every patch is multiplied by.
+        token_weights: the number of weights that every token is multiplied by, after patches are merged.
+        attention: floating-point operations of all layers' attention (queries x keys, weights x values).
     """
 
     patches: int
@@ -62,21 +66,23 @@ class TowerWork(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFamily(ABC):
-    """A model of a family before its weights are loaded, described by its config and preprocessor files.
+    """A model described by its config and preprocessor files, before its weights are loaded.
+
+    ``family_of`` creates it. It is picklable and cheap; ``load`` returns the model that encodes.
 
     Attributes:
-        source: the model.
+        source: the resolved model.
 
     Class attributes:
-        model_type: its name in the table of families.
+        model_type: the family's name in the table of families.
         variant: "llava" or "qwen", for pruning methods that have different rules for each.
-        gives: the evidence that its encoder can give, as (name, source) of gstep.evidence.
-        default_max_frames: the default limit of frames that are sampled by time.
-        stock_fps: the default frames a second of the stock processor; None if it samples a fixed number.
-        min_rule: the stock processor's rule for the minimum number of frames: "rounded" or "stepped", see
-            pipeline.video.sampling.
-        prompts: the import path ``module:Class`` of the prompt builder of a family outside the table of families; None
-            for such a family that does not answer questions.
+        gives: the evidence that the encoder can compute, as (name, source) of gstep.evidence.
+        default_max_frames: the default maximum number of frames when frames are sampled at a given rate.
+        stock_fps: the stock processor's default sampling rate in frames per second; None if it samples a fixed number.
+        min_rule: how the stock processor applies its minimum number of frames: "rounded" or "stepped"
+            (pipeline.video.sampling).
+        prompts: for a family outside the table: the import path ``module:Class`` of its prompt builder, or None if it
+            does not answer questions.
     """
 
     source: ModelSource
@@ -90,36 +96,45 @@ class ModelFamily(ABC):
     min_rule: ClassVar[str] = "rounded"
 
     def min_frames(self) -> int:
-        """Return the minimum number of frames that the stock processor samples by time from a long enough clip.
+        """Return the minimum number of frames that the stock processor samples at a given rate from a long clip.
 
-        Raises ModelError if the checkpoint's files have no positive number.
+        Raises:
+            ModelError: the checkpoint's setting is not a positive integer (Qwen families).
         """
         return 1
 
     @abstractmethod
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> Backbone:
-        """Load the vision part, ready to encode; the language model is neither read nor allocated.
+        """Load the vision part onto the runtime's device, in eval mode and without gradients.
 
-        ``frame_batch`` is the number of frames that a GPU encodes at once. A CPU encodes single frames, so that tokens
-        do not depend on it (:meth:`Backbone.chunk_length`).
+        The language model is neither read nor allocated.
 
-        Raises ModelError if weights are missing or do not have the shapes of the config.
+        Args:
+            frame_batch: the number of frames that a GPU encodes at once. A CPU encodes single frames (temporal
+                patches).
+
+        Raises:
+            ModelError: weights are missing, quantized, or do not have the shapes that config.json gives.
         """
 
     def empty_tower(self, runtime: Runtime) -> tuple[nn.Module, NameRule] | None:
-        """Build the vision part on the meta device; return it with the rule from names on disk to names in it.
+        """Build the vision part on the meta device.
 
-        None for a family that does not implement it; then :meth:`check_tensors` checks nothing.
+        Returns:
+            The module and the rule that maps tensor names on disk to names in the module; None if not implemented.
         """
         return None
 
     def check_tensors(self) -> bool:
-        """Check by tensor names that the checkpoint has the vision part, unquantized; no weights are read.
+        """Check by name that the checkpoint has all tensors of the vision part, unquantized. No weights are read.
 
-        Returns False if nothing could be checked: the checkpoint's names are not available without a download, or the
-        family has no :meth:`empty_tower`.
+        Returns:
+            True, or False if nothing was checked: the names are not available without a download, or there is no
+            :meth:`empty_tower`.
 
-        Raises ModelError, with some names, if tensors are missing or quantized.
+        Raises:
+            ModelError: tensors are missing or quantized (the message has some of their names), or a weight file is
+                damaged.
         """
         if (types := read_tensor_types(self.source)) is None:
             return False
@@ -130,41 +145,47 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def preprocessor(self) -> Preprocessor:
-        """Make the picklable preprocessor that the checkpoint's files describe, without weights or transformers.
+        """Build the picklable preprocessor from the checkpoint's files, without weights or transformers.
 
-        Raises ModelError if the files have a setting that is not implemented.
+        Raises:
+            ModelError: the files have a setting that is not implemented.
         """
 
     def with_limits(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
-        """Return the same model with other limits of frame size or visual tokens than its preprocessor files have.
+        """Return the model with other limits for frame size or visual tokens; only the Qwen families implement this.
 
         Args:
-            min_pixels, max_pixels: pixels of a frame on Qwen2.5-VL, of all sampled frames together on Qwen3-VL; None
+            min_pixels, max_pixels: pixels per frame on Qwen2.5-VL, of all sampled frames together on Qwen3-VL; None
                 keeps the checkpoint's limit.
-            max_video_tokens: turns on the stock processors' cap of long videos (cap_pixels_per_frame).
+            max_video_tokens: if given, turns on the stock processors' cap for long videos (cap_pixels_per_frame).
 
-        Raises ModelError for a family whose frames have one size, and for limits that exclude each other.
+        Raises:
+            ModelError: the family does not take limits, or the minimum exceeds the maximum.
         """
         raise ModelError(f"{self.source.name!r} sees every frame at one size: limits of pixels are for Qwen models")
 
     def with_pooling_head(self, siglip: str | Path) -> ModelSource:
-        """Return the same model with the attention-pooling head of a SigLIP checkpoint, as a source of evidence.
+        """Return the model with a SigLIP pooling head as a source of evidence; only LLaVA-OneVision implements this.
 
         Args:
-            siglip: the checkpoint of the model's vision tower, as a folder with safetensors or a Hugging Face id;
-                "tiny" for the tiny LLaVA-OneVision. Only the head is read, here and when the model is loaded.
+            siglip: the checkpoint that the vision tower was made from: a folder with safetensors, a Hugging Face id, or
+                "tiny" for the tiny LLaVA-OneVision. Only the head is read.
 
-        Raises ModelError for a family without such a tower, and for a checkpoint without a head that fits.
+        Raises:
+            ModelError: the family has no SigLIP tower, or the checkpoint has no head that fits it.
         """
         raise ModelError(
             f"{self.source.name!r} has no SigLIP vision tower: a SigLIP checkpoint is for LLaVA-OneVision, leave it out"
         )
 
     def text_tower(self, siglip: str | Path) -> TextTowerSource:
-        """Find the text tower and the pooling head of the SigLIP checkpoint behind the vision tower.
+        """Resolve the text tower of the SigLIP checkpoint that the vision tower was made from.
 
-        ``siglip`` is a folder or a Hugging Face id, as for :meth:`with_pooling_head`. Raises ModelError for a family
-        without such a tower, and for a checkpoint without a head and a text tower that fit.
+        Args:
+            siglip: a folder, a Hugging Face id or "tiny", as for :meth:`with_pooling_head`.
+
+        Raises:
+            ModelError: the family has no SigLIP tower, or the checkpoint has no pooling head and text tower that fit.
         """
         head = self.with_pooling_head(siglip).pooling_head
         assert head is not None
@@ -172,14 +193,17 @@ class ModelFamily(ABC):
 
     @classmethod
     def check_gives(cls, evidence: Mapping[str, str]) -> None:
-        """Raise ModelError if no model of this family can give some of the evidence, label -> source."""
+        """Raise ModelError if models of this family cannot compute some evidence, label -> source (gstep.evidence)."""
         if missing := {
             key: source for key, source in evidence.items() if (name_of(key, source), source) not in cls.gives
         }:
             raise ModelError(f"the encoder of {cls.model_type} does not give {describe_evidence(missing)}")
 
     def check_evidence(self, evidence: Mapping[str, str]) -> None:
-        """Raise ModelError if this model, with its pooling head if any, cannot give some evidence, label -> source."""
+        """Raise ModelError if this model cannot compute some evidence, label -> source (gstep.evidence).
+
+        Evidence from a SigLIP pooling head requires a model that was resolved with one.
+        """
         self.check_gives(evidence)
         head_evidence = {name: source for name, source in evidence.items() if source in HEAD_SOURCES}
         if head_evidence and self.source.pooling_head is None:
@@ -190,47 +214,52 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def static(self) -> StaticParts:
-        """Read hidden size, newline row and deepstack levels without building the model or importing transformers.
+        """Read hidden size, newline row and number of deepstack levels, without building the model.
 
-        Raises ModelError if the checkpoint lacks the newline row that its family puts after a video.
+        Does not import transformers. Of the weights, only the newline row is read.
+
+        Raises:
+            ModelError: the checkpoint lacks the newline row that the family puts after a video.
         """
 
     @abstractmethod
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Compute (T, N) for resized frames of [height, width] pixels, from the config alone.
+        """Compute (T, N) for ``n_frames`` resized frames of [height, width] pixels, from the config alone.
 
-        T counts frames (temporal patches on Qwen), N the tokens of each.
+        T is the number of frames (of temporal patches on Qwen), N the number of tokens in each.
         """
 
     @abstractmethod
     def tower_work(self, height: int, width: int) -> TowerWork:
-        """Count the work of encoding one T of frames of [height, width] pixels, from the config alone."""
+        """Count the matrix products for encoding one T of frames of [height, width] pixels, from the config alone."""
 
     def flops(self, n_frames: int, height: int, width: int) -> int | None:
-        """Count the floating-point operations of encoding frames as in ``token_counts``, from the config alone.
+        """Count the floating-point operations for encoding ``n_frames`` resized frames, from the config alone.
 
-        None for a family that does not know the work of its models.
-
-        A multiplication and an addition are two. Only matrix products and convolutions count, as in
-        ``torch.utils.flop_counter``; the other operations of these towers are memory traffic.
+        A multiplication and an addition count as two; only matrix products and convolutions count. The generic family
+        returns None, because the work of its models is unknown.
         """
-        (T, N), work = self.token_counts(n_frames, height, width), self.tower_work(height, width)
+        T, N = self.token_counts(n_frames, height, width)
+        work = self.tower_work(height, width)
         return T * (2 * work.patches * work.patch_weights + 2 * N * work.token_weights + work.attention)
 
     @abstractmethod
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
-        """Compute the bytes of a video's visual tokens and evidence (names) in bfloat16, from the config alone.
+        """Compute the size in bytes of a video's visual tokens and evidence in bfloat16, from the config alone.
 
-        Frames are as in ``token_counts``. Keys that the config lacks have the family's defaults.
+        Settings that the config lacks have the family's defaults.
+
+        Args:
+            n_frames, height, width: number and size of the resized frames.
+            evidence: names (not labels) of the evidence to count, one entry for each tensor.
         """
 
 
 class ModelExtra(TypedDict, total=False):
     """The facts about one video that a language model needs besides its tokens: JSON values, stored in the cache.
 
-    ``grid``, [rows, columns] of the N tokens of a frame (temporal patch), is present in every family but ``generic``,
-    whose encoder adds the processor's ``record`` and the rows ``tail`` (``VisualTokens.extra``) instead. A family adds
-    the facts behind its positions.
+    ``grid`` is [rows, columns] of the N tokens in a frame (temporal patch). Each family adds the facts that its
+    positions depend on. The generic family has none of these keys; its facts are in ``VisualTokens.extra``.
     """
 
     grid: list[int]
@@ -248,13 +277,13 @@ class SampledVideo:
     """The sampled frames of one video as an encoder gets them, without their pixels.
 
     Attributes:
-        height: height of the resized frames, in pixels.
-        width: width of the resized frames, in pixels.
-        timestamps: each frame's seconds from the start of the source.
-        start_s: the clip's start in the source, in seconds; None for the source's start.
-        fps: average frames a second of the whole source.
-        clip_frames: frames of the source inside the clip.
-        clip_fps: frames a second of the clip if the source's rate varies; None for ``fps``.
+        height: height of the resized frames in pixels.
+        width: width of the resized frames in pixels.
+        timestamps: time of each frame in seconds from the start of the source.
+        start_s: start of the clip in the source in seconds; None for the start of the source.
+        fps: average frames per second of the whole source.
+        clip_frames: number of source frames inside the clip.
+        clip_fps: frames per second of the clip if the source's rate varies; None to use ``fps``.
     """
 
     height: int
@@ -272,12 +301,12 @@ class SampledVideo:
 
     @property
     def sampled_fps(self) -> float:
-        """Sampled frames a second of the clip, as VideoMetadata.sampled_fps of transformers (video_utils.py)."""
+        """Sampled frames per second of the clip, as VideoMetadata.sampled_fps of transformers (video_utils.py)."""
         return self.n_frames / self.clip_frames * (self.clip_fps or self.fps)
 
     @property
     def times_in_clip(self) -> list[float]:
-        """Seconds from the start of the clip; 0 for a frame that appeared before it and is still on screen."""
+        """Each frame's seconds from the start of the clip; 0 for a frame that appeared earlier and is still shown."""
         return [max(0.0, at - (self.start_s or 0.0)) for at in self.timestamps]
 
 
@@ -285,16 +314,25 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Backbone(ABC):
-    """The vision part of a video LLM on one device, in eval mode; :meth:`ModelFamily.load` makes it."""
+    """The vision part of a video LLM on one device, in eval mode. :meth:`ModelFamily.load` creates it.
+
+    Attributes:
+        model: the loaded module; on a GPU it may have been modified in place.
+        dtype: dtype of weights and computation.
+        steps: the fused steps that a modified tower uses; None for the stock tower.
+        pooling_head: the SigLIP head that computes further evidence; None if none was loaded.
+    """
 
     pooling_head: PoolingHead | None = None
 
     def __init__(
         self, family: ModelFamily, model: Any, preprocessor: Preprocessor, runtime: Runtime, frame_batch: int
     ) -> None:
-        """Take a loaded ``model``, in eval mode on the runtime's device; a GPU's is changed in place to its fast form.
+        """Wrap a loaded model; on a GPU, modify it in place to use the fused implementation, if the family has one.
 
-        ``frame_batch`` is the number of frames that a GPU encodes at once.
+        Args:
+            model: in eval mode, on the runtime's device.
+            frame_batch: the number of frames that a GPU encodes at once.
         """
         self.family = family
         self.model = model
@@ -306,12 +344,16 @@ class Backbone(ABC):
         self.steps = None if self.on_cpu else self._suit_gpu()
 
     def _suit_gpu(self) -> FusedSteps | None:
-        """Change the loaded model in place to its fast form on a GPU (gstep.backbones.gpu_forms), or return None."""
+        """Modify the loaded model in place to run faster on a GPU (gstep.backbones.gpu_forms).
+
+        Returns:
+            The fused steps that the tower now uses; None if the family has no faster form.
+        """
         return None
 
     @property
     def form(self) -> str:
-        """The form of the vision tower, for the provenance of a run: "stock", "gpu" or "gpu, kernels"."""
+        """The tower's implementation, for a run's provenance: "stock", "gpu" or "gpu, kernels" (Triton kernels)."""
         if self.steps is None:
             return "stock"
         return "gpu, kernels" if self.steps.kernels else "gpu"
@@ -322,18 +364,25 @@ class Backbone(ABC):
         """D, the width of a visual token."""
 
     def newline(self) -> Tensor | None:
-        """Return the row [D] that follows a video's tokens, on the device in the compute dtype; None without it."""
+        """Return the row [D] that follows a video's tokens, on the device in the compute dtype; None without one."""
         return None
 
     @abstractmethod
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
-        """Encode consecutive resized frames of one video, [t,h,w,3] uint8, to tokens [T,N,D] and evidence [T,...].
+        """Encode consecutive resized frames of one video, [t,h,w,3] uint8, in one pass of the tower.
 
-        The evidence, label -> source, was checked before; it is float32.
+        Args:
+            evidence: label -> source of the evidence to compute, already checked by the caller.
+
+        Returns:
+            Tokens [T,N,D] in the compute dtype and evidence [T,...] in float32.
         """
 
     def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
-        """Encode several videos as by ``encode_chunk``; a family that can does it in one pass of the tower."""
+        """Encode several videos, one ``VisualTokens`` each; families that support it run them in one pass of the tower.
+
+        The base implementation calls :meth:`encode_chunk` per video.
+        """
         return [self.encode_chunk(frames, evidence) for frames in videos]
 
     @property
@@ -342,11 +391,11 @@ class Backbone(ABC):
         return ()
 
     def chunk_length(self, height: int, width: int, frame_batch: int) -> int:
-        """Return the number of frames of [height, width] pixels to encode at once, usually at most ``frame_batch``."""
+        """Return the number of frames of [height, width] pixels to encode at once, by default ``frame_batch``."""
         return frame_batch
 
     def pass_share(self, n_frames: int, height: int, width: int) -> Fraction:
-        """Compute the share of one pass of the tower that a video takes; above 1 if it takes several passes."""
+        """Compute the share of one pass of the tower that a video needs; above 1 if it needs several passes."""
         patches = -(-n_frames // self.preprocessor.frames_per_patch)
         length = self.chunk_length(height, width, self.frame_batch)
         return Fraction(patches * self.preprocessor.frames_per_patch, length)
@@ -360,19 +409,21 @@ class Backbone(ABC):
     ) -> VisualTokens:
         """Encode one video of resized frames, [t,h,w,3] uint8, to tokens [T,N,D] in the compute dtype.
 
-        T is t, or the number of temporal patches. Frames are encoded in fixed chunks of this video alone. Its tokens
-        therefore depend neither on other videos nor on the requested evidence, and on a CPU not on ``frame_batch``.
-        Other kinds of CPU or GPU round differently. If GPU memory runs out, the video is encoded again in chunks of
-        half the size, and so on.
+        Frames are encoded in fixed chunks of this video alone, so its tokens depend neither on other videos nor on the
+        requested evidence, and on a CPU not on ``frame_batch``. Other kinds of CPU or GPU round differently. If GPU
+        memory runs out, the whole video is encoded again in chunks of half the size, until one fits.
 
         Args:
-            frames: frames as ``preprocessor.resize`` makes them.
-            evidence: the evidence to compute too, label -> source, as in ``Pruner.sources``; float32 in the result.
-            video: the times of the frames and the length of their clip, for a family whose tokens depend on them.
+            frames: frames as ``preprocessor.resize`` returns them.
+            evidence: label -> source of the evidence to compute as well, as in ``Pruner.sources``; float32 in the
+                result.
+            video: the times of the frames; only the generic family uses them.
 
-        Raises ValueError for anything but at least one uint8 frame, ModelError for evidence that the model cannot give,
-        UnsupportedVideo for a video that the model does not take (TooFewFrames if it has too few frames),
-        torch.OutOfMemoryError if even the smallest chunk does not fit.
+        Raises:
+            ValueError: ``frames`` is not uint8 [t,h,w,3], or has no frame.
+            ModelError: the model cannot compute the requested evidence.
+            UnsupportedVideo: the generic family's processor refuses the video; TooFewFrames if it has too few frames.
+            torch.OutOfMemoryError: even the smallest chunk does not fit.
         """
         self.family.check_evidence(evidence)
         frames_THWC = as_frames(frames)
@@ -400,13 +451,22 @@ class Backbone(ABC):
         evidence: Mapping[str, str] = _NOTHING,
         sampled: Sequence[SampledVideo] | None = None,
     ) -> list[VisualTokens]:
-        """Encode several small videos in one pass of the tower, each as by :meth:`encode`.
+        """Encode several small videos, on a GPU in one pass of the tower; return their tokens in order.
 
-        A CPU still encodes single frames, so that a video's tokens do not depend on the other videos. A GPU's library
-        chooses its kernels by the number of rows of the whole pass, so the last bits of a product may depend on it.
-        ``sampled`` describes the videos, in their order, as ``video`` of :meth:`encode`.
+        On a CPU, and for a single video, this calls :meth:`encode`, so that a CPU's tokens do not depend on the other
+        videos. On a GPU the last bits may depend on them, because libraries choose kernels by the number of rows. A
+        shared pass is not retried in smaller chunks.
 
-        Raises as :meth:`encode`, for any of the videos, and torch.OutOfMemoryError if the pass does not fit.
+        Args:
+            videos: resized frames of each video, uint8 [t,h,w,3].
+            evidence: label -> source of the evidence to compute.
+            sampled: the times of each video's frames; None if unknown.
+
+        Raises:
+            ValueError: a video is not uint8 [t,h,w,3].
+            ModelError: the model cannot compute the evidence.
+            UnsupportedVideo: the generic family's processor refuses a video; TooFewFrames if it has too few frames.
+            torch.OutOfMemoryError: the pass does not fit.
         """
         if self.on_cpu or len(videos) == 1:
             facts: Sequence[SampledVideo | None] = sampled or [None] * len(videos)
@@ -415,13 +475,15 @@ class Backbone(ABC):
         return self.encode_pass([as_frames(frames) for frames in videos], evidence)
 
     def _encode_chunks(self, frames: Sequence[Tensor], evidence: Mapping[str, str]) -> VisualTokens:
-        """Encode one video's chunks of frames in order, into tensors of the whole video.
+        """Encode the chunks of one video in order and return the tokens and evidence of the whole video.
 
-        Each chunk but the last must fill whole temporal patches.
+        A single chunk's result is returned as it is. Several results are copied into preallocated tensors, without
+        ``extra``, grid and times. Each chunk but the last must consist of whole temporal patches.
         """
         if len(frames) == 1:
             return self.encode_chunk(frames[0], evidence)
-        n_patches, start = sum(-(-len(chunk) // self.preprocessor.frames_per_patch) for chunk in frames), 0
+        n_patches = sum(-(-len(chunk) // self.preprocessor.frames_per_patch) for chunk in frames)
+        start = 0
         outputs: list[Tensor] = []
         for chunk in frames:
             visual = self.encode_chunk(chunk, evidence)

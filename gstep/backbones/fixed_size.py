@@ -1,4 +1,4 @@
-"""The base of LLaVA-OneVision and InternVL: every frame is resized to the fixed size of the vision tower."""
+"""The base of LLaVA-OneVision and InternVL, which resize every frame to the fixed input size of the vision tower."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 class FixedSizeFamily(ModelFamily):
-    """A family whose vision part is the stock model without its language model, for square frames of one size."""
+    """A family that encodes square frames of one size with the stock model, built without its language model."""
 
-    video_processor: ClassVar[str]  # the stock one
+    video_processor: ClassVar[str]  # the name of the stock class
 
     @abstractmethod
     def image_side(self) -> int:
-        """Return the side in pixels of the vision tower's square frames, from config.json."""
+        """Return the side of the vision tower's square input in pixels, read from config.json."""
 
     @abstractmethod
     def check_features(self) -> None:
@@ -35,10 +35,10 @@ class FixedSizeFamily(ModelFamily):
 
     @abstractmethod
     def names_in_memory(self, key: str) -> Sequence[str]:
-        """List the names in memory that a name on disk may mean."""
+        """List the names that a tensor called ``key`` on disk may have in the module, most likely first."""
 
     def pixel_defaults(self) -> Mapping[str, Any]:
-        """Return the preprocessor settings for keys that the checkpoint's file lacks."""
+        """Return the preprocessor settings to use where the checkpoint's file has none."""
         return DEFAULTS
 
     def empty_tower(self, runtime: Runtime) -> tuple[Any, NameRule]:
@@ -47,10 +47,13 @@ class FixedSizeFamily(ModelFamily):
         return model, self.names_in_memory
 
     def preprocessor(self) -> FixedSizePreprocessor:
-        """Make the picklable preprocessor that the checkpoint's files describe, without weights.
+        """Build the preprocessor from the checkpoint's files, without reading weights.
 
-        Raises ModelError for a setting that is not implemented, and if the frame size or the vision layers in
-        config.json do not fit.
+        The settings are those of the checkpoint over ``pixel_defaults()``; a setting that is null counts as missing.
+
+        Raises:
+            ModelError: the checkpoint names another video processor, a setting is not implemented, config.json takes
+                visual tokens from unsupported layers, or the frame size differs from the vision tower's input size.
         """
         source = self.source
         kind = source.preprocessor.get("video_processor_type", self.video_processor)

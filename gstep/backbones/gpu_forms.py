@@ -1,9 +1,9 @@
-"""Forms of the stock vision towers that a GPU runs fast: the same sums in layouts, sizes and kernels that suit it.
+"""Faster implementations of the stock vision towers for GPUs, with the same arithmetic in other layouts and kernels.
 
-``suit_llava``, ``suit_internvl`` and ``suit_qwen`` change the modules of one loaded tower, never a class of
-transformers. On a CPU nothing is changed. The stock towers lose most of a GPU's time to strided layouts
-(LLaVA-OneVision), to one call of attention a window and to widths that matrix units do not take (Qwen2.5-VL), and to
-element-wise work (InternVL; in float32 both Qwen families); jobs/benchmark/README.md has the figures.
+``suit_llava``, ``suit_internvl`` and ``suit_qwen`` modify the modules of one loaded tower, never a class of
+transformers. The stock towers lose most of a GPU's time to strided layouts (LLaVA-OneVision), to one attention call per
+window and to widths that do not suit tensor cores (Qwen2.5-VL), and to element-wise operations (InternVL; in float32
+both Qwen families).
 
 Shapes: F frames, S rows (patches of a pass), C channels, H heads of E channels, I inner channels of an MLP.
 """
@@ -23,15 +23,17 @@ from torch.nn.functional import gelu, interpolate, linear, pad, scaled_dot_produ
 
 from gstep.backbones.runtime import rotated
 
-_TANH_GELU = "gelu_pytorch_tanh"  # in the words of transformers
-_ALIGNED = 8  # channels: below 16 bytes cuBLAS takes kernels of older GPUs
-_INNER_MULTIPLE = 128  # channels of a padded MLP, a tile of the product
-_CHECKED_ROWS = 40  # of a block by which kernels are proved
-_TOLERANCE = 2.0**-6  # of the largest value: two roundings of bfloat16
+_TANH_GELU = "gelu_pytorch_tanh"  # transformers' name for it
+_ALIGNED = 8  # channels, 16 bytes: for other widths cuBLAS uses kernels of older GPUs
+_INNER_MULTIPLE = 128  # channels of a padded MLP: the tile size of the product
+_CHECKED_ROWS = 40  # rows on which kernels are compared with torch
+_TOLERANCE = 2.0**-6  # relative to the largest value: two bfloat16 roundings
 
 
 class FusedSteps:
-    """The element-wise steps of a tower: by Triton kernels where these work on its device, else by torch.
+    """The element-wise steps of one tower, by Triton kernels where they work on its device, otherwise by torch.
+
+    ``suit_llava``, ``suit_internvl`` and ``suit_qwen`` create it, and the layers of the tower share it.
 
     Attributes:
         kernels: True if Triton kernels compute the steps; :meth:`prove` sets it.
@@ -41,10 +43,17 @@ class FusedSteps:
         self.kernels = kernels
 
     def prove(self, device: torch.device, step: Callable[[], Tensor]) -> None:
-        """Turn the kernels on if ``step`` gives the same result with and without them.
+        """Turn the Triton kernels on if ``step`` gives the same result with and without them.
 
-        ``step`` runs twice on ``device``, which compiles the kernels. If it fails, or its results differ, a
-        RuntimeWarning says so and the kernels stay off. Raises torch.OutOfMemoryError.
+        Sets ``kernels``. If ``step`` fails, or its results differ by more than 1/64 of the largest value, the kernels
+        stay off and a RuntimeWarning has the reason.
+
+        Args:
+            device: a CUDA device.
+            step: runs a layer that uses these steps; called twice.
+
+        Raises:
+            torch.OutOfMemoryError: GPU memory ran out in ``step``.
         """
         try:
             with torch.cuda.device(device):
@@ -53,22 +62,26 @@ class FusedSteps:
                 self.kernels = True
                 error = (step().float() - expected).abs().max()
                 if not error <= _TOLERANCE * expected.abs().max():
-                    raise RuntimeError(f"they are off by {float(error):.3g} of {float(expected.abs().max()):.3g}")
+                    raise RuntimeError(
+                        f"results are off by {float(error):.3g} at values up to {float(expected.abs().max()):.3g}"
+                    )
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - the plain steps serve
+        except Exception as error:  # noqa: BLE001 - torch's own operations still work
             self.kernels = False
             warnings.warn(
-                f"the kernels of the vision tower do not work on {device}, torch's slower steps serve instead "
-                f"({type(error).__name__}: {error})",
+                f"the vision tower's Triton kernels do not work on {device} ({type(error).__name__}: {error}). "
+                "Torch's slower operations are used instead",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def norm(self, norm: Any, x: Tensor, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (x + ``added``, its norm), both [...,C]; ``norm`` is a LayerNorm or RMSNorm module.
+        """Add ``added`` to x if it is given, and normalize the sum by ``norm``, a LayerNorm or RMSNorm module.
 
-        Without ``added`` the first item is x itself.
+        Returns:
+            (x + ``added``, its norm), both [...,C]; without ``added`` the first item is x itself (contiguous with
+            kernels).
         """
         if not self.kernels:
             x = x if added is None else x + added
@@ -79,19 +92,24 @@ class FusedSteps:
         x = x.contiguous()
         out = torch.empty_like(x)
         total = x if added is None else torch.empty_like(x)
-        more = x if added is None else added.contiguous()
-        centred = isinstance(norm, nn.LayerNorm)
-        bias, eps = (norm.bias, norm.eps) if centred else (norm.weight, norm.variance_epsilon)
-        n_rows, rows = x.numel() // width, 2
+        addend = x if added is None else added.contiguous()
+        is_layer_norm = isinstance(norm, nn.LayerNorm)
+        bias, eps = (norm.bias, norm.eps) if is_layer_norm else (norm.weight, norm.variance_epsilon)
+        n_rows = x.numel() // width
+        rows = 2
         norm_kernel[(-(-n_rows // rows),)](
-            *(x, more, total, out, norm.weight, bias, n_rows, eps, width, _power_of_2(width), rows),
-            *(added is not None, centred),
+            *(x, addend, total, out, norm.weight, bias, n_rows, eps, width, _power_of_2(width), rows),
+            *(added is not None, is_layer_norm),
             num_warps=8,
         )
         return total, out
 
     def rotate(self, qkv_S3HE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values [S,H,E]; the first two are rotated, with kernels in place in ``qkv_S3HE``."""
+        """Split ``qkv_S3HE`` into queries, keys and values [S,H,E], and apply rotary positions to the queries and keys.
+
+        With kernels, ``qkv_S3HE`` is modified in place and the results are views of it. Without kernels it is
+        unchanged.
+        """
         query, key, value = qkv_S3HE.unbind(1)
         if not self.kernels:
             cos_S1E, sin_S1E = cos_SE[:, None], sin_SE[:, None]
@@ -109,19 +127,23 @@ class FusedSteps:
         return query, key, value
 
     def gate(self, gate_up_S2I: Tensor) -> Tensor:
-        """Return SiLU(gate) * up, [S,I]; each row holds the gate, then up."""
+        """Return SiLU(gate) * up, [S,I], for rows that hold the gate and then up."""
         width = gate_up_S2I.shape[-1] // 2
         if not self.kernels:
             gated: Tensor = silu(gate_up_S2I[..., :width]) * gate_up_S2I[..., width:]
             return gated
         from gstep.backbones.gpu_kernels import gate_kernel  # noqa: PLC0415
 
-        out_SI, block = gate_up_S2I.new_empty(len(gate_up_S2I), width), min(1024, _power_of_2(width))
+        out_SI = gate_up_S2I.new_empty(len(gate_up_S2I), width)
+        block = min(1024, _power_of_2(width))
         gate_kernel[(len(gate_up_S2I), -(-width // block))](gate_up_S2I, out_SI, width, block, num_warps=4)
         return out_SI
 
     def gelu_linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
-        """Return GELU (tanh) of a layer's output. cuBLAS applies it to the product's float32 sums as it stores them."""
+        """Return the tanh GELU of a linear layer's output.
+
+        With kernels on a GPU, cuBLAS applies GELU to the float32 sums of the product, before it rounds them.
+        """
         if not (self.kernels and x.is_cuda):
             return gelu(layer(x), approximate="tanh")
         flat = x.flatten(0, -2)
@@ -130,20 +152,28 @@ class FusedSteps:
 
 
 def _power_of_2(least: int) -> int:
-    """Return the lowest power of 2 that is at least ``least``."""
+    """Return the smallest power of 2 that is at least ``least``."""
     return 1 << (least - 1).bit_length()
 
 
 def suit_llava(model: Any, vision: Any) -> FusedSteps:
-    """Make a LlavaOnevisionModel faster on a GPU, in place; load its weights and move it to its device before.
+    """Modify a loaded LlavaOnevisionModel in place to run faster on a GPU.
 
-    Patches are embedded by one matrix product, element-wise steps are fused, and pooling keeps the channels last.
-    ``vision`` is its module that holds the vision tower's embeddings and layers.
+    Patches are embedded by one matrix product, element-wise steps are fused, and pooling keeps the channels last. Call
+    it after the weights are loaded and on their device. On a GPU, the first layer then runs twice to turn the Triton
+    kernels on, or off with a RuntimeWarning (:meth:`FusedSteps.prove`).
 
-    Returns the fused steps that the layers share. On a GPU the first layer runs once with the Triton kernels and once
-    without, and the comparison turns the kernels on or off; see :meth:`FusedSteps.prove`.
+    Args:
+        vision: the module inside ``model`` that holds the vision tower's embeddings and layers.
+
+    Returns:
+        The fused steps that the layers share.
+
+    Raises:
+        torch.OutOfMemoryError: GPU memory ran out in the first layer.
     """
-    steps, embeddings = FusedSteps(), vision.embeddings
+    steps = FusedSteps()
+    embeddings = vision.embeddings
     kernel_CK = _flat_kernel(embeddings.patch_embedding)
     embeddings.forward = partial(_embed_siglip, embeddings, kernel_CK)
     for layer in vision.encoder.layers:
@@ -159,16 +189,22 @@ def suit_llava(model: Any, vision: Any) -> FusedSteps:
 
 
 def suit_internvl(tower: Any) -> FusedSteps:
-    """Make an InternVLVisionModel faster on a GPU, in place; load its weights and move it to its device before.
+    """Modify a loaded InternVLVisionModel in place to run faster on a GPU.
 
-    Patches are embedded by one matrix product, and norms are fused. Queries, keys and values become one product if
-    attention is sdpa without norms of its own. The scales ``lambda_1`` and ``lambda_2`` of a layer go into the weights
-    before them, and become 1. A second call changes no result.
+    Patches are embedded by one matrix product, and norms are fused. If attention is sdpa without norms of queries and
+    keys, queries, keys and values become one product. The scales ``lambda_1`` and ``lambda_2`` of each layer are
+    multiplied into the weights before them and set to 1, so that a second call changes no result. Call it after the
+    weights are loaded and on their device. On a GPU, the first layer then runs twice to turn the Triton kernels on, or
+    off with a RuntimeWarning (:meth:`FusedSteps.prove`).
 
-    Returns the fused steps that the layers share. On a GPU the first layer runs once with the Triton kernels and once
-    without, and the comparison turns the kernels on or off; see :meth:`FusedSteps.prove`.
+    Returns:
+        The fused steps that the layers share.
+
+    Raises:
+        torch.OutOfMemoryError: GPU memory ran out in the first layer.
     """
-    steps, patches = FusedSteps(), tower.embeddings.patch_embeddings
+    steps = FusedSteps()
+    patches = tower.embeddings.patch_embeddings
     kernel_CK = _flat_kernel(patches.projection)
     patches.forward = partial(_embed_internvl, patches, kernel_CK)
     for layer in tower.encoder.layer:
@@ -187,16 +223,22 @@ def suit_internvl(tower: Any) -> FusedSteps:
 
 
 def suit_qwen(tower: Any) -> FusedSteps:
-    """Make a vision tower of Qwen2.5-VL or Qwen3-VL faster on a GPU, in place; load and move its weights before.
+    """Modify a loaded vision tower of Qwen2.5-VL or Qwen3-VL in place to run faster on a GPU.
 
-    Patches are embedded by one matrix product, attention is one call, and element-wise steps are fused. The gate and up
-    of a gated MLP with SiLU become one product, padded with zeros to a multiple of 128 channels. A second call pads
-    nothing. Attention stays the stock one if the tower was built with "eager".
+    Patches are embedded by one matrix product, element-wise steps are fused, and each layer attends in one call;
+    attention stays the stock one if the tower was built with "eager". The gate and up of an MLP gated by SiLU become
+    one product; a width that is not a multiple of 8 is zero-padded to a multiple of 128. Call it after the weights are
+    loaded and on their device. On a GPU, the first block then runs twice to turn the Triton kernels on, or off with a
+    RuntimeWarning (:meth:`FusedSteps.prove`).
 
-    Returns the fused steps that the blocks share. On a GPU the first block runs once with the Triton kernels and once
-    without, and the comparison turns the kernels on or off; see :meth:`FusedSteps.prove`.
+    Returns:
+        The fused steps that the blocks share.
+
+    Raises:
+        torch.OutOfMemoryError: GPU memory ran out in the first block.
     """
-    steps, projection = FusedSteps(), tower.patch_embed.proj
+    steps = FusedSteps()
+    projection = tower.patch_embed.proj
     tower.patch_embed.forward = partial(_embed_rows, projection)
     for block in tower.blocks:
         block.forward = partial(_run_qwen_block, block, steps)
@@ -208,7 +250,9 @@ def suit_qwen(tower: Any) -> FusedSteps:
         elif tower.config.hidden_act == _TANH_GELU:
             block.mlp.forward = partial(_run_tanh_mlp, steps, block.mlp.linear_fc1, block.mlp.linear_fc2)
     if projection.weight.is_cuda:
-        first, device, rows = tower.blocks[0], projection.weight.device, _CHECKED_ROWS
+        first = tower.blocks[0]
+        device = projection.weight.device
+        rows = _CHECKED_ROWS
         hidden_SC = _example(first.norm1.weight)
         angle_SE = torch.linspace(0.0, 3.0, rows, device=device)[:, None].expand(-1, first.attn.head_dim)
         bounds = torch.tensor([0, rows], dtype=torch.int32, device=device)
@@ -218,19 +262,22 @@ def suit_qwen(tower: Any) -> FusedSteps:
 
 
 def _example(like: Tensor) -> Tensor:
-    """Draw seeded hidden states [S,C] for a layer whose norm has the weight ``like``, of its dtype and device."""
+    """Draw seeded hidden states [40,C] for a layer whose norm has the weight ``like``, in its dtype on its device."""
     seeded = torch.Generator("cpu").manual_seed(0)
     return torch.randn(_CHECKED_ROWS, len(like), generator=seeded, device="cpu").to(like.device, like.dtype)
 
 
 def _flat_kernel(convolution: nn.Conv2d) -> Tensor:
-    """Return the weights of a patch embedding as rows [C,K], padded with zeros to a K that matrix units take."""
+    """Return the weights of a patch embedding as rows [C,K], zero-padded to a K that is a multiple of 8."""
     kernel_CK = convolution.weight.flatten(1)
     return pad(kernel_CK, (0, -kernel_CK.shape[1] % _ALIGNED))
 
 
 def _embed_patches(pixels_F3hw: Tensor, kernel_CK: Tensor, bias_C: Tensor | None, patch: int) -> Tensor:
-    """Embed square patches as a product, [F,S,C], contiguous: a convolution's output is channels first."""
+    """Embed the square patches of each frame by one matrix product: [F,S,C], contiguous.
+
+    The convolution that it replaces gives the channels first.
+    """
     pixels = pixels_F3hw.to(kernel_CK.dtype)
     blocks = pixels.unfold(2, patch, patch).unfold(3, patch, patch).permute(0, 2, 3, 1, 4, 5)
     patches_FSK = blocks.reshape(len(pixels), blocks.shape[1] * blocks.shape[2], -1)
@@ -240,19 +287,19 @@ def _embed_patches(pixels_F3hw: Tensor, kernel_CK: Tensor, bias_C: Tensor | None
 def _embed_siglip(
     embeddings: Any, kernel_CK: Tensor, pixel_values: Tensor, interpolate_pos_encoding: bool = False
 ) -> Tensor:
-    """Compute SiglipVisionEmbeddings.forward of [F,3,h,w]."""
+    """Compute SiglipVisionEmbeddings.forward for [F,3,h,w]; position embeddings are never interpolated."""
     embedded = _embed_patches(pixel_values, kernel_CK, embeddings.patch_embedding.bias, embeddings.patch_size)
     positions: Tensor = embeddings.position_embedding(embeddings.position_ids)
     return embedded + positions
 
 
 def _embed_internvl(patches: Any, kernel_CK: Tensor, pixel_values: Tensor) -> Tensor:
-    """Compute InternVLVisionPatchEmbeddings.forward of [F,3,h,w]."""
+    """Compute InternVLVisionPatchEmbeddings.forward for [F,3,h,w]."""
     return _embed_patches(pixel_values, kernel_CK, patches.projection.bias, patches.patch_size[0])
 
 
 def _embed_rows(projection: Any, hidden_states: Tensor) -> Tensor:
-    """Compute the patch embedding of a Qwen tower, a convolution over whole patches [S,K], as a product."""
+    """Compute the patch embedding of a Qwen tower, a convolution over flattened patches [S,K], as a matrix product."""
     weight_CK = projection.weight.flatten(1)
     return linear(hidden_states.to(weight_CK.dtype), weight_CK, projection.bias)
 
@@ -260,16 +307,16 @@ def _embed_rows(projection: Any, hidden_states: Tensor) -> Tensor:
 def _run_siglip_layer(
     layer: Any, steps: FusedSteps, hidden_states: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Compute SiglipEncoderLayer.forward."""
+    """Replace SiglipEncoderLayer.forward, with the residual additions fused into the norms."""
     _, normed = steps.norm(layer.layer_norm1, hidden_states)
     attended, _ = layer.self_attn(hidden_states=normed, attention_mask=attention_mask, **options)
     hidden_states, normed = steps.norm(layer.layer_norm2, hidden_states, attended)
-    done: Tensor = hidden_states + layer.mlp(normed)
-    return done
+    output: Tensor = hidden_states + layer.mlp(normed)
+    return output
 
 
 def _run_internvl_layer(layer: Any, steps: FusedSteps, hidden_states: Tensor) -> Tensor:
-    """Compute InternVLVisionLayer.forward, whose scales are in the weights of its last products."""
+    """Replace InternVLVisionLayer.forward for a layer whose scales were multiplied into its weights."""
     _, normed = steps.norm(layer.layernorm_before, hidden_states)
     attended, _ = layer.attention(normed)
     hidden_states, normed = steps.norm(layer.layernorm_after, hidden_states, attended)
@@ -278,7 +325,7 @@ def _run_internvl_layer(layer: Any, steps: FusedSteps, hidden_states: Tensor) ->
 
 
 def _fold_scale(product: nn.Linear, scale_C: Tensor) -> None:
-    """Multiply a product's weights and bias by ``scale_C``, once: the scale becomes 1."""
+    """Multiply a layer's weight and bias by ``scale_C`` and set the scale to 1, all in place."""
     scale = scale_C.detach().float()
     product.weight.detach().copy_(product.weight.float() * scale[:, None])
     product.bias.detach().copy_(product.bias.float() * scale)
@@ -286,7 +333,14 @@ def _fold_scale(product: nn.Linear, scale_C: Tensor) -> None:
 
 
 def _attend_to_frame(attention: Any, joined: nn.Linear, hidden_states: Tensor) -> tuple[Tensor, None]:
-    """Compute InternVLVisionAttention.forward without norms of queries and keys."""
+    """Replace InternVLVisionAttention.forward for a layer without norms of queries and keys.
+
+    Args:
+        joined: the projections of queries, keys and values as one layer.
+
+    Returns:
+        The output [F,S,C], and None in place of the attention weights.
+    """
     frames, rows, width = hidden_states.shape
     qkv = joined(hidden_states).view(frames, rows, 3, attention.num_heads, -1)
     attended = _attend_batch(*qkv.unbind(2))
@@ -301,28 +355,32 @@ def _run_qwen_block(
     position_embeddings: tuple[Tensor, Tensor],
     **options: Any,
 ) -> Tensor:
-    """Compute the forward of a vision block of either Qwen family."""
+    """Replace the forward of a vision block of either Qwen family, with the residual additions fused into the norms."""
     _, normed = steps.norm(block.norm1, hidden_states)
     attended = block.attn(normed, cu_seqlens=cu_seqlens, position_embeddings=position_embeddings, **options)
     hidden_states, normed = steps.norm(block.norm2, hidden_states, attended)
-    done: Tensor = hidden_states + block.mlp(normed)
-    return done
+    output: Tensor = hidden_states + block.mlp(normed)
+    return output
 
 
 def _run_tanh_mlp(steps: FusedSteps, first: nn.Linear, second: nn.Linear, hidden_states: Tensor) -> Tensor:
-    """Compute an MLP with the tanh form of GELU between its two layers."""
-    done: Tensor = second(steps.gelu_linear(first, hidden_states))
-    return done
+    """Replace the forward of an MLP with tanh GELU between its two layers."""
+    output: Tensor = second(steps.gelu_linear(first, hidden_states))
+    return output
 
 
 def _run_gated_mlp(steps: FusedSteps, joined: nn.Linear, down: nn.Linear, hidden_state: Tensor) -> Tensor:
-    """Compute a gated MLP whose gate and up are one layer."""
-    done: Tensor = down(steps.gate(joined(hidden_state)))
-    return done
+    """Replace the forward of a gated MLP whose gate and up projections are one layer."""
+    output: Tensor = down(steps.gate(joined(hidden_state)))
+    return output
 
 
 def _join_gate_and_up(mlp: Any) -> nn.Linear:
-    """Pad a gated MLP in place with zeros, and return its gate and up as one layer; both become views of it."""
+    """Join the gate and up projections of an MLP into one layer, and pad the MLP in place to a suitable width.
+
+    An inner width that is not a multiple of 8 is zero-padded to a multiple of 128, also in ``down_proj``. The gate and
+    up layers become views of the returned layer.
+    """
     missing = -mlp.gate_proj.out_features % _INNER_MULTIPLE if mlp.gate_proj.out_features % _ALIGNED else 0
     joined = _join_layers((mlp.gate_proj, mlp.up_proj), missing)
     mlp.down_proj.in_features = mlp.gate_proj.out_features
@@ -331,9 +389,10 @@ def _join_gate_and_up(mlp: Any) -> nn.Linear:
 
 
 def _join_layers(layers: Sequence[nn.Linear], missing: int = 0) -> nn.Linear:
-    """Return layers of one size as one layer; the given layers become views of its weights.
+    """Join linear layers of equal size into one layer; the given layers become views of its weights.
 
-    Each layer gets ``missing`` more outputs, whose weights are zeros.
+    Args:
+        missing: the number of zero outputs to add to each layer.
     """
     outputs = layers[0].out_features + missing
     weight = torch.cat([pad(layer.weight.detach(), (0, 0, 0, missing)) for layer in layers])
@@ -362,10 +421,11 @@ def _attend_in_pieces(
     max_seqlen: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """Compute the forward of a Qwen tower's attention, in which each piece of rows attends to itself.
+    """Replace the forward of a Qwen tower's attention, in which each piece (run of consecutive rows) attends to itself.
 
-    ``cu_seqlens`` has the bounds of the pieces. Without ``max_seqlen``, the rows of the longest piece, the CPU waits
-    for the GPU.
+    Args:
+        cu_seqlens: [pieces + 1], the bounds of the pieces.
+        max_seqlen: the rows of the longest piece; None computes it, which makes the CPU wait for the GPU.
     """
     n_rows = len(hidden_states)
     qkv_S3HE = attention.qkv(hidden_states).view(n_rows, 3, attention.num_heads, -1)
@@ -388,23 +448,25 @@ def _attend_in_pieces(
 
 
 def attend(query_SHE: Tensor, key_SHE: Tensor, value_SHE: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    """Attend within pieces of rows, [S,H,E], in as few calls as the device allows.
+    """Attend within each piece of rows, [S,H,E], in as few calls as the device allows; return [S,H,E].
 
-    Pieces of one length are a batch of sdpa. Pieces of several lengths take a single call of torch's attention with
-    bounds, on a GPU that has it (in 16 bits, from compute capability 8 on). Elsewhere each length takes a call of sdpa.
+    Pieces of equal length are one batch of sdpa. Otherwise there is a single call of torch's variable-length attention
+    if the GPU supports it (16-bit dtypes, compute capability 8 or later), or one call of sdpa per distinct length.
 
     Args:
-        cu_seqlens: [pieces + 1] int32, the bounds of the pieces.
-        longest: rows of the longest piece.
+        cu_seqlens: [pieces + 1], the bounds of the pieces.
+        longest: the number of rows in the longest piece.
     """
-    parts, n_pieces = (query_SHE, key_SHE, value_SHE), len(cu_seqlens) - 1
+    parts = (query_SHE, key_SHE, value_SHE)
+    n_pieces = len(cu_seqlens) - 1
     if n_pieces * longest == len(query_SHE):
         return _attend_batch(*(part.view(n_pieces, longest, *part.shape[1:]) for part in parts)).flatten(0, 1)
     if (varlen := _variable_length(query_SHE)) is not None:
         bounds = cu_seqlens.to(torch.int32)
         attended: Tensor = varlen(*parts, bounds, bounds, longest, longest)
         return attended
-    out_SHE, lengths = torch.empty_like(value_SHE), cu_seqlens.diff()
+    out_SHE = torch.empty_like(value_SHE)
+    lengths = cu_seqlens.diff()
     for length in set(lengths.tolist()):
         starts = cu_seqlens[:-1][lengths == length]
         rows = starts[:, None] + torch.arange(length, device=starts.device)
@@ -413,13 +475,16 @@ def attend(query_SHE: Tensor, key_SHE: Tensor, value_SHE: Tensor, cu_seqlens: Te
 
 
 def _attend_batch(query_PLHE: Tensor, key_PLHE: Tensor, value_PLHE: Tensor) -> Tensor:
-    """Attend within each of P pieces of L rows: [P,L,H,E]."""
+    """Attend within each of P pieces of L rows: [P,L,H,E] in and out."""
     query, key, value = (part.transpose(1, 2) for part in (query_PLHE, key_PLHE, value_PLHE))
     return scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
 
 def _variable_length(query_SHE: Tensor) -> Callable[..., Any] | None:
-    """Return torch's attention over pieces of several lengths, or None where it cannot take this tensor."""
+    """Return torch's variable-length attention; None if torch is older than 2.9 or does not support this tensor.
+
+    It supports bfloat16 and float16 on GPUs of compute capability 8 or later.
+    """
     if not query_SHE.is_cuda or query_SHE.dtype not in (torch.bfloat16, torch.float16):
         return None
     if torch.cuda.get_device_capability(query_SHE.device) < (8, 0):
@@ -433,7 +498,10 @@ def _variable_length(query_SHE: Tensor) -> Callable[..., Any] | None:
 
 
 def _pool_frames(model: Any, image_features: Tensor) -> Tensor:
-    """Compute LlavaOnevisionModel.apply_pooling of [F,S,C] with the channels last, where a GPU reads rows at once."""
+    """Compute LlavaOnevisionModel.apply_pooling for [F,S,C] with the channels last, which a GPU reads contiguously.
+
+    The side of the square of S patches is halved, rounded up.
+    """
     vision = model.config.vision_config
     side = vision.image_size // vision.patch_size
     frames_FCHW = image_features.reshape(len(image_features), side, side, -1).permute(0, 3, 1, 2)

@@ -1,7 +1,7 @@
-"""Triton kernels of the element-wise steps of a vision tower; each reads and writes its tensors once.
+"""Triton kernels of a vision tower's element-wise steps; each reads and writes its tensors once.
 
-``gstep.backbones.gpu_forms`` launches them, and checks them against the stock steps before a tower's first video. They
-compute in float32 and round where the stock steps round. Importing this module needs Triton.
+``gstep.backbones.gpu_forms`` launches them, and compares them with torch's operations before a tower encodes its first
+video. They compute in float32 and round where the stock towers round. Importing this module requires Triton.
 
 Shapes: S rows (patches of a pass), C = WIDTH channels, H heads of E channels.
 """
@@ -28,10 +28,10 @@ def norm_kernel(
     ADDED: tl.constexpr,
     CENTRED: tl.constexpr,
 ) -> None:
-    """Normalise rows [S,C]: LayerNorm if CENTRED, else RMSNorm. With ADDED, add ``added`` first and store the sum.
+    """Normalize rows [S,C] by LayerNorm if CENTRED, otherwise by RMSNorm, into ``out``.
 
-    ``added`` and ``sum`` are used only with ADDED, ``bias`` only if CENTRED. Grid: (ceil(S / ROWS),). BLOCK is a power
-    of 2, at least WIDTH.
+    With ADDED, ``added`` is added to ``x`` first, and the sum is stored in ``sum``; without it both pointers are
+    unused. ``bias`` is used only if CENTRED. Grid: (ceil(S / ROWS),). BLOCK is a power of 2, at least WIDTH.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -67,10 +67,10 @@ def rotate_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ) -> None:
-    """Rotate the queries and keys of one row of qkv [S,3,H,E] in place by its angles, [S,E] float32.
+    """Rotate the queries and keys of one row of qkv [S,3,H,E] in place by the angles of that row, [S,E] float32.
 
-    Channel e turns with channel e + E/2, whose angle is the same. Grid: (S,). HALF is E/2; BLOCK_HEADS is a power of 2,
-    at least 2 H, and BLOCK_HALF a power of 2, at least E/2.
+    Channels e and e + E/2 rotate together and have the same angle. Grid: (S,). HALF is E/2; BLOCK_HEADS is a power of
+    2, at least 2 H, and BLOCK_HALF a power of 2, at least E/2.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_HEADS)
@@ -88,7 +88,7 @@ def rotate_kernel(
 
 @triton.jit
 def gate_kernel(gate_up_ptr: tl.tensor, out_ptr: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """Compute SiLU(gate) * up, [S, WIDTH], of rows [S, 2 * WIDTH] that hold the gate and then up.
+    """Compute SiLU(gate) * up, [S, WIDTH], for rows [S, 2 * WIDTH] that hold the gate and then up.
 
     Grid: (S, ceil(WIDTH / BLOCK)).
     """

@@ -1,6 +1,6 @@
-"""InternVL3 and 3.5 in the layout of transformers (names that end with -HF): every frame is an image of 256 tokens.
+"""InternVL3 and 3.5 in the layout of transformers (model names ending in -HF); each frame is an image of 256 tokens.
 
-Follows InternVLModel.get_image_features (transformers, models/internvl/modeling_internvl.py) by calling it.
+The encoder calls InternVLModel.get_image_features (transformers, models/internvl/modeling_internvl.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _VISION: Mapping[str, Any] = {
 
 
 class InternVL(FixedSizeFamily):
-    """The InternVL family: a frame of 448 x 448 pixels is 16 x 16 tokens, each of 2 x 2 patches."""
+    """The InternVL family: a frame of 448 x 448 pixels becomes 16 x 16 tokens, each of 2 x 2 patches."""
 
     model_type = "internvl"
     video_processor = "InternVLVideoProcessor"
@@ -39,7 +39,9 @@ class InternVL(FixedSizeFamily):
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> InternVLBackbone:
         """Load the vision part, ready to encode; the language model is neither read nor allocated.
 
-        Raises ModelError if weights are missing, or do not fit the config.
+        Raises:
+            ModelError: the preprocessor's settings are not supported; or weights are missing, quantized or do not fit
+                config.json.
         """
         preprocessor = self.preprocessor()
         model, names = self.empty_tower(runtime)
@@ -64,7 +66,7 @@ class InternVL(FixedSizeFamily):
             )
 
     def names_in_memory(self, key: str) -> list[str]:
-        """List the names in memory for a name on disk: with or without ``model.``, by library version."""
+        """Return the name in memory, in a list, for a name on disk, which some versions start with ``model.``."""
         return [key.removeprefix("model.")]
 
     def pixel_defaults(self) -> Mapping[str, Any]:
@@ -77,16 +79,20 @@ class InternVL(FixedSizeFamily):
         return StaticParts(self._text_width(), None)
 
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Compute (frames, tokens a frame) for resized frames, which are squares of one size; ``width`` is not used."""
+        """Compute (number of frames, tokens per frame) for resized square frames; ``width`` is not used."""
         return n_frames, int(height // self._side("patch_size") * self._downsample_ratio()) ** 2
 
     def tower_work(self, height: int, width: int) -> TowerWork:
-        """Count the work of encoding one frame, from the config alone; patches are merged before the projector."""
-        vision, D = self._vision(), self._text_width()
+        """Count the matrix products for encoding one frame, from the config alone.
+
+        The class token passes through the layers too, and patches are merged before the projector.
+        """
+        vision = self._vision()
+        D = self._text_width()
         C, inner, depth = vision["hidden_size"], vision["intermediate_size"], vision["num_hidden_layers"]
-        patch, merged = self._side("patch_size"), C * round(1 / self._downsample_ratio()) ** 2
+        patch = self._side("patch_size")
+        merged = C * round(1 / self._downsample_ratio()) ** 2
         P = (height // patch) * (width // patch)
-        # The class token passes the layers as well.
         layers = depth * (4 * C**2 + 2 * C * inner) * (P + 1) // P
         return TowerWork(P, 3 * patch**2 * C + layers, merged * D + D**2, depth * 4 * (P + 1) ** 2 * C)
 
@@ -95,25 +101,28 @@ class InternVL(FixedSizeFamily):
         return T * N * self._text_width() * 2
 
     def _text_width(self) -> int:
-        """Return D, the language model's width, or the default of Qwen2's configuration."""
+        """Return D, the language model's hidden size in config.json; 4096, Qwen2's default, if it is missing."""
         return int(self.source.config.get("text_config", {}).get("hidden_size", 4096))
 
     def _downsample_ratio(self) -> float:
         return float(self.source.config.get("downsample_ratio", 0.5))
 
     def _vision(self) -> dict[str, Any]:
-        """Return the vision part of config.json with the stock defaults."""
+        """Return the vision settings of config.json, completed by the stock defaults."""
         return {**_VISION, **self.source.config.get("vision_config", {})}
 
     def _side(self, name: str) -> int:
-        """Return the side in pixels of the squares ``name``: "image_size" or "patch_size".
+        """Return the side in pixels of the square frames ("image_size") or square patches ("patch_size").
 
-        Raises ModelError if config.json describes no squares.
+        Raises:
+            ModelError: config.json gives sides of different lengths.
         """
         value = self._vision()[name]
         sides = {*value} if isinstance(value, list | tuple) else {value}
         if len(sides) != 1:
-            raise ModelError(f"{self.source.name!r}: {name}={value!r} in config.json is no square: not implemented")
+            raise ModelError(
+                f"{self.source.name!r}: {name}={value!r} in config.json is not square, which is not implemented"
+            )
         return int(sides.pop())
 
 
@@ -129,21 +138,21 @@ class InternVLBackbone(Backbone):
         return int(self.model.multi_modal_projector.linear_2.out_features)
 
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
-        """Encode [t,448,448,3] uint8 to [t,256,D]."""
+        """Encode [t,448,448,3] uint8 to tokens [t,256,D]; this family has no evidence, so ``evidence`` is ignored."""
         pixels = self.preprocessor.normalise(frames, self.device, self.dtype)
         return VisualTokens(self.model.get_image_features(pixels, return_dict=True).pooler_output)
 
     def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
-        """Encode videos of [t,448,448,3] uint8 together, each to [t,256,D]."""
+        """Encode the videos, [t,448,448,3] uint8 each, in one pass of the tower; return [t,256,D] for each."""
         tokens = self.encode_chunk(torch.cat([*videos]), evidence).tokens
         return [VisualTokens(part) for part in torch.split(tokens, [len(frames) for frames in videos])]
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """The layers of the vision tower."""
+        """All layers of the vision tower, in order."""
         return list(self.model.vision_tower.encoder.layer)
 
     def model_extra(self, video: SampledVideo) -> ModelExtra:
-        """Return the grid alone: the positions of this family are just counted."""
+        """Return only the grid: this family's positions simply count the tokens."""
         side = math.isqrt(self.family.token_counts(1, video.height, video.width)[1])
         return {"grid": [side, side]}

@@ -1,7 +1,7 @@
-"""LLaVA-OneVision: SigLIP, a two-layer projector, and 2x2 bilinear pooling of every frame (27 x 27 -> 14 x 14 tokens).
+"""LLaVA-OneVision: SigLIP, a two-layer projector, and 2x2 bilinear pooling of each frame (27 x 27 to 14 x 14 tokens).
 
-Follows LlavaOnevisionModel.get_video_features (transformers, models/llava_onevision/modeling_llava_onevision.py) by
-calling it.
+The encoder follows LlavaOnevisionModel.get_video_features (transformers,
+models/llava_onevision/modeling_llava_onevision.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gstep.types import VisualTokens
 
 
 class LlavaOnevision(FixedSizeFamily):
-    """The LLaVA-OneVision family: 196 tokens a frame of 384 x 384 pixels, and a separate newline row for each video."""
+    """The LLaVA-OneVision family: 196 tokens per frame of 384 x 384 pixels, and a separate newline row per video."""
 
     model_type = "llava_onevision"
     video_processor = "LlavaOnevisionVideoProcessor"
@@ -46,8 +46,11 @@ class LlavaOnevision(FixedSizeFamily):
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> LlavaOnevisionBackbone:
         """Load the vision part, ready to encode, and the pooling head if the source has one.
 
-        The language model is neither read nor allocated. Raises ModelError if weights are missing, or do not fit the
-        config.
+        The language model is neither read nor allocated.
+
+        Raises:
+            ModelError: the preprocessor's settings are not supported; weights are missing, quantized or do not fit
+                config.json; or the pooling head on this node is not the one that was resolved.
         """
         preprocessor = self.preprocessor()
         model, names = self.empty_tower(runtime)
@@ -63,7 +66,7 @@ class LlavaOnevision(FixedSizeFamily):
         return self._vision("image_size", 384)
 
     def check_features(self) -> None:
-        """Raise ModelError if config.json takes visual tokens from several vision layers; published models take one."""
+        """Raise ModelError unless vision_feature_layer in config.json is one integer, as in all published models."""
         layer = self.source.config.get("vision_feature_layer", -1)
         if not isinstance(layer, int) or isinstance(layer, bool):
             raise ModelError(
@@ -72,7 +75,7 @@ class LlavaOnevision(FixedSizeFamily):
             )
 
     def names_in_memory(self, key: str) -> list[str]:
-        """List the names in memory for a name on disk: with or without ``vision_model.``, by library version."""
+        """List the names in memory for a name on disk: without and with ``vision_model.``, by library version."""
         name = key.removeprefix("model.")
         plain = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
         return [plain, plain.replace("vision_tower.", "vision_tower.vision_model.", 1)]
@@ -81,6 +84,11 @@ class LlavaOnevision(FixedSizeFamily):
         return replace(self.source, pooling_head=PoolingHeadSource.resolve(siglip, self._vision("hidden_size", 1152)))
 
     def static(self) -> StaticParts:
+        """Read the newline row from the checkpoint; the hidden size is its length.
+
+        Raises:
+            ModelError: the checkpoint has no image_newline, or its files are damaged.
+        """
         newline = read_tensors(self.source, lambda key: key if key.removeprefix("model.") == "image_newline" else None)
         if len(newline) != 1:
             raise ModelError(f"{self.source.name!r} has no image_newline: download the whole checkpoint")
@@ -88,21 +96,30 @@ class LlavaOnevision(FixedSizeFamily):
         return StaticParts(hidden_size=len(row), newline=row)
 
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Compute (frames, tokens a frame) for resized frames, which are squares of one size; ``width`` is not used."""
+        """Compute (number of frames, tokens per frame) for resized square frames; ``width`` is not used."""
         return n_frames, _count_tokens_per_frame(height, self._vision("patch_size", 14))
 
     def tower_work(self, height: int, width: int) -> TowerWork:
-        """Count the work of encoding one frame, from the config alone.
+        """Count the matrix products for encoding one frame, from the config alone.
 
-        All patches pass the projector before they are pooled.
+        Patches pass through the projector before they are pooled, so no weight is applied per token.
         """
-        C, inner, D = self._vision("hidden_size", 1152), self._vision("intermediate_size", 4304), self._text_width()
-        patch, depth = self._vision("patch_size", 14), self._vision("num_hidden_layers", 26)
+        C = self._vision("hidden_size", 1152)
+        inner = self._vision("intermediate_size", 4304)
+        D = self._text_width()
+        patch = self._vision("patch_size", 14)
+        depth = self._vision("num_hidden_layers", 26)
         P = (height // patch) * (width // patch)
         patch_weights = 3 * patch**2 * C + depth * (4 * C**2 + 2 * C * inner) + C * D + D**2
         return TowerWork(P, patch_weights, 0, depth * 4 * P**2 * C)
 
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
+        """Compute the size in bytes of a video's visual tokens and evidence in bfloat16, from the config alone.
+
+        Args:
+            evidence: evidence names. ``frame_feature`` has the vision width per frame; per token, ``image_embedding``
+                has the vision width, ``token_key`` the width of a head, and any other evidence a single number.
+        """
         channels = self._vision("hidden_size", 1152)
         widths = {"image_embedding": channels, "token_key": channels // self._vision("num_attention_heads", 16)}
         numbers = self._text_width() + sum(widths.get(name, 1) for name in evidence if name not in PER_FRAME)
@@ -110,11 +127,11 @@ class LlavaOnevision(FixedSizeFamily):
         return T * (N * numbers + channels * sum(name in PER_FRAME for name in evidence)) * 2
 
     def _text_width(self) -> int:
-        """Return D, the language model's width, or the stock configuration's default."""
+        """Return D, the language model's hidden size in config.json; 4096, the stock default, if it is missing."""
         return int(self.source.config.get("text_config", {}).get("hidden_size", 4096))
 
     def _vision(self, name: str, default: int) -> int:
-        """Read a number of the vision part of config.json, or the stock configuration's default."""
+        """Read an integer from the vision settings of config.json; ``default`` if it is missing."""
         number: int = self.source.config.get("vision_config", {}).get(name, default)
         return number
 
@@ -128,12 +145,15 @@ class LlavaOnevisionBackbone(Backbone):
         return int(self.model.image_newline.shape[0])
 
     def newline(self) -> Tensor:
-        """Return the row [D] that the stock model puts after a video's tokens."""
+        """Return the row [D] that the stock model appends to a video's tokens."""
         row: Tensor = self.model.image_newline.detach()
         return row
 
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
-        """Encode [t,384,384,3] uint8 to [t,196,D]; evidence of patches is pooled to the tokens, as the features are."""
+        """Encode [t,384,384,3] uint8 to tokens [t,196,D] and the requested evidence, in one pass of the tower.
+
+        Hooks compute the evidence while the tower runs. Evidence of patches is pooled to tokens as the features are.
+        """
         pixels = self.preprocessor.normalise(frames, self.device, self.dtype)
         vision = self.model.config.vision_config
         tokens_per_frame = _count_tokens_per_frame(vision.image_size, vision.patch_size)
@@ -141,7 +161,7 @@ class LlavaOnevisionBackbone(Backbone):
         with ExitStack() as hooks:
             for observer in observers.values():
                 hooks.enter_context(observe_inputs(observer.module, observer))
-            # Some versions of transformers append the newline here: the slice leaves it out.
+            # Some versions of transformers append the newline row here; the slice drops it.
             tokens = self._compute_features(pixels)[: len(pixels) * tokens_per_frame]
         outputs = {source: observer.evidence() for source, observer in observers.items()}
         evidence_by_label: dict[str, Tensor] = {}
@@ -152,9 +172,9 @@ class LlavaOnevisionBackbone(Backbone):
         return VisualTokens(tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size), evidence_by_label)
 
     def _compute_features(self, pixels_F3HW: Tensor) -> Tensor:
-        """Compute the pooled features [F*N,D] of frames as the stock get_video_features; a newline row may follow.
+        """Compute the pooled features [F*N,D] of frames, as the stock get_video_features; a newline row may follow.
 
-        On a GPU the layers are called one after the other, because the stock method keeps the states of all layers.
+        The stock method keeps the hidden states of all layers, so on a GPU the layers are called one by one instead.
         """
         if self.steps is None:
             features: Tensor = self.model.get_video_features(pixels_F3HW[None], return_dict=True).pooler_output[0]
@@ -169,7 +189,7 @@ class LlavaOnevisionBackbone(Backbone):
         return suit_llava(self.model, self._vision)
 
     def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
-        """Encode videos of [t,384,384,3] uint8 together, each to [t,196,D]."""
+        """Encode the videos, [t,384,384,3] uint8 each, in one pass; return tokens [t,196,D] and evidence for each."""
         lengths = [len(frames) for frames in videos]
         visual = self.encode_chunk(torch.cat([*videos]), evidence)
         evidence_by_label = {name: torch.split(values, lengths) for name, values in visual.evidence.items()}
@@ -180,19 +200,19 @@ class LlavaOnevisionBackbone(Backbone):
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """The layers of the vision tower that visual tokens depend on, in order."""
+        """The layers of the vision tower up to the one that visual tokens are taken from, in order."""
         layers = self._vision.encoder.layers
-        # Hidden state 0 is the input of the first layer, so state k is the output of layer k - 1.
+        # Hidden state 0 is the input of the first layer, and state k is the output of layer k - 1.
         states = range(len(layers) + 1)
         return [*layers][: states[self.model.config.vision_feature_layer]]
 
     @property
     def _vision(self) -> Any:
-        """The module that holds the vision tower's embeddings and layers, under one of two names by library version."""
+        """The module with the vision tower's embeddings and layers; its name depends on the library version."""
         return getattr(self.model.vision_tower, "vision_model", self.model.vision_tower)
 
     def _make_observer(self, source: str) -> FrameObserver:
-        """Make the observer that computes the evidence of one source (gstep.evidence) while the tower runs."""
+        """Create the observer that computes the evidence of ``source`` (gstep.evidence) while the tower runs."""
         if source == LAST_LAYER:
             layer: Any = self.layers[-1].self_attn
             return FrameObserver(layer, partial(last_layer_evidence, layer))
@@ -201,17 +221,17 @@ class LlavaOnevisionBackbone(Backbone):
         return FrameObserver(self.model.multi_modal_projector, partial(compute, self.pooling_head))
 
     def _pool_patches(self, values_TSE: Tensor) -> Tensor:
-        """Pool values of all 27 x 27 patches, [T,S] or [T,S,E], to the N tokens of a frame, as the stock model does."""
+        """Pool values of all 27 x 27 patches, [T,S] or [T,S,E], to the N tokens per frame: [T,N] or [T,N,E]."""
         pooled: Tensor = self.model.apply_pooling(values_TSE.reshape(*values_TSE.shape[:2], -1))
         return pooled.reshape(len(pooled), -1, *values_TSE.shape[2:])
 
     def model_extra(self, video: SampledVideo) -> ModelExtra:
-        """Return the grid alone: positions of this family depend on nothing else."""
+        """Return only the grid: this family's positions depend on nothing else."""
         vision = self.model.config.vision_config
         side = math.isqrt(_count_tokens_per_frame(vision.image_size, vision.patch_size))
         return {"grid": [side, side]}
 
 
 def _count_tokens_per_frame(image_size: int, patch_size: int) -> int:
-    """Count the tokens of a square frame: its grid of patches, pooled to half its side."""
+    """Count the tokens of a square frame, whose grid of patches is pooled to half its side (rounded up)."""
     return math.ceil(image_size // patch_size / 2) ** 2

@@ -1,4 +1,4 @@
-"""The check of positions in time, which advance evenly from patch to patch, against the times of the sampled frames."""
+"""A check for temporal positions, which advance by a constant step, against the real times of the frames."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gstep.backbones.base import ModelExtra
 
 
 class PositionFaults(NamedTuple):
-    """The number of temporal patches of a video with wrong positions in time; None if positions do not encode times.
+    """The number of temporal patches whose temporal position is wrong; both are None if positions do not encode times.
 
     Attributes:
-        uneven: patches whose time lies at least a whole position from their evenly spaced position.
-        shared: patches at the position of the patch before, because there are fewer positions than patches.
+        uneven: patches whose real time is at least one position away from their evenly spaced position.
+        shared: patches with the same integer position as the patch before, because the step is below one position.
     """
 
     uneven: int | None
@@ -23,15 +23,20 @@ class PositionFaults(NamedTuple):
 
 
 def position_faults(extra: ModelExtra, timestamps: Sequence[float], *, even: bool) -> PositionFaults:
-    """Count the patches whose positions in time do not fit their times.
+    """Count the temporal patches of a video whose positions do not match their times; no position is changed.
 
-    Positions follow get_rope_index of transformers (models/qwen2_5_vl/modeling_qwen2_5_vl.py), which multiplies the
-    index of a patch by a constant interval. This function does not change positions; it reports the error.
+    Positions follow get_rope_index of transformers (models/qwen2_5_vl/modeling_qwen2_5_vl.py), which multiplies a
+    patch's index by a constant interval.
 
     Args:
-        timestamps: seconds of each sampled frame.
-        even: True if frames were sampled at even times. No patch is then uneven: a timestamp is the time at which a
-            frame appeared on screen, which may lie before its sampling time.
+        extra: the video's facts; only Qwen2.5-VL has the keys that make positions depend on time.
+        timestamps: seconds of each sampled frame, at least one.
+        even: True if frames were sampled at evenly spaced times; no patch is then uneven, because a timestamp is the
+            time at which a frame appeared on screen, which may be before the sampling time.
+
+    Returns:
+        The counts; (None, None) without ``tokens_per_second`` in ``extra``. If all patches have the same time, none is
+        uneven.
     """
     if "tokens_per_second" not in extra:
         return PositionFaults(None, None)

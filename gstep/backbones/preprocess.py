@@ -1,13 +1,12 @@
-"""Conversion of decoded frames to pixel values, bit for bit as the stock video processors of transformers, in torch.
+"""Conversion of decoded frames to pixel values in plain torch, bit-identical to the stock video processors.
 
-The stock processors need torchvision; this module needs torch alone, so that decode processes stay light. Frames are
-resized in the decode process (uint8 in, uint8 out) and normalised on the GPU, which uses the floats.
+The stock processors of transformers need torchvision; this module needs only torch, so that decode processes stay
+light. Frames are resized in the decode process (uint8 in, uint8 out) and normalized on the device that encodes.
 
-Qwen2.5-VL and Qwen3-VL keep a video's shape and choose its size by its pixels: Qwen2.5-VL counts the pixels of a frame,
-Qwen3-VL the pixels of the whole video. Sides are multiples of a token's side (28 or 32 pixels). Two frames make one
-temporal patch; an odd last frame is repeated. Follows Qwen2VLVideoProcessor and Qwen3VLVideoProcessor (transformers
-5.23, models/qwen2_vl and qwen3_vl, video_processing_*.py). Patches are in the order of tokens: the 2 x 2 patches of a
-token are adjacent.
+Qwen2.5-VL and Qwen3-VL keep a video's aspect ratio and choose its size by pixel limits. Sides are multiples of a
+token's side (28 or 32 pixels). Two frames make one temporal patch; an odd last frame is repeated. The rules follow
+Qwen2VLVideoProcessor and Qwen3VLVideoProcessor (transformers 5.23, models/qwen2_vl and qwen3_vl,
+video_processing_*.py). Patches are in token order: the 2 x 2 patches of a token are adjacent.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ if TYPE_CHECKING:
 
 BICUBIC = 3  # PIL.Image.Resampling.BICUBIC, as preprocessor files write it
 
-# The implemented values of every setting that changes pixel values. Other values are refused, never ignored.
+# Settings that change pixel values -> the values that are implemented. Other values are refused, never ignored.
 _IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
     "do_resize": (True,),
     "do_rescale": (True,),
     "do_normalize": (True,),
     "do_center_crop": (None, False),
-    "resample": (BICUBIC, None),  # None: not set, so the class default, which is bicubic for every family here
+    "resample": (BICUBIC, None),  # None means the class default, which is bicubic for all families
 }
 
 
 @dataclass(frozen=True)
 class Preprocessor(ABC):
-    """The rule from a video's frames to pixel values. Plain data: it pickles, and never imports transformers.
+    """The rule from a video's frames to pixel values: plain data that pickles and never imports transformers.
 
     Attributes:
-        image_mean: each channel's mean, for pixel values scaled to [0, 1].
-        image_std: each channel's standard deviation, for pixel values scaled to [0, 1].
+        image_mean: mean per RGB channel, for pixel values scaled to [0, 1].
+        image_std: standard deviation per RGB channel, for pixel values scaled to [0, 1].
     """
 
     image_mean: tuple[float, float, float]
@@ -53,29 +52,38 @@ class Preprocessor(ABC):
 
     @property
     def frames_per_patch(self) -> int:
-        """Decoded frames that make one T of the tokens (2 on Qwen models)."""
+        """The number of decoded frames that make one T of the tokens (2 on Qwen models)."""
         return 1
 
     @abstractmethod
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Choose the (height, width) in pixels to which ``n_frames`` frames of [height, width] are resized.
+        """Choose the (height, width) in pixels to which ``n_frames`` frames of [height, width] pixels are resized.
 
-        Raises UnsupportedVideo if the model takes no video of this shape.
+        Raises:
+            UnsupportedVideo: the model does not take videos of this shape.
         """
 
     def resize(self, frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
-        """Resize [T,H,W,3] uint8 RGB to [T,h,w,3] uint8 on the CPU, bit for bit as the stock processor.
+        """Resize [T,H,W,3] uint8 RGB to [T,h,w,3] uint8 on the CPU, bit-identical to the stock processor.
 
-        A frame's result does not depend on other frames, so a video may be resized in chunks.
-        Raises ValueError if ``frames`` is not uint8 [T,H,W,3].
+        Each frame is resized by itself, so a video may be resized in chunks.
+
+        Raises:
+            ValueError: ``frames`` is not uint8 [T,H,W,3].
         """
         return resize_frames(frames, size)
 
     def normalise(self, frames: Tensor | NDArray[np.uint8], device: torch.device | str, dtype: torch.dtype) -> Tensor:
-        """Normalise [t,h,w,3] uint8 to [t,3,h,w] on ``device``: (x - 255 mean) / (255 std) in float32, then cast."""
+        """Normalize [t,h,w,3] uint8 to a contiguous [t,3,h,w] on ``device``.
+
+        Computes (x - 255 mean) / (255 std) in float32, then casts to ``dtype``.
+
+        Raises:
+            ValueError: ``frames`` is not uint8 [t,h,w,3].
+        """
         import torch  # noqa: PLC0415
 
-        # The factor is folded into mean and std as in the stock processor: dividing x by 255 first is off by 5e-7.
+        # The factor is folded into mean and std, as in the stock processor: dividing x by 255 first differs by 5e-7.
         scale = 1.0 / (1 / 255)
         mean, std = (
             (torch.tensor(value, dtype=torch.float32, device="cpu") * scale).to(device)[:, None, None]
@@ -85,7 +93,7 @@ class Preprocessor(ABC):
         return pixels.sub_(mean).div_(std).to(dtype).contiguous()
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings that determine the pixel values, JSON-able, for the fingerprint of a cache."""
+        """Return all settings that determine the pixel values, as JSON values for a cache's fingerprint."""
         return {
             "resize": "bicubic antialias uint8",
             "image_mean": list(self.image_mean),
@@ -95,9 +103,12 @@ class Preprocessor(ABC):
 
 
 def resize_frames(frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
-    """Resize [T,H,W,3] uint8 to ``size`` (h, w) on the CPU, bicubic with antialias: [T,h,w,3] uint8.
+    """Resize [T,H,W,3] uint8 to ``size`` (h, w) on the CPU, bicubic with antialiasing: [T,h,w,3] uint8.
 
-    Frames that have this size already are not copied. Raises ValueError for other arrays.
+    Frames of this size already are returned without a copy.
+
+    Raises:
+        ValueError: ``frames`` is not uint8 [T,H,W,3].
     """
     from torch.nn.functional import interpolate  # noqa: PLC0415
 
@@ -105,23 +116,26 @@ def resize_frames(frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> 
     if frames_THWC.shape[1:3] == size:
         return frames_THWC
     frames_TCHW = frames_THWC.permute(0, 3, 1, 2)
-    # uint8 in, uint8 out: torch rounds after each of the two passes, as torchvision does; floats would differ.
+    # On uint8, torch rounds after each of the two passes, as torchvision does; on floats the result would differ.
     frames_TChw = interpolate(frames_TCHW, size=size, mode="bicubic", antialias=True, align_corners=False)
     return frames_TChw.permute(0, 2, 3, 1).contiguous()
 
 
 def as_frames(frames: Tensor | NDArray[np.uint8]) -> Tensor:
-    """Check ``frames``, uint8 [T,H,W,3], and return them as a tensor.
+    """Check that ``frames`` is uint8 [T,H,W,3], and return it as a tensor.
 
-    An array that is read-only or flipped (a negative stride) is copied. Any other array shares its memory with the
-    tensor. Raises ValueError for another dtype, shape or type.
+    A tensor is returned as it is, and an array as a tensor that shares its memory; only an array that is read-only or
+    has a negative stride is copied. T may be 0.
+
+    Raises:
+        ValueError: ``frames`` has another type, dtype or shape.
     """
     import torch  # noqa: PLC0415
 
     if isinstance(frames, np.ndarray) and frames.dtype == np.uint8:
-        # torch can represent neither; arrays from the object store are read-only, and BGR is made RGB by a flip.
-        shares = frames.flags.writeable and all(stride >= 0 for stride in frames.strides)
-        frames = torch.from_numpy(frames if shares else frames.copy())
+        # torch supports neither; arrays from Ray's object store are read-only, and a flip converts BGR to RGB.
+        is_supported = frames.flags.writeable and all(stride >= 0 for stride in frames.strides)
+        frames = torch.from_numpy(frames if is_supported else frames.copy())
     if not isinstance(frames, torch.Tensor):
         shape = f"{frames.dtype} {list(frames.shape)}" if isinstance(frames, np.ndarray) else type(frames).__name__
         raise ValueError(f"frames must be uint8 [T,H,W,3], got {shape}")
@@ -131,7 +145,10 @@ def as_frames(frames: Tensor | NDArray[np.uint8]) -> Tensor:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raise ModelError if a preprocessor setting that changes pixel values has a value that is not implemented."""
+    """Raise ModelError if a preprocessor setting that changes pixel values has a value that is not implemented.
+
+    Missing settings pass. The message has the setting and the expected value.
+    """
     for name, implemented in _IMPLEMENTED.items():
         value = settings.get(name, implemented[0])
         if value not in implemented:
@@ -144,28 +161,35 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def rgb_triple(settings: Mapping[str, Any], name: str) -> tuple[float, float, float]:
-    """Read the setting ``name`` as three floats, one for each channel. Raises ModelError for any other value."""
+    """Read the setting ``name``, which must be present, as three floats, one per channel.
+
+    Raises:
+        ModelError: the value is not a list or tuple of three numbers.
+    """
     value = settings[name]
     if not (isinstance(value, list | tuple) and len(value) == 3 and all(isinstance(v, int | float) for v in value)):
-        raise ModelError(f"the preprocessor setting {name}={value!r} is not three numbers, one a colour channel")
+        raise ModelError(f"the preprocessor setting {name}={value!r} is not three numbers, one per color channel")
     red, green, blue = (float(v) for v in value)
     return red, green, blue
 
 
 @dataclass(frozen=True)
 class FixedSizePreprocessor(Preprocessor):
-    """A preprocessor that resizes every frame to a fixed size, without regard to its shape."""
+    """A preprocessor that resizes every frame to a fixed ``height`` and ``width``, whatever its aspect ratio."""
 
     height: int
     width: int
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> FixedSizePreprocessor:
-        """Make a preprocessor of a checkpoint's preprocessor settings.
+        """Create a preprocessor from a checkpoint's preprocessor settings.
 
-        The caller has merged them over the class defaults: ``size``, ``image_mean`` and ``image_std`` must be there.
+        Args:
+            settings: the settings merged over the class defaults; ``size``, ``image_mean`` and ``image_std`` must be
+                present.
 
-        Raises ModelError, naming the setting, for a value that is not implemented.
+        Raises:
+            ModelError: a setting has a value that is not implemented; the message names it.
         """
         check_settings(settings)
         size = settings["size"]
@@ -178,30 +202,31 @@ class FixedSizePreprocessor(Preprocessor):
         return cls(image_mean=mean, image_std=std, height=height, width=width)
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return (height, width) in pixels, the same for every video."""
+        """Return the fixed (height, width) in pixels; the arguments are not used."""
         return self.height, self.width
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings that determine the pixel values, ``size`` too, JSON-able, for a cache's fingerprint."""
+        """Return all settings that determine the pixel values, including ``size``, as JSON values."""
         return {**super().settings(), "size": [self.height, self.width]}
 
 
 MAX_ASPECT_RATIO = 200
-# The cap of a long video: at least _FLOOR times min_pixels a frame, and at most _SHARE of max_video_tokens.
-_FLOOR, _SHARE = 1.05, 0.9
+# The size cap of long videos, as in the stock processors.
+_FLOOR = 1.05  # a frame is never capped below this multiple of min_pixels
+_SHARE = 0.9  # the share of max_video_tokens that Qwen2.5-VL uses
 
 
 @dataclass(frozen=True)
 class DynamicSizePreprocessor(Preprocessor):
-    """A preprocessor that keeps the shape of frames and chooses a size between ``min_pixels`` and ``max_pixels``.
+    """A preprocessor that keeps the aspect ratio of frames and chooses a size within pixel limits.
 
     Attributes:
-        patch_size: pixels of a patch's side.
-        temporal_patch_size: frames of a patch.
-        merge_size: patches of a token's side.
-        min_pixels: ``size["shortest_edge"]`` of the settings: pixels of a frame (Qwen2.5-VL) or a video (Qwen3-VL).
+        patch_size: the side of a patch in pixels.
+        temporal_patch_size: the number of frames in a temporal patch.
+        merge_size: the side of a token in patches.
+        min_pixels: ``size["shortest_edge"]`` of the settings: pixels per frame (Qwen2.5-VL) or per video (Qwen3-VL).
         max_pixels: ``size["longest_edge"]``, in the same unit.
-        max_video_tokens: the tokens that cap the frame size of long videos; None without ``cap_pixels_per_frame``.
+        max_video_tokens: the number of tokens that caps the frame size of long videos; None for no cap.
     """
 
     patch_size: int
@@ -213,12 +238,14 @@ class DynamicSizePreprocessor(Preprocessor):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Self:
-        """Make a preprocessor of a checkpoint's preprocessor settings.
+        """Create a preprocessor from a checkpoint's preprocessor settings.
 
-        The caller has merged them over the class defaults: no setting of the attributes may be missing.
-        ``max_video_tokens`` is ignored unless ``cap_pixels_per_frame`` is true.
+        Args:
+            settings: the settings merged over the class defaults, so that none is missing. ``max_video_tokens`` is
+                ignored unless ``cap_pixels_per_frame`` is true.
 
-        Raises ModelError, naming the setting, for a value that is not implemented.
+        Raises:
+            ModelError: a setting has a value that is not implemented; the message names it.
         """
         check_settings(settings)
         size = settings["size"]
@@ -227,7 +254,7 @@ class DynamicSizePreprocessor(Preprocessor):
                 f"the preprocessor setting size={size!r} is not implemented: it must give shortest_edge and "
                 "longest_edge, the minimum and maximum of pixels"
             )
-        # Unset means no cap: transformers 5.23 still does so, although it announced a change for an earlier version.
+        # Unset means no cap, still in transformers 5.23, although a change was announced for an earlier version.
         capped = bool(settings.get("cap_pixels_per_frame"))
         return cls(
             image_mean=rgb_triple(settings, "image_mean"),
@@ -242,26 +269,36 @@ class DynamicSizePreprocessor(Preprocessor):
 
     @property
     def frames_per_patch(self) -> int:
-        """Decoded frames that make one T of the tokens."""
+        """The number of decoded frames that make one T of the tokens."""
         return self.temporal_patch_size
 
     @property
     def factor(self) -> int:
-        """Pixels of a token's side."""
+        """The side of a token in pixels."""
         return self.patch_size * self.merge_size
 
     @abstractmethod
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Choose (height, width) in pixels, multiples of ``factor``. Raises UnsupportedVideo for unsupported shapes."""
+        """Choose the (height, width) in pixels to which frames are resized, multiples of ``factor``.
+
+        Raises:
+            UnsupportedVideo: the model does not take videos of this shape.
+        """
 
     def grid_thw(self, n_frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Count the patches (T, H, W) of ``n_frames`` resized frames of [height, width] pixels."""
+        """Compute the grid of patches (T, H, W) of resized frames; an incomplete last temporal patch counts."""
         return -(-n_frames // self.temporal_patch_size), height // self.patch_size, width // self.patch_size
 
     def patches(self, frames: Tensor | NDArray[np.uint8], device: torch.device | str, dtype: torch.dtype) -> Tensor:
-        """Normalise resized frames [t,h,w,3] uint8 and cut them into patches, in order of tokens, on ``device``.
+        """Normalize resized frames [t,h,w,3] uint8 and cut them into flattened patches in token order, on ``device``.
 
-        The result is [T*H*W, 3*temporal_patch_size*patch_size**2]. The last frame is repeated to fill a patch.
+        If t is not a multiple of ``temporal_patch_size``, the last frame is repeated.
+
+        Returns:
+            [T*H*W, 3*temporal_patch_size*patch_size**2] in ``dtype``.
+
+        Raises:
+            ValueError: ``frames`` is not uint8 [t,h,w,3].
         """
         pixels = self.normalise(frames, device, dtype)
         if missing := -len(pixels) % self.temporal_patch_size:
@@ -274,10 +311,7 @@ class DynamicSizePreprocessor(Preprocessor):
         return blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(T * H * W, -1)
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings that determine the pixel values, JSON-able, for a cache's fingerprint.
-
-        The sizes of patches and the limits are among them.
-        """
+        """Return all settings that determine the pixel values, with patch sizes and limits, as JSON values."""
         return {
             **super().settings(),
             "patch_size": self.patch_size,
@@ -291,9 +325,13 @@ class PerFramePreprocessor(DynamicSizePreprocessor):
     """The preprocessor of Qwen2.5-VL, whose pixel limits apply to each frame."""
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return (height, width) in pixels, multiples of ``factor``.
+        """Choose the (height, width) in pixels to which frames are resized, multiples of ``factor``.
 
-        Raises UnsupportedVideo above an aspect ratio of 200.
+        If ``max_video_tokens`` is set, the limit per frame shrinks with the number of frames, down to 1.05
+        ``min_pixels``.
+
+        Raises:
+            UnsupportedVideo: the aspect ratio of the frames is above 200.
         """
         limit = self.max_pixels
         if self.max_video_tokens is not None:
@@ -307,9 +345,14 @@ class PerVideoPreprocessor(DynamicSizePreprocessor):
     """The preprocessor of Qwen3-VL, whose pixel limits apply to all sampled frames together."""
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return (height, width) in pixels, multiples of ``factor``.
+        """Choose the (height, width) in pixels to which frames are resized, multiples of ``factor``.
 
-        Raises UnsupportedVideo above an aspect ratio of 200, TooFewFrames for fewer frames than a temporal patch.
+        If ``max_video_tokens`` is set, it also limits each frame, but not below 1.05 ``min_pixels``. Frames with a side
+        below ``factor`` are scaled up first.
+
+        Raises:
+            TooFewFrames: the video has fewer frames than a temporal patch.
+            UnsupportedVideo: the aspect ratio of the frames is above 200.
         """
         times = self.temporal_patch_size
         if n_frames < times:
@@ -329,7 +372,7 @@ class PerVideoPreprocessor(DynamicSizePreprocessor):
 
 
 def check_shape(height: int, width: int) -> None:
-    """Raise UnsupportedVideo if a frame's aspect ratio is above MAX_ASPECT_RATIO, the limit of the models."""
+    """Raise UnsupportedVideo if the longer side is more than MAX_ASPECT_RATIO times the shorter side."""
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_ASPECT_RATIO:
         raise UnsupportedVideo(
@@ -341,12 +384,12 @@ def check_shape(height: int, width: int) -> None:
 def fit_size(
     height: int, width: int, n_frames: int, n_bounded: int, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Choose the (height, width) to resize frames to, by the rule of both stock processors' smart_resize.
+    """Choose the (height, width) to which frames are resized, by the rule of both stock processors' smart_resize.
 
-    Both are multiples of ``factor``. The pixels of ``n_bounded`` frames decide whether frames shrink, grow or stay. The
-    scale is then computed from the pixels of ``n_frames`` frames. A side that shrinks stays at least ``factor``, even
-    if the pixels then exceed ``max_pixels``. The caller refuses extreme aspect ratios: unlike smart_resize, this
-    function does not.
+    Both are multiples of ``factor``. First the sides are rounded to the nearest multiples. If ``n_bounded`` frames of
+    this size have more than ``max_pixels`` or less than ``min_pixels``, the sides are instead scaled down or up so that
+    ``n_frames`` original frames would meet the limit. A side never shrinks below ``factor``, even if ``max_pixels`` is
+    then exceeded. Unlike smart_resize, this function accepts any aspect ratio.
     """
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     pixels = n_bounded * rows * columns
@@ -362,7 +405,11 @@ def fit_size(
 
 
 def positive_count(settings: Mapping[str, Any], name: str) -> int:
-    """Read the setting ``name``, a positive integer. Raises ModelError for any other value."""
+    """Read the setting ``name``, which must be present, as a positive integer.
+
+    Raises:
+        ModelError: the value is anything else.
+    """
     value = settings[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"the preprocessor setting {name}={value!r} is not implemented: it must be a positive integer")

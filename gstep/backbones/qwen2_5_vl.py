@@ -1,4 +1,4 @@
-"""Qwen2.5-VL (3B, 7B, 32B, 72B): windowed attention in most layers of the tower, absolute time in the positions."""
+"""Qwen2.5-VL (3B, 7B, 32B, 72B): windowed attention in most tower layers, and temporal positions in real time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
-    """The Qwen2.5-VL family: one token for 28 x 28 pixels of two frames."""
+    """The Qwen2.5-VL family, with one token per 28 x 28 pixels of two frames."""
 
     model_type = "qwen2_5_vl"
     preprocessor_class: ClassVar[type[DynamicSizePreprocessor]] = PerFramePreprocessor
@@ -45,23 +45,26 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
     }
     video_processor = "Qwen2VLVideoProcessor"
     min_rule = "stepped"
-    # No video processor has the names of the second pair, so the model type decides.
+    # No video processor corresponds to the second pair of names, so AutoVideoProcessor goes by the model type.
     image_processors = (
         *("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"),
         *("Qwen2_5_VLImageProcessor", "Qwen2_5_VLImageProcessorFast"),
     )
 
     def tower_order(self, rows: int, columns: int, vision: PretrainedConfig) -> Tensor:
-        """Order the tokens of a frame window by window, row by row in each; windows at the edges are smaller."""
+        """Return the spatial index of each token, [N] int64, in the tower's order: windows in row order.
+
+        Within a window, tokens are in row order too. Windows at the right and bottom edges may be smaller.
+        """
         window = vision.window_size // vision.patch_size // vision.spatial_merge_size
         row_N1 = torch.arange(rows, device="cpu")[:, None] // window
         column_1N = torch.arange(columns, device="cpu")[None] // window
         return torch.argsort((row_N1 * columns + column_1N).flatten(), stable=True)
 
     def _count_attention_flops(self, vision: Mapping[str, Any], height: int, width: int) -> int:
-        """Count the operations of attention in all layers for one temporal patch.
+        """Count the floating-point operations of attention in all layers for one temporal patch.
 
-        A few layers attend to the whole patch, all other layers within windows.
+        The layers in ``fullatt_block_indexes`` attend to the whole patch, all other layers within windows.
         """
         whole = super()._count_attention_flops(vision, height, width) // vision["depth"]
         side = vision["window_size"] // vision["patch_size"]
@@ -74,10 +77,11 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
         return int(n_whole * whole + (vision["depth"] - n_whole) * windowed)
 
     def extra(self, video: SampledVideo, vision: PretrainedConfig) -> ModelExtra:
-        """Return the time scale: a patch advances positions by second_per_grid_ts * tokens_per_second, unrounded.
+        """Return the time scale of positions: ``second_per_grid_ts`` and ``tokens_per_second``.
 
-        It is computed from VideoMetadata.sampled_fps like in Qwen2_5_VLProcessor
-        (models/qwen2_5_vl/processing_qwen2_5_vl.py), or from the clip's seconds if the source's rate varies.
+        A temporal patch advances by their product, unrounded. second_per_grid_ts is ``temporal_patch_size`` divided by
+        the sampled frames per second, as in Qwen2_5_VLProcessor (models/qwen2_5_vl/processing_qwen2_5_vl.py), or by the
+        clip's own rate of sampled frames if the source's rate varies.
         """
         return {
             "second_per_grid_ts": vision.temporal_patch_size / video.sampled_fps,
@@ -86,10 +90,10 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
 
     @classmethod
     def _convert_pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return ``settings`` with the values of min_pixels and max_pixels, the keys of old files, in ``size``.
+        """Return ``settings`` with the older keys min_pixels and max_pixels copied into ``size``.
 
-        They win over the values of ``size``, as in Qwen2VLVideoProcessor.__init__. The old keys stay, too. A ``size``
-        that is no mapping stays as it is.
+        They override the values in ``size``, as in Qwen2VLVideoProcessor.__init__. The older keys are kept. A ``size``
+        that is not a mapping is returned unchanged.
         """
         size = settings["size"]
         for former, key in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):

@@ -1,6 +1,6 @@
-"""Qwen3-VL and Qwen3.5 (3.6), dense and mixtures of experts: one tower, a time before every patch.
+"""Qwen3-VL and Qwen3.5 (3.6), dense and mixture of experts: one vision tower, and a time before each temporal patch.
 
-Qwen3-VL has deepstack levels beside the tokens. A mixture of experts differs in the language model alone.
+Qwen3-VL has deepstack levels besides the tokens. The mixtures of experts differ only in the language model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3VL(QwenVL):
-    """The Qwen3-VL family: one token for 32 x 32 pixels of two frames, and a vector of D for each deepstack level."""
+    """The Qwen3-VL family: one token per 32 x 32 pixels of two frames, and one more vector [D] per deepstack level."""
 
     model_type = "qwen3_vl"
     preprocessor_class: ClassVar[type[DynamicSizePreprocessor]] = PerVideoPreprocessor
@@ -42,16 +42,16 @@ class Qwen3VL(QwenVL):
         "max_video_tokens": 768,
     }
     video_processor = "Qwen3VLVideoProcessor"
-    # No video processor has these names, so the model type decides. Qwen2VLImageProcessor, without Fast, does have a
-    # video processor: transformers would size the frames by the rules of Qwen2.5-VL.
+    # No video processor corresponds to these names, so AutoVideoProcessor goes by the model type. Qwen2VLImageProcessor
+    # (without Fast) does have one, by which transformers would size the frames by the rules of Qwen2.5-VL.
     image_processors = ("Qwen2VLImageProcessorFast", "Qwen3VLImageProcessor", "Qwen3VLImageProcessorFast")
 
     def extra(self, video: SampledVideo, vision: PretrainedConfig) -> ModelExtra:
-        """Return the seconds that the prompt writes before each temporal patch, and the number of deepstack levels.
+        """Return the time in seconds of each temporal patch, for the prompt, and the number of deepstack levels.
 
-        A patch's time is the mean of its first and last frame's times, in seconds of the clip, as in
-        Qwen3VLProcessor._calculate_timestamps (models/qwen3_vl/processing_qwen3_vl.py). The last frame stands in for
-        missing frames.
+        A patch's time is the mean of its first and last frame's times from the start of the clip, as in
+        Qwen3VLProcessor._calculate_timestamps (models/qwen3_vl/processing_qwen3_vl.py). An incomplete last patch ends
+        with the last frame.
         """
         times = video.times_in_clip
         frames = vision.temporal_patch_size
@@ -63,7 +63,11 @@ class Qwen3VL(QwenVL):
 
     @classmethod
     def _convert_pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return ``settings`` unchanged; raise ModelError for min_pixels and max_pixels, ignored by the stock class."""
+        """Return ``settings`` unchanged.
+
+        Raises:
+            ModelError: ``settings`` has min_pixels or max_pixels, which the stock class silently ignores.
+        """
         for name in ("min_pixels", "max_pixels"):
             if name in settings:
                 raise ModelError(
@@ -74,29 +78,32 @@ class Qwen3VL(QwenVL):
 
 
 class Qwen3VLMoe(Qwen3VL):
-    """The Qwen3-VL mixtures of experts (30B-A3B, 235B-A22B)."""
+    """The Qwen3-VL mixture-of-experts models (30B-A3B, 235B-A22B)."""
 
     model_type = "qwen3_vl_moe"
 
 
 class Qwen3_5(Qwen3VL):  # noqa: N801 - the family's name
-    """The dense Qwen3.5 and 3.6 family: the tower of Qwen3-VL without deepstack levels."""
+    """The dense Qwen3.5 and 3.6 models, with the tower of Qwen3-VL but without deepstack levels."""
 
     model_type = "qwen3_5"
     vision_defaults: ClassVar[Mapping[str, Any]] = {**Qwen3VL.vision_defaults, "deepstack_visual_indexes": ()}
 
     def _vision_config(self) -> dict[str, Any]:
-        """Return the vision part of config.json without deepstack levels, which the stock tower ignores."""
+        """Return the vision settings of config.json without deepstack levels, which the stock tower ignores."""
         return super()._vision_config() | {"deepstack_visual_indexes": ()}
 
 
 class Qwen3_5Moe(Qwen3_5):  # noqa: N801 - the family's name
-    """The Qwen3.5 and 3.6 mixtures of experts (35B-A3B, 122B-A10B, 397B-A17B)."""
+    """The Qwen3.5 and 3.6 mixture-of-experts models (35B-A3B, 122B-A10B, 397B-A17B)."""
 
     model_type = "qwen3_5_moe"
 
 
 class Qwen4Exp(Qwen3_5):
-    """The Qwen4-Exp family: the tower of Qwen3.5. Its language model reads n-grams of token ids: unsupported."""
+    """The Qwen4-Exp models, with the tower of Qwen3.5.
+
+    They are encoded only: their language model, which reads n-grams of token ids, is not supported.
+    """
 
     model_type = "qwen4_exp"

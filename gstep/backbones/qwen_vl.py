@@ -1,4 +1,4 @@
-"""The base of Qwen2.5-VL and Qwen3-VL: temporal patches, dynamic sizes, and a vision tower without its language model.
+"""The base of Qwen2.5-VL and Qwen3-VL: temporal patches, dynamic frame sizes, and a tower without its language model.
 
 Every temporal patch attends only to itself (cu_seqlens of the stock towers), so a video may be encoded in chunks of
 whole patches. Qwen2.5-VL's tower works in the order of its windows; only its ``pooler_output`` is in spatial order.
@@ -39,15 +39,15 @@ from gstep.types import VisualTokens
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Vision patches in one pass of the tower, which bounds its memory for any size of frames: 12 temporal patches of full
-# HD in patches of 14 pixels. A larger temporal patch takes a pass alone.
+# The maximum number of vision patches in one pass, which bounds its memory for any frame size: 12 temporal patches of
+# full HD in patches of 14 pixels. A larger temporal patch takes a pass by itself.
 PATCHES_AT_ONCE = 2**17
-_MAX_CACHED_GRIDS = 8  # passes whose positions and pieces stay cached on a GPU, at most 14 MB each
-_MIN_FRAMES = 4  # class default of both stock video processors
+_MAX_CACHED_GRIDS = 8  # passes whose grid facts stay cached on a GPU, at most 14 MB each
+_MIN_FRAMES = 4  # default of both stock video processors
 
 
 class QwenVL(ModelFamily):
-    """The base of the Qwen-VL families, whose tokens each cover 2 x 2 patches of two frames."""
+    """The base of the Qwen-VL families, in which a token covers 2 x 2 patches of two frames."""
 
     variant = "qwen"
     gives: ClassVar[frozenset[tuple[str, str]]] = frozenset({("token_attention", MERGED_QUERIES)})
@@ -56,40 +56,48 @@ class QwenVL(ModelFamily):
     preprocessor_class: ClassVar[type[DynamicSizePreprocessor]]
     # Defaults of the stock configuration (models/<family>/configuration_<family>.py), for missing keys.
     vision_defaults: ClassVar[Mapping[str, Any]]
-    mlp_products: ClassVar[int] = 2  # of an MLP; a gated one has three
+    mlp_products: ClassVar[int] = 2  # matrix products of an MLP; a gated MLP has three
     # Class defaults of the stock video processor (models/*/video_processing_*.py).
     pixel_defaults: ClassVar[Mapping[str, Any]]
-    # The stock video processor, and the image processors for whose name AutoVideoProcessor takes it.
+    # The stock video processor, and the names of image processors for which AutoVideoProcessor chooses it.
     video_processor: ClassVar[str]
     image_processors: ClassVar[tuple[str, ...]]
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> QwenBackbone:
         """Load the vision tower, ready to encode; the language model is neither read nor allocated.
 
-        Rotary frequencies are computed, since no file has them. Raises ModelError if weights are missing, or do not fit
-        the config.
+        Rotary frequencies are computed, because no checkpoint stores them.
+
+        Raises:
+            ModelError: the preprocessor's settings are not supported; or weights are missing, quantized or do not fit
+                config.json.
         """
         preprocessor = self.preprocessor()
-        whole, names = self.empty_tower(runtime)
-        load_weights(whole, self.source, names, device=runtime.device, dtype=runtime.dtype)
-        tower = whole["visual"]
+        model, names = self.empty_tower(runtime)
+        load_weights(model, self.source, names, device=runtime.device, dtype=runtime.dtype)
+        tower = model["visual"]
         _rebuild_frequencies(tower, runtime.device)
         tower.eval().requires_grad_(False)
         return QwenBackbone(self, tower, preprocessor, runtime, frame_batch)
 
     def empty_tower(self, runtime: Runtime) -> tuple[nn.ModuleDict, NameRule]:
-        # Under the name "visual", so that an error has the names of missing weights on disk.
+        # The name "visual" makes errors about missing weights show their names on disk.
         tower = empty_model(self.source.stock_config().vision_config, runtime)
         return nn.ModuleDict({"visual": tower}), _names_in_memory
 
     def preprocessor(self) -> DynamicSizePreprocessor:
-        """Make the picklable preprocessor that the checkpoint's files describe, without weights.
+        """Build the preprocessor from the checkpoint's files, without reading weights.
 
-        Raises ModelError for a setting that is not implemented, and for patches of another size than the vision tower's
-        in config.json.
+        The settings are those of the checkpoint over the stock class defaults; a setting that is null counts as
+        missing.
+
+        Raises:
+            ModelError: the files name another video processor, a setting is not implemented, or patch sizes differ from
+                those of the vision tower in config.json.
         """
         self._check_processor()
-        source, vision = self.source, self._vision_config()
+        source = self.source
+        vision = self._vision_config()
         overrides = {name: value for name, value in source.preprocessor.items() if value is not None}
         settings = self._convert_pixel_bounds({**self.pixel_defaults, **overrides})
         for setting, key in (("patch_size",) * 2, ("temporal_patch_size",) * 2, ("merge_size", "spatial_merge_size")):
@@ -101,15 +109,27 @@ class QwenVL(ModelFamily):
         return self.preprocessor_class.from_settings(settings)
 
     def min_frames(self) -> int:
+        """Return the checkpoint's ``min_frames``; 4, the stock default, if it has none.
+
+        Raises:
+            ModelError: the setting is not a positive integer.
+        """
         n_frames = self.source.preprocessor.get("min_frames")
         return _MIN_FRAMES if n_frames is None else positive_count(self.source.preprocessor, "min_frames")
 
     def with_limits(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
-        """Return the model with these limits in its preprocessor settings; None keeps the checkpoint's limit.
+        """Return the model with other limits in its preprocessor settings; no file changes.
 
-        ``max_video_tokens`` turns on the cap of pixels a frame. Raises ModelError if the minimum exceeds the maximum.
+        Args:
+            min_pixels, max_pixels: pixels per frame (Qwen2.5-VL) or per video (Qwen3-VL); None keeps the checkpoint's
+                limit.
+            max_video_tokens: if given, turns on the size cap of long videos.
+
+        Raises:
+            ModelError: the minimum exceeds the maximum, or the checkpoint's preprocessor is not supported.
         """
-        source, preprocessor = self.source, self.preprocessor()
+        source = self.source
+        preprocessor = self.preprocessor()
         low = preprocessor.min_pixels if min_pixels is None else min_pixels
         high = preprocessor.max_pixels if max_pixels is None else max_pixels
         if low > high:
@@ -125,18 +145,20 @@ class QwenVL(ModelFamily):
         return StaticParts(int(vision["out_hidden_size"]), None, len(vision.get("deepstack_visual_indexes", ())))
 
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Compute (temporal patches, tokens of each) for resized frames; an incomplete last temporal patch counts."""
+        """Compute (temporal patches, tokens per temporal patch) for resized frames; an incomplete last patch counts."""
         vision = self._vision_config()
         side = vision["patch_size"] * vision["spatial_merge_size"]
         return -(-n_frames // vision["temporal_patch_size"]), (height // side) * (width // side)
 
     def tower_work(self, height: int, width: int) -> TowerWork:
-        """Count the work of encoding one temporal patch, from the config alone.
+        """Count the matrix products for encoding one temporal patch, from the config alone.
 
-        Each deepstack level has its own merger.
+        Each deepstack level has a merger of its own.
         """
         vision = self._vision_config()
-        C, inner, merged = vision["hidden_size"], vision["intermediate_size"], vision["spatial_merge_size"] ** 2
+        C = vision["hidden_size"]
+        inner = vision["intermediate_size"]
+        merged = vision["spatial_merge_size"] ** 2
         P = merged * self.token_counts(1, height, width)[1]
         embedding = 3 * vision["patch_size"] ** 2 * vision["temporal_patch_size"] * C
         layers = vision["depth"] * (4 * C**2 + self.mlp_products * C * inner)
@@ -145,42 +167,54 @@ class QwenVL(ModelFamily):
         return TowerWork(P, embedding + layers, mergers * merger, self._count_attention_flops(vision, height, width))
 
     def _count_attention_flops(self, vision: Mapping[str, Any], height: int, width: int) -> int:
-        """Count the operations of attention in all layers for one temporal patch."""
+        """Count the floating-point operations of attention in all layers for one temporal patch."""
         P = (height // vision["patch_size"]) * (width // vision["patch_size"])
         return int(vision["depth"] * 4 * P**2 * vision["hidden_size"])
 
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
-        """Compute the bytes of a video's visual tokens and evidence (names) in bfloat16, from the config alone.
+        """Compute the size in bytes of a video's tokens and evidence in bfloat16, from the config alone.
 
-        The evidence of these families is one number a token.
+        Deepstack levels are included. Every entry of ``evidence`` counts as one number per token.
         """
-        static, (T, N) = self.static(), self.token_counts(n_frames, height, width)
+        static = self.static()
+        T, N = self.token_counts(n_frames, height, width)
         return int(T * N * 2 * (static.hidden_size * (1 + static.deepstack_levels) + len(evidence)))
 
     @abstractmethod
     def extra(self, video: SampledVideo, vision: PretrainedConfig) -> ModelExtra:
-        """Return the facts that token positions depend on besides the grid; ``vision`` is the tower's configuration."""
+        """Return the facts that token positions depend on besides the grid.
+
+        Args:
+            vision: the tower's configuration.
+        """
 
     def tower_order(self, rows: int, columns: int, vision: PretrainedConfig) -> Tensor:
-        """Return the spatial index of each token, [N] int64, in the order in which the tower works on the tokens."""
+        """Return the spatial index of each token, [N] int64, in the order in which the tower processes them.
+
+        The base implementation is row order.
+        """
         return torch.arange(rows * columns, device="cpu")
 
     @classmethod
     def _convert_pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return ``settings`` with ``size`` as the stock class derives it from older keys."""
+        """Return ``settings`` with ``size`` as the stock class derives it from older keys; here unchanged."""
         return settings
 
     def _vision_config(self) -> dict[str, Any]:
-        """Return the vision part of config.json with the stock defaults."""
+        """Return the vision settings of config.json, completed by the stock defaults."""
         return {**self.vision_defaults, **self.source.config.get("vision_config", {})}
 
     def _check_processor(self) -> None:
-        """Raise ModelError if the checkpoint's video processor is not the implemented processor of this family.
+        """Check that transformers would use this family's video processor for the checkpoint.
 
         The choice follows AutoVideoProcessor.from_pretrained (models/auto/video_processing_auto.py): by
-        video_processor_type, else by image_processor_type, else by the model type.
+        video_processor_type if it is set, otherwise by image_processor_type, otherwise by the model type.
+
+        Raises:
+            ModelError: it would use another video processor.
         """
-        source, settings = self.source, self.source.preprocessor
+        source = self.source
+        settings = self.source.preprocessor
         kind = settings.get("video_processor_type")
         if kind not in (None, self.video_processor):
             raise ModelError(f"{source.name!r} asks for the video processor {kind!r}, which is not implemented")
@@ -205,19 +239,23 @@ class QwenBackbone(Backbone):
         return int(self.model.config.out_hidden_size)
 
     def chunk_length(self, height: int, width: int, frame_batch: int) -> int:
-        """Return the number of frames to encode at once: whole temporal patches, at least one."""
+        """Return the number of frames to encode at once: whole temporal patches, at least one.
+
+        It is the largest such number up to ``frame_batch`` frames and PATCHES_AT_ONCE patches.
+        """
         frames, H, W = self.preprocessor.frames_per_patch, *self.preprocessor.grid_thw(1, height, width)[1:]
         return frames * max(1, min(frame_batch // frames, PATCHES_AT_ONCE // (H * W)))
 
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
-        """Encode [t,h,w,3] uint8 to tokens [T,N,D] in spatial order, and as many deepstack levels as the family has."""
+        """Encode [t,h,w,3] uint8 to tokens [T,N,D] in spatial order, with [T,N,D] per deepstack level of the family."""
         (visual,) = self.encode_pass([frames], evidence)
         return visual
 
     def encode_pass(self, videos: Sequence[Tensor], evidence: Mapping[str, str]) -> list[VisualTokens]:
-        """Encode videos of [t,h,w,3] uint8 together, as ``encode_chunk``; no patch attends to another video's.
+        """Encode videos of [t,h,w,3] uint8, which may differ in size, in one pass of the tower.
 
-        The sizes of the videos may differ.
+        No patch attends to another video. All requested evidence, whatever its label, is the attention of the mean
+        query to each token, [T,N] in spatial order: this is the only evidence of these families.
         """
         grids = [self.preprocessor.grid_thw(*frames.shape[:3]) for frames in videos]
         patches = torch.cat([self.preprocessor.patches(frames, self.device, self.dtype) for frames in videos])
@@ -228,7 +266,7 @@ class QwenBackbone(Backbone):
         grid_thw = torch.tensor(grids, device="cpu" if facts else self.device)
         with nullcontext() if last is None else observe_inputs(last.layer, last):
             output = self.model(patches, grid_thw=grid_thw, return_dict=True, **facts)
-        # last_hidden_state would be wrong: it is the merger's input, on Qwen2.5-VL in the order of windows.
+        # last_hidden_state would be wrong: it is the merger's input, on Qwen2.5-VL in window order.
         counts = [T * rows * columns // merge**2 for T, rows, columns in grids]
         levels = (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
         parts = zip(*(level.split(counts) for level in levels), strict=True)
@@ -240,7 +278,7 @@ class QwenBackbone(Backbone):
             if last is not None:
                 order = self.family.tower_order(grid[1] // merge, grid[2] // merge, self.model.config)
                 spatial = torch.argsort(order).to(self.device)
-                # The only evidence that these families give.
+                # There is only one kind of evidence in these families.
                 evidence_by_label = dict.fromkeys(evidence, torch.stack([*islice(attention, grid[0])])[:, spatial])
             visuals.append(VisualTokens(tokens, evidence_by_label, tuple(deepstack)))
         return visuals
@@ -250,15 +288,17 @@ class QwenBackbone(Backbone):
         return suit_qwen(self.model)
 
     def _compute_grid_facts(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
-        """Compute the keyword arguments of a tower's forward that depend on the grids (T, H, W) of a pass alone.
+        """Compute those keyword arguments of the tower's forward that depend only on the grids (T, H, W) of a pass.
 
-        The stock functions compute them. A GPU waits for several of the arguments. ``_suit_gpu`` caches them, because
-        most videos of a corpus share a few grids.
+        They are the position ids and the bounds of pieces, of windows too if the tower has windows, and the
+        interpolation of learned positions if it has these. The stock functions compute them, and on a GPU several make
+        the CPU wait. ``_suit_gpu`` caches this method, because most videos of a corpus share a few grids.
         """
         from transformers import vision_utils as stock  # noqa: PLC0415 - seconds, and preprocessing needs none of it
 
         grid_thw = torch.tensor(grids, device=self.device)
-        tower, merge = self.model, self.preprocessor.merge_size
+        tower = self.model
+        merge = self.preprocessor.merge_size
         facts: dict[str, Any] = {
             "position_ids": stock.get_vision_position_ids(grid_thw, merge),
             "cu_seqlens": stock.get_vision_cu_seqlens(grid_thw),
@@ -280,13 +320,13 @@ class QwenBackbone(Backbone):
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """The blocks of the vision tower."""
+        """All blocks of the vision tower, in order."""
         return list(self.model.blocks)
 
     def model_extra(self, video: SampledVideo) -> ModelExtra:
-        """Return a video's grids of tokens and of patches, the patches of a token, and the facts of ``QwenVL.extra``.
+        """Return the video's grids of tokens and patches, the patch sizes, and the facts of ``QwenVL.extra``.
 
-        The grid of patches is video_grid_thw of the stock processors.
+        The grid of patches is the stock processors' video_grid_thw.
         """
         grid = self.preprocessor.grid_thw(video.n_frames, video.height, video.width)
         merge = self.preprocessor.merge_size
@@ -300,16 +340,19 @@ class QwenBackbone(Backbone):
 
 
 def _names_in_memory(key: str) -> list[str]:
-    """List the names in memory for a name on disk: ``visual.*`` on Qwen2.5-VL, ``model.visual.*`` on Qwen3-VL."""
+    """List the name in memory of a tensor of the vision tower on disk; [] for any other tensor.
+
+    Names on disk are ``visual.*`` on Qwen2.5-VL and ``model.visual.*`` on Qwen3-VL.
+    """
     name = key.removeprefix("model.")
     return [name] if name.startswith("visual.") else []
 
 
 def _rebuild_frequencies(tower: nn.Module, device: str) -> None:
-    """Set the rotary frequencies of a tower loaded from the meta device; checkpoints do not store them.
+    """Compute the rotary frequencies of a tower loaded from the meta device; checkpoints do not store them.
 
     They follow compute_axial_rope_parameters of both families (models/*/modeling_*.py), in float32 for every dtype.
-    Asserts that nothing else is left on the meta device.
+    Asserts that nothing else is still on the meta device.
     """
     for module in tower.modules():
         for name in ("inv_freq", "original_inv_freq"):
@@ -323,23 +366,37 @@ def _rebuild_frequencies(tower: nn.Module, device: str) -> None:
 
 
 class MergedAttentionObserver:
-    """An observer of the inputs of a tower's attention layer, which computes the attention to each token.
+    """An observer of a tower's attention layer that computes the attention to each token during one pass.
 
     Attributes:
-        attention: [N] for each temporal patch, in the tower's order of tokens; the ``merge`` patches of a token are
-            always adjacent in it.
+        layer: the attention layer whose inputs it observes.
+        attention: for each temporal patch [N], in the tower's token order, in which the patches of a token are
+            adjacent.
     """
 
     def __init__(self, layer: Any, sizes: Sequence[int], merge: int) -> None:
-        """Prepare to observe a pass; ``sizes`` has the number of vision patches of each temporal patch of the pass."""
+        """Prepare to observe one pass of the tower.
+
+        Args:
+            layer: an attention layer of a Qwen tower.
+            sizes: the number of vision patches in each temporal patch of the pass.
+            merge: the number of patches per token.
+        """
         self.layer = layer
         self._sizes = list(sizes)
         self._merge = merge
         self.attention: list[Tensor] = []
 
     def __call__(self, hidden_MC: Tensor, kwargs: Mapping[str, Any]) -> None:
-        """Append the attention of each temporal patch of one pass to ``attention``."""
-        qkv, n_heads, width = self.layer.qkv, self.layer.num_heads, hidden_MC.shape[1]
+        """Append the attention of each temporal patch in the pass to ``attention``.
+
+        Args:
+            hidden_MC: the layer's input.
+            kwargs: the layer's keyword arguments, including ``position_embeddings``.
+        """
+        qkv = self.layer.qkv
+        n_heads = self.layer.num_heads
+        width = hidden_MC.shape[1]
         parts = (hidden_MC, *kwargs["position_embeddings"])
         for hidden_SC, cos_SE, sin_SE in zip(*(part.split(self._sizes) for part in parts), strict=True):
             query_HSE, key_HSE = (

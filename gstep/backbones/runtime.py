@@ -1,4 +1,4 @@
-"""Loading and running a vision tower: device, dtype, attention kernel and weights."""
+"""Choosing the device, dtype and attention implementation of a model, and loading weights into it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# Attention implementations that need a package of their own -> the message with its installation.
+# Attention implementations that need another package -> how to install it.
 FLASH = {
     "flash_attention_2": "the package flash-attn (2.3.3 or newer) is not installed: pip install -e '.[flash-attn]' in "
     "the clone (needs a CUDA toolchain)",
@@ -38,7 +38,7 @@ _SCALE = re.compile(r"_(scale|scale_inv|scale_2|zero_point)$")  # suffixes to th
 
 @dataclass(frozen=True)
 class Runtime:
-    """The device, dtype and attention implementation of a model. Pickles.
+    """The device, dtype and attention implementation of a model. Picklable.
 
     Attributes:
         device: "cpu", "cuda" or "cuda:<i>".
@@ -56,7 +56,7 @@ class Runtime:
         return str(self.dtype).removeprefix("torch.")
 
     def describe(self) -> dict[str, str]:
-        """Describe the hardware and software that compute the tokens, JSON-able, for the provenance of a run."""
+        """Describe the hardware and software that compute the tokens, as JSON values for a run's provenance."""
         on_cuda = self.device.startswith("cuda")
         return {
             "device": self.device,
@@ -69,16 +69,17 @@ class Runtime:
 
 
 def choose_runtime(device: str = "auto", dtype: str = "auto", attn: str = "auto") -> Runtime:
-    """Choose the runtime for these options; "auto" is decided by the hardware and packages of this machine.
+    """Choose the runtime for these options; "auto" depends on this machine's hardware and packages.
 
     Args:
-        device: "auto" (cuda if available), "cpu", "cuda" or "cuda:<i>".
-        dtype: "auto" (bfloat16 on cuda, float32 on the CPU) or a name in DTYPES.
-        attn: "auto" (flash_attention_2 if it is installed and can run, else sdpa) or a name in ATTENTION. "auto" never
-            chooses the newer forms of flash attention: in measurements torch's own choice was not slower.
+        device: "auto" (cuda if available, otherwise cpu), "cpu", "cuda" or "cuda:<i>"; ``<i>`` is not checked.
+        dtype: "auto" (bfloat16 on cuda, float32 on the CPU) or a key of DTYPES.
+        attn: "auto" (flash_attention_2 if it is installed and can run, otherwise sdpa) or a name in ATTENTION. "auto"
+            never chooses newer versions of flash attention, which were not faster in measurements.
 
-    Raises ModelError for a device, dtype or implementation that is unknown or not available. The number in
-    ``cuda:<i>`` is not checked.
+    Raises:
+        ModelError: the device, dtype or attention implementation is unknown, not available, or cannot run with the
+            others.
     """
     device = _choose_device(device)
     on_cuda = device.startswith("cuda")
@@ -90,7 +91,7 @@ def choose_runtime(device: str = "auto", dtype: str = "auto", attn: str = "auto"
 
 
 def _choose_device(device: str) -> str:
-    """Choose or check the device. Raises ModelError if it is unknown, or no GPU is there; ``<i>`` is not checked."""
+    """Resolve "auto"; raise ModelError if the device is unknown, or is "cuda" and torch sees no CUDA device."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device != "cpu" and device.partition(":")[0] != "cuda":
@@ -104,7 +105,7 @@ def _choose_device(device: str) -> str:
 
 
 def _choose_attention(attn: str, *, flash_can_run: bool) -> str:
-    """Choose or check the attention implementation. Raises ModelError if it is unknown or cannot run."""
+    """Resolve "auto"; raise ModelError if the attention implementation is unknown, cannot run or is not installed."""
     if attn == "auto":
         return "flash_attention_2" if flash_can_run and _is_installed("flash_attention_2") else "sdpa"
     if attn not in ATTENTION:
@@ -117,19 +118,23 @@ def _choose_attention(attn: str, *, flash_can_run: bool) -> str:
 
 
 def _is_installed(flash: str) -> bool:
-    """Return True if a form of flash attention is installed and usable here, by transformers' own check."""
+    """Return True if transformers finds this version of flash attention (a key of FLASH) installed and usable."""
     from transformers import utils  # noqa: PLC0415 - seconds to import, rarely needed
     from transformers.utils import import_utils  # noqa: PLC0415
 
-    name = f"is_flash_attn_{flash[-1]}_available"  # older versions do not know the newest
+    name = f"is_flash_attn_{flash[-1]}_available"  # missing in versions of transformers that are older than it
     check = getattr(utils, name, None) or getattr(import_utils, name, None)
     return check is not None and bool(check())
 
 
 def observe_inputs(module: nn.Module, observe: Callable[[Tensor, dict[str, Any]], None]) -> RemovableHandle:
-    """Call ``observe(hidden states, keyword arguments)`` before every call of ``module``.
+    """Call ``observe(hidden_states, kwargs)`` before every call of ``module``.
 
-    The returned handle is a context manager; leaving it removes the hook.
+    ``hidden_states`` is the first positional argument or the keyword argument of that name, ``kwargs`` all keyword
+    arguments.
+
+    Returns:
+        A handle that is a context manager; leaving it removes the hook.
     """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -139,7 +144,7 @@ def observe_inputs(module: nn.Module, observe: Callable[[Tensor, dict[str, Any]]
 
 
 def split_heads(hidden_SC: Tensor, weight: Tensor, bias: Tensor | None, n_heads: int) -> Tensor:
-    """Project hidden states in the model's dtype and split them by head: [H,S,E] float32."""
+    """Apply a linear layer to hidden states in the model's dtype, and split the result by head: [H,S,E] float32."""
     projected_SC = linear(hidden_SC, weight, bias)
     return projected_SC.view(len(hidden_SC), n_heads, -1).transpose(0, 1).float()
 
@@ -150,9 +155,9 @@ def attention_received(query_HSE: Tensor, key_HSE: Tensor) -> Tensor:
 
 
 def merged_attention(query_HSE: Tensor, key_HSE: Tensor, group: int) -> Tensor:
-    """Compute the attention [S/group] of the mean query to groups of ``group`` successive keys, averaged over heads.
+    """Compute the attention of the mean query to the mean key of each group, averaged over heads: [S/group].
 
-    A group's key is the mean of its keys.
+    A group is ``group`` successive keys; S must be a multiple of it.
     """
     n_heads, _, size = key_HSE.shape
     key_HNE = key_HSE.reshape(n_heads, -1, group, size).mean(dim=2)
@@ -160,38 +165,39 @@ def merged_attention(query_HSE: Tensor, key_HSE: Tensor, group: int) -> Tensor:
 
 
 def rotated(vectors_HSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Apply rotary positions as in the vision towers: channel e turns with channel e + E/2."""
+    """Apply rotary positions as in the vision towers, where channels e and e + E/2 rotate together."""
     first, second = vectors_HSE.chunk(2, dim=-1)
     return vectors_HSE * cos_SE.float() + torch.cat([-second, first], dim=-1) * sin_SE.float()
 
 
 def _attention_weights(query_HSE: Tensor, key_HSE: Tensor) -> Tensor:
-    """Compute the softmax attention weights [H, queries, keys]."""
+    """Compute the softmax attention weights [H, queries, keys], scaled by 1/sqrt(E)."""
     return torch.softmax(query_HSE @ key_HSE.transpose(1, 2) / math.sqrt(key_HSE.shape[-1]), dim=-1)
 
 
 def empty_model(config: PretrainedConfig, runtime: Runtime) -> PreTrainedModel:
-    """Build the stock model of a configuration on the meta device: shapes without memory."""
+    """Build the stock model of a configuration on the meta device, which allocates no memory."""
     from transformers import AutoModel  # noqa: PLC0415 - seconds, and preprocessing needs none of it
 
     with torch.device("meta"):
         return AutoModel.from_config(config, attn_implementation=runtime.attn_implementation, dtype=runtime.dtype)
 
 
-#: The name on disk -> the names that a tensor may have in memory; the first name in the module counts.
+#: Maps a name on disk to the names that the tensor may have in memory; the first that the module has is used.
 NameRule = Callable[[str], Sequence[str]]
 
 
 def load_weights(module: nn.Module, source: TensorSource, names: NameRule, *, device: str, dtype: torch.dtype) -> None:
     """Load a checkpoint's weights into a module on the meta device, in place.
 
-    ``names`` is the rule from a name on disk to names in the module. Experts that the checkpoint stores one by one are
-    fused as the module has them.
+    Experts that the checkpoint stores one by one are fused into the module's layout. A source without weight files gets
+    seeded random weights. Buffers that checkpoints do not store stay on the meta device, for the caller to set.
 
-    A source without weight files gets random weights (ModelSource.random). Buffers that no checkpoint stores stay on
-    the meta device: the caller rebuilds them, then calls :func:`check_loaded`.
+    Args:
+        names: the rule from a name on disk to names in the module; tensors that it does not map are not read.
 
-    Raises ModelError, with some names, if weights are missing, quantized or of another shape.
+    Raises:
+        ModelError: weights are missing, quantized or of another shape; the message has some of their names.
     """
     expected = module.state_dict()
     if not source.weight_files:
@@ -215,10 +221,11 @@ def load_weights(module: nn.Module, source: TensorSource, names: NameRule, *, de
 
 
 def check_names(name: str, module: nn.Module, names: NameRule, types: Mapping[str, str | None]) -> None:
-    """Raise ModelError if a checkpoint lacks tensors of a module, or a tensor is quantized.
+    """Raise ModelError if a checkpoint lacks a tensor of a module, or a tensor is quantized; shapes are not checked.
 
     Args:
         name: the model's name, for messages.
+        names: the rule from a name on disk to names in the module.
         types: name on disk -> safetensors type, None if unknown.
     """
     expected = module.state_dict()
@@ -232,9 +239,12 @@ def check_names(name: str, module: nn.Module, names: NameRule, types: Mapping[st
 
 
 def _find_name(expected: Mapping[str, Tensor], names: NameRule, model: str, key: str) -> str | None:
-    """Map the name of a tensor on disk to its name in memory; None for a tensor that the module does not have.
+    """Map a tensor's name on disk to its name in the module; None if the module does not have it.
 
-    Raises ModelError if the tensor is the scale of a quantized weight of the module.
+    The name of one expert's matrix stays that of the matrix.
+
+    Raises:
+        ModelError: the tensor is the scale of a quantized weight that the module has.
     """
     weight = _SCALE.sub("", key)
     if weight != key and any(name in expected for name in names(weight)):
@@ -243,15 +253,15 @@ def _find_name(expected: Mapping[str, Tensor], names: NameRule, model: str, key:
 
 
 def _refuse_missing(model: str, missing: Sequence[str]) -> None:
-    """Raise ModelError if ``missing`` has any names."""
+    """Raise ModelError if ``missing`` is not empty; the message has the first names."""
     if missing:
         raise ModelError(f"{model!r} has no {_join_first(missing)}: download the whole checkpoint")
 
 
 def rebuild_position_ids(module: nn.Module, device: str) -> None:
-    """Set SigLIP's position ids in a module loaded from the meta device; checkpoints do not store this buffer.
+    """Set the position ids of a SigLIP module loaded from the meta device; checkpoints do not store this buffer.
 
-    Asserts that nothing else is left on the meta device.
+    Asserts that nothing else is still on the meta device.
     """
     for part in module.modules():
         ids = getattr(part, "position_ids", None)
@@ -261,12 +271,12 @@ def rebuild_position_ids(module: nn.Module, device: str) -> None:
 
 
 def check_loaded(module: nn.Module) -> None:
-    """Assert that no weight and no buffer of the module is still on the meta device."""
+    """Assert that no weight or buffer of the module is still on the meta device."""
     missing = [name for name, tensor in (*module.named_buffers(), *module.named_parameters()) if tensor.is_meta]
     assert not missing, f"no values for {missing}"
 
 
 def _join_first(items: Sequence[str], limit: int = 5) -> str:
-    """Join at most ``limit`` items for an error message, with the number of further items."""
+    """Join at most ``limit`` items for an error message, followed by the number of further items."""
     suffix = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + suffix

@@ -1,8 +1,8 @@
-"""The parts of SigLIP besides the tower: the pooling head, evidence of head and last layer, and the text tower.
+"""The SigLIP modules besides the vision tower: pooling head, evidence from the head and the last layer, and text tower.
 
-LLaVA-OneVision has only a SigLIP checkpoint's vision tower. The attention-pooling head maps patches into the embedding
-space of the checkpoint's texts. Only the tensors of the head or of the text tower are read. Both run in float32, for
-any dtype of the encoder: in 16 bits many tokens of a frame would get the same attention.
+LLaVA-OneVision contains only the vision tower of a SigLIP checkpoint. The attention-pooling head maps patches into the
+embedding space of that checkpoint's texts. Head and text tower run in float32 whatever the encoder's dtype, because in
+16 bits many tokens of a frame would get the same attention.
 
 Shapes: S patches of a frame (27 x 27), C channels, E channels of an attention head.
 """
@@ -26,10 +26,10 @@ from gstep.errors import ModelError
 
 
 class PoolingHead(nn.Module):
-    """SigLIP's post_layernorm and attention-pooling head as one module without gradients, in eval mode."""
+    """SigLIP's post_layernorm and attention-pooling head as one module, in eval mode without gradients."""
 
     def __init__(self, config: Any) -> None:
-        """Build the head of a SiglipVisionConfig with random weights; :meth:`load` gives it a checkpoint's weights."""
+        """Build the head of a SiglipVisionConfig with initial weights; use :meth:`load` for a checkpoint's weights."""
         from transformers.models.siglip.modeling_siglip import (  # noqa: PLC0415 - seconds, and rarely needed
             SiglipMultiheadAttentionPoolingHead,
         )
@@ -42,7 +42,8 @@ class PoolingHead(nn.Module):
     def load(cls, source: PoolingHeadSource, device: str) -> PoolingHead:
         """Load the head of ``source`` onto ``device`` in float32.
 
-        Raises ModelError if this node's weights differ from the resolved weights, or do not fit the config.
+        Raises:
+            ModelError: the weights on this node differ from those that were resolved, or do not fit the config.
         """
         from transformers import SiglipVisionConfig  # noqa: PLC0415
 
@@ -62,7 +63,11 @@ class PoolingHead(nn.Module):
         return head.eval().requires_grad_(False)
 
     def forward(self, features_TSC: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute each frame's pooled feature [T,C] and the probe's attention [T,S], averaged over heads."""
+        """Compute each frame's pooled feature [T,C] and the attention [T,S] of the head's query, averaged over heads.
+
+        Args:
+            features_TSC: the vision tower's output, in any float dtype.
+        """
         attention: list[Tensor] = []
 
         def store_attention(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -73,13 +78,11 @@ class PoolingHead(nn.Module):
         return feature_TC, attention[0]
 
     def embed_patches(self, features_TSC: Tensor) -> Tensor:
-        """Map each patch of some frames into SigLIP's image-text space, [T,S,C].
+        """Map each patch into SigLIP's image-text space, [T,S,C], by running the head on that patch alone.
 
-        A patch passes the head as if it were the only patch. Attention over a single position is 1 for any query, so
-        the result of attention is the patch's value; all other steps are SiglipMultiheadAttentionPoolingHead.forward
-        (transformers, models/siglip/modeling_siglip.py). CDPruner's official code, for CLIP only, also passes each
-        patch through CLIP's layers for the pooled token: post_layernorm and the visual projection
-        (llava/model/multimodal_encoder/clip_encoder.py).
+        Attention over a single position is 1 for any query, so its result is the patch's value; the other steps are
+        those of SiglipMultiheadAttentionPoolingHead.forward (transformers, models/siglip/modeling_siglip.py).
+        CDPruner's official code does the same with CLIP's post_layernorm and visual projection.
         """
         attention = self.head.attention
         weight_CC, bias_C = attention.in_proj_weight.chunk(3)[2], attention.in_proj_bias.chunk(3)[2]
@@ -90,27 +93,36 @@ class PoolingHead(nn.Module):
 
 
 class FrameObserver:
-    """An observer of the input of ``module`` that computes evidence of each frame while the tower runs.
+    """An observer of a module's input that computes evidence frame by frame while the vision tower runs.
 
-    ``compute`` maps a frame's input [1,S,C] to evidence by name, [1,...] each.
+    Register it with ``observe_inputs``; it collects the evidence of every call.
     """
 
     def __init__(self, module: nn.Module, compute: Callable[[Tensor], dict[str, Tensor]]) -> None:
+        """Prepare to observe ``module``.
+
+        Args:
+            compute: maps the input of one frame, [1,S,C], to evidence by name, [1,...] each.
+        """
         self.module = module
         self._compute = compute
         self._outputs: list[dict[str, Tensor]] = []
 
     def __call__(self, input_TSC: Tensor, kwargs: Mapping[str, Any]) -> None:
-        # Single frames: the attention weights and the MLP's hidden states of all frames would take far more memory.
+        # Frame by frame, because attention weights and MLP states of all frames at once would take far more memory.
         self._outputs += [self._compute(input_1SC) for input_1SC in torch.split(input_TSC, 1)]
 
     def evidence(self) -> dict[str, Tensor]:
-        """Return the evidence of all observed frames, name -> [T,...]."""
+        """Return the evidence of all frames observed so far, name -> [T,...]; there must be at least one."""
         return {name: torch.cat([frame[name] for frame in self._outputs]) for name in self._outputs[0]}
 
 
 def last_layer_evidence(layer: Any, hidden_1SC: Tensor) -> dict[str, Tensor]:
-    """Compute the attention [1,S] and the keys [1,S,E] of a frame's patches in an attention layer."""
+    """Compute the attention that each patch of a frame receives in an attention layer, and the patches' keys.
+
+    Returns:
+        ``token_attention`` [1,S], averaged over heads and queries, and ``token_key`` [1,S,E], averaged over heads.
+    """
     query_HSE, key_HSE = (
         split_heads(hidden_1SC[0], part.weight, part.bias, layer.num_heads) for part in (layer.q_proj, layer.k_proj)
     )
@@ -118,13 +130,17 @@ def last_layer_evidence(layer: Any, hidden_1SC: Tensor) -> dict[str, Tensor]:
 
 
 def probe_evidence(head: PoolingHead, features_1SC: Tensor) -> dict[str, Tensor]:
-    """Compute a frame's feature [1,C] and the attention [1,S] of the head's probe from the tower's output."""
+    """Compute a frame's pooled feature and the attention of the pooling head's query.
+
+    Returns:
+        ``frame_feature`` [1,C] and ``token_attention`` [1,S].
+    """
     feature_1C, attention_1S = head(features_1SC)
     return {"frame_feature": feature_1C, "token_attention": attention_1S}
 
 
 def patch_evidence(head: PoolingHead, features_1SC: Tensor) -> dict[str, Tensor]:
-    """Map each patch of a frame into SigLIP's image-text space, [1,S,C]."""
+    """Compute the ``image_embedding`` [1,S,C] of a frame: each patch in SigLIP's image-text space."""
     return {"image_embedding": head.embed_patches(features_1SC)}
 
 
@@ -135,13 +151,13 @@ _SEGMENTS_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class TextTowerSource:
-    """A resolved SigLIP text tower, without its weights. Pickles; it means the same weights on every node.
+    """A resolved SigLIP text tower without its weights. Picklable.
 
     Attributes:
         head: the pooling head of the same checkpoint, with its files.
-        identity: "siglip-text:<hash>" of the text part of config.json, the tokenizer, and the name, shape and first
-            bytes of each text tensor.
-        config: the text part of config.json.
+        identity: "siglip-text:<hash>" of the text settings in config.json, the tokenizer file, and the name, dtype,
+            shape and first bytes of each text tensor.
+        config: the text settings of config.json.
     """
 
     head: PoolingHeadSource
@@ -150,9 +166,12 @@ class TextTowerSource:
 
     @classmethod
     def resolve(cls, head: PoolingHeadSource) -> TextTowerSource:
-        """Find the text tower in the checkpoint of a pooling head, and check its tokenizer.
+        """Find the text tower in the checkpoint of a pooling head, and load its tokenizer once to check it.
 
-        Raises ModelError, with the remedy, if the checkpoint has no text tower that fits.
+        Weight files of a Hugging Face checkpoint are downloaded.
+
+        Raises:
+            ModelError: the checkpoint has no text tower or tokenizer, or its embeddings do not have the head's width.
         """
         config = (head.files.read_json("config.json") or {}).get("text_config")
         if not isinstance(config, dict):
@@ -164,12 +183,12 @@ class TextTowerSource:
                 f"{head.name!r}: its text tower gives {width} values, its pooling head {head.width}: name the SigLIP "
                 "checkpoint that the vision tower was made of"
             )
-        _load_tokenizer(source)  # so that a bad tokenizer is refused before anything is loaded
+        _load_tokenizer(source)  # refuses a bad tokenizer before anything is loaded
         return source
 
 
 class TextTower:
-    """A loaded SigLIP text tower: the stock SiglipTextModel with the checkpoint's tokenizer."""
+    """A loaded SigLIP text tower: the stock SiglipTextModel and the checkpoint's tokenizer."""
 
     def __init__(self, model: Any, tokenizer: Any, device: str) -> None:
         self.model = model
@@ -178,9 +197,11 @@ class TextTower:
 
     @classmethod
     def load(cls, source: TextTowerSource, device: str) -> TextTower:
-        """Load the tower of ``source`` onto ``device`` in float32.
+        """Load the tower of ``source`` onto ``device`` in float32, in eval mode without gradients.
 
-        Raises ModelError if this node has other files than ``source`` was resolved from.
+        Raises:
+            ModelError: the files on this node differ from those that were resolved, or weights are missing or do not
+                fit.
         """
         from transformers import SiglipTextConfig, SiglipTextModel  # noqa: PLC0415 - seconds, and rarely needed
 
@@ -188,7 +209,7 @@ class TextTower:
             raise ModelError(
                 f"{source.head.name!r} has another text tower on this node: copy the checkpoint to every node"
             )
-        # The stock defaults of two unused ids lie beyond the vocabulary, of which transformers would warn.
+        # The stock defaults of two unused ids lie beyond the vocabulary; transformers would warn about them.
         config = SiglipTextConfig(**{"bos_token_id": None, "eos_token_id": None, **source.config})
         with torch.device("meta"):
             model = SiglipTextModel(config)
@@ -198,9 +219,10 @@ class TextTower:
 
     @torch.inference_mode()
     def embedding(self, text: str) -> Tensor:
-        """Compute a text's embedding [Q,De], a row for each segment, float32 on the tower's device, not normalised.
+        """Compute a text's embedding [Q,De] float32 on the tower's device: one row per segment, not normalized.
 
-        Raises ValueError for a text without a token: an empty text, or only punctuation, which SigLIP drops.
+        Raises:
+            ValueError: the text has no token: it is empty, or only punctuation, which SigLIP drops.
         """
         parts = torch.split(self.segments(text).to(self.device), _SEGMENTS_AT_ONCE)
         # SigLIP was trained on texts padded to the full length, without an attention mask.
@@ -209,10 +231,11 @@ class TextTower:
     def segments(self, text: str) -> Tensor:
         """Tokenize a text and cut it into padded segments, [Q,L] int64 ids on the CPU.
 
-        L is the number of the tower's positions. CDPruner's official code cuts longer texts too. Each segment here ends
-        in SigLIP's end-of-sentence token, since the tower's output is taken from the last position.
+        L is the tower's number of positions. Each segment ends with SigLIP's end-of-sentence token, followed by padding
+        if it is short.
 
-        Raises ValueError for a text without a token.
+        Raises:
+            ValueError: the text has no token.
         """
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         if not ids:
@@ -227,12 +250,13 @@ class TextTower:
 
 
 def _load_tokenizer(source: TextTowerSource) -> Any:
-    """Load the tokenizer of a checkpoint.
+    """Load the tokenizer of a checkpoint: from tokenizer.json if there is one, otherwise by AutoTokenizer.
 
-    Raises ModelError if it cannot be loaded, or names no end or padding token.
+    tokenizer.json of the published checkpoints works like SiglipTokenizer, which AutoTokenizer would load and which
+    needs sentencepiece.
 
-    tokenizer.json of the published checkpoints lowercases and drops punctuation like their SiglipTokenizer, the class
-    that AutoTokenizer would load; that class needs sentencepiece.
+    Raises:
+        ModelError: the tokenizer cannot be loaded, or has no end or padding token.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415 - as above
 
@@ -254,16 +278,17 @@ def _load_tokenizer(source: TextTowerSource) -> Any:
 
 
 def _names_in_memory(key: str) -> list[str]:
-    """List the possible names in memory for a name on disk: some versions of transformers keep the prefix."""
+    """List the possible names in memory of a text tensor on disk: without and with the prefix; [] for other tensors."""
     return [key.removeprefix(PREFIX), key] if key.startswith(PREFIX) else []
 
 
 def _compute_identity(head: PoolingHeadSource, config: dict[str, Any]) -> str:
     """Hash the files that determine a text tower's embeddings: "siglip-text:<hash>".
 
-    Only the first bytes of each tensor are read. A Hugging Face checkpoint is downloaded.
+    Only the first bytes of each tensor are read. Files of a Hugging Face checkpoint are downloaded.
 
-    Raises ModelError if the checkpoint has no tensor of a text tower, or no tokenizer file.
+    Raises:
+        ModelError: the checkpoint has no tensor of a text tower, or no tokenizer file.
     """
     settings = {name: value for name, value in config.items() if name not in IRRELEVANT_KEYS}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())

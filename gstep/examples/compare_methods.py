@@ -1,17 +1,17 @@
-"""Prune the same tokens by several methods, and print how many of GSTEP's tokens each of them keeps too.
+"""Prune the same tokens with several methods, and print how many of GSTEP's tokens each method also keeps.
 
-Run it by ``python gstep/examples/compare_methods.py``; put your encoder's tokens in place of the synthetic tokens.
+Run it with ``python gstep/examples/compare_methods.py``; replace the synthetic tokens with those of your encoder.
 """
 
 import torch
 
 import gstep
 
-T, N, D = 16, 196, 64  # frames, tokens of a frame, width
+T, N, D = 16, 196, 64  # frames, tokens per frame, hidden size
 generator = torch.Generator().manual_seed(0)
-scene = torch.randn(N, D, generator=generator).expand(T, N, D)  # stands still ...
+scene = torch.randn(N, D, generator=generator).expand(T, N, D)  # does not change ...
 tokens = scene + 0.1 * torch.randn(T, N, D, generator=generator)
-for t in range(T):  # ... but for a row of patches that moves on with each frame
+for t in range(T):  # ... except for a row of patches that moves on with each frame
     tokens[t, 14 * (t % 14) : 14 * (t % 14 + 1)] += torch.randn(14, D, generator=generator)
 
 reference = gstep.prune(tokens, retention_ratio=0.25)

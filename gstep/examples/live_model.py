@@ -1,7 +1,8 @@
 """Prune the video of a question that a model of transformers answers, without a cache.
 
-Run it by ``python gstep/examples/live_model.py``; it needs torchvision, as the video processors of transformers do. The
-model is a small one of this package, which knows videos of one made-up kind: put yours and its processor in its place.
+Run it with ``python gstep/examples/live_model.py``; it requires torchvision, as do the video processors of
+transformers. The model is a small one of this package, trained on one kind of made-up videos: replace it and its
+processor with yours.
 """
 
 import torch
@@ -37,7 +38,7 @@ print(f"all tokens: {processor.decode(stock.sequences[0, length:])}, after a pro
 for method, retention_ratio in (("gstep", 0.25), ("gstep", 0.05), ("random", 0.05)):
     with gstep.pruning(model, method=method, retention_ratio=retention_ratio):
         pruned = model.generate(**inputs, **options)
-    assert torch.equal(pruned.sequences[:, :length], inputs["input_ids"])  # the whole prompt, as ever
+    assert torch.equal(pruned.sequences[:, :length], inputs["input_ids"])  # still the whole prompt
     change = (pruned.logits[0] - stock.logits[0]).abs().max()
     text = processor.decode(pruned.sequences[0, length:])
     print(f"{retention_ratio:.0%} by {method}: {text}; logits change by at most {change:.1f}")

@@ -1,14 +1,14 @@
-"""Visual tokens for an unpatched vLLM: its classes take cached tokens, or prune the tokens that vLLM encodes.
+"""Visual tokens for an unpatched vLLM: classes that take cached tokens, or that prune tokens as vLLM encodes them.
 
-Only the modules ``models`` and ``live_models`` need vLLM at import.
+Only the modules ``models`` and ``live_models`` import vLLM when they are imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: ``model_type`` in config.json -> the class by which vLLM serves cached tokens, for ``hf_overrides``. vLLM's own class
-#: serves other model types.
+#: ``model_type`` in config.json -> the class with which vLLM serves cached tokens, for ``hf_overrides``. Other model
+#: types are served with vLLM's own class.
 ARCHITECTURES: Mapping[str, str] = {
     "qwen2_5_vl": "CachedQwen2_5VL",
     "qwen3_vl": "CachedQwen3VL",
@@ -16,7 +16,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen3_5": "CachedQwen3_5",
     "qwen3_5_moe": "CachedQwen3_5Moe",
 }
-#: ``model_type`` in config.json -> the class by which vLLM prunes live, for ``hf_overrides``.
+#: ``model_type`` in config.json -> the class with which vLLM prunes live, for ``hf_overrides``.
 LIVE_ARCHITECTURES: Mapping[str, str] = {
     "qwen2_5_vl": "LiveQwen2_5VL",
     "qwen3_vl": "LiveQwen3VL",
@@ -27,9 +27,10 @@ LIVE_ARCHITECTURES: Mapping[str, str] = {
 
 
 def register() -> None:
-    """Register the classes of this package in vLLM: its entry point ``vllm.general_plugins``.
+    """Register this package's model classes in vLLM; this is its entry point in the group ``vllm.general_plugins``.
 
-    Every process of vLLM calls it, often more than once.
+    Every vLLM process calls it, often more than once; classes that are registered already are skipped. The modules of
+    the classes are imported only when vLLM uses them.
     """
     from vllm import ModelRegistry  # noqa: PLC0415 - this package is imported without it, too
 

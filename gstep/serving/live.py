@@ -1,6 +1,6 @@
-"""Live pruning in vLLM: the method and the share of tokens, and the positions of kept tokens. Needs no vLLM.
+"""Live pruning in vLLM: its settings, and the positions of kept tokens. This module does not need vLLM.
 
-Shapes: T temporal patches, N tokens per patch, M = T*N; S prompt tokens that stand for a video or an image.
+Shapes: T temporal patches, N tokens per patch, M = T*N; S prompt tokens of one video or image.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ from gstep.pruners.base import Pruner
 from gstep.serving import LIVE_ARCHITECTURES
 from gstep.types import VisualTokens
 
-#: The key of a LivePruning in the model's configuration, by which every process of vLLM gets it (``hf_overrides``).
+#: The key of the settings in the model's configuration, where ``hf_overrides`` puts them for all vLLM processes.
 LIVE = "live_pruning"
 _STOCK_METHODS = ("evs", "vidcom2")  # of vLLM's own --video-pruning-method
-_BASE = 128  # digits are below it, so that every dtype of rows holds them exactly
-#: Columns behind a row: three digits for each of [t, h, w] and the row's number.
+_BASE = 128  # of digits, which every dtype of rows then represents exactly
+#: Columns appended to a row: three digits for each of t, h, w and the row's number.
 DIGIT_COLUMNS = 12
 
 
 @dataclass(frozen=True)
 class LivePruning:
-    """The method that prunes every video of a server, and the share of tokens that it keeps.
+    """The settings of live pruning: the method that prunes every video of a server, and the share of tokens to keep.
+
+    The server creates it; every vLLM process reads it from the model's configuration.
 
     Attributes:
         method: a name that ``check_live_method`` accepts.
         retention_ratio: the share of a video's tokens to keep, in (0, 1).
         params: the method's hyper-parameters.
-        seed: the seed of a method that draws random numbers.
+        seed: the seed for methods that draw random numbers.
     """
 
     method: str = "gstep"
@@ -53,26 +55,33 @@ class LivePruning:
 
     @classmethod
     def from_config(cls, config: Any) -> LivePruning:
-        """Read the settings from a model's configuration, as vLLM's processes have it."""
+        """Read the settings from the model configuration in a vLLM process."""
         return cls(**getattr(config, LIVE))
 
     @classmethod
     def from_texts(
         cls, source: ModelSource, method: str, texts: Mapping[str, str], retention_ratio: float, seed: int
     ) -> LivePruning:
-        """Make the settings from hyper-parameters as text, checked for the model. Raises ModelError and ValueError."""
+        """Create the settings from hyper-parameters given as text, and check them against the model.
+
+        ``retention_ratio`` and ``seed`` are not checked.
+
+        Raises:
+            ModelError: vLLM does not prune this model's videos, or the method cannot prune in vLLM.
+            ValueError: a hyper-parameter is unknown or has a bad value.
+        """
         check_live_model(source)
         check_live_method(method, retention_ratio)
         pruner = read_pruner(method, texts, family=family_class(source.family).variant)
         return cls(method, retention_ratio, pruner.params(), seed)
 
     def as_options(self) -> dict[str, Any]:
-        """Return the settings as values of JSON."""
+        """Return the settings as JSON values, from which ``LivePruning(**options)`` recreates them."""
         return {**asdict(self), "params": dict(self.params)}
 
     @cached_property
     def name(self) -> str:
-        """A hash of the settings: rows of a video that two servers pruned differently have different names."""
+        """A hash of the settings, which keeps videos pruned with different settings apart in vLLM's caches."""
         return hashlib.sha256(json.dumps(self.as_options(), sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -86,14 +95,14 @@ class LivePruning:
         return make_pruner(self.method, **self.params)
 
     def budget(self, n_total: int) -> int:
-        """Compute the number of tokens that are kept of a video of ``n_total``."""
+        """Compute the number of kept tokens for a video of ``n_total`` tokens."""
         return self.pruner.resolve_budget(n_total, self.retention_ratio)[0]
 
     def select_mask(self, tokens_TND: Tensor) -> Tensor:
-        """Select the kept tokens of a video as a mask [T*N], of which ``budget`` values are True.
+        """Select a video's kept tokens: a bool mask [T*N] on the tokens' device with ``budget`` True values.
 
-        The tokens are in bfloat16 for the method, as those of a cache. Values that are not finite count as 0: an error
-        here would end the engine, with the requests of all clients.
+        The method gets the tokens in bfloat16, as a cache stores them. NaN and infinite values become 0, because an
+        error here would stop the engine and all clients' requests.
         """
         finite = tokens_TND.detach().to(torch.bfloat16).nan_to_num(0.0, 0.0, 0.0)
         pruned = self.pruner.prune(VisualTokens(finite, {}), self.retention_ratio, seed=self.seed)
@@ -103,7 +112,14 @@ class LivePruning:
 
 
 def check_live_method(method: str, retention_ratio: float) -> None:
-    """Raise ModelError for a method that cannot prune in vLLM, or that does not exist; the message says why."""
+    """Check that a method can prune in vLLM.
+
+    Args:
+        retention_ratio: the ratio that the message suggests for vLLM's own methods.
+
+    Raises:
+        ModelError: it cannot, or there is no such method; the message has the reason.
+    """
     if method in LIVE_METHODS:
         return
     others = f"methods that prune in vLLM: {', '.join(LIVE_METHODS)}"
@@ -120,7 +136,7 @@ def check_live_method(method: str, retention_ratio: float) -> None:
 
 
 def find_obstacle(kind: type[Pruner]) -> str | None:
-    """Return what keeps a method from pruning in vLLM, or None."""
+    """Return the first reason why a method cannot prune in vLLM, such as "merges tokens"; None if it can."""
     pruner = kind()
     if not pruner.cacheable:
         return "looks at the question, which vLLM's encoder does not see"
@@ -134,7 +150,7 @@ def find_obstacle(kind: type[Pruner]) -> str | None:
 
 
 def check_live_model(source: ModelSource) -> None:
-    """Raise ModelError for a model whose videos vLLM does not prune."""
+    """Raise ModelError unless vLLM can prune this model's videos: a Qwen type, read by the family of that type."""
     if source.model_type not in LIVE_ARCHITECTURES or source.family != source.model_type:
         raise ModelError(
             f"{source.name!r}: vLLM has no pruning for {describe_family(source.family, source.model_type)}, only for "
@@ -144,13 +160,14 @@ def check_live_model(source: ModelSource) -> None:
 
 
 def to_digits(positions: Tensor) -> Tensor:
-    """Convert positions of rows to the columns [S,12] that stand behind the rows on their way through vLLM.
+    """Encode the positions of rows as 12 columns [S,12], to be appended to the rows on their way through vLLM.
 
-    vLLM keeps positions in the dtype of the rows, and bfloat16 rounds whole numbers above 256. Each value becomes three
-    digits below 128.
+    vLLM keeps positions in the dtype of the rows, and bfloat16 rounds integers above 256. So each of the four values
+    (t, h, w and the row's number) becomes three digits in base 128: all high digits, then all middle, then all low
+    ones.
 
     Args:
-        positions: [S,3] from the start of the video or image, up to 128^3 - 1.
+        positions: [S,3], counted from the start of the video or image, below 128^3.
     """
     numbers = torch.arange(len(positions), device=positions.device)
     values = torch.cat([positions, numbers[:, None]], dim=1)
@@ -158,28 +175,34 @@ def to_digits(positions: Tensor) -> Tensor:
 
 
 def from_digits(columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (positions [S,3], numbers of the rows [S]) from the columns of ``to_digits``."""
+    """Decode the columns of ``to_digits``: return (positions [S,3], row numbers [S]), int64."""
     high, middle, low = columns.long().chunk(3, dim=1)
     values = (high * _BASE + middle) * _BASE + low
     return values[:, :3], values[:, 3]
 
 
 def grid_positions(n_frames: int, height: int, width: int, step: float = 1.0) -> Tensor:
-    """Compute the positions [M,3] of a grid of tokens; ``step`` is the time of a temporal patch in positions."""
+    """Compute the positions (t, h, w) of a grid of tokens in row order, [M,3] int64.
+
+    Args:
+        step: positions per temporal patch; times are truncated to integers.
+    """
     times = (torch.arange(n_frames, device="cpu") * torch.tensor(step, device="cpu")).long()
     rows, columns = torch.arange(height, device="cpu"), torch.arange(width, device="cpu")
     return torch.cartesian_prod(times, rows, columns)
 
 
 def timed_positions(is_visual: Tensor, is_start: Tensor, index: Tensor, height: int, width: int) -> Tensor:
-    """Compute the positions [S,3] of a video that has a text with the time before each temporal patch.
+    """Compute the positions [S,3] of a video whose prompt has a text with the time before each temporal patch.
 
-    Every patch takes max(height, width) positions, and every token of text takes one, whatever is kept of a patch.
+    Each patch takes max(height, width) positions, no matter how many of its tokens are kept; each text token takes one.
+    In a patch that starts at position p, a kept token has (p, p + row, p + column).
 
     Args:
-        is_visual: [S], True for kept tokens.
-        is_start: [S], True for the start marker of each patch, after which its kept tokens stand.
-        index: the kept tokens as flat indices, ascending.
+        is_visual: [S], True for kept tokens, False for text.
+        is_start: [S], True for the start marker before each patch's kept tokens.
+        index: the flat indices of the kept tokens, ascending.
+        height, width: the grid of a patch in tokens.
     """
     n_text = (~is_visual).long().cumsum(0) - (~is_visual).long()  # before each token
     n_starts = is_start.long().cumsum(0) - is_start.long()
@@ -193,55 +216,59 @@ def timed_positions(is_visual: Tensor, is_start: Tensor, index: Tensor, height: 
 
 
 def place_rows(positions: Tensor, parts: list[Tensor], starts: list[int], n_computed: int) -> Tensor:
-    """Return a prompt's positions [3,L] with those that the rows of a step carry.
+    """Return a copy of a prompt's positions [3,L], updated with the positions that a step's rows carry.
+
+    A slice whose first row is not row 0 continues an item from the step before, at ``n_computed``; any other begins at
+    the next start. Positions count from the one after the token before the item.
 
     Args:
-        positions: [3,L]; the positions of the text are right already.
-        parts: the columns of ``to_digits`` of each part of a video or image in the step, in the prompt's order. A part
-            may begin and end anywhere.
-        starts: the first prompt token of each video and image, in order.
+        positions: [3,L], already right for text.
+        parts: in prompt order, the columns of ``to_digits`` for each slice of a video or image in the step. A slice
+            that does not fit the prompt is skipped, because an error would stop the engine.
+        starts: the first prompt token of each video and image, ascending.
         n_computed: the first prompt token of the step.
     """
-    placed, end = positions.clone(), n_computed
+    new_positions = positions.clone()
+    end = n_computed
     for columns in parts:
         values, numbers = from_digits(columns.to(positions.device))
         if not len(numbers):
             continue
         first = int(numbers[0])
-        start = n_computed - first if first else next((place for place in starts if place >= end), None)
+        start = n_computed - first if first else next((index for index in starts if index >= end), None)
         if start is None or start < 0 or start + int(numbers[-1]) >= positions.shape[1]:
-            continue  # starts that were guessed wrong: an error would end the engine
+            continue  # guessed starts may be wrong, and an error would stop the engine
         base = int(positions[:, start - 1].max()) + 1 if start else 0
-        placed[:, start + numbers] = (values.T + base).to(placed.dtype)
+        new_positions[:, start + numbers] = (values.T + base).to(new_positions.dtype)
         end = start + int(numbers[-1]) + 1
-    return placed
+    return new_positions
 
 
 class PromptStarts:
-    """The first tokens of the videos and images of recent prompts, by the prompts' ids."""
+    """A bounded memory of where the videos and images of recent prompts start, looked up by the prompts' token ids."""
 
     def __init__(self, max_prompts: int = 4096) -> None:
         self._starts: OrderedDict[bytes, list[int]] = OrderedDict()
         self._max_prompts = max_prompts
 
     def store(self, ids: Tensor, starts: list[int]) -> None:
-        """Remember the starts of a prompt; the prompt that was stored first may be forgotten."""
+        """Remember the starts of a prompt; beyond ``max_prompts`` prompts, forget the one that was stored first."""
         self._starts[_hash_ids(ids)] = starts
         if len(self._starts) > self._max_prompts:
             self._starts.popitem(last=False)
 
     def find(self, ids: Tensor) -> list[int] | None:
-        """Return the starts of a prompt, or None if they are not known."""
+        """Return the stored starts of a prompt; None if they are unknown or forgotten."""
         return self._starts.get(_hash_ids(ids))
 
 
 def _hash_ids(ids: Tensor) -> bytes:
-    """Return a hash of the ids of a prompt, which are on the CPU."""
+    """Return a hash of a prompt's token ids, a tensor on the CPU."""
     return hashlib.sha256(ids.long().numpy().tobytes()).digest()
 
 
 def find_runs(ids: Tensor, token_id: int) -> list[int]:
-    """Return the index of the first token of each run of ``token_id`` in a prompt."""
+    """Return the index of the first token of each run of consecutive ``token_id`` in a prompt, ascending."""
     is_token = ids == token_id
     is_first = is_token.clone()
     is_first[1:] &= ~is_token[:-1]

@@ -1,8 +1,8 @@
-"""vLLM's classes of the Qwen families, changed to prune each video as it is encoded, by a method of this package.
+"""vLLM's model classes of the Qwen families, modified to prune each video as it is encoded by a method of this package.
 
-vLLM prunes videos itself, by two methods under fixed names. The classes here take its functions as they are, with other
-functions under the names by which these count and choose tokens. Follows qwen2_5_vl.py, qwen3_vl.py, qwen3_vl_moe.py
-and qwen3_5.py of vLLM 0.32 (vllm/model_executor/models).
+vLLM itself prunes videos by two built-in methods. The classes here reuse its functions, but replace the functions that
+they call to count and choose tokens. They follow qwen2_5_vl.py, qwen3_vl.py, qwen3_vl_moe.py and qwen3_5.py of vLLM
+0.32 (vllm/model_executor/models).
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ from gstep.serving.live import (
 from gstep.serving.options import check_live_engine
 from gstep.serving.prompts import prompt_positions
 
-# The names of vLLM's functions that count tokens beforehand and that choose them: of evs, and of vidcom2.
+# The names of vLLM's functions that count tokens beforehand, and that choose them, for evs and vidcom2.
 _COUNTS = ("compute_retained_tokens_count", "vidcom2_compute_retained_tokens_count")
 _MASKS = ("compute_retention_mask", "vidcom2_compute_retention_mask")
 
 
 def replace_names(function: Any, names: tuple[str, ...], replacement: Callable[..., Any]) -> Any:
-    """Return a copy of vLLM's ``function`` that reads ``replacement`` under those of the global ``names`` that it has.
+    """Return a copy of ``function`` in which ``replacement`` takes the place of the globals ``names`` that it reads.
 
-    Raises ImportError if it reads none of them, because it comes from an unknown version of vLLM.
+    The original function and its module stay unchanged.
+
+    Raises:
+        ImportError: the function reads none of ``names``: this version of vLLM is not supported.
     """
     read_names = set(_code_names(function.__code__)) & set(names)
     if not read_names:
@@ -57,7 +60,7 @@ def replace_names(function: Any, names: tuple[str, ...], replacement: Callable[.
 
 
 def _code_names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that a function's code reads, with those of the functions inside it."""
+    """Yield the names that a code object reads, including those of functions nested in it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -65,17 +68,17 @@ def _code_names(code: types.CodeType) -> Iterator[str]:
 
 
 def enable_pruning_on_cpus() -> None:
-    """Make vLLM's model runner of CPUs tell whether its model prunes; without it the engine's steps end in an error.
+    """Make vLLM's CPU model runner report whether its model prunes; without this, the engine fails at its first step.
 
-    The runner of GPUs sets the attribute in ``load_model``, which the runner of CPUs replaces. The property wins over
-    the attribute of runners that exist already. Call it in the engine's process; elsewhere it does nothing.
+    On a CPU, replaces ``CPUModelRunner.is_multimodal_pruning_enabled`` in this process by a property, which works for
+    existing runners too; otherwise does nothing.
     """
     if not current_platform.is_cpu():
         return
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # noqa: PLC0415 - not on GPUs
 
     def is_enabled(runner: Any) -> bool:
-        """Return True as vLLM's runner of GPUs does."""
+        """Return whether the runner's model prunes, by the rule of vLLM's GPU runner."""
         config = runner.model_config.multimodal_config
         return (
             supports_multimodal_pruning(getattr(runner, "model", None))
@@ -87,10 +90,10 @@ def enable_pruning_on_cpus() -> None:
 
 
 class PruningWorker:
-    """An extension of vLLM's worker (``worker_extension_cls``) with which its own methods prune on CPUs, too."""
+    """An extension of vLLM's worker (``worker_extension_cls``) with which vLLM's own methods prune on CPUs too."""
 
     def enable_pruning(self) -> None:
-        """Make the worker's model runner tell whether its model prunes."""
+        """Make this worker's model runner report whether its model prunes, if it runs on a CPU."""
         enable_pruning_on_cpus()
 
 
@@ -100,7 +103,12 @@ class _Live:
     config: Any
 
     def __init__(self, *, vllm_config: Any, prefix: str = "model") -> None:
-        """Build vLLM's model. Raises ModelError if a connector or a pipeline would mix up videos or positions."""
+        """Build vLLM's model, and enable pruning in the model runner.
+
+        Raises:
+            ModelError: the engine has a connector, a pipeline or a LoRA of the vision tower, which could cause wrong
+                answers.
+        """
         check_live_engine(
             {
                 "kv_transfer_config": vllm_config.kv_transfer_config,
@@ -110,7 +118,7 @@ class _Live:
             }
         )
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
-        # vLLM leaves it out on Qwen3.5, where its function that prunes reads it.
+        # vLLM does not set it on Qwen3.5, but its pruning function reads it.
         self.video_pruning_method = vllm_config.model_config.multimodal_config.video_pruning_method
         self._starts = PromptStarts()
         self._live = LivePruning.from_config(self.config)
@@ -119,8 +127,9 @@ class _Live:
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
         """Return a prompt's positions [3,L] and their delta, before its videos are encoded.
 
-        The positions of the text are right whatever will be kept, so that they need not be computed again: of a video
-        that the prefix cache has, vLLM sees no row. The positions of kept tokens follow with their rows.
+        Positions of text and images are final, whatever tokens will be kept: vLLM does not compute them again for a
+        video that its prefix cache has. Positions of kept tokens are 0 here and arrive with their rows. Stores where
+        the videos and images start.
         """
         spans = [
             (feature.mm_position.offset, self._span_positions(feature.modality, feature.data, feature.mm_position))
@@ -132,24 +141,30 @@ class _Live:
     def recompute_mrope_positions(
         self, input_ids: Any, multimodal_embeddings: Sequence[Tensor], mrope_positions: Tensor, num_computed_tokens: int
     ) -> tuple[list[Tensor], Tensor, int]:
-        """Return the rows of a step without their digits, the prompt's positions with theirs, and the delta."""
+        """Split the rows of a step from the digits that they carry, and put the digits' positions into the prompt's.
+
+        If the starts of the prompt's videos have been forgotten, they are guessed from its placeholders.
+
+        Returns:
+            The rows without digits, the prompt's positions [3,L], and their delta.
+        """
         ids = torch.as_tensor(input_ids).cpu()
         columns = [part[:, -DIGIT_COLUMNS:] for part in multimodal_embeddings]
         starts = self._starts.find(ids)
-        if starts is None:  # after very many other prompts
+        if starts is None:  # forgotten after thousands of other prompts
             starts = self._guess_starts(ids)
         positions = place_rows(mrope_positions, columns, starts, num_computed_tokens)
         rows = [part[:, :-DIGIT_COLUMNS] for part in multimodal_embeddings]
         return rows, positions, int(positions[:, len(ids) - 1].max()) + 1 - len(ids)
 
     def _select_mask(self, video_embeds: Tensor, video_size_thw: Any, **_: object) -> Tensor:
-        """Select the kept tokens [M] of a video's rows, which may have deepstack levels alongside."""
+        """Select the kept tokens of a video: a bool mask [M] over its rows, whose deepstack levels are ignored."""
         n_frames, height, width = self._merge_grid(video_size_thw)
         tokens = video_embeds[:, : getattr(self, "visual_dim", None)]
         return self._live.select_mask(tokens.reshape(n_frames, height * width, -1))
 
     def _postprocess_image_embeds_evs(self, images: Sequence[Tensor], image_input: Any) -> tuple[Tensor, ...]:
-        """Return the rows of images with their digits behind them."""
+        """Return the rows of each image, all kept, with the digits of their positions appended."""
         grids = image_input["image_grid_thw"].tolist()
         return tuple(
             _append_digits(rows, grid_positions(*self._merge_grid(grid)))
@@ -157,57 +172,59 @@ class _Live:
         )
 
     def _merge_grid(self, grid: Any) -> tuple[int, int, int]:
-        """Convert a grid of patches to (T, height, width) in tokens."""
+        """Convert a grid (T, height, width) in patches to tokens."""
         n_frames, height, width = (int(value) for value in grid)
         size = self.config.vision_config.spatial_merge_size
         return n_frames, height // size, width // size
 
     def _span_positions(self, modality: str, data: Any, span: Any) -> Tensor:
-        """Compute the positions [3,S+1] of an item from its start; the last is the position of the text after it.
+        """Compute the positions [3,S+1] of a video or image from its start; the last is that of the text after it.
 
-        Those of a video's tokens are 0.
+        For a video, all others are 0, because its kept tokens are not known yet.
         """
         n_frames, height, width = self._merge_grid(data[f"{modality}_grid_thw"].data.flatten().tolist())
         if modality == "video":
             positions = torch.zeros(3, span.length, dtype=torch.long, device="cpu")
             extent = self._video_extent(n_frames, height, width, span.length)
         else:
-            positions, extent = grid_positions(n_frames, height, width).T, max(height, width)
+            positions = grid_positions(n_frames, height, width).T
+            extent = max(height, width)
         return torch.cat([positions, torch.full((3, 1), extent, device="cpu")], dim=1)
 
     def _video_extent(self, n_frames: int, height: int, width: int, length: int) -> int:
-        """Return the number of positions that a video of ``length`` prompt tokens takes."""
+        """Return the number of positions that a video takes; ``length`` is the number of its prompt tokens."""
         raise NotImplementedError
 
     def _guess_starts(self, ids: Tensor) -> list[int]:
-        """Return the index of the first token of each video and image in a prompt, by its placeholders.
+        """Return the index of the first token of each video and image in a prompt, ascending, found by placeholders.
 
-        Wrong for a prompt whose text has placeholders, too.
+        The result is wrong if the prompt's text contains placeholders too.
         """
         raise NotImplementedError
 
 
 def _round_rows(rows: Tensor) -> Tensor:
-    """Return rows rounded to bfloat16, as a cache stores them, so that answers are those of a cache in any dtype."""
+    """Round rows to bfloat16, as a cache stores them, so that answers equal those from a cache; the dtype stays."""
     return rows.to(torch.bfloat16).to(rows.dtype)
 
 
 def _append_digits(rows: Tensor, positions: Tensor) -> Tensor:
-    """Return rows with the digits of their positions behind them."""
+    """Append the digits of their positions to rows."""
     return torch.cat([rows, to_digits(positions.to(rows.device)).to(rows.dtype)], dim=1)
 
 
 class _LiveQwen2(_Live):
     """The mixin of Qwen2.5-VL, with the positions of transformers 5.
 
-    vLLM cuts the seconds of a pair of frames to a whole number before it multiplies them, and after a video of upright
-    frames its text continues too early.
+    vLLM's own positions differ: it truncates the seconds of a temporal patch to an integer before it multiplies them,
+    and after a video of upright frames its text continues at too low a position.
     """
 
     def _postprocess_video_embeds_evs(self, videos: Sequence[Tensor], video_input: Any) -> tuple[Tensor, ...]:
-        """Return the kept rows of videos with their digits behind them."""
+        """Return the kept rows of each video, rounded to bfloat16, with the digits of their positions appended."""
         grids, seconds = video_input["video_grid_thw"].tolist(), video_input["second_per_grid_ts"].tolist()
-        per_second, kept_rows = self.config.vision_config.tokens_per_second, list[Tensor]()
+        per_second = self.config.vision_config.tokens_per_second
+        kept_rows = list[Tensor]()
         for rows, grid, patch_seconds in zip(map(_round_rows, videos), grids, seconds, strict=True):
             mask = self._select_mask(rows, grid)
             positions = grid_positions(*self._merge_grid(grid), per_second * patch_seconds)
@@ -215,29 +232,34 @@ class _LiveQwen2(_Live):
         return tuple(kept_rows)
 
     def _video_extent(self, n_frames: int, height: int, width: int, length: int) -> int:
-        """Return the number of positions that a video takes, which does not depend on its length."""
+        """Return the number of positions that a video takes: the longer side of its grid."""
         return max(height, width)
 
     def _guess_starts(self, ids: Tensor) -> list[int]:
-        """Return the index of the first placeholder of each video and image in a prompt."""
+        """Return the index of the first placeholder of each video and image in a prompt, ascending."""
         return sorted(find_runs(ids, self.config.video_token_id) + find_runs(ids, self.config.image_token_id))
 
 
 class _LiveQwen3(_Live):
     """The mixin of Qwen3-VL and Qwen3.5, whose videos have a text with the time before each temporal patch.
 
-    A marker stands before the whole video, too, which vLLM takes for the marker of the first patch: its positions are
-    too small by the tokens of a time.
+    vLLM takes the marker before the whole video for the marker of the first patch, so its own positions are too low by
+    the tokens of one time.
     """
 
     def __init__(self, *, vllm_config: Any, prefix: str = "model") -> None:
-        """Build vLLM's model; its function that prunes gets this package's choice of tokens."""
+        """Build vLLM's model; its pruning function then selects tokens by the LivePruning.
+
+        Raises:
+            ModelError: the engine has a connector, a pipeline or a LoRA of the vision tower.
+            ImportError: this version of vLLM is not supported.
+        """
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         stock = qwen3_vl.Qwen3VLForConditionalGeneration._postprocess_video_embeds_evs
         self._prune = types.MethodType(replace_names(stock, _MASKS, self._select_mask), self)
 
     def _postprocess_video_embeds_evs(self, videos: Sequence[Tensor], video_input: Any) -> tuple[Tensor, ...]:
-        """Return the kept rows of videos, the rows of the text between them, and their digits behind them."""
+        """Return each video's rows, of kept tokens and the text between them, with their positions' digits appended."""
         kept_rows: tuple[Tensor, ...] = self._prune(tuple(map(_round_rows, videos)), video_input)
         return kept_rows
 
@@ -250,7 +272,7 @@ class _LiveQwen3(_Live):
         retention_mask: Tensor,
         **_: object,
     ) -> Tensor:
-        """Return the digits of a video's rows, where vLLM puts its own positions."""
+        """Return the digits [S,12] of the positions of a video's rows, in place of vLLM's own positions."""
         height, width = self._merge_grid(video_grid_thw)[1:]
         index = retention_mask.nonzero()[:, 0]
         return to_digits(timed_positions(is_video_embed, is_vision_start, index, height, width))
@@ -261,10 +283,10 @@ class _LiveQwen3(_Live):
         return n_text + n_frames * max(height, width)
 
     def _guess_starts(self, ids: Tensor) -> list[int]:
-        """Return the index of the first token of each video and image in a prompt.
+        """Return the index of the first token of each video and image in a prompt, ascending.
 
-        vLLM puts all placeholders of a video behind its first time. The marker of the whole video stands before that
-        time, which has no marker itself.
+        A video starts after the last vision start marker that is not directly before its placeholders. vLLM puts all of
+        them after the video's first time, which has no marker of its own, so that marker is the one of the whole video.
         """
         config = self.config
         markers = [-1, *(ids == config.vision_start_token_id).nonzero()[:, 0].tolist()]
@@ -276,7 +298,7 @@ class _LiveQwen3(_Live):
 
 
 class _LiveProcessor:
-    """The mixin of vLLM's processor: the numbers of tokens are this package's, and so are the names of videos."""
+    """The mixin of vLLM's processor that counts kept tokens, and names videos in caches, by the LivePruning."""
 
     info: Any
 
@@ -287,36 +309,36 @@ class _LiveProcessor:
 
     @functools.cached_property
     def _make_updates(self) -> Any:
-        """The function of vLLM that puts placeholders into prompts, with the numbers of this package."""
+        """The function of vLLM that puts placeholders into prompts, with the token counts of this package."""
 
         def count(tokens_per_frame: int, num_frames: int, q: float) -> int:
-            """Return the number of tokens that are kept of a video; vLLM's rate is rounded, and not used."""
+            """Return the number of kept tokens of a video; vLLM's rounded rate ``q`` is ignored."""
             return self._live.budget(tokens_per_frame * num_frames)
 
         stock = super()._get_prompt_updates.__func__  # type: ignore[misc]
         return types.MethodType(replace_names(stock, _COUNTS, count), self)
 
     def _get_prompt_updates(self, *arguments: Any, **named: Any) -> Any:
-        """Return the changes of a prompt that put placeholders into it."""
+        """Return the changes to a prompt that put placeholders into it."""
         return self._make_updates(*arguments, **named)
 
     def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
-        """Return the names of items in vLLM's caches; vLLM's own cover the pixels, and not what is kept of them."""
+        """Return the items' names in vLLM's caches, prefixed by the LivePruning's name; vLLM's own only hash pixels."""
         hashes: dict[str, list[str]] = super()._get_mm_hashes(inputs)  # type: ignore[misc]
         return {modality: [f"{self._live.name}-{name}" for name in names] for modality, names in hashes.items()}
 
 
 class _Qwen2Processor(_LiveProcessor, qwen2_5_vl.Qwen2_5_VLMultiModalProcessor):  # type: ignore[misc]
-    """vLLM's processor of Qwen2.5-VL."""
+    """vLLM's processor of Qwen2.5-VL with live pruning."""
 
 
 class _Qwen3Processor(_LiveProcessor, qwen3_vl.Qwen3VLMultiModalProcessor):  # type: ignore[misc]
-    """vLLM's processor of Qwen3-VL and Qwen3.5."""
+    """vLLM's processor of Qwen3-VL and Qwen3.5 with live pruning."""
 
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> Any:
-        """Process images and videos, with all frames that the loader took.
+        """Process images and videos with all frames that the loader took.
 
-        Of a video whose every frame was taken, vLLM would again sample two frames a second.
+        Otherwise, vLLM would sample two frames per second again from a video of which all frames were taken.
         """
         return super()._apply_hf_processor_main(mm_items, {**hf_kwargs, "do_sample_frames": False})
 
@@ -339,7 +361,7 @@ class LiveQwen3VL(_LiveQwen3, qwen3_vl.Qwen3VLForConditionalGeneration):  # type
     _Qwen3Processor, info=qwen3_vl_moe.Qwen3VLMoeProcessingInfo, dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder
 )
 class LiveQwen3VLMoe(_LiveQwen3, qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration):  # type: ignore[misc]
-    """vLLM's mixture of experts of Qwen3-VL with live pruning."""
+    """vLLM's Qwen3-VL mixture of experts with live pruning."""
 
 
 @MULTIMODAL_REGISTRY.register_processor(
@@ -353,4 +375,4 @@ class LiveQwen3_5(_LiveQwen3, qwen3_5.Qwen3_5ForConditionalGeneration):  # type:
     _Qwen3Processor, info=qwen3_5.Qwen3_5MoeProcessingInfo, dummy_inputs=qwen3_vl.Qwen3VLDummyInputsBuilder
 )
 class LiveQwen3_5Moe(_LiveQwen3, qwen3_5.Qwen3_5MoeForConditionalGeneration):  # type: ignore[misc]  # noqa: N801
-    """vLLM's mixture of experts of Qwen3.5 with live pruning."""
+    """vLLM's Qwen3.5 mixture of experts with live pruning."""

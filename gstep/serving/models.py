@@ -1,6 +1,6 @@
-"""vLLM's classes of the Qwen families, changed to take kept tokens and their positions instead of pixels.
+"""vLLM's model classes of the Qwen families, modified to take kept tokens and their positions instead of pixels.
 
-Follows Qwen2_5_VLForConditionalGeneration and Qwen3VLForConditionalGeneration of vLLM 0.30 to 0.32, and the classes
+They follow Qwen2_5_VLForConditionalGeneration and Qwen3VLForConditionalGeneration of vLLM 0.30 to 0.32, and the classes
 derived from the latter (vllm/model_executor/models/qwen2_5_vl.py, qwen3_vl.py, qwen3_vl_moe.py, qwen3_5.py).
 """
 
@@ -20,31 +20,34 @@ from gstep.serving.prompts import prompt_positions
 
 
 class _Cached:
-    """The mixin that makes a vLLM model take cached tokens, in the fields of gstep.serving.prompts.
+    """The mixin with which a vLLM model takes cached tokens, in the fields that ``gstep.serving.prompts`` sends.
 
-    The fields are ``embeds`` [P,D*(1+levels)] and ``positions`` [3,S+1].
+    The fields of a video are ``embeds`` [P,D*(1+levels)] and ``positions`` [3,S+1].
     """
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
-        """Return a prompt's positions [3,n_tokens] and their delta."""
+        """Return a prompt's positions [3,n_tokens] and their delta, from the positions that came with its videos."""
         videos = [(feature.mm_position.offset, feature.data["positions"].data) for feature in mm_features]
         return prompt_positions(videos, len(input_tokens))
 
     def embed_multimodal(self, **kwargs: Any) -> tuple[Tensor, ...]:
-        """Return the rows of each video in the dtype and on the device of the language model."""
+        """Return each video's rows in the dtype and on the device of the language model; no vision tower runs."""
         weight = self.language_model.model.embed_tokens.weight  # type: ignore[attr-defined]
         return tuple(rows.to(weight.device, weight.dtype) for rows in kwargs["embeds"])
 
 
 class CachedQwen2_5VL(_Cached, Qwen2_5_VLForConditionalGeneration):  # type: ignore[misc]  # noqa: N801
-    """vLLM's Qwen2.5-VL, fed with cached visual tokens."""
+    """vLLM's Qwen2.5-VL for cached visual tokens."""
 
 
 class _CachedLevels(_Cached):
     """The mixin that also takes deepstack levels, without a vision tower."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "model") -> None:
-        """Build vLLM's model, and the deepstack buffers that vLLM leaves out without a vision tower."""
+        """Build vLLM's model, and the deepstack settings and buffers, which vLLM omits without a vision tower.
+
+        If vLLM has built them, nothing is added.
+        """
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         if self.use_deepstack:  # type: ignore[has-type]
             return
@@ -60,16 +63,16 @@ class _CachedLevels(_Cached):
 
 
 class CachedQwen3VL(_CachedLevels, Qwen3VLForConditionalGeneration):  # type: ignore[misc]
-    """vLLM's Qwen3-VL, fed with cached visual tokens."""
+    """vLLM's Qwen3-VL for cached visual tokens."""
 
 
 class CachedQwen3VLMoe(_CachedLevels, Qwen3VLMoeForConditionalGeneration):  # type: ignore[misc]
-    """vLLM's mixture of experts of Qwen3-VL, fed with cached visual tokens."""
+    """vLLM's Qwen3-VL mixture of experts for cached visual tokens."""
 
 
 class CachedQwen3_5(_Cached, Qwen3_5ForConditionalGeneration):  # type: ignore[misc]  # noqa: N801
-    """vLLM's Qwen3.5, fed with cached visual tokens."""
+    """vLLM's Qwen3.5 for cached visual tokens."""
 
 
 class CachedQwen3_5Moe(_Cached, Qwen3_5MoeForConditionalGeneration):  # type: ignore[misc]  # noqa: N801
-    """vLLM's mixture of experts of Qwen3.5, fed with cached visual tokens."""
+    """vLLM's Qwen3.5 mixture of experts for cached visual tokens."""

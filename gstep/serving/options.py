@@ -1,4 +1,4 @@
-"""Settings of vLLM for cached tokens and for live pruning: arguments of its engine and of answers, its environment."""
+"""vLLM settings for cached tokens and live pruning: engine arguments, sampling parameters, environment variables."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from gstep.serving import ARCHITECTURES, LIVE_ARCHITECTURES, register
 from gstep.serving.live import LIVE, LivePruning
 
 PLUGINS = "vllm.general_plugins"
-#: An extension of vLLM's worker, with which vLLM's own methods prune on CPUs, too.
+#: An extension of vLLM's worker with which vLLM's own methods prune on CPUs too.
 PRUNING_WORKER = "gstep.serving.live_models.PruningWorker"
-# Videos of up to _SMALL_VIDEO tokens fit into a step of vLLM by its default limits, on any device and in its server.
-_SMALL_VIDEO, _BATCHED_TOKENS = 2048, 8192
+# Videos of up to _SMALL_VIDEO tokens fit into a step with vLLM's default limits, on any device and in its server.
+_SMALL_VIDEO = 2048
+_BATCHED_TOKENS = 8192  # the limit of tokens per step for larger videos, unless a video needs more
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1"}
 _ON_CPU = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else vLLM binds threads to cores that other processes use, or fails to
+    # Otherwise vLLM binds threads to cores that other processes use, or fails to.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
 }
 
-# Settings of generation_config.json that change answers and that vLLM does not have -> the values that switch them off.
+# Settings of generation_config.json that change answers and that vLLM does not support -> values that disable them.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (None, 0),
     "encoder_no_repeat_ngram_size": (None, 0),
@@ -46,8 +48,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "watermarking_config": (None,),
 }
 
-# vLLM's connectors that look up a video's keys and values by the hash of its rows (source of vLLM 0.32): all but the
-# last by the prefix cache's block hashes. ``kv_offloading_backend=native`` uses the first or the second.
+# vLLM's connectors that look up a video's keys and values by the hash of its rows, according to the source of vLLM
+# 0.32: all but the last by the prefix cache's block hashes. ``kv_offloading_backend=native`` uses the first or second.
 _CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector", "ExampleConnector")
 
 _LINEAR_ATTENTION = ("qwen3_5", "qwen3_5_moe")  # model types whose kernels on a CPU take only bfloat16
@@ -59,20 +61,24 @@ ENVIRONMENT = (*_ENVIRONMENT, *_ON_CPU)
 def engine_options(
     source: ModelSource, runtime: Runtime, largest_video: int, tensor_parallel: int = 1
 ) -> dict[str, Any]:
-    """Make the keyword arguments of vLLM's EngineArgs for serving this model's cached tokens.
+    """Return the keyword arguments of vLLM's EngineArgs for serving this model's cached tokens.
+
+    The engine builds no vision tower and runs no video processor. Model types that are not in ARCHITECTURES use vLLM's
+    own class.
 
     Args:
-        largest_video: the maximum number of visual tokens of a video in a prompt.
+        largest_video: the maximum number of visual tokens of one video in a prompt; above 2048,
+            ``max_num_batched_tokens`` is set to it or to 8192, whichever is larger.
     """
     architecture = ARCHITECTURES.get(source.model_type)
     return {
         **_model_options(source, runtime, tensor_parallel),
         "hf_overrides": {"architectures": [architecture]} if architecture else {},
-        # No vision tower is built, and no processor looks at a video.
+        # vLLM builds no vision tower, and runs no processor on videos.
         "enable_mm_embeds": True,
         "limit_mm_per_prompt": {"image": 0, "video": 0},
         "mm_processor_cache_gb": 0,
-        "generation_config": "vllm",  # each request brings the checkpoint's settings itself
+        "generation_config": "vllm",  # each request has the checkpoint's settings in its sampling parameters
         "disable_log_stats": False,  # report the times of each request
         # The kept tokens of a video must fit into a step, because the encoder cache has the size of a step.
         **({"max_num_batched_tokens": max(_BATCHED_TOKENS, largest_video)} if largest_video > _SMALL_VIDEO else {}),
@@ -82,27 +88,34 @@ def engine_options(
 def live_engine_options(
     source: ModelSource, runtime: Runtime, live: LivePruning, num_frames: int, tensor_parallel: int = 1
 ) -> dict[str, Any]:
-    """Make the keyword arguments of vLLM's EngineArgs for pruning the videos of this model as they are encoded.
+    """Return the keyword arguments of vLLM's EngineArgs for pruning this model's videos as they are encoded.
 
     Args:
-        num_frames: the number of frames of a video, evenly spread; a video that has fewer gives all.
+        num_frames: the number of evenly spaced frames that the loader takes of a video; all frames if it has fewer.
     """
     return {
         **_model_options(source, runtime, tensor_parallel),
         "hf_overrides": live_overrides(source, live),
         "video_pruning_rate": live.rate,
-        # This loader takes a number of frames; the Qwen families' own loaders take two frames a second.
+        # This loader takes a number of frames; the Qwen families' own loaders take two frames per second.
         "media_io_kwargs": {"video": {"num_frames": num_frames, "video_backend": "opencv"}},
     }
 
 
 def live_overrides(source: ModelSource, live: LivePruning) -> dict[str, Any]:
-    """Return the overrides of config.json (``hf_overrides``) by which vLLM prunes this model's videos."""
+    """Return the config.json overrides (``hf_overrides``) with which vLLM prunes this model's videos.
+
+    Raises:
+        KeyError: the model type has no live class; ``check_live_model`` refuses it first.
+    """
     return {"architectures": [LIVE_ARCHITECTURES[source.model_type]], LIVE: live.as_options()}
 
 
 def _model_options(source: ModelSource, runtime: Runtime, tensor_parallel: int) -> dict[str, Any]:
-    """Make the keyword arguments of EngineArgs that all engines of this project have."""
+    """Return the keyword arguments of EngineArgs that cached and live engines share.
+
+    They set the model, dtype and parallelism, turn prefix caching on, and on a CPU turn compilation off.
+    """
     name, revision = source.pretrained()
     return {
         "model": name,
@@ -114,15 +127,16 @@ def _model_options(source: ModelSource, runtime: Runtime, tensor_parallel: int) 
         "tensor_parallel_size": tensor_parallel,
         "distributed_executor_backend": "mp" if tensor_parallel > 1 else None,
         "enable_prefix_caching": True,
-        "max_model_len": -1,  # as long as model and memory allow
+        "max_model_len": -1,  # as long as the model and memory allow
         "enforce_eager": runtime.device == "cpu",  # compiling would take minutes on a CPU
     }
 
 
 def check_arithmetic(source: ModelSource, runtime: Runtime) -> None:
-    """Raise ModelError if vLLM cannot run the model on this node's CPU, or would compute it wrongly there.
+    """Raise ModelError if vLLM cannot run this model on this node's CPU, or would give wrong answers; a GPU passes.
 
-    Call it where the engine starts: another node has another CPU. It raises nothing for a GPU.
+    On a CPU, linear attention (Qwen3.5) needs bfloat16, and quantized weights need certain instructions. Call it where
+    the engine starts, because nodes may have different CPUs.
     """
     if runtime.device != "cpu":
         return
@@ -135,10 +149,10 @@ def check_arithmetic(source: ModelSource, runtime: Runtime) -> None:
 
 
 def _check_quantized_products(source: ModelSource) -> None:
-    """Raise ModelError if this CPU lacks instructions that vLLM's products of quantized weights need.
+    """Raise ModelError if this CPU lacks instructions that vLLM needs for quantized weights; only x86-64 is checked.
 
-    Without VNNI the products of INT8 by INT8 are added up in 16 bits and overflow: the scores are wrong. The kernels
-    of 4-bit weights exist for AVX-512 only. Both were measured with vLLM 0.32.
+    Without VNNI, vLLM sums products of INT8 by INT8 in 16 bits, which overflow: the scores are wrong. Its kernels for
+    4-bit weights require AVX-512. Both were measured with vLLM 0.32.
     """
     cpu = torch.cpu.get_capabilities()
     if cpu["architecture"] != "x86_64":
@@ -166,22 +180,23 @@ RESERVED_OPTIONS = frozenset(
         *("model", "revision", "tokenizer", "tokenizer_revision", "trust_remote_code", "load_format", "dtype"),
         *("hf_overrides", "tensor_parallel_size", "enable_mm_embeds", "limit_mm_per_prompt", "mm_processor_cache_gb"),
         *("generation_config", "disable_log_stats", "hf_config_path", "skip_tokenizer_init"),
-        "hf_token",  # a secret, which belongs into the environment (HF_TOKEN)
+        "hf_token",  # a secret, which belongs in the environment (HF_TOKEN)
     )
 )
-#: Engine arguments that live pruning decides besides, and users may not set.
+#: Further engine arguments that live pruning sets and users may not.
 LIVE_RESERVED_OPTIONS = frozenset(("video_pruning_rate", "video_pruning_method", "media_io_kwargs", "model_impl"))
 
 
 def prepare_process(device: str, tensor_parallel: int, *, multiprocessing: bool = False) -> None:
-    """Set vLLM's environment variables in this process, and register the classes of cached tokens.
+    """Set vLLM's environment variables in this process, and register this package's model classes in vLLM.
 
-    Call it before vLLM is imported. Variables that the user has set stay.
+    Call it before vLLM is imported elsewhere. Variables that are set already keep their values.
 
     Args:
         multiprocessing: True if the engine runs in a separate process.
 
-    Raises ModelError if the processes that vLLM starts would not have the classes of cached tokens.
+    Raises:
+        ModelError: vLLM would start processes without these classes, because this package is not installed.
     """
     single_process = {} if multiprocessing else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     for name, value in {**_ENVIRONMENT, **single_process, **(_ON_CPU if device == "cpu" else {})}.items():
@@ -197,7 +212,7 @@ def prepare_process(device: str, tensor_parallel: int, *, multiprocessing: bool 
 
 
 def max_video_rows(vllm_config: Any) -> int:
-    """Return the maximum number of rows of a video in a prompt for an engine with vLLM's configuration."""
+    """Return the maximum number of rows per video, the encoder cache size, for an engine with this configuration."""
     from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: PLC0415 - this module is imported without vLLM, too
     from vllm.multimodal.encoder_budget import MultiModalBudget  # noqa: PLC0415
 
@@ -205,9 +220,10 @@ def max_video_rows(vllm_config: Any) -> int:
 
 
 def check_video_fits(engine_args: Any, largest_video: int) -> None:
-    """Raise ModelError if the largest video of a prompt does not fit into an engine of these EngineArgs.
+    """Raise ModelError if the largest video of a prompt does not fit into an engine with these EngineArgs.
 
-    If ``max_num_batched_tokens`` is smaller than the video, it builds vLLM's configuration, without weights.
+    If ``max_num_batched_tokens`` is set and below ``largest_video``, this creates vLLM's configuration, without
+    weights.
     """
     step = engine_args.max_num_batched_tokens
     if step is None or step >= largest_video:
@@ -221,9 +237,17 @@ def check_video_fits(engine_args: Any, largest_video: int) -> None:
 
 
 def check_connectors(arguments: Mapping[str, Any]) -> None:
-    """Raise ModelError for arguments of EngineArgs with which a video could be answered from another video's keys.
+    """Check that no connector in the engine arguments could answer about a video from another video's keys and values.
 
-    A connector that looks up keys and values by token ids cannot tell videos apart: placeholders have equal ids.
+    A connector that looks up keys by token ids cannot tell videos apart, because all placeholders have the same id.
+    Only the vLLM connectors in ``_CONNECTORS`` pass, also inside a MultiConnector; a connector from another module
+    never does.
+
+    Args:
+        arguments: arguments of EngineArgs, of which ``kv_offloading_backend`` and ``kv_transfer_config`` are read.
+
+    Raises:
+        ModelError: a connector does not pass, or ``kv_transfer_config`` is not an object.
     """
     if (backend := arguments.get("kv_offloading_backend") or "native") != "native":
         _refuse_connector(f"kv_offloading_backend={backend}")
@@ -234,7 +258,7 @@ def check_connectors(arguments: Mapping[str, Any]) -> None:
             continue
         settings = config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
         if settings is None:
-            raise ModelError(f"kv_transfer_config={config!r} is no JSON object")
+            raise ModelError(f"kv_transfer_config={config!r} is not a JSON object")
         name, module = settings.get("kv_connector"), settings.get("kv_connector_module_path")
         if module is not None:
             _refuse_connector(f"kv_transfer_config: {name} of {module}")
@@ -245,11 +269,14 @@ def check_connectors(arguments: Mapping[str, Any]) -> None:
 
 
 def check_live_engine(arguments: Mapping[str, Any]) -> None:
-    """Raise ModelError for arguments of EngineArgs with which live pruning could give wrong answers.
+    """Raise ModelError if an engine argument could make live pruning give wrong answers; missing arguments pass.
 
-    A connector takes rows, keys and values of a video from other servers, which may have pruned it by another method:
-    it knows a video by a hash that a client may choose. A later stage of a pipeline sees no rows, and so no positions.
-    LoRA of the vision tower needs the number of its tokens, which vLLM computes from the number of kept tokens.
+    A connector takes a video's rows, keys and values from other servers, which may have pruned it by another method
+    under the same hash. Later stages of a pipeline see no rows, so they get no positions. vLLM derives the number of
+    tokens for a LoRA of the vision tower from the kept tokens.
+
+    Args:
+        arguments: arguments of EngineArgs, plus ``enable_tower_connector_lora``.
     """
     for name, key in (("kv_transfer_config", "kv_connector"), ("ec_transfer_config", "ec_connector")):
         config = arguments.get(name)
@@ -265,24 +292,24 @@ def check_live_engine(arguments: Mapping[str, Any]) -> None:
 
 
 def _refuse_live_engine(name: str, reason: str) -> None:
-    """Raise ModelError for an engine argument that does not go with live pruning."""
+    """Raise ModelError for an engine argument that is not supported with live pruning."""
     raise ModelError(f"{name}: {reason}; leave it out, or serve a cache (python -m jobs.serve CACHE)")
 
 
 def _refuse_connector(setting: str) -> None:
-    """Raise ModelError for a connector ``setting`` that may mix up videos."""
+    """Raise ModelError for a connector setting that might mix up videos."""
     raise ModelError(
         f"{setting}: it is not known to tell two videos apart. The placeholders of all videos have equal token ids: a "
         "connector that looks up keys by token ids answers about a video from another video's keys. Use a connector "
-        f"that goes by a video's hash ({', '.join(_CONNECTORS)}; kv_offloading_backend=native), or leave it out"
+        f"that identifies videos by hash ({', '.join(_CONNECTORS)}; kv_offloading_backend=native), or leave it out"
     )
 
 
 def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
-    """Make the keyword arguments of vLLM's SamplingParams for one answer.
+    """Return the keyword arguments of vLLM's SamplingParams for one answer.
 
-    vLLM itself uses only the end tokens of a checkpoint's GenerationConfig; the repetition penalty is set here. A
-    greedy answer gets no ``top_p``, ``top_k`` and seed.
+    They include the end tokens and the repetition penalty of the checkpoint's GenerationConfig, of which vLLM itself
+    would use only the end tokens. Greedy decoding (temperature 0) gets no ``top_p``, ``top_k`` and ``seed``.
     """
     sampling = {"top_p": decoding.top_p, "top_k": decoding.top_k, "seed": decoding.seed} if decoding.temperature else {}
     return {
@@ -297,7 +324,7 @@ def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
 
 
 def check_generation_settings(name: str, generation: Any) -> None:
-    """Raise ModelError if a checkpoint's GenerationConfig has a setting that vLLM does not support."""
+    """Raise ModelError if a checkpoint's GenerationConfig has a setting that changes answers and vLLM lacks."""
     for setting, neutral in _UNSUPPORTED.items():
         value = getattr(generation, setting, None)
         if value not in neutral:

@@ -1,4 +1,4 @@
-"""Prompts in the form of vLLM's engines: token ids, and for each video its rows, its range and its hash."""
+"""Prompts in the input format of vLLM's engines: token ids, and each video's rows, range and hash."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from gstep.types import Visual, hash_tensor
 
 @dataclass(frozen=True)
 class VideoSpan:
-    """One video of a prompt for an engine with a prefix cache: its rows, their range and positions, and a name.
+    """One video of a prompt, for an engine with a prefix cache.
 
     Attributes:
-        first: the first token of its span in the prompt (``Prompt.spans``), which has S tokens. The span includes the
-            markers of all frames, because a frame without kept tokens has positions too.
+        first: the index in the prompt of the span's first token (``Prompt.spans``). The span has S tokens and includes
+            the markers of all frames, because a frame without kept tokens has positions too.
         takes_row: [S] bool, True for the P placeholders, False for text within the video.
-        rows: [P,D*(1+levels)], the embeddings of the placeholders, deepstack levels alongside; the last row on
-            LLaVA-OneVision is the newline.
-        positions: [A,S+1] int32, counted from the start of the span; the last is the position of the text after it.
-        name: a hash of rows and positions: spans of the same name are equal to the model.
+        rows: [P,D*(1+levels)], the embeddings of the placeholders with deepstack levels alongside; on LLaVA-OneVision
+            the last row is the newline.
+        positions: [A,S+1] int32, counted from the start of the span; the last is that of the text after it.
+        name: a hash of rows and positions: the model cannot tell spans of the same name apart.
     """
 
     first: int
@@ -35,9 +35,13 @@ class VideoSpan:
 
 
 def engine_input(prompt: Prompt, video_token_id: int) -> Any:
-    """Convert a prompt to the input of ``add_request`` of ``LLMEngine`` and ``AsyncLLM``, without any video processor.
+    """Convert a prompt to the input of ``add_request`` of vLLM's ``LLMEngine`` and ``AsyncLLM``.
 
-    Raises ValueError for positions that vLLM does not support: 1-D positions with gaps.
+    No video processor runs. Videos are items with rows only on LLaVA-OneVision (modality "prompt_embeds"), otherwise
+    with rows and positions (modality "video").
+
+    Raises:
+        ValueError: the prompt has 1-D positions with gaps, which vLLM does not support.
     """
     from vllm.inputs.engine import mm_input  # noqa: PLC0415 - this module is imported without vLLM, too
     from vllm.multimodal.inputs import (  # noqa: PLC0415
@@ -48,15 +52,16 @@ def engine_input(prompt: Prompt, video_token_id: int) -> Any:
         PlaceholderRange,
     )
 
-    spans, is_1d = video_spans(prompt, video_token_id), len(prompt.positions) == 1
+    spans = video_spans(prompt, video_token_id)
+    is_1d = len(prompt.positions) == 1
     if is_1d and not torch.equal(prompt.positions[0], torch.arange(len(prompt), device="cpu")):
         raise ValueError("vLLM counts the positions of this model itself: --positions original needs transformers")
-    # LLaVA-OneVision needs no positions: vLLM itself puts rows of this modality at their placeholders.
+    # LLaVA-OneVision needs no positions: for this modality, vLLM itself inserts the rows at the placeholders.
     modality = "prompt_embeds" if is_1d else "video"
     kwargs, ranges = [], []
     for span in spans:
-        # vLLM drops rows once a video is in its prefix cache, and reads positions again: positions stay on the CPU.
-        # Rows are a single tensor: two tensors would double the time in each vLLM process that a question passes.
+        # Once a video is in vLLM's prefix cache, vLLM drops its rows but still reads positions, if they are on the CPU.
+        # Rows are a single tensor: two would double the time in each vLLM process that a question passes through.
         fields = {"embedding": span.rows} if is_1d else {"embeds": span.rows, "positions": span.positions}
         kwargs.append(
             MultiModalKwargsItem(
@@ -83,7 +88,7 @@ def engine_input(prompt: Prompt, video_token_id: int) -> Any:
 
 
 def video_spans(prompt: Prompt, video_token_id: int) -> list[VideoSpan]:
-    """List the spans of a prompt's videos, in their order."""
+    """Return the span of each video of a prompt, in prompt order."""
     return [
         _make_span(prompt, visual, first, end, video_token_id)
         for visual, (first, end) in zip(prompt.visuals, prompt.spans, strict=True)
@@ -91,10 +96,13 @@ def video_spans(prompt: Prompt, video_token_id: int) -> list[VideoSpan]:
 
 
 def _make_span(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: int) -> VideoSpan:
-    """Make the span of the video that is tokens [first, end) of the prompt."""
+    """Create the span of the video that takes the tokens [first, end) of the prompt.
+
+    Its positions count from the one after the preceding token. Asserts that there is a row for each placeholder.
+    """
     takes_row = prompt.input_ids[first:end] == video_token_id
     assert int(takes_row.sum()) == len(visual.placeholder_rows)
-    # The span starts at the position after the token before it.
+    # Positions in the span count from the one after the preceding token.
     start = int(prompt.positions[0, first - 1]) + 1 if first else 0
     positions = (prompt.positions[:, first : end + 1] - start).to(torch.int32)
     name = hash_tensor(f"{visual.placeholder_hash} ", positions)
@@ -102,15 +110,18 @@ def _make_span(prompt: Prompt, visual: Visual, first: int, end: int, video_token
 
 
 def prompt_positions(videos: Iterable[tuple[int, Tensor]], n_tokens: int, axes: int = 3) -> tuple[Tensor, int]:
-    """Compute a prompt's M-RoPE positions [A,n_tokens] from its videos' positions, and their delta.
+    """Compute a prompt's M-RoPE positions [A,n_tokens] from the positions of its videos.
 
-    The delta is the difference between a later token's position and its index.
+    Text tokens count up from the position after the preceding token or video.
 
     Args:
         videos: (first token, positions [A,S+1] of VideoSpan) of each video, in any order.
+
+    Returns:
+        The positions, and their delta: the position of a token after the prompt minus its index.
     """
     parts: list[Tensor] = []
-    start = n_positioned = 0  # the position of the next token; tokens that have one
+    start = n_positioned = 0  # the position of the next token; the number of tokens with a position
 
     for first, positions in [*sorted(videos, key=lambda video: video[0]), (n_tokens, None)]:
         parts.append(torch.arange(start, start + first - n_positioned, device="cpu").expand(axes, -1))

@@ -120,7 +120,7 @@ def test_a_pruner_that_needs_a_question_or_what_the_encoder_does_not_give(refuse
         ("gpt", "gpt2"),
         ("gpt", "no class of gpt2 that takes videos and text"),
         ("tiny --family mine", "the family 'mine' is neither generic nor your own class as module:Class"),
-        ("tiny --family json:loads", "the family 'json:loads' is no subclass of gstep.backbones.ModelFamily"),
+        ("tiny --family json:loads", "the family 'json:loads' is not a subclass of gstep.backbones.ModelFamily"),
         ("tiny --family nowhere:Mine", "cannot be imported: ModuleNotFoundError"),
         ("pickled", "safetensors"),
         ("code", "Code that comes with a checkpoint (auto_map) is never run"),

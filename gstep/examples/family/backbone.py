@@ -15,10 +15,10 @@ from gstep.types import VisualTokens
 
 
 class Patches(ModelFamily):
-    """A checkpoint of Patches; gstep/backbones/base.py says what each method returns."""
+    """A checkpoint of Patches; gstep/backbones/base.py describes what each method returns."""
 
     model_type = "patches"
-    variant = "llava"  # of methods that have two
+    variant = "llava"  # the rules of pruning methods that have two sets
 
     def preprocessor(self) -> FixedSizePreprocessor:
         return FixedSizePreprocessor.from_settings(self.source.preprocessor)
@@ -30,7 +30,7 @@ class Patches(ModelFamily):
         patch = self.source.config["patch_size"]
         return n_frames, (height // patch) * (width // patch)
 
-    def tower_work(self, height: int, width: int) -> TowerWork:  # for plans
+    def tower_work(self, height: int, width: int) -> TowerWork:  # for forecasts
         _, N = self.token_counts(1, height, width)
         C, D = 3 * self.source.config["patch_size"] ** 2, self.source.config["hidden_size"]
         return TowerWork(patches=N, patch_weights=C * D, token_weights=0, attention=0)

@@ -1,4 +1,4 @@
-"""Prompts of Patches: the kept tokens, renumbered (gstep/language/patches.py)."""
+"""Prompts of Patches: the kept tokens with renumbered positions (gstep/language/patches.py)."""
 
 from __future__ import annotations
 

@@ -175,5 +175,5 @@ def test_connectors_that_go_by_a_videos_hash_are_taken():
 def test_a_connector_that_may_answer_one_video_from_anothers_keys_is_refused(arguments, setting):
     with pytest.raises(ModelError, match=rf"{setting}: .* equal token ids.*kv_offloading_backend=native\), or leave"):
         check_connectors(arguments)
-    with pytest.raises(ModelError, match=r"kv_transfer_config='LMCache' is no JSON object"):
+    with pytest.raises(ModelError, match=r"kv_transfer_config='LMCache' is not a JSON object"):
         check_connectors({"kv_transfer_config": "LMCache"})
