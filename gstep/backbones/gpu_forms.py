@@ -53,7 +53,7 @@ class FusedSteps:
             step: runs a layer that uses these steps; called twice.
 
         Raises:
-            torch.OutOfMemoryError: GPU memory ran out in ``step``.
+            torch.OutOfMemoryError: GPU memory ran out in ``step``; the kernels stay off.
         """
         try:
             with torch.cuda.device(device):
@@ -66,6 +66,7 @@ class FusedSteps:
                         f"results are off by {float(error):.3g} at values up to {float(expected.abs().max()):.3g}"
                     )
         except torch.OutOfMemoryError:
+            self.kernels = False  # nothing was compared
             raise
         except Exception as error:  # noqa: BLE001 - torch's own operations still work
             self.kernels = False

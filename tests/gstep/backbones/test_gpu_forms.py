@@ -132,3 +132,17 @@ def test_kernels_that_fail_or_give_other_values_are_warned_of_and_torch_serves(b
     with pytest.warns(RuntimeWarning, match=said):
         steps.prove(torch.device("cpu"), step)
     assert not steps.kernels
+
+
+def test_kernels_stay_off_where_memory_runs_out_before_they_are_compared(monkeypatch):
+    steps = FusedSteps()
+
+    def step():
+        if steps.kernels:
+            raise torch.OutOfMemoryError("no memory for the second run")
+        return torch.ones(2, 8)
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
+    with pytest.raises(torch.OutOfMemoryError):
+        steps.prove(torch.device("cpu"), step)
+    assert not steps.kernels
