@@ -43,7 +43,7 @@ def is_gpu_broken() -> bool:
 
     try:
         torch.cuda.synchronize()
-    except Exception:  # noqa: BLE001 - of any type: the next kernel would raise it too
+    except Exception:  # noqa: BLE001 - whatever its type, the next kernel would raise it too
         return True
     return False
 

@@ -47,6 +47,6 @@ QUESTION_METHODS: Mapping[str, str] = {
 #: All methods.
 METHODS: Mapping[str, str] = {**VIDEO_METHODS, **QUESTION_METHODS}
 
-#: Methods that can prune inside vLLM: they depend only on the video, need no evidence from its encoder, merge no tokens,
-#: and keep a number of tokens that is known in advance.
+#: Methods that can prune inside vLLM: they depend only on the video, need no evidence from its encoder, merge no
+#: tokens, and keep a number of tokens that is known in advance.
 LIVE_METHODS = ("gstep", "novelty", "uniform", "random", "topk", "fps", "divprune", "vcast")

@@ -181,7 +181,9 @@ class PrunedTokens(_TensorFields):
         """
         budget = budget_for(retention_ratio, self.n_total)
         if retention_ratio > self.retention_ratio + 1e-9:
-            raise ValueError(f"retention ratio {retention_ratio} is larger than the {self.retention_ratio} kept here")
+            raise ValueError(
+                f"retention ratio {retention_ratio} is larger than the {self.retention_ratio} kept here: prune again"
+            )
         if self.rank is None:
             if abs(retention_ratio - self.retention_ratio) > 1e-9:
                 raise ValueError(
