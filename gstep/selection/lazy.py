@@ -3,14 +3,15 @@
 Three facts make it exact and fast.
 
 1. A token's distance to the nearest selected token only shrinks. A score computed earlier is an upper bound of the
-current score, so a token need not be looked at while another token's current score is higher (lazy greedy).
+   current score, so a token need not be looked at while another token's current score is higher (lazy greedy).
 
 2. A few products bound the cosine of two tokens from above. Write x = a + b, with a in a subspace of k dimensions that
-holds most of the tokens' lengths, and b orthogonal to it: cos(x, y) = a.a' + b.b' <= a.a' + |b||b'| (``Subspace``). If
-by this bound a selected token cannot be nearer than the nearest known one, their product over D channels is skipped.
+   holds most of the tokens' lengths, and b orthogonal to it: cos(x, y) = a.a' + b.b' <= a.a' + |b||b'| (``Subspace``).
+   If by this bound a selected token cannot be nearer than the nearest known one, their product over D channels is
+   skipped.
 
 3. The rows of the selected tokens are stored contiguously, and tokens are converted in chunks that fit a core's cache,
-so that the video's tokens are never copied as a whole (``ConvertedTokens``, ``Picks``).
+   so that the video's tokens are never copied as a whole (``ConvertedTokens``, ``Picks``).
 
 ``survey_tokens`` reads all tokens once: it computes their norms and their coordinates in the subspace, and detects
 copies. Then ``_Search`` runs in rounds. A round takes the K tokens of highest known score, compares each with the
@@ -89,16 +90,11 @@ def lazy_density_guided_fps(
     """Select ``budget`` CPU tokens by Eqs. (9)-(12), like gstep.selection.reference.density_guided_fps but faster.
 
     The picks and their order are the reference's up to near-ties: distances differ by rounding, about 1e-7. If products
-    of tokens are exact in float32, the order is identical on every CPU. Besides the tokens, memory holds the selected
-    tokens in their work dtype and k+1 numbers per token.
+    of tokens are exact in float32, the order is identical on every CPU. The arguments up to ``start`` have the meaning
+    that they have there, and are not checked. Besides the tokens, memory holds the selected tokens in their work dtype
+    and k+1 numbers per token.
 
     Args:
-        tokens_MD: Finite tokens of any float dtype. No argument is checked.
-        density_M: rho >= 0 of each token.
-        budget: B, in [1, M].
-        alpha: The weight of distance against density in Eq. (11), in [0, 1].
-        beta: The constant inside the logarithms of Eq. (11), > 0.
-        start: The rule for the first pick: "density", "first" or "isolated".
         candidates: K, the candidates per round; None chooses by M.
         dims: k, the dimensions of the bound's subspace; 0 disables the bound, None chooses by M and D.
         counts: If given, the work of this selection is added to it in place.

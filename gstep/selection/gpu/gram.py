@@ -90,11 +90,6 @@ def prepare_task(
     """Prepare a video's tensors for the kernels, on the tokens' device.
 
     Args:
-        tokens_MD: Finite tokens. No argument is checked.
-        density_M: rho >= 0 of each token.
-        budget: B, in [1, M].
-        alpha: The weight of distance against density in Eq. (11), in [0, 1].
-        beta: The constant inside the logarithms of Eq. (11), > 0.
         start: The rule for the first pick: "density", "first" or "isolated".
         tuning: None means ``default_tuning``.
 

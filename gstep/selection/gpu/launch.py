@@ -39,21 +39,14 @@ def select_on_gpu(
 ) -> Tensor:
     """Select ``budget`` tokens by Eqs. (9)-(12) on a GPU: [B] int64 in order of selection.
 
-    The picks are those of ``density_guided_fps``, up to near-ties. Pass 16-bit tokens unconverted: tensor cores
-    multiply them and accumulate in float32. float32 tokens are multiplied in float32, never in TF32. float64 tokens,
-    alpha below 0.05 and extreme values of beta are served by the reference.
+    The arguments have the meaning that they have in gstep.selection.reference.density_guided_fps, and are not checked.
+    The picks are the same up to near-ties. Pass 16-bit tokens unconverted: tensor cores multiply them and accumulate in
+    float32. float32 tokens are multiplied in float32, never in TF32. float64 tokens, alpha below 0.05 and extreme
+    values of beta are served by the reference.
 
     If the kernels fail, the reference selects instead; the first failure of a process issues a RuntimeWarning. After a
     failure, the kernels are not tried again in this process, unless the GPU only ran out of memory. Only errors that
     the GPU reports later, after the launches, are raised; no further work on that GPU would succeed.
-
-    Args:
-        tokens_MD: Finite tokens of any float dtype. No argument is checked.
-        density_M: rho >= 0 of each token.
-        budget: B, in [1, M].
-        alpha: The weight of distance against density in Eq. (11), in [0, 1].
-        beta: The constant inside the logarithms of Eq. (11), > 0.
-        start: The rule for the first pick: "density", "first" or "isolated".
     """
     if alpha >= _MIN_ALPHA and not _broken:
         device = tokens_MD.device
