@@ -31,7 +31,7 @@ _SOURCES: Mapping[str, Mapping[str, str]] = {
     "llava": MappingProxyType({"frame_feature": POOLING_HEAD, "token_attention": POOLING_HEAD}),
     "qwen": MappingProxyType({"token_attention": MERGED_QUERIES}),
 }
-_NEIGHBOURS = 4  # nearest tokens whose mean distance makes a token's density
+_NEIGHBOURS = 4  # nearest tokens whose distances determine a token's density
 
 
 class FrameTokens(NamedTuple):
@@ -177,7 +177,7 @@ class FastVID(SinkPruner):
 
 def _count_anchors(budget: int, d: float) -> int:
     """Compute a frame's share of anchors, floor(K*d), where K is ``budget``."""
-    return math.floor(budget * d + 1e-9)  # in binary 100 * 0.29 is just below 29
+    return math.floor(budget * d + 1e-9)  # in binary, 100 * 0.29 is just below 29
 
 
 def count_llava_tokens(length: int, size: int, budget: int, d: float, p: int) -> list[tuple[int, int]]:
@@ -216,7 +216,7 @@ def count_qwen_tokens(
     n_anchors = min(budget * length, max(1, math.floor(budget * length * d + 1e-9)))
     salient = even_shares(budget * length - n_anchors, len(last))
     anchors = iter(even_shares(n_anchors, math.ceil(len(last) / p)))
-    # Anchors of a whole segment may exceed a frame: they take at most half of it; salient tokens take the other half.
+    # The anchors of a whole segment may exceed a frame, so they take at most half of it.
     max_anchors = size if length == 1 else max(1, size // 2)
     counts = [(0, 0)] * length
     for i, frame in enumerate(reversed(last)):
@@ -255,7 +255,8 @@ def choose_tokens(
             for no penalty.
     """
     order_TN = largest(attention_TN, attention_TN.shape[1])
-    frames, n_drawn = [], 0
+    frames = []
+    n_drawn = 0
     for tokens_ND, order_N, (n_salient, n_anchors) in zip(tokens_TND, order_TN, counts, strict=True):
         plain_X = order_N[n_salient:].sort().values
         anchors_A = plain_X[:0]

@@ -24,7 +24,7 @@ from gstep.pruners.sinks import SinkPruner
 from gstep.pruners.vectors import assigned_mean, unit
 from gstep.types import VisualTokens
 
-_NEIGHBOURS = 7  # nearest tokens whose mean distance makes a token's density
+_NEIGHBOURS = 7  # nearest tokens whose distances determine a token's density
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,9 @@ class FlashVID(SinkPruner):
         """
         per_frame = visual.tokens.shape[1]
         tokens_TND = working_copy(visual.tokens)
-        direction_TND, noise, n_drawn = unit(tokens_TND), tie_noise(visual, seed), 0
+        direction_TND = unit(tokens_TND)
+        noise = tie_noise(visual, seed)
+        n_drawn = 0
         n_kept = self._frame_budget(per_frame, ratio)
         n_picks = math.ceil(n_kept * self.alpha)
         index, tokens = [], []
@@ -122,7 +124,7 @@ class FlashVID(SinkPruner):
             for index_N, merged_ND, is_left_N, is_pick_N in zip(
                 index_LN, merged_LND, is_left_LN, is_pick_LN, strict=True
             ):
-                # In float64: noise of 1e-6 beside a density near 1 has only eight values in float32.
+                # In float64, because noise of 1e-6 added to a density near 1 has only eight values in float32.
                 index_X, rows_XD = index_N[is_left_N], merged_ND[is_left_N].double()
                 if share < 1 and len(index_X):
                     noise_X = noise[n_drawn : n_drawn + len(index_X)]
@@ -151,7 +153,7 @@ def pick_diverse(direction_LND: Tensor, weight_LN: Tensor, count: int) -> Tensor
     """
     distance_LNN = floor_distance(1 - direction_LND @ direction_LND.mT)
     score_LNN = distance_LNN * weight_LN[:, None]  # [:, i, j] scores j by its distance to i
-    # The smallest score of all is the token's score with itself.
+    # The smallest score is the token's score with itself, so the second smallest is used.
     score_LN = score_LNN.topk(min(2, score_LNN.shape[1]), dim=1, largest=False).values[:, -1]
     nearest_LN = torch.full_like(score_LN, torch.inf)
     is_pick_LN = torch.zeros_like(score_LN, dtype=torch.bool)

@@ -107,7 +107,8 @@ class HoliTom(SinkPruner):
             is_still_UN = similarity_UN + self.mu_t * sink_scores(attention_TN) > self.tau
         total = n_frames * per_frame
         share = min(1.0, ratio / ((total - n_saved) / total))
-        noise, n_drawn = tie_noise(visual, seed), 0
+        noise = tie_noise(visual, seed)
+        n_drawn = 0
         index, tokens, merged = [], [], []
 
         def add(
@@ -179,15 +180,16 @@ def choose_windows(is_still_UN: Tensor, max_window: int) -> tuple[list[tuple[int
     Returns:
         The windows as [start, end), in order, and the number of tokens saved.
     """
-    # run_TN[t][n]: the number of successive pairs up to frame t in which position n is still.
+    # run_TN[t][n]: the number of successive pairs of frames up to frame t in which position n is static
     run_TN = [torch.zeros(is_still_UN.shape[1], dtype=torch.int64, device="cpu")]
     for is_still_N in is_still_UN.cpu():
         run_TN.append(torch.where(is_still_N, run_TN[-1] + 1, 0))
-    saved_before, starts = [0], []  # saved_before[t]: the maximum of tokens saved in the frames before t
+    saved_before = [0]  # saved_before[t]: the maximum number of tokens saved in the frames before t
+    starts = []
     for last, run_N in enumerate(run_TN):
         saved_before.append(saved_before[last])
         starts.append(last)
-        # n_still[p]: the number of positions that are still for p pairs or more
+        # n_still[p]: the number of positions that are static for p pairs or more
         n_still = run_N.bincount(minlength=last + 1).flip(0).cumsum(0).flip(0).tolist()
         for pairs in range(1, min(last + 1, max_window)):
             value = saved_before[last - pairs] + n_still[pairs] * pairs

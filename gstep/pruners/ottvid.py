@@ -23,7 +23,7 @@ from gstep.selection.reference import largest
 from gstep.types import VisualTokens
 
 _MIN_EPS = 0.005  # costs lie in [0, 1], so exp(-cost / eps) and the scalings stay in the range of float64
-_BLOCK = 2**23  # similarities that are held at a time: 32 MB
+_BLOCK = 2**23  # similarities in memory at a time: 32 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ def pick_covering(direction_TND: Tensor, attention_TN: Tensor, count: int) -> tu
     picks, similarities = [], []
     for start in range(0, n_frames, step):
         direction_BND = direction_TND[start : start + step]
-        # Symmetric, so that rows [:, j] are what token j covers.
+        # Symmetric, so that row [:, j] is what token j covers.
         similarity_BNN = direction_BND @ direction_BND.mT
         weight_B1N = weight_TN[start : start + step, None].to(similarity_BNN.dtype)
         covered_B1N = torch.zeros_like(weight_B1N)
@@ -253,7 +253,8 @@ def merge_trees(tokens_TKD: Tensor, parent_PK: Tensor) -> Tensor:
     """
     n_frames, n_picks, _ = tokens_TKD.shape
     size_TK = torch.ones(n_frames, n_picks, dtype=torch.float64, device=tokens_TKD.device)
-    sums, sum_KD = [], tokens_TKD[-1].double()
+    sums = []
+    sum_KD = tokens_TKD[-1].double()
     for frame in range(n_frames - 1, 0, -1):
         sums.append(sum_KD)
         child_KK = (torch.arange(n_picks, device=parent_PK.device)[:, None] == parent_PK[frame - 1]).double()

@@ -29,10 +29,11 @@ _SOURCES: Mapping[str, Mapping[str, str]] = {
     "llava": MappingProxyType({"token_attention": POOLING_HEAD}),
     "qwen": MappingProxyType({"token_attention": MERGED_QUERIES}),
 }
-_STATIC = 0.8  # the official code passes ``tau`` to the choice of segments alone
-_TIME_BASE, _SPACE_BASE = 10_000.0, 1_000.0  # of the angles
-_SINKS = (11, 12, 27, 28, 41, 169)  # positions among the 196 of LLaVA-OneVision
-_BLOCK = 2**25  # distances that are held at a time: 128 MB
+_STATIC = 0.8  # the official code uses ``tau`` only to choose segments
+_TIME_BASE = 10_000.0  # base of the angles of seconds
+_SPACE_BASE = 1_000.0  # base of the angles of rows and columns
+_SINKS = (11, 12, 27, 28, 41, 169)  # positions among the 196 of a frame of LLaVA-OneVision
+_BLOCK = 2**25  # distances in memory at a time: 128 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +199,8 @@ class _NoiseStream:
     """A stream of numbers in [0, 1), which starts again when it is used up."""
 
     def __init__(self, noise_M: Tensor) -> None:
-        self._noise_M, self._n_drawn = noise_M.double(), 0
+        self._noise_M = noise_M.double()
+        self._n_drawn = 0
 
     def draw(self, count: int) -> Tensor:
         """Return the next ``count`` numbers."""
@@ -254,7 +256,8 @@ def find_groups(rows_YD: Tensor, noise_Y: Tensor, count: int, neighbors: int) ->
         The centers' row numbers [C], ascending, and each row's group [Y], a position among these. A center is always in
         its own group.
     """
-    size, step = len(rows_YD), max(1, _BLOCK // len(rows_YD))
+    size = len(rows_YD)
+    step = max(1, _BLOCK // len(rows_YD))
     square_Y = rows_YD.square().sum(dim=1)
     blocks = [slice(start, start + step) for start in range(0, size, step)]
 
@@ -271,7 +274,8 @@ def find_groups(rows_YD: Tensor, noise_Y: Tensor, count: int, neighbors: int) ->
         nearest = distance.topk(min(neighbors + 1, size), dim=1, largest=False).values[:, 1:]
         density.append(torch.exp(-nearest.double().square().mean(dim=1)))
         furthest.append(distance.max())
-    density_Y, limit = torch.cat(density) + 1e-6 * noise_Y, torch.stack(furthest).max()
+    density_Y = torch.cat(density) + 1e-6 * noise_Y
+    limit = torch.stack(furthest).max()
     score = []
     for rows in blocks:
         distance = whole[0] if whole else measure(rows)

@@ -30,11 +30,11 @@ _SOURCES: Mapping[str, Mapping[str, str]] = {
     "qwen": MappingProxyType({}),
 }
 
-#: Published numbers of kept tokens of a frame of 196 (LLaVA-OneVision); other shares and sizes are rounded.
+#: The published numbers of tokens to keep of a frame of 196 (LLaVA-OneVision); other shares and sizes are rounded.
 PUBLISHED_PER_FRAME = {0.25: 50, 0.20: 40, 0.15: 30, 0.10: 20}
 _PUBLISHED_SIZE = 196
 
-_DIGITS = 9  # decimals of compared cosines, so that the first of equal tokens wins in any order of summation
+_DIGITS = 9  # decimals of compared cosines, so that the first of equal tokens wins whatever the order of summation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +211,7 @@ def add_nearest(tokens_XD: Tensor, key_XE: Tensor, target_C: Tensor) -> Tensor:
     is_source_X = torch.ones(len(tokens_XD), dtype=torch.bool, device=tokens_XD.device)
     is_source_X[target_C] = False
     nearest_Y = (key_XE[is_source_X] @ key_XE[target_C].T).argmax(dim=1)
-    # The official code adds the mean instead of averaging it in, so a merged token is longer than its parts.
+    # The official code adds the mean instead of averaging, so a merged token is longer than the tokens it is made of.
     mean_CD, _ = assigned_mean(nearest_Y, tokens_XD[is_source_X], len(target_C))
     return tokens_XD[target_C] + mean_CD
 
@@ -253,7 +253,7 @@ def find_densest(direction_XD: Tensor, count: int, neighbours: int) -> Tensor:
     density = []
     for rows in row_slices(direction_XD):
         cosine_RX = direction_XD[rows] @ direction_XD.T
-        # The largest cosine is with the token itself, or with an equal token.
+        # The largest cosine is that of the token with itself or an equal token.
         density.append(cosine_RX.topk(min(neighbours + 1, len(direction_XD))).values[:, 1:].mean(dim=1))
     return largest(torch.cat(density).round(decimals=_DIGITS), count).sort().values
 

@@ -151,7 +151,8 @@ def pair_distances(task: Task, row_R: Tensor) -> Tensor:
 
     Columns from R on are zero. Rows from R on are uninitialized memory.
     """
-    n_rows, width = len(row_R), gram_width(len(row_R))
+    n_rows = len(row_R)
+    width = gram_width(len(row_R))
     gram_SS = torch.empty(width, width, dtype=torch.float32, device=row_R.device)
     kernels.gram_kernel[(triton.cdiv(n_rows, task.tuning.block) ** 2,)](
         *(task.tokens, row_R, gram_SS, n_rows, width), GROUP=_GROUP, **tile_options(task.tokens.shape[1], task.tuning)
