@@ -36,10 +36,7 @@ def working_scale(tokens: Tensor) -> float:
     """Compute a power of two such that squares of ``tokens`` times this factor neither overflow nor vanish.
 
     The factor is 1.0 if the largest magnitude is 0 or between about 2^-40 and 2^40 (2^-300 and 2^300 for float64).
-    Neither cosines nor the spatial density depend on it.
-
-    Args:
-        tokens: Finite and not empty, of any shape.
+    Neither cosines nor the spatial density depend on it. ``tokens`` are finite and not empty, of any shape.
     """
     safe, furthest = (300, 1000) if work_dtype(tokens) == torch.float64 else (_SAFE_EXPONENT, 126)
     low, high = torch.stack(torch.aminmax(tokens)).tolist()  # one transfer from a GPU, not two
@@ -83,21 +80,18 @@ def level_copy(tokens_MD: Tensor) -> Tensor:
 
 
 def scale_rows(tokens_MD: Tensor, factor_M: Tensor | None) -> Tensor:
-    """Convert ``tokens_MD`` to their work dtype, multiplied by one factor per row.
+    """Convert ``tokens_MD`` to their work dtype, each row times its factor, [M] float64; None means factors of 1.
 
-    Args:
-        factor_M: [M] float64; None for factors of 1, in which case tokens already in their work dtype are returned as
-            they are. Otherwise, the products are computed in float64.
+    With None, tokens already in their work dtype are returned as they are.
     """
     dtype = work_dtype(tokens_MD)
     return tokens_MD.to(dtype) if factor_M is None else (tokens_MD.double() * factor_M[:, None]).to(dtype)
 
 
 def row_slices(rows: Tensor) -> Iterator[slice]:
-    """Yield slices that cover the first axis, small enough for float64 intermediates of a slice.
+    """Yield slices that cover the first axis, small enough for float64 intermediates in a CPU's cache or a GPU's memory.
 
-    The intermediates fit a CPU's cache or spare GPU memory. A slice has at least one row, and otherwise at most 2^20
-    elements on a CPU or 2^25 on a GPU.
+    A slice has at least one row, and otherwise at most 2^20 elements on a CPU or 2^25 on a GPU.
     """
     elements = 2**25 if rows.is_cuda else 2**20
     step = max(1, elements // max(1, rows[0].numel()))
@@ -117,8 +111,7 @@ def floor_distance(distance: Tensor) -> Tensor:
 def frame_mean(tokens_TND: Tensor) -> Tensor:
     """Compute the semantic center of each frame, Eq. (2): [T,N,D] -> [T,D] float64.
 
-    The mean is computed relative to the frame's first token, so that the center of identical tokens is exactly that
-    token.
+    The mean is relative to the frame's first token, so that the center of identical tokens is exactly that token.
     """
     n_frames, _, hidden = tokens_TND.shape
     mean_TD = tokens_TND.new_empty(n_frames, hidden, dtype=torch.float64)
@@ -175,10 +168,9 @@ def describe_frames(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cosine_distance(a_XD: Tensor, b_XD: Tensor) -> Tensor:
-    """Compute d(a, b) = 1 - cos(a, b) of each pair of rows, [X,D] and [X,D] -> [X].
+    """Compute d(a, b) = 1 - cos(a, b) of each pair of rows, [X,D] and [X,D] -> [X]; 0 below ZERO_DISTANCE.
 
-    Distances below ZERO_DISTANCE are 0. Two zero rows have distance 0. A zero row and any other row have cosine 0, so
-    distance 1.
+    Two zero rows have distance 0; a zero row and any other row have distance 1.
     """
     norm_a = torch.linalg.vector_norm(a_XD, dim=-1)
     norm_b = torch.linalg.vector_norm(b_XD, dim=-1)
@@ -186,10 +178,9 @@ def cosine_distance(a_XD: Tensor, b_XD: Tensor) -> Tensor:
 
 
 def distance_of_products(product: Tensor, norm_a: Tensor, norm_b: Tensor) -> Tensor:
-    """Compute cosine distances from the inner products of pairs of rows and the norms of both rows.
+    """Compute cosine distances from the inner products of pairs of rows and both rows' norms, all of the same shape.
 
-    All arguments have the same shape. Distances below ZERO_DISTANCE are 0. If both norms are 0, the distance is 0; if
-    only one is, the distance is 1.
+    Distances below ZERO_DISTANCE are 0. If both norms are 0, the distance is 0; if only one is, it is 1.
     """
     norms = norm_a * norm_b
     cosine = product / torch.where(norms > 0, norms, 1.0)
@@ -197,10 +188,9 @@ def distance_of_products(product: Tensor, norm_a: Tensor, norm_b: Tensor) -> Ten
 
 
 def centred_change(mean_TD: Tensor) -> Tensor:
-    """Compute the raw change curve c, Eq. (4), [T,D] -> [T].
+    """Compute the raw change curve c, Eq. (4), [T,D] -> [T]: the mean cosine distance of a frame's center to its neighbors.
 
-    c is the mean cosine distance of a frame's center to the centers of the previous and the next frame. The first and
-    the last frame have one neighbor. A single frame has none and gets 0.
+    The first and the last frame have one neighbor. A single frame has none and gets 0.
     """
     if len(mean_TD) == 1:
         return mean_TD.new_zeros(1)
@@ -232,15 +222,11 @@ def box_kernel(radius: int | None = None) -> Tensor:
 
 
 def source_frame(position: Tensor, n_frames: int, boundary: str) -> Tensor:
-    """Map each frame position, inside or outside [0, T), to the frame in [0, T) that the boundary rule puts there.
+    """Map each frame position, inside or outside [0, T), to the frame that the boundary rule puts there.
 
     Args:
-        position: int64, of any shape, as far outside as the caller likes: the periodic rules continue without limit.
         boundary: "reflect" (mirrored without repeating the edge frame), "symmetric" (mirrored with the edge frame
-            repeated) or "circular". Any other value gives the nearest frame.
-
-    Returns:
-        int64, of the same shape as ``position``.
+            repeated) or "circular", which all continue without limit. Any other value gives the nearest frame.
     """
     if boundary == "circular":
         return position % n_frames
@@ -294,10 +280,10 @@ def temporal_density(
     A single frame has density 1. All frames of a static video have density 0.
 
     Args:
-        smoothing: "gaussian", "box", or "raw" for none. Not checked: any other value means none.
-        sigma: Used only for gaussian smoothing.
-        radius: The kernel's radius in frames; None means the default of the kernel. Ignored for raw smoothing.
-        boundary: A rule of ``smooth``. Ignored for raw smoothing.
+        smoothing: "gaussian", "box", or any other value for none, which ignores ``radius`` and ``boundary``.
+        sigma: The standard deviation in frames, only for gaussian smoothing.
+        radius: The kernel's radius in frames; None means ceil(3 * sigma) for gaussian and 1 for box.
+        boundary: A rule of ``smooth``.
     """
     if len(mean_TD) == 1:
         return mean_TD.new_ones(1)
@@ -313,8 +299,8 @@ def fuse(temporal_T: Tensor, spatial_TN: Tensor, fusion: str = "full") -> Tensor
     """Multiply the temporal density [T] and the spatial density [T,N] to get rho [T,N], Eq. (8).
 
     Args:
-        fusion: "full" for the product; "temporal" or "spatial" for that factor alone, which is then returned as a view
-            of the argument. Not checked: any other value means "full".
+        fusion: "temporal" or "spatial" for that factor alone, which is then returned as a view of the argument; any
+            other value for the product.
     """
     if fusion == "spatial":
         return spatial_TN
@@ -334,13 +320,7 @@ def spatio_temporal_density(
 ) -> tuple[Tensor, Tensor]:
     """Compute rho and the temporal density, Eqs. (2)-(8), of finite tokens [T,N,D].
 
-    Args:
-        smoothing: A value of SMOOTHINGS. Neither this nor the next arguments are checked.
-        sigma: The standard deviation of gaussian smoothing in frames.
-        radius: The kernel's radius in frames; None means ceil(3 * sigma) for gaussian and 1 for box smoothing.
-        boundary: A value of BOUNDARIES.
-        fusion: A value of FUSIONS.
-        eps: The constant that keeps the mean normalization of Eq. (7) from dividing by 0.
+    The parameters are those of ``temporal_density`` and ``fuse``, and are not checked.
 
     Returns:
         rho [T,N] and the temporal density [T], both float64.

@@ -26,8 +26,8 @@ class UnsupportedVideo(ValueError):  # noqa: N818 - beside the pipeline's VideoF
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if ``error`` reports that GPU memory ran out, so that a smaller batch may succeed.
 
-    An error counts if its class or a base class is named OutOfMemoryError, as torch's is, or if its message is the
-    out-of-memory message of cuBLAS, cuDNN, CUDA or Triton. Chained errors are not inspected.
+    This is the case if its class or a base class is named OutOfMemoryError, as torch's is, or by a message of cuBLAS,
+    cuDNN, CUDA or Triton. Chained errors are not inspected.
     """
     kinds = {kind.__name__ for kind in type(error).__mro__}  # torch is not imported for its OutOfMemoryError
     return "OutOfMemoryError" in kinds or _NO_MEMORY.search(str(error)) is not None
@@ -36,8 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_gpu_broken() -> bool:
     """Return True if synchronizing with this process's GPU raises an error, so that every later kernel would fail too.
 
-    The call waits for all kernels that are running on the GPU. Call it only in a process that has a CUDA context,
-    because it would create a context otherwise.
+    Call it only in a process that has a CUDA context, because it would create a context otherwise.
     """
     import torch  # noqa: PLC0415 - loaded already, since the context exists
 

@@ -29,9 +29,9 @@ def load_object(target: str) -> Any:
 def find_torchvision_mismatch() -> str | None:
     """Return the version of the installed torchvision if it was built for CUDA but torch was not; None otherwise.
 
-    Such a torchvision cannot be imported, and neither can the models of transformers, which import torchvision if it is
-    installed. torchvision itself is not imported here; torch is. The result is also None if this process has already
-    imported torchvision, or has a substitute for the submodule that fails.
+    Such a torchvision cannot be imported, and neither can the models of transformers, which import it if it is
+    installed. The result is also None if this process has already imported torchvision, or has a substitute for the
+    submodule that fails. Only torch is imported here.
     """
     if sys.modules.get("torchvision") or "torchvision._meta_registrations" in sys.modules:
         return None
@@ -57,10 +57,9 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 def pause_garbage_collector() -> Iterator[None]:
     """Disable Python's garbage collector inside this context, which makes slow imports faster.
 
-    The collector is enabled again at the end only if it was enabled before. If the context imported any module, all
-    objects that exist at its end are frozen: later collections skip them. The objects of torch, transformers and Ray
-    live as long as the process. Scanning them took a sixth of the import time and most of the time that a process
-    needed to exit.
+    It is enabled again at the end only if it was enabled before. If the context imported any module, all objects that
+    exist at its end are exempt from later collections. The objects of torch, transformers and Ray live as long as the
+    process; scanning them took a sixth of the import time and most of the time that a process needed to exit.
     """
     was_enabled = gc.isenabled()
     n_modules = len(sys.modules)
@@ -96,15 +95,10 @@ def repeat_line(say: Callable[[str], object], line: str, every_s: float = 4.0) -
 
 
 def make_getattr(module: str, lazy_objects: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Make a module-level ``__getattr__`` that returns ``lazy_objects[name]``.
+    """Make a module-level ``__getattr__`` that returns ``lazy_objects[name]``, and raises AttributeError for other names.
 
-    Args:
-        module: The module's name, for error messages.
-        lazy_objects: A mapping that imports an object when it is looked up, such as ``LazyTable``. Objects are not
-            stored in the module, so each access looks them up again.
-
-    Returns:
-        The function. It raises AttributeError for names that ``lazy_objects`` does not contain.
+    Objects are not stored in the module: each access looks them up again, and the mapping must import them, as
+    LazyTable does. ``module`` is the module's name in the error message.
     """
 
     def attribute(name: str) -> Any:

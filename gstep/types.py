@@ -36,8 +36,8 @@ def budget_for(retention_ratio: float, n_total: int) -> int:
 class _TensorFields:
     """The base of dataclasses with tensor fields: ``==`` compares tensors by dtype, device, shape and values.
 
-    Tensors inside tuples and mappings are compared in the same way. The objects are not hashable, because equal tensors
-    have different hashes.
+    This includes tensors in tuples and mappings. The objects are not hashable, because equal tensors have different
+    hashes.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -85,14 +85,12 @@ class VisualTokens(_TensorFields):
         return self.times if self.times is not None else tuple(map(float, range(len(self.tokens))))
 
     def add_places(self, grid: Sequence[int] | None, timestamps: Sequence[float]) -> VisualTokens:
-        """Return a copy with this grid, and with times from the timestamps of the sampled frames.
-
-        The tensors are shared, not copied.
+        """Return a copy with this grid, and with times from the timestamps of the sampled frames; tensors are shared.
 
         Args:
             grid: [rows, columns] as in ``ModelExtra["grid"]``; None if unknown.
-            timestamps: The time of each sampled frame in seconds. Each of the T temporal patches gets the time of the
-                first of its ceil(len(timestamps) / T) frames. If this does not give T times, the times are None.
+            timestamps: The time of each sampled frame in seconds. Each of the T temporal patches gets that of the first
+                of its ceil(len(timestamps) / T) frames; if this does not give T times, the times are None.
         """
         n_frames = len(self.tokens)
         times = tuple(map(float, timestamps[:: max(1, math.ceil(len(timestamps) / n_frames))]))
@@ -114,11 +112,10 @@ class PrunedTokens(_TensorFields):
         rank: [B] int64, the position of each token in the order of selection (0 was selected first); None for a method
             that is not nested.
         merged: [B] bool, True for a token that is a mixture of input tokens; None for a method that never merges.
-        order: [B] int64, the row numbers of ``tokens`` in the order of the method's own prompt; None if that is
-            ascending index.
+        order: [B] int64, the row numbers of ``tokens`` in the order of the method's own prompt; None for ascending
+            index.
         n_total: M = T*N, the number of tokens before pruning.
-        retention_ratio: The nominal ratio: the requested one, or budget / M if a budget was given. ``kept_ratio`` is
-            the actual one.
+        retention_ratio: The nominal ratio, which is budget / M if a budget was given. ``kept_ratio`` is the actual one.
         density: [B] float32, rho of each kept token (Eq. 8); None for a method without a density.
         temporal_density: [T] float32, the normalized temporal density (Eq. 7); None for a method without one.
     """
@@ -226,12 +223,11 @@ class Visual:
 
     Attributes:
         tokens: [K,D], in the order of the prompt: ascending flat index, or on LLaVA-OneVision the method's own order.
-        index: [K] int64, the flat index t*N + i before pruning. A merged token has the index of the token that the
-            others were merged into.
+        index: [K] int64, the flat index t*N + i before pruning. A merged token has its target's index.
         n_frames: T, the number of frames, or of temporal patches on Qwen.
         tokens_per_frame: N, before pruning.
-        extra: Further values that the model family needs for positions (``Backbone.model_extra``), such as the grid,
-            the seconds per patch or the patch times.
+        extra: Further values for the model family's positions (``Backbone.model_extra``): grid, seconds per patch,
+            patch times.
         deepstack: One tensor [K,D] per level with the same rows as ``tokens``. Empty except for Qwen3-VL.
         newline: [D], the row that follows the tokens of a video. None except for LLaVA-OneVision.
         evidence: The cached evidence of the same tokens, for a method that prunes them at generation; prompts ignore

@@ -31,8 +31,8 @@ def make_pruner(method: str | Pruner = "gstep", /, **params: Any) -> Pruner:
         params: The hyper-parameters, by the names of the class's fields. None are allowed with a Pruner object.
 
     Raises:
-        ValueError: The method is unknown, cannot be imported or is not a valid method, or a parameter is unknown,
-            missing or invalid. The message gives the accepted values.
+        ValueError: The method is unknown, cannot be imported or is not valid, or a parameter is unknown, missing or
+            invalid. The message gives the accepted values.
     """
     if not isinstance(method, Pruner):
         return _build_pruner(find_method(method), params, method)
@@ -49,12 +49,12 @@ def read_pruner(method: str, texts: Mapping[str, str], *, family: str | None = N
     Args:
         method: A name of PRUNERS or ``module:Class``.
         texts: Parameter name -> text.
-        family: The model's family (``ModelFamily.variant``). It becomes the value of the field that
-            ``Pruner.family_parameter`` names, if any, unless ``texts`` has that field.
+        family: The model's family (``ModelFamily.variant``), the value of the field that ``Pruner.family_parameter``
+            names unless ``texts`` has that field. Ignored if the method names no field.
 
     Raises:
-        ValueError: The method is unknown, cannot be imported or is not a valid method, or a parameter is unknown,
-            missing or invalid.
+        ValueError: The method is unknown, cannot be imported or is not valid, or a parameter is unknown, missing or
+            invalid.
     """
     kind = find_method(method)
     params = read_params(kind, texts, method)
@@ -67,9 +67,8 @@ def find_method(method: str) -> type[Pruner]:
     """Return the class of a method: a name of PRUNERS, or ``module:Class``, whose module is imported.
 
     Raises:
-        ValueError: The name is unknown, the import raises any error, the class is not a valid method (see
-            ``check_method``), the module no longer has the class under the name that it was defined with, or ``method``
-            is a class instead of its path.
+        ValueError: The name is unknown, the import raises any error, the class is not a valid method, its module no
+            longer has it under the name that it was defined with, or ``method`` is a class instead of its path.
     """
     if isinstance(method, str) and ":" in method:
         kind = check_method(_import_class(method), method)
@@ -93,10 +92,7 @@ def method_name(kind: type[Pruner]) -> str:
 
 
 def check_method(kind: Any, label: str | None = None) -> type[Pruner]:
-    """Check that ``kind`` is the class of a method, and return it.
-
-    Args:
-        label: The method's name for error messages; None means its import path.
+    """Check that ``kind`` is the class of a method, and return it; ``label`` is its name in messages.
 
     Raises:
         ValueError: ``kind`` is not a subclass of Pruner, is abstract, is not decorated as a dataclass itself, or does
@@ -120,10 +116,7 @@ def check_method(kind: Any, label: str | None = None) -> type[Pruner]:
 
 
 def _build_pruner(kind: type[Pruner], params: Mapping[str, Any], label: str) -> Pruner:
-    """Check the parameters and construct the method.
-
-    Args:
-        label: The method's name for error messages.
+    """Check the parameters and construct the method; ``label`` is its name for error messages.
 
     Raises:
         ValueError: A parameter is unknown, missing or of the wrong type, or the constructor raises any exception.
@@ -164,14 +157,11 @@ def check_params(kind: type[Pruner], params: Mapping[str, Any], label: str) -> d
     than int, float, bool, str, None and Literal are returned as they are.
 
     Args:
-        params: Parameter name -> value.
-        label: The method's name for error messages.
-
-    Returns:
-        Parameter name -> converted value, only for the names in ``params``.
+        params: Parameter name -> value. The result has the same names.
+        label: The method's name in messages.
 
     Raises:
-        ValueError: A parameter is unknown, lacks a value and has no default, or does not have an accepted type; or an
+        ValueError: A parameter is unknown, has no value and no default, or does not have an accepted type; or an
             annotation of the class cannot be evaluated.
     """
     init_fields = {item.name: item for item in fields(kind) if item.init}
@@ -189,11 +179,8 @@ def check_params(kind: type[Pruner], params: Mapping[str, Any], label: str) -> d
 def read_params(kind: type[Pruner], texts: Mapping[str, str], label: str) -> dict[str, Any]:
     """Parse the text of parameters by the types of their fields; "none" is None if the field accepts None.
 
-    Args:
-        label: The method's name for error messages.
-
-    Returns:
-        Parameter name -> value. Text for an unknown name is returned unparsed, so that :func:`check_params` refuses it.
+    Text for an unknown name is returned unparsed, so that :func:`check_params` refuses it. ``label`` is the method's
+    name in messages.
 
     Raises:
         ValueError: A text is not a value of the field's type, or an annotation of the class cannot be evaluated.
@@ -235,12 +222,8 @@ def _union_members(hint: Any) -> Iterator[Any]:
 def _check_value(name: str, value: Any, accepted: list[Any], label: str) -> Any:
     """Convert ``value`` to the first of the accepted types that it fits.
 
-    Args:
-        name: The parameter's name for the error message.
-        label: The method's name for the error message.
-
     Raises:
-        ValueError: The value fits no type; the message lists the types.
+        ValueError: The value fits no type; the message has ``name``, the method's ``label`` and the types.
     """
     for candidate in accepted:
         fits, converted = _convert(candidate, value)
@@ -252,8 +235,8 @@ def _check_value(name: str, value: Any, accepted: list[Any], label: str) -> Any:
 def _convert(kind: Any, value: Any) -> tuple[bool, Any]:
     """Return whether ``value`` fits the type ``kind``, and the value converted to it (unchanged if it does not fit).
 
-    An int fits any integer and a float any finite real number, NumPy's included, but never a bool. A Literal fits only
-    its choices, with their types. Any value fits types that are neither a Literal nor in _WORDS.
+    Any integer fits int and any finite real number fits float, NumPy's included, but no bool does. Only its choices fit
+    a Literal, compared with their types. Any value fits types that are neither a Literal nor in _WORDS.
     """
     if get_origin(kind) is Literal:
         matches = [choice for choice in get_args(kind) if type(choice) is type(value) and choice == value]
@@ -268,13 +251,11 @@ def _convert(kind: Any, value: Any) -> tuple[bool, Any]:
 def _read_value(name: str, text: str, accepted: list[Any], label: str) -> Any:
     """Parse ``text`` as a choice of a Literal, or otherwise as the narrowest accepted type that it fits.
 
-    Args:
-        name: The parameter's name for the error message.
-        accepted: The field's types; types other than int, float, bool, str, None and Literal cannot be given as text.
-        label: The method's name for the error message.
+    Only finite numbers fit float. Fields of types other than int, float, bool, str, None and Literal cannot be given as
+    text.
 
     Raises:
-        ValueError: The text fits no type; the message lists the types.
+        ValueError: The text fits no type; the message has ``name``, the method's ``label`` and the types.
     """
     choices = [choice for kind in accepted if get_origin(kind) is Literal for choice in get_args(kind)]
     for choice in choices:
@@ -289,7 +270,10 @@ def _read_value(name: str, text: str, accepted: list[Any], label: str) -> Any:
 
 
 def _candidate_values(text: str) -> Iterator[Any]:
-    """Yield the values that ``text`` may stand for: None or a bool, then an int, a float, and last the text itself."""
+    """Yield the values that ``text`` may stand for: None or a bool, then an int, a float, and last the text itself.
+
+    The words none, true and false may be in any case.
+    """
     words = {"none": None, "true": True, "false": False}
     if text.lower() in words:
         yield words[text.lower()]
@@ -300,7 +284,7 @@ def _candidate_values(text: str) -> Iterator[Any]:
 
 
 def _describe_types(accepted: list[Any]) -> str:
-    """Format the accepted types for a message: "an integer or none"."""
+    """Format the accepted types for a message, joined by "or", such as "an integer or none" or "one of a, b"."""
     parts = []
     for kind in accepted:
         if get_origin(kind) is Literal:

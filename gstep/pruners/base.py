@@ -42,8 +42,8 @@ class Selection:
 class Pruner(ABC):
     """A pruning method: the fields of the dataclass are its hyper-parameters, and ``select`` computes the selection.
 
-    A subclass is a frozen dataclass that declares ``name`` and ``nested`` and defines ``select``. It checks its
-    parameters in ``__post_init__``. Objects hold no state of a video.
+    A subclass is a frozen dataclass that declares ``name`` and ``nested``, defines ``select``, and checks its
+    parameters in ``__post_init__``. An object can prune any number of videos.
 
     Class attributes:
         name: The name in the table of methods.
@@ -52,12 +52,10 @@ class Pruner(ABC):
         merges: True if some kept tokens are mixtures of input tokens.
         cacheable: True if the selection depends only on the video, so that it can be stored.
         seeded: True if the selection depends on the seed.
-        exact: True if the method always keeps B tokens. Otherwise the class docstring gives the rule, and ``at_most``
-            should be overridden.
+        exact: True if the method always keeps B tokens. Otherwise the class docstring gives the rule.
         reorders: True if the method's own prompt has the tokens in another order than ascending index.
         optional: The names of evidence that the method uses if it is given.
-        family_parameter: The name of the field whose default depends on the model's family (``ModelFamily.variant``),
-            or None.
+        family_parameter: The name of the field whose default is the model's family (``ModelFamily.variant``), or None.
     """
 
     name: ClassVar[str]
@@ -135,11 +133,7 @@ class Pruner(ABC):
     def at_most(self, n_frames: int, per_frame: int, hidden: int, retention_ratio: float) -> int:
         """Return the maximum number of tokens that the method keeps of a video [T,N,D], to reserve room in a prompt.
 
-        The default is B; methods that are not ``exact`` should override it.
-
-        Args:
-            per_frame: N, the tokens per frame.
-            hidden: D, the hidden size.
+        The default is B; methods that are not ``exact`` should override it. ``hidden`` is D.
 
         Raises:
             ValueError: ``retention_ratio`` is not in (0, 1].
@@ -167,23 +161,21 @@ class Pruner(ABC):
     ) -> PrunedTokens:
         """Prune one video's tokens [T,N,D] to [B,D] in ascending flat index, on the same device and without gradients.
 
-        The result depends neither on torch's default dtype and device, nor on the caller's precision setting for
-        float32 products.
+        The result does not depend on torch's default dtype and device or on its precision setting for float32 products.
 
         Args:
-            visual: The tokens, with the evidence, grid and times that the method uses. Evidence that it does not use is
-                neither checked nor passed on; deepstack vectors are not pruned.
+            visual: The tokens, with the evidence, grid and times that the method uses. Other evidence is ignored, and
+                deepstack vectors are not pruned.
             retention_ratio: The share of tokens to keep; ignored if ``budget`` is given.
             budget: B itself, in [1, T*N].
             seed: A non-negative integer.
 
         Raises:
-            ValueError: The tokens are not finite [T,N,D] floats, the ratio is outside (0, 1], the budget is outside [1,
-                T*N], the seed is invalid, evidence is not finite floats of a shape that fits the tokens, or the grid or
-                the times do not fit.
+            ValueError: The tokens are not finite [T,N,D] floats, the ratio, budget or seed is out of range, or
+                evidence, grid or times do not fit the tokens.
             MissingEvidence: ``visual.evidence`` lacks evidence that the method needs.
-            WrongSelection: ``select`` returned an invalid :class:`Selection`, which is a bug in the method. Errors that
-                ``select`` raises are passed on.
+            WrongSelection: ``select`` returned an invalid :class:`Selection`. Errors that ``select`` raises are passed
+                on.
         """
         check_tokens(visual.tokens)
         n_frames, per_frame, _ = visual.tokens.shape
@@ -236,10 +228,10 @@ class Pruner(ABC):
             raise WrongSelection(f"method {self.name!r} must not return tokens that are NaN")
 
     def _pack_tokens(self, tokens_TND: Tensor, selection: Selection, ratio: float) -> PrunedTokens:
-        """Sort a selection by index and gather its tokens; a token's position in the selection becomes its rank.
+        """Sort a selection by index, and gather its tokens and densities.
 
-        Tokens that the method changed are converted to the input's dtype; values beyond its range become its largest
-        finite value.
+        ``rank`` is set only if the method is nested, ``order`` only if it ``reorders``. Tokens that the method changed
+        get the input's dtype; values beyond its range become its largest finite value. Densities become float32.
 
         Raises:
             WrongSelection: Indices repeat or lie outside [0, T*N).

@@ -19,9 +19,8 @@ def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[fl
     """Return ``value`` as a float if it is a finite real number, not a bool, for which ``is_accepted`` returns True.
 
     Args:
-        name: The parameter's name for the error message.
-        accepted: Describes the accepted numbers in the error message, as in "in [0, 1]".
-        is_accepted: Called with the float.
+        name: The parameter's name in the message.
+        accepted: The accepted numbers in the message, as in "in [0, 1]".
 
     Raises:
         ValueError: The value is not accepted.
@@ -34,14 +33,10 @@ def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[fl
 
 
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return ``value`` as an int if it is an integer, not a bool, in [low, high].
-
-    Args:
-        name: The parameter's name for the error message.
-        high: None for no limit.
+    """Return ``value`` as an int if it is an integer, not a bool, in [low, high]; ``high`` None means no limit.
 
     Raises:
-        ValueError: The value is not accepted.
+        ValueError: The value is not accepted. The message has ``name``.
     """
     if isinstance(value, Integral) and not isinstance(value, bool):
         number = int(value)

@@ -38,10 +38,11 @@ class DensityPruner(Pruner):
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert numbers to the types of their fields.
+        """Check the parameters, and convert numbers to floats or ints.
 
         Raises:
-            ValueError: A parameter is out of range; sigma is at most 3333 and radius at most 10,000.
+            ValueError: A parameter has the wrong type or an unknown name, or is out of range (sigma is at most 3333 and
+                radius at most 10,000 frames).
         """
         check_choice("smoothing", self.smoothing, SMOOTHINGS)
         check_choice("boundary", self.boundary, BOUNDARIES)

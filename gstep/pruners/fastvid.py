@@ -88,10 +88,10 @@ class FastVID(SinkPruner):
     ignore: float = 0.95
 
     def __post_init__(self) -> None:
-        """Check the parameters, and replace ``tau`` None by the variant's value.
+        """Check the parameters, convert numbers to floats or ints, and replace ``tau`` None by the variant's value.
 
         Raises:
-            ValueError: A parameter is out of range, or ``mu_s`` is set for variant qwen.
+            ValueError: A parameter has the wrong type or is out of range, or ``mu_s`` is set for variant qwen.
         """
         super().__post_init__()
         variant = check_choice("variant", self.variant, VARIANTS)
@@ -119,7 +119,9 @@ class FastVID(SinkPruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Select and merge the share ``ratio`` of the tokens, segment by segment; ``budget`` is not used.
 
-        ``seed`` breaks ties between density peaks if the evidence has no ``noise``.
+        Segments come from the cosines of neighboring frames' features, salient tokens from ``token_attention``, and
+        anchors from density peaks. Each segment returns its salient tokens unchanged, then its anchors with other
+        tokens merged in. ``seed`` breaks ties between density peaks if the evidence has no ``noise``.
         """
         per_frame = visual.tokens.shape[1]
         tokens_TND = working_copy(visual.tokens)
@@ -153,15 +155,9 @@ class FastVID(SinkPruner):
     def _plan(
         self, similarity: Sequence[float], size: int, budget: int
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Plan the segments and the number of tokens that each frame keeps.
+        """Plan the segments as [start, end), and (salient tokens, anchors) for each frame of the video, as two lists.
 
-        Args:
-            similarity: The similarity of each frame to the next one.
-            size: N.
-            budget: K.
-
-        Returns:
-            The segments as [start, end), and (salient tokens, anchors) for each frame of the video.
+        ``similarity`` is that of each frame to the next one, ``size`` is N, and ``budget`` is K.
         """
         assert self.tau is not None
         spans = list(cut_segments(similarity, self.c, self.tau))
@@ -184,12 +180,7 @@ def count_llava_tokens(length: int, size: int, budget: int, d: float, p: int) ->
     """Compute (number of salient tokens, number of anchors) for each frame of a segment by variant llava.
 
     Every frame keeps K - floor(K*d) salient tokens. The anchors of all frames go in equal shares, rounded down, to the
-    last frame and every p-th frame before it, as far as they have room.
-
-    Args:
-        length: L.
-        size: N.
-        budget: K.
+    last frame and every p-th frame before it, as far as they have room. ``size`` is N, ``budget`` is K.
     """
     n_anchors = _count_anchors(budget, d)
     n_salient = budget - n_anchors
@@ -203,15 +194,10 @@ def count_qwen_tokens(
 ) -> list[tuple[int, int]]:
     """Compute (number of salient tokens, number of anchors) for each frame of a segment by variant qwen.
 
-    The segment's salient tokens are divided evenly among the frames ``last``, and its anchors among every p-th of these
-    frames, counted from the end. A remainder goes one by one to the first frames for salient tokens, and to the last
-    frames for anchors. What exceeds the limits of a frame is dropped.
-
-    Args:
-        length: L.
-        last: The last frame of each inner segment, ascending.
-        size: N.
-        budget: K.
+    The segment's salient tokens are divided evenly among the frames ``last``, which end its inner segments, and its
+    anchors among every p-th of these frames, counted from the end. A remainder goes one by one to the first frames for
+    salient tokens, and to the last frames for anchors. What exceeds the limits of a frame is dropped. ``size`` is N,
+    ``budget`` is K.
     """
     n_anchors = min(budget * length, max(1, math.floor(budget * length * d + 1e-9)))
     salient = even_shares(budget * length - n_anchors, len(last))

@@ -40,9 +40,9 @@ class FlashVID(SinkPruner):
     each replaced by the mean of the tokens nearest to it. If a segment is a single frame, its picked tokens are among
     the X, as in the official code. The total is near B.
 
-    The official code may keep an index twice; here it is kept once: in a segment of one frame, a picked peak is not
-    kept as a mean too, and if no token scores above 0, the next token is picked instead of an earlier pick. Where the
-    official code fails (K = N, or ``temporal_threshold`` 1), nothing is merged from frame to frame.
+    The official code may keep an index twice; here it is kept once: a picked peak of a single frame is not kept as a
+    mean too, and if no token scores above 0, the next token is picked instead of an earlier pick. Where the official
+    code fails (K = N, or ``temporal_threshold`` 1), nothing is merged from frame to frame.
 
     With ``mu_s``, the attention that weights distances is reduced by the sink scores of the segment, and may become
     negative. The code of SToP may pick a token twice; here the next token is picked.
@@ -72,10 +72,10 @@ class FlashVID(SinkPruner):
     min_segment_num: int = 8
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert numbers to the types of their fields.
+        """Check the parameters, and convert numbers to floats or ints.
 
         Raises:
-            ValueError: A parameter is out of range.
+            ValueError: A parameter has the wrong type or is out of range.
         """
         super().__post_init__()
         cosines = {"temporal_threshold": self.temporal_threshold, "segment_threshold": self.segment_threshold}
@@ -92,8 +92,10 @@ class FlashVID(SinkPruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Pick and merge the share ``ratio`` of the tokens, segment by segment; ``budget`` is not used.
 
-        ``merged`` marks each kept token that differs from its input. ``seed`` breaks ties between density peaks if the
-        evidence has no ``noise``.
+        For each segment, the result has the picked tokens unchanged, then for each frame the remaining tokens after
+        merging from frame to frame: all of them if the budget allows, otherwise means around density peaks. ``merged``
+        marks each kept token that differs from its input. ``seed`` breaks ties between density peaks if the evidence
+        has no ``noise``.
         """
         per_frame = visual.tokens.shape[1]
         tokens_TND = working_copy(visual.tokens)

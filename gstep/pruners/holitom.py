@@ -70,10 +70,10 @@ class HoliTom(SinkPruner):
     max_window: int = 1024
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert numbers to the types of their fields.
+        """Check the parameters, and convert numbers to floats or ints.
 
         Raises:
-            ValueError: A parameter is out of range.
+            ValueError: A parameter has the wrong type or is out of range.
         """
         super().__post_init__()
         shares = {"D": self.D, "beta": self.beta}
@@ -92,8 +92,10 @@ class HoliTom(SinkPruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Average static tokens over windows, then select and merge the share ``ratio``; ``budget`` is not used.
 
-        ``merged`` marks means over frames, and peaks that other tokens were merged into. ``seed`` breaks ties between
-        density peaks if the evidence has no ``noise``.
+        For each window, the result has each frame's moving tokens of highest attention, unchanged, and its density
+        peaks; then the density peaks of the static means, at the window's first frame. ``merged`` marks means, and
+        peaks that other tokens were merged into. ``seed`` breaks ties between density peaks if the evidence has no
+        ``noise``.
         """
         n_frames, per_frame, _ = visual.tokens.shape
         tokens_TND = visual.tokens.to(working_copy(visual.tokens[:1]).dtype)

@@ -86,7 +86,12 @@ class OTTVid(Pruner):
         )
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        """Pick tokens of each frame, and merge them over frames to exactly ``budget`` tokens; ``seed`` is not used."""
+        """Pick tokens of each frame, and merge them over frames to exactly ``budget`` tokens; ``seed`` is not used.
+
+        If the frames' picks are already B tokens, none is merged or changed. Otherwise the later tokens of the
+        strongest transports are removed, merged into their target or dropped if that costs more than ``theta``. The
+        indices ascend.
+        """
         n_frames, per_frame, _ = visual.tokens.shape
         n_picks = self._count_picks(n_frames, per_frame, budget, ratio)
         direction_TND = unit(working_copy(visual.tokens))
@@ -189,7 +194,7 @@ def compute_costs(picked_TKD: Tensor, pick_TK: Tensor, alikeness_P: Tensor, grid
     """Compute the cost of merging each token j of a frame into each token i of the previous frame, [P,K,K] float64.
 
     The cost is alpha times the cosine distance (at most 1) plus 1 - alpha times the distance in the frame, whose
-    diagonal is 1. alpha is 1/2 for frames that are alike, and up to 1 for others.
+    diagonal is 1. alpha falls from 1 for pairs of frames with ``alikeness_P`` <= 0 to 1/2 at 1.
 
     Args:
         alikeness_P: The mean cosine at equal positions of the two frames.

@@ -42,8 +42,7 @@ def cut_segments(similarity: Sequence[float], min_segments: int, threshold: floa
 def tie_noise(visual: VisualTokens, seed: int) -> Tensor:
     """Return noise [T*N] that breaks ties, in the tokens' work dtype and on their device.
 
-    It is the evidence ``noise`` if there is any, otherwise random numbers in [0, 1) from ``seed``, the same on every
-    device.
+    It is the evidence ``noise``, or without it random numbers in [0, 1) from ``seed``, the same on every device.
     """
     noise_M = visual.evidence.get("noise")
     if noise_M is None:
@@ -63,10 +62,8 @@ def density_peaks(distance_XX: Tensor, noise_X: Tensor, neighbours: int) -> Tens
     """Score each token's centrality, [X]: its density times the distance to the nearest denser token.
 
     The density is exp(-d), where d is the mean squared distance to the nearest ``neighbours`` tokens (or to all, if
-    there are fewer), the token itself included. The densest token gets the largest of all distances.
-
-    Args:
-        noise_X: Noise in [0, 1), added to the density times 1e-6 to break ties.
+    there are fewer), itself included, plus 1e-6 * ``noise_X`` to break ties. The densest token gets the largest of all
+    distances.
     """
     nearest_XK = distance_XX.topk(min(neighbours, len(distance_XX)), largest=False).values
     # The noise breaks ties, because the densest of equal tokens would all have no denser token.
@@ -80,10 +77,8 @@ def group_by_peaks(
 ) -> tuple[Tensor, Tensor]:
     """Group rows around the ``count`` highest density peaks, each row with its nearest peak.
 
-    Args:
-        noise_X: Noise in [0, 1) that breaks ties of density.
-        neighbours: The number of nearest rows that make a row's density, itself included.
-        penalty_X: Subtracted from the rows' scores as peaks; None for no penalty.
+    A row's density depends on its ``neighbours`` nearest rows, itself included; ``noise_X`` breaks ties. ``penalty_X``
+    is subtracted from the rows' scores as peaks.
 
     Returns:
         The peaks' row numbers [C], ascending, and each row's group [X], a position among these. A peak is always in its

@@ -85,10 +85,10 @@ class Tango(Pruner):
     k: int = 7
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert numbers to the types of their fields.
+        """Check the parameters, and convert numbers to floats or ints; ``tau`` None stays None.
 
         Raises:
-            ValueError: A parameter is out of range.
+            ValueError: A parameter has the wrong type or is out of range.
         """
         check_choice("variant", self.variant, VARIANTS)
         shares = {"context": self.context, "beta": self.beta}
@@ -111,7 +111,10 @@ class Tango(Pruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Select and merge the share ``ratio`` of the tokens, segment by segment; ``budget`` is not used.
 
-        ``seed`` breaks ties between density peaks if the evidence has no ``noise``.
+        In each segment, static positions are averaged over its frames, at the first frame. The static positions, then
+        the moving positions of all frames, are reduced to salient tokens, which are unchanged, and merged context.
+        ``merged`` marks each kept token that differs from its input. ``seed`` breaks ties between density peaks if the
+        evidence has no ``noise``.
         """
         n_frames, per_frame, _ = visual.tokens.shape
         direction_TND = unit(working_copy(visual.tokens))
@@ -244,17 +247,17 @@ def rotate(direction_TND: Tensor, times: Sequence[float], columns: int) -> Tenso
 
 
 def find_groups(rows_YD: Tensor, noise_Y: Tensor, count: int, neighbors: int) -> tuple[Tensor, Tensor]:
-    """Group rows around the ``count`` highest density peaks, by Euclidean distance.
+    """Group rows around the ``count`` highest density peaks, by Euclidean distance, in blocks that limit memory.
 
     A row's density depends on its nearest ``neighbors`` other rows. Its score is the density times the distance to the
     nearest denser row (the largest of all distances for the densest).
 
     Args:
-        noise_Y: Noise in [0, 1) that breaks ties of density.
+        noise_Y: Noise in [0, 1), added to the density times 1e-6 to break ties.
 
     Returns:
-        The centers' row numbers [C], ascending, and each row's group [Y], a position among these. A center is always in
-        its own group.
+        The centers' row numbers [C], ascending, and the position in these of each row's nearest center, [Y]. A center
+        is always in its own group.
     """
     size = len(rows_YD)
     step = max(1, _BLOCK // len(rows_YD))

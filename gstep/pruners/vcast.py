@@ -39,7 +39,10 @@ class VCAST(Pruner):
         self._set(tau=check_number("tau", self.tau, "above 0", lambda tau: tau > 0))
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        """Select ``budget`` tokens, divided among frames by curvature; ``ratio`` and ``seed`` are not used."""
+        """Select ``budget`` tokens, divided among frames by curvature; ``ratio`` and ``seed`` are not used.
+
+        Each frame keeps its tokens of highest ``token_scores``, ties to the lowest index. The indices ascend.
+        """
         tokens_TND = working_copy(visual.tokens)
         centre_TD = unit(frame_mean(tokens_TND))
         weight_T = torch.softmax(curvature(centre_TD) / self.tau, dim=0)

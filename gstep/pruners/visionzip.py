@@ -55,15 +55,13 @@ class VisionZip(SinkPruner):
     included, goes to the anchor of largest cosine, and each anchor becomes the mean of its group. The order is
     ascending index.
 
-    Details of qwen that the official code leaves open: equal scores go to the lowest index. (There the choice depends
-    on topk, and scores are often equal in the model's 16 bits; here they are float64.) With K = 1, the token of largest
-    norm is kept and nothing is merged. If all plain tokens are anchors, they stay unchanged, but ``merged`` is True.
-    The first of equal anchors gets the whole group and the others stay unchanged, as in the official code. If r*N is a
-    rounding error below an integer, K is that integer: 63 for 70 % of 90, not 62.
+    Details of qwen that the official code leaves open: equal scores, computed in float64, go to the lowest index. With
+    K = 1, the token of largest norm is kept and nothing is merged. If all plain tokens are anchors, they stay
+    unchanged, but ``merged`` is True. The first of equal anchors gets the whole group and the others stay unchanged, as
+    in the official code. If r*N is a rounding error below an integer, K is that integer.
 
-    That commit has the same rule for all Qwen models. An earlier rule for Qwen3-VL (d6235c5: attention of the encoder's
-    last layer, all tokens of a video compared at once) is not implemented, although that repository's scores of
-    VisionZip on Qwen3-VL-8B date from its time.
+    An earlier rule for Qwen3-VL (d6235c5: attention of the encoder's last layer, all tokens of a video compared at
+    once) is not implemented, although that repository's scores of VisionZip on Qwen3-VL-8B date from its time.
 
     With ``mu_s``, for llava, sinks are ranked lower among the dominant tokens, and contextual targets that are among
     the 20 largest sinks move to the next position that is not. The code of SToP compares row numbers among the plain
@@ -88,10 +86,10 @@ class VisionZip(SinkPruner):
     neighbours: int = 5
 
     def __post_init__(self) -> None:
-        """Check the parameters, and replace ``dominant_share`` None by the variant's value.
+        """Check the parameters, convert numbers, and replace ``dominant_share`` None by the variant's value.
 
         Raises:
-            ValueError: A parameter is out of range, or ``mu_s`` is set for variant qwen.
+            ValueError: A parameter has the wrong type or is out of range, or ``mu_s`` is set for variant qwen.
         """
         super().__post_init__()
         variant = check_choice("variant", self.variant, VARIANTS)
@@ -114,7 +112,10 @@ class VisionZip(SinkPruner):
         return n_frames * self._frame_budget(per_frame, retention_ratio)
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        """Select and merge the share ``ratio`` of each frame; ``budget`` and ``seed`` are not used."""
+        """Select and merge the share ``ratio`` of each frame; ``budget`` and ``seed`` are not used.
+
+        At least one of a frame's K tokens is contextual in variant llava, and at least one is dominant in variant qwen.
+        """
         assert self.dominant_share is not None
         n_kept = self._frame_budget(visual.tokens.shape[1], ratio)
         # 1e-9 is added because 100 * 0.29 is just below 29 in binary.
@@ -158,10 +159,7 @@ def _select_by_norm(tokens_TND: Tensor, n_kept: int, n_dominant: int, neighbours
     """Select and merge the tokens of each frame by variant qwen, in ascending index.
 
     Of each frame, ``n_dominant`` tokens are selected by norm, and ``n_kept - n_dominant`` are contextual, marked as
-    merged.
-
-    Args:
-        neighbours: The number of nearest tokens whose mean cosine is a token's density.
+    merged. ``neighbours`` is the number of nearest tokens whose mean cosine is a token's density.
     """
     size = tokens_TND.shape[1]
     index, tokens, merged = [], [], []
@@ -219,11 +217,9 @@ def add_nearest(tokens_XD: Tensor, key_XE: Tensor, target_C: Tensor) -> Tensor:
 def zip_frame(tokens_ND: Tensor, n_dominant: int, n_contextual: int, neighbours: int) -> tuple[Tensor, Tensor]:
     """Select and merge one frame by variant qwen.
 
-    Dominant tokens are those of highest norm. The ``n_contextual`` other tokens of highest density are each replaced by
-    the mean of the tokens nearest to them. If there are no other tokens to merge, they stay unchanged.
-
-    Args:
-        neighbours: The number of nearest tokens whose mean cosine is a token's density.
+    Dominant tokens are those of highest norm. The ``n_contextual`` other tokens of highest density, by ``neighbours``
+    nearest tokens, are each replaced by the mean of the tokens nearest to them. If no other token is left, they stay
+    unchanged.
 
     Returns:
         The indices in the frame [K], dominant tokens first, highest norm first, then contextual tokens in ascending

@@ -25,23 +25,12 @@ def fast_density_guided_fps(
     beta: float = 1e-6,
     start: str = "density",
 ) -> Tensor:
-    """Select ``budget`` tokens by Eqs. (9)-(12), with the fastest form for the device.
+    """Select ``budget`` tokens by Eqs. (9)-(12), with the fastest form for the device: [B] int64 in order of selection.
 
-    The picks are those of gstep.selection.reference.density_guided_fps, up to near-ties: distances differ by rounding,
-    about 1e-7 on a CPU and up to 1e-5 on a GPU. On a GPU, a failure of the kernels is only a warning, and the reference
-    selects instead. On a CPU, small selections and all other device types use the reference directly.
-
-    Args:
-        tokens_MD: Finite tokens of any float dtype, on any device. No argument is checked.
-        density_M: rho >= 0 of each token.
-        budget: B, in [1, M].
-        alpha: The weight of distance against density in Eq. (11), in [0, 1].
-        beta: The constant inside the logarithms of Eq. (11), > 0.
-        start: The rule for the first pick: "density" (largest rho), "first" (index 0) or "isolated" (farthest nearest
-            neighbor).
-
-    Returns:
-        The picks, [B] int64 flat indices in order of selection, on the tokens' device.
+    The arguments have the meaning that they have in gstep.selection.reference.density_guided_fps, and are not checked.
+    The picks are the same up to near-ties: distances differ by rounding, about 1e-7 on a CPU and up to 1e-5 on a GPU.
+    If the kernels fail on a GPU, a warning is issued and the reference selects. The reference also serves small
+    selections on a CPU, and devices that are neither.
     """
     if tokens_MD.is_cuda:
         select = select_on_gpu

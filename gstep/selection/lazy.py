@@ -221,7 +221,10 @@ class _Search:
         self.score = self._compute_scores(self.nearest, self.density_term)
 
     def round(self) -> None:
-        """Run one round: update the best candidates' distances, then select those that are certain, if any."""
+        """Run one round: update the best candidates' distances, then select those that are certain, if any.
+
+        A candidate is certain if its distance includes all picks and its score is at least the rival's.
+        """
         indices, rival = self._choose_candidates()
         rows = _RoundRows(self.survey.rows, indices)
         self._refresh(rows, indices, rival)
@@ -413,7 +416,10 @@ class _Search:
         self.n_included[finalists] = self.picks.count
 
     def _measure_mutual_distances(self, rows: _RoundRows, finalists: Indices) -> Floats:
-        """Compute the finalists' mutual distances, [L,L]; inf for pairs too far apart to matter to either."""
+        """Compute the finalists' mutual distances, [L,L]; inf for pairs too far apart to matter to either.
+
+        They are computed in one matrix product unless there are copies or the bound rules out most pairs.
+        """
         scale = self.survey.inverse[finalists]
         size = len(finalists)
         row, column = np.triu_indices(size, 1) if self.survey.has_copies else (None, None)

@@ -40,7 +40,8 @@ def full_precision() -> Iterator[None]:
 def _set_full() -> Callable[[], None]:
     """Set full float32 precision for this process, and return a function that restores the previous settings.
 
-    If torch 2.9 or newer already has full precision, nothing changes, and the returned function does nothing.
+    Both torch's process-wide setting and those of CUDA's and the CPU's matrix products are set. If torch 2.9 or newer
+    already has full precision, nothing changes, and the returned function does nothing.
     """
     operators = _list_operators()
     precisions = [operator.fp32_precision for operator in operators]
@@ -53,7 +54,7 @@ def _set_full() -> Callable[[], None]:
         operator.fp32_precision = "ieee"
 
     def restore() -> None:
-        """Set the precisions that ``_set_full`` has read."""
+        """Restore the settings that ``_set_full`` read."""
         if process_setting is not None:
             torch.set_float32_matmul_precision(process_setting)
         for operator, precision in zip(operators, precisions, strict=True):

@@ -139,16 +139,16 @@ def density_guided_fps(
 
     Ties go to the lowest index. The selection for a smaller budget is the beginning of this one. alpha = 0 with the
     density start gives the top B by rho, compared without logarithms, which could make different values equal.
-    Logarithms are used only if ``density_weight`` returns None: for alpha below about 0.02, or an extreme beta.
+    Logarithms are used only for alpha below about 0.02 or an extreme beta, where ``density_weight`` returns None.
 
     Args:
         tokens_MD: Finite tokens of any float dtype. No argument is checked.
         density_M: rho >= 0 of each token.
         budget: B, in [1, M].
         alpha: The weight of distance against density in Eq. (11), in [0, 1].
-        beta: The constant that keeps the logarithms of Eq. (11) finite, > 0.
-        start: The rule for the first pick: "density" (largest rho, Eq. 9), "first" (index 0) or "isolated" (farthest
-            nearest neighbor).
+        beta: Keeps the logarithms of Eq. (11) finite, > 0.
+        start: The first pick: "density" (largest rho, Eq. 9), "first" (index 0) or "isolated" (farthest nearest
+            neighbor).
     """
     if alpha == 0 and start == "density":
         return largest(density_M, budget)

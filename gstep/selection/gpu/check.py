@@ -39,13 +39,13 @@ def check_forms(
 
     1. Small integers, whose products are exact in float32: the order must be the reference's, ties included.
     2. Random tokens: each pick must be a best remaining token, up to the precision of tensor cores.
-    3. A static video, whose frames are the same random tokens: the first frame's tokens must come first, in any order,
-       then the second frame's in ascending index.
+    3. A static video of 8 equal frames of random tokens: the first frame's tokens must come first, in any order, then
+       the second frame's in ascending index.
 
     Args:
-        n_tokens: M of the videos; the static video has 8 frames, so that it may have up to 7 tokens fewer.
-        budget: B of the first two videos; for the static video, two frames are selected.
-        tuning: Tile sizes; None means the defaults.
+        n_tokens: M; the static video may have up to 7 tokens fewer.
+        budget: B of the first two videos; of the static video, two frames are selected.
+        tuning: None means the default tile sizes.
 
     Raises:
         RuntimeError: A form picks other tokens; the message gives the first wrong pick.

@@ -165,7 +165,7 @@ def pair_distances(task: Task, row_R: Tensor) -> Tensor:
 
 
 def tile_options(hidden: int, tuning: Tuning) -> dict[str, int | bool]:
-    """Return the launch options of all kernels that multiply tokens.
+    """Return the launch options of all kernels that multiply tokens: tile sizes, warps, stages, no fused multiply-adds.
 
     Only equal options give bit-equal dot products.
     """
@@ -207,21 +207,18 @@ def no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
 def run_greedy(
     task: Task, row_R: Tensor, distance_R: Tensor, bar: tuple[Tensor, Tensor], order_B: Tensor, count_1: Tensor
 ) -> Tensor:
-    """Pick greedily among the tokens ``row_R``, and return their distances after the picks.
+    """Pick greedily among the tokens ``row_R``, and return their distances after the picks, [R].
 
     Picking ends when the budget is spent or no token of ``row_R`` passes the bar. Three kernels are launched; the call
     does not wait for the GPU.
 
     Args:
         row_R: Token indices, ascending.
-        distance_R: Their distances to the picks so far, float64; -inf for picked tokens.
+        distance_R: Their distances to the picks so far, float64; -inf for picked tokens, as in the result.
         bar: The key of the best other token, and the number of ``row_R`` with a lower index. A token passes if its key
             is higher, or equal with a lower index.
-        order_B: The picks are written here from position ``count_1`` on.
+        order_B: The picks are written here in place from position ``count_1`` on.
         count_1: [1] int32, raised in place by the number of picks.
-
-    Returns:
-        [R] float64; -inf for picked tokens.
     """
     distances_SS = pair_distances(task, row_R)
     width = len(distances_SS)

@@ -44,9 +44,9 @@ def select_on_gpu(
     float32. float32 tokens are multiplied in float32, never in TF32. float64 tokens, alpha below 0.05 and extreme
     values of beta are served by the reference.
 
-    If the kernels fail, the reference selects instead; the first failure of a process issues a RuntimeWarning. After a
-    failure, the kernels are not tried again in this process, unless the GPU only ran out of memory. Only errors that
-    the GPU reports later, after the launches, are raised; no further work on that GPU would succeed.
+    If the kernels fail, the reference selects instead; the first failure of a process issues a RuntimeWarning. Unless
+    the GPU only ran out of memory, the kernels are not tried again in this process. Only errors that the GPU reports
+    after the launches are raised; no further work on that GPU would succeed.
     """
     if alpha >= _MIN_ALPHA and not _broken:
         device = tokens_MD.device
