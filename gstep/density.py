@@ -89,7 +89,7 @@ def scale_rows(tokens_MD: Tensor, factor_M: Tensor | None) -> Tensor:
 
 
 def row_slices(rows: Tensor) -> Iterator[slice]:
-    """Yield slices that cover the first axis, small enough for float64 intermediates in a CPU's cache or a GPU's memory.
+    """Yield slices that cover the first axis, so small that float64 intermediates fit a CPU's cache or spare GPU memory.
 
     A slice has at least one row, and otherwise at most 2^20 elements on a CPU or 2^25 on a GPU.
     """
@@ -188,7 +188,7 @@ def distance_of_products(product: Tensor, norm_a: Tensor, norm_b: Tensor) -> Ten
 
 
 def centred_change(mean_TD: Tensor) -> Tensor:
-    """Compute the raw change curve c, Eq. (4), [T,D] -> [T]: the mean cosine distance of a frame's center to its neighbors.
+    """Compute the raw change curve c, Eq. (4), [T,D] -> [T]: each frame center's mean cosine distance to its neighbors.
 
     The first and the last frame have one neighbor. A single frame has none and gets 0.
     """

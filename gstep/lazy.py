@@ -95,7 +95,7 @@ def repeat_line(say: Callable[[str], object], line: str, every_s: float = 4.0) -
 
 
 def make_getattr(module: str, lazy_objects: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Make a module-level ``__getattr__`` that returns ``lazy_objects[name]``, and raises AttributeError for other names.
+    """Make a module-level ``__getattr__`` that returns ``lazy_objects[name]`` and raises AttributeError otherwise.
 
     Objects are not stored in the module: each access looks them up again, and the mapping must import them, as
     LazyTable does. ``module`` is the module's name in the error message.

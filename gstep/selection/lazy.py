@@ -89,12 +89,12 @@ def lazy_density_guided_fps(
 ) -> Tensor:
     """Select ``budget`` CPU tokens by Eqs. (9)-(12), like gstep.selection.reference.density_guided_fps but faster.
 
-    The picks and their order are the reference's up to near-ties: distances differ by rounding, about 1e-7. If products
-    of tokens are exact in float32, the order is identical on every CPU. The arguments up to ``start`` have the meaning
-    that they have there, and are not checked. Besides the tokens, memory holds the selected tokens in their work dtype
-    and k+1 numbers per token.
+    The picks and their order are the same up to near-ties: distances differ by rounding, about 1e-7. If products of
+    tokens are exact in float32, the order is identical on every CPU. Besides the tokens, memory holds the selected
+    tokens in their work dtype and k+1 numbers per token.
 
     Args:
+        start: Has the same meaning as there, as have the arguments above; none is checked.
         candidates: K, the candidates per round; None chooses by M.
         dims: k, the dimensions of the bound's subspace; 0 disables the bound, None chooses by M and D.
         counts: If given, the work of this selection is added to it in place.
@@ -116,8 +116,7 @@ def lazy_density_guided_fps(
 def _compute_distance(products: NDArray[np.floating], scale: Floats) -> Floats:
     """Compute the cosine distances of Eq. (10) from products of raw tokens; distances below ZERO_DISTANCE become 0.
 
-    Args:
-        scale: The products of both tokens' inverse norms, of the same shape.
+    ``scale`` is the product of both tokens' inverse norms, of the same shape.
     """
     distance = 1 - products.astype(np.float64) * scale
     distance[distance < ZERO_DISTANCE] = 0.0
@@ -125,11 +124,9 @@ def _compute_distance(products: NDArray[np.floating], scale: Floats) -> Floats:
 
 
 def _cosine_threshold(nearest: Floats) -> NDArray[np.float32]:
-    """Compute, for each token, the bound on the cosine above which a pick may be nearer than the nearest known pick.
+    """Compute, for each token, the cosine above which a pick may be nearer to it than its nearest known pick.
 
-    Args:
-        nearest: Each token's distance to its nearest known pick. A token at distance 0 gets a threshold that no bound
-            exceeds.
+    ``nearest`` is each token's distance to that pick. At distance 0, the threshold is out of reach.
     """
     return np.where(nearest > 0, 1 - nearest - MARGIN, _OUT_OF_REACH).astype(np.float32)
 
@@ -158,13 +155,13 @@ class _RoundRows:
 
 
 class _Search:
-    """The state of a lazy greedy selection on a CPU, created for one selection.
+    """The state of one lazy greedy selection on a CPU.
 
     Attributes:
         nearest: [M], each token's distance to the nearest of the first ``n_included`` picks (and of some later picks).
         n_included: [M], the number of picks that ``nearest`` fully includes: the token's mark.
-        score: [M], the score computed from ``nearest``, an upper bound of the current one; -inf for a selected token.
-            It is the key of ``gstep.selection.reference`` if ``uses_key``, otherwise Eq. (11).
+        score: [M], computed from ``nearest``, an upper bound of the current score; -inf for a selected token. It is the
+            key of ``gstep.selection.reference`` if ``uses_key``, otherwise Eq. (11).
         density_term: [M], the density's contribution to the score: the weight in the key or the logarithm in Eq. (11).
         block: K, the number of candidates per round.
         uses_bound: True while candidates are first compared by the bound.
@@ -374,11 +371,8 @@ class _Search:
     def _measure(self, rows: _RoundRows, candidates: Indices, column: Indices, picks: slice) -> None:
         """Lower ``nearest`` of each ``candidates[i]`` to its distance to pick ``column[i]`` if that is less.
 
-        Marks are not moved.
-
-        Args:
-            candidates: Token indices, ascending, with repetitions.
-            column: The number of a pick within ``picks`` for each of them.
+        Marks are not moved. ``candidates`` are token indices, ascending, with repetitions; ``column`` counts within
+        ``picks``.
         """
         products = pair_products(rows.tokens, self.picks.rows[picks], rows.rows_of(candidates), column)
         scale = self.survey.inverse[candidates] * self.picks.inverse[picks][column]
@@ -509,11 +503,9 @@ class Survey(NamedTuple):
 def survey_tokens(rows: ConvertedTokens, dims: int | None = None) -> Survey:
     """Compute inverse norms and subspace coordinates, and detect copies, in one pass over all tokens.
 
-    A second pass is made with row factors if a row turns out to be too small for float32.
-
-    Args:
-        dims: k, the dimensions of the bound's subspace: 0 for no bound, None to choose by M and D. There is no bound
-            either if the subspace holds almost nothing of the tokens' lengths.
+    A second pass with row factors is made if a row turns out to be too small for float32. ``dims`` is k of the bound's
+    subspace: 0 for no bound, None to choose by M and D. There is no bound either if the subspace holds too little of
+    the tokens' lengths.
     """
     n_tokens, hidden = rows.tokens.shape
     if dims is None:
@@ -555,12 +547,7 @@ def _fit_subspace(rows: ConvertedTokens, dims: int) -> Subspace:
 class Picks:
     """The selected tokens in order, with the rows, inverse norms and coordinates that candidates are compared with.
 
-    Attributes:
-        count: The number of picks so far. Only the first ``count`` entries of the other attributes are valid.
-        order: [B] int64, the token indices.
-        rows: [B,D], in the work dtype.
-        inverse: [B], 1 / norm.
-        coordinates: [B,k+1]; None without a bound.
+    The arrays have B entries, of which the first ``count`` are valid. ``coordinates`` is None without a bound.
     """
 
     def __init__(self, budget: int, survey: Survey) -> None:
@@ -623,10 +610,7 @@ class Subspace:
         """Compute coordinates, [M,k+1] float32, whose inner product bounds two tokens' cosine from above, up to MARGIN.
 
         With x = a + b, a in the subspace and b orthogonal to it: cos(x, y) = a.a' + b.b' <= a.a' + |b||b'|. The first k
-        coordinates are a, the last one is |b|.
-
-        Args:
-            inverse_norm_M: 1 / norm of each token; 0 for a zero token.
+        coordinates are a, the last one is |b|. ``inverse_norm_M`` is 0 for a zero token.
         """
         inside_MK = (tokens_MD.float() @ self.basis).mul_(inverse_norm_M[:, None])
         # |b| by Pythagoras, as normalized tokens have length 1. The error is added, so that the bound is never too low.
@@ -635,13 +619,9 @@ class Subspace:
 
 
 def pair_products(a_XD: Tensor, b_YD: Tensor, row: Indices, column: Indices) -> NDArray[np.floating]:
-    """Compute the inner product of ``a[row[i]]`` and ``b[column[i]]`` for each i.
+    """Compute the inner product of ``a[row[i]]`` and ``b[column[i]]`` for each i; ``row`` is ascending, with repetitions.
 
     A product depends only on the two rows, not on their position: copies of a token have bit-equal products.
-
-    Args:
-        row: Row numbers of ``a``, ascending, with repetitions.
-        column: Row numbers of ``b``, as many.
     """
     if not _has_sampled_products():
         return _multiply_slowly(a_XD, b_YD, row, column)
