@@ -89,7 +89,7 @@ def scale_rows(tokens_MD: Tensor, factor_M: Tensor | None) -> Tensor:
 
 
 def row_slices(rows: Tensor) -> Iterator[slice]:
-    """Yield slices that cover the first axis, so small that float64 intermediates fit a CPU's cache or spare GPU memory.
+    """Yield slices of the first axis, so small that float64 intermediates fit a CPU's cache or spare GPU memory.
 
     A slice has at least one row, and otherwise at most 2^20 elements on a CPU or 2^25 on a GPU.
     """

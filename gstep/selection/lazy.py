@@ -619,7 +619,7 @@ class Subspace:
 
 
 def pair_products(a_XD: Tensor, b_YD: Tensor, row: Indices, column: Indices) -> NDArray[np.floating]:
-    """Compute the inner product of ``a[row[i]]`` and ``b[column[i]]`` for each i; ``row`` is ascending, with repetitions.
+    """Compute the inner product of ``a[row[i]]`` and ``b[column[i]]`` for each i; ``row`` ascends and may repeat.
 
     A product depends only on the two rows, not on their position: copies of a token have bit-equal products.
     """
