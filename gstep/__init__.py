@@ -85,13 +85,14 @@ def prune(
 
     Returns:
         The kept tokens [B,D] in ascending index, a new tensor with the dtype and device of ``tokens`` and without
-        gradients, and their indices. A method whose class attribute ``exact`` is False may keep more or fewer than B
-        tokens, but at least one; its class docstring gives the rule.
+        gradients, with their indices and, for nested methods, their ranks. A method whose class attribute ``exact`` is
+        False may keep more or fewer than B tokens, but at least one; its class docstring gives the rule.
 
     Raises:
         ValueError: The method or a parameter is unknown, or an argument or evidence is invalid. The message names it.
         MissingEvidence: The method needs evidence that ``evidence`` lacks; a subclass of ValueError.
-        WrongSelection: Your own method returned an invalid selection; a subclass of RuntimeError.
+        WrongSelection: Your own method returned an invalid selection; a subclass of RuntimeError. Errors that its
+            ``select`` raises are passed on.
     """
     from gstep.pruners import make_pruner  # noqa: PLC0415 - torch loads with the first use, not with --help
     from gstep.types import VisualTokens  # noqa: PLC0415

@@ -61,9 +61,9 @@ def scaled_distances(tokens_XD: Tensor) -> Tensor:
 def density_peaks(distance_XX: Tensor, noise_X: Tensor, neighbours: int) -> Tensor:
     """Score each token's centrality, [X]: its density times the distance to the nearest denser token.
 
-    The density is exp(-d), where d is the mean squared distance to the nearest ``neighbours`` tokens (or to all, if
-    there are fewer), itself included, plus 1e-6 * ``noise_X`` to break ties. The densest token gets the largest of all
-    distances.
+    The density is exp(-d) + 1e-6 * ``noise_X``, where d is the mean squared distance to the nearest ``neighbours``
+    tokens (or to all, if there are fewer), itself included. The noise breaks ties. The densest token gets the largest
+    of all distances.
     """
     nearest_XK = distance_XX.topk(min(neighbours, len(distance_XX)), largest=False).values
     # The noise breaks ties, because the densest of equal tokens would all have no denser token.

@@ -46,11 +46,11 @@ class Tango(Pruner):
     are the windows of HoliTom (``choose_windows``). In a segment of several frames, a position is static if all
     neighboring frames are more similar than 0.8 there; its tokens become their mean, at the first frame. The segment's
     remaining ratio is r' = min(1, r / (share of tokens that remain)). ceil(X*r') tokens are kept of the X static
-    positions, and as many of the moving ones of each frame; the share ``context`` of them is context, the others are
-    salient. Salient tokens: among the tokens of highest attention, ``alpha`` times as many as are kept, density peaks
-    are centers, and each center's group keeps its token of highest attention. Context: all other tokens of the segment
-    are merged into density peaks among them. Each part rounds up, so the total is near B. ``merged`` marks tokens that
-    merging changed.
+    positions, and by the same rule of the X moving positions of each frame; the share ``context`` of them is context,
+    the others are salient. Salient tokens: among the tokens of highest attention, ``alpha`` times as many as are kept,
+    density peaks are centers, and each center's group keeps its token of highest attention. Context: all other tokens
+    of the segment are merged into density peaks among them. The total is near B. ``merged`` marks tokens that merging
+    changed.
 
     Differences from the official code: it stores merged tokens in the order of density, at each other's index; here
     each has its own. If centers are equal, it may keep a token twice; here a center is in its own group. In variant
