@@ -87,7 +87,10 @@ def find_method(method: str) -> type[Pruner]:
 
 
 def method_name(kind: type[Pruner]) -> str:
-    """Return the name by which :func:`find_method` finds the class: its key in PRUNERS, or ``module:Class``."""
+    """Return the name by which :func:`find_method` finds the class: its key in PRUNERS, or ``module:Class``.
+
+    Only a class at the top level of its module can be found.
+    """
     return next((name for name, target in METHODS.items() if target == _import_path(kind)), _import_path(kind))
 
 

@@ -96,8 +96,8 @@ def check_places(grid: Any, times: Any, n_frames: int, per_frame: int) -> None:
 def check_evidence(evidence: Mapping[str, Any], n_frames: int, per_frame: int) -> None:
     """Raise ValueError unless evidence is finite float tensors whose shapes fit T frames of N tokens, and each other.
 
-    The axes of a name in EVIDENCE_SHAPES must have the lengths of the tokens; an axis that several pieces share, such
-    as De, must have the same length in all of them. Other names may have any shape.
+    Tensors of names in EVIDENCE_SHAPES must not be empty, and must have the lengths of the tokens; an axis that several
+    of them share, such as De, must have the same length in all. Other names may have any shape.
     """
     lengths = {"T": n_frames, "N": per_frame, "T*N": n_frames * per_frame}
     for name, value in evidence.items():

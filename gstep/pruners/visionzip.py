@@ -114,7 +114,8 @@ class VisionZip(SinkPruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Select and merge the share ``ratio`` of each frame; ``budget`` and ``seed`` are not used.
 
-        At least one of a frame's K tokens is contextual in variant llava, and at least one is dominant in variant qwen.
+        Of a frame's K tokens, floor(K * ``dominant_share``) are dominant, but at most K - 1, and in variant qwen at
+        least 1.
         """
         assert self.dominant_share is not None
         n_kept = self._frame_budget(visual.tokens.shape[1], ratio)
