@@ -58,7 +58,8 @@ class CDPruner(Pruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Select greedily: in mode "global" ``budget`` tokens of the video, otherwise the share ``ratio`` per frame.
 
-        The indices are in order of selection, frame by frame in mode "per_frame". ``seed`` is not used.
+        There are fewer if no independent token is left. The indices are in order of selection, frame by frame in mode
+        "per_frame". ``seed`` is not used.
         """
         per_frame = visual.tokens.shape[1]
         direction_TND = unit(visual.tokens)

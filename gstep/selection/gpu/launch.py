@@ -41,12 +41,12 @@ def select_on_gpu(
 
     The arguments have the meaning that they have in gstep.selection.reference.density_guided_fps, and are not checked.
     The picks are the same up to near-ties. Pass 16-bit tokens unconverted: tensor cores multiply them and accumulate in
-    float32. float32 tokens are multiplied in float32, never in TF32. float64 tokens, alpha below 0.05 and extreme
-    values of beta are served by the reference.
+    float32. float32 tokens are multiplied in float32, never in TF32. The reference serves float64 tokens, alpha below
+    0.05 and extreme values of beta.
 
-    If the kernels fail, the reference selects instead; the first failure of a process issues a RuntimeWarning. Unless
-    the GPU only ran out of memory, the kernels are not tried again in this process. Only errors that the GPU reports
-    after the launches are raised; no further work on that GPU would succeed.
+    If the kernels fail, or Triton is missing, the reference selects instead; the first failure of a process issues a
+    RuntimeWarning. Unless the GPU only ran out of memory, the kernels are not tried again in this process. Only errors
+    that the GPU reports after the launches are raised; no further work on that GPU would succeed.
     """
     if alpha >= _MIN_ALPHA and not _broken:
         device = tokens_MD.device
