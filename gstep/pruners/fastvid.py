@@ -235,10 +235,8 @@ def choose_tokens(
         noise_M: Noise in [0, 1) that breaks ties, used as a stream: a frame consumes one number per token that is not
             salient.
         counts: (number of salient tokens, number of anchors) for each frame.
-        every_frame_draws: True if every frame consumes noise, False if only frames with anchors do, as in each
-            variant's official code.
-        penalty_N: Subtracted from the scores of anchors, twice in frames with more than ``frame_share`` anchors; None
-            for no penalty.
+        every_frame_draws: True if every frame consumes noise (llava), False if only frames with anchors do (qwen).
+        penalty_N: Subtracted from the scores of anchors, twice in frames with more than ``frame_share`` anchors.
     """
     order_TN = largest(attention_TN, attention_TN.shape[1])
     frames = []

@@ -124,13 +124,13 @@ class HoliTom(SinkPruner):
         ) -> None:
             """Append the rows ``kept_S`` to the result, and ``n_peaks`` density peaks with all other rows merged in.
 
-            The next values of ``noise``, one per other row, are consumed if there are peaks.
+            If there are peaks, the next values of ``noise``, one per other row, are consumed.
 
             Args:
                 index_X: The flat index of each row.
                 kept_S: Row numbers.
-                is_mean: True if the rows are means over frames, so that all are marked as merged; otherwise only peaks
-                    that other rows were merged into are.
+                is_mean: True if the rows are means over frames, which are all marked as merged; otherwise only peaks
+                    with rows merged in are.
                 penalty_X: Subtracted from the scores of peaks.
             """
             nonlocal n_drawn
@@ -218,11 +218,8 @@ def merge_into_peaks(
     """Merge each row into the nearest of the ``count`` highest density peaks.
 
     A peak weighs ``beta``, and the mean of the rows merged into it 1 - ``beta``. Peaks without such rows are unchanged.
-
-    Args:
-        noise_X: Noise in [0, 1) that breaks ties of density.
-        neighbours: The number of nearest rows that determine a row's density, itself included.
-        penalty_X: Subtracted from the rows' scores as peaks; None for no penalty.
+    A row's density depends on its ``neighbours`` nearest rows, itself included; ``noise_X`` breaks ties, and
+    ``penalty_X`` is subtracted from the rows' scores as peaks.
 
     Returns:
         The peaks' row numbers [C], ascending, their rows after merging [C,D], and [C] bool, True if any row was merged

@@ -153,10 +153,9 @@ class Tango(Pruner):
         """Select salient tokens of each frame, and merge the remaining tokens of all frames into context.
 
         Args:
-            rows_LXD: The tokens.
-            rotated_LXD: Their rotated directions.
+            rotated_LXD: The rotated directions of the tokens ``rows_LXD``.
             score_LX: Their attention.
-            share: The share of each frame to keep; salient tokens and context together are rounded up.
+            share: The share of each frame to keep, rounded up, salient tokens and context together.
 
         Returns:
             The numbers [Y] of the kept rows among L*X, salient rows first, and their tokens [Y,D].

@@ -241,11 +241,8 @@ def zip_frame(tokens_ND: Tensor, n_dominant: int, n_contextual: int, neighbours:
 def find_densest(direction_XD: Tensor, count: int, neighbours: int) -> Tensor:
     """Find the ``count`` unit vectors of highest mean cosine to their nearest neighbors: int64 indices, ascending.
 
-    Cosines are rounded to 9 decimals, so that ties go to the lowest index.
-
-    Args:
-        direction_XD: At least two unit vectors.
-        neighbours: The number of nearest neighbors, itself not included; all others if there are fewer.
+    The mean is over ``neighbours`` other vectors, or over all others if there are fewer. It is rounded to 9 decimals,
+    so that ties go to the lowest index. ``direction_XD`` needs at least two vectors.
     """
     density = []
     for rows in row_slices(direction_XD):

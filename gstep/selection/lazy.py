@@ -16,7 +16,7 @@ Three facts make it exact and fast.
 ``survey_tokens`` reads all tokens once: it computes their norms and their coordinates in the subspace, and detects
 copies. Then ``_Search`` runs in rounds. A round takes the K tokens of highest known score, compares each with the
 tokens that were selected since its last comparison, and selects among the K as long as the best of them beats every
-token outside. Only a few of the M * B pairs are multiplied over all D channels; ``Counts`` counts them.
+token outside. ``Counts`` has the number of pairs that were multiplied.
 
 Shapes: M tokens, S tokens of a sample, D hidden size, B budget, k dimensions of the subspace, K candidates, L finalists
 (candidates whose score is exact and beats the rival), P selected tokens.
@@ -609,8 +609,8 @@ class Subspace:
     def coordinates(self, tokens_MD: Tensor, inverse_norm_M: Tensor) -> Tensor:
         """Compute coordinates, [M,k+1] float32, whose inner product bounds two tokens' cosine from above, up to MARGIN.
 
-        With x = a + b, a in the subspace and b orthogonal to it: cos(x, y) = a.a' + b.b' <= a.a' + |b||b'|. The first k
-        coordinates are a, the last one is |b|. ``inverse_norm_M`` is 0 for a zero token.
+        The first k are those of the normalized token in the subspace, and the last is the length of the remainder.
+        ``inverse_norm_M`` is 0 for a zero token.
         """
         inside_MK = (tokens_MD.float() @ self.basis).mul_(inverse_norm_M[:, None])
         # |b| by Pythagoras, as normalized tokens have length 1. The error is added, so that the bound is never too low.

@@ -82,8 +82,8 @@ def check_forms(
 def find_worse_picks(order_B: Tensor, task: Task) -> Tensor:
     """Return [B] bool, True for picks that were not a best remaining token by the reference's distances.
 
-    Each pick is judged given the picks before it, and its distance may be off by up to _TOLERANCE. The first pick must
-    be the task's start.
+    Each pick is judged given the picks before it; its distance may be off by _TOLERANCE. The first must be the task's
+    start.
     """
     tokens_MD = task.tokens.float()
     inverse_M = inverse_norms(tokens_MD)

@@ -89,13 +89,12 @@ def prepare_task(
 ) -> Task | None:
     """Prepare a video's tensors for the kernels, on the tokens' device.
 
-    Args:
-        start: The rule for the first pick: "density", "first" or "isolated".
-        tuning: None means ``default_tuning``.
+    The arguments have the meaning that they have in ``density_guided_fps``, and are not checked. ``tuning`` None means
+    ``default_tuning``.
 
     Returns:
-        The task; None if the kernels cannot serve it because the tokens are float64, or because keys could leave the
-        range of float64 (a tiny alpha or an extreme beta).
+        The task; None if the tokens are float64, or if keys could leave the range of float64 (a tiny alpha or an
+        extreme beta), because the kernels cannot serve these.
     """
     if tokens_MD.dtype == torch.float64:
         return None

@@ -1,9 +1,8 @@
 """Density-guided farthest point sampling on a GPU, with the picks of gstep.selection.reference.
 
-There are two GPU forms. ``gram`` is tried first, for up to MAX_GRAM_TOKENS tokens. ``lazy`` serves longer videos, and
-any video for which memory is short. If neither can serve, the reference selects.
-
-On a CUDA device, ``check`` compares both forms with the reference before the first selection of a process.
+``gram`` is tried first, for up to MAX_GRAM_TOKENS tokens. ``lazy`` serves longer videos, and any video for which memory
+is short. If neither can serve, the reference selects. On a CUDA device, ``check`` compares both forms with the
+reference before the first selection of a process.
 
 Shapes: M tokens, D hidden size, B budget.
 """
