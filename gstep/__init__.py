@@ -1,8 +1,8 @@
-"""Prune a video's visual tokens with GSTEP and the methods it is compared with: tensors in, tensors out.
+"""Prune a video's visual tokens with GSTEP or one of the methods that it is compared with: tensors in, tensors out.
 
 >>> pruned = gstep.prune(tokens_TND, retention_ratio=0.25)
->>> pruned.tokens, pruned.index  # [B,D] and [B], ascending
->>> pruned.at(0.10)  # the nested smaller selection
+>>> pruned.tokens, pruned.index  # [B,D] and [B], in ascending index
+>>> pruned.at(0.10)  # the nested selection at a smaller ratio
 """
 
 from __future__ import annotations
@@ -65,29 +65,34 @@ def prune(
     """Prune one video's visual tokens to a share of them.
 
     Args:
-        tokens: [T,N,D], finite, float16, bfloat16, float32 or float64, on any device; it is not changed.
-        retention_ratio: the share of the T*N tokens to keep, in (0, 1]: B = max(1, floor(r*T*N + 1e-9)).
-        method: a key of PRUNERS, the import path ``module:Class`` of your own method, or a Pruner object, as in
-            ``method=MyMethod(p=2)``.
-        evidence: further outputs of the encoder or the LLM, which some methods need, as floats by name: frame_feature
-            [T,Dv], token_attention [T,N], token_key [T,N,Dk], image_embedding [T,N,De], text_embedding [Q,De],
-            llm_attention [T*N], noise [T*N]. Evidence that the method does not use is ignored.
-        budget: B itself, in [1, T*N]; overrides ``retention_ratio``. Methods that count in shares (of a frame, or with
-            rounding) take r = B / (T*N).
-        seed: the seed of methods that draw random numbers, a non-negative integer.
-        grid: (rows, columns) of the N tokens of a frame, for methods that look at positions. None is the factors of N
-            that are nearest to each other, such as (14, 14) for 196.
-        times: the seconds of the T frames, for methods that look at times. None is one second per frame.
-        params: the method's hyper-parameters: the fields of its class, in their types. None with a Pruner object.
+        tokens: [T,N,D] (frames, tokens per frame, hidden size), finite, in float16, bfloat16, float32 or float64, on
+            any device. The tensor is not modified.
+        retention_ratio: The share r of the T*N tokens to keep, in (0, 1]: B = max(1, floor(r*T*N + 1e-9)).
+        method: A key of ``PRUNERS``, the import path ``module:Class`` of your own method (the module is imported), or a
+            ``Pruner`` object such as ``MyMethod(p=2)``.
+        evidence: Further outputs of the vision encoder or the LLM that some methods need, as float tensors by name:
+            frame_feature [T,Dv], token_attention [T,N], token_key [T,N,Dk], image_embedding [T,N,De], text_embedding
+            [Q,De], llm_attention [T*N], noise [T*N]. Evidence that the method does not use is ignored.
+        budget: B itself, in [1, T*N]. If given, ``retention_ratio`` is ignored, and methods that compute with a ratio,
+            for example per frame, use B / (T*N).
+        seed: The seed of methods that draw random numbers, a non-negative integer.
+        grid: (rows, columns) of the N tokens of a frame, for methods that use positions. By default, the two factors of
+            N that are closest to each other, such as (14, 14) for 196.
+        times: The time of each of the T frames in seconds, for methods that use times. By default, one frame per
+            second.
+        params: The hyper-parameters of the method, which are the fields of its class. None are allowed if ``method`` is
+            an object.
 
     Returns:
-        The kept tokens [B,D] in ascending index, of the input's dtype and device, without gradients. Methods that are
-        not ``exact`` keep more or fewer than B tokens, by the rule in their docstring, never none.
+        The kept tokens [B,D] in ascending index, a new tensor with the dtype and device of ``tokens`` and without
+        gradients, with their indices and, for nested methods, their ranks. A method whose class attribute ``exact`` is
+        False may keep more or fewer than B tokens, but at least one; its class docstring gives the rule.
 
     Raises:
-        ValueError: an argument or evidence that is not accepted, or a class that is no method; the message names it.
-        MissingEvidence: the method needs evidence that is missing.
-        RuntimeError: your own method returned an invalid selection.
+        ValueError: The method or a parameter is unknown, or an argument or evidence is invalid. The message names it.
+        MissingEvidence: The method needs evidence that ``evidence`` lacks; a subclass of ValueError.
+        WrongSelection: Your own method returned an invalid selection; a subclass of RuntimeError. Errors that its
+            ``select`` raises are passed on.
     """
     from gstep.pruners import make_pruner  # noqa: PLC0415 - torch loads with the first use, not with --help
     from gstep.types import VisualTokens  # noqa: PLC0415

@@ -1,7 +1,7 @@
-"""The spatio-temporal density of GSTEP: a function for each equation.
+"""The spatio-temporal density of GSTEP, with one function per equation.
 
-Shapes: T frames, N tokens a frame, D hidden size, K = 2r+1 taps of a kernel of radius r. Everything here is computed in
-float64 on the tokens' device: the results are small, and a selection by argmax must not follow rounding noise.
+Shapes: T frames, N tokens per frame, D hidden size, K = 2r+1 taps of a kernel of radius r. Everything here is computed
+in float64 on the tokens' device: the results are small, and a selection by argmax must not depend on rounding noise.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-#: Smaller cosine distances, between tokens and between frame centres, count as 0. It lies above the rounding noise of
-#: float32, which the mean normalisation of a static video would amplify, and below any change that matters.
+#: Cosine distances below this, between tokens and between frame centers, count as 0. It is above the rounding noise of
+#: float32, which the mean normalization of a static video would amplify, and below any change that matters.
 ZERO_DISTANCE = 2e-6
 
-_SAFE_EXPONENT = 40  # exponent of 2 beyond which sums of squares approach the limits of float32
-_COLUMNS = 512  # channels that are summed at a time in float64: 0.8 MB for 196 tokens
+_SAFE_EXPONENT = 40  # binary exponent of a magnitude beyond which sums of squares approach the limits of float32
+_COLUMNS = 512  # channels that are summed in float64 at a time: 0.8 MB for 196 tokens
 
 SMOOTHINGS = ("gaussian", "box", "raw")
 BOUNDARIES = ("replicate", "zero", "reflect", "symmetric", "renorm", "circular")
@@ -25,15 +25,18 @@ FUSIONS = ("full", "temporal", "spatial")
 
 
 def work_dtype(tokens: Tensor) -> torch.dtype:
-    """Return the dtype to compute products of tokens in: float64 for float64, else float32 (exact for 16 bits)."""
+    """Return the dtype in which products of ``tokens`` are computed: float64 for float64, otherwise float32.
+
+    Converting 16-bit tokens to float32 is exact.
+    """
     return torch.float64 if tokens.dtype == torch.float64 else torch.float32
 
 
 def working_scale(tokens: Tensor) -> float:
-    """Compute a power of two as a factor for finite ``tokens``, so that their squares neither overflow nor vanish.
+    """Compute a power of two such that squares of ``tokens`` times this factor neither overflow nor vanish.
 
-    It is 1 unless the largest magnitude is near the limits of their work dtype. Neither cosines nor the spatial density
-    depend on it.
+    The factor is 1.0 if the largest magnitude is 0 or between about 2^-40 and 2^40 (2^-300 and 2^300 for float64).
+    Neither cosines nor the spatial density depend on it. ``tokens`` are finite and not empty, of any shape.
     """
     safe, furthest = (300, 1000) if work_dtype(tokens) == torch.float64 else (_SAFE_EXPONENT, 126)
     low, high = torch.stack(torch.aminmax(tokens)).tolist()  # one transfer from a GPU, not two
@@ -42,67 +45,79 @@ def working_scale(tokens: Tensor) -> float:
 
 
 def working_copy(tokens: Tensor) -> Tensor:
-    """Convert ``tokens``, of any shape, to their work dtype and multiply by their working scale; no needless copy."""
+    """Convert ``tokens``, of any shape, to their work dtype and multiply them by their working scale.
+
+    The input itself is returned if it needs neither.
+    """
     scale = working_scale(tokens)
     tokens = tokens.to(work_dtype(tokens))
     return tokens if scale == 1.0 else tokens * scale
 
 
 def row_factors(tokens_MD: Tensor) -> Tensor | None:
-    """Compute a power of two for each row, [M] float64, that keeps squares in the range of float32; None if all are 1.
+    """Compute a power of two for each row that keeps the row's squares in the range of float32: [M] float64, or None.
 
-    The factor brings the largest magnitude of an out-of-range row into [1/2, 1); other rows have 1. Out of range are
-    16-bit and float32 rows whose squares leave float32, and float64 rows that leave it themselves. Powers of two are
-    exact, and cosines do not depend on them.
+    A row whose largest magnitude is below 2^-41 or at least 2^40 gets the factor that brings this magnitude into [1/2,
+    1), as far as float64 has such a power of two. All other rows, and zero rows, get 1. The result is None if all
+    factors are 1. Multiplying by a power of two is exact, and cosines do not depend on it.
     """
     largest_M = torch.maximum(tokens_MD.amax(dim=1), -tokens_MD.amin(dim=1)).double()
     exponent_M = torch.frexp(largest_M).exponent
     far_M = (exponent_M.abs() > _SAFE_EXPONENT) & (largest_M > 0)
     if not far_M.any():
         return None
-    # The power of 2 is made of its bits, since a library function may round it.
+    # The power of 2 is built from its bits, because a library function may round it.
     power_M = ((1023 - exponent_M.long().clamp(-1022, 1022)) << 52).view(torch.float64)
     return torch.where(far_M, power_M, 1.0)
 
 
 def level_copy(tokens_MD: Tensor) -> Tensor:
-    """Convert ``tokens_MD`` to their work dtype and multiply by their ``row_factors``; no needless copy."""
+    """Convert ``tokens_MD`` to their work dtype and multiply each row by its factor from ``row_factors``.
+
+    The input itself is returned if it needs neither.
+    """
     return scale_rows(tokens_MD, row_factors(tokens_MD))
 
 
 def scale_rows(tokens_MD: Tensor, factor_M: Tensor | None) -> Tensor:
-    """Convert ``tokens_MD`` to their work dtype, each row times its factor."""
+    """Convert ``tokens_MD`` to their work dtype, each row times its factor, [M] float64; None means factors of 1.
+
+    With None, tokens already in their work dtype are returned as they are.
+    """
     dtype = work_dtype(tokens_MD)
     return tokens_MD.to(dtype) if factor_M is None else (tokens_MD.double() * factor_M[:, None]).to(dtype)
 
 
 def row_slices(rows: Tensor) -> Iterator[slice]:
-    """Yield slices along the first axis, so small that float64 intermediates fit a CPU's cache or spare GPU memory."""
+    """Yield slices of the first axis, so small that float64 intermediates fit a CPU's cache or spare GPU memory.
+
+    A slice has at least one row, and otherwise at most 2^20 elements on a CPU or 2^25 on a GPU.
+    """
     elements = 2**25 if rows.is_cuda else 2**20
     step = max(1, elements // max(1, rows[0].numel()))
     return (slice(start, start + step) for start in range(0, len(rows), step))
 
 
 def float64_copy(tokens: Tensor) -> Tensor:
-    """Copy tokens to contiguous float64, for work in place."""
+    """Return a contiguous float64 copy of ``tokens`` that never shares memory with them, for work in place."""
     return tokens.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
 
 
 def floor_distance(distance: Tensor) -> Tensor:
-    """Set cosine distances below ZERO_DISTANCE, negative distances too, to exactly 0."""
+    """Return ``distance`` with all values below ZERO_DISTANCE, including negative ones, replaced by exactly 0."""
     return distance.masked_fill(distance < ZERO_DISTANCE, 0.0)
 
 
 def frame_mean(tokens_TND: Tensor) -> Tensor:
-    """Compute the semantic centre of each frame, Eq. (2): [T,N,D] -> [T,D] float64.
+    """Compute the semantic center of each frame, Eq. (2): [T,N,D] -> [T,D] float64.
 
-    The mean is taken relative to the frame's first token, so that the centre of identical tokens is that token exactly.
+    The mean is relative to the frame's first token, so that the center of identical tokens is exactly that token.
     """
     n_frames, _, hidden = tokens_TND.shape
     mean_TD = tokens_TND.new_empty(n_frames, hidden, dtype=torch.float64)
     width = hidden if tokens_TND.is_cuda else _COLUMNS
     for frames in row_slices(tokens_TND):
-        for start in range(0, hidden, width):  # a whole frame would not fit into a core's cache
+        for start in range(0, hidden, width):  # a whole frame would not fit in a core's cache
             columns = slice(start, start + width)
             part_TNC = float64_copy(tokens_TND[frames, :, columns])
             first_TC = part_TNC[:, 0].clone()
@@ -111,15 +126,21 @@ def frame_mean(tokens_TND: Tensor) -> Tensor:
 
 
 def spatial_density(tokens_TND: Tensor, mean_TD: Tensor) -> Tensor:
-    """Compute Eq. (3): each token's distance to its frame's centre over the frame's largest, [T,N] float64 in [0, 1].
+    """Compute Eq. (3): each token's distance from its frame's center, divided by the largest in the frame.
 
-    All tokens of a constant frame have 0. A frame is constant if its largest deviation is at most 8 eps of the work
-    dtype times its largest token norm. Smaller deviations are rounding errors.
+    A frame is constant if its largest distance is at most 8 eps of the work dtype times its largest token norm, because
+    smaller distances are rounding errors.
+
+    Args:
+        mean_TD: The frames' centers, [T,D] float64.
+
+    Returns:
+        [T,N] float64 in [0, 1]; 0 for all tokens of a constant frame.
     """
     deviation_TN = mean_TD.new_empty(tokens_TND.shape[:2])
     norm_TN = torch.empty_like(deviation_TN)
     for frames in row_slices(tokens_TND):
-        for rows in row_slices(tokens_TND[frames].transpose(0, 1)):  # a large frame is summed some tokens at a time
+        for rows in row_slices(tokens_TND[frames].transpose(0, 1)):  # a large frame is processed a few tokens at a time
             part_TRD = float64_copy(tokens_TND[frames, rows])
             norm_TN[frames, rows] = torch.linalg.vector_norm(part_TRD, dim=-1)
             deviation_TN[frames, rows] = torch.linalg.vector_norm(part_TRD.sub_(mean_TD[frames, None]), dim=-1)
@@ -129,15 +150,17 @@ def spatial_density(tokens_TND: Tensor, mean_TD: Tensor) -> Tensor:
 
 
 def describe_frames(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute frame centres and spatial density, Eqs. (2)-(3), of finite tokens [T,N,D] of any float dtype.
+    """Compute the frames' centers and the spatial density, Eqs. (2)-(3), of finite tokens [T,N,D] of any float dtype.
 
-    Returns the centres [T,D] multiplied by the tokens' working scale, and the density [T,N], both float64.
+    Returns:
+        The centers [T,D], multiplied by the tokens' working scale, and the spatial density [T,N], both float64.
     """
-    scale, dtype = working_scale(tokens_TND), work_dtype(tokens_TND)
-    # Allocated before the slices: results among the temporaries of a slice would keep the temporaries from being freed.
+    scale = working_scale(tokens_TND)
+    dtype = work_dtype(tokens_TND)
+    # Allocated before the loop: results allocated between the temporaries of a slice would keep their memory in use.
     mean_TD = tokens_TND.new_empty(tokens_TND[:, 0].shape, dtype=torch.float64)
     spatial_TN = tokens_TND.new_empty(tokens_TND.shape[:2], dtype=torch.float64)
-    for frames in row_slices(tokens_TND):  # scaled slice by slice in the cache; a whole copy would double the memory
+    for frames in row_slices(tokens_TND):  # scaled slice by slice; a copy of all tokens would double the memory
         part_TND = tokens_TND[frames] if scale == 1.0 else tokens_TND[frames].to(dtype) * scale
         mean_TD[frames] = frame_mean(part_TND)
         spatial_TN[frames] = spatial_density(part_TND, mean_TD[frames])
@@ -145,25 +168,29 @@ def describe_frames(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cosine_distance(a_XD: Tensor, b_XD: Tensor) -> Tensor:
-    """Compute d(a, b) = 1 - cos(a, b) of each pair of rows, [X,D] x 2 -> [X], 0 below ZERO_DISTANCE.
+    """Compute d(a, b) = 1 - cos(a, b) of each pair of rows, [X,D] and [X,D] -> [X]; 0 below ZERO_DISTANCE.
 
-    A zero row has cosine 0 with every row except another zero row, at distance 0.
+    Two zero rows have distance 0; a zero row and any other row have distance 1.
     """
-    norm_a, norm_b = torch.linalg.vector_norm(a_XD, dim=-1), torch.linalg.vector_norm(b_XD, dim=-1)
+    norm_a = torch.linalg.vector_norm(a_XD, dim=-1)
+    norm_b = torch.linalg.vector_norm(b_XD, dim=-1)
     return distance_of_products((a_XD * b_XD).sum(dim=-1), norm_a, norm_b)
 
 
 def distance_of_products(product: Tensor, norm_a: Tensor, norm_b: Tensor) -> Tensor:
-    """Compute the cosine distance from the inner product of two rows and their norms, all of one shape."""
+    """Compute cosine distances from the inner products of pairs of rows and both rows' norms, all of the same shape.
+
+    Distances below ZERO_DISTANCE are 0. If both norms are 0, the distance is 0; if only one is, it is 1.
+    """
     norms = norm_a * norm_b
     cosine = product / torch.where(norms > 0, norms, 1.0)
     return floor_distance(torch.where((norm_a == 0) & (norm_b == 0), 0.0, 1 - cosine))
 
 
 def centred_change(mean_TD: Tensor) -> Tensor:
-    """Compute the raw change curve c, Eq. (4), [T,D] -> [T]: each frame centre's mean distance to its neighbours.
+    """Compute the raw change curve c, Eq. (4), [T,D] -> [T]: each frame center's mean cosine distance to its neighbors.
 
-    The first and the last frame have one neighbour; a single frame has none and changes by 0.
+    The first and the last frame have one neighbor. A single frame has none and gets 0.
     """
     if len(mean_TD) == 1:
         return mean_TD.new_zeros(1)
@@ -172,9 +199,11 @@ def centred_change(mean_TD: Tensor) -> Tensor:
 
 
 def gaussian_kernel(sigma: float, radius: int | None = None) -> Tensor:
-    """Compute the truncated Gaussian kernel of Eq. (5), normalised to sum 1: [2r+1] float64.
+    """Compute the truncated Gaussian kernel of Eq. (5), normalized to sum 1: [2r+1] float64 on the CPU.
 
-    ``sigma`` is in frames; the radius r is ceil(3 sigma) by default.
+    Args:
+        sigma: The standard deviation in frames.
+        radius: r in frames; None means ceil(3 * sigma).
     """
     radius = math.ceil(3 * sigma) if radius is None else radius
     offset_K = torch.arange(-radius, radius + 1, dtype=torch.float64, device="cpu")
@@ -183,16 +212,21 @@ def gaussian_kernel(sigma: float, radius: int | None = None) -> Tensor:
 
 
 def box_kernel(radius: int | None = None) -> Tensor:
-    """Compute the fixed window of the smoothing ablation: 2r+1 equal weights of sum 1, float64; r = 1 by default."""
+    """Compute the fixed window of the smoothing ablation: 2r+1 equal weights with sum 1, float64 on the CPU.
+
+    Args:
+        radius: r in frames; None means 1.
+    """
     taps = 2 * (1 if radius is None else radius) + 1
     return torch.full((taps,), 1.0 / taps, dtype=torch.float64, device="cpu")
 
 
 def source_frame(position: Tensor, n_frames: int, boundary: str) -> Tensor:
-    """Map each position, inside or outside [0, T), to the frame that the boundary rule puts there; int64, same shape.
+    """Map each frame position, inside or outside [0, T), to the frame that the boundary rule puts there.
 
-    reflect (edge not repeated), symmetric (edge repeated) and circular continue periodically without limit. Any other
-    rule gives the nearest frame.
+    Args:
+        boundary: "reflect" (mirrored without repeating the edge frame), "symmetric" (mirrored with the edge frame
+            repeated) or "circular", which all continue without limit. Any other value gives the nearest frame.
     """
     if boundary == "circular":
         return position % n_frames
@@ -207,16 +241,18 @@ def source_frame(position: Tensor, n_frames: int, boundary: str) -> Tensor:
 
 
 def smooth(change_T: Tensor, kernel_K: Tensor, boundary: str = "replicate") -> Tensor:
-    """Smooth the change curve by a kernel of odd length, Eq. (6), [T] -> [T].
+    """Smooth the change curve with a kernel of odd length, Eq. (6), [T] -> [T].
 
-    ``boundary`` names what lies beyond the ends: replicate (the end frame), zero, renorm (zero, divided by the kernel's
-    mass inside the video), reflect, symmetric or circular.
+    Args:
+        boundary: What lies beyond the ends of the curve: "replicate" (the end frame), "zero", "renorm" (zero, with the
+            result divided by the kernel's mass inside the video), "reflect", "symmetric" or "circular".
     """
-    n_frames, radius = len(change_T), len(kernel_K) // 2
+    n_frames = len(change_T)
+    radius = len(kernel_K) // 2
     kernel_K = kernel_K.to(change_T)
     frame_T1 = torch.arange(n_frames, device=change_T.device)[:, None]
     position_TK = frame_T1 + torch.arange(-radius, radius + 1, device=change_T.device)
-    # zero and renorm clamp positions too; values outside are masked below.
+    # For zero and renorm, positions are clamped here too; values outside are masked below.
     smoothed_TK = change_T[source_frame(position_TK, n_frames, boundary)] * kernel_K
     if boundary not in ("zero", "renorm"):
         return smoothed_TK.sum(dim=1)
@@ -226,7 +262,7 @@ def smooth(change_T: Tensor, kernel_K: Tensor, boundary: str = "replicate") -> T
 
 
 def mean_normalise(smoothed_T: Tensor, eps: float = 1e-6) -> Tensor:
-    """Divide by the mean, Eq. (7): b / (mean(b) + eps), [T] -> [T]."""
+    """Divide by the mean, Eq. (7): b / (mean(b) + eps), for a tensor of any shape; a tensor of zeros stays zero."""
     return smoothed_T / (smoothed_T.mean() + eps)
 
 
@@ -239,10 +275,15 @@ def temporal_density(
     boundary: str = "replicate",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Compute the normalised temporal density of each frame, Eqs. (4) to (7): [T,D] -> [T].
+    """Compute the normalized temporal density of each frame, Eqs. (4)-(7): centers [T,D] -> [T].
 
-    A single frame has density 1. ``sigma`` is for gaussian smoothing alone. Raw smoothing ignores ``radius`` and
-    ``boundary``, too.
+    A single frame has density 1. All frames of a static video have density 0.
+
+    Args:
+        smoothing: "gaussian", "box", or any other value for none, which ignores ``radius`` and ``boundary``.
+        sigma: The standard deviation in frames, only for gaussian smoothing.
+        radius: The kernel's radius in frames; None means ceil(3 * sigma) for gaussian and 1 for box.
+        boundary: A rule of ``smooth``.
     """
     if len(mean_TD) == 1:
         return mean_TD.new_ones(1)
@@ -255,9 +296,11 @@ def temporal_density(
 
 
 def fuse(temporal_T: Tensor, spatial_TN: Tensor, fusion: str = "full") -> Tensor:
-    """Multiply temporal [T] and spatial density [T,N] into rho [T,N], Eq. (8).
+    """Multiply the temporal density [T] and the spatial density [T,N] to get rho [T,N], Eq. (8).
 
-    ``fusion`` "temporal" or "spatial" leaves the other factor out: the result is then a view of the argument.
+    Args:
+        fusion: "temporal" or "spatial" for that factor alone, which is then returned as a view of the argument; any
+            other value for the product.
     """
     if fusion == "spatial":
         return spatial_TN
@@ -275,10 +318,12 @@ def spatio_temporal_density(
     fusion: str = "full",
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """Compute rho [T,N] and the temporal density [T], Eqs. (2)-(8), float64, of finite tokens [T,N,D].
+    """Compute rho and the temporal density, Eqs. (2)-(8), of finite tokens [T,N,D].
 
-    The parameters are the parameters of ``temporal_density`` and ``fuse``. The values of SMOOTHINGS, BOUNDARIES and
-    FUSIONS are allowed; they are not checked here.
+    The parameters are those of ``temporal_density`` and ``fuse``, and are not checked.
+
+    Returns:
+        rho [T,N] and the temporal density [T], both float64.
     """
     mean_TD, spatial_TN = describe_frames(tokens_TND)
     temporal_T = temporal_density(mean_TD, smoothing=smoothing, sigma=sigma, radius=radius, boundary=boundary, eps=eps)

@@ -1,18 +1,18 @@
-"""Evidence: outputs of an encoder besides its tokens, by name and source.
+"""Evidence: outputs of a vision encoder or language model, besides the tokens, that some pruning methods need.
 
-Methods mean different things by the same name, so a method names a source too. A pruner lists the evidence that it
-needs from the vision encoder in ``Pruner.sources``; a model family lists the evidence that it can give in
-``ModelFamily.gives``. Evidence is float32 with the axes of :data:`EVIDENCE_SHAPES`.
+Two methods may mean different things by the same name, so a piece of evidence has a name and a source. A pruner lists
+the evidence that it needs from the vision encoder in ``Pruner.sources``; a model family lists the evidence that it can
+compute in ``ModelFamily.gives``. Evidence is float32, with the axes of :data:`EVIDENCE_SHAPES`.
 
-Evidence is requested by a mapping from a label to a source. A label is the evidence's name, or ``<name>_<source>``
-(:func:`make_label`) if the name is requested from several sources; :func:`name_of` gives the name of a label.
+Evidence is requested as a mapping from label to source. The label is the name of the evidence, or ``<name>_<source>``
+(:func:`make_label`) if the same name is requested from several sources. :func:`name_of` converts a label to the name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: Evidence that encoders and language models give, by name, and its axes; equal names are equal lengths.
+#: The axes of each kind of evidence, by name. Axes of the same name have the same length.
 EVIDENCE_SHAPES = {
     "frame_feature": ("T", "Dv"),
     "token_attention": ("T", "N"),
@@ -23,20 +23,20 @@ EVIDENCE_SHAPES = {
     "noise": ("T*N",),
 }
 
-#: Attention to tokens in the encoder's last layer, mean over heads and queries, and the layer's keys, mean over heads;
-#: both pooled like the tokens.
+#: The encoder's last layer: the attention that each token receives, averaged over heads and queries, and the keys,
+#: averaged over heads. Both are pooled like the tokens.
 LAST_LAYER = "last_layer"
 #: SigLIP's attention-pooling head on the encoder's output: the pooled feature and the attention of its probe.
 POOLING_HEAD = "pooling_head"
-#: The same head, applied to a single patch at a time: each patch in the embedding space of SigLIP's texts.
+#: The same head, applied to one patch at a time: each patch in the embedding space of SigLIP's texts.
 SINGLE_PATCHES = "single_patches"
 #: A coarse view of the encoder's last layer: attention of a frame's mean query to the mean keys of merged patches.
 MERGED_QUERIES = "merged_queries"
 
-#: The sources that must be read from a SigLIP checkpoint beside the model.
+#: The sources whose weights come from a SigLIP checkpoint, in addition to the model's.
 HEAD_SOURCES = frozenset({POOLING_HEAD, SINGLE_PATCHES})
 
-#: The sources as errors describe them.
+#: The sources as error messages describe them.
 SOURCES: Mapping[str, str] = {
     LAST_LAYER: "the encoder's last layer",
     POOLING_HEAD: "SigLIP's attention-pooling head",
@@ -45,32 +45,36 @@ SOURCES: Mapping[str, str] = {
 }
 
 
-#: Evidence of a frame, not of each token.
+#: Evidence with one value per frame instead of one per token.
 PER_FRAME = frozenset({"frame_feature"})
 
 
 def is_per_frame(label: str) -> bool:
-    """Return True if evidence of this label has a value for each frame instead of each token."""
+    """Return True if evidence with this label has one value per frame instead of one per token."""
     return any(label == name or label.startswith(f"{name}_") for name in PER_FRAME)
 
 
 def make_label(name: str, source: str) -> str:
-    """Make the label ``<name>_<source>`` that tells evidence of one name from two sources apart."""
+    """Return the label ``<name>_<source>``, which distinguishes evidence of the same name from different sources."""
     return f"{name}_{source}"
 
 
 def name_of(label: str, source: str) -> str:
-    """Return the evidence's name from its label, which may be the name itself."""
+    """Return the name of evidence: ``label`` without the suffix ``_<source>``, if it has this suffix."""
     return label.removesuffix(f"_{source}")
 
 
 def name_source_pairs(evidence: Mapping[str, str]) -> frozenset[tuple[str, str]]:
-    """Convert evidence, label -> source, to the set of (name, source)."""
+    """Convert a mapping of evidence, label -> source, to the set of (name, source) pairs."""
     return frozenset((name_of(label, source), source) for label, source in evidence.items())
 
 
 def describe_evidence(evidence: Mapping[str, str]) -> str:
-    """Describe evidence for a message: ``frame_feature, token_attention from SigLIP's attention-pooling head``."""
+    """Format a mapping of evidence, label -> source, for a message; "" if it is empty.
+
+    The names are sorted and grouped by source, for example ``frame_feature, token_attention from SigLIP's
+    attention-pooling head``. Groups are separated by "; ".
+    """
     return "; ".join(
         f"{', '.join(sorted(name for name, name_source in name_source_pairs(evidence) if name_source == source))} from "
         f"{SOURCES.get(source, source)}"

@@ -1,7 +1,7 @@
-"""The table of model families: the class that makes visual tokens, and the class that puts them into prompts.
+"""The table of model families: which class makes visual tokens, and which class inserts them into prompts.
 
-Classes are import paths, so that a checkpoint's type can be checked before any model code is imported. A family that is
-not in the table is named by the import path ``package.module:Class`` of its ``ModelFamily``.
+Classes are given as import paths, so that a checkpoint's type can be checked before any model code is imported. A
+family outside the table is given by the import path ``package.module:Class`` of its ``ModelFamily``.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import NamedTuple
 
 
 class Family(NamedTuple):
-    """A model family.
+    """An entry of the table of model families.
 
     Attributes:
-        backbone: the import path ``package.module:Class`` of the class that makes visual tokens.
-        prompts: the import path of the class that builds prompts; None for a family that can be encoded and cached,
-            but cannot answer questions.
-        published: the names of the family's published checkpoints.
-        files: the files, besides config.json, weights and chat template, that all of these checkpoints have.
-        usual_files: the files that these checkpoints or fine-tuned ones may lack. InternVL3, for example, has no
-            video_preprocessor_config.json, and InternVL3.5 has one.
-        language_model: the import path of the class that answers prompts.
-        gate: the import path of a function that checks a resolved model before any work, and returns what it found as
-            ``ModelSource.layout``; None for a family that is described by its own code.
-        doctor: the import path of the function that makes the same check with the checkpoint's own weights, for
-            ``jobs.doctor``; None without a gate.
+        backbone: The import path ``package.module:Class`` of the class that makes visual tokens.
+        prompts: The import path of the class that builds prompts. None for a family whose videos can be encoded and
+            cached, but that cannot answer questions.
+        published: The names of the family's published checkpoints.
+        files: The files that every published checkpoint has, besides config.json, the weights and the chat template.
+        usual_files: Files that a published or fine-tuned checkpoint may lack. For example, InternVL3.5 has a
+            video_preprocessor_config.json and InternVL3 does not.
+        language_model: The import path of the class that generates answers.
+        gate: The import path of a function that checks a resolved model before any work and returns its findings, which
+            become ``ModelSource.layout``. None if the family has its own code and needs no check.
+        doctor: The import path of a function that runs the same check with the checkpoint's real weights, for
+            ``jobs.doctor``. None if ``gate`` is None.
     """
 
     backbone: str
@@ -38,14 +38,19 @@ class Family(NamedTuple):
     doctor: str | None = None
 
 
-#: The family of every model type that has no line of its own below.
+#: The family of every model type that is not in the table below.
 GENERIC = "generic"
 _FILES = ("preprocessor_config.json", "tokenizer.json", "tokenizer_config.json")
-_GENERATION, _VIDEO, _PROCESSOR = "generation_config.json", "video_preprocessor_config.json", "processor_config.json"
+_GENERATION = "generation_config.json"
+_VIDEO = "video_preprocessor_config.json"
+_PROCESSOR = "processor_config.json"
 
 
 def describe_family(family: str, model_type: str | None) -> str:
-    """Return the name of a family, with the model type where another family reads it than the one of its own."""
+    """Return the family's name for a message, preceded by ``model_type`` if that is known and differs from the name.
+
+    For example, "qwen3_vl" for a model type of the same name, and "gemma4 by the family generic" for "gemma4".
+    """
     return family if model_type in (None, family) else f"{model_type} by the family {family}"
 
 
@@ -119,5 +124,5 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def choose_family(model_type: str) -> str:
-    """Return the family of a model type: the family of that name in the table, else GENERIC."""
+    """Return the name of the family for a model type: the type itself if it is in the table, otherwise ``GENERIC``."""
     return model_type if model_type in FAMILIES else GENERIC

@@ -1,4 +1,4 @@
-"""Late imports: tables whose classes are imported on first use, near names, and contexts for slow imports."""
+"""Lazy imports: tables of import paths, suggestions for mistyped names, and contexts for slow imports."""
 
 from __future__ import annotations
 
@@ -16,16 +16,22 @@ from typing import Any
 
 
 def load_object(target: str) -> Any:
-    """Import the object that ``"package.module:Name"`` names."""
+    """Import ``package.module`` and return its attribute ``Name``, for a target ``"package.module:Name"``.
+
+    Raises:
+        ImportError: The module cannot be imported. Any other error of the module's code is passed on.
+        AttributeError: The module has no such attribute, or ``target`` has no ":".
+    """
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)
 
 
 def find_torchvision_mismatch() -> str | None:
-    """Return the version of an installed torchvision that is built for CUDA beside a torch that is not, else None.
+    """Return the version of the installed torchvision if it was built for CUDA but torch was not; None otherwise.
 
-    Such a torchvision cannot be imported, nor can the models of transformers, which import it wherever it is installed.
-    None too if this process has imported it already, or has a stand-in for the part that fails.
+    Such a torchvision cannot be imported, and neither can the models of transformers, which import it if it is
+    installed. The result is also None if this process has already imported torchvision, or has a substitute for the
+    submodule that fails. Only torch is imported here.
     """
     if sys.modules.get("torchvision") or "torchvision._meta_registrations" in sys.modules:
         return None
@@ -42,20 +48,21 @@ def find_torchvision_mismatch() -> str | None:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return ``" (did you mean NAME?)"`` with the nearest of ``names`` to a mistyped name; "" if none is near."""
+    """Return ``" (did you mean NAME?)"`` for the name in ``names`` that is most similar to ``name``; "" if none is."""
     matches = get_close_matches(name, list(names), 1)
     return f" (did you mean {matches[0]}?)" if matches else ""
 
 
 @contextmanager
 def pause_garbage_collector() -> Iterator[None]:
-    """Pause Python's garbage collector in this context, for slow imports.
+    """Disable Python's garbage collector inside this context, which makes slow imports faster.
 
-    If the context imports a module, all objects that live at its end are exempt from later collections. The objects of
-    torch, transformers and Ray live as long as the process. Scanning them took a sixth of the import time, and most of
-    the time in which a process exits.
+    It is enabled again at the end only if it was enabled before. If the context imported any module, all objects that
+    exist at its end are exempt from later collections. The objects of torch, transformers and Ray live as long as the
+    process; scanning them took a sixth of the import time and most of the time that a process needed to exit.
     """
-    was_enabled, n_modules = gc.isenabled(), len(sys.modules)
+    was_enabled = gc.isenabled()
+    n_modules = len(sys.modules)
     gc.disable()
     try:
         yield
@@ -68,7 +75,10 @@ def pause_garbage_collector() -> Iterator[None]:
 
 @contextmanager
 def repeat_line(say: Callable[[str], object], line: str, every_s: float = 4.0) -> Iterator[None]:
-    """Call ``say(line)`` every ``every_s`` seconds in this context, from a thread: a slow step is never silent."""
+    """Call ``say(line)`` every ``every_s`` seconds inside this context, from a thread, during a slow step.
+
+    The first call comes after ``every_s`` seconds. On exit, the context waits for a call that is in progress.
+    """
     ended = threading.Event()
 
     def repeat() -> None:
@@ -85,10 +95,10 @@ def repeat_line(say: Callable[[str], object], line: str, every_s: float = 4.0) -
 
 
 def make_getattr(module: str, lazy_objects: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Make the ``__getattr__`` of a module, which looks names up in ``lazy_objects``.
+    """Make a module-level ``__getattr__`` that returns ``lazy_objects[name]`` and raises AttributeError otherwise.
 
-    The mapping itself must import an object at its lookup, as LazyTable does. Nothing is kept in the module. The
-    returned function raises AttributeError for any other name.
+    Objects are not stored in the module: each access looks them up again, and the mapping must import them, as
+    LazyTable does. ``module`` is the module's name in the error message.
     """
 
     def attribute(name: str) -> Any:
@@ -100,12 +110,13 @@ def make_getattr(module: str, lazy_objects: Mapping[str, Any]) -> Callable[[str]
 
 
 class LazyTable(Mapping[str, Any]):
-    """A read-only mapping whose values are given as ``"package.module:Name"`` and imported on first use.
+    """A read-only mapping from names to objects that are given as ``"package.module:Name"`` and imported on lookup.
 
-    An unknown name raises KeyError with the nearest and all known names.
+    Iteration, ``len`` and ``in`` import nothing. Looking up an unknown name raises KeyError; the message suggests the
+    most similar name and lists all names.
 
     Args:
-        kind: the noun for a name in that error, such as "method".
+        kind: The noun for a name in this message, such as "method".
         targets: name -> ``"package.module:Name"``.
     """
 
@@ -114,7 +125,11 @@ class LazyTable(Mapping[str, Any]):
         self._targets = dict(targets)
 
     def __getitem__(self, name: str) -> Any:
-        """Import and return the object of this name. Raises KeyError that lists the known names."""
+        """Import the module of this entry and return the object.
+
+        Raises:
+            KeyError: The name is unknown. Errors of the import are passed on.
+        """
         if name not in self._targets:
             hint = did_you_mean(name, self._targets)
             raise KeyError(f"unknown {self._kind} {name!r}{hint}; known: {', '.join(self._targets)}")

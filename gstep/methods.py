@@ -1,22 +1,23 @@
-"""The tables of pruning methods: the name and the import path of the class.
+"""The tables of pruning methods: each name with the import path of its class.
 
-Classes are import paths, so that ``--help`` lists the methods without importing torch. A method whose class is
-``cacheable`` belongs in VIDEO_METHODS, any other method in QUESTION_METHODS.
+Classes are given as import paths, so that ``--help`` lists the methods without importing torch. Methods whose class
+attribute ``cacheable`` is True belong in VIDEO_METHODS, the others in QUESTION_METHODS.
 
-Not in the tables:
+These published methods are not included:
 
 - KiToke (2604.03414): its official code is not published yet.
-- ForestPrune (2603.22911): keeps half of the tokens at most, and of a still video early frames only.
+- ForestPrune (2603.22911): keeps at most half of the tokens, and only early frames of a static video.
 - DART (2502.11494): needs keys and hidden states of the language model, and the question.
-- DyCoke (2411.15024): keeps 28 % at least before the language model, and prunes the rest inside it.
-- SToP (2604.20937): not a method, but the parameters ``mu_s`` and ``mu_t`` of four methods (gstep.pruners.sinks).
+- DyCoke (2411.15024): keeps at least 28 % before the language model, and prunes the rest inside it.
+- SToP (2604.20937): available not as a method, but as the parameters ``mu_s`` and ``mu_t`` of four methods
+  (gstep.pruners.sinks).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: Methods that look at the video alone: their selection can be cached.
+#: Methods whose selection depends only on the video, so that it can be cached.
 VIDEO_METHODS: Mapping[str, str] = {
     "none": "gstep.pruners.none:KeepAll",
     "random": "gstep.pruners.random:Random",
@@ -37,7 +38,7 @@ VIDEO_METHODS: Mapping[str, str] = {
     "tango": "gstep.pruners.tango:Tango",
 }
 
-#: Methods that look at the question too: they select again for each question.
+#: Methods whose selection also depends on the question, so that they run for each question.
 QUESTION_METHODS: Mapping[str, str] = {
     "cdpruner": "gstep.pruners.cdpruner:CDPruner",
     "fastv": "gstep.pruners.fastv:FastV",
@@ -46,6 +47,6 @@ QUESTION_METHODS: Mapping[str, str] = {
 #: All methods.
 METHODS: Mapping[str, str] = {**VIDEO_METHODS, **QUESTION_METHODS}
 
-#: Methods that can prune inside vLLM: they look at the video alone, need no evidence of its encoder, merge no tokens,
-#: and keep a number of tokens that is known beforehand.
+#: Methods that can prune inside vLLM: they depend only on the video, need no evidence from its encoder, merge no
+#: tokens, and keep a number of tokens that is known in advance.
 LIVE_METHODS = ("gstep", "novelty", "uniform", "random", "topk", "fps", "divprune", "vcast")

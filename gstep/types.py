@@ -1,8 +1,8 @@
 """The data that methods and models exchange, and the shape legend of this package.
 
-Shapes: T frames (temporal patches on Qwen models), N tokens a frame, D hidden size of the LLM, M = T*N tokens of the
-video, B budget (kept tokens). A token's flat index is n = t*N + i, counted from 0. Tensor names end in their shape
-where it helps: ``tokens_MD`` is [M, D].
+Shapes: T frames (temporal patches on Qwen models), N tokens per frame, D hidden size of the LLM, M = T*N tokens of the
+video, B budget (kept tokens). The flat index of token i of frame t is n = t*N + i, counted from 0. Tensor names end in
+their shape where it helps: ``tokens_MD`` is [M, D].
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from functools import cached_property
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # code that only counts tokens or passes them on does not wait for torch
+if TYPE_CHECKING:  # code that only counts tokens or passes them on does not import torch
     from torch import Tensor
 
 
 def budget_for(retention_ratio: float, n_total: int) -> int:
-    """Compute B = max(1, floor(r*M + 1e-9)), the budget of a video of ``n_total`` tokens.
+    """Compute the budget B = max(1, floor(r*M + 1e-9)) of a video with M = ``n_total`` tokens at retention ratio r.
 
-    The 1e-9 is for products that lie a rounding error below an integer.
+    The 1e-9 compensates for products that are a rounding error below an integer.
 
-    Raises ValueError if ``retention_ratio`` lies outside (0, 1].
+    Raises:
+        ValueError: ``retention_ratio`` is not a number in (0, 1].
     """
     is_number = isinstance(retention_ratio, Real) and not isinstance(retention_ratio, bool)
     if not (is_number and 0.0 < retention_ratio <= 1.0):
@@ -33,9 +34,10 @@ def budget_for(retention_ratio: float, n_total: int) -> int:
 
 
 class _TensorFields:
-    """The base of dataclasses with tensor fields: ``==`` compares dtype, device and values of tensors.
+    """The base of dataclasses with tensor fields: ``==`` compares tensors by dtype, device, shape and values.
 
-    Objects have no hash, because equal tensors have different hashes.
+    This includes tensors in tuples and mappings. The objects are not hashable, because equal tensors have different
+    hashes.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -48,16 +50,17 @@ class _TensorFields:
 
 @dataclass(frozen=True, eq=False)
 class VisualTokens(_TensorFields):
-    """The tokens of one video as a backbone makes them.
+    """All visual tokens of one video as a backbone makes them, before pruning.
 
     Attributes:
-        tokens: [T,N,D], all visual tokens of the video.
-        evidence: further outputs of the encoder that a method needs, by label (gstep.evidence).
-        deepstack: [T,N,D] each, further vectors of the same tokens that enter the LLM's first layers (Qwen3-VL).
-        extra: facts of this video that only the encoder knows and a prompt needs, JSON values; they are stored beside
-            ``Backbone.model_extra``.
-        grid: (rows, columns) of the N tokens of a frame, which are in row order; None if unknown.
-        times: seconds of each of the T frames (of a temporal patch: its first frame); None if unknown.
+        tokens: [T,N,D].
+        evidence: Further outputs of the encoder that a method needs, by label (gstep.evidence).
+        deepstack: One tensor [T,N,D] per level: further vectors of the same tokens that are added in the first layers
+            of the LLM. Empty except for Qwen3-VL.
+        extra: JSON values about this video that only the encoder knows and a prompt needs; they are stored together
+            with ``Backbone.model_extra``.
+        grid: (rows, columns) of the N tokens of a frame, which are in row-major order; None if unknown.
+        times: The time of each of the T frames in seconds (for a temporal patch, of its first frame); None if unknown.
     """
 
     tokens: Tensor
@@ -69,7 +72,7 @@ class VisualTokens(_TensorFields):
 
     @property
     def known_grid(self) -> tuple[int, int]:
-        """The grid, or if it is unknown the factors of N that are nearest to each other, rows <= columns."""
+        """``grid``, or if it is None, the factors of N that are closest to each other, with rows <= columns."""
         if self.grid is not None:
             return self.grid
         size = self.tokens.shape[1]
@@ -78,16 +81,16 @@ class VisualTokens(_TensorFields):
 
     @property
     def known_times(self) -> tuple[float, ...]:
-        """The times, or if they are unknown one second per frame."""
+        """``times``, or if they are None, 0.0, 1.0, 2.0, ...: one second per frame."""
         return self.times if self.times is not None else tuple(map(float, range(len(self.tokens))))
 
     def add_places(self, grid: Sequence[int] | None, timestamps: Sequence[float]) -> VisualTokens:
-        """Return the tokens with their grid and times.
+        """Return a copy with this grid, and with times from the timestamps of the sampled frames; tensors are shared.
 
         Args:
-            grid: [rows, columns], ``ModelExtra["grid"]``; None if unknown.
-            timestamps: seconds of each sampled frame. T temporal patches share them evenly; if they cannot, the times
-                stay unknown.
+            grid: [rows, columns] as in ``ModelExtra["grid"]``; None if unknown.
+            timestamps: The time of each sampled frame in seconds. Each of the T temporal patches gets that of the first
+                of its ceil(len(timestamps) / T) frames; if this does not give T times, the times are None.
         """
         n_frames = len(self.tokens)
         times = tuple(map(float, timestamps[:: max(1, math.ceil(len(timestamps) / n_frames))]))
@@ -100,18 +103,21 @@ class VisualTokens(_TensorFields):
 
 @dataclass(frozen=True, eq=False)
 class PrunedTokens(_TensorFields):
-    """The kept tokens of one video, in ascending flat index.
+    """The kept tokens of one video, in ascending flat index, as ``gstep.prune`` and ``Pruner.prune`` return them.
 
     Attributes:
-        tokens: [B,D], dtype and device of the input.
-        index: [B] int64, flat index t*N + i, ascending. A merged token carries its target's index.
-        rank: [B] int64, the order in which each token was selected (0 first); None for a method without an order.
+        tokens: [B,D], with the dtype and device of the input.
+        index: [B] int64, the flat indices t*N + i, ascending. A merged token has the index of the token that the others
+            were merged into.
+        rank: [B] int64, the position of each token in the order of selection (0 was selected first); None for a method
+            that is not nested.
         merged: [B] bool, True for a token that is a mixture of input tokens; None for a method that never merges.
-        order: [B] int64, row numbers in the order of the method's own prompt; None for ascending index.
+        order: [B] int64, the row numbers of ``tokens`` in the order of the method's own prompt; None for ascending
+            index.
         n_total: M = T*N, the number of tokens before pruning.
-        retention_ratio: the nominal share, budget / n_total if a budget was passed; ``kept_ratio`` is the real share.
+        retention_ratio: The nominal ratio, which is budget / M if a budget was given. ``kept_ratio`` is the actual one.
         density: [B] float32, rho of each kept token (Eq. 8); None for a method without a density.
-        temporal_density: [T] float32, the normalised temporal density (Eq. 7); None for a method without one.
+        temporal_density: [T] float32, the normalized temporal density (Eq. 7); None for a method without one.
     """
 
     tokens: Tensor
@@ -126,28 +132,28 @@ class PrunedTokens(_TensorFields):
 
     @property
     def n_kept(self) -> int:
-        """The number of kept tokens; methods that are not ``exact`` may miss the budget."""
+        """The number of kept tokens, which may differ from ``budget`` for methods that are not ``exact``."""
         return len(self.index)
 
     @property
     def budget(self) -> int:
-        """B, the nominal number of tokens at ``retention_ratio``."""
+        """The budget B at ``retention_ratio``, a nominal number of tokens."""
         return budget_for(self.retention_ratio, self.n_total)
 
     @property
     def kept_ratio(self) -> float:
-        """The real share of tokens kept, n_kept / n_total."""
+        """The share of tokens that were actually kept, n_kept / n_total."""
         return self.n_kept / self.n_total
 
     @property
     def nested(self) -> bool:
-        """True if every smaller selection is a prefix of this selection in order of rank."""
+        """True if the first tokens in order of rank are also the selection for any smaller budget."""
         return self.rank is not None
 
     def selection_order(self) -> Tensor:
         """Return the row numbers of ``tokens`` in order of selection, [B] int64.
 
-        A method without ranks has the order of its own prompt instead, or ascending index.
+        For a method without ranks, this is the order of its own prompt (``order``) or ascending index.
         """
         if self.order is not None:
             return self.order
@@ -158,13 +164,23 @@ class PrunedTokens(_TensorFields):
         return self.rank.argsort()
 
     def at(self, retention_ratio: float) -> PrunedTokens:
-        """Return the nested smaller selection at ``retention_ratio``, a share of all T*N tokens.
+        """Return the nested selection at a smaller ratio: the tokens of the lowest ranks, still in ascending index.
 
-        Raises ValueError if the ratio is larger than this selection's, or if it differs and the method is not nested.
+        Args:
+            retention_ratio: A share of all T*N tokens, not of the kept ones.
+
+        Returns:
+            A copy of the first B ranks, or this object itself if the method is not nested and the ratio is its own.
+
+        Raises:
+            ValueError: The ratio is outside (0, 1], is larger than this selection's ratio, or differs from it although
+                the method is not nested.
         """
         budget = budget_for(retention_ratio, self.n_total)
         if retention_ratio > self.retention_ratio + 1e-9:
-            raise ValueError(f"retention ratio {retention_ratio} is larger than the {self.retention_ratio} kept here")
+            raise ValueError(
+                f"retention ratio {retention_ratio} is larger than the {self.retention_ratio} kept here: prune again"
+            )
         if self.rank is None:
             if abs(retention_ratio - self.retention_ratio) > 1e-9:
                 raise ValueError(
@@ -186,7 +202,10 @@ class PrunedTokens(_TensorFields):
 
 
 def _is_equal(a: object, b: object) -> bool:
-    """Return True if two field values are equal: tensors by dtype, device and values, anything else by ==."""
+    """Return True if two field values are equal; tensors are compared by dtype, device, shape and values.
+
+    Mappings and tuples are compared item by item, everything else by ``==``. A tensor never equals a non-tensor.
+    """
     import torch  # noqa: PLC0415 - as above
 
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -200,21 +219,22 @@ def _is_equal(a: object, b: object) -> bool:
 
 @dataclass(frozen=True)
 class Visual:
-    """The kept tokens of one video, as a prompt needs them.
+    """The kept tokens of one video as a prompt needs them.
 
     Attributes:
-        tokens: [K,D], in the order of the prompt: ascending flat index, or a method's own (on LLaVA-OneVision alone).
-        index: [K] int64, flat index t*N + i before pruning; a merged token carries its target's index.
-        n_frames: T (temporal patches on Qwen).
-        tokens_per_frame: N.
-        extra: further facts for the model family's positions (``Backbone.model_extra``): grid, seconds a patch, patch
-            times.
-        deepstack: [K,D] a level, the same rows as ``tokens``; only Qwen3-VL has levels.
-        newline: [D], the row that follows the tokens of a video; only LLaVA-OneVision has it.
-        evidence: the cached evidence of the same tokens, for a method that prunes them later; no part of a prompt.
-        frame_indices: the index in the source of each sampled frame, repeated frames included; empty if unknown.
-        fps: average frames a second of the whole source; None if unknown.
-        timestamps: seconds of each sampled frame, repeated frames included; empty if unknown.
+        tokens: [K,D], in the order of the prompt: ascending flat index, or on LLaVA-OneVision the method's own order.
+        index: [K] int64, the flat index t*N + i before pruning. A merged token has its target's index.
+        n_frames: T, the number of frames, or of temporal patches on Qwen.
+        tokens_per_frame: N, before pruning.
+        extra: Further values for the model family's positions (``Backbone.model_extra``): grid, seconds per patch,
+            patch times.
+        deepstack: One tensor [K,D] per level with the same rows as ``tokens``. Empty except for Qwen3-VL.
+        newline: [D], the row that follows the tokens of a video. None except for LLaVA-OneVision.
+        evidence: The cached evidence of the same tokens, for a method that prunes them at generation; prompts ignore
+            it.
+        frame_indices: The index in the source of each sampled frame, with repetitions; empty if unknown.
+        fps: The average frame rate of the whole source in frames per second; None if unknown.
+        timestamps: The time of each sampled frame in seconds, with repetitions; empty if unknown.
     """
 
     tokens: Tensor
@@ -231,9 +251,10 @@ class Visual:
 
     @cached_property
     def placeholder_rows(self) -> Tensor:
-        """The embeddings of the placeholders in a prompt, [P,D*(1+levels)]: deepstack levels alongside, newline last.
+        """The embeddings that replace the placeholders of a prompt, [P, D*(1+levels)].
 
-        Cached, because all questions on a video share them.
+        A row is a token followed by its deepstack vectors. The newline, if any, is the last row. The tensor is cached,
+        because all questions about a video share it.
         """
         import torch  # noqa: PLC0415 - as above
 
@@ -242,13 +263,16 @@ class Visual:
 
     @cached_property
     def placeholder_hash(self) -> str:
-        """A hash of ``placeholder_rows``, their dtype and their shape."""
+        """The SHA-256 of the bytes, dtype and shape of ``placeholder_rows``, as hex; computed once."""
         rows = self.placeholder_rows
         return hash_tensor(f"{rows.dtype} {tuple(rows.shape)} ", rows)
 
 
 def hash_tensor(text: str, tensor: Tensor) -> str:
-    """Compute the SHA-256 of a text followed by a tensor's bytes, as hex; the tensor is on the CPU."""
+    """Compute the SHA-256 of ``text`` followed by the bytes of a CPU tensor, as hex.
+
+    The tensor's dtype and shape do not enter the hash, so ``text`` should contain them.
+    """
     import torch  # noqa: PLC0415 - as above
 
     digest = hashlib.sha256(text.encode())

@@ -1,4 +1,4 @@
-"""The pruning methods, a file each; make_pruner builds a method from its name in PRUNERS or its import path."""
+"""The pruning methods, one per file; ``make_pruner`` builds a method from its name in PRUNERS or its import path."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "tex
 
 
 def make_pruner(method: str | Pruner = "gstep", /, **params: Any) -> Pruner:
-    """Make a method with these hyper-parameters, reusable for any number of videos.
+    """Make a method with these hyper-parameters; the object can prune any number of videos.
 
     Args:
-        method: a name of PRUNERS, the import path ``module:Class`` of another method, or a Pruner object, which is
-            checked and returned.
-        params: the hyper-parameters; none with a Pruner object.
+        method: A name of PRUNERS, the import path ``module:Class`` of another method (the module is imported), or a
+            Pruner object, whose class and parameters are checked before the same object is returned.
+        params: The hyper-parameters, by the names of the class's fields. None are allowed with a Pruner object.
 
-    Raises ValueError for an unknown method, a class that is no method, an unknown parameter or a bad value; the message
-    has the accepted values.
+    Raises:
+        ValueError: The method is unknown, cannot be imported or is not valid, or a parameter is unknown, missing or
+            invalid. The message gives the accepted values.
     """
     if not isinstance(method, Pruner):
         return _build_pruner(find_method(method), params, method)
@@ -43,14 +44,17 @@ def make_pruner(method: str | Pruner = "gstep", /, **params: Any) -> Pruner:
 
 
 def read_pruner(method: str, texts: Mapping[str, str], *, family: str | None = None) -> Pruner:
-    """Make a method from hyper-parameters as text, as on a command line.
+    """Make a method from hyper-parameters given as text, as on a command line.
 
     Args:
-        method: a name of PRUNERS or ``module:Class``.
-        texts: parameter name -> text.
-        family: the model's family (``ModelFamily.variant``), the default of ``Pruner.family_parameter``.
+        method: A name of PRUNERS or ``module:Class``.
+        texts: Parameter name -> text.
+        family: The model's family (``ModelFamily.variant``), the value of the field that ``Pruner.family_parameter``
+            names unless ``texts`` has that field. Ignored if the method names no field.
 
-    Raises ValueError as :func:`make_pruner`.
+    Raises:
+        ValueError: The method is unknown, cannot be imported or is not valid, or a parameter is unknown, missing or
+            invalid.
     """
     kind = find_method(method)
     params = read_params(kind, texts, method)
@@ -60,9 +64,11 @@ def read_pruner(method: str, texts: Mapping[str, str], *, family: str | None = N
 
 
 def find_method(method: str) -> type[Pruner]:
-    """Find the class of a method: a name of PRUNERS, or ``module:Class``, whose module is imported.
+    """Return the class of a method: a name of PRUNERS, or ``module:Class``, whose module is imported.
 
-    Raises ValueError for an unknown name, a path that cannot be imported, and a class that is no method.
+    Raises:
+        ValueError: The name is unknown, the import raises any error, the class is not a valid method, its module no
+            longer has it under the name that it was defined with, or ``method`` is a class instead of its path.
     """
     if isinstance(method, str) and ":" in method:
         kind = check_method(_import_class(method), method)
@@ -81,25 +87,31 @@ def find_method(method: str) -> type[Pruner]:
 
 
 def method_name(kind: type[Pruner]) -> str:
-    """Return the name by which :func:`find_method` finds the class on any machine: in PRUNERS, or ``module:Class``."""
+    """Return the name by which :func:`find_method` finds the class: its key in PRUNERS, or ``module:Class``.
+
+    Only a class at the top level of its module can be found.
+    """
     return next((name for name, target in METHODS.items() if target == _import_path(kind)), _import_path(kind))
 
 
 def check_method(kind: Any, label: str | None = None) -> type[Pruner]:
     """Check that ``kind`` is the class of a method, and return it; ``label`` is its name in messages.
 
-    Raises ValueError if it is no subclass of Pruner, has no ``select``, is no dataclass itself, or does not declare
-    ``name`` and ``nested``.
+    Raises:
+        ValueError: ``kind`` is not a subclass of Pruner, is abstract, is not decorated as a dataclass itself, or does
+            not declare ``name`` (a string) and ``nested`` (a bool).
     """
     if not (isinstance(kind, type) and issubclass(kind, Pruner)):
-        raise ValueError(f"method {label or kind!r} is no subclass of gstep.pruners.base.Pruner")
+        raise ValueError(f"method {label or kind!r} is not a subclass of gstep.pruners.base.Pruner")
     label = repr(label or _import_path(kind))
     if inspect.isabstract(kind):
         raise ValueError(
             f"method {label} is abstract: it does not define {', '.join(sorted(kind.__abstractmethods__))}"
         )
     if "__dataclass_params__" not in vars(kind):
-        raise ValueError(f"method {label} is no dataclass: put @dataclass(frozen=True, kw_only=True) above its class")
+        raise ValueError(
+            f"method {label} is not a dataclass: put @dataclass(frozen=True, kw_only=True) above its class"
+        )
     for name, field_type in (("name", str), ("nested", bool)):
         if not isinstance(getattr(kind, name, None), field_type):
             raise ValueError(f"method {label} does not declare {name}: ClassVar[{field_type.__name__}] (see Pruner)")
@@ -107,26 +119,34 @@ def check_method(kind: Any, label: str | None = None) -> type[Pruner]:
 
 
 def _build_pruner(kind: type[Pruner], params: Mapping[str, Any], label: str) -> Pruner:
-    """Check the parameters and make an object of a method's class. Any error of its checks becomes a ValueError."""
+    """Check the parameters and construct the method; ``label`` is its name for error messages.
+
+    Raises:
+        ValueError: A parameter is unknown, missing or of the wrong type, or the constructor raises any exception.
+    """
     values = check_params(kind, params, label)
     try:
         return kind(**values)
     except ValueError:
         raise
-    except Exception as error:  # the method's own check may raise anything
+    except Exception as error:  # the method's checks may raise anything
         raise ValueError(f"method {label!r} cannot be made with {values}: {type(error).__name__}: {error}") from error
 
 
 def _import_path(kind: type[Pruner]) -> str:
-    """Format the import path ``module:Class`` of a class."""
+    """Return the import path ``module:Class`` of a class."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _import_class(path: str) -> Any:
-    """Import the object that ``module:Class`` names. Raises ValueError if the import fails."""
+    """Import the object that ``module:Class`` names.
+
+    Raises:
+        ValueError: The import raises any exception; the message has the remedy.
+    """
     try:
         return load_object(path)
-    except Exception as error:  # importing runs code of the method's author
+    except Exception as error:  # importing runs the author's code
         raise ValueError(
             f"method {path!r} cannot be imported: {type(error).__name__}: {error}; its module must be importable on "
             "every machine that prunes: in a package that is installed there, or in a folder on PYTHONPATH"
@@ -134,14 +154,18 @@ def _import_class(path: str) -> Any:
 
 
 def check_params(kind: type[Pruner], params: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """Convert parameters to the types of their fields: an int to a float for a float field, NumPy numbers to Python's.
+    """Convert parameters to the types of their fields.
 
-    Parameters that ``params`` lacks are left out of the result.
+    For example, an int for a float field becomes a float, and NumPy numbers become Python's. Values for types other
+    than int, float, bool, str, None and Literal are returned as they are.
 
     Args:
-        label: the method's name, for messages.
+        params: Parameter name -> value. The result has the same names.
+        label: The method's name in messages.
 
-    Raises ValueError for an unknown parameter, a missing parameter or another type; the message has the accepted types.
+    Raises:
+        ValueError: A parameter is unknown, has no value and no default, or does not have an accepted type; or an
+            annotation of the class cannot be evaluated.
     """
     init_fields = {item.name: item for item in fields(kind) if item.init}
     if unknown := [name for name in params if name not in init_fields]:
@@ -156,10 +180,13 @@ def check_params(kind: type[Pruner], params: Mapping[str, Any], label: str) -> d
 
 
 def read_params(kind: type[Pruner], texts: Mapping[str, str], label: str) -> dict[str, Any]:
-    """Parse parameters from text by the types of their fields; "none" is None if the field accepts None.
+    """Parse the text of parameters by the types of their fields; "none" is None if the field accepts None.
 
-    Raises ValueError for text that is no value of the field's type. The text of an unknown name is returned unparsed,
-    for :func:`check_params` to refuse.
+    Text for an unknown name is returned unparsed, so that :func:`check_params` refuses it. ``label`` is the method's
+    name in messages.
+
+    Raises:
+        ValueError: A text is not a value of the field's type, or an annotation of the class cannot be evaluated.
     """
     hints = _field_types(kind, label)
     return {
@@ -174,16 +201,20 @@ def _is_required(item: Field[Any]) -> bool:
 
 
 def _field_types(kind: type[Pruner], label: str) -> dict[str, Any]:
-    """Resolve the annotation of each field. Raises ValueError if an annotation cannot be evaluated."""
+    """Return the evaluated annotation of each dataclass field, by name.
+
+    Raises:
+        ValueError: An annotation cannot be evaluated.
+    """
     try:
         hints = get_type_hints(kind)
-    except Exception as error:  # annotations are code of the method's author
+    except Exception as error:  # annotations are the author's code
         raise ValueError(f"method {label!r}: its annotations cannot be read: {error}") from error
     return {item.name: hints[item.name] for item in fields(kind)}
 
 
 def _union_members(hint: Any) -> Iterator[Any]:
-    """Yield the members of a union, nested unions too, or the type itself if it is no union."""
+    """Yield the members of a union type, including those of nested unions; a type that is not a union yields itself."""
     if get_origin(hint) in (Union, types.UnionType):
         for part in get_args(hint):
             yield from _union_members(part)
@@ -192,9 +223,10 @@ def _union_members(hint: Any) -> Iterator[Any]:
 
 
 def _check_value(name: str, value: Any, accepted: list[Any], label: str) -> Any:
-    """Convert ``value`` to the first accepted type that it fits. Raises ValueError, naming the types.
+    """Convert ``value`` to the first of the accepted types that it fits.
 
-    ``name`` is the parameter's and ``label`` the method's, for the message.
+    Raises:
+        ValueError: The value fits no type; the message has ``name``, the method's ``label`` and the types.
     """
     for candidate in accepted:
         fits, converted = _convert(candidate, value)
@@ -204,9 +236,10 @@ def _check_value(name: str, value: Any, accepted: list[Any], label: str) -> Any:
 
 
 def _convert(kind: Any, value: Any) -> tuple[bool, Any]:
-    """Return (True if ``value`` is of the type ``kind``, the value converted to that type).
+    """Return whether ``value`` fits the type ``kind``, and the value converted to it (unchanged if it does not fit).
 
-    Any value passes for a type that is neither a Literal nor in _WORDS. A float must be finite.
+    Any integer fits int and any finite real number fits float, NumPy's included, but no bool does. Only its choices fit
+    a Literal, compared with their types. Any value fits types that are neither a Literal nor in _WORDS.
     """
     if get_origin(kind) is Literal:
         matches = [choice for choice in get_args(kind) if type(choice) is type(value) and choice == value]
@@ -219,9 +252,13 @@ def _convert(kind: Any, value: Any) -> tuple[bool, Any]:
 
 
 def _read_value(name: str, text: str, accepted: list[Any], label: str) -> Any:
-    """Parse ``text``: as a choice of a Literal, else by the narrowest accepted type that it fits.
+    """Parse ``text`` as a choice of a Literal, or otherwise as the narrowest accepted type that it fits.
 
-    Raises ValueError, naming the types.
+    Only finite numbers fit float. Fields of types other than int, float, bool, str, None and Literal cannot be given as
+    text.
+
+    Raises:
+        ValueError: The text fits no type; the message has ``name``, the method's ``label`` and the types.
     """
     choices = [choice for kind in accepted if get_origin(kind) is Literal for choice in get_args(kind)]
     for choice in choices:
@@ -236,7 +273,10 @@ def _read_value(name: str, text: str, accepted: list[Any], label: str) -> Any:
 
 
 def _candidate_values(text: str) -> Iterator[Any]:
-    """Yield the values that ``text`` may stand for, from the narrowest type to the text itself."""
+    """Yield the values that ``text`` may stand for: None or a bool, then an int, a float, and last the text itself.
+
+    The words none, true and false may be in any case.
+    """
     words = {"none": None, "true": True, "false": False}
     if text.lower() in words:
         yield words[text.lower()]
@@ -247,7 +287,7 @@ def _candidate_values(text: str) -> Iterator[Any]:
 
 
 def _describe_types(accepted: list[Any]) -> str:
-    """Describe the accepted types for a message: "an integer or none"."""
+    """Format the accepted types for a message, joined by "or", such as "an integer or none" or "one of a, b"."""
     parts = []
     for kind in accepted:
         if get_origin(kind) is Literal:

@@ -1,4 +1,4 @@
-"""The base of all pruning methods: their contract, the budget, and the checks and packing of their results."""
+"""The base class of all pruning methods: their contract, the budget, and the checks and packing of their results."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from gstep.types import PrunedTokens, VisualTokens, budget_for
 
 @dataclass(frozen=True)
 class Selection:
-    """The result of ``Pruner.select`` among the M = T*N tokens of a video.
+    """The tokens that ``Pruner.select`` keeps among the M = T*N tokens of a video.
 
     Attributes:
-        index: [B] int64 flat indices. The order is the order of selection for a nested method, the order of the
-            method's own prompt if it ``reorders``, else free.
-        density: [M] rho of every token (Eq. 8), or None.
-        temporal_density: [T] (Eq. 7), or None.
-        tokens: [B,D] in the order of ``index``, of any float dtype, from a method that changes tokens; None for the
-            input's rows.
-        merged: [B] bool in the order of ``index``, from a method that merges; else None.
+        index: [B] flat indices t*N + i without repetitions, int64. Their order is the order of selection for a nested
+            method, and the order of the method's own prompt if it ``reorders``; otherwise any order.
+        density: [M], rho of every token (Eq. 8); None if the method has none.
+        temporal_density: [T] (Eq. 7); None if the method has none.
+        tokens: [B,D] in the order of ``index``, of any float dtype; None to keep the input's rows unchanged.
+        merged: [B] bool in the order of ``index``, True for merged tokens; None if the method never merges.
     """
 
     index: Tensor
@@ -41,18 +40,22 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class Pruner(ABC):
-    """A pruning method: its fields are its hyper-parameters (checked on construction), ``select`` its mathematics.
+    """A pruning method: the fields of the dataclass are its hyper-parameters, and ``select`` computes the selection.
+
+    A subclass is a frozen dataclass that declares ``name`` and ``nested``, defines ``select``, and checks its
+    parameters in ``__post_init__``. An object can prune any number of videos.
 
     Class attributes:
-        name: its name in the table of methods.
-        nested: True if every prefix of the order of ``select`` is the selection of a smaller budget.
+        name: The name in the table of methods.
+        nested: True if, for every smaller budget, the selection is the beginning of this one in the order of
+            ``select``.
         merges: True if some kept tokens are mixtures of input tokens.
-        cacheable: True if a selection depends on the video alone, so that it may be stored.
-        seeded: True if a selection depends on the seed.
-        exact: True if it always keeps B tokens; otherwise its docstring has the rule for the number of tokens.
-        reorders: True if its own prompt has the tokens in another order than ascending index.
-        optional: the names of evidence that it uses if present.
-        family_parameter: the name of the field whose default is the model's family (``ModelFamily.variant``), or None.
+        cacheable: True if the selection depends only on the video, so that it can be stored.
+        seeded: True if the selection depends on the seed.
+        exact: True if the method always keeps B tokens. Otherwise the class docstring gives the rule.
+        reorders: True if the method's own prompt has the tokens in another order than ascending index.
+        optional: The names of evidence that the method uses if it is given.
+        family_parameter: The name of the field whose default is the model's family (``ModelFamily.variant``), or None.
     """
 
     name: ClassVar[str]
@@ -69,7 +72,7 @@ class Pruner(ABC):
     def needs(self) -> frozenset[str]:
         """The names of the evidence that the method requires.
 
-        A method in which no parameter changes them declares a class attribute instead.
+        A method for which no parameter changes them declares a class attribute instead.
         """
         return frozenset()
 
@@ -77,19 +80,19 @@ class Pruner(ABC):
     def sources(self) -> Mapping[str, str]:
         """The evidence to request from the vision encoder, label -> source (gstep.evidence).
 
-        A class attribute in most methods, like ``needs``.
+        Most methods declare a class attribute instead.
         """
         return MappingProxyType({})
 
     @property
     def layer(self) -> int | None:
-        """The layer of the language model before which tokens are dropped, counted from 0, at least 1.
+        """The layer of the language model before which tokens are dropped, counted from 0 and at least 1.
 
         None for a method that prunes before the language model.
 
-        Inside the model the only evidence is ``llm_attention``: the attention of the prompt's last token in the layer
-        before. It is averaged over heads and cut to the visual tokens of the prompt. ``select`` gets the hidden states
-        of the visual tokens as a single frame, [1,M,D], and seed 0. A method with a layer cannot merge.
+        For a method with a layer, ``select`` gets the hidden states of the visual tokens as one frame, [1,M,D], the
+        seed 0, and only the evidence ``llm_attention``: the attention of the prompt's last token to the visual tokens
+        in the previous layer, averaged over heads. Such a method cannot merge tokens.
         """
         return None
 
@@ -97,45 +100,56 @@ class Pruner(ABC):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Select from the tokens [T,N,D] of one video.
 
-        :meth:`prune` calls it with checked arguments, without gradients, outside autocast, with float32 products in
-        full precision.
+        :meth:`prune` calls it with checked arguments, without gradients, outside autocast, and with float32 products in
+        full precision. It must not modify the arguments.
 
         Args:
-            visual: the unconverted tokens, and the evidence of ``needs`` and ``optional`` on their device, in float32
-                (float64 stays). ``visual.known_grid`` and ``visual.known_times`` say where and when the tokens are.
+            visual: The tokens in their original dtype, and the evidence of ``needs`` and ``optional`` on the tokens'
+                device, in float32 (or float64 if it was given so). ``visual.known_grid`` and ``visual.known_times``
+                give positions and times.
             budget: B, in [1, M].
-            ratio: the nominal share, or budget / M if a budget was passed: for methods that count frame by frame.
-            seed: the seed of methods that draw random numbers.
+            ratio: The nominal ratio, or budget / M if a budget was given, for methods that count frame by frame.
+            seed: A non-negative integer for methods that draw random numbers.
         """
 
     def _set(self, **values: Any) -> None:
-        """Replace fields by checked values in their canonical type, so that 1 and 1.0 are the same parameter."""
+        """Replace fields of this frozen object by checked values in their canonical type, such as 1 by 1.0."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def params(self) -> dict[str, Any]:
-        """Return the hyper-parameters by name, ready for JSON."""
+        """Return the hyper-parameters by name, as a new dict; those of the built-in methods are JSON values."""
         return {item.name: getattr(self, item.name) for item in fields(self) if item.init}
 
     def nominal_ratio(self, retention_ratio: float) -> float:
-        """Return the nominal share of tokens for a requested ``retention_ratio``; a method may have its own rule.
+        """Return the nominal ratio for a requested ratio: the same, as a float, unless a method has its own rule.
 
-        Raises ValueError outside (0, 1].
+        Raises:
+            ValueError: ``retention_ratio`` is not in (0, 1].
         """
         budget_for(retention_ratio, 1)
         return float(retention_ratio)
 
     def at_most(self, n_frames: int, per_frame: int, hidden: int, retention_ratio: float) -> int:
-        """Return the maximum number of tokens that the method keeps of a video [T,N,D], to size a prompt.
+        """Return the maximum number of tokens that the method keeps of a video [T,N,D], to reserve room in a prompt.
 
-        It is B; a method that is not ``exact`` should override it.
+        The default is B; methods that are not ``exact`` should override it. ``hidden`` is D.
+
+        Raises:
+            ValueError: ``retention_ratio`` is not in (0, 1].
         """
         return self.resolve_budget(n_frames * per_frame, retention_ratio)[0]
 
     def resolve_budget(
         self, n_total: int, retention_ratio: float = 0.25, budget: int | None = None
     ) -> tuple[int, float]:
-        """Compute (B, nominal ratio) for a video of ``n_total`` tokens; ``budget``, if any, overrides the ratio."""
+        """Compute (B, nominal ratio) for a video of ``n_total`` tokens.
+
+        If ``budget`` is given, it is B, ``retention_ratio`` is ignored, and the nominal ratio is B / n_total.
+
+        Raises:
+            ValueError: ``budget`` is not an integer in [1, n_total], or ``retention_ratio`` is not in (0, 1].
+        """
         if budget is None:
             ratio = self.nominal_ratio(retention_ratio)
             return budget_for(ratio, n_total), ratio
@@ -145,16 +159,23 @@ class Pruner(ABC):
     def prune(
         self, visual: VisualTokens, retention_ratio: float = 0.25, *, budget: int | None = None, seed: int = 0
     ) -> PrunedTokens:
-        """Prune one video's tokens [T,N,D] to [B,D] in ascending flat index, on the same device.
+        """Prune one video's tokens [T,N,D] to [B,D] in ascending flat index, on the same device and without gradients.
 
-        The result does not depend on torch's default dtype and device, nor on the caller's setting for float32
-        products.
+        The result does not depend on torch's default dtype and device or on its precision setting for float32 products.
+
+        Args:
+            visual: The tokens, with the evidence, grid and times that the method uses. Other evidence is ignored, and
+                deepstack vectors are not pruned.
+            retention_ratio: The share of tokens to keep; ignored if ``budget`` is given.
+            budget: B itself, in [1, T*N].
+            seed: A non-negative integer.
 
         Raises:
-            ValueError: tokens that are not finite [T,N,D] floats, a ratio outside (0, 1], a budget outside [1, T*N],
-                evidence that is not finite floats of the shape that fits the tokens, a grid or times that do not fit.
-            MissingEvidence: evidence that the method needs is not in ``visual.evidence``.
-            WrongSelection: ``select`` returned an invalid :class:`Selection`: the method has a fault.
+            ValueError: The tokens are not finite [T,N,D] floats, the ratio, budget or seed is out of range, or
+                evidence, grid or times do not fit the tokens.
+            MissingEvidence: ``visual.evidence`` lacks evidence that the method needs.
+            WrongSelection: ``select`` returned an invalid :class:`Selection`. Errors that ``select`` raises are passed
+                on.
         """
         check_tokens(visual.tokens)
         n_frames, per_frame, _ = visual.tokens.shape
@@ -175,17 +196,27 @@ class Pruner(ABC):
     def pack_selection(self, tokens_TND: Tensor, selection: Selection, budget: int, ratio: float) -> PrunedTokens:
         """Check what ``select`` returned for these tokens, and gather the kept tokens in ascending index.
 
-        Raises WrongSelection.
+        Args:
+            budget: B, the number of tokens that an ``exact`` method must return.
+            ratio: The nominal ratio to record.
+
+        Raises:
+            WrongSelection: A type or shape is wrong, tokens are NaN, or indices repeat or lie outside [0, T*N).
         """
         self._check_selection(selection, tokens_TND, budget)
         return self._pack_tokens(tokens_TND, selection, ratio)
 
     def _check_selection(self, selection: Selection, tokens_TND: Tensor, budget: int) -> None:
-        """Raise WrongSelection, naming the method, unless types and shapes fit these tokens and no token is NaN."""
+        """Raise WrongSelection unless the types and shapes fit these tokens and no token is NaN.
+
+        The values of the indices are not checked. A method that is not ``exact`` may return any number of tokens from 1
+        on.
+        """
         if not isinstance(selection, Selection):
             raise WrongSelection(f"method {self.name!r} must return a Selection; got {type(selection).__name__}")
         n_frames, per_frame, hidden = tokens_TND.shape
-        n_total, index = n_frames * per_frame, selection.index
+        n_total = n_frames * per_frame
+        index = selection.index
         n_kept = budget if self.exact or not isinstance(index, Tensor) else max(1, index.numel())
         shapes = {"index": [n_kept], "tokens": [n_kept, hidden], "merged": [n_kept]}
         for name, shape in {**shapes, "density": [n_total], "temporal_density": [n_frames]}.items():
@@ -197,9 +228,13 @@ class Pruner(ABC):
             raise WrongSelection(f"method {self.name!r} must not return tokens that are NaN")
 
     def _pack_tokens(self, tokens_TND: Tensor, selection: Selection, ratio: float) -> PrunedTokens:
-        """Sort a selection by index and gather its tokens; the sort's permutation is the rank of each kept token.
+        """Sort a selection by index, and gather its tokens and densities.
 
-        Raises WrongSelection, naming the method, if indices repeat or lie outside of the video.
+        ``rank`` is set only if the method is nested, ``order`` only if it ``reorders``. Tokens that the method changed
+        get the input's dtype; values beyond its range become its largest finite value. Densities become float32.
+
+        Raises:
+            WrongSelection: Indices repeat or lie outside [0, T*N).
         """
         index_B, rank_B = torch.sort(selection.index.long(), stable=True)
         n_frames, per_frame, hidden = tokens_TND.shape
@@ -209,10 +244,11 @@ class Pruner(ABC):
         if selection.tokens is None:
             tokens_BD = tokens_TND.reshape(-1, hidden).index_select(0, index_B)
         else:
-            # A sum beyond the range of 16 bits becomes their largest number instead of infinity.
+            # A sum beyond the range of a 16-bit dtype becomes its largest number instead of infinity.
             largest = torch.finfo(tokens_TND.dtype).max
             tokens_BD = selection.tokens.index_select(0, rank_B).clamp(-largest, largest).to(tokens_TND.dtype)
-        density_M, temporal_T = selection.density, selection.temporal_density
+        density_M = selection.density
+        temporal_T = selection.temporal_density
         return PrunedTokens(
             tokens=tokens_BD,
             index=index_B,

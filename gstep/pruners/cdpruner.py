@@ -1,4 +1,4 @@
-"""CDPruner: tokens that are relevant to a question and unlike each other."""
+"""CDPruner: tokens that are relevant to a question and different from each other."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from gstep.types import VisualTokens, budget_for
 
 MODES = ("global", "per_frame")
 
-#: A token repeats the picks if less than this share of its squared length lies outside of their span: that much is
-#: rounding noise of float32.
+#: A token counts as a repetition of the picks if less than this share of its squared length is outside their span: that
+#: much is rounding noise of float32.
 SPANNED = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class CDPruner(Pruner):
-    """A diverse set of tokens relevant to a question: greedy MAP inference of a determinantal point process.
+    """A diverse set of tokens that are relevant to a question: greedy MAP inference of a determinantal point process.
 
-    The kernel is q_i cos(i, j) q_j, q being each token's relevance to the question (github.com/Theia-4869/CDPruner,
+    The kernel is q_i cos(i, j) q_j, where q is each token's relevance to the question (github.com/Theia-4869/CDPruner,
     llava/model/llava_arch.py).
 
-    At most D tokens are independent, and fewer if tokens repeat each other. The selection ends when no independent
-    token is left, so that it may have less than B tokens, never none. The official code continues on rounding noise.
+    At most D tokens are linearly independent, and fewer if tokens repeat each other. The selection ends when no
+    independent token is left, so it may have fewer than B tokens, but never none. The official code continues on
+    rounding noise.
 
     Attributes:
-        mode: global (one selection over the video) or per_frame (floor(r*N), at least 1, from each frame).
+        mode: "global" (one selection over the video) or "per_frame" (at most max(1, floor(r*N)) tokens of each frame).
     """
 
     name: ClassVar[str] = "cdpruner"
@@ -55,9 +56,10 @@ class CDPruner(Pruner):
         return n_frames * min(budget_for(retention_ratio, per_frame), hidden)
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        """Pick greedily: with mode "global" ``budget`` tokens of the video, else the share ``ratio`` of each frame.
+        """Select greedily: in mode "global" ``budget`` tokens of the video, otherwise the share ``ratio`` per frame.
 
-        The seed is not used.
+        There are fewer if no independent token is left. The indices are in order of selection, frame by frame in mode
+        "per_frame". ``seed`` is not used.
         """
         per_frame = visual.tokens.shape[1]
         direction_TND = unit(visual.tokens)
@@ -72,9 +74,10 @@ class CDPruner(Pruner):
 
 
 def relevance(image_TNE: Tensor, text_QE: Tensor) -> Tensor:
-    """Compute q, [T,N] above 0: minus the mean cosine with the text segments, rescaled to about 1 for the highest.
+    """Compute each token's relevance q, [T,N] above 0, from its mean cosine with the text segments.
 
-    The official code has this sign. All tokens have 1 if all cosines are equal.
+    q is minus the mean cosine, as in the official code, shifted and rescaled from just above 0 to about 1. If all
+    cosines are equal, all tokens have 1.
     """
     raw_TN = -(unit(image_TNE) @ unit(text_QE).T).mean(dim=-1)
     low, high = raw_TN.min(), raw_TN.max()
@@ -82,15 +85,23 @@ def relevance(image_TNE: Tensor, text_QE: Tensor) -> Tensor:
 
 
 def greedy_map(direction_MD: Tensor, quality_M: Tensor, budget: int) -> Tensor:
-    """Select at most ``budget`` tokens, [B] int64 indices in order: each has the largest gain in determinant.
+    """Select up to ``budget`` tokens, each of which increases the determinant the most.
 
-    A Cholesky factorisation of the cosines computes the rows of picks only: memory M * (D + B). The first pick is the
-    most relevant token. Zero tokens are picked only if all tokens are zero.
+    A Cholesky factorization computes only the rows of the picks: memory M * (D + B). The first pick is the most
+    relevant token that is not zero.
+
+    Args:
+        direction_MD: Unit tokens or zeros.
+        quality_M: The relevance q of each token.
+
+    Returns:
+        Indices in order of selection, int64: at most min(budget, D, M), fewer if no independent token is left. If all
+        tokens are zero, only the most relevant one.
     """
     n_total, hidden = direction_MD.shape
     weight_M = quality_M.to(direction_MD.dtype).square()
     factor_BM = direction_MD.new_zeros(min(budget, hidden, n_total), n_total)
-    residual_M = direction_MD.square().sum(dim=1)  # the part of each token's squared length that the picks do not span
+    residual_M = direction_MD.square().sum(dim=1)  # the share of each token's squared length outside the picks' span
     score_M = weight_M * residual_M
     picks = [torch.where(score_M.max() > 0, score_M.argmax(), weight_M.argmax()).view(1)]
     gains = [score_M.new_ones(1)]  # the first pick is always kept
@@ -105,5 +116,5 @@ def greedy_map(direction_MD: Tensor, quality_M: Tensor, budget: int) -> Tensor:
         gain_1, pick_1 = (weight_M * residual_M).max(dim=0, keepdim=True)
         picks.append(pick_1)
         gains.append(gain_1)
-    # No step waits for a GPU, so the end of the process is known only now.
+    # No step waits for a GPU, so the number of independent picks is known only now.
     return torch.cat(picks)[: int((torch.cat(gains) > 0).sum())]

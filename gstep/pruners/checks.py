@@ -1,4 +1,4 @@
-"""Checks of arguments; every error is a ValueError with the argument's name, its accepted values and its value."""
+"""Checks of arguments; every ValueError names the argument, the accepted values and the given value."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[float], bool]) -> float:
-    """Check that ``value`` is a finite number (no bool) for which ``is_accepted`` holds; return it as a float.
+    """Return ``value`` as a float if it is a finite real number, not a bool, for which ``is_accepted`` returns True.
 
-    Raises ValueError. Its message has ``name``, the parameter's, and ``accepted``, which describes the accepted
-    numbers: "in [0, 1]".
+    Args:
+        name: The parameter's name in the message.
+        accepted: The accepted numbers in the message, as in "in [0, 1]".
+
+    Raises:
+        ValueError: The value is not accepted.
     """
     if isinstance(value, Real) and not isinstance(value, bool):
         number = as_float(value)
@@ -29,7 +33,11 @@ def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[fl
 
 
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Check that ``value`` is an integer (no bool) in [low, high]; return it as an int. Raises ValueError."""
+    """Return ``value`` as an int if it is an integer, not a bool, in [low, high]; ``high`` None means no limit.
+
+    Raises:
+        ValueError: The value is not accepted. The message has ``name``.
+    """
     if isinstance(value, Integral) and not isinstance(value, bool):
         number = int(value)
         if number >= low and (high is None or number <= high):
@@ -39,15 +47,18 @@ def check_integer(name: str, value: Any, low: int, high: int | None = None) -> i
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
-    """Check that ``value`` is a member of ``choices``; return it. Raises ValueError."""
+    """Return ``value`` if it is a string in ``choices``; otherwise raise ValueError, which lists them."""
     if not (isinstance(value, str) and value in choices):
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     return value
 
 
 def check_tokens(tokens: Any) -> None:
-    """Raise ValueError unless ``tokens`` is a finite [T,N,D] tensor of a float dtype with T, N, D >= 1."""
-    rule = "tokens must be a tensor [T,N,D] (frames, tokens a frame, hidden size), each at least 1"
+    """Raise ValueError unless ``tokens`` is a finite, dense [T,N,D] tensor of a float dtype with T, N, D >= 1.
+
+    The message for non-finite values gives their number and the first frame and token.
+    """
+    rule = "tokens must be a tensor [T,N,D] (frames, tokens per frame, hidden size), each at least 1"
     if not isinstance(tokens, Tensor):
         raise ValueError(f"{rule}; got {type(tokens).__name__}")
     if tokens.layout != torch.strided or tokens.is_nested:
@@ -66,9 +77,11 @@ def check_tokens(tokens: Any) -> None:
 
 
 def check_places(grid: Any, times: Any, n_frames: int, per_frame: int) -> None:
-    """Raise ValueError unless the grid is (rows, columns) of N tokens, and the times are T finite numbers.
+    """Raise ValueError unless the grid and the times fit T frames of N tokens.
 
-    Either may be None.
+    Args:
+        grid: A sequence of two positive ints (rows, columns) with rows * columns = N; None is accepted.
+        times: A sequence of T finite numbers; None is accepted.
     """
     if grid is not None:
         sides = grid if isinstance(grid, Sequence) and len(grid) == 2 else (0, 0)
@@ -81,9 +94,10 @@ def check_places(grid: Any, times: Any, n_frames: int, per_frame: int) -> None:
 
 
 def check_evidence(evidence: Mapping[str, Any], n_frames: int, per_frame: int) -> None:
-    """Raise ValueError unless evidence is finite floats whose shapes fit T frames of N tokens, and each other.
+    """Raise ValueError unless evidence is finite float tensors whose shapes fit T frames of N tokens, and each other.
 
-    Evidence of a name that is not in EVIDENCE_SHAPES may have any shape.
+    Tensors of names in EVIDENCE_SHAPES must not be empty, and must have the lengths of the tokens; an axis that several
+    of them share, such as De, must have the same length in all. Other names may have any shape.
     """
     lengths = {"T": n_frames, "N": per_frame, "T*N": n_frames * per_frame}
     for name, value in evidence.items():
@@ -105,7 +119,7 @@ def check_evidence(evidence: Mapping[str, Any], n_frames: int, per_frame: int) -
 
 
 def as_float(value: SupportsFloat) -> float:
-    """Convert a number to a float; a number beyond the range of floats becomes infinity."""
+    """Convert a number to a float; if it is too large for a float, even if negative, return infinity."""
     try:
         return float(value)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""The base of the methods that use the spatio-temporal density: its parameters."""
+"""The base class of the methods that use the spatio-temporal density, with the density's parameters."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ _MAX_RADIUS = 10_000  # frames; the smoothing holds [T, 2r+1] numbers
 
 @dataclass(frozen=True, kw_only=True)
 class DensityPruner(Pruner):
-    """The base of the methods that rank tokens by the spatio-temporal density rho.
+    """The base class of the methods that use the spatio-temporal density rho.
 
     Attributes:
-        smoothing: the temporal kernel: gaussian (Eq. 5), box (a fixed window) or raw (none).
-        sigma: the Gaussian's standard deviation in frames, > 0.
-        radius: the kernel's reach in frames; None means ceil(3 sigma) for gaussian and 1 for box.
-        boundary: the rule for frames beyond the video's ends: replicate, zero, reflect, symmetric, renorm or circular.
-        fusion: the factors of rho (Eq. 8): full, temporal or spatial.
-        eps: keeps the mean normalisation (Eq. 7) from dividing by 0, > 0.
+        smoothing: The temporal kernel: "gaussian" (Eq. 5), "box" (a fixed window) or "raw" (none).
+        sigma: The standard deviation of the Gaussian in frames, > 0.
+        radius: The radius of the kernel in frames; None means ceil(3 sigma) for gaussian and 1 for box.
+        boundary: The rule for frames beyond the video's ends: "replicate", "zero", "reflect", "symmetric", "renorm" or
+            "circular".
+        fusion: The factors of rho (Eq. 8): "full", "temporal" or "spatial".
+        eps: Keeps the mean normalization (Eq. 7) from dividing by 0, > 0.
     """
 
     nested: ClassVar[bool] = True
@@ -37,7 +38,12 @@ class DensityPruner(Pruner):
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        """Check the parameters and convert numbers to their types. Raises ValueError."""
+        """Check the parameters, and convert numbers to floats or ints.
+
+        Raises:
+            ValueError: A parameter has the wrong type or an unknown name, or is out of range (sigma is at most 3333 and
+                radius at most 10,000 frames).
+        """
         check_choice("smoothing", self.smoothing, SMOOTHINGS)
         check_choice("boundary", self.boundary, BOUNDARIES)
         check_choice("fusion", self.fusion, FUSIONS)
@@ -48,7 +54,7 @@ class DensityPruner(Pruner):
         self._set(sigma=sigma, radius=radius, eps=eps)
 
     def density(self, tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute rho of every token, [M] float64, and the temporal density, [T] float64 (Eqs. 2-8)."""
+        """Compute rho of every token, [M] float64, and the temporal density, [T] float64, Eqs. (2)-(8)."""
         rho_TN, temporal_T = spatio_temporal_density(
             tokens_TND,
             smoothing=self.smoothing,

@@ -1,4 +1,4 @@
-"""EVS: the first frame, and the tokens that changed most since the frame before."""
+"""EVS: the first frame, and the tokens that changed the most since the previous frame."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from gstep.types import VisualTokens
 
 @dataclass(frozen=True, kw_only=True)
 class EVS(Pruner):
-    """Efficient video sampling (arXiv 2510.14624), as servers deploy it: on tokens, not on pixels.
+    """Efficient video sampling (arXiv 2510.14624) on tokens instead of pixels, as inference servers implement it.
 
-    A token's change is its cosine distance to the token at the same position a frame before; the paper takes the L1
-    distance of pixels. The first frame is kept whole, and the largest changes of the whole video fill the budget, ties
-    by ascending index.
+    A token's change is its cosine distance to the token at the same position of the previous frame; the paper uses the
+    L1 distance of pixels. The first frame is kept whole, and the tokens of largest change in the whole video fill the
+    rest of the budget; ties go to the lowest index.
 
-    It keeps max(N, B) tokens: never less than the first frame, a share of at least 1 / T. With 16 temporal patches (32
-    frames on Qwen) the minimum is 6.25 %.
+    The method keeps max(N, B) tokens, because it always keeps the first frame: at least a share of 1 / T. With 16
+    temporal patches (32 frames on Qwen) the minimum is 6.25 %.
     """
 
     name: ClassVar[str] = "evs"

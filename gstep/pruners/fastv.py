@@ -1,4 +1,4 @@
-"""FastV: the tokens that the language model attends to in an early layer."""
+"""FastV: tokens to which the language model attends in an early layer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from gstep.types import VisualTokens
 
 @dataclass(frozen=True, kw_only=True)
 class FastV(Pruner):
-    """The tokens of largest attention from the prompt's last one (github.com/pkunlp-icler/FastV, modeling_llama.py).
+    """The tokens that receive the most attention from the prompt's last token (github.com/pkunlp-icler/FastV).
 
-    It keeps round(r*M) tokens, at least 1, where B = floor(r*M).
+    The rules are those of modeling_llama.py there. The method keeps max(1, round(r*M)) tokens, while B is floor(r*M).
 
     Attributes:
-        K: tokens are dropped before layer K of the language model, counted from 0. ``llm_attention`` is the last
-            query's row in layer K-1, averaged over heads and cut to the visual tokens. K = 2 fits the KV sizes that the
-            GSTEP paper reports.
+        K: Tokens are dropped before layer K of the language model, counted from 0, at least 1. The evidence
+            ``llm_attention`` is the last query's attention in layer K-1, averaged over heads and restricted to the
+            visual tokens. K = 2 is consistent with the KV sizes in the GSTEP paper.
     """
 
     name: ClassVar[str] = "fastv"

@@ -1,4 +1,4 @@
-"""FastVID: cut the video into segments, keep salient tokens, merge all other tokens into density peaks.
+"""FastVID: cut the video into segments, keep salient tokens, and merge all other tokens into density peaks.
 
 Shapes: V size of a frame's feature, L frames of one segment, Y = L*N tokens of the segment. One frame has S salient
 tokens, X plain tokens (not salient) and A anchors.
@@ -31,11 +31,11 @@ _SOURCES: Mapping[str, Mapping[str, str]] = {
     "llava": MappingProxyType({"frame_feature": POOLING_HEAD, "token_attention": POOLING_HEAD}),
     "qwen": MappingProxyType({"token_attention": MERGED_QUERIES}),
 }
-_NEIGHBOURS = 4  # nearest tokens whose mean distance makes a token's density
+_NEIGHBOURS = 4  # nearest tokens whose distances determine a token's density
 
 
 class FrameTokens(NamedTuple):
-    """The tokens that one frame keeps, by their indices in the frame, [S] and [A] int64."""
+    """The tokens that one frame keeps, as indices in the frame: [S] salient tokens and [A] anchors, int64."""
 
     salient: Tensor
     anchors: Tensor
@@ -48,24 +48,27 @@ class FastVID(SinkPruner):
     Source: github.com/LunarShen/FastVID, modeling_qwen2.py in its LLaVA-NeXT for variant llava, modeling_qwen2_5_vl.py
     in its qwenvlutils for variant qwen.
 
-    Each frame contributes K = max(1, floor(r*N)) tokens to the budget of its segment; a share d of them are anchors.
-    The total is near B. Variant qwen, in which only the last of similar frames keeps tokens, often stays far below it.
-    The official code crashes in three cases. Here a video of at most c frames has a segment for each frame. Without
-    anchors (floor(K*d) = 0) only salient tokens are kept. No frame keeps more than its N tokens. ``merged`` marks
-    anchors that merging has changed.
+    Each frame contributes K = max(1, floor(r*N)) tokens to the budget of its segment, of which a share d are anchors,
+    into which other tokens are merged. The total is near B, but often far below it in variant qwen, where only the last
+    of several similar frames keeps tokens. ``merged`` marks anchors that merging changed.
 
-    With ``mu_s``, for llava, sinks are ranked lower among the salient tokens and among the anchors. A frame with more
-    anchors than its share floor(K*d) ranks sinks lower by twice as much, as the code of SToP does.
+    The official code crashes in three cases. Here, in a video of at most c frames, every frame is a segment; without
+    anchors (floor(K*d) = 0) only salient tokens are kept; and no frame keeps more than its N tokens.
+
+    With ``mu_s``, for llava, sinks are ranked lower among the salient tokens and among the anchors. In a frame with
+    more than floor(K*d) anchors, their scores as anchors are lowered twice as much, as in the code of SToP.
 
     Attributes:
-        mu_s: the weight of sink scores against attention (``SinkPruner``), for llava.
-        variant: the rules for LLaVA-OneVision (llava) or for Qwen (qwen; a frame's feature is the mean of its tokens).
-        c: the minimum number of segments.
-        tau: a cut is made between neighbour frames less similar than this; None means 0.9 (llava) or 0.84 (qwen).
-        d: the share of anchors, in [0, 1].
-        p: every p-th frame of a segment, counted from its last, has anchors; for qwen, every p-th inner segment.
-        beta: the minimum weight of an anchor against the tokens merged into it, in [0, 1].
-        ignore: for qwen, inner segments are cut between neighbour frames less similar than this.
+        mu_s: The weight of sink scores against attention (``SinkPruner``), for llava only.
+        variant: The rules for LLaVA-OneVision ("llava") or for Qwen ("qwen", where a frame's feature is the mean of its
+            tokens).
+        c: The minimum number of segments, >= 1.
+        tau: Segments are cut between neighboring frames whose similarity is lower; None means 0.9 (llava) or 0.84
+            (qwen).
+        d: The share of anchors, in [0, 1].
+        p: Every p-th frame of a segment, counted from its last, has anchors; for qwen, every p-th inner segment.
+        beta: The minimum weight of an anchor against the tokens merged into it, in [0, 1].
+        ignore: For qwen, inner segments are cut between neighboring frames whose similarity is lower.
     """
 
     name: ClassVar[str] = "fastvid"
@@ -85,7 +88,11 @@ class FastVID(SinkPruner):
     ignore: float = 0.95
 
     def __post_init__(self) -> None:
-        """Check the parameters, and replace ``tau`` None by the variant's value. Raises ValueError."""
+        """Check the parameters, convert numbers to floats or ints, and replace ``tau`` None by the variant's value.
+
+        Raises:
+            ValueError: A parameter has the wrong type or is out of range, or ``mu_s`` is set for variant qwen.
+        """
         super().__post_init__()
         variant = check_choice("variant", self.variant, VARIANTS)
         self._check_llava(variant)
@@ -112,7 +119,9 @@ class FastVID(SinkPruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Select and merge the share ``ratio`` of the tokens, segment by segment; ``budget`` is not used.
 
-        The seed breaks ties if the evidence has no ``noise``.
+        Segments come from the cosines of neighboring frames' features, salient tokens from ``token_attention``, and
+        anchors from density peaks. Each segment returns its salient tokens unchanged, then its anchors with other
+        tokens merged in. ``seed`` breaks ties between density peaks if the evidence has no ``noise``.
         """
         per_frame = visual.tokens.shape[1]
         tokens_TND = working_copy(visual.tokens)
@@ -146,9 +155,9 @@ class FastVID(SinkPruner):
     def _plan(
         self, similarity: Sequence[float], size: int, budget: int
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Plan the segments [start, end), and each frame's numbers of (salient tokens, anchors).
+        """Plan the segments as [start, end), and (salient tokens, anchors) for each frame of the video, as two lists.
 
-        N is ``size``, K is ``budget``.
+        ``similarity`` is that of each frame to the next one, ``size`` is N, and ``budget`` is K.
         """
         assert self.tau is not None
         spans = list(cut_segments(similarity, self.c, self.tau))
@@ -163,15 +172,15 @@ class FastVID(SinkPruner):
 
 
 def _count_anchors(budget: int, d: float) -> int:
-    """Compute a frame's share of anchors, floor(K*d); K is ``budget``."""
-    return math.floor(budget * d + 1e-9)  # in binary 100 * 0.29 is just below 29
+    """Compute a frame's share of anchors, floor(K*d), where K is ``budget``."""
+    return math.floor(budget * d + 1e-9)  # in binary, 100 * 0.29 is just below 29
 
 
 def count_llava_tokens(length: int, size: int, budget: int, d: float, p: int) -> list[tuple[int, int]]:
-    """Compute each frame's numbers of (salient tokens, anchors) in a segment; N is ``size``, K is ``budget``.
+    """Compute (number of salient tokens, number of anchors) for each frame of a segment by variant llava.
 
-    Every frame keeps salient tokens. The anchors of all frames go to every p-th frame, from the last on, in equal
-    shares.
+    Every frame keeps K - floor(K*d) salient tokens. The anchors of all frames go in equal shares, rounded down, to the
+    last frame and every p-th frame before it, as far as they have room. ``size`` is N, ``budget`` is K.
     """
     n_anchors = _count_anchors(budget, d)
     n_salient = budget - n_anchors
@@ -183,16 +192,17 @@ def count_llava_tokens(length: int, size: int, budget: int, d: float, p: int) ->
 def count_qwen_tokens(
     length: int, last: Sequence[int], size: int, budget: int, d: float, p: int
 ) -> list[tuple[int, int]]:
-    """Compute each frame's numbers of (salient tokens, anchors) in a segment; its inner segments end with ``last``.
+    """Compute (number of salient tokens, number of anchors) for each frame of a segment by variant qwen.
 
-    The segment's salient tokens go to the frames ``last`` in even shares, its anchors to every p-th of these frames
-    from the end. The remainder of a division goes out singly, for salient tokens from the first frame on, for anchors
-    from the last frame on.
+    The segment's salient tokens are divided evenly among the frames ``last``, which end its inner segments, and its
+    anchors among every p-th of these frames, counted from the end. A remainder goes one by one to the first frames for
+    salient tokens, and to the last frames for anchors. What exceeds the limits of a frame is dropped. ``size`` is N,
+    ``budget`` is K.
     """
     n_anchors = min(budget * length, max(1, math.floor(budget * length * d + 1e-9)))
     salient = even_shares(budget * length - n_anchors, len(last))
     anchors = iter(even_shares(n_anchors, math.ceil(len(last) / p)))
-    # Anchors of a whole segment may exceed a frame: they take at most half of it; salient tokens take the other half.
+    # The anchors of a whole segment may exceed a frame, so they take at most half of it.
     max_anchors = size if length == 1 else max(1, size // 2)
     counts = [(0, 0)] * length
     for i, frame in enumerate(reversed(last)):
@@ -202,7 +212,7 @@ def count_qwen_tokens(
 
 
 def even_shares(total: int, parts: int) -> list[int]:
-    """Divide ``total`` into ``parts`` integers that differ by at most 1, the larger first."""
+    """Divide ``total`` into ``parts`` integers that differ by at most 1, the larger ones first."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
@@ -216,15 +226,21 @@ def choose_tokens(
     penalty_N: Tensor | None = None,
     frame_share: int = 0,
 ) -> list[FrameTokens]:
-    """Choose the salient tokens and the anchors of each frame, in numbers by ``counts``: (salient tokens, anchors).
+    """Choose the salient tokens and the anchors of each frame.
 
-    ``noise_M`` in [0, 1) is a stream: a frame takes a number from it for each token that is not salient. Every frame
-    takes numbers if ``every_frame_draws``, else only frames with anchors, as in each variant's official code.
+    Salient tokens are those of highest attention, in descending order. Anchors are the highest density peaks among the
+    other tokens, in ascending index.
 
-    ``penalty_N`` is subtracted from the scores of anchors, and twice in frames with more than ``frame_share`` anchors.
+    Args:
+        noise_M: Noise in [0, 1) that breaks ties, used as a stream: a frame consumes one number per token that is not
+            salient.
+        counts: (number of salient tokens, number of anchors) for each frame.
+        every_frame_draws: True if every frame consumes noise (llava), False if only frames with anchors do (qwen).
+        penalty_N: Subtracted from the scores of anchors, twice in frames with more than ``frame_share`` anchors.
     """
     order_TN = largest(attention_TN, attention_TN.shape[1])
-    frames, n_drawn = [], 0
+    frames = []
+    n_drawn = 0
     for tokens_ND, order_N, (n_salient, n_anchors) in zip(tokens_TND, order_TN, counts, strict=True):
         plain_X = order_N[n_salient:].sort().values
         anchors_A = plain_X[:0]
@@ -245,8 +261,13 @@ def compress_segment(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Merge one segment's tokens into its anchors.
 
-    Returns the kept indices in the segment [K], their tokens [K,D], and [K] bool, True if merging changed the token.
-    ``merge_anchors``: True if a frame's anchors are among the tokens that are merged into its anchors.
+    Args:
+        frames: The chosen tokens of each frame of the segment.
+        merge_anchors: True if the anchors of a frame are themselves among the tokens that are merged into them.
+
+    Returns:
+        Three tensors, the salient tokens of all frames first, then the anchors: the indices in the segment [K], the
+        tokens [K,D], and [K] bool, True if merging changed the token.
     """
     size = tokens_LND.shape[1]
     tokens_YD, direction_YD = tokens_LND.flatten(0, 1), direction_LND.flatten(0, 1)
@@ -267,9 +288,9 @@ def compress_segment(
 def merge_into_anchors(
     tokens_YD: Tensor, direction_YD: Tensor, is_source_Y: Tensor, anchor_A: Tensor, beta: float
 ) -> Tensor:
-    """Move each anchor towards the mean of the source tokens that are nearest to it by cosine: [A,D].
+    """Move each anchor toward the mean of the source tokens whose most similar anchor it is, by cosine: [A,D].
 
-    An anchor weighs at least ``beta`` against the tokens merged into it.
+    With n source tokens, the anchor's weight is max(1 / (n + 1), beta). An anchor without source tokens is unchanged.
     """
     nearest_Y = (direction_YD @ direction_YD[anchor_A].T).argmax(dim=1).masked_fill(~is_source_Y, -1)
     mean_AD, count_A = assigned_mean(nearest_Y, tokens_YD, len(anchor_A))

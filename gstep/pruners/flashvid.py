@@ -1,4 +1,4 @@
-"""FlashVID: pick attended and diverse tokens, merge all other tokens from frame to frame, then within frames.
+"""FlashVID: pick attended and diverse tokens, and merge all other tokens from frame to frame, then within frames.
 
 Shapes: L frames of one segment, X tokens of a frame that may be merged within it, C density peaks among them.
 """
@@ -24,36 +24,36 @@ from gstep.pruners.sinks import SinkPruner
 from gstep.pruners.vectors import assigned_mean, unit
 from gstep.types import VisualTokens
 
-_NEIGHBOURS = 7  # nearest tokens whose mean distance makes a token's density
+_NEIGHBOURS = 7  # nearest tokens whose distances determine a token's density
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlashVID(SinkPruner):
-    """The outer stages of FlashVID, for LLaVA; its pruning inside the language model is not implemented.
+    """The stages of FlashVID before the language model, for LLaVA; its pruning inside the model is not implemented.
 
     Source: github.com/Fanziyang-v/FlashVID, flashvid/utils.py at 1d37422, with the selection of its LLaVA scripts.
 
     The video is cut into segments by the mean tokens of frames. A frame contributes K = ceil(N*r*expansion) tokens.
     ceil(K*alpha) of them are picked (``pick_diverse``) and stay unchanged. Other tokens are merged into similar tokens
-    of the frame before (``merge_back``), as long as the segment keeps K tokens a frame. The remaining budget is a share
-    of the remaining tokens: each frame keeps ceil(X * share) density peaks of its X tokens, each the mean of the tokens
-    nearest to it. If a segment is a single frame, its picked tokens are among the X, as in the official code. The total
-    is near B.
+    of the previous frame (``merge_back``), as long as K tokens per frame remain in the segment. The rest of the
+    segment's budget is a share of the remaining tokens: each frame keeps ceil(X * share) density peaks of its X tokens,
+    each replaced by the mean of the tokens nearest to it. If a segment is a single frame, its picked tokens are among
+    the X, as in the official code. The total is near B.
 
-    The official code may keep an index twice; here it is kept once. A picked peak of a single frame is not kept as a
-    mean too. If no token scores above 0, the next token is picked instead of an earlier pick. If the official code
-    fails (K = N, or ``temporal_threshold`` 1), nothing is merged from frame to frame.
+    The official code may keep an index twice; here it is kept once: a picked peak of a single frame is not kept as a
+    mean too, and if no token scores above 0, the next token is picked instead of an earlier pick. Where the official
+    code fails (K = N, or ``temporal_threshold`` 1), nothing is merged from frame to frame.
 
-    With ``mu_s`` the attention that weighs distances is reduced by sink scores of the segment; it may become negative.
-    The code of SToP may pick a token twice; here the next token is picked.
+    With ``mu_s``, the attention that weights distances is reduced by the sink scores of the segment, and may become
+    negative. The code of SToP may pick a token twice; here the next token is picked.
 
     Attributes:
-        mu_s: the weight of sink scores against attention (``SinkPruner``).
-        expansion: the factor of the budget; the authors use 1.25 here, and prune the surplus inside the language model.
-        alpha: the share of a frame's tokens that are picked, in [0, 1].
-        temporal_threshold: a token that is more similar than this to a token of the frame before is merged into it.
-        segment_threshold: a cut is made between neighbour frames less similar than this.
-        min_segment_num: the minimum number of segments.
+        mu_s: The weight of sink scores against attention (``SinkPruner``).
+        expansion: The factor of the budget, > 0. The authors use 1.25 and prune the surplus inside the language model.
+        alpha: The share of a frame's tokens that are picked, in [0, 1].
+        temporal_threshold: A token more similar than this to a token of the previous frame is merged into it.
+        segment_threshold: Segments are cut between neighboring frames whose similarity is lower.
+        min_segment_num: The minimum number of segments, >= 1.
     """
 
     name: ClassVar[str] = "flashvid"
@@ -72,7 +72,11 @@ class FlashVID(SinkPruner):
     min_segment_num: int = 8
 
     def __post_init__(self) -> None:
-        """Check the parameters and convert numbers to their types. Raises ValueError."""
+        """Check the parameters, and convert numbers to floats or ints.
+
+        Raises:
+            ValueError: A parameter has the wrong type or is out of range.
+        """
         super().__post_init__()
         cosines = {"temporal_threshold": self.temporal_threshold, "segment_threshold": self.segment_threshold}
         self._set(
@@ -86,14 +90,18 @@ class FlashVID(SinkPruner):
         return n_frames * min(per_frame, self._frame_budget(per_frame, retention_ratio) + 1)  # each frame may round up
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        """Pick and merge the share ``ratio`` of the tokens; ``budget`` is not used.
+        """Pick and merge the share ``ratio`` of the tokens, segment by segment; ``budget`` is not used.
 
-        ``merged`` marks each kept token that differs from its input. The seed breaks ties if the evidence has no
-        ``noise``.
+        For each segment, the result has the picked tokens unchanged, then for each frame the remaining tokens after
+        merging from frame to frame: all of them if the budget allows, otherwise means around density peaks. ``merged``
+        marks each kept token that differs from its input. ``seed`` breaks ties between density peaks if the evidence
+        has no ``noise``.
         """
         per_frame = visual.tokens.shape[1]
         tokens_TND = working_copy(visual.tokens)
-        direction_TND, noise, n_drawn = unit(tokens_TND), tie_noise(visual, seed), 0
+        direction_TND = unit(tokens_TND)
+        noise = tie_noise(visual, seed)
+        n_drawn = 0
         n_kept = self._frame_budget(per_frame, ratio)
         n_picks = math.ceil(n_kept * self.alpha)
         index, tokens = [], []
@@ -118,7 +126,7 @@ class FlashVID(SinkPruner):
             for index_N, merged_ND, is_left_N, is_pick_N in zip(
                 index_LN, merged_LND, is_left_LN, is_pick_LN, strict=True
             ):
-                # In float64: noise of 1e-6 beside a density near 1 has only eight values in float32.
+                # In float64, because noise of 1e-6 added to a density near 1 has only eight values in float32.
                 index_X, rows_XD = index_N[is_left_N], merged_ND[is_left_N].double()
                 if share < 1 and len(index_X):
                     noise_X = noise[n_drawn : n_drawn + len(index_X)]
@@ -134,19 +142,20 @@ class FlashVID(SinkPruner):
         return Selection(index_B, tokens=tokens_BD, merged=is_merged_B)
 
     def _frame_budget(self, per_frame: int, ratio: float) -> int:
-        """Compute K, the tokens that a frame contributes, at most N."""
+        """Compute K, the number of tokens that a frame contributes, from 1 to N."""
         return max(1, math.ceil(min(per_frame, per_frame * ratio * self.expansion)))
 
 
 def pick_diverse(direction_LND: Tensor, weight_LN: Tensor, count: int) -> Tensor:
     """Pick ``count`` tokens of each frame with large weights and large distances from each other: [L,N] bool.
 
-    A token's score is the smallest product of its weight and its cosine distance to a picked token. The first pick has
-    the largest product for its nearest neighbour.
+    A token's score is the smallest product of its weight and its cosine distance to a picked token. The first pick is
+    the token with the largest product of its weight and the distance to its nearest neighbor. Ties go to the lowest
+    index.
     """
     distance_LNN = floor_distance(1 - direction_LND @ direction_LND.mT)
     score_LNN = distance_LNN * weight_LN[:, None]  # [:, i, j] scores j by its distance to i
-    # The smallest score of all is the token's score with itself.
+    # The smallest score is the token's score with itself, so the second smallest is used.
     score_LN = score_LNN.topk(min(2, score_LNN.shape[1]), dim=1, largest=False).values[:, -1]
     nearest_LN = torch.full_like(score_LN, torch.inf)
     is_pick_LN = torch.zeros_like(score_LN, dtype=torch.bool)
@@ -161,14 +170,19 @@ def pick_diverse(direction_LND: Tensor, weight_LN: Tensor, count: int) -> Tensor
 def merge_back(
     tokens_LND: Tensor, direction_LND: Tensor, is_free_LN: Tensor, threshold: float, min_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Merge free tokens into the most similar free token of the frame before; the arguments stay unchanged.
+    """Merge free tokens into the most similar free token of the previous frame; the arguments are not modified.
 
-    Returns all tokens [L,N,D] after merging, and [L,N] bool, True for free tokens that remain.
+    Merges form trees along the frames: a token's sum is added to its parent. A remaining token is divided by 1 + the
+    number of its direct children, as in the official code, although the sums of deeper trees have more terms.
 
-    A token is merged if its similarity is above ``threshold``. If fewer than ``min_tokens`` tokens of the segment would
-    remain, only the most similar tokens are merged. Trees grow along the frames: a token's sum is added to its parent.
-    A remaining token is divided by 1 + the number of its direct children, as in the official code. The sums of deeper
-    trees have more terms than that.
+    Args:
+        is_free_LN: True for tokens that may be merged or merged into.
+        threshold: A token is merged if its similarity is higher.
+        min_tokens: If fewer of the segment's L*N tokens would remain, the threshold is raised to the similarity of rank
+            L*N - min_tokens.
+
+    Returns:
+        All tokens after merging, [L,N,D], and [L,N] bool, True for free tokens that were not merged into another.
     """
     cosine_UNN = direction_LND[1:] @ direction_LND[:-1].mT
     cosine_UNN = cosine_UNN.masked_fill(~(is_free_LN[1:, :, None] & is_free_LN[:-1, None]), -1)

@@ -1,4 +1,4 @@
-"""Plain farthest point sampling, with no regard to density after its start: an ablation of GSTEP."""
+"""Plain farthest point sampling, which uses the density only for its first token: an ablation of GSTEP."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gstep.types import VisualTokens
 
 @dataclass(frozen=True, kw_only=True)
 class FPS(DensityPruner):
-    """Farthest point sampling by distance alone: Eqs. (10) to (12) with alpha = 1.
+    """Farthest point sampling by distance alone: Eqs. (10)-(12) with alpha = 1.
 
     Attributes:
-        start: the first token: density (largest rho, Eq. 9), first (index 0) or isolated (its nearest neighbour is
-            farthest).
-        beta: keeps the logarithm of Eq. (11) finite, > 0.
+        start: The first token: "density" (largest rho, Eq. 9), "first" (index 0) or "isolated" (the token whose nearest
+            neighbor is farthest away).
+        beta: The constant inside the logarithm of Eq. (11), > 0.
     """
 
     name: ClassVar[str] = "fps"

@@ -16,9 +16,13 @@ from gstep.types import VisualTokens
 class GSTEP(DensityPruner):
     """Density-guided farthest point sampling over all tokens of the video, Eqs. (2)-(12).
 
+    The first token is the one of largest density rho. Each further token maximizes U = alpha * log(l + beta) + (1 -
+    alpha) * log(rho + beta), where l is its cosine distance to the nearest selected token. Ties go to the lowest index.
+
     Attributes:
-        alpha: the weight of distance against density in Eq. (11), in [0, 1]; 0 is the top-B by density.
-        beta: keeps the logarithms of Eq. (11) finite, > 0.
+        alpha: The weight of distance against density in Eq. (11), in [0, 1]. With 0, the B tokens of largest rho are
+            kept.
+        beta: The constant inside the logarithms of Eq. (11), > 0.
     """
 
     name: ClassVar[str] = "gstep"

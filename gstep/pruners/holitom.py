@@ -27,30 +27,30 @@ from gstep.types import VisualTokens
 
 @dataclass(frozen=True, kw_only=True)
 class HoliTom(SinkPruner):
-    """The outer stages of HoliTom, for LLaVA; its merging inside the language model is not implemented.
+    """The stages of HoliTom before the language model, for LLaVA; its merging inside the model is not implemented.
 
     Source: github.com/cokeshao/HoliTom, holitom/llava_arch.py at e9b2972.
 
     Windows of frames are chosen to save the most tokens (``choose_windows``). Each static position of a window becomes
-    one token, the mean over the window's frames, at its position in the first frame. The remaining ratio is
-    r' = min(1, r / (share of tokens that remain)). It keeps round(S*r') density peaks of the static tokens. It keeps
-    ceil(X*r') of each frame's X moving tokens: the share 1-D of them by attention, the others as density peaks. Tokens
-    that are not kept are merged into the nearest peak. The total is near B. A window that is all static keeps at least
-    one token (the official code may keep no token of a video).
+    one token, the mean over the window's frames, at its position in the first frame. The remaining ratio is r' = min(1,
+    r / (share of tokens that remain)). Of the S static tokens, round(S*r') density peaks are kept. Of the X moving
+    tokens of each frame, ceil(X*r') are kept: the share 1-D of them by attention, the others as density peaks. Tokens
+    that are not kept are merged into the nearest peak. The total is near B. A window that is completely static keeps at
+    least one token (the official code may keep no token of a video).
 
-    With ``mu_s`` sinks are ranked lower among moving tokens by attention, and among the peaks of static tokens. With
-    ``mu_t`` sinks are more easily static. Windows and r' are chosen without ``mu_t``, as in the code of SToP, so that
-    fewer than B tokens remain. That code compares with 0.8 whatever ``tau`` is, and ranks sinks lower among the static
-    peaks even at ``mu_s`` 0; here ``tau`` counts, and 0 changes nothing.
+    With ``mu_s``, sinks are ranked lower among the moving tokens and among the peaks of static tokens. With ``mu_t``,
+    sinks are more easily static. As in the code of SToP, windows and r' are chosen without ``mu_t``, so that fewer than
+    B tokens remain. That code compares with 0.8 whatever ``tau`` is, and ranks sinks lower among the static peaks even
+    if ``mu_s`` is 0; here ``tau`` is used, and 0 changes nothing.
 
     Attributes:
-        mu_s: the weight of sink scores against attention (``SinkPruner``).
-        mu_t: the weight of a position's sink score that is added to its similarity, at least 0.
-        tau: a position is still between neighbour frames if its tokens are more similar than this.
-        D: the share of a frame's kept tokens that are density peaks, in [0, 1]; 0 as published.
-        beta: the weight of a peak against the mean of the tokens merged into it, in [0, 1].
-        K: the number of nearest tokens behind a token's density, itself included.
-        max_window: the maximum number of frames of a window.
+        mu_s: The weight of sink scores against attention (``SinkPruner``).
+        mu_t: The weight of a position's sink score, which is added to its similarity, >= 0.
+        tau: A position is static between neighboring frames if its tokens' cosine is higher.
+        D: The share of a frame's kept tokens that are density peaks, in [0, 1]; 0 as published.
+        beta: The weight of a peak against the mean of the tokens merged into it, in [0, 1].
+        K: The number of nearest tokens that determine a token's density, itself included.
+        max_window: The maximum number of frames of a window.
     """
 
     name: ClassVar[str] = "holitom"
@@ -70,7 +70,11 @@ class HoliTom(SinkPruner):
     max_window: int = 1024
 
     def __post_init__(self) -> None:
-        """Check the parameters and convert numbers to their types. Raises ValueError."""
+        """Check the parameters, and convert numbers to floats or ints.
+
+        Raises:
+            ValueError: A parameter has the wrong type or is out of range.
+        """
         super().__post_init__()
         shares = {"D": self.D, "beta": self.beta}
         self._set(
@@ -88,7 +92,10 @@ class HoliTom(SinkPruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Average static tokens over windows, then select and merge the share ``ratio``; ``budget`` is not used.
 
-        The seed breaks ties if the evidence has no ``noise``.
+        For each window, the result has each frame's moving tokens of highest attention, unchanged, and its density
+        peaks; then the density peaks of the static means, at the window's first frame. ``merged`` marks means, and
+        peaks that other tokens were merged into. ``seed`` breaks ties between density peaks if the evidence has no
+        ``noise``.
         """
         n_frames, per_frame, _ = visual.tokens.shape
         tokens_TND = visual.tokens.to(working_copy(visual.tokens[:1]).dtype)
@@ -102,7 +109,8 @@ class HoliTom(SinkPruner):
             is_still_UN = similarity_UN + self.mu_t * sink_scores(attention_TN) > self.tau
         total = n_frames * per_frame
         share = min(1.0, ratio / ((total - n_saved) / total))
-        noise, n_drawn = tie_noise(visual, seed), 0
+        noise = tie_noise(visual, seed)
+        n_drawn = 0
         index, tokens, merged = [], [], []
 
         def add(
@@ -114,10 +122,16 @@ class HoliTom(SinkPruner):
             is_mean: bool,
             penalty_X: Tensor | None = None,
         ) -> None:
-            """Append the rows ``kept_S`` unchanged, and ``n_peaks`` density peaks with all other rows merged in.
+            """Append the rows ``kept_S`` to the result, and ``n_peaks`` density peaks with all other rows merged in.
 
-            Peaks that took rows in are marked as merged; with ``is_mean``, rows that are means over frames, all are.
-            The next values of ``noise`` are used up. ``penalty_X`` is subtracted from the scores of peaks.
+            If there are peaks, the next values of ``noise``, one per other row, are consumed.
+
+            Args:
+                index_X: The flat index of each row.
+                kept_S: Row numbers.
+                is_mean: True if the rows are means over frames, which are all marked as merged; otherwise only peaks
+                    with rows merged in are.
+                penalty_X: Subtracted from the scores of peaks.
             """
             nonlocal n_drawn
             is_free_X = torch.ones(len(index_X), dtype=torch.bool, device=index_X.device)
@@ -157,20 +171,27 @@ class HoliTom(SinkPruner):
 
 
 def choose_windows(is_still_UN: Tensor, max_window: int) -> tuple[list[tuple[int, int]], int]:
-    """Choose windows [start, end) that cover T frames and save the most tokens; return them and that number.
+    """Choose windows of frames that cover the video and save the most tokens.
 
-    A window of W <= ``max_window`` frames saves W - 1 tokens for each position that does not move in it.
-    ``is_still_UN`` tells so for each of the T-1 pairs of neighbour frames. Ties go to the shorter last window.
+    A window of W frames saves W - 1 tokens for each position that is static in it. Ties go to the shorter last window.
+
+    Args:
+        is_still_UN: [T-1,N] bool, True if the position is static between the two neighboring frames.
+        max_window: The maximum of W.
+
+    Returns:
+        The windows as [start, end), in order, and the number of tokens saved.
     """
-    # run_TN[t][n]: the number of successive pairs up to frame t in which position n is still.
+    # run_TN[t][n]: the number of successive pairs of frames up to frame t in which position n is static
     run_TN = [torch.zeros(is_still_UN.shape[1], dtype=torch.int64, device="cpu")]
     for is_still_N in is_still_UN.cpu():
         run_TN.append(torch.where(is_still_N, run_TN[-1] + 1, 0))
-    saved_before, starts = [0], []  # saved_before[t]: the maximum of tokens saved in the frames before t
+    saved_before = [0]  # saved_before[t]: the maximum number of tokens saved in the frames before t
+    starts = []
     for last, run_N in enumerate(run_TN):
         saved_before.append(saved_before[last])
         starts.append(last)
-        # n_still[p]: the number of positions that are still for p pairs or more
+        # n_still[p]: the number of positions that are static for p pairs or more
         n_still = run_N.bincount(minlength=last + 1).flip(0).cumsum(0).flip(0).tolist()
         for pairs in range(1, min(last + 1, max_window)):
             value = saved_before[last - pairs] + n_still[pairs] * pairs
@@ -180,7 +201,11 @@ def choose_windows(is_still_UN: Tensor, max_window: int) -> tuple[list[tuple[int
 
 
 def _walk_back(starts: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield windows [start, end), the last first; ``starts[t]`` is the start of the window that ends with frame t."""
+    """Yield windows [start, end), the last first.
+
+    Args:
+        starts: For each frame, the start of the window that would end with it.
+    """
     end = len(starts)
     while end > 0:
         yield starts[end - 1], end
@@ -190,10 +215,15 @@ def _walk_back(starts: list[int]) -> Iterator[tuple[int, int]]:
 def merge_into_peaks(
     rows_XD: Tensor, noise_X: Tensor, count: int, neighbours: int, beta: float, *, penalty_X: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge each row into the nearest of the ``count`` density peaks; ``penalty_X`` is subtracted from their scores.
+    """Merge each row into the nearest of the ``count`` highest density peaks.
 
-    Returns the peaks' row numbers [C], their merged rows [C,D], and [C] bool, True if any row was merged in. A peak
-    weighs ``beta``, the mean of the rows merged into it 1 - ``beta``. Other peaks stay unchanged.
+    A peak weighs ``beta``, and the mean of the rows merged into it 1 - ``beta``. Peaks without such rows are unchanged.
+    A row's density depends on its ``neighbours`` nearest rows, itself included; ``noise_X`` breaks ties, and
+    ``penalty_X`` is subtracted from the rows' scores as peaks.
+
+    Returns:
+        The peaks' row numbers [C], ascending, their rows after merging [C,D], and [C] bool, True if any row was merged
+        in.
     """
     peak_C, group_X = group_by_peaks(rows_XD, noise_X, count, neighbours, penalty_X=penalty_X)
     mean_CD, count_C = assigned_mean(group_X.index_fill(0, peak_C, -1), rows_XD, count)

@@ -14,7 +14,10 @@ from gstep.types import VisualTokens
 
 @dataclass(frozen=True, kw_only=True)
 class KeepAll(Pruner):
-    """All tokens, whatever the retention ratio: its ratio is 1.0. A budget other than T*N is a ValueError."""
+    """All tokens in ascending index, at any retention ratio: the nominal ratio is always 1.0.
+
+    A budget other than T*N raises ValueError.
+    """
 
     name: ClassVar[str] = "none"
     nested: ClassVar[bool] = False

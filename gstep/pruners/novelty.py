@@ -21,28 +21,28 @@ from gstep.selection.dispatch import fast_density_guided_fps
 from gstep.types import VisualTokens
 
 _FRAMES = 8  # frames that are compared at a time, each with the frame before it
-_ELEMENTS = 2**19  # elements of float64 tokens that fit twice into a core's cache
+_ELEMENTS = 2**19  # elements of float64 tokens of which two copies fit a core's cache
 
 
 @dataclass(frozen=True, kw_only=True)
 class Novelty(Pruner):
-    """Density-guided farthest point sampling, GSTEP's Eqs. (9)-(12), by another density; this project's own method.
+    """Density-guided farthest point sampling, Eqs. (9)-(12) of GSTEP, with another density; a method of this project.
 
     With h_{t,i} the token at position i of frame t and s_{t,i} its spatial density (Eq. 3)::
 
         n_{t,i} = 1 - cos(h_{t,i}, h_{t-1,i}) for t > 1, and max n for t = 1
         rho_{t,i} = (n_{t,i} / mean(n) + floor) * s_{t,i}
 
-    GSTEP measures the change of a whole frame, before and after it. If an object appears and stays, all frames with it
-    count the same. Here a token counts by how new it is at its position. The first sight of an object has the largest
-    density, and sampling by distance skips later tokens that resemble it. The density looks back one frame. Its
-    normalisation over the video changes only the weight of ``floor`` and of the first frame. A single frame, and a
-    video without changes, are ranked by s alone.
+    GSTEP measures how a whole frame differs from the previous and the next one, so if an object appears and stays, all
+    frames with it count the same. Here, a token counts by how new it is at its position: an object has its largest
+    density where it appears, and sampling by distance skips later tokens that resemble it. The density looks back one
+    frame. Normalizing over the video changes only the weight of ``floor`` and of the first frame. A single frame, or a
+    video without changes, is ranked by s alone.
 
     Attributes:
-        alpha: the weight of distance against density in Eq. (11), in [0, 1].
-        beta: keeps the logarithms of Eq. (11) finite, > 0.
-        floor: the novelty of a token that is not new at all, as a share of the mean novelty, >= 0.
+        alpha: The weight of distance against density in Eq. (11), in [0, 1].
+        beta: The constant inside the logarithms of Eq. (11), > 0.
+        floor: The novelty of a token that did not change at all, relative to the mean novelty, >= 0.
     """
 
     name: ClassVar[str] = "novelty"
@@ -61,7 +61,8 @@ class Novelty(Pruner):
 
     def density(self, tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
         """Compute rho of every token, [M] float64, and each frame's mean of n / mean(n), [T] float64."""
-        novelty_TN, (_, spatial_TN) = mean_normalise(token_novelty(tokens_TND)), describe_frames(tokens_TND)
+        novelty_TN = mean_normalise(token_novelty(tokens_TND))
+        _, spatial_TN = describe_frames(tokens_TND)
         return ((novelty_TN + self.floor) * spatial_TN).reshape(-1), novelty_TN.mean(dim=1)
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
@@ -71,9 +72,10 @@ class Novelty(Pruner):
 
 
 def token_novelty(tokens_TND: Tensor) -> Tensor:
-    """Compute n, [T,N] float64 in [0, 2]: the cosine distance to the token at the same position a frame before.
+    """Compute n, the cosine distance to the token at the same position of the previous frame: [T,N] float64 in [0, 2].
 
-    The first frame has the largest distance of the video, or 1 in a video of one frame.
+    All tokens of the first frame get the largest distance in the video, or 1 in a video of one frame. Distances below
+    ZERO_DISTANCE are 0.
     """
     n_frames, per_frame, hidden = tokens_TND.shape
     n_places = per_frame if tokens_TND.is_cuda else max(1, _ELEMENTS // ((_FRAMES + 1) * hidden))
@@ -94,6 +96,6 @@ def token_novelty(tokens_TND: Tensor) -> Tensor:
 
 
 def _compute_distances(tokens_TRD: Tensor) -> Tensor:
-    """Compute the cosine distance of each token to the token at the same position in the next frame, [T-1,R]."""
+    """Compute the cosine distance of each token to the token at the same position of the next frame, [T-1,R]."""
     norm_TR = torch.linalg.vector_norm(tokens_TRD, dim=-1)
     return distance_of_products((tokens_TRD[1:] * tokens_TRD[:-1]).sum(dim=-1), norm_TR[1:], norm_TR[:-1])

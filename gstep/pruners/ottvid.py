@@ -1,6 +1,6 @@
-"""OTT-Vid: tokens that cover each frame, then merges between neighbour frames by optimal transport.
+"""OTT-Vid: tokens that cover each frame, then merges between neighboring frames by optimal transport.
 
-Shapes: K tokens of a frame that the first step picks, P = T-1 pairs of neighbour frames, R merges in all pairs.
+Shapes: K tokens that the first step picks of a frame, P = T-1 pairs of neighboring frames, R merges in all pairs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gstep.selection.reference import largest
 from gstep.types import VisualTokens
 
 _MIN_EPS = 0.005  # costs lie in [0, 1], so exp(-cost / eps) and the scalings stay in the range of float64
-_BLOCK = 2**23  # similarities that are held at a time: 32 MB
+_BLOCK = 2**23  # similarities in memory at a time: 32 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,28 +33,28 @@ class OTTVid(Pruner):
     Source: github.com/minseokii/OTT-Vid at 12a6d26, the functions for LLaVA-Video, with the settings that its README
     documents.
 
-    Each frame picks K = round(N * r^(1-gamma)) tokens that cover its attention (``pick_covering``). Between neighbour
-    frames a transport plan is computed (``plan_transport``) from the masses of the picked tokens (``weigh_picks``) and
-    the costs of their pairs (``compute_costs``). R = T*K - B merges are divided among the pairs of frames, more to
-    cheaper pairs (``divide_merges``). In a pair, the tokens of the later frame that receive the most from a single
-    token are merged into it; over frames, merges form trees. A token whose merge costs more than ``theta`` is dropped
-    with all that is merged into it. A tree becomes the plain mean of its tokens, at the index of its root in the
-    earliest frame.
+    Each frame picks K = round(N * r^(1-gamma)) tokens that cover its attention (``pick_covering``). Between neighboring
+    frames, a transport plan (``plan_transport``) is computed from the masses of the picked tokens (``weigh_picks``) and
+    the costs of their pairs (``compute_costs``). R = T*K - B merges are divided among the pairs of frames, with more
+    for cheaper pairs (``divide_merges``). In a pair, the tokens of the later frame that receive the most from a single
+    token are merged into it; over several frames, merges form trees. A token whose merge costs more than ``theta`` is
+    dropped together with all that is merged into it. A tree becomes the plain mean of its tokens, at the index of its
+    root in the earliest frame. ``merged`` marks tokens that merging changed.
 
-    The official code rounds the number of tokens by its own rule; here it is B, always. To that end K is at least B/T,
-    and at most B-T+1, so that R merges leave each frame a token. With fewer tokens than frames K is 1, and frames may
-    become empty. A single frame picks B tokens. The official code writes of means by mass and of plans over masses,
-    but computes plain means and orders merges by the plan itself, as here. It is called without a grid, which assumes
-    13 x 13 tokens; here the grid is the video's. The paper's results on Qwen need an attention that our encoder does
-    not give. ``merged`` marks tokens that merging has changed.
+    The method always keeps B tokens, while the official code rounds by its own rule. Therefore K is at least B/T, and
+    at most B-T+1, so that R merges leave each frame a token. With fewer tokens than frames, K is 1, and frames may
+    become empty. A single frame picks B tokens. The official code mentions means by mass and plans over masses, but
+    computes plain means and orders merges by the plan itself, as here. It is called without a grid and assumes 13 x 13
+    tokens; here the grid is the video's. The paper's results on Qwen need an attention that the encoders here do not
+    provide.
 
     Attributes:
-        gamma: the share of the reduction, in the exponent, that merging does, in [0, 1].
-        tau_m: the temperature of masses, above 0.
-        tau_b: the temperature at which merges are divided among pairs of frames, above 0.
-        theta: a merge of a larger cost drops the token, at least 0.
-        eps: the entropic regularization of the transport, at least 0.005.
-        iterations: the number of Sinkhorn iterations.
+        gamma: The exponent's share of the reduction that merging does, in [0, 1].
+        tau_m: The temperature of the masses, > 0.
+        tau_b: The temperature at which merges are divided among pairs of frames, > 0.
+        theta: A merge that costs more drops the token, >= 0.
+        eps: The entropic regularization of the transport, >= 0.005.
+        iterations: The number of Sinkhorn iterations.
     """
 
     name: ClassVar[str] = "ottvid"
@@ -71,7 +71,11 @@ class OTTVid(Pruner):
     iterations: int = 200
 
     def __post_init__(self) -> None:
-        """Check the parameters and convert numbers to their types. Raises ValueError."""
+        """Check the parameters, and convert numbers to the types of their fields.
+
+        Raises:
+            ValueError: A parameter is out of range.
+        """
         temperatures = {"tau_m": self.tau_m, "tau_b": self.tau_b}
         self._set(
             gamma=check_number("gamma", self.gamma, "in [0, 1]", lambda x: 0 <= x <= 1),
@@ -82,7 +86,12 @@ class OTTVid(Pruner):
         )
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        """Pick tokens of each frame, and merge them over frames to ``budget`` tokens; ``seed`` is not used."""
+        """Pick tokens of each frame, and merge them over frames to exactly ``budget`` tokens; ``seed`` is not used.
+
+        If the frames' picks are already B tokens, none is merged or changed. Otherwise the later tokens of the
+        strongest transports are removed, merged into their target or dropped if that costs more than ``theta``. The
+        indices ascend.
+        """
         n_frames, per_frame, _ = visual.tokens.shape
         n_picks = self._count_picks(n_frames, per_frame, budget, ratio)
         direction_TND = unit(working_copy(visual.tokens))
@@ -124,12 +133,17 @@ class OTTVid(Pruner):
 
 
 def pick_covering(direction_TND: Tensor, attention_TN: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Pick ``count`` tokens of each frame, one by one, to which the frame's tokens are similar: facility location.
+    """Pick ``count`` tokens of each frame that cover its attention, greedily: facility location.
 
-    A pick is the token that raises the sum, weighted by attention, of each token's largest similarity to a pick (0
-    without picks) the most. Ties go to the lowest index.
+    Each pick is the token that raises the most the sum, weighted by attention, of each token's largest similarity to a
+    pick (0 without picks). Ties go to the lowest index.
 
-    Returns the picks [T,K], ascending, and the similarity of each token to each pick, [T,N,K].
+    Args:
+        direction_TND: Unit tokens.
+        attention_TN: At least 0.
+
+    Returns:
+        The picks' indices in their frame, [T,K], ascending, and the similarity of each token to each pick, [T,N,K].
     """
     weight_TN = attention_TN / (attention_TN.sum(dim=1, keepdim=True) + 1e-8)
     n_frames, per_frame, _ = direction_TND.shape
@@ -137,7 +151,7 @@ def pick_covering(direction_TND: Tensor, attention_TN: Tensor, count: int) -> tu
     picks, similarities = [], []
     for start in range(0, n_frames, step):
         direction_BND = direction_TND[start : start + step]
-        # Symmetric, so that rows [:, j] are what token j covers.
+        # Symmetric, so that row [:, j] is what token j covers.
         similarity_BNN = direction_BND @ direction_BND.mT
         weight_B1N = weight_TN[start : start + step, None].to(similarity_BNN.dtype)
         covered_B1N = torch.zeros_like(weight_B1N)
@@ -156,10 +170,14 @@ def pick_covering(direction_TND: Tensor, attention_TN: Tensor, count: int) -> tu
 
 
 def weigh_picks(similarity_TNK: Tensor, attention_TN: Tensor, pick_TK: Tensor, tau: float) -> Tensor:
-    """Compute the mass of each picked token, [T,K] float64, of sum 1 in a frame: more for a token that adds less.
+    """Compute the mass of each picked token, [T,K] float64 with sum 1 in a frame: more for a token that covers less.
 
-    A pick adds, for each token that is nearest to it, the lead of its similarity over the second nearest pick's (over 0
-    for a single pick). Picked tokens weigh by their attention, all other tokens by the mean attention of the picks.
+    For each token of the frame that is nearest to it, a pick covers the lead of its similarity over that of the second
+    nearest pick (over 0 if it is the only pick). Picked tokens are weighted by their attention, and all others by the
+    mean attention of the picks.
+
+    Args:
+        tau: The temperature of the softmax.
     """
     picked_TK = attention_TN.gather(1, pick_TK)
     weight_TN = picked_TK.mean(dim=1, keepdim=True).repeat(1, attention_TN.shape[1]).scatter(1, pick_TK, picked_TK)
@@ -173,10 +191,14 @@ def weigh_picks(similarity_TNK: Tensor, attention_TN: Tensor, pick_TK: Tensor, t
 
 
 def compute_costs(picked_TKD: Tensor, pick_TK: Tensor, alikeness_P: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Compute the cost of merging each token j of a frame into each token i of the frame before, [P,K,K] float64.
+    """Compute the cost of merging each token j of a frame into each token i of the previous frame, [P,K,K] float64.
 
-    It is a mean, weighted by alpha, of the cosine distance (at most 1) and the distance in the frame, whose diagonal is
-    1. alpha is 1/2 for frames that are alike (``alikeness_P``, the mean cosine at equal positions) and 1 for others.
+    The cost is alpha times the cosine distance (at most 1) plus 1 - alpha times the distance in the frame, whose
+    diagonal is 1. alpha falls from 1 for pairs of frames with ``alikeness_P`` <= 0 to 1/2 at 1.
+
+    Args:
+        alikeness_P: The mean cosine at equal positions of the two frames.
+        grid: (rows, columns) of a frame.
     """
     rows, columns = grid
     place_TK2 = torch.stack(
@@ -190,7 +212,11 @@ def compute_costs(picked_TKD: Tensor, pick_TK: Tensor, alikeness_P: Tensor, grid
 
 
 def plan_transport(mass_TK: Tensor, cost_PKK: Tensor, eps: float, iterations: int) -> Tensor:
-    """Plan the transport of each frame's masses to the next frame's, by Sinkhorn iterations: [P,K,K] float64."""
+    """Compute the transport of each frame's masses to the next frame's, by Sinkhorn iterations: [P,K,K] float64.
+
+    Args:
+        eps: The entropic regularization, >= 0.005 for costs in [0, 1].
+    """
     kernel_PKK = torch.exp(-cost_PKK / eps)
     source_PK1, target_PK1 = mass_TK[:-1, :, None], mass_TK[1:, :, None]
     left_PK1 = torch.ones_like(source_PK1)
@@ -201,10 +227,14 @@ def plan_transport(mass_TK: Tensor, cost_PKK: Tensor, eps: float, iterations: in
 
 
 def divide_merges(price_P: Tensor, n_merges: int, most: int, tau: float) -> list[int]:
-    """Divide merges among pairs of frames by a softmax of -price/tau, at most ``most`` to a pair.
+    """Divide merges among pairs of frames by a softmax of -price / tau, at most ``most`` per pair.
 
-    Shares are rounded down, and the rest goes singly to the largest fractions, the earlier first. What is too much for
-    a pair is divided again among pairs that are not full.
+    Shares are rounded down, and the remainder goes one by one to the largest fractions, the earlier pair first. What
+    exceeds a pair's limit is divided again among the pairs that are not full.
+
+    Args:
+        price_P: The cost of each pair's transport plan.
+        n_merges: At most ``most`` times the number of pairs.
     """
     counts = torch.zeros(len(price_P), dtype=torch.int64, device="cpu")
     price_P, left = price_P.cpu(), n_merges
@@ -220,13 +250,16 @@ def divide_merges(price_P: Tensor, n_merges: int, most: int, tau: float) -> list
 
 
 def merge_trees(tokens_TKD: Tensor, parent_PK: Tensor) -> Tensor:
-    """Average each token with all tokens that are merged into it, over all later frames: [T,K,D] float64.
+    """Average each token with all tokens merged into it, directly or not, from later frames: [T,K,D] float64.
 
-    ``parent_PK`` has the number of a token in the frame before, -1 for a token that is not merged.
+    Args:
+        parent_PK: For each token of the later frame of a pair, the number of a token in the previous frame; -1 for
+            none.
     """
     n_frames, n_picks, _ = tokens_TKD.shape
     size_TK = torch.ones(n_frames, n_picks, dtype=torch.float64, device=tokens_TKD.device)
-    sums, sum_KD = [], tokens_TKD[-1].double()
+    sums = []
+    sum_KD = tokens_TKD[-1].double()
     for frame in range(n_frames - 1, 0, -1):
         sums.append(sum_KD)
         child_KK = (torch.arange(n_picks, device=parent_PK.device)[:, None] == parent_PK[frame - 1]).double()

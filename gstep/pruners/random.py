@@ -14,7 +14,7 @@ from gstep.types import VisualTokens
 
 @dataclass(frozen=True, kw_only=True)
 class Random(Pruner):
-    """A seeded random choice: the first B of one permutation of the T*N tokens, the same on every device."""
+    """Random tokens: the first B of a seeded permutation of the T*N tokens, which is the same on every device."""
 
     name: ClassVar[str] = "random"
     nested: ClassVar[bool] = True

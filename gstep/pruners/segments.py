@@ -1,4 +1,4 @@
-"""Tools of the methods that merge: the segments of a video, density peaks among tokens and the groups around them."""
+"""Functions for methods that merge: the segments of a video, density peaks among tokens, and the groups around them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from gstep.types import VisualTokens
 
 
 def adjacent_cosines(feature_TV: Tensor) -> list[float]:
-    """Compute the cosine of each frame's feature with the next frame's: T-1 numbers."""
+    """Compute the cosine of each frame's feature with the next frame's: T-1 numbers, none for a single frame."""
     direction_TV = unit(feature_TV)
     cosines: list[float] = (direction_TV[:-1] * direction_TV[1:]).sum(dim=1).tolist()
     return cosines
 
 
 def cut_segments(similarity: Sequence[float], min_segments: int, threshold: float) -> Iterator[tuple[int, int]]:
-    """Cut len(similarity) + 1 frames into segments; yield each as [start, end).
+    """Cut T = len(similarity) + 1 frames into segments, and yield each as [start, end), in order.
 
-    ``similarity`` is between neighbour frames. Cuts are at the lowest ``min_segments - 1`` similarities (the earlier
-    first) and at all similarities below ``threshold``.
+    Cuts are made at the ``min_segments - 1`` lowest similarities and at all similarities below ``threshold``. Of equal
+    similarities, the earlier is cut first. If T is at most ``min_segments``, every frame is a segment.
+
+    Args:
+        similarity: The similarity of each frame to the next one.
     """
     lowest = sorted(range(len(similarity)), key=similarity.__getitem__)[: min_segments - 1]
     boundaries = {i for i, value in enumerate(similarity) if value < threshold}.union(lowest)
@@ -37,7 +40,10 @@ def cut_segments(similarity: Sequence[float], min_segments: int, threshold: floa
 
 
 def tie_noise(visual: VisualTokens, seed: int) -> Tensor:
-    """Return noise [T*N] in the tokens' work dtype: the evidence ``noise``, or random numbers in [0, 1) by ``seed``."""
+    """Return noise [T*N] that breaks ties, in the tokens' work dtype and on their device.
+
+    It is the evidence ``noise``, or without it random numbers in [0, 1) from ``seed``, the same on every device.
+    """
     noise_M = visual.evidence.get("noise")
     if noise_M is None:
         n_frames, per_frame, _ = visual.tokens.shape
@@ -47,31 +53,36 @@ def tie_noise(visual: VisualTokens, seed: int) -> Tensor:
 
 def scaled_distances(tokens_XD: Tensor) -> Tensor:
     """Compute the Euclidean distances of all pairs of tokens, divided by sqrt(D), [X,X]."""
-    # Without the matrix product, whose cancellation would give equal tokens small distances.
+    # Without a matrix product, whose cancellation would give equal tokens small distances instead of 0.
     distance_XX = torch.cdist(tokens_XD, tokens_XD, compute_mode="donot_use_mm_for_euclid_dist")
     return distance_XX / math.sqrt(tokens_XD.shape[1])
 
 
 def density_peaks(distance_XX: Tensor, noise_X: Tensor, neighbours: int) -> Tensor:
-    """Score each token's centrality: its density times the distance to the nearest denser token, [X].
+    """Score each token's centrality, [X]: its density times the distance to the nearest denser token.
 
-    A token's density depends on the distances to its nearest ``neighbours`` tokens, itself included.
+    The density is exp(-d) + 1e-6 * ``noise_X``, where d is the mean squared distance to the nearest ``neighbours``
+    tokens (or to all, if there are fewer), itself included. The noise breaks ties. The densest token gets the largest
+    of all distances.
     """
     nearest_XK = distance_XX.topk(min(neighbours, len(distance_XX)), largest=False).values
-    # The noise breaks ties: tokens of equal density would have no denser token.
+    # The noise breaks ties, because the densest of equal tokens would all have no denser token.
     density_X = torch.exp(-nearest_XK.square().mean(dim=1)) + 1e-6 * noise_X
     denser_XX = density_X[None, :] > density_X[:, None]
-    # The densest token has no denser token: it gets the largest distance of all.
     return density_X * torch.where(denser_XX, distance_XX, distance_XX.max()).amin(dim=1)
 
 
 def group_by_peaks(
     rows_XD: Tensor, noise_X: Tensor, count: int, neighbours: int, *, penalty_X: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Group rows around the ``count`` highest density peaks; ``penalty_X``, if any, is subtracted from their scores.
+    """Group rows around the ``count`` highest density peaks, each row with its nearest peak.
 
-    Returns the peaks' row numbers [C], ascending, and each row's group [X], the number of its nearest peak. A peak is
-    in its own group.
+    A row's density depends on its ``neighbours`` nearest rows, itself included; ``noise_X`` breaks ties. ``penalty_X``
+    is subtracted from the rows' scores as peaks.
+
+    Returns:
+        The peaks' row numbers [C], ascending, and each row's group [X], a position among these. A peak is always in its
+        own group.
     """
     distance_XX = scaled_distances(rows_XD)
     score_X = density_peaks(distance_XX, noise_X, neighbours)

@@ -1,8 +1,8 @@
-"""SToP: sink scores, by which four methods rank attention sinks lower.
+"""SToP: sink scores, which four methods use to rank attention sinks lower.
 
 A sink is a position that gets much attention in all frames, whatever they show.
 
-Shapes: T frames, N tokens a frame, X tokens of a frame that are not selected yet.
+Shapes: T frames, N tokens per frame, X tokens of a frame that are not selected yet.
 """
 
 from __future__ import annotations
@@ -20,66 +20,84 @@ from gstep.selection.reference import largest
 
 _GAMMA = 1.1  # exponent of the mean attention
 _PEAK_WEIGHT = 0.3  # weight of a sink score against a density peak's score
-_N_SINKS = 20  # positions that count as sinks where a method only tells sinks from other positions
+_N_SINKS = 20  # positions that count as sinks where a method distinguishes only sinks and other positions
 
 
 @dataclass(frozen=True, kw_only=True)
 class SinkPruner(Pruner):
-    """The base of the methods that can rank attention sinks lower: SToP, arXiv 2604.20937.
+    """The base class of the methods that can rank attention sinks lower, as SToP does (arXiv 2604.20937).
 
     Source: the rules of github.com/rlqja1107/SToP at 3bf998c, for LLaVA; it has no license, so none of its code is
-    here. The authors' ``mu_s`` at 10 % are 0.03 for VisionZip, 0.02 for FastVID and FlashVID, and 0.04 (with ``mu_t``
-    0.07) for HoliTom. They have the scale of the encoder's attention, as a softmax gives it: do not normalize it again.
+    used. The authors' values of ``mu_s`` at 10 % are 0.03 for VisionZip, 0.02 for FastVID and FlashVID, and 0.04 (with
+    ``mu_t`` 0.07) for HoliTom. They fit the encoder's attention as its softmax gives it, so do not normalize it again.
 
     Attributes:
-        mu_s: the weight of a position's sink score against its attention, at least 0; at 0 the method is unchanged.
+        mu_s: The weight of a position's sink score, which is subtracted from its attention, >= 0. With 0, the method is
+            unchanged.
     """
 
     mu_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the parameter. Raises ValueError."""
+        """Check ``mu_s`` and convert it to a float.
+
+        Raises:
+            ValueError: ``mu_s`` is negative or not a finite number.
+        """
         self._set(mu_s=check_number("mu_s", self.mu_s, "at least 0", lambda x: x >= 0))
 
     def params(self) -> dict[str, Any]:
         """Return the hyper-parameters by name, without ``mu_s`` and ``mu_t`` where they are 0.
 
-        Caches from before these parameters keep their identity.
+        This preserves the identity of caches that are older than these parameters.
         """
         return {name: value for name, value in super().params().items() if value or name not in ("mu_s", "mu_t")}
 
     def _check_llava(self, variant: str) -> None:
-        """Raise ValueError if sinks are to be ranked lower in another variant than llava."""
+        """Raise ValueError if ``mu_s`` is not 0 in a variant other than llava."""
         if self.mu_s and variant != "llava":
             raise ValueError(f"mu_s is defined for variant llava alone; set it to 0 for variant {variant}")
 
     def _suppress_sinks(self, attention_TN: Tensor) -> Tensor:
-        """Subtract each position's sink score, times ``mu_s``, from the attention of all frames."""
+        """Return the attention of all frames minus ``mu_s`` times each position's sink score, in float64.
+
+        With ``mu_s`` 0, the attention itself is returned.
+        """
         if self.mu_s == 0:
             return attention_TN
         return attention_TN.double() - self.mu_s * sink_scores(attention_TN)
 
     def _peak_penalty(self, attention_TN: Tensor) -> Tensor | None:
-        """Compute the number that a position's score as a density peak loses, [N]; None if ``mu_s`` is 0."""
+        """Compute the amount to subtract from each position's score as a density peak, [N]; None if ``mu_s`` is 0."""
         return None if self.mu_s == 0 else _PEAK_WEIGHT * sink_scores(attention_TN)
 
 
 def sink_scores(attention_TN: Tensor) -> Tensor:
-    """Score each position, [N] float64 in [0, 1]: a power of its mean attention over frames, from 0 to the largest."""
+    """Compute each position's sink score, [N] float64 in [0, 1].
+
+    It is the mean attention over frames to the power 1.1, rescaled. Negative means count as 0. The scores are all 0 if
+    the means are equal.
+    """
     power_N = attention_TN.double().mean(dim=0).clamp(min=0) ** _GAMMA
     return (power_N - power_N.min()) / (power_N.max() - power_N.min() + 1e-12)
 
 
 def find_sinks(score_N: Tensor) -> Tensor:
-    """Find the positions with the largest sink scores: [N] bool, True for 20 of them (all, if N is less)."""
+    """Return [N] bool, True for the 20 positions of largest sink score (all, if N is smaller)."""
     return torch.zeros_like(score_N, dtype=torch.bool).index_fill(0, largest(score_N, _N_SINKS), True)
 
 
 def move_off_sinks(targets: Sequence[int], is_sink_X: Sequence[bool]) -> list[int]:
-    """Move each target that is a sink, or that an earlier target moved to, to the next number that is free and no sink.
+    """Replace each target that is a sink by the next number that is neither a sink nor chosen for an earlier target.
 
-    After the last number the search goes on at the first. A target stays if only sinks are free. Returns different
-    numbers, ascending.
+    The search wraps around from the last number to 0. If all free numbers are sinks, the first free number from the
+    target on is chosen.
+
+    Args:
+        targets: Numbers in [0, len(is_sink_X)); at most as many as there are numbers.
+
+    Returns:
+        Different numbers, ascending.
     """
     chosen: list[int] = []
     for target in targets:

@@ -1,4 +1,4 @@
-"""Tango: diverse tokens of high attention, and merged context, by distances that rotate with place and time.
+"""Tango: diverse tokens of high attention, and merged context, by distances that depend on position and time.
 
 Shapes: L frames of one segment, X positions of a part of it (static or moving), C centers, Y tokens in one clustering.
 """
@@ -29,41 +29,43 @@ _SOURCES: Mapping[str, Mapping[str, str]] = {
     "llava": MappingProxyType({"token_attention": POOLING_HEAD}),
     "qwen": MappingProxyType({"token_attention": MERGED_QUERIES}),
 }
-_STATIC = 0.8  # the official code passes ``tau`` to the choice of segments alone
-_TIME_BASE, _SPACE_BASE = 10_000.0, 1_000.0  # of the angles
-_SINKS = (11, 12, 27, 28, 41, 169)  # positions among the 196 of LLaVA-OneVision
-_BLOCK = 2**25  # distances that are held at a time: 128 MB
+_STATIC = 0.8  # the official code uses ``tau`` only to choose segments
+_TIME_BASE = 10_000.0  # base of the angles of seconds
+_SPACE_BASE = 1_000.0  # base of the angles of rows and columns
+_SINKS = (11, 12, 27, 28, 41, 169)  # positions among the 196 of a frame of LLaVA-OneVision
+_BLOCK = 2**25  # distances in memory at a time: 128 MB
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tango(Pruner):
-    """The stage of Tango before the language model; its pruning inside of it is not implemented: arXiv 2604.09547.
+    """The stage of Tango before the language model (arXiv 2604.09547); its pruning inside the model is not implemented.
 
     Source: github.com/xjtupanda/Tango at cc815b6, tango/pruner.py, tango/utils.py and st_rope.py.
 
     Distances are between directions that are rotated by their second, row and column (``rotate``). Segments of frames
-    are the windows of HoliTom (``choose_windows``). In a segment of several frames a position is static if neighbor
-    frames are more similar than 0.8 there. Its tokens become their mean, at the first frame. The remaining ratio of the
-    segment is r' = min(1, r / (share of tokens that remain)); ceil(X*r') tokens remain of the X static positions, and
-    as many of each frame's moving ones. The share ``context`` of them is context, the others are salient. Salient
-    tokens: of the ``alpha`` times as many with the highest attention, density peaks are centers, and each center's
-    group keeps its token of highest attention. Context: all other tokens of the segment's frames are merged into
-    density peaks among them. Parts round up, so the total is near B.
+    are the windows of HoliTom (``choose_windows``). In a segment of several frames, a position is static if all
+    neighboring frames are more similar than 0.8 there; its tokens become their mean, at the first frame. The segment's
+    remaining ratio is r' = min(1, r / (share of tokens that remain)). ceil(X*r') tokens are kept of the X static
+    positions, and by the same rule of the X moving positions of each frame; the share ``context`` of them is context,
+    the others are salient. Salient tokens: among the tokens of highest attention, ``alpha`` times as many as are kept,
+    density peaks are centers, and each center's group keeps its token of highest attention. Context: all other tokens
+    of the segment are merged into density peaks among them. The total is near B. ``merged`` marks tokens that merging
+    changed.
 
-    Differences from the official code: it stores merged tokens in the order of density, which puts them on each other's
-    index; here each is at its own. If centers are equal, it may keep a token twice; here a center is in its own group.
-    Positions that are sinks of LLaVA-OneVision have attention 0 in variant llava with 196 tokens a frame; for other
-    sizes no sinks are known here. Its other choice of segments, the cuts of FastVID, and the second stage that it has
-    for LLaVA-Video, inside the language model, are not built. Distances of all pairs of a segment's context are
-    computed, so that long segments are slow. ``merged`` marks tokens that merging has changed.
+    Differences from the official code: it stores merged tokens in the order of density, at each other's index; here
+    each has its own. If centers are equal, it may keep a token twice; here a center is in its own group. In variant
+    llava with 196 tokens per frame, the positions that are sinks of LLaVA-OneVision have attention 0; for other sizes
+    no sinks are known. Its other choice of segments (the cuts of FastVID) and its second stage for LLaVA-Video, inside
+    the language model, are not implemented. The distances of all pairs of a segment's context are computed, so long
+    segments are slow.
 
     Attributes:
-        variant: the attention of LLaVA (llava: SigLIP's pooling head) or of Qwen (qwen: merged queries).
-        tau: the similarity that chooses segments; None means 0.65 for ratios up to 10 %, else 0.8.
-        context: the share of kept tokens that are context, in [0, 1].
-        alpha: the number of candidates for each salient token, at least 1.
-        beta: the minimum weight of a center against the mean of its group, in [0, 1].
-        k: the number of nearest other tokens behind a token's density.
+        variant: The attention of LLaVA ("llava": SigLIP's pooling head) or of Qwen ("qwen": merged queries).
+        tau: The similarity by which segments are chosen; None means 0.65 for ratios up to 10 %, otherwise 0.8.
+        context: The share of kept tokens that are context, in [0, 1].
+        alpha: The number of candidates per salient token, >= 1.
+        beta: The minimum weight of a center against the mean of its group, in [0, 1].
+        k: The number of nearest other tokens that determine a token's density.
     """
 
     name: ClassVar[str] = "tango"
@@ -83,7 +85,11 @@ class Tango(Pruner):
     k: int = 7
 
     def __post_init__(self) -> None:
-        """Check the parameters and convert numbers to their types. Raises ValueError."""
+        """Check the parameters, and convert numbers to floats or ints; ``tau`` None stays None.
+
+        Raises:
+            ValueError: A parameter has the wrong type or is out of range.
+        """
         check_choice("variant", self.variant, VARIANTS)
         shares = {"context": self.context, "beta": self.beta}
         if self.tau is not None:
@@ -105,7 +111,10 @@ class Tango(Pruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         """Select and merge the share ``ratio`` of the tokens, segment by segment; ``budget`` is not used.
 
-        The seed breaks ties if the evidence has no ``noise``.
+        In each segment, static positions are averaged over its frames, at the first frame. The static positions, then
+        the moving positions of all frames, are reduced to salient tokens, which are unchanged, and merged context.
+        ``merged`` marks each kept token that differs from its input. ``seed`` breaks ties between density peaks if the
+        evidence has no ``noise``.
         """
         n_frames, per_frame, _ = visual.tokens.shape
         direction_TND = unit(working_copy(visual.tokens))
@@ -141,9 +150,15 @@ class Tango(Pruner):
     def _compress(
         self, rows_LXD: Tensor, rotated_LXD: Tensor, score_LX: Tensor, share: float, noise: _NoiseStream
     ) -> tuple[Tensor, Tensor]:
-        """Select salient tokens of each frame, and merge the rest of all frames into context.
+        """Select salient tokens of each frame, and merge the remaining tokens of all frames into context.
 
-        Returns the flat numbers of kept rows among L*X, [Y], and their tokens, [Y,D].
+        Args:
+            rotated_LXD: The rotated directions of the tokens ``rows_LXD``.
+            score_LX: Their attention.
+            share: The share of each frame to keep, rounded up, salient tokens and context together.
+
+        Returns:
+            The numbers [Y] of the kept rows among L*X, salient rows first, and their tokens [Y,D].
         """
         length, size, hidden = rows_LXD.shape
         n_kept = math.ceil(size * share)
@@ -170,7 +185,11 @@ class Tango(Pruner):
         return torch.cat([salient_Y, context_Y]), torch.cat([rows_YD[salient_Y], context_YD])
 
     def _spread(self, rotated_YD: Tensor, count: int, candidate_Y: Tensor, noise: _NoiseStream) -> Tensor:
-        """Choose ``count`` candidates, whose attention descends: the first of each group around a density peak."""
+        """Choose ``count`` candidates: of each group around a density peak, the candidate of highest attention.
+
+        Args:
+            candidate_Y: The candidates, in descending attention; returned as they are if they are at most ``count``.
+        """
         if len(candidate_Y) <= count:
             return candidate_Y
         _, group_Y = find_groups(rotated_YD, noise.draw(len(candidate_Y)), count, self.k)
@@ -179,10 +198,11 @@ class Tango(Pruner):
 
 
 class _NoiseStream:
-    """Numbers in [0, 1) to draw from, which repeat when they are used up."""
+    """A stream of numbers in [0, 1), which starts again when it is used up."""
 
     def __init__(self, noise_M: Tensor) -> None:
-        self._noise_M, self._n_drawn = noise_M.double(), 0
+        self._noise_M = noise_M.double()
+        self._n_drawn = 0
 
     def draw(self, count: int) -> Tensor:
         """Return the next ``count`` numbers."""
@@ -192,11 +212,15 @@ class _NoiseStream:
 
 
 def rotate(direction_TND: Tensor, times: Sequence[float], columns: int) -> Tensor:
-    """Rotate directions by where and when they are (ST-RoPE), so that distances grow with both: [T,N,D].
+    """Rotate directions by their position and time (ST-RoPE), so that distances grow with both: [T,N,D], a new tensor.
 
-    The channels are three sections: the last two, of 2*floor(D/6) channels each, turn by row and column, the first by
-    seconds. Channel i of a section of d turns with channel i + d/2, by the angle position * base^(-2i/d). The last
-    channel of the first section stays if their number is odd.
+    The channels form three sections: the last two, of 2*floor(D/6) channels each, are rotated by row and column, the
+    first by seconds. Channel i of a section of d is rotated together with channel i + d/2, by the angle position *
+    base^(-2i/d). If the first section has an odd number of channels, its last channel stays.
+
+    Args:
+        times: The second of each frame.
+        columns: The columns of a frame's grid, in row-major order.
     """
     n_tokens, hidden = direction_TND.shape[1:]
     device = direction_TND.device
@@ -222,14 +246,20 @@ def rotate(direction_TND: Tensor, times: Sequence[float], columns: int) -> Tenso
 
 
 def find_groups(rows_YD: Tensor, noise_Y: Tensor, count: int, neighbors: int) -> tuple[Tensor, Tensor]:
-    """Group rows around the ``count`` highest density peaks, by Euclidean distance.
+    """Group rows around the ``count`` highest density peaks, by Euclidean distance, in blocks that limit memory.
 
     A row's density depends on its nearest ``neighbors`` other rows. Its score is the density times the distance to the
-    nearest denser row (the largest distance of all for the densest).
+    nearest denser row (the largest of all distances for the densest).
 
-    Returns the centers' row numbers [C], ascending, and the group of each row [Y]. A center is in its own group.
+    Args:
+        noise_Y: Noise in [0, 1), added to the density times 1e-6 to break ties.
+
+    Returns:
+        The centers' row numbers [C], ascending, and the position in these of each row's nearest center, [Y]. A center
+        is always in its own group.
     """
-    size, step = len(rows_YD), max(1, _BLOCK // len(rows_YD))
+    size = len(rows_YD)
+    step = max(1, _BLOCK // len(rows_YD))
     square_Y = rows_YD.square().sum(dim=1)
     blocks = [slice(start, start + step) for start in range(0, size, step)]
 
@@ -246,7 +276,8 @@ def find_groups(rows_YD: Tensor, noise_Y: Tensor, count: int, neighbors: int) ->
         nearest = distance.topk(min(neighbors + 1, size), dim=1, largest=False).values[:, 1:]
         density.append(torch.exp(-nearest.double().square().mean(dim=1)))
         furthest.append(distance.max())
-    density_Y, limit = torch.cat(density) + 1e-6 * noise_Y, torch.stack(furthest).max()
+    density_Y = torch.cat(density) + 1e-6 * noise_Y
+    limit = torch.stack(furthest).max()
     score = []
     for rows in blocks:
         distance = whole[0] if whole else measure(rows)

@@ -1,4 +1,4 @@
-"""The densest tokens, with no regard to diversity: an ablation of GSTEP."""
+"""The tokens of largest density, without regard to diversity: an ablation of GSTEP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gstep.types import VisualTokens
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(DensityPruner):
-    """The B tokens of largest rho (Eq. 8), densest first, ties by ascending index."""
+    """The B tokens of largest rho (Eq. 8), in descending order; ties go to the lowest index."""
 
     name: ClassVar[str] = "topk"
 

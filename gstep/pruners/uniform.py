@@ -13,7 +13,10 @@ from gstep.types import VisualTokens
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform(Pruner):
-    """Evenly spaced tokens, one from the centre of each of B equal strata: floor((k + 1/2) * M / B). Has no order."""
+    """Evenly spaced tokens, the center of each of B equal strata of the flat sequence: floor((k + 1/2) * M / B).
+
+    The method is not nested, because another B moves the centers.
+    """
 
     name: ClassVar[str] = "uniform"
     nested: ClassVar[bool] = False

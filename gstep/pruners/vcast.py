@@ -14,19 +14,20 @@ from gstep.pruners.checks import check_number
 from gstep.pruners.vectors import unit
 from gstep.types import VisualTokens
 
-_EPS = 1e-6  # as in the official code: the minimum norm to divide by, and the margin of a range of norms
+_EPS = 1e-6  # as in the official code: the minimum norm in a divisor, and added to the range of norms
 
 
 @dataclass(frozen=True, kw_only=True)
 class VCAST(Pruner):
     """Video curvature-aware pruning (arXiv 2603.27650; github.com/xinyouu/V-CAST, compressor/v_cast).
 
-    The authors' code keeps round(r x M) tokens and at least one a frame. This method keeps B tokens, so that frames may
-    have none if B < T. If their number is the ``budget``, the tokens are the same. A single frame is pruned too; their
-    code keeps it whole.
+    The authors' code keeps round(r*M) tokens, and at least one per frame. This method keeps exactly B, so that frames
+    may have none if B < T; with the same number as ``budget``, the tokens are the same. A single frame is pruned too,
+    while their code keeps it whole.
 
     Attributes:
-        tau: the temperature of the budgets over frames, > 0; lower values give more to frames at which the video turns.
+        tau: The temperature of the softmax that divides the budget among frames, > 0. Lower values give more tokens to
+            frames at which the video turns.
     """
 
     name: ClassVar[str] = "vcast"
@@ -38,7 +39,10 @@ class VCAST(Pruner):
         self._set(tau=check_number("tau", self.tau, "above 0", lambda tau: tau > 0))
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        """Select ``budget`` tokens, divided over frames by curvature; ``ratio`` and ``seed`` are not used."""
+        """Select ``budget`` tokens, divided among frames by curvature; ``ratio`` and ``seed`` are not used.
+
+        Each frame keeps its tokens of highest ``token_scores``, ties to the lowest index. The indices ascend.
+        """
         tokens_TND = working_copy(visual.tokens)
         centre_TD = unit(frame_mean(tokens_TND))
         weight_T = torch.softmax(curvature(centre_TD) / self.tau, dim=0)
@@ -49,7 +53,10 @@ class VCAST(Pruner):
 
 
 def curvature(centre_TD: Tensor) -> Tensor:
-    """Compute each frame's turn, [T] in [0, 2]: 1 - cosine of the steps to and from its centre; 1 for end frames."""
+    """Compute how much the video turns at each frame: 1 - cosine of the steps to and from its center, [T] in [0, 2].
+
+    The first and the last frame, which lack a step, get 1.
+    """
     turn_T = torch.ones_like(centre_TD[:, 0])
     step_SD = centre_TD.diff(dim=0)
     norm_S = torch.linalg.vector_norm(step_SD, dim=-1).clamp(min=_EPS)
@@ -58,10 +65,14 @@ def curvature(centre_TD: Tensor) -> Tensor:
 
 
 def frame_budgets(weight_T: Tensor, budget: int, per_frame: int) -> Tensor:
-    """Divide the budget over frames by weight (of sum 1), [T] int64: at least 1 each if B >= T, at most N each.
+    """Divide the budget among frames by weight, [T] int64: at least 1 each if B >= T, and at most N each.
 
-    The surplus of rounding and full frames goes to the frame with the largest fraction until it is full, then to the
-    next frame.
+    The remainder from rounding down and from full frames goes to the frame with the largest fraction until it is full,
+    then to the next one, and so on.
+
+    Args:
+        weight_T: The frames' shares, with sum 1.
+        per_frame: N.
     """
     n_frames = len(weight_T)
     min_each = 1 if budget >= n_frames else 0
@@ -76,7 +87,11 @@ def frame_budgets(weight_T: Tensor, budget: int, per_frame: int) -> Tensor:
 
 
 def token_scores(tokens_TND: Tensor, centre_TD: Tensor) -> Tensor:
-    """Score each token, [T,N] float64: 1 - cosine to its frame's centre, plus its norm rescaled to [0, 1] by frame."""
+    """Score each token, [T,N] float64: 1 - cosine to its frame's center, plus its norm rescaled to [0, 1] in its frame.
+
+    Args:
+        centre_TD: The frames' centers as unit vectors.
+    """
     cosine_TN = centre_TD.new_empty(tokens_TND.shape[:2])
     norm_TN = torch.empty_like(cosine_TN)
     for frames in row_slices(tokens_TND):

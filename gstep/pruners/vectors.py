@@ -1,4 +1,4 @@
-"""Tools of the methods that compare tokens: directions, and averages of groups."""
+"""Functions for methods that compare tokens: directions, and means of groups."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ def unit(rows: Tensor) -> Tensor:
 
 
 def assigned_mean(nearest_X: Tensor, rows_XD: Tensor, n_groups: int) -> tuple[Tensor, Tensor]:
-    """Compute the mean of each group's rows, [G,D] (0 for an empty group), and the number of its rows, [G].
+    """Compute the mean of each group's rows, [G,D], and the number of its rows, [G] int64; an empty group has mean 0.
 
-    ``nearest_X`` has each row's group, -1 for no group. The means are a product with weights: the sums of a scatter
-    would depend on the order in which a GPU's threads arrive.
+    The means are computed as a matrix product with weights, because the sums of a scatter would depend on the order in
+    which a GPU's threads arrive.
+
+    Args:
+        nearest_X: Each row's group in [0, n_groups); any other number, such as -1, means no group.
     """
     member_GX = nearest_X == torch.arange(n_groups, device=nearest_X.device)[:, None]
     count_G = member_GX.sum(dim=1)

@@ -1,4 +1,4 @@
-"""VidCom2: the tokens that stand out, more of them in frames that stand out."""
+"""VidCom2: the tokens that stand out, and more of them in frames that stand out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TEMPERATURE = 0.01
 class VidCom2(Pruner):
     """Video compression commander (github.com/xuyang-liu16/VidCom2, token_compressor/vidcom2/vidcom2.py).
 
-    Each frame rounds its own share of N and keeps at least one token, so that the total is near B, not always B. A
+    The number of tokens is rounded for each frame and is at least 1, so the total is near B but may differ. Even a
     ratio of 1 does not keep all tokens: frames that are typical of the video are still pruned.
     """
 
@@ -42,23 +42,27 @@ class VidCom2(Pruner):
 
 
 def find_calm_channels(tokens_TND: Tensor) -> Tensor:
-    """Find the half of the channels with the lowest population variance over the whole video.
+    """Return the half of the channels with the lowest population variance over the whole video.
 
-    Returns their indices in order, [max(1, D // 2)] int64.
+    The result has max(1, D // 2) ascending int64 indices. Of equal variances, the lower channel wins.
     """
     hidden = tokens_TND.shape[-1]
     tokens_MD = tokens_TND.reshape(-1, hidden)
     sum_D = torch.zeros(hidden, dtype=torch.float64, device=tokens_MD.device)
     for rows in row_slices(tokens_MD):
         sum_D += tokens_MD[rows].double().sum(dim=0)
-    mean_D, spread_D = sum_D / len(tokens_MD), torch.zeros_like(sum_D)
+    mean_D = sum_D / len(tokens_MD)
+    spread_D = torch.zeros_like(sum_D)
     for rows in row_slices(tokens_MD):
         spread_D += (tokens_MD[rows] - mean_D).square().sum(dim=0)
     return torch.argsort(spread_D, stable=True)[: max(1, hidden // 2)].sort().values
 
 
 def similarities(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
-    """Score each token's similarity to its video and to its frame: two tensors [T,N] float64; low means unique."""
+    """Compute each token's similarity to its video and to its frame, two tensors [T,N] float64; low means distinctive.
+
+    Only the channels of ``find_calm_channels`` are compared.
+    """
     tokens_TND = working_copy(tokens_TND)
     direction_TND = unit(tokens_TND[..., find_calm_channels(tokens_TND)])
     frame_T1D = direction_TND.double().mean(dim=1, keepdim=True)
@@ -67,7 +71,7 @@ def similarities(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kernel_sum(direction_TND: Tensor, centre_T1D: Tensor) -> Tensor:
-    """Sum over w = 1/8..2 of exp(-|x - m|^2 / 2w) of each token x and its frame's centre m, [T,N] float64."""
+    """Sum exp(-|x - m|^2 / 2w) over w = 1/8, 1/4, ..., 2, for each token x and its frame's center m: [T,N] float64."""
     width_W = torch.tensor(_WIDTHS, dtype=torch.float64, device=direction_TND.device)
     sums = []
     for frames in row_slices(direction_TND):
@@ -77,9 +81,12 @@ def kernel_sum(direction_TND: Tensor, centre_T1D: Tensor) -> Tensor:
 
 
 def frame_budgets(video_TN: Tensor, ratio: float) -> Tensor:
-    """Compute the number of tokens to keep of each frame, [T] int64, from 1 to N; their sum is near r*T*N.
+    """Compute the number of tokens to keep of each frame, [T] int64 from 1 to N, with a sum near r*T*N.
 
     Frames less typical of the video keep more.
+
+    Args:
+        video_TN: Each token's similarity to the video.
     """
     share_T = torch.softmax(-video_TN.mean(dim=1) / _TEMPERATURE, dim=0)
     scale_T = (ratio * (1 + share_T - share_T.mean())).clamp(max=1.0)

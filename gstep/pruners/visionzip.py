@@ -1,4 +1,4 @@
-"""VisionZip: the dominant tokens of each frame, and a few contextual tokens into which the rest of the frame is merged.
+"""VisionZip: the dominant tokens of each frame, and a few contextual tokens into which the other tokens are merged.
 
 Shapes: K kept tokens of one frame, S dominant and C contextual tokens, X plain tokens (not dominant).
 """
@@ -30,49 +30,48 @@ _SOURCES: Mapping[str, Mapping[str, str]] = {
     "qwen": MappingProxyType({}),
 }
 
-#: Published numbers of kept tokens of a frame of 196 (LLaVA-OneVision); other shares and sizes are rounded.
+#: The published numbers of tokens to keep of a frame of 196 (LLaVA-OneVision); other shares and sizes are rounded.
 PUBLISHED_PER_FRAME = {0.25: 50, 0.20: 40, 0.15: 30, 0.10: 20}
 _PUBLISHED_SIZE = 196
 
-_DIGITS = 9  # decimals of compared cosines, so that the first of equal tokens wins in any order of summation
+_DIGITS = 9  # decimals of compared cosines, so that the first of equal tokens wins whatever the order of summation
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionZip(SinkPruner):
-    """The tokens of each frame with the largest attention or norm, and a few tokens into which the others are merged.
+    """The tokens of each frame with the highest attention or norm, and a few tokens into which the others are merged.
 
     Source: github.com/cokeshao/HoliTom, visionzip/llava_arch.py, for variant llava; github.com/xuyang-liu16/VidCom2,
     branch qwen, token_compressor/visionzip at a85d485, for variant qwen.
 
-    llava: a frame keeps K tokens (``frame_budget``). floor(K * 54/64) are dominant and unchanged; all others of the K
-    are contextual. The contextual tokens are evenly strided targets among the plain tokens; the mean of the plain
-    tokens nearest by key is added to each. The method's own prompt has a frame's dominant tokens first, then its
-    contextual tokens (``PrunedTokens.order``). Each kind is in ascending index, so that ``merged`` gives the order too.
+    Variant llava: a frame keeps K tokens (``frame_budget``). floor(K * 54/64) are dominant and unchanged; the others of
+    the K are contextual. Contextual tokens are evenly strided targets among the plain tokens, and the mean of the plain
+    tokens whose keys are nearest is added to each. In the method's own prompt (``PrunedTokens.order``), a frame's
+    dominant tokens come first, then its contextual tokens, each in ascending index.
 
-    qwen: no attention, because fast kernels do not return it. A frame keeps K = max(1, floor(r*N)) tokens.
-    max(1, floor(0.6*K)) are dominant, by largest L2 norm, and unchanged; all others of the K are contextual. Anchors
-    are the plain tokens of highest mean cosine to their five nearest plain tokens. Each plain token, anchors included,
-    goes to the anchor of largest cosine, and each anchor becomes the mean of its group. The order is ascending index.
+    Variant qwen: attention is not used, because fast kernels do not return it. A frame keeps K = max(1, floor(r*N))
+    tokens. max(1, floor(0.6*K)) are dominant, by largest L2 norm, and unchanged; the others of the K are contextual.
+    Anchors are the plain tokens of highest mean cosine to their five nearest plain tokens. Each plain token, anchors
+    included, goes to the anchor of largest cosine, and each anchor becomes the mean of its group. The order is
+    ascending index.
 
-    Details of qwen that the official code leaves open: equal scores go to the lowest index. (There the choice depends
-    on topk, and scores are often equal in the model's 16 bits; here they are float64.) With K = 1 the longest token is
-    kept and nothing is merged. If all plain tokens are anchors, they stay unchanged, though ``merged``. The first of
-    equal anchors gets the whole group and the others stay unchanged, as there. If r*N lies a rounding error below an
-    integer, K is that integer: 63 for 70 % of 90, not 62.
+    Details of qwen that the official code leaves open: equal scores, computed in float64, go to the lowest index. With
+    K = 1, the token of largest norm is kept and nothing is merged. If all plain tokens are anchors, they stay
+    unchanged, but ``merged`` is True. The first of equal anchors gets the whole group and the others stay unchanged, as
+    in the official code. If r*N is a rounding error below an integer, K is that integer.
 
-    That commit has one rule for all Qwen models. An earlier rule for Qwen3-VL (d6235c5: attention of the encoder's last
-    layer, all tokens of a video compared at once) is not built here, though the published scores of VisionZip on
-    Qwen3-VL-8B in that repository are from its time.
+    An earlier rule for Qwen3-VL (d6235c5: attention of the encoder's last layer, all tokens of a video compared at
+    once) is not implemented, although that repository's scores of VisionZip on Qwen3-VL-8B date from its time.
 
     With ``mu_s``, for llava, sinks are ranked lower among the dominant tokens, and contextual targets that are among
-    the 20 largest sinks move to the next position outside of them. The code of SToP compares row numbers among the
-    plain tokens with positions in the frame, and moves targets even at ``mu_s`` 0; here positions are compared.
+    the 20 largest sinks move to the next position that is not. The code of SToP compares row numbers among the plain
+    tokens with positions in the frame, and moves targets even if ``mu_s`` is 0; here positions are compared.
 
     Attributes:
-        mu_s: the weight of sink scores against attention (``SinkPruner``), for llava.
-        variant: the rules for LLaVA-OneVision (llava) or for Qwen (qwen).
-        dominant_share: the share of K that is dominant, in [0, 1); None means 54/64 (llava) or 0.6 (qwen).
-        neighbours: for qwen, the number of nearest tokens whose mean cosine is a token's density.
+        mu_s: The weight of sink scores against attention (``SinkPruner``), for llava only.
+        variant: The rules for LLaVA-OneVision ("llava") or for Qwen ("qwen").
+        dominant_share: The share of K that is dominant, in [0, 1); None means 54/64 (llava) or 0.6 (qwen).
+        neighbours: For qwen, the number of nearest tokens whose mean cosine is a token's density.
     """
 
     name: ClassVar[str] = "visionzip"
@@ -87,7 +86,11 @@ class VisionZip(SinkPruner):
     neighbours: int = 5
 
     def __post_init__(self) -> None:
-        """Check the parameters, and replace ``dominant_share`` None by the variant's value. Raises ValueError."""
+        """Check the parameters, convert numbers, and replace ``dominant_share`` None by the variant's value.
+
+        Raises:
+            ValueError: A parameter has the wrong type or is out of range, or ``mu_s`` is set for variant qwen.
+        """
         super().__post_init__()
         variant = check_choice("variant", self.variant, VARIANTS)
         self._check_llava(variant)
@@ -109,7 +112,11 @@ class VisionZip(SinkPruner):
         return n_frames * self._frame_budget(per_frame, retention_ratio)
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        """Select and merge the share ``ratio`` of each frame; ``budget`` and ``seed`` are not used."""
+        """Select and merge the share ``ratio`` of each frame; ``budget`` and ``seed`` are not used.
+
+        Of a frame's K tokens, floor(K * ``dominant_share``) are dominant, but at most K - 1, and in variant qwen at
+        least 1.
+        """
         assert self.dominant_share is not None
         n_kept = self._frame_budget(visual.tokens.shape[1], ratio)
         # 1e-9 is added because 100 * 0.29 is just below 29 in binary.
@@ -121,8 +128,8 @@ class VisionZip(SinkPruner):
     def _select_by_attention(self, visual: VisualTokens, n_kept: int, n_dominant: int) -> Selection:
         """Select and merge the tokens of each frame by variant llava.
 
-        A frame has its ``n_dominant`` tokens of highest attention first, then ``n_kept - n_dominant`` contextual
-        (merged) tokens. The indices count through all frames; they ascend within either part of a frame only.
+        The selection has the frames in order; each frame has its ``n_dominant`` tokens of highest attention first, then
+        ``n_kept - n_dominant`` contextual tokens, marked as merged, both in ascending index.
         """
         n_frames, size, _ = visual.tokens.shape
         attention_TN = visual.evidence["token_attention"]
@@ -150,11 +157,10 @@ class VisionZip(SinkPruner):
 
 
 def _select_by_norm(tokens_TND: Tensor, n_kept: int, n_dominant: int, neighbours: int) -> Selection:
-    """Select and merge the tokens of each frame by variant qwen.
+    """Select and merge the tokens of each frame by variant qwen, in ascending index.
 
-    ``n_dominant`` tokens of a frame are selected by norm; the other ``n_kept - n_dominant`` are contextual (merged).
-    ``neighbours`` is the number of nearest tokens whose mean cosine is a token's density. The indices count through all
-    frames and ascend.
+    Of each frame, ``n_dominant`` tokens are selected by norm, and ``n_kept - n_dominant`` are contextual, marked as
+    merged. ``neighbours`` is the number of nearest tokens whose mean cosine is a token's density.
     """
     size = tokens_TND.shape[1]
     index, tokens, merged = [], [], []
@@ -168,9 +174,10 @@ def _select_by_norm(tokens_TND: Tensor, n_kept: int, n_dominant: int, neighbours
 
 
 def frame_budget(size: int, ratio: float) -> int:
-    """Compute K of variant llava for a frame of ``size`` tokens: the published table for 196, else round(size * ratio).
+    """Compute K of variant llava for a frame of ``size`` tokens: round(size * ratio), or the published number.
 
-    K is at least 2, because one token is contextual, and at most ``size``.
+    For 196 tokens at 25, 20, 15 and 10 %, these are 50, 40, 30 and 20. K is at least 2, because one token is
+    contextual, and at most ``size``.
     """
     if size == _PUBLISHED_SIZE:
         for share, n_kept in PUBLISHED_PER_FRAME.items():
@@ -180,12 +187,12 @@ def frame_budget(size: int, ratio: float) -> int:
 
 
 def evenly_strided(size: int, count: int, device: torch.device) -> Tensor:
-    """Return every (size // count)-th index of ``size``, from 0 on: [count] int64."""
+    """Return ``count`` indices from 0 on with stride max(1, size // count), int64."""
     return torch.arange(count, device=device) * max(1, size // count)
 
 
 def _zip_frames(visual: VisualTokens, dominant_TS: Tensor, plain_TX: Tensor, target_TC: Tensor) -> Iterator[Tensor]:
-    """Yield the kept tokens [K,D] of each frame, contextual tokens merged, in the work dtype."""
+    """Yield the kept tokens [K,D] of each frame in the work dtype: dominant tokens, then merged contextual tokens."""
     frames = zip(visual.tokens, visual.evidence["token_key"], dominant_TS, plain_TX, target_TC, strict=True)
     for input_ND, key_NE, dominant_S, plain_X, target_C in frames:
         tokens_ND = input_ND.to(work_dtype(input_ND))
@@ -194,24 +201,30 @@ def _zip_frames(visual: VisualTokens, dominant_TS: Tensor, plain_TX: Tensor, tar
 
 
 def add_nearest(tokens_XD: Tensor, key_XE: Tensor, target_C: Tensor) -> Tensor:
-    """Add to each target the mean of the tokens that are nearest to it by cosine of unit keys: [C,D].
+    """Add to each target the mean of the tokens for which it is the nearest target, by cosine of their keys: [C,D].
 
-    ``target_C`` are row numbers. Each token that is no target counts for its nearest target alone.
+    Args:
+        key_XE: Unit keys of the tokens.
+        target_C: The targets' row numbers. A target without such tokens is unchanged.
     """
     is_source_X = torch.ones(len(tokens_XD), dtype=torch.bool, device=tokens_XD.device)
     is_source_X[target_C] = False
     nearest_Y = (key_XE[is_source_X] @ key_XE[target_C].T).argmax(dim=1)
-    # The official code adds the mean instead of averaging it in, so a merged token is longer than its parts.
+    # The official code adds the mean instead of averaging, so a merged token is longer than the tokens it is made of.
     mean_CD, _ = assigned_mean(nearest_Y, tokens_XD[is_source_X], len(target_C))
     return tokens_XD[target_C] + mean_CD
 
 
 def zip_frame(tokens_ND: Tensor, n_dominant: int, n_contextual: int, neighbours: int) -> tuple[Tensor, Tensor]:
-    """Select and merge one frame by variant qwen: (indices [K] in the frame, tokens [K,D]), dominant tokens first.
+    """Select and merge one frame by variant qwen.
 
-    Dominant tokens have the highest norms, highest first. The ``n_contextual`` tokens of highest density follow, in
-    ascending index, each replaced by the mean of the tokens nearest to it. They stay unmerged if no other token is
-    left. ``neighbours`` is the number of nearest tokens whose mean cosine is a token's density.
+    Dominant tokens are those of highest norm. The ``n_contextual`` other tokens of highest density, by ``neighbours``
+    nearest tokens, are each replaced by the mean of the tokens nearest to them. If no other token is left, they stay
+    unchanged.
+
+    Returns:
+        The indices in the frame [K], dominant tokens first, highest norm first, then contextual tokens in ascending
+        index; and their tokens [K,D].
     """
     rows_ND = working_copy(tokens_ND.double())
     order_N = largest(torch.linalg.vector_norm(rows_ND, dim=1), len(rows_ND))
@@ -226,14 +239,15 @@ def zip_frame(tokens_ND: Tensor, n_dominant: int, n_contextual: int, neighbours:
 
 
 def find_densest(direction_XD: Tensor, count: int, neighbours: int) -> Tensor:
-    """Find the unit vectors of highest mean cosine to their nearest neighbours: [count] int64 indices, ascending.
+    """Find the ``count`` unit vectors of highest mean cosine to their nearest neighbors: int64 indices, ascending.
 
-    It needs at least two vectors.
+    The mean is over ``neighbours`` other vectors, or over all others if there are fewer. It is rounded to 9 decimals,
+    so that ties go to the lowest index. ``direction_XD`` needs at least two vectors.
     """
     density = []
     for rows in row_slices(direction_XD):
         cosine_RX = direction_XD[rows] @ direction_XD.T
-        # The largest cosine is with the token itself, or with an equal token.
+        # The largest cosine is that of the token with itself or an equal token.
         density.append(cosine_RX.topk(min(neighbours + 1, len(direction_XD))).values[:, 1:].mean(dim=1))
     return largest(torch.cat(density).round(decimals=_DIGITS), count).sort().values
 
@@ -241,7 +255,7 @@ def find_densest(direction_XD: Tensor, count: int, neighbours: int) -> Tensor:
 def mean_of_nearest(tokens_XD: Tensor, direction_XD: Tensor, anchor_C: Tensor) -> Tensor:
     """Compute for each anchor the mean of the tokens that are nearest to it, by cosine of directions: [C,D].
 
-    An anchor without any token, not even itself, stays unchanged.
+    An anchor that no token is nearest to, not even itself, is unchanged.
     """
     cosine_XC = direction_XD @ direction_XD[anchor_C].T
     mean_CD, count_C = assigned_mean(cosine_XC.round(decimals=_DIGITS).argmax(dim=1), tokens_XD, len(anchor_C))

@@ -1,1 +1,1 @@
-"""Eqs. 9-12, the selection of tokens, in a readable form and fast forms: all select the same tokens in one order."""
+"""The selection of tokens, Eqs. (9)-(12), in a readable and several fast forms that select the same tokens in order."""

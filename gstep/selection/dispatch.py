@@ -1,7 +1,7 @@
 """Density-guided farthest point sampling in the form that is fastest for these tokens on their device.
 
-All forms select the same tokens. gstep.selection.reference defines the selection, gstep.selection.lazy is its fast form
-on a CPU, gstep.selection.gpu.launch on a GPU.
+All forms select the same tokens. gstep.selection.reference defines the selection. The fast forms are in
+gstep.selection.lazy for the CPU and in gstep.selection.gpu.launch for GPUs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from gstep.selection.gpu.launch import select_on_gpu
 from gstep.selection.lazy import lazy_density_guided_fps
 from gstep.selection.reference import density_guided_fps
 
-#: Up to this many multiplications (M * D * B) the plain form is done before the lazy form has surveyed its tokens.
+#: Up to this many multiplications (M * D * B), the reference finishes before the lazy form has surveyed its tokens.
 MAX_PLAIN_PRODUCTS = 2**26
 
 
@@ -25,9 +25,12 @@ def fast_density_guided_fps(
     beta: float = 1e-6,
     start: str = "density",
 ) -> Tensor:
-    """Select as gstep.selection.reference.density_guided_fps does, by the fastest form for the device.
+    """Select ``budget`` tokens by Eqs. (9)-(12), with the fastest form for the device: [B] int64 in order of selection.
 
-    Takes tokens of any float dtype on any device; returns [B] int64 in order of selection.
+    The arguments have the meaning that they have in gstep.selection.reference.density_guided_fps, and are not checked.
+    The picks are the same up to near-ties: distances differ by rounding, about 1e-7 on a CPU and up to 1e-5 on a GPU.
+    If the kernels fail on a GPU, a warning is issued and the reference selects. The reference also serves small
+    selections on a CPU, and devices that are neither.
     """
     if tokens_MD.is_cuda:
         select = select_on_gpu

@@ -1,19 +1,22 @@
-"""The selection of gstep.selection.reference on a CPU, exact and fast: lazy, in blocks, by a bound.
+"""The selection of gstep.selection.reference on a CPU, exact and fast: lazy, in blocks, with a bound on cosines.
 
 Three facts make it exact and fast.
 
 1. A token's distance to the nearest selected token only shrinks. A score computed earlier is an upper bound of the
-   current score, so a token is not looked at while another token's current score is higher (lazy greedy).
-2. A few products bound the cosine of two tokens from above. Write x = a + b, with a in a subspace of k dimensions that
-   holds most of the tokens, and b orthogonal to it: cos(x, y) = a.a' + b.b' <= a.a' + |b||b'| (``Subspace``). If the
-   bound says that a selected token is not nearer than the nearest known token, their D products are spared.
-3. The selected tokens' rows lie side by side, and tokens are converted in pieces that a core's cache holds, so that no
-   whole copy of the video's tokens is made (``ConvertedTokens``, ``Picks``).
+   current score, so a token need not be looked at while another token's current score is higher (lazy greedy).
 
-``survey_tokens`` looks at all tokens once. It measures their lengths and their coordinates in the subspace, and it
-detects copies. ``_Search`` then goes in rounds. A round takes the K tokens of the highest known scores. It compares
-each with the tokens that were selected since the last comparison. It selects among the K for as long as the best of
-them beats every token outside. Few of M * B pairs are multiplied in all D dimensions: ``Counts`` has their number.
+2. A few products bound the cosine of two tokens from above. Write x = a + b, with a in a subspace of k dimensions that
+   holds most of the tokens' lengths, and b orthogonal to it: cos(x, y) = a.a' + b.b' <= a.a' + |b||b'| (``Subspace``).
+   If by this bound a selected token cannot be nearer than the nearest known one, their product over D channels is
+   skipped.
+
+3. The rows of the selected tokens are stored contiguously, and tokens are converted in chunks that fit a core's cache,
+   so that the video's tokens are never copied as a whole (``ConvertedTokens``, ``Picks``).
+
+``survey_tokens`` reads all tokens once: it computes their norms and their coordinates in the subspace, and detects
+copies. Then ``_Search`` runs in rounds. A round takes the K tokens of highest known score, compares each with the
+tokens that were selected since its last comparison, and selects among the K as long as the best of them beats every
+token outside. ``Counts`` has the number of pairs that were multiplied.
 
 Shapes: M tokens, S tokens of a sample, D hidden size, B budget, k dimensions of the subspace, K candidates, L finalists
 (candidates whose score is exact and beats the rival), P selected tokens.
@@ -38,33 +41,33 @@ from gstep.selection.reference import density_weight, inverse_roots, largest, st
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
-#: Beyond this share of pairs it is cheaper to multiply all of them in one matrix product.
+#: Above this share of pairs it is cheaper to multiply all of them in one matrix product.
 _DENSE = 0.15
-#: The bound is given up if it leaves more than this share of candidates to be compared in full.
+#: The bound is switched off if it leaves more than this share of candidates to be compared in full.
 _USELESS = 0.4
-_TRIAL = 8  # rounds before the bound may be given up
-_LIKELIEST = 3  # picks that a candidate is compared with singly, before all further picks that the bound leaves
+_TRIAL = 8  # rounds before the bound may be switched off
+_LIKELIEST = 3  # picks that a candidate is compared with one by one, before all other picks that the bound leaves
 _PICKS = 2048  # selected tokens that candidates are compared with at once
-_ROWS = 256  # candidates whose bounds with _PICKS picks stay in a core's cache
+_ROWS = 256  # candidates whose bounds with _PICKS picks fit a core's cache
 _OUT_OF_REACH = 3.0  # larger than any cosine
-_SAMPLE = (384, 2048)  # minimum and maximum size of the sample behind the subspace; in between one token in 24
-_NO_SUBSPACE = 0.95  # above this residual the bound tells nothing about two tokens
+_SAMPLE = (384, 2048)  # minimum and maximum size of the sample for the subspace; in between, one token in 24
+_NO_SUBSPACE = 0.95  # above this residual the bound says nothing about two tokens
 _FAINT = 2.0**-80  # squared lengths below it may be lost in float32
-_CHUNK = 2**19  # elements of tokens that stay in a core's cache
-#: Ten times what float32 moves a cosine by, in the bound or in the distance that it stands for.
+_CHUNK = 2**19  # elements of tokens that fit a core's cache
+#: Ten times the error of a cosine in float32, both in the bound and in the distance that it is compared with.
 MARGIN = 1e-5
 _STEPS = 2  # steps of subspace iteration
-_CANCELLED = 4e-6  # the error that float32 leaves in 1 - |a|^2, a difference of nearly equal numbers
+_CANCELLED = 4e-6  # the error of 1 - |a|^2 in float32, a difference of nearly equal numbers
 
 
 @dataclass
 class Counts:
-    """The work of one selection, counted in pairs of tokens.
+    """The work of one or more selections, counted in pairs of tokens.
 
     Attributes:
-        products: pairs of tokens multiplied in all D dimensions.
-        bounds: pairs multiplied in the subspace.
-        gave_up: True if the bound spared too little and was switched off.
+        products: Pairs multiplied over all D channels.
+        bounds: Pairs multiplied in the subspace.
+        gave_up: True if the bound ruled out too few pairs and was switched off.
     """
 
     products: int = 0
@@ -84,16 +87,20 @@ def lazy_density_guided_fps(
     dims: int | None = None,
     counts: Counts | None = None,
 ) -> Tensor:
-    """Select as gstep.selection.reference.density_guided_fps does, for tokens on the CPU.
+    """Select ``budget`` CPU tokens by Eqs. (9)-(12), like gstep.selection.reference.density_guided_fps but faster.
 
-    It selects the same tokens in the same order, up to near ties: distances differ by rounding, about 1e-7. If products
-    of tokens are exact in float32, the order is identical on every CPU (see gstep.selection.reference). Memory beyond
-    the tokens: the selected tokens in their work dtype, and k+1 numbers a token.
+    The picks and their order are the same up to near-ties: distances differ by rounding, about 1e-7. If products of
+    tokens are exact in float32, the order is identical on every CPU. Besides the tokens, memory holds the selected
+    tokens in their work dtype and k+1 numbers per token.
 
     Args:
-        candidates: K; None chooses by M.
-        dims: k, the dimensions of the bound's subspace; 0 switches the bound off, None chooses by M and D.
-        counts: the work of this selection is added to it.
+        start: Has the same meaning as there, as have the arguments above; none is checked.
+        candidates: K, the candidates per round; None chooses by M.
+        dims: k, the dimensions of the bound's subspace; 0 disables the bound, None chooses by M and D.
+        counts: If given, the work of this selection is added to it in place.
+
+    Returns:
+        The picks, [B] int64 flat indices in order of selection.
     """
     if alpha == 0 and start == "density":
         return largest(density_M, budget)
@@ -107,54 +114,57 @@ def lazy_density_guided_fps(
 
 
 def _compute_distance(products: NDArray[np.floating], scale: Floats) -> Floats:
-    """Compute Eq. (10) from products of raw tokens and of their inverse norms, 0 below ZERO_DISTANCE."""
+    """Compute the cosine distances of Eq. (10) from products of raw tokens; distances below ZERO_DISTANCE become 0.
+
+    ``scale`` is the product of both tokens' inverse norms, of the same shape.
+    """
     distance = 1 - products.astype(np.float64) * scale
     distance[distance < ZERO_DISTANCE] = 0.0
     return distance
 
 
 def _cosine_threshold(nearest: Floats) -> NDArray[np.float32]:
-    """Compute the cosine bound above which a pick may be nearer to a token than its nearest known pick.
+    """Compute, for each token, the cosine above which a pick may be nearer to it than its nearest known pick.
 
-    ``nearest`` is each token's distance to its nearest known pick.
+    ``nearest`` is each token's distance to that pick. At distance 0, the threshold is out of reach.
     """
     return np.where(nearest > 0, 1 - nearest - MARGIN, _OUT_OF_REACH).astype(np.float32)
 
 
 class _Rival(NamedTuple):
-    """The best token outside of a round: its score and its index, the lowest index among equals."""
+    """The best token that is not a candidate of a round, of equals the one with the lowest index: score and index."""
 
     score: float
     token: int
 
 
 class _RoundRows:
-    """The rows of a round's candidates in their work dtype, or all tokens if these need no conversion."""
+    """The rows of a round's candidates in their work dtype, or all tokens if they need no conversion."""
 
     def __init__(self, rows: ConvertedTokens, indices: Indices) -> None:
         self._indices = None if rows.ready else indices
         self.tokens = rows.tokens if rows.ready else rows.take(indices)
 
     def rows_of(self, indices: Indices) -> Indices:
-        """Convert ascending token indices of candidates to their row numbers in this round's ``tokens``."""
+        """Convert candidates' token indices, ascending or not, to their row numbers in this round's ``tokens``."""
         return indices if self._indices is None else np.searchsorted(self._indices, indices)
 
     def tokens_of(self, indices: Indices) -> Tensor:
-        """Return the tokens [K,D] of these token indices."""
+        """Return copies of the rows of these candidates, [K,D], in the order of ``indices``."""
         return self.tokens.index_select(0, torch.from_numpy(self.rows_of(indices)))
 
 
 class _Search:
-    """The state of a lazy greedy selection on a CPU.
+    """The state of one lazy greedy selection on a CPU.
 
     Attributes:
-        nearest: [M], each token's distance to the nearest of its first ``n_included`` picks (and of some later picks).
-        n_included: [M], the number of picks that ``nearest`` includes.
-        score: [M], the score that follows from ``nearest``, -inf once the token is selected. It is the key of
-            ``gstep.selection.reference`` if ``uses_key``, else Eq. (11).
-        density_term: [M], the density's part of the score: the weight of the key, or the logarithm of Eq. (11).
-        block: K, the candidates of a round.
-        uses_bound: True while candidates are compared by the bound first.
+        nearest: [M], each token's distance to the nearest of the first ``n_included`` picks (and of some later picks).
+        n_included: [M], the number of picks that ``nearest`` fully includes: the token's mark.
+        score: [M], computed from ``nearest``, an upper bound of the current score; -inf for a selected token. It is the
+            key of ``gstep.selection.reference`` if ``uses_key``, otherwise Eq. (11).
+        density_term: [M], the density's contribution to the score: the weight in the key or the logarithm in Eq. (11).
+        block: K, the number of candidates per round.
+        uses_bound: True while candidates are first compared by the bound.
     """
 
     def __init__(
@@ -167,9 +177,17 @@ class _Search:
         block: int | None,
         counts: Counts,
     ) -> None:
-        """Prepare a search without picks; call :meth:`begin` next. ``block`` None chooses K by M."""
+        """Prepare a search without picks; call :meth:`begin` next.
+
+        Args:
+            block: K; None or 0 chooses 256, 512 or 1024 by M.
+            counts: Updated in place.
+        """
         n_tokens = len(density_M)
-        self.alpha, self.beta, self.counts, self.survey = alpha, beta, counts, survey
+        self.alpha = alpha
+        self.beta = beta
+        self.counts = counts
+        self.survey = survey
         self.picks = Picks(budget, survey)
         self.block = block or (256 if n_tokens < 16384 else 512 if n_tokens < 49152 else 1024)
         weight_M = density_weight(density_M, alpha, beta)
@@ -181,13 +199,14 @@ class _Search:
         self.n_included = np.zeros(n_tokens, np.int64)
         self.score = np.empty(n_tokens)
         self.uses_bound = survey.coordinates is not None
-        self.n_bounded = self.n_unresolved = 0  # candidates that went through the bound, and that it did not rule out
+        self.n_bounded = self.n_unresolved = 0  # candidates compared by the bound, and those that it did not rule out
         self._bounds = np.empty(0, np.float32)
 
     def begin(self, first: Indices) -> None:
         """Select the first token, and score all other tokens by their distance to it and their density.
 
-        ``first`` holds one index. The first token itself scores -inf.
+        Args:
+            first: [1], the index of the first token, whose own score becomes -inf.
         """
         self.picks.add(first)
         for part, rows in self.survey.rows.chunks():
@@ -199,7 +218,10 @@ class _Search:
         self.score = self._compute_scores(self.nearest, self.density_term)
 
     def round(self) -> None:
-        """Run one round: refresh the best candidates, then select as many of them as are certain, perhaps none."""
+        """Run one round: update the best candidates' distances, then select those that are certain, if any.
+
+        A candidate is certain if its distance includes all picks and its score is at least the rival's.
+        """
         indices, rival = self._choose_candidates()
         rows = _RoundRows(self.survey.rows, indices)
         self._refresh(rows, indices, rival)
@@ -212,24 +234,26 @@ class _Search:
             self._select(rows, indices[certain], scores[certain], rival)
 
     def _compute_scores(self, nearest: Floats, term: Floats) -> Floats:
-        """Compute Eq. (11), or its key if ``uses_key``; a selected token, whose density term is -inf, gets -inf."""
+        """Compute Eq. (11), or its key if ``uses_key``; a selected token, whose ``term`` is -inf, gets -inf."""
         distance = nearest + self.beta
         scores: Floats = distance * term if self.uses_key else self.alpha * np.log(distance) + term
         return scores
 
     def _compute_scores_of(self, indices: Indices) -> Floats:
-        """Compute the current scores of the tokens ``indices``."""
+        """Compute the scores of the tokens ``indices`` from ``nearest``, without storing them in ``score``."""
         return self._compute_scores(self.nearest[indices], self.density_term[indices])
 
     def _choose_candidates(self) -> tuple[Indices, _Rival]:
-        """Find the K tokens of the highest known scores, equals by lowest index, and the best token outside of them.
+        """Return the K tokens of highest known score, and the best token outside of them as the rival.
 
-        The indices ascend. If there are at most K tokens, all are candidates and the rival's score is -inf.
+        Ties go to the lowest index. The candidates are in ascending index. If there are at most K tokens, all are
+        candidates and the rival's score is -inf.
         """
-        score, size = self.score, self.block
+        score = self.score
+        size = self.block
         if len(score) <= size:
             return np.arange(len(score)), _Rival(-np.inf, 0)
-        # numpy's partition takes far longer on scores that lie as they do here
+        # numpy's partition takes far longer on scores distributed as they are here.
         top = torch.topk(torch.from_numpy(score), size + 1)
         border = float(top.values[-1])
         sure = top.indices[:size].numpy()
@@ -239,13 +263,14 @@ class _Search:
         return np.sort(np.concatenate([sure, equals[:tied]])), _Rival(border, int(equals[tied]))
 
     def _refresh(self, rows: _RoundRows, indices: Indices, rival: _Rival) -> None:
-        """Update candidates' distances with the picks since each candidate's mark, and move the marks.
+        """Update candidates' distances with all picks since their marks, and move their marks, in place.
 
-        A candidate that falls behind the rival is left with a smaller mark.
+        A candidate whose score falls below the rival's is not compared further and keeps a smaller mark.
         """
-        # Picks go in blocks: a candidate that falls behind the rival in a block is spared the later blocks. Products in
-        # full cost more than bounds, so without a bound the blocks are smaller.
-        count, block = self.picks.count, _PICKS if self.uses_bound else _PICKS // 4
+        # Picks are compared in blocks: a candidate that falls behind the rival in a block skips the later blocks. Full
+        # products cost more than bounds, so without a bound the blocks are smaller.
+        count = self.picks.count
+        block = _PICKS if self.uses_bound else _PICKS // 4
         for start in range(int(self.n_included[indices].min()) // block * block, count, block):
             picks = slice(start, min(start + block, count))
             mark = self.n_included[indices]
@@ -259,7 +284,7 @@ class _Search:
                 self._compare(rows, candidates, picks)
 
     def _compare(self, rows: _RoundRows, candidates: Indices, picks: slice) -> None:
-        """Update candidates with their distances to ``picks``, every pair multiplied in full, and move their marks."""
+        """Update candidates with their distances to all ``picks``, computed in full, and move their marks."""
         scale = np.multiply.outer(self.survey.inverse[candidates], self.picks.inverse[picks])
         distance = _compute_distance(self._multiply_all(rows.tokens_of(candidates), self.picks.rows[picks]), scale)
         self.counts.products += scale.size
@@ -267,8 +292,8 @@ class _Search:
         self.n_included[candidates] = picks.stop
 
     def _multiply_all(self, a_XD: Tensor, b_YD: Tensor) -> NDArray[np.floating]:
-        """Multiply each row of ``a`` with each row of ``b``; copies of a row get bit-equal products."""
-        # A matrix product alone does not promise that.
+        """Compute the product of each row of ``a`` and each row of ``b``, [X,Y], bit-equal for copies of a row."""
+        # A matrix product does not guarantee that, so it is used only if there are no copies.
         if not self.survey.has_copies:
             products: NDArray[np.floating] = (a_XD @ b_YD.T).numpy()
             return products
@@ -277,9 +302,10 @@ class _Search:
         return pair_products(a_XD, b_YD, row, column).reshape(shape)
 
     def _compare_by_bound(self, rows: _RoundRows, candidates: Indices, picks: slice, rival: _Rival) -> None:
-        """Update candidates with the picks that the bound does not rule out, the likeliest first; move their marks.
+        """Update candidates with the ``picks`` that the bound does not rule out, and move their marks.
 
-        The bound is switched off for good if it rules out too few candidates.
+        The picks of highest bound come first. Candidates that fall below the rival on the way keep their marks. If the
+        bound leaves too many candidates to be compared in full, it is switched off for the rest of the search.
         """
         bounds = self._bound_cosines(candidates, picks)
         self.n_bounded += len(candidates)
@@ -299,10 +325,15 @@ class _Search:
         if len(row):
             self._compare_pairs(rows, candidates[row], bounds[row], picks)
         if self.n_bounded > _TRIAL * self.block and self.n_unresolved > _USELESS * self.n_bounded:
-            self.uses_bound, self.counts.gave_up = False, True
+            self.uses_bound = False
+            self.counts.gave_up = True
 
     def _compare_pairs(self, rows: _RoundRows, candidates: Indices, bounds: NDArray[np.float32], picks: slice) -> None:
-        """Update candidates with every pick that ``bounds`` does not rule out, and move their marks."""
+        """Update candidates with every pick that ``bounds`` does not rule out, and move their marks.
+
+        Args:
+            bounds: [candidates, picks], the cosines' upper bounds.
+        """
         row, column = np.nonzero(bounds > _cosine_threshold(self.nearest[candidates])[:, None])
         if len(row) > _DENSE * bounds.size and not self.survey.has_copies:
             self._compare(rows, candidates, picks)
@@ -311,7 +342,7 @@ class _Search:
         self.n_included[candidates] = picks.stop
 
     def _bound_cosines(self, candidates: Indices, picks: slice) -> NDArray[np.float32]:
-        """Compute upper bounds of cosines, [candidates, picks]; -3 for pairs that were compared already.
+        """Compute upper bounds of cosines, [candidates, picks]; -3 for pairs already compared, to rule them out.
 
         The result is a view of a buffer that the next call overwrites.
         """
@@ -319,9 +350,10 @@ class _Search:
         shape = (len(candidates), picks.stop - picks.start)
         size = shape[0] * shape[1]
         if len(self._bounds) < size:
-            self._bounds = np.empty(size, np.float32)  # fresh memory for every product would cost more than the product
+            self._bounds = np.empty(size, np.float32)  # new memory for every product would cost more than the product
         bounds = self._bounds[:size].reshape(shape)
-        coordinates, columns = self._get_coordinates(candidates), self.picks.coordinates[picks].T
+        coordinates = self._get_coordinates(candidates)
+        columns = self.picks.coordinates[picks].T
         for start in range(0, len(candidates), _ROWS):
             rows = slice(start, start + _ROWS)
             torch.mm(coordinates[rows], columns, out=torch.from_numpy(bounds[rows]))
@@ -332,14 +364,15 @@ class _Search:
         return bounds
 
     def _get_coordinates(self, indices: Indices) -> Tensor:
-        """Return the subspace coordinates of the tokens ``indices``."""
+        """Return the subspace coordinates of the tokens ``indices``, [len(indices), k+1]."""
         assert self.survey.coordinates is not None
         return self.survey.coordinates.index_select(0, torch.from_numpy(indices))
 
     def _measure(self, rows: _RoundRows, candidates: Indices, column: Indices, picks: slice) -> None:
-        """Lower the distance of each ``candidates[i]`` to its distance to pick ``column[i]`` of ``picks``; marks stay.
+        """Lower ``nearest`` of each ``candidates[i]`` to its distance to pick ``column[i]`` if that is less.
 
-        ``candidates`` are ascending and may repeat.
+        Marks are not moved. ``candidates`` are token indices, ascending, with repetitions; ``column`` counts within
+        ``picks``.
         """
         products = pair_products(rows.tokens, self.picks.rows[picks], rows.rows_of(candidates), column)
         scale = self.survey.inverse[candidates] * self.picks.inverse[picks][column]
@@ -347,11 +380,16 @@ class _Search:
         self.counts.products += len(candidates)
 
     def _select(self, rows: _RoundRows, finalists: Indices, score: Floats, rival: _Rival) -> None:
-        """Select finalists one after the other, for as long as the best of them beats the rival.
+        """Select finalists one after the other as long as the best of them beats the rival and the budget allows.
 
-        It updates their distances, scores and marks with these picks.
+        The distances, scores and marks of all finalists are updated with these picks, in place.
+
+        Args:
+            finalists: Token indices, ascending, whose distances include all picks.
+            score: Their current scores; modified in place.
         """
-        nearest, term = self.nearest[finalists], self.density_term[finalists]
+        nearest = self.nearest[finalists]
+        term = self.density_term[finalists]
         distance_LL = self._measure_mutual_distances(rows, finalists)
         winners: list[int] = []
         n_free = len(self.picks.order) - self.picks.count
@@ -366,12 +404,18 @@ class _Search:
             # No other score changes.
             score[closer] = self._compute_scores(nearest[closer], term[closer])
         self.picks.add(finalists[winners])
-        self.nearest[finalists], self.density_term[finalists], self.score[finalists] = nearest, term, score
+        self.nearest[finalists] = nearest
+        self.density_term[finalists] = term
+        self.score[finalists] = score
         self.n_included[finalists] = self.picks.count
 
     def _measure_mutual_distances(self, rows: _RoundRows, finalists: Indices) -> Floats:
-        """Compute the finalists' mutual distances [L,L]; inf for a pair that cannot change either's nearest pick."""
-        scale, size = self.survey.inverse[finalists], len(finalists)
+        """Compute the finalists' mutual distances, [L,L]; inf for pairs too far apart to matter to either.
+
+        They are computed in one matrix product unless there are copies or the bound rules out most pairs.
+        """
+        scale = self.survey.inverse[finalists]
+        size = len(finalists)
         row, column = np.triu_indices(size, 1) if self.survey.has_copies else (None, None)
         if self.uses_bound:
             coordinates = self._get_coordinates(finalists)
@@ -397,10 +441,10 @@ class _Search:
 
 @dataclass(frozen=True)
 class ConvertedTokens:
-    """Tokens of any float dtype, to be converted to their work dtype and scaled a few at a time, without a whole copy.
+    """Tokens of any float dtype, converted to their work dtype and scaled a few at a time, without a whole copy.
 
     Attributes:
-        factor: [M], see gstep.density.row_factors; None if no row needs a factor.
+        factor: [M] float64, the factors of gstep.density.row_factors; None if no row needs one.
     """
 
     tokens: Tensor
@@ -408,32 +452,32 @@ class ConvertedTokens:
 
     @classmethod
     def of(cls, tokens: Tensor) -> ConvertedTokens:
-        """Wrap ``tokens``, with row factors if their largest magnitude is out of range.
+        """Wrap ``tokens``, with row factors if their largest magnitude is out of range or they are float64.
 
-        Some 16-bit and float32 rows may be too small although the largest magnitude is in range: ``survey_tokens``
-        detects them and adds the factors.
+        16-bit and float32 rows that are too small while the largest magnitude is in range get no factors here:
+        ``survey_tokens`` detects them.
         """
         in_range = tokens.dtype != torch.float64 and working_scale(tokens) == 1.0
         return cls(tokens, None if in_range else row_factors(tokens))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which products of the tokens are computed."""
+        """The dtype in which products of the tokens are computed: float64 for float64 tokens, otherwise float32."""
         return work_dtype(self.tokens)
 
     @property
     def ready(self) -> bool:
-        """True if the tokens can be multiplied as they are."""
+        """True if the tokens can be multiplied without conversion."""
         return self.tokens.dtype == self.dtype and self.factor is None
 
     def take(self, indices: Indices) -> Tensor:
-        """Return the rows of these indices, converted."""
+        """Return the converted rows at these indices, as a copy."""
         rows = torch.from_numpy(indices)
         factor = None if self.factor is None else self.factor[rows]
         return scale_rows(self.tokens.index_select(0, rows), factor)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield all rows in turn as (slice, converted rows), as many at a time as a core's cache holds."""
+        """Yield all rows in order as (slice of M, converted rows), in chunks that fit a core's cache."""
         step = max(1, _CHUNK // self.tokens.shape[1])
         for start in range(0, len(self.tokens), step):
             part = slice(start, start + step)
@@ -444,9 +488,10 @@ class Survey(NamedTuple):
     """The results of one pass over all tokens.
 
     Attributes:
-        inverse: [M] 1 / norm, 0 of a zero token.
-        coordinates: [M,k+1], see Subspace; None if a bound would not pay.
-        has_copies: True if some tokens are the same, bit for bit; in rare cases also without any copies.
+        rows: The tokens, with row factors if they need any.
+        inverse: [M] 1 / norm, 0 for a zero token.
+        coordinates: [M,k+1], see ``Subspace.coordinates``; None if a bound would not pay off.
+        has_copies: True if some tokens are equal bit for bit; rarely, also if no tokens are.
     """
 
     rows: ConvertedTokens
@@ -456,14 +501,16 @@ class Survey(NamedTuple):
 
 
 def survey_tokens(rows: ConvertedTokens, dims: int | None = None) -> Survey:
-    """Measure all tokens in one pass: inverse norms, subspace coordinates, copies.
+    """Compute inverse norms and subspace coordinates, and detect copies, in one pass over all tokens.
 
-    ``dims`` is k of the bound's subspace: 0 for no bound, None to choose by M and D.
+    A second pass with row factors is made if a row turns out to be too small for float32. ``dims`` is k of the bound's
+    subspace: 0 for no bound, None to choose by M and D. There is no bound either if the subspace holds too little of
+    the tokens' lengths.
     """
     n_tokens, hidden = rows.tokens.shape
     if dims is None:
         dims = 32 if n_tokens < 4096 else 48 if n_tokens < 16384 else 64
-        # A bound costs k / D of a product: it saves little with k near D. A sample of few tokens would be all of them.
+        # A bound costs k / D of a product, so it saves little if k is near D. Of few tokens, the sample would be all.
         dims = dims if hidden >= 8 * dims and n_tokens > _SAMPLE[0] else 0
     subspace = _fit_subspace(rows, dims) if dims else None
     if subspace is not None and subspace.residual > _NO_SUBSPACE:
@@ -476,8 +523,8 @@ def survey_tokens(rows: ConvertedTokens, dims: int | None = None) -> Survey:
             coordinates[part] = subspace.coordinates(tokens, inverse_roots(squared_M[part]).float())
     if rows.factor is None and squared_M.min() < _FAINT and (factor := row_factors(rows.tokens)) is not None:
         return survey_tokens(replace(rows, factor=factor), dims)
-    # Copies agree in their length and in their first and last channel; other tokens hardly ever do. Comparing three
-    # numbers a token is far cheaper than comparing tokens.
+    # Copies agree in their norm and in their first and last channel; other tokens hardly ever do. Comparing three
+    # numbers per token is far cheaper than comparing tokens.
     ends = rows.tokens[:, [0, -1]].double()
     traits = torch.cat([squared_M[:, None].double(), ends], dim=1).numpy()
     return Survey(
@@ -489,7 +536,7 @@ def survey_tokens(rows: ConvertedTokens, dims: int | None = None) -> Survey:
 
 
 def _fit_subspace(rows: ConvertedTokens, dims: int) -> Subspace:
-    """Find a subspace of ``dims`` dimensions from a seeded sample of the tokens."""
+    """Fit a subspace of ``dims`` dimensions to a seeded random sample of the tokens."""
     generator = torch.Generator("cpu").manual_seed(0)
     size = min(max(len(rows.tokens) // 24, _SAMPLE[0]), _SAMPLE[1])
     sample = torch.randperm(len(rows.tokens), generator=generator, device="cpu")[:size]
@@ -498,10 +545,13 @@ def _fit_subspace(rows: ConvertedTokens, dims: int) -> Subspace:
 
 
 class Picks:
-    """The selected tokens in order, with the rows, inverse norms and coordinates that candidates are compared with."""
+    """The selected tokens in order, with the rows, inverse norms and coordinates that candidates are compared with.
+
+    The arrays have B entries, of which the first ``count`` are valid. ``coordinates`` is None without a bound.
+    """
 
     def __init__(self, budget: int, survey: Survey) -> None:
-        """Allocate memory for ``budget`` picks; :meth:`add` fills it."""
+        """Allocate memory for ``budget`` picks, which :meth:`add` fills."""
         coordinates = survey.coordinates
         self.count = 0
         self.order = np.empty(budget, np.int64)
@@ -511,7 +561,7 @@ class Picks:
         self._survey = survey
 
     def add(self, indices: Indices) -> None:
-        """Append picks, and their rows and coordinates."""
+        """Append the tokens ``indices`` with their rows, inverse norms and coordinates."""
         end = slice(self.count, self.count + len(indices))
         self.order[end] = indices
         self.rows[end] = self._survey.rows.take(indices)
@@ -523,11 +573,12 @@ class Picks:
 
 @dataclass(frozen=True)
 class Subspace:
-    """The directions in which tokens reach furthest: principal components, uncentred, of a sample.
+    """The directions along which tokens are longest: the uncentered principal components of a sample.
 
     Attributes:
         basis: [D,k] float32 with orthonormal columns.
-        residual: the mean share of a token's squared length outside, measured on tokens that had no part in it.
+        residual: The mean share of a token's squared length outside the subspace, measured on tokens that were not used
+            for the fit.
     """
 
     basis: Tensor
@@ -535,10 +586,11 @@ class Subspace:
 
     @classmethod
     def of(cls, directions_SD: Tensor, dims: int) -> Subspace:
-        """Fit a subspace to three of four of these unit tokens [S,D] float32; the fourth measure the residual. S >= 4.
+        """Fit a subspace to three quarters of these unit tokens, and measure its residual on the rest.
 
-        Subspace iteration from seeded random directions: two steps come within a few percent of the residual of the
-        true components, at a fraction of their cost.
+        ``directions_SD`` is float32, with S >= 4. The fit is a subspace iteration from seeded random directions. Its
+        two steps come within a few percent of the residual of the true principal components at a fraction of their
+        cost.
         """
         is_test = torch.arange(len(directions_SD), device="cpu") % 4 == 3
         fit_SD, test_SD = directions_SD[~is_test], directions_SD[is_test]
@@ -551,24 +603,25 @@ class Subspace:
 
     @property
     def dims(self) -> int:
-        """k, the number of the subspace's dimensions."""
+        """The number k of dimensions."""
         return self.basis.shape[1]
 
     def coordinates(self, tokens_MD: Tensor, inverse_norm_M: Tensor) -> Tensor:
-        """Compute coordinates [M,k+1] float32: the product of two rows is no less than their cosine, up to MARGIN.
+        """Compute coordinates, [M,k+1] float32, whose inner product bounds two tokens' cosine from above, up to MARGIN.
 
-        With x = a + b, a in the subspace and b orthogonal to it: cos(x, y) = a.a' + b.b' <= a.a' + |b||b'|.
+        The first k are those of the normalized token in the subspace, and the last is the length of the remainder.
+        ``inverse_norm_M`` is 0 for a zero token.
         """
         inside_MK = (tokens_MD.float() @ self.basis).mul_(inverse_norm_M[:, None])
-        # |b| from Pythagoras: a token has length 1. The error is added, so that the bound is never too low.
+        # |b| by Pythagoras, as normalized tokens have length 1. The error is added, so that the bound is never too low.
         outside_M = (1 - inside_MK.square().sum(dim=1)).clamp_min_(0).add_(_CANCELLED).sqrt_()
         return torch.cat([inside_MK, outside_M[:, None]], dim=1)
 
 
 def pair_products(a_XD: Tensor, b_YD: Tensor, row: Indices, column: Indices) -> NDArray[np.floating]:
-    """Multiply ``a[row]`` and ``b[column]`` for each pair; ``row`` ascends.
+    """Compute the inner product of ``a[row[i]]`` and ``b[column[i]]`` for each i; ``row`` ascends and may repeat.
 
-    A product depends on its two rows alone, not on their index: copies of a token have bit-equal products.
+    A product depends only on the two rows, not on their position: copies of a token have bit-equal products.
     """
     if not _has_sampled_products():
         return _multiply_slowly(a_XD, b_YD, row, column)
@@ -589,8 +642,10 @@ def pair_products(a_XD: Tensor, b_YD: Tensor, row: Indices, column: Indices) -> 
 def _multiply_slowly(
     a_XD: Tensor, b_YD: Tensor, row: Indices, column: Indices, block: int = 256
 ) -> NDArray[np.floating]:
-    """Multiply the pairs without torch's sampled products, for builds that lack them: several times slower."""
-    a_P, b_P, products = torch.from_numpy(row), torch.from_numpy(column), a_XD.new_empty(len(row))
+    """Compute ``pair_products`` in blocks, several times slower, for builds of torch that lack sampled products."""
+    a_P = torch.from_numpy(row)
+    b_P = torch.from_numpy(column)
+    products = a_XD.new_empty(len(row))
     for start in range(0, len(row), block):
         part = slice(start, start + block)
         products[part] = (a_XD[a_P[part]] * b_YD[b_P[part]]).sum(dim=1)
@@ -600,12 +655,13 @@ def _multiply_slowly(
 
 @cache
 def _has_sampled_products() -> bool:
-    """Return True if this build of torch has sampled products; torch's warning about their beta state is silenced."""
+    """Return True if this build of torch can compute sampled products; its beta warning is suppressed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
         try:
             unit = torch.ones(1, 1, dtype=torch.float32, device="cpu")
-            start, column = torch.tensor([0, 1], device="cpu"), torch.tensor([0], device="cpu")
+            start = torch.tensor([0, 1], device="cpu")
+            column = torch.tensor([0], device="cpu")
             pattern = torch.sparse_csr_tensor(start, column, unit[0], size=(1, 1), device="cpu", check_invariants=False)
             return bool(torch.sparse.sampled_addmm(pattern, unit, unit, beta=0.0).values() == 1)
         except RuntimeError:

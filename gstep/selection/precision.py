@@ -1,4 +1,4 @@
-"""Full precision for products of float32, even if the caller has allowed TensorFloat-32 for its own products."""
+"""A context for float32 matrix products in full precision, even where the caller allows TensorFloat-32."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-_FULL = frozenset({"none", "ieee"})  # "none": nothing was set
+_FULL = frozenset({"none", "ieee"})  # "none": not set
 
 _lock = Lock()
-_users = 0  # threads that are inside
+_users = 0  # threads that are inside the context
 _restore: Callable[[], None]
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute float32 matrix products in this context in float32, never in TensorFloat-32 or bfloat16.
+    """Compute float32 matrix products inside this context in float32, never in TensorFloat-32 or bfloat16.
 
-    torch has this setting once a process. The first thread that enters changes it, the last thread that leaves restores
-    it. Products of other threads are as precise meanwhile.
+    This is a setting of the process in torch. The first thread that enters the context changes it, and the last thread
+    that leaves restores it. Until then, the products of all other threads have full precision too.
     """
     global _users, _restore  # noqa: PLW0603 - as torch's settings are
     with _lock:
@@ -38,9 +38,10 @@ def full_precision() -> Iterator[None]:
 
 
 def _set_full() -> Callable[[], None]:
-    """Set full float32 precision in this process, and return the function that restores the previous settings.
+    """Set full float32 precision for this process, and return a function that restores the previous settings.
 
-    Nothing changes if the precision is full already.
+    Both torch's process-wide setting and those of CUDA's and the CPU's matrix products are set. If torch 2.9 or newer
+    already has full precision, nothing changes, and the returned function does nothing.
     """
     operators = _list_operators()
     precisions = [operator.fp32_precision for operator in operators]
@@ -53,25 +54,28 @@ def _set_full() -> Callable[[], None]:
         operator.fp32_precision = "ieee"
 
     def restore() -> None:
-        """Set the precisions that ``_set_full`` has read."""
+        """Restore the settings that ``_set_full`` read."""
         if process_setting is not None:
             torch.set_float32_matmul_precision(process_setting)
         for operator, precision in zip(operators, precisions, strict=True):
             operator.fp32_precision = "none"
-            if operator.fp32_precision != precision:  # otherwise the setting for all operators has this value already
+            if operator.fp32_precision != precision:  # otherwise the setting for all operators already has this value
                 operator.fp32_precision = precision
 
     return restore
 
 
 def _list_operators() -> tuple[Any, ...]:
-    """List torch's backend objects whose own precision setting, since torch 2.9, overrides the process-wide one."""
+    """List torch's backend objects with a precision setting that overrides the process-wide one (since torch 2.9).
+
+    These are CUDA's and the CPU's matrix products; the list is empty for an older torch.
+    """
     on_cpu = getattr(torch.backends.mkldnn, "matmul", None)
     return () if on_cpu is None else (torch.backends.cuda.matmul, on_cpu)
 
 
 def _read_process_setting() -> str | None:
-    """Return the value of set_float32_matmul_precision; None if a backend's own setting overrides it."""
+    """Return the value of torch.get_float32_matmul_precision, or None if a backend's setting contradicts it."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # torch raises where the operators' settings disagree

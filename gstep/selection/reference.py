@@ -1,16 +1,17 @@
-"""Density-guided farthest point sampling, Eqs. (9)-(12), in its readable form: one matrix-vector product a pick.
+"""Density-guided farthest point sampling, Eqs. (9)-(12), in its readable form: one matrix-vector product per pick.
 
 Shapes: M = T*N tokens of the video, D hidden size, B budget. No step waits for a GPU: picks stay tensors of shape [1].
 
-Picks on different processors, in this form and in the fast forms:
-- Distances, ``density_weight`` and ties by index decide the picks, by sums, products and comparisons of float64. IEEE
-  754 rounds these in the same way everywhere. No step takes a logarithm, which libraries round by the CPU's kind. Norms
-  take a square root that is correctly rounded.
-- ``density_weight`` is (rho + beta) itself at alpha = 0.5 and 1 at alpha = 1. In between it is a power, whose last bit
+How far picks agree on different processors, in this form and in the fast forms:
+
+- Distances, ``density_weight`` and ties by index decide the picks, through sums, products and comparisons in float64.
+  IEEE 754 defines their rounding, so they are the same everywhere. No step takes a logarithm, whose rounding depends on
+  the library and the CPU. Norms use a correctly rounded square root.
+- ``density_weight`` is rho + beta itself at alpha = 0.5, and 1 at alpha = 1. In between it is a power, whose last bit
   depends on the library: another processor may swap tokens of different rho whose keys agree to about 1e-15.
 - Dot products are exact if float32 holds all their partial sums, as with small integers. Otherwise their last bits
-  depend on the order of summation (about 1e-7 of a distance), and so do near-ties. rho is a result of sums too, in
-  float64 (gstep.density).
+  depend on the order of summation (about 1e-7 of a distance), and near-ties may be decided differently. rho is a result
+  of sums too, but in float64 (gstep.density).
 """
 
 from __future__ import annotations
@@ -26,31 +27,32 @@ from gstep.density import floor_distance, level_copy, row_slices
 
 STARTS = ("density", "first", "isolated")
 
-# BLAS rounds the last rows, which do not fill a block of rows, differently from all other rows. Zero rows up to this
-# multiple keep copies of a token at bit-equal distances, so that their ties go to the lowest index.
+# BLAS rounds the last rows differently from all other rows if they do not fill a block of rows. Padding with zero rows
+# to this multiple keeps copies of a token at bit-equal distances, so that their ties go to the lowest index.
 _ROW_MULTIPLE = 16
 _ISOLATION_BLOCK = 256
-_KEYS = (1e-290, 1e290)  # range in which a key neither under- nor overflows
+_KEYS = (1e-290, 1e290)  # the range in which a key neither underflows nor overflows
 NO_DISTANCE = 4.0  # larger than any cosine distance
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """Find the indices of the largest scores along the last axis: [..., count] int64, highest score first.
+    """Return the indices of the ``count`` largest scores along the last axis, highest score first: [..., count] int64.
 
-    Ties go to the lowest index.
+    Ties go to the lowest index. If the axis is shorter than ``count``, all its indices are returned.
     """
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def inverse(norm: Tensor) -> Tensor:
-    """Compute 1 / norm, and 0 for a norm of 0, so that a zero token has cosine 0 with any other."""
+    """Compute 1 / norm, with 0 for a norm of 0, so that a zero token has cosine 0 with every token."""
     return norm.reciprocal().masked_fill(norm == 0, 0.0)
 
 
 def inverse_roots(square: Tensor) -> Tensor:
-    """Compute 1 / sqrt in float64, 0 for 0, by a root that is correctly rounded on every processor.
+    """Compute 1 / sqrt(square) in float64, with 0 for 0.
 
-    Tensor.sqrt on a CPU is a vector routine of MKL: depending on the CPU, one number in 80 to 150 is a bit off.
+    The square root is correctly rounded on every processor. Tensor.sqrt on a CPU is a vector routine of MKL: depending
+    on the CPU, one result in 80 to 150 is off by a bit.
     """
     square = square.double()
     return inverse(torch.from_numpy(np.sqrt(square.numpy())) if square.is_cpu else square.sqrt())
@@ -63,19 +65,24 @@ def inverse_norms(tokens_MD: Tensor) -> Tensor:
 
 
 def distance_to(pick_1: Tensor, tokens_MD: Tensor, inverse_norm_M: Tensor) -> Tensor:
-    """Compute 1 - cosine of every token with the pick, [M] float64, 0 below ZERO_DISTANCE: the bracket of Eq. (10).
+    """Compute 1 - cosine of every token with the pick, [M] float64, 0 below ZERO_DISTANCE: the inner term of Eq. (10).
 
-    The raw tokens are multiplied in their own dtype and the products scaled: rounding normalised tokens would cost
-    precision.
+    The tokens are multiplied as they are, in their own dtype, and the products scaled: rounding normalized tokens would
+    cost precision.
+
+    Args:
+        pick_1: The pick's index, [1] int64.
+        inverse_norm_M: ``inverse_norms`` of the tokens. A zero token has distance 1 to every token.
     """
     dot_M = torch.mv(tokens_MD, tokens_MD.index_select(0, pick_1).squeeze(0))
     return floor_distance(1 - dot_M * (inverse_norm_M * inverse_norm_M.index_select(0, pick_1)))
 
 
 def isolated_token(tokens_MD: Tensor, block: int = _ISOLATION_BLOCK) -> Tensor:
-    """Find the token whose nearest neighbour is farthest: [1] int64, ties to the lowest index.
+    """Find the token whose nearest neighbor is farthest away: [1] int64, ties to the lowest index.
 
-    Memory is O(M * block). Each pair is measured once, so that two mutual neighbours tie exactly.
+    All pairs are compared, ``block`` rows at a time, in memory O(M * block). Each pair is measured only once, so that
+    two tokens that are each other's nearest neighbors tie exactly.
     """
     inverse_M = inverse_norms(tokens_MD)
     nearest_M = torch.full_like(inverse_M, torch.inf)
@@ -90,7 +97,11 @@ def isolated_token(tokens_MD: Tensor, block: int = _ISOLATION_BLOCK) -> Tensor:
 
 
 def starting_token(start: str, tokens_MD: Tensor, density_M: Tensor) -> Tensor:
-    """Choose the first pick, [1] int64, by a name of STARTS: the densest token (Eq. 9), the first or the isolated."""
+    """Return the first pick, [1] int64: the densest token (Eq. 9), the most isolated token or token 0.
+
+    Args:
+        start: "isolated" or "first"; any other value means the largest ``density_M``. Ties go to the lowest index.
+    """
     if start == "isolated":
         return isolated_token(tokens_MD)
     if start == "first":
@@ -99,9 +110,12 @@ def starting_token(start: str, tokens_MD: Tensor, density_M: Tensor) -> Tensor:
 
 
 def density_weight(density_M: Tensor, alpha: float, beta: float) -> Tensor | None:
-    """Compute w = (rho + beta) ** ((1 - alpha) / alpha), [M] float64; None if keys could leave the range of float64.
+    """Compute w = (rho + beta) ** ((1 - alpha) / alpha), the density's factor in the key (l + beta) * w.
 
-    exp(U / alpha) of Eq. (11) is the key (l + beta) * w, so that the highest key has the highest U.
+    The key is exp(U / alpha) for U of Eq. (11), so the token of highest key has the highest U, without logarithms.
+
+    Returns:
+        [M] float64; None if alpha is 0, or so small, or beta so extreme, that keys could leave the range of float64.
     """
     exponent = (1 - alpha) / alpha if alpha > 0 else math.inf
     if math.isinf(exponent):
@@ -121,13 +135,20 @@ def density_guided_fps(
     beta: float = 1e-6,
     start: str = "density",
 ) -> Tensor:
-    """Select ``budget`` tokens by Eqs. (9)-(12): [B] int64 in order of selection; ties go to the lowest index.
+    """Select ``budget`` tokens by Eqs. (9)-(12): [B] int64 flat indices in order of selection.
 
-    ``tokens_MD`` is finite and of any float dtype, ``density_M`` is rho >= 0, 1 <= budget <= M. alpha weighs distance
-    against density, beta > 0 keeps the logarithms finite. These ranges are not checked. ``start`` names the rule of the
-    first token (see ``starting_token``). The first B of a longer selection are the selection of B.
-    alpha = 0 with the density start gives the top-B by rho, without logarithms, which could merge values. Logarithms
-    are used only if keys are out of range (see ``density_weight``): alpha below about 0.02, or an extreme beta.
+    Ties go to the lowest index. The selection for a smaller budget is the beginning of this one. alpha = 0 with the
+    density start gives the top B by rho, compared without logarithms, which could make different values equal.
+    Logarithms are used only for alpha below about 0.02 or an extreme beta, where ``density_weight`` returns None.
+
+    Args:
+        tokens_MD: Finite tokens of any float dtype. No argument is checked.
+        density_M: rho >= 0 of each token.
+        budget: B, in [1, M].
+        alpha: The weight of distance against density in Eq. (11), in [0, 1].
+        beta: Keeps the logarithms of Eq. (11) finite, > 0.
+        start: The first pick: "density" (largest rho, Eq. 9), "first" (index 0) or "isolated" (farthest nearest
+            neighbor).
     """
     if alpha == 0 and start == "density":
         return largest(density_M, budget)

@@ -1,1 +1,1 @@
-"""The selection on a GPU, in Triton kernels; without Triton only ``launch`` can be imported."""
+"""The selection on a GPU, in Triton kernels; without Triton, only ``launch`` can be imported."""

@@ -1,6 +1,6 @@
-"""Check once that the GPU kernels select on this GPU what ``gstep.selection.reference`` does.
+"""Check that the GPU kernels select what ``gstep.selection.reference`` selects.
 
-Importing this needs Triton. Shapes: M tokens, D hidden size, B budget.
+Importing this module needs Triton. Shapes: M tokens, D hidden size, B budget.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from gstep.selection.gpu.gram import Task, Tuning, prepare_task, select_by_gram
 from gstep.selection.gpu.lazy import LazyForm
 from gstep.selection.reference import density_guided_fps, distance_to, inverse_norms
 
-_TOKENS, _BUDGET = 1300, 96  # more tokens than a round of the lazy form has candidates
-_LEVELS = 4  # few different densities, so that scores tie
+_TOKENS = 1300  # more tokens than a round of the lazy form has candidates
+_BUDGET = 96
+_LEVELS = 4  # few different densities, so that there are ties
 _FRAMES = 8  # frames of the static video
 _BETA = 1e-6
 _TOLERANCE = 2e-5  # allowed error of a distance between different tokens: tensor cores lose up to 1e-5 of a product
@@ -23,9 +24,10 @@ _TOLERANCE = 2e-5  # allowed error of a distance between different tokens: tenso
 
 @cache
 def check_kernels(device: torch.device, dtype: torch.dtype, hidden: int) -> None:
-    """Check both GPU forms on small videos, once a process for a device, dtype and width.
+    """Check both GPU forms on small videos, once per process for each device, dtype and hidden size.
 
-    Raises RuntimeError if a form selects other tokens than the plain form.
+    Raises:
+        RuntimeError: A form picks other tokens than the reference. A failed check runs again at the next call.
     """
     check_forms(device, dtype, hidden, _TOKENS, _BUDGET)
 
@@ -33,13 +35,20 @@ def check_kernels(device: torch.device, dtype: torch.dtype, hidden: int) -> None
 def check_forms(
     device: torch.device, dtype: torch.dtype, hidden: int, n_tokens: int, budget: int, tuning: Tuning | None = None
 ) -> None:
-    """Check both GPU forms against the plain form on three videos, with the tile sizes that they will use.
+    """Check both GPU forms against the reference on three videos, with the tile sizes that they will use.
 
-    Small integers, whose products are exact in float32: the order must be the plain form's, ties included. Random
-    tokens: each pick must be a best token, up to the precision of tensor cores. A static video, the same random tokens
-    in each frame: the first frame's tokens come first, then the second frame's in order of index.
+    1. Small integers, whose products are exact in float32: the order must be the reference's, ties included.
+    2. Random tokens: each pick must be a best remaining token, up to the precision of tensor cores.
+    3. A static video of 8 equal frames of random tokens: the first frame's tokens must come first, in any order, then
+       the second frame's in ascending index.
 
-    Raises RuntimeError if a form picks other tokens.
+    Args:
+        n_tokens: M; the static video may have up to 7 tokens fewer.
+        budget: B of the first two videos; of the static video, two frames are selected.
+        tuning: None means the default tile sizes.
+
+    Raises:
+        RuntimeError: A form picks other tokens; the message gives the first wrong pick.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     integers_MD = torch.randint(-1, 2, (n_tokens, hidden), generator=generator, device="cpu").to(device, dtype)
@@ -54,7 +63,7 @@ def check_forms(
         (static_MD, torch.zeros_like(levels_M[: len(static_MD)]), 2 * frame),
     ):
         task = prepare_task(tokens_MD, density_M, size, alpha=0.5, beta=_BETA, start="density", tuning=tuning)
-        assert task is not None  # neither float64 nor extreme
+        assert task is not None  # the tokens are not float64, and alpha and beta are not extreme
         for name, order_B in (("Gram", select_by_gram(task)), ("lazy", LazyForm(task).select())):
             if tokens_MD is integers_MD:
                 wrong = order_B != density_guided_fps(tokens_MD, density_M, size)
@@ -65,15 +74,16 @@ def check_forms(
                 wrong = find_worse_picks(order_B, task)
             if wrong.any():
                 raise RuntimeError(
-                    f"on {device} the {name} form selects other {dtype} tokens of width {hidden} than the plain form, "
+                    f"on {device} the {name} form selects other {dtype} tokens of width {hidden} than the reference, "
                     f"from pick {int(wrong.nonzero()[0])} of {size} on"
                 )
 
 
 def find_worse_picks(order_B: Tensor, task: Task) -> Tensor:
-    """Find the picks, [B] bool, that were not the best remaining token by the plain form's distances.
+    """Return [B] bool, True for picks that were not a best remaining token by the reference's distances.
 
-    Distances may differ by _TOLERANCE.
+    Each pick is judged given the picks before it; its distance may be off by _TOLERANCE. The first must be the task's
+    start.
     """
     tokens_MD = task.tokens.float()
     inverse_M = inverse_norms(tokens_MD)
@@ -81,7 +91,8 @@ def find_worse_picks(order_B: Tensor, task: Task) -> Tensor:
     wrong_B = torch.zeros_like(order_B, dtype=torch.bool)
     wrong_B[0] = order_B[0] != task.start[0]
     for step in range(1, len(order_B)):
-        previous_1, pick = order_B[step - 1 : step], order_B[step]
+        previous_1 = order_B[step - 1 : step]
+        pick = order_B[step]
         nearest_M = torch.minimum(nearest_M, distance_to(previous_1, tokens_MD, inverse_M))
         nearest_M.index_fill_(0, previous_1, -torch.inf)
         best = ((nearest_M + _BETA) * task.weight).amax()

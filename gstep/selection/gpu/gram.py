@@ -1,9 +1,9 @@
 """Density-guided farthest point sampling on a GPU from the distances of all pairs, in M * M * 12 bytes.
 
-``launch`` tries this form first, up to MAX_GRAM_TOKENS tokens. It computes all distances, and then runs all steps in
-one launch. On an H200 it takes a third of the lazy form's time. Importing this needs Triton.
+``launch`` uses this form first, up to MAX_GRAM_TOKENS tokens. It computes all distances, and then runs all steps in one
+kernel launch. On an H200 it takes a third of the lazy form's time. Importing this module needs Triton.
 
-Shapes: M tokens, D hidden size, B budget, R rows, S their number rounded up.
+Shapes: M tokens, D hidden size, B budget, R rows, S the number of rows rounded up to a multiple of 16.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from gstep.density import ZERO_DISTANCE, row_factors, scale_rows, work_dtype
 from gstep.selection.gpu import kernels
 from gstep.selection.reference import NO_DISTANCE, density_weight, inverse_roots, starting_token
 
-_ROW_MULTIPLE = 16  # matrix rows are a multiple of this long, to be read 16 bytes at a time
-_GROUP = 8  # rows of tiles that are walked together
+_ROW_MULTIPLE = 16  # the length of matrix rows is a multiple of this, so that 16 bytes can be read at a time
+_GROUP = 8  # rows of tiles that are traversed together
 _FOLD = (8, 256)  # tile of products that one program turns into distances
-UNFUSED = {"enable_fp_fusion": False}  # gstep.selection.reference rounds after each operation
+UNFUSED = {"enable_fp_fusion": False}  # because gstep.selection.reference rounds after each operation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """The tile and batch sizes of the kernels; no result depends on them. Reasoned defaults, not tuned.
+    """The tile and batch sizes of the kernels, which do not change any result. The defaults are reasoned, not measured.
 
     Attributes:
-        block: tokens along each side of a tile of dot products.
-        block_hidden: channels of a tile that are multiplied at a time.
-        warps: warps of a tile's program.
-        stages: loads of a tile in flight.
-        candidates: K, candidates of a round of the lazy form.
-        rounds: rounds of the lazy form between two reads of its progress; each read waits for the GPU.
+        block: Tokens along each side of a tile of dot products.
+        block_hidden: Channels of a tile that are multiplied at a time.
+        warps: Warps of a tile's program.
+        stages: Loads of a tile in flight.
+        candidates: K, the candidates per round of the lazy form.
+        rounds: Rounds of the lazy form between two reads of its progress; each read waits for the GPU.
     """
 
     block: int = 128
@@ -47,7 +47,7 @@ class Tuning:
 
 
 def default_tuning(dtype: torch.dtype, n_tokens: int) -> Tuning:
-    """Choose tiles for tensor cores, or for the float32 units, and more candidates a round for many tokens."""
+    """Return tile sizes for tensor cores, or smaller ones for float32; above 65,536 tokens, more candidates."""
     candidates = 2048 if n_tokens > 65536 else 1024
     if dtype == torch.float32:
         return Tuning(block=64, block_hidden=16, warps=4, stages=2, candidates=candidates)
@@ -56,16 +56,16 @@ def default_tuning(dtype: torch.dtype, n_tokens: int) -> Tuning:
 
 @dataclass(frozen=True)
 class Task:
-    """The tensors of one video for the kernels; all but tokens and start are float64.
+    """The tensors of one video that the kernels read; all except ``tokens`` and ``start`` are float64.
 
     Attributes:
-        tokens: [M,D], contiguous, 16 bits or float32, in a range where squares neither overflow nor vanish.
-        inverse: [M], 1 / L2 norm, 0 of a zero token.
-        weight: [M], ``density_weight`` of gstep.selection.reference.
+        tokens: [M,D], contiguous, 16 bits or float32, scaled so that squares neither overflow nor vanish.
+        inverse: [M], 1 / L2 norm; 0 for a zero token.
+        weight: [M], the result of ``density_weight`` of gstep.selection.reference.
         start: [1] int64, the first pick.
-        constants: [2], beta, ZERO_DISTANCE.
+        constants: [2], beta and ZERO_DISTANCE.
         budget: B.
-        tuning: the sizes of the launches.
+        tuning: The sizes for the launches.
     """
 
     tokens: Tensor
@@ -87,9 +87,14 @@ def prepare_task(
     start: str,
     tuning: Tuning | None = None,
 ) -> Task | None:
-    """Prepare a video's tensors for the kernels; None if the kernels cannot serve it, as with float64 tokens.
+    """Prepare a video's tensors for the kernels, on the tokens' device.
 
-    The arguments are the arguments of ``density_guided_fps``.
+    The arguments have the meaning that they have in ``density_guided_fps``, and are not checked. ``tuning`` None means
+    ``default_tuning``.
+
+    Returns:
+        The task; None if the tokens are float64, or if keys could leave the range of float64 (a tiny alpha or an
+        extreme beta), because the kernels cannot serve these.
     """
     if tokens_MD.dtype == torch.float64:
         return None
@@ -112,9 +117,9 @@ def prepare_task(
 
 
 def _prepare_tokens(tokens_MD: Tensor) -> Tensor:
-    """Return the tokens contiguous for the kernels; they are scaled row by row if one row's magnitude is out of range.
+    """Return contiguous tokens for the kernels, with rows scaled by ``row_factors`` if any row is out of range.
 
-    Tokens on a CPU that are bfloat16 become float32.
+    The dtype stays the same, except that bfloat16 tokens on a CPU become float32.
     """
     dtype = tokens_MD.dtype
     if not tokens_MD.is_cuda and dtype == torch.bfloat16:
@@ -124,7 +129,10 @@ def _prepare_tokens(tokens_MD: Tensor) -> Tensor:
 
 
 def _compute_inverse_norms(tokens_MD: Tensor, tuning: Tuning) -> Tensor:
-    """Compute 1 / L2 norm, [M] float64, 0 of a zero token, by the kernels' own products: copies get distance 0."""
+    """Compute 1 / L2 norm, [M] float64, 0 for a zero token, from the kernels' own products.
+
+    This gives copies of a token distance 0.
+    """
     n_tokens, hidden = tokens_MD.shape
     square_M = torch.empty(n_tokens, dtype=torch.float64, device=tokens_MD.device)
     grid = (triton.cdiv(n_tokens, tuning.block),)
@@ -133,16 +141,17 @@ def _compute_inverse_norms(tokens_MD: Tensor, tuning: Tuning) -> Tensor:
 
 
 def gram_width(n_tokens: int) -> int:
-    """Return S, the row length of the matrix of all pairs: ``n_tokens`` rounded up to 16."""
+    """Return S, the row length of the matrix of all pairs: ``n_tokens`` rounded up to a multiple of 16."""
     return -(-n_tokens // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
 def pair_distances(task: Task, row_R: Tensor) -> Tensor:
-    """Compute the cosine distances of tokens ``row_R`` to each other: [S,S] float64, S the padded width of R.
+    """Compute the cosine distances of the tokens ``row_R`` to each other, [S,S] float64.
 
-    Columns from R on are zero; rows from R on are uninitialised.
+    Columns from R on are zero. Rows from R on are uninitialized memory.
     """
-    n_rows, width = len(row_R), gram_width(len(row_R))
+    n_rows = len(row_R)
+    width = gram_width(len(row_R))
     gram_SS = torch.empty(width, width, dtype=torch.float32, device=row_R.device)
     kernels.gram_kernel[(triton.cdiv(n_rows, task.tuning.block) ** 2,)](
         *(task.tokens, row_R, gram_SS, n_rows, width), GROUP=_GROUP, **tile_options(task.tokens.shape[1], task.tuning)
@@ -155,7 +164,10 @@ def pair_distances(task: Task, row_R: Tensor) -> Tensor:
 
 
 def tile_options(hidden: int, tuning: Tuning) -> dict[str, int | bool]:
-    """Return the launch options of all kernels that multiply tokens: equal options give equal dot products."""
+    """Return the launch options of all kernels that multiply tokens: tile sizes, warps, stages, no fused multiply-adds.
+
+    Only equal options give bit-equal dot products.
+    """
     return {
         "HIDDEN": hidden,
         "BLOCK": tuning.block,
@@ -167,8 +179,12 @@ def tile_options(hidden: int, tuning: Tuning) -> dict[str, int | bool]:
 
 
 def select_by_gram(task: Task) -> Tensor:
-    """Select the picks of a video, [B] int64: all distances at once, then one launch for all steps."""
-    n_tokens, device = len(task.tokens), task.tokens.device
+    """Select a video's tokens, [B] int64 in order of selection: all distances first, then one launch for all steps.
+
+    The call does not wait for the GPU.
+    """
+    n_tokens = len(task.tokens)
+    device = task.tokens.device
     row_M = torch.arange(n_tokens, device=device)
     # The start is picked first, and its distances replace the initial value of all other tokens.
     distance_M = torch.full_like(task.inverse, NO_DISTANCE).index_fill_(0, task.start, torch.inf)
@@ -179,7 +195,10 @@ def select_by_gram(task: Task) -> Tensor:
 
 
 def no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a bar below every token, for :func:`run_greedy`: its key, [1] float64 -inf, and its index, [1] int32 0."""
+    """Return a bar for :func:`run_greedy` that every token passes.
+
+    It is the key -inf, [1] float64, and the index 0, [1] int32.
+    """
     key_1 = torch.full((1,), -torch.inf, dtype=torch.float64, device=device)
     return key_1, torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -187,14 +206,22 @@ def no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
 def run_greedy(
     task: Task, row_R: Tensor, distance_R: Tensor, bar: tuple[Tensor, Tensor], order_B: Tensor, count_1: Tensor
 ) -> Tensor:
-    """Pick greedily among tokens ``row_R``, ascending; return their distances after the picks, [R].
+    """Pick greedily among the tokens ``row_R``, and return their distances after the picks, [R].
 
-    Picking ends with the budget, or if no token of ``row_R`` passes the ``bar``. The picks are appended to ``order_B``,
-    from ``count_1`` on, and ``count_1`` is raised; both are changed in place. Launches three kernels and does not wait
-    for the GPU.
+    Picking ends when the budget is spent or no token of ``row_R`` passes the bar. Three kernels are launched; the call
+    does not wait for the GPU.
+
+    Args:
+        row_R: Token indices, ascending.
+        distance_R: Their distances to the picks so far, float64; -inf for picked tokens, as in the result.
+        bar: The key of the best other token, and the number of ``row_R`` with a lower index. A token passes if its key
+            is higher, or equal with a lower index.
+        order_B: The picks are written here in place from position ``count_1`` on.
+        count_1: [1] int32, raised in place by the number of picks.
     """
     distances_SS = pair_distances(task, row_R)
-    width, n_rows = len(distances_SS), len(row_R)
+    width = len(distances_SS)
+    n_rows = len(row_R)
     distance_S = pad(distance_R, (0, width - n_rows), value=-torch.inf)
     weight_S = pad(task.weight[row_R], (0, width - n_rows), value=1.0)
     slots = triton.next_power_of_2(width)

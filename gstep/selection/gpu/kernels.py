@@ -1,24 +1,24 @@
-"""Triton kernels of density-guided farthest point sampling, Eqs. (9)-(12).
+"""Triton kernels of density-guided farthest point sampling, Eqs. (9)-(12), launched by the modules beside this one.
 
-``gstep.selection.gpu.launch`` launches them.
+The kernels were tested in Triton's interpreter on a CPU against ``gstep.selection.reference``, compiled for sm_80 and
+sm_90, and run on an H200 (jobs/benchmark/README.md has the figures).
 
-Checked in Triton's interpreter on a CPU against ``gstep.selection.reference``, compiled for sm_80 and sm_90, and run on
-an H200 (jobs/benchmark/README.md has the figures).
+Shapes: M tokens, D = HIDDEN size, R rows of a launch (all tokens or some), S the number of rows rounded up to a
+multiple of 16.
 
-Shapes: M tokens, D = HIDDEN size, R rows that a launch looks at (all tokens or some), S their number rounded up.
+Every distance is 1 - dot * (inverse norm of a * inverse norm of b). The dot products of raw tokens are accumulated in
+float32, then scaled in float64 without fused multiply-adds (launch with ``enable_fp_fusion=False``), as in
+``gstep.selection.reference``. If float32 holds the dot products exactly, the distances are bit-equal to the
+reference's. So are the keys (distance + beta) * weight by which tokens are ranked, since no kernel takes a logarithm or
+a power.
 
-Every distance is 1 - dot * (a's inverse norm * b's): the products of raw tokens accumulated in float32, scaled in
-float64 without fused multiply-adds (launch with ``enable_fp_fusion=False``), which is what
-``gstep.selection.reference`` computes. If float32 holds the dot products exactly, distances are bit-equal to the
-reference. So is the key (distance + beta) * weight by which tokens are ranked: no kernel takes a logarithm or a power.
+Norms are square roots of dot products, too. Tensor cores drop bits as they accumulate, so that a product over thousands
+of channels is too small by more than ZERO_DISTANCE of itself. With exact norms, a token would have that distance to its
+own copy; with norms that are too small by the same amount, the distance is 0.
 
-Norms are square roots of dot products, too. Tensor cores drop bits as they accumulate, so that a product of thousands
-of channels is short by more than ZERO_DISTANCE of itself. Exact norms would put a token that far from its own copy;
-equally short norms put it at distance 0.
-
-Copies of a token are at bit-equal distances, so that their ties go to the lowest index. All products come from
+Copies of a token have bit-equal distances, so that ties go to the lowest index. To this end, all products come from
 ``_dots``, which accumulates each over D in the same order, independent of its position in a tile or a grid and of which
-token is the row. Hence no split along D, and one shape of tile for all kernels of a selection.
+token is the row. This is why D is not split, and why all kernels of a selection use the same tile shape.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def _dots(
 ) -> tl.tensor:
     """Compute the dot products of tokens ``a_token`` [BLOCK] with tokens ``b_token`` [BLOCK]: [BLOCK, BLOCK] float32.
 
-    Both are indices of rows of ``tokens_ptr`` [M, HIDDEN]; none is checked against M. Rows are multiplied BLOCK_D
-    channels at a time, float32 never as TF32.
+    Both are row numbers of ``tokens_ptr`` [M, HIDDEN], not checked against M. Rows are multiplied BLOCK_D channels at a
+    time; float32 tokens are never multiplied in TF32.
     """
     offset = tl.arange(0, BLOCK_D)
     a_ptr = tokens_ptr + a_token.to(tl.int64)[:, None] * HIDDEN + offset[None, :]
@@ -65,10 +65,10 @@ def squares_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Store each token's dot product with itself, computed as ``gram_kernel`` computes products.
+    """Store each token's dot product with itself, computed exactly as ``gram_kernel`` computes products.
 
-    The sums are float32, so that they are bit-equal to the diagonal of ``gram_kernel``. ``squares_ptr`` [n_tokens]
-    holds them as float64.
+    ``squares_ptr`` [n_tokens] gets them as float64. The sums are float32, so they are bit-equal to the diagonal of
+    ``gram_kernel``.
 
     Grid: (ceil(n_tokens / BLOCK),).
     """
@@ -82,7 +82,7 @@ def squares_kernel(
 
 @triton.jit
 def _distance(dot: tl.tensor, inverse: tl.tensor, zero_distance: tl.tensor) -> tl.tensor:
-    """Compute cosine distances from raw dot products, in float64; a distance below ``zero_distance`` becomes 0.
+    """Compute cosine distances from raw dot products, in float64; distances below ``zero_distance`` become 0.
 
     ``inverse`` is the product of the inverse norms of both tokens.
     """
@@ -102,12 +102,13 @@ def gram_kernel(
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    """Compute the dot products of tokens ``row_ptr`` [R] with each other, [R, stride] float32.
+    """Compute the dot products of the tokens ``row_ptr`` [R] with each other into ``gram_ptr``, [R, stride] float32.
 
-    ``row_ptr`` holds indices of rows of ``tokens_ptr`` [M, HIDDEN]. Columns from R on are not written.
+    ``row_ptr`` holds row numbers of ``tokens_ptr`` [M, HIDDEN]. Columns from R on are not written.
 
-    Grid: (ceil(R / BLOCK) ** 2,). The program of a tile above the diagonal also writes its mirror tile below. GROUP
-    rows of tiles are walked column by column, so that programs that run together share tokens in L2.
+    Grid: (ceil(R / BLOCK) ** 2,). The program of a tile above the diagonal also writes the mirrored tile below, whose
+    program returns at once. GROUP rows of tiles are traversed column by column, so that programs that run together
+    share tokens in L2.
     """
     n_tiles = tl.cdiv(n_rows, BLOCK)
     program = tl.program_id(0)
@@ -141,13 +142,13 @@ def fold_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Compute the distances of tokens ``row_ptr`` [R] from their dot products ``gram_ptr``.
+    """Convert the dot products ``gram_ptr`` of the tokens ``row_ptr`` [R] to distances.
 
     ``gram_ptr`` and ``distances_ptr`` are [R, stride]; distances are 0 from column R on. ``inverse_ptr`` [M] has the
     inverse norms of all tokens, float64. ``constants_ptr`` [2] holds beta, which is not used here, and ZERO_DISTANCE.
 
-    The distances are float64, because float32 would make ties of distances that the plain form tells apart. The kernel
-    is not part of ``gram_kernel``, whose tile in float64 no registers would hold.
+    The distances are float64, because float32 would make distances equal that the reference distinguishes. This kernel
+    is separate from ``gram_kernel``, because a tile in float64 would not fit in registers.
 
     Grid: (ceil(R / ROWS), ceil(stride / BLOCK)).
     """
@@ -178,14 +179,14 @@ def refresh_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Lower the distances of tokens ``row_ptr`` [R] to the minimum with their distances to the picks since their marks.
+    """Lower the distances of the tokens ``row_ptr`` [R] to the minimum over the picks since their marks, Eq. (10).
 
-    This is Eq. (10). ``distance_ptr`` [M] is float64 read as int64: both order non-negative numbers, and -inf below
-    them, alike. ``mark_ptr`` [M]: the number of picks that a token's distance includes; it is read only, and the caller
-    moves it. Each program takes all its rows together, from their smallest mark on; a pick that is included twice
-    changes nothing. Picks are the first ``count_ptr`` [1] of ``order_ptr``. Picked tokens stay at -inf.
+    ``distance_ptr`` [M] is float64 viewed as int64: both types order non-negative numbers the same way, with -inf
+    below. ``mark_ptr`` [M] has the number of picks that a token's distance includes; it is only read, and the caller
+    updates it. A program updates all its rows from their smallest mark on, because including a pick twice changes
+    nothing. The picks are the first ``count_ptr`` [1] entries of ``order_ptr``. Picked tokens stay at -inf.
 
-    Grid: (ceil(R / BLOCK), ceil(picks / BLOCK)); more programs than the picks need do nothing.
+    Grid: (ceil(R / BLOCK), ceil(picks / BLOCK)); programs beyond the actual picks do nothing.
     """
     count = tl.load(count_ptr)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -219,17 +220,21 @@ def greedy_kernel(
 ) -> None:
     """Pick by Eqs. (10)-(12), one token after the other, until the budget is spent or no row passes the bar.
 
-    Grid: (1,). The program keeps all distances and weights in registers, SLOTS of each, a power of 2 that is at least
-    the width S. On an H200 32 warps were the fastest, and one search over all slots faster than three over parts of
-    them. Reading 16,384 weights again for each pick was slower than spilling some.
+    Grid: (1,). The program keeps all distances and weights in registers: SLOTS of each, a power of 2 that is at least
+    the width S. On an H200, 32 warps were fastest, and one search over all slots was faster than three over sections of
+    them. Loading 16,384 weights again for each pick was slower than spilling some.
 
-    ``distances_ptr`` [S, S] float64. ``distance_ptr`` [S] float64 is updated by every pick; picked tokens and padding
-    have -inf. ``weight_ptr`` [S] float64. ``row_ptr`` [S]: each row's token, ascending.
-    The bar is the best token that is no row here. ``bar_ptr`` [1] has its key, ``bar_index_ptr`` [1] the number of rows
-    with a lower token index. They are -inf and 0 if there is no bar. A row passes the bar if its key is higher, or
-    equal with a lower token index: rows ascend by token, so row ``best`` has it if best < ``bar_index_ptr``.
-    Picks are appended to ``order_ptr`` [budget] int64 from ``count_ptr`` [1] on, which is raised.
-    ``constants_ptr`` [2] holds beta, and ZERO_DISTANCE, which is not used here. ``sixteenths`` is S / 16, ``budget`` B.
+    ``distances_ptr`` [S, S] is float64. ``distance_ptr`` [S] float64 is updated by every pick; picked tokens and
+    padding have -inf. ``weight_ptr`` [S] is float64. ``row_ptr`` [S] has each row's token, ascending.
+
+    The bar is the best token that has no row here. ``bar_ptr`` [1] has its key, and ``bar_index_ptr`` [1] the number of
+    rows with a lower token index; they are -inf and 0 if there is no bar. A row passes the bar if its key is higher, or
+    if the key is equal and the token index lower. Because rows ascend by token, the latter means best <
+    ``bar_index_ptr``.
+
+    Picks are written to ``order_ptr`` [budget] int64 from position ``count_ptr`` [1] on, which is raised.
+    ``constants_ptr`` [2] holds beta, and ZERO_DISTANCE, which is not used here. ``sixteenths`` is S / 16, and
+    ``budget`` is B.
     """
     width = sixteenths * 16  # so that the compiler knows a bound of 16 and loads 16 bytes at a time
     beta = tl.load(constants_ptr)

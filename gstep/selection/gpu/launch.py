@@ -1,12 +1,8 @@
-"""Density-guided farthest point sampling on a GPU.
+"""Density-guided farthest point sampling on a GPU, with the picks of gstep.selection.reference.
 
-It selects what ``gstep.selection.reference.density_guided_fps`` does.
-
-``gstep.selection.gpu.gram`` is tried first, for videos of up to MAX_GRAM_TOKENS. ``gstep.selection.gpu.lazy`` serves
-longer videos, and any video if memory does not suffice. The plain form of ``gstep.selection.reference`` serves if
-neither can.
-
-``gstep.selection.gpu.check`` compares both with the plain form before a process's first selection.
+``gram`` is tried first, for up to MAX_GRAM_TOKENS tokens. ``lazy`` serves longer videos, and any video for which memory
+is short. If neither can serve, the reference selects. On a CUDA device, ``check`` compares both forms with the
+reference before the first selection of a process.
 
 Shapes: M tokens, D hidden size, B budget.
 """
@@ -25,7 +21,7 @@ from gstep.selection.reference import density_guided_fps
 #: The maximum number of tokens whose distances a program holds in registers.
 MAX_GRAM_TOKENS = 16384
 _MEMORY_SHARE = 0.5  # share of the free GPU memory that the distances of all pairs may take
-_MIN_ALPHA = 0.05  # below it, keys tell fewer tokens apart than scores do
+_MIN_ALPHA = 0.05  # below it, keys distinguish fewer tokens than scores do
 
 _reported: list[str] = []  # the first failure of the kernels in this process
 _broken: list[str] = []  # the failure after which they are not tried again
@@ -40,16 +36,16 @@ def select_on_gpu(
     beta: float = 1e-6,
     start: str = "density",
 ) -> Tensor:
-    """Select as ``density_guided_fps`` does, on a GPU: the same arguments, the same picks up to near-ties, [B] int64.
+    """Select ``budget`` tokens by Eqs. (9)-(12) on a GPU: [B] int64 in order of selection.
 
-    The arguments are not checked, as there.
+    The arguments have the meaning that they have in gstep.selection.reference.density_guided_fps, and are not checked.
+    The picks are the same up to near-ties. Pass 16-bit tokens unconverted: tensor cores multiply them and accumulate in
+    float32. float32 tokens are multiplied in float32, never in TF32. The reference serves float64 tokens, alpha below
+    0.05 and extreme values of beta.
 
-    Pass 16-bit tokens unconverted: tensor cores multiply them and accumulate in float32. Tokens of float32 are
-    multiplied in float32, never TF32. Tokens of float64, alpha below 0.05 and extreme beta go to the plain form.
-
-    If the kernels fail, a warning is issued once a process and the plain form selects instead. It also selects in all
-    later calls of the process, unless the GPU only ran out of memory. Only an error that the GPU reports after the
-    launches (a sticky CUDA error) is raised: no further work on that GPU would succeed.
+    If the kernels fail, or Triton is missing, the reference selects instead; the first failure of a process issues a
+    RuntimeWarning. Unless the GPU only ran out of memory, the kernels are not tried again in this process. Only errors
+    that the GPU reports after the launches are raised; no further work on that GPU would succeed.
     """
     if alpha >= _MIN_ALPHA and not _broken:
         device = tokens_MD.device
@@ -58,13 +54,17 @@ def select_on_gpu(
                 order_B = _select(tokens_MD, density_M, budget, alpha, beta, start)
             if order_B is not None:
                 return order_B
-        except Exception as error:  # noqa: BLE001 - the plain form selects instead
+        except Exception as error:  # noqa: BLE001 - the reference selects instead
             _report(error)
     return density_guided_fps(tokens_MD, density_M, budget, alpha=alpha, beta=beta, start=start)
 
 
 def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, beta: float, start: str) -> Tensor | None:
-    """Select by the GPU form that serves this video; None if neither form does."""
+    """Select with the GPU form that serves this video, [B] int64 in order of selection; None if neither form can.
+
+    If ``gram`` runs out of memory, ``lazy`` selects. Any other error of the kernels or of their check is raised, as is
+    an ImportError without Triton.
+    """
     from gstep.selection.gpu import check, gram, lazy  # noqa: PLC0415 - Triton may be missing
 
     task = gram.prepare_task(tokens_MD, density_M, budget, alpha=alpha, beta=beta, start=start)
@@ -83,9 +83,10 @@ def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, bet
 
 
 def _memory_for_distances(device: torch.device) -> float:
-    """Return the bytes of GPU memory that the distance matrix may take; infinite on a CPU (Triton's interpreter).
+    """Return the bytes of GPU memory that the distance matrix may take; infinity on a CPU (Triton's interpreter).
 
-    Unused blocks of torch's allocator do not count: they may belong to the stream on which another video is encoded.
+    Unused blocks of torch's allocator are not counted as free: they may belong to the stream that encodes another
+    video.
     """
     if device.type != "cuda":
         return float("inf")
@@ -94,15 +95,18 @@ def _memory_for_distances(device: torch.device) -> float:
 
 
 def _report(error: Exception) -> None:
-    """Warn about a kernel failure once a process, and turn the kernels off unless the GPU only ran out of memory."""
+    """Disable the kernels for this process unless the GPU only ran out of memory.
+
+    The first call in a process issues a RuntimeWarning.
+    """
     cause = f"{type(error).__name__}: {error}"
     if not is_out_of_memory(error):
         _broken.append(cause)
     if not _reported:
         _reported.append(cause)
         warnings.warn(
-            f"the GPU kernels of GSTEP's sampling failed ({cause}). The slower plain form selects instead, with the "
-            "same result",
+            f"the GPU kernels of GSTEP's sampling failed ({cause}). The slower PyTorch implementation selects instead, "
+            "with the same result",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -1,11 +1,11 @@
 """Density-guided farthest point sampling on a GPU in O(M * D) memory, for videos of many tokens.
 
-``launch`` takes this form if the distances of all pairs do not fit into memory; else ``gram``, which is faster.
+``launch`` uses this form if the distances of all pairs do not fit in memory; otherwise ``gram``, which is faster.
 
-Distances only shrink, so that a key computed against earlier picks is an upper bound. A round takes the K best keys,
-brings them up to date, and runs the exact greedy among them for as long as they beat the best key outside.
+Distances only shrink, so a key computed from earlier picks is an upper bound. A round takes the K tokens of highest
+key, updates their keys, and runs the exact greedy selection among them as long as they beat the best key outside.
 
-Importing this needs Triton. Shapes: M tokens, D hidden size, B budget, K candidates of a round.
+Importing this module needs Triton. Shapes: M tokens, D hidden size, B budget, K candidates of a round.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ class LazyForm:
     """The state of one video's selection between rounds.
 
     Attributes:
-        distance_M: float64, each token's distance to the first ``mark_M`` picks, -inf once it is picked.
+        distance_M: float64, each token's distance to the nearest of the first ``mark_M`` picks; -inf once it is picked.
         mark_M: int32, the number of picks that a token's distance includes.
-        order_B: int64, the picks in order; the first ``count_1`` (int32) are valid.
+        order_B: int64, the picks in order; only the first ``count_1`` (int32) are valid.
     """
 
     def __init__(self, task: Task) -> None:
-        """Take the task's start as the first pick, and measure the distance of every token to it."""
+        """Select the task's start as the first pick, and compute the distance of every token to it."""
         self.task = task
-        n_tokens, device = len(task.tokens), task.tokens.device
+        n_tokens = len(task.tokens)
+        device = task.tokens.device
         self.distance_M = torch.full_like(task.inverse, NO_DISTANCE).index_fill_(0, task.start, -torch.inf)
         self.mark_M = torch.zeros(n_tokens, dtype=torch.int32, device=device)
         self.order_B = torch.zeros(task.budget, dtype=torch.int64, device=device)
@@ -42,30 +43,33 @@ class LazyForm:
         self.mark_M.fill_(1)
 
     def select(self) -> Tensor:
-        """Run rounds until the budget is spent; return the picks, [B] int64 in order of selection.
+        """Run rounds until the budget is spent, and return the picks, [B] int64 in order of selection.
 
-        Raises RuntimeError if rounds make no progress, which finite tokens and densities rule out.
+        Raises:
+            RuntimeError: Rounds make no progress, which cannot happen with finite tokens and densities.
         """
         tuning = self.task.tuning
-        n_picks, idle = 1, 0  # picks that the host knows of, and rounds without a new one
+        n_picks = 1  # the number that the host knows
+        idle = 0  # rounds without a new pick
         while n_picks < self.task.budget:
             for ahead in range(tuning.rounds):
                 self._round(min(self.task.budget, n_picks + ahead * tuning.candidates))
             n_previous, n_picks = n_picks, int(self.count_1)
             idle = idle + tuning.rounds if n_picks == n_previous else 0
-            # A round without a pick has brought at least one stale token up to date.
+            # A round without a pick has updated at least one stale token.
             if idle > len(self.distance_M) + tuning.rounds:
                 raise RuntimeError(f"no token selected in {idle} rounds, after {n_picks} of {self.task.budget}")
         return self.order_B
 
     def _round(self, max_picks: int) -> None:
-        """Run one round: choose candidates, refresh their distances, and pick as many as are certain.
+        """Run one round: choose candidates, update their distances, and pick those that are certain.
 
-        ``max_picks`` is an upper bound of the number of picks so far, for a launch that does not wait for the GPU.
+        Args:
+            max_picks: An upper bound of the number of picks so far, so that the launch need not wait for the GPU.
         """
         task = self.task
         row_K, bar = self._choose_candidates()
-        # Sorted by mark, so that each tile updates its tokens from their own smallest mark on.
+        # Sorted by mark, so that each tile skips the picks before its tokens' smallest mark.
         self._refresh(row_K[self.mark_M[row_K].argsort()], max_picks)
         distance_K = run_greedy(task, row_K, self.distance_M[row_K], bar, self.order_B, self.count_1)
         # Their distances now include all picks: earlier picks by the refresh, this round's picks by the greedy.
@@ -73,18 +77,25 @@ class LazyForm:
         self.mark_M[row_K] = self.count_1
 
     def _choose_candidates(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Find the K best tokens by stale key, in ascending index, and the best token outside of them as the bar.
+        """Return the K tokens with the highest known keys, and the best token outside of them as the bar.
 
-        Ties go to the lowest index. The best token of all is a candidate, so that it is picked or refreshed.
+        The tokens are in ascending index. Ties go to the lowest index. The best token of all is always a candidate, so
+        it is picked or updated. If there are at most K tokens, all are candidates and the bar is one that every token
+        passes.
+
+        Returns:
+            The indices, and the bar as (its key, the number of candidates with a lower index).
         """
-        n_tokens, n_rows = len(self.distance_M), self.task.tuning.candidates
+        n_tokens = len(self.distance_M)
+        n_rows = self.task.tuning.candidates
         if n_tokens <= n_rows:
             return self._every_M, no_bar(self.distance_M.device)
         key_M = (self.distance_M + self.task.constants[0]) * self.task.weight
         level = torch.topk(key_M, n_rows, sorted=False).values.amin()
-        above_M, level_M = key_M > level, key_M == level
+        above_M = key_M > level
+        level_M = key_M == level
         is_candidate_M = above_M | (level_M & (level_M.cumsum(0) <= n_rows - above_M.sum()))
-        # Tokens that are no candidates are all written to one index beyond the end.
+        # Tokens that are not candidates are all written to the same index beyond the end.
         target_M = torch.where(is_candidate_M, is_candidate_M.cumsum(0) - 1, n_rows)
         row_K = self._every_M.new_empty(n_rows + 1).scatter_(0, target_M, self._every_M)[:n_rows]
         key, best = key_M.masked_fill(is_candidate_M, -torch.inf).max(dim=0)
@@ -92,11 +103,13 @@ class LazyForm:
         return row_K, (key[None], n_before.to(torch.int32)[None])
 
     def _refresh(self, row_R: Tensor, max_picks: int) -> None:
-        """Lower the distances of ``row_R`` to include all picks, in place; the caller moves their marks.
+        """Lower the distances of the tokens ``row_R`` in place to include all picks; the caller updates the marks.
 
-        ``max_picks`` is an upper bound of the number of picks, which sizes the launch.
+        Args:
+            max_picks: An upper bound of the number of picks, which sizes the launch.
         """
-        task, block = self.task, self.task.tuning.block
+        task = self.task
+        block = self.task.tuning.block
         kernels.refresh_kernel[(triton.cdiv(len(row_R), block), triton.cdiv(max_picks, block))](
             task.tokens,
             row_R,

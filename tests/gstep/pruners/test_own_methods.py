@@ -73,10 +73,10 @@ FROZEN = "@dataclass(frozen=True)\n"
 NAMED, ORDERED, SELECTS = 'name: ClassVar[str] = "n"', "nested: ClassVar[bool] = True", "select = Whole.select"
 BROKEN = {
     "Absent": ("", "AttributeError.*importable on every machine"),
-    "NoClass": ("NoClass = 3", "is no subclass of gstep.pruners.base.Pruner"),
-    "NoPruner": ("class NoPruner: ...", "is no subclass of gstep.pruners.base.Pruner"),
+    "NoClass": ("NoClass = 3", "is not a subclass of gstep.pruners.base.Pruner"),
+    "NoPruner": ("class NoPruner: ...", "is not a subclass of gstep.pruners.base.Pruner"),
     "Abstract": (f"{FROZEN}class Abstract(Pruner): {NAMED}; {ORDERED}", "is abstract: it does not define select"),
-    "Plain": ("class Plain(Whole):\n    p: int = 3", "is no dataclass: put @dataclass"),
+    "Plain": ("class Plain(Whole):\n    p: int = 3", "is not a dataclass: put @dataclass"),
     "Nameless": (f"{FROZEN}class Nameless(Pruner): {ORDERED}; {SELECTS}", r"does not declare name: ClassVar\[str\]"),
     "Orderless": (f"{FROZEN}class Orderless(Pruner): {NAMED}; {SELECTS}", r"does not declare nested: ClassVar\[bool\]"),
     "Made": (
@@ -163,7 +163,7 @@ def test_objects_of_what_is_no_method_are_refused() -> None:
     class Plain(Last):
         pass
 
-    with pytest.raises(ValueError, match="is no dataclass"):
+    with pytest.raises(ValueError, match="is not a dataclass"):
         gstep.prune(video(2, 3, 4), method=Plain())
     for nonsense in (3, None, object(), dataclasses.field):
         with pytest.raises(ValueError, match="unknown method"):

@@ -39,7 +39,7 @@ def test_without_triton_the_plain_form_serves_and_one_warning_says_why(monkeypat
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delattr("gstep.selection.gpu.gram", raising=False)
     monkeypatch.delattr("gstep.selection.gpu.lazy", raising=False)
-    with pytest.warns(RuntimeWarning, match="triton.*plain form selects instead") as caught:
+    with pytest.warns(RuntimeWarning, match="triton.*PyTorch implementation selects instead") as caught:
         orders = [select_on_gpu(*video, alpha=0.9) for video in videos(3)]
     expected = [density_guided_fps(*video, alpha=0.9) for video in videos(3)]
     assert len(caught) == 1 and all(torch.equal(ours, theirs) for ours, theirs in zip(orders, expected, strict=True))
