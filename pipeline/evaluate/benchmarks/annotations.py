@@ -130,7 +130,7 @@ FaultKind = Literal[
 AnswerRule = Literal["letter", "index", "text"]
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 # In front of an option: "A. ", "A) ", "(A) ", "A: ".
-_LETTER = re.compile(r"\(?[A-Z][.):]\s*")
+_LETTER = re.compile(r"^\(?[A-Z][.):]\s*")
 
 
 class NotAskable(Exception):  # noqa: N818
@@ -260,4 +260,4 @@ NO_ANSWER = "-1"
 
 def without_letter(option: str) -> str:
     """Return the text of an option without the letter before it."""
-    return _LETTER.sub("", option.strip(), count=1)
+    return _LETTER.sub("", option.strip())

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from pipeline.evaluate.benchmarks import BENCHMARKS
+from pipeline.evaluate.benchmarks.annotations import without_letter
 from tests.pipeline.evaluate.egoschema import write_authors
 from tests.pipeline.evaluate.layouts import faults_of
 from tests.pipeline.evaluate.longvideobench import write_longvideobench
@@ -38,3 +39,8 @@ def test_an_odd_cell_costs_its_row_alone(tmp_path, name, write, file):
     kept = {item.question_id: item for item in after.items}
     assert all(kept[item.question_id] == item for item in before.items)
     assert all(fault.message.isprintable() and len(fault.message.encode()) <= 1024 for fault in after.faults)
+
+
+def test_only_a_letter_in_front_of_an_option_is_no_part_of_its_text():
+    options = ["A. red", "B) red", "(C) red", "D: red", "vitamin A. red", "vitamin B. red"]
+    assert [without_letter(option) for option in options] == [*["red"] * 4, *options[4:]]
