@@ -1,12 +1,13 @@
-"""The kind of a file, told from its first bytes: only known video containers are ever handed to a decoder.
+"""Recognition of a file's container by its first bytes, so that only known video containers reach a decoder.
 
-FFmpeg guesses the format when it is not told, and some formats (playlists, concat scripts) name other files or hosts
-that it would then open. So the container is recognised here, and the file is opened with this demuxer alone.
+If FFmpeg is not told the format, it guesses one, and some formats (playlists, concat scripts) name other files or hosts
+that it would then open. The container is therefore recognized here, and the file is opened with the demuxer of that
+container only.
 
-A few demuxers find their stream behind other bytes: a capture that begins inside a packet, padding, an ID3 tag, or the
-header of an image. In a file of no known format, these streams are searched for as far as FFmpeg looks for them.
-Another container, an archive or a document is refused by its name, although a stream may stand inside it: read as a raw
-stream, it would lose its times and mix its parts.
+Some demuxers find their stream behind other bytes: a capture that begins inside a packet, padding, an ID3 tag, or the
+header of an image. In a file of unknown format, these streams are searched for as far as FFmpeg would look. Another
+container, an archive or a document is refused by name even if it contains a stream: read as a raw stream, it would lose
+its timestamps and mix its tracks.
 """
 
 from __future__ import annotations
@@ -107,17 +108,31 @@ _SCRIPT = re.compile(rb"#EXTM3U|ffconcat version|<MPD|c=IN IP|\[playlist\]", re.
 
 
 def sniff(path: str | Path) -> str:
-    """Return the FFmpeg demuxer to open a file with, by its first HEAD_BYTES bytes.
+    """Return the name of the FFmpeg demuxer to open a file with, from the file's first HEAD_BYTES bytes.
 
-    Raises VideoFault: "unsupported" for anything that is not a known video container, "policy" for playlists and for a
-    FIFO, socket or device, "io" where the file cannot be read. The message says what the file looks like.
+    Raises:
+        VideoFault: "unsupported" for a folder and for anything but a known video container; "policy" for a playlist or
+            other list of files, a FIFO, a socket or a device; "io" if the file cannot be opened. The message says what
+            the file looks like.
     """
     with open_regular(path) as file:
         return recognise(file.read(HEAD_BYTES), path)
 
 
 def recognise(head: bytes, path: str | Path) -> str:
-    """Return the demuxer for a file whose first HEAD_BYTES bytes are ``head``. Raises VideoFault as ``sniff``."""
+    """Return the name of the FFmpeg demuxer for a file that begins with ``head``.
+
+    Known beginnings come first. A stream behind other bytes is only searched for in data of unknown format, and behind
+    MP3 audio and PNG and JPEG images.
+
+    Args:
+        head: the first HEAD_BYTES bytes, or the whole file if it is smaller.
+        path: the file's name for error messages; it is not opened.
+
+    Raises:
+        VideoFault: "policy" if the data is a list of other files or addresses, or if such a list precedes the stream;
+            otherwise "unsupported" if the data is not a known video container.
+    """
     start = head[:_MAGIC_BYTES]
     text = head.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
     refused = next((kind for kind in _REFUSED if re.match(kind[0], text, re.DOTALL)), None)
@@ -139,10 +154,11 @@ def recognise(head: bytes, path: str | Path) -> str:
 
 
 def open_regular(path: str | Path) -> BufferedReader:
-    """Open a file for reading; the caller closes it.
+    """Open a file for reading in binary mode; the caller closes it.
 
-    Raises VideoFault: "io" where it is missing or unreadable, "unsupported" for a folder, "policy" for a FIFO, socket
-    or device.
+    Raises:
+        VideoFault: "io" if it is missing, cannot be opened or has a NUL byte in its name; "unsupported" for a folder;
+            "policy" for a FIFO, socket or device.
     """
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116 - first, since opening a FIFO would block
@@ -158,10 +174,13 @@ def open_regular(path: str | Path) -> BufferedReader:
 
 
 def count_missing_bytes(path: str | Path, demuxer: str) -> int:
-    """Return the number of bytes that a cut-off file lacks, by the lengths stated inside it.
+    """Return how many bytes a truncated file lacks, according to the lengths stated inside it.
 
-    The result is 0 for a complete file and a file that states no length. Containers other than MP4, Matroska and AVI
-    give 0 too. Raises VideoFault where the file cannot be opened.
+    The result is 0 for a complete file, a file that states no length, and containers other than MP4, Matroska and AVI.
+    Of MP4, only boxes with video count.
+
+    Raises:
+        VideoFault: the file cannot be opened.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -179,9 +198,13 @@ def count_missing_bytes(path: str | Path, demuxer: str) -> int:
 
 
 def has_overstated_table(path: str | Path) -> bool:
-    """Return True if a table of samples in an MP4 file states more entries than it holds.
+    """Return True if a sample table of an MP4 file states more entries than it holds.
 
-    FFmpeg reserves memory for as many as are stated. Raises VideoFault("io") where the file cannot be read.
+    FFmpeg would reserve memory for all the stated entries. Only the first ``moov`` box is read; the result is False
+    without one.
+
+    Raises:
+        VideoFault: the file cannot be opened.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -194,7 +217,15 @@ def has_overstated_table(path: str | Path) -> bool:
 
 
 def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
-    """Return True if the MP4 table at ``kind_at``, the offset of its letters, states more entries than it holds."""
+    """Return True if one sample table states more entries than fit into its box.
+
+    A table of samples of equal size has no entries: the samples must fit into the file instead.
+
+    Args:
+        moov: the bytes that contain the table's box.
+        kind_at: the offset of the box's four-letter type in ``moov``.
+        file_size: the bytes of the file.
+    """
     kind, box_end = moov[kind_at : kind_at + 4], kind_at - 4 + int.from_bytes(moov[kind_at - 4 : kind_at], "big")
     offset = kind_at + 8  # behind the version and the flags
     if kind == b"stsz":
@@ -205,9 +236,9 @@ def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
 
 
 def _iter_mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (four letters, start, length) of each top-level box; end before a box that states no length.
+    """Yield (four-letter type, start, length) of each top-level box of an MP4 file, in bytes.
 
-    A length may reach beyond ``size``, the bytes of the file.
+    It ends before a box that states no length. A length may reach beyond ``size``, the bytes of the file.
     """
     start = 0
     while start + 8 <= size:
@@ -223,7 +254,10 @@ def _iter_mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, in
 
 
 def _find_matroska_end(file: BufferedReader) -> int:
-    """Return the end of the segment, which holds everything after the EBML header; 0 where its length is left open."""
+    """Return the offset at which a Matroska file should end, or 0 if its segment states no length.
+
+    The segment holds everything behind the EBML header. The result is also 0 if no segment follows the header.
+    """
     header = file.read(64)
     length, width = _read_ebml_length(header[4:])
     segment = 4 + width + length
@@ -237,13 +271,20 @@ def _find_matroska_end(file: BufferedReader) -> int:
 
 
 def _read_ebml_length(data: bytes) -> tuple[int, int]:
-    """Read an EBML variable-length integer: its value, and the bytes that it takes."""
+    """Parse the EBML variable-length integer at the beginning of ``data``.
+
+    Returns:
+        Its value, and the number of bytes that it takes.
+    """
     width = 9 - data[0].bit_length() if data and data[0] else 8
     return int.from_bytes(data[:width], "big") & ((1 << (7 * width)) - 1), width
 
 
 def _describe_content(head: bytes) -> str:
-    """Describe data of no known format by its first bytes, for a fault's message."""
+    """Describe data of unknown format for an error message: "an empty file", "text" or "unknown binary data".
+
+    Text is printable UTF-8.
+    """
     if not head:
         return "an empty file"
     try:

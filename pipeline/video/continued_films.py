@@ -1,8 +1,9 @@
-"""Films that go on behind what FFmpeg reads: under another PID of a transport stream, or in files that were joined.
+"""Films that continue where FFmpeg stops reading: under another PID of a transport stream, or in joined files.
 
-FFmpeg makes a stream of each PID of a transport stream, and reads none that comes up late. Players follow the new
-tables. So the packets of the later PIDs get the PID of the first while the file is read, and the tables that announce
-them are left out. A film behind the first one in other containers is not read: ``goes_on`` finds it.
+FFmpeg makes a stream for each PID of a transport stream, but ignores a PID that first appears late in the file. Players
+switch to it when new tables announce it. ``ContinuedFile`` therefore gives the later packets the film's first PID while
+the file is read, and hides the tables that announce the other PIDs. In other containers, a film behind the first one is
+not read; ``goes_on`` only detects it.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ _PES = re.compile(rb"\x00\x00\x01([\xbb-\xef])(..)", re.DOTALL)  # a packet of a
 
 
 class _Video(NamedTuple):
-    """A PID that tables announce as video.
+    """A PID that the tables of a transport stream announce as video.
 
     Attributes:
-        kind: its type in the tables.
-        program: the number of the first program that lists it.
-        announced: the position of that program's table in the file, bytes.
-        spans: number of a part of the file -> the positions of the first and the last packet in it.
+        kind: the stream type in the tables, a key of _VIDEO_TYPES.
+        program: the number of the first program that lists the PID.
+        announced: the position of that program's table in the file, in bytes.
+        spans: number of a block of _PART_BYTES bytes -> positions of the PID's first and last packet in that block.
     """
 
     pid: int
@@ -60,22 +61,22 @@ class _Video(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The position of the first packet, bytes."""
+        """The position of the first packet, in bytes."""
         return min(first for first, _ in self.spans.values())
 
     @property
     def n_bytes(self) -> int:
-        """The bytes of the file between its packets."""
+        """The bytes that the spans cover, which estimate the size of the PID's video."""
         return sum(last - first for first, last in self.spans.values())
 
 
 class Continuation(NamedTuple):
-    """How a film goes on behind the last packet of its first PID, or before the first.
+    """The packets of a transport stream that must get another PID so that FFmpeg reads the whole film.
 
     Attributes:
-        positions: [n] bytes, ascending: the packets that get another PID.
-        pids: [n], their new PIDs.
-        note: what is not read, for the video's row; empty where nothing is left out.
+        positions: [n] positions of these packets in the file, in bytes, ascending.
+        pids: [n] their new PIDs.
+        note: text for the video's row about video that is not read; empty if nothing is left out.
     """
 
     positions: NDArray[np.int64]
@@ -84,15 +85,19 @@ class Continuation(NamedTuple):
 
 
 class ContinuedFile:
-    """A transport stream, open for reading, whose packets have the PIDs of a ``Continuation``. Close it after use."""
+    """A readable file object over a transport stream in which a ``Continuation`` replaces PIDs. Close it after use."""
 
     def __init__(self, path: str | Path, continuation: Continuation) -> None:
-        """Open the file. Raises VideoFault where that fails."""
+        """Open the file.
+
+        Raises:
+            VideoFault: the file cannot be opened.
+        """
         self._file, self._continuation = open_regular(path), continuation
         self.seek, self.tell, self.close = self._file.seek, self._file.tell, self._file.close
 
     def read(self, size: int) -> bytes:
-        """Read up to ``size`` bytes."""
+        """Read up to ``size`` bytes and replace the PIDs in them; return b"" at the end of the file."""
         start = self._file.tell()
         data = np.frombuffer(bytearray(self._file.read(size)), np.uint8)
         positions, pids, _ = self._continuation
@@ -106,10 +111,18 @@ class ContinuedFile:
 
 
 def find_continuation(path: str, pid: int) -> Continuation | None:
-    """Find the other PIDs under which the film of one PID is stored before or behind it; None if there are none.
+    """Find the other PIDs of a transport stream that carry the same film as ``pid``, before or behind it.
 
-    These are PIDs of the same codec that have packets elsewhere in the file, and that no table lists beside the first
-    one. Of several programs the PID's own comes first. The whole file is read. Raises VideoFault where it cannot be.
+    These PIDs have the same codec, take turns with each other in the file, and never share a table. If several compete,
+    those of the PID's own program come first, then those that begin earlier. All get the PID of the earliest one, and
+    the tables from the first announcement of another PID on are hidden. PIDs that would fit but have another codec are
+    only named in ``note``. The file is read twice.
+
+    Returns:
+        None if ``pid`` is not announced as video, or nothing was found. If only a note results, the arrays are empty.
+
+    Raises:
+        VideoFault: the file cannot be opened.
     """
     videos, together, tables, size = _list_videos(path)
     main = videos.get(pid)
@@ -142,14 +155,22 @@ def find_continuation(path: str, pid: int) -> Continuation | None:
 
 
 def _alternate(video: _Video, other: _Video) -> bool:
-    """Return True if two PIDs never have packets at the same time, but where one ends and the other begins."""
+    """Return True if two PIDs take turns: they overlap by at most _MAX_OVERLAP of the smaller one."""
     both = ((video.spans[part], other.spans[part]) for part in video.spans.keys() & other.spans.keys())
     overlap = sum(max(0, min(one[1], two[1]) - max(one[0], two[0])) for one, two in both)
     return overlap <= _MAX_OVERLAP * min(video.n_bytes, other.n_bytes)
 
 
 def _list_videos(path: str) -> tuple[dict[int, _Video], set[frozenset[int]], set[int], int]:
-    """List the video PIDs of a file; return them with the pairs that share a table, the tables' PIDs and its size."""
+    """Scan a transport stream for the PIDs that its tables announce as video.
+
+    Returns:
+        Four items: PID -> video, for PIDs that have packets; the pairs of PIDs that share a table; the PIDs of the
+        tables; and the end of the last packet in bytes (1 without packets).
+
+    Raises:
+        VideoFault: the file cannot be opened.
+    """
     announced: dict[int, tuple[int, int, int]] = {}
     spans: dict[int, dict[int, list[int]]] = {}
     together, tables, end = set[frozenset[int]](), set[int](), 1
@@ -179,7 +200,13 @@ def _list_videos(path: str) -> tuple[dict[int, _Video], set[frozenset[int]], set
 def iter_packets(
     file: BufferedReader | ContinuedFile,
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint8]]]:
-    """Yield packets block by block: positions in the file, [n] bytes, PIDs, [n], and the packets' bytes, [n,188]."""
+    """Yield the packets of a transport stream, block by block, from the current position of ``file``.
+
+    Bytes in which fewer than five packets follow each other are skipped.
+
+    Yields:
+        Positions relative to the start in bytes, [n]; PIDs, [n]; and the packets as a read-only view [n, 188].
+    """
     start, rest = 0, b""
     while block := file.read(_BLOCK_BYTES):
         data, place = rest + block, 0
@@ -202,7 +229,10 @@ def iter_packets(
 
 
 def _count_good(packets: NDArray[np.uint8]) -> int:
-    """Return how many packets come before the first one without its sync byte; look no further than needed."""
+    """Return the number of packets before the first one without a sync byte; all of them if none lacks it.
+
+    The search stops in the first step that finds one.
+    """
     start, step = 0, 64
     while start < len(packets):
         lost = np.flatnonzero(packets[start : start + step, 0] != ord("G"))
@@ -213,7 +243,10 @@ def _count_good(packets: NDArray[np.uint8]) -> int:
 
 
 def _read_section(packet: bytes) -> bytes:
-    """Return the section that begins in a packet, behind the length in its header, as far as the packet holds it."""
+    """Return the table section that begins in a packet, without its 3-byte header and its checksum.
+
+    Only the bytes in this packet are returned, b"" if it has no payload.
+    """
     payload = packet[4 + (1 + packet[4] if packet[3] & 0x20 else 0) :]
     section = payload[1 + payload[0] :] if payload else b""
     length = int.from_bytes(section[1:3], "big") & 0xFFF
@@ -221,7 +254,7 @@ def _read_section(packet: bytes) -> bytes:
 
 
 def _read_program_pids(packet: bytes) -> Iterator[int]:
-    """Yield the PIDs of the programs' tables that a packet of the table of programs lists."""
+    """Yield the PIDs of the program tables that a packet of the program association table lists."""
     section = _read_section(packet)
     for place in range(5, len(section) - 3, 4):
         if section[place : place + 2] != b"\0\0":  # the network's own table
@@ -229,7 +262,11 @@ def _read_program_pids(packet: bytes) -> Iterator[int]:
 
 
 def _read_program(packet: bytes) -> tuple[int, Mapping[int, int]]:
-    """Return the number of a program and its video, PID -> type, from the packet with the beginning of its table."""
+    """Parse the packet that begins a program's table.
+
+    Returns:
+        The program's number, and PID -> stream type of its video streams, as far as the packet lists them.
+    """
     section, kinds = _read_section(packet), dict[int, int]()
     place = 9 + (int.from_bytes(section[7:9], "big") & 0xFFF)
     while place + 5 <= len(section):
@@ -241,12 +278,20 @@ def _read_program(packet: bytes) -> tuple[int, Mapping[int, int]]:
 
 
 def goes_on(path: str | Path, demuxer: str, place: int, pid: int, continuation: Continuation | None) -> bool:
-    """Return True if video follows behind ``place``, the end of the last packet that FFmpeg read from the stream.
+    """Return True if more of the film follows behind the last packet that FFmpeg read from the stream.
 
-    Sound, padding, indexes and attachments there are no video. Only containers in which that can be told apart are
-    searched: MP4, FLV, ASF and AVI for another file behind the first one, program streams for any video, and transport
-    streams for video of ``pid``, the stream's own PID as ``continuation`` joins it, and of PIDs that are new there.
-    Raises VideoFault where the file cannot be read.
+    Sound, padding, indexes and attachments do not count. MP4, FLV, ASF and AVI files are searched for the beginning of
+    another file. Program streams must consist mostly of video there; transport streams mostly of video of ``pid`` and
+    of PIDs that are new there. The result is False for other containers.
+
+    Args:
+        demuxer: the name of FFmpeg's demuxer.
+        place: the end of that last packet, in bytes.
+        pid: the stream's PID; only used for transport streams.
+        continuation: the PIDs to replace in a transport stream; None leaves them as they are.
+
+    Raises:
+        VideoFault: the file cannot be opened.
     """
     if demuxer == "mpegts":
         return _has_packets(path, place, pid, continuation)
@@ -256,7 +301,7 @@ def goes_on(path: str | Path, demuxer: str, place: int, pid: int, continuation: 
 
 
 def _has_header(path: str | Path, place: int, pattern: bytes) -> bool:
-    """Return True if the bytes behind ``place`` contain the beginning of a file."""
+    """Return True if ``pattern``, the beginning of a file, matches anywhere behind the offset ``place``."""
     with open_regular(path) as file:
         file.seek(place)
         rest = b""
@@ -268,7 +313,7 @@ def _has_header(path: str | Path, place: int, pattern: bytes) -> bool:
 
 
 def _is_mostly_video(path: str | Path, place: int) -> bool:
-    """Return True if most bytes of a program stream behind ``place`` are in packets of video."""
+    """Return True if more than half of a program stream's bytes behind the offset ``place`` are in video packets."""
     with open_regular(path) as file:
         file.seek(place)
         rest, n_bytes, n_video = b"", 0, 0
@@ -287,7 +332,10 @@ def _is_mostly_video(path: str | Path, place: int) -> bool:
 
 
 def _has_packets(path: str | Path, place: int, pid: int, continuation: Continuation | None) -> bool:
-    """Return True if most bytes of a transport stream behind ``place`` are video of a PID, or of PIDs new there."""
+    """Return True if video of ``pid`` or of new PIDs fills most of a transport stream behind the offset ``place``.
+
+    New PIDs are those without video before ``place``. "Most" is more than half of the packets.
+    """
     before, behind = set[int](), set[int]()  # PIDs with video
     counts = np.zeros(2**13, np.int64)
     file = ContinuedFile(path, continuation) if continuation is not None else open_regular(path)

@@ -1,4 +1,4 @@
-"""decord, for those who ask for it: it decodes more frames than are needed, and reads some files wrongly."""
+"""The decoder with decord, for users who request it: it decodes more frames than needed, and reads some files wrongly."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ _HEAD = 64  # bytes of a packet that are searched for them
 
 
 class DecordDecoder(LibraryDecoder):
-    """The decoder with decord on one thread; decord guesses the demuxer, so only sniffed files may reach it.
+    """The decoder with decord on one thread. decord guesses the demuxer, so only sniffed files may reach it.
 
-    Raises decord's DECORDError for what it cannot read.
+    Raises:
+        DECORDError: decord cannot read the file.
     """
 
     version = str(decord.__version__)
 
     @staticmethod
     def reason_against(index: VideoIndex) -> str:
-        """Return the first reason why decord may deliver other frames than a player shows; each was seen to do so."""
+        """Return the first reason why decord may deliver other frames than players show, or ""; each was seen to happen."""
         if reason := LibraryDecoder.reason_against(index):
             return reason
         assert index.packets is not None and index.pts is not None
@@ -45,9 +46,12 @@ class DecordDecoder(LibraryDecoder):
         return next((reason for applies, reason in reasons if applies), "")
 
     def open(self, index: VideoIndex) -> decord.VideoReader:
-        """Open the file with decord; the first damaged frame raises, where decord would copy its neighbour.
+        """Open the file with decord so that the first damaged frame raises, where decord would otherwise copy a neighbor.
 
-        Sets decord's log level for the whole process. Raises IndexMismatch where decord knows other keyframes.
+        Sets decord's log level for the whole process.
+
+        Raises:
+            IndexMismatch: decord's keyframes are not those of the index.
         """
         assert index.pts is not None
         decord.logging.set_level(decord.logging.ERROR)
@@ -57,15 +61,15 @@ class DecordDecoder(LibraryDecoder):
         return video
 
     def frames(self, indices: list[int]) -> Frames:
-        """Return the frames [k,H,W,3] that ``indices`` name."""
+        """Return the frames [k,H,W,3] with the numbers ``indices``."""
         frames: Frames = self._video.get_batch(indices).asnumpy()
         return frames
 
 
 def _has_leading_frames(packets: Sequence[PacketInfo]) -> bool:
-    """Return True if groups of pictures are open: some frame is stored after a keyframe and shown before it.
+    """Return True if some frame is stored after a keyframe and shown before it (open groups of pictures).
 
-    All packets must have times.
+    All packets must have presentation times.
     """
     pts = np.array([packet.pts for packet in packets])
     keyframe = np.array([packet.keyframe for packet in packets])
@@ -75,7 +79,7 @@ def _has_leading_frames(packets: Sequence[PacketInfo]) -> bool:
 def _may_change_parameters(packets: VideoPackets) -> bool:
     """Return True if a keyframe seems to carry codec parameters, which may differ from the container's.
 
-    Reads each keyframe's packet; a codec other than H.264 and HEVC always matches.
+    Reads the packet of each keyframe. A codec other than H.264 and HEVC gives True if the video has a keyframe.
     """
     pattern = re.compile(_PARAMETERS.get(packets.codec, b""))
     keyframes = (number for number, packet in enumerate(packets.table) if packet.keyframe)
