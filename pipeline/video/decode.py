@@ -56,7 +56,7 @@ _TORCH_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|alloc
 
 
 class FramePreprocessor(Protocol):
-    """The interface to a model's rule for frame sizes. Instances must pickle; ``gstep.backbones.Preprocessor`` has it."""
+    """The interface to a model's rule for frame sizes, which ``gstep.backbones.Preprocessor`` has. Instances must pickle."""
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
         """Return the (height, width) in pixels to which ``n_frames`` frames of [height, width] are resized.
@@ -228,10 +228,11 @@ class _Decoding:
         return self._read(index, JPEGS, clip).add_columns(source)
 
     def _read_by_any(self, index: VideoIndex) -> DecodedVideo:
-        """Read the frames with the first of the request's decoders that succeeds; PyAV comes last unless the user's own is alone.
+        """Read the frames with the first decoder of the request that succeeds.
 
-        If PyAV's frames do not match the index, the whole file is decoded once to make another index, and PyAV tries
-        again. ``backend_note`` says why an earlier decoder or the first index failed, and which video was not read.
+        If PyAV is last and its frames do not match the index, the whole file is decoded once to make another index, and
+        PyAV tries again. ``backend_note`` says why an earlier decoder or the first index failed, and which video was
+        not read.
 
         Raises:
             Exception: the error of the last attempt, whatever it is.
@@ -257,7 +258,7 @@ class _Decoding:
         return video.add_note("; ".join(filter(None, (note, unread))))
 
     def _read(self, index: VideoIndex, backend: str, clip: tuple[float | None, float | None]) -> DecodedVideo:
-        """Choose the frames of ``clip`` (start, end in seconds) with the times in ``index``, and read them with one decoder.
+        """Choose the frames of ``clip`` (start, end in seconds) by ``index``, and read them with one decoder.
 
         Sets and announces ``backend`` before the decoder opens the file.
 
@@ -304,9 +305,9 @@ class _Decoding:
         return DecodedVideo(frames, indices, index.timestamps[indices], record)
 
     def _check(self, index: VideoIndex, clip: tuple[float | None, float | None]) -> int:
-        """Return the number of signs of damage that FFmpeg's log does not have: corrupt packets, holes, or an unread part.
+        """Return how many signs of damage are known without FFmpeg's log: corrupt packets, holes, or an unread part.
 
-        The largest of the three counts, of which the last is 0 or 1.
+        This is the largest of the three counts, of which the last is 0 or 1.
 
         Raises:
             VideoFault: "corrupt" if too much of the clip does not decode (``check_decodable``).

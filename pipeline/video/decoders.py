@@ -110,7 +110,7 @@ def chunk_length(height: int, width: int) -> int:
 
 
 class LibraryDecoder:
-    """The base of decoders in which another library reads the file, limited to files that the library is known to get right.
+    """The base of decoders in which another library reads the file, for files that it is known to get right.
 
     A subclass defines ``open`` and ``frames``, and may extend ``reason_against``. The library's own errors pass
     through.

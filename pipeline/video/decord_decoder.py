@@ -1,4 +1,4 @@
-"""The decoder with decord, for users who request it: it decodes more frames than needed, and reads some files wrongly."""
+"""The decoder with decord, for users who request it: it decodes more frames than needed and reads some files wrongly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DecordDecoder(LibraryDecoder):
 
     @staticmethod
     def reason_against(index: VideoIndex) -> str:
-        """Return the first reason why decord may deliver other frames than players show, or ""; each was seen to happen."""
+        """Return the first reason why decord may deliver other frames than players show, or ""; each was observed."""
         if reason := LibraryDecoder.reason_against(index):
             return reason
         assert index.packets is not None and index.pts is not None
@@ -46,7 +46,7 @@ class DecordDecoder(LibraryDecoder):
         return next((reason for applies, reason in reasons if applies), "")
 
     def open(self, index: VideoIndex) -> decord.VideoReader:
-        """Open the file with decord so that the first damaged frame raises, where decord would otherwise copy a neighbor.
+        """Open the file with decord so that a damaged frame raises; by default decord would copy a neighbor.
 
         Sets decord's log level for the whole process.
 

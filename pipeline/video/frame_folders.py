@@ -139,7 +139,7 @@ def source_state(path: str) -> FileState:
 
 
 def source_bytes(path: str) -> int:
-    """Return the bytes of a file, or of all frames of a folder. Raises OSError or ValueError if there is no such path."""
+    """Return the bytes of a file, or of all frames of a folder. Raise OSError or ValueError if the path does not exist."""
     return source_state(path).size
 
 
@@ -217,7 +217,7 @@ class JpegDecoder:
         self._names = frame_names(index.path)
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
-        """Yield the frames with the numbers ``indices``, counted from 0, as [1,H,W,3] uint8 RGB, each in its own size."""
+        """Yield the frames with the numbers ``indices``, from 0, as [1,H,W,3] uint8 RGB, each in its own size."""
         for i in indices.tolist():
             yield _decode_frame(self._path, self._names[i]).to_ndarray(format="rgb24", interpolation="BICUBIC")[None]
 

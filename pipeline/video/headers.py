@@ -1,7 +1,7 @@
-"""What the headers of packets say without decoding: which packets show a frame, and in which order frames are shown.
+"""Read packet headers without decoding: which packets show a frame, and in which order frames are shown.
 
-Containers tell neither in some files. VP8, VP9, AV1 and MPEG-4 may store packets of their own for frames that others
-refer to and no player shows, or for no frame at all. AVI and raw streams state no presentation times.
+Some files tell neither in their container. VP8, VP9, AV1 and MPEG-4 may store packets for frames that other frames
+refer to but no player shows, or packets without a frame. AVI and raw streams state no presentation times.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _SEARCHED_BYTES = 4096  # bytes of a packet in which its first picture begins
 
 
 class _Bits:
-    """The bits of some bytes, read from the left; zeros follow the end."""
+    """A reader of the bits of ``data``, most significant first; 64 zeros follow the end."""
 
     def __init__(self, data: bytes) -> None:
         self._value, self._left = int.from_bytes(data, "big") << 64, 8 * len(data) + 64
 
     def read(self, count: int) -> int:
-        """Read ``count`` bits as a number, or those that are left."""
+        """Read ``count`` bits as an unsigned number, or as many as are left (0 without any)."""
         count = min(count, self._left)
         self._left -= count
         return self._value >> self._left & ((1 << count) - 1)
 
     def read_ue(self) -> int:
-        """Read a number in the code of H.264: as many zeros as bits follow the first one."""
+        """Read an unsigned number in the Exp-Golomb code ue(v) of H.264."""
         n_zeros = 0
         while self._left and not self.read(1):
             n_zeros += 1
@@ -52,15 +52,15 @@ class _Bits:
 
 
 def shows_vp8(data: memoryview) -> bool:
-    """Return True if a packet of VP8 shows a frame; alternate references are stored only to be referred to.
+    """Return True if a packet of VP8 shows a frame; alternate reference frames do not.
 
-    Keyframes always do: a keyframe that says otherwise is damage, as are zeros.
+    Keyframes always count as shown: one that says otherwise is damaged. ``data`` must not be empty.
     """
     return bool(data[0] & 0x10) or not data[0] & 1
 
 
 def shows_vp9(data: memoryview) -> bool:
-    """Return True if one of the frames in a packet of VP9 is shown; there are several in a superframe."""
+    """Return True if at least one of the frames in a packet of VP9 is shown; a superframe has several."""
     if _shows_vp9_frame(data[0]):
         return True
     marker, starts = data[-1], [0]
@@ -74,13 +74,13 @@ def shows_vp9(data: memoryview) -> bool:
 
 
 def _shows_vp9_frame(byte: int) -> bool:
-    """Return True if a frame of VP9 that begins with this byte is shown, or shows another, or is none of VP9."""
+    """Return True if a VP9 frame with this first byte is shown or shows an earlier frame, or if it is not VP9."""
     shift = 0 if byte & 0x30 == 0x30 else 1  # profile 3 has a bit more
     return byte >> 6 != 0b10 or bool(byte >> shift & 0b101)  # show_existing_frame, frame_type, show_frame
 
 
 def shows_av1(data: memoryview) -> bool:
-    """Return True if a frame header in a packet of AV1 shows a frame, or the packet has no frame header to read."""
+    """Return True if a frame header in a packet of AV1 shows a frame, or if the packet has no frame header."""
     place, has_header = 0, False
     while place < len(data):
         kind, place = data[place], place + 1 + (data[place] >> 2 & 1)
@@ -104,18 +104,18 @@ HIDING_CODECS = (*_CHECKS, "mpeg4")
 
 
 class ShownPackets:
-    """Tells which packets of a stream of one of HIDING_CODECS show a frame.
+    """Tells which packets of a stream with a codec in HIDING_CODECS show a frame.
 
-    Call ``shows`` for each packet in order.
+    Call ``shows`` for each packet, in file order: MPEG-4 headers change how later packets are read.
     """
 
     def __init__(self, codec: str, extradata: bytes) -> None:
-        """Read the parameters in ``extradata``, as the container keeps them for the decoder."""
+        """Read the codec parameters in ``extradata``, which the container stores for the decoder."""
         self._check = _CHECKS.get(codec)  # None for MPEG-4
         self._clock_bits = read_clock_bits(extradata)
 
     def shows(self, packet: av.Packet) -> bool:
-        """Return True if a packet shows a frame; also where it is too short to tell."""
+        """Return True if a packet shows a frame, or is too short to tell."""
         if self._check is not None:
             return self._check(memoryview(packet))
         if packet.is_keyframe:
@@ -124,9 +124,9 @@ class ShownPackets:
 
 
 def read_clock_bits(data: bytes) -> int:
-    """Return the bits of the clock in each frame header of MPEG-4, as the header of its layer in ``data`` says.
+    """Return the number of clock bits in each MPEG-4 frame header, as the layer header in ``data`` states it.
 
-    The result is 0 where there is no such header.
+    The result is 0 if ``data`` has no layer header, otherwise 1 to 16.
     """
     match = _VOL.search(data)
     if match is None:
@@ -147,7 +147,10 @@ def read_clock_bits(data: bytes) -> int:
 
 
 def is_coded(data: bytes, clock_bits: int) -> bool:
-    """Return False if a frame of MPEG-4 has no content: players go on showing the frame before it."""
+    """Return False if an MPEG-4 frame has no content, so that players keep showing the frame before it.
+
+    Data without a frame gives True.
+    """
     place = data.find(_VOP)
     if place < 0:
         return True
@@ -165,12 +168,20 @@ def is_keyframe(packet: av.Packet) -> bool:
 
 
 def is_packed(data: bytes) -> bool:
-    """Return True if parameters of MPEG-4 say that a packet may hold two frames, and the next packet then none."""
+    """Return True if MPEG-4 parameters say that a packet may hold two frames, which leaves the next one without any."""
     return _PACKED.search(data) is not None
 
 
 class _H264Parameters(NamedTuple):
-    """What a sequence parameter set of H.264 says about the headers of slices."""
+    """The fields of an H.264 sequence parameter set that are needed to parse slice headers.
+
+    Attributes:
+        frame_bits: bits of a frame number.
+        order_type: pic_order_cnt_type: 0 if slices state their position in the order, 2 if stored order is shown order.
+        order_bits: bits of that position; 0 unless the type is 0.
+        has_planes: True if color planes are coded separately.
+        only_frames: True if no picture is a field.
+    """
 
     frame_bits: int
     order_type: int
@@ -180,7 +191,10 @@ class _H264Parameters(NamedTuple):
 
     @classmethod
     def read(cls, data: bytes) -> _H264Parameters:
-        """Read a parameter set, from the byte behind its unit's header on."""
+        """Parse a parameter set; ``data`` begins behind the header byte of its unit and is unescaped.
+
+        Missing bits count as zeros, so truncated data raises no error.
+        """
         bits = _Bits(data)
         profile, has_planes = bits.read(8), False
         bits.read(16)
@@ -211,7 +225,7 @@ class _H264Parameters(NamedTuple):
 
 
 def _skip_scaling_list(bits: _Bits, size: int) -> None:
-    """Read past a scaling list of H.264: differences, up to the one that says that the rest is equal."""
+    """Read past a scaling list of ``size`` differences, which ends early where the rest is equal."""
     scale = 8
     for _ in range(size):
         number = bits.read_ue()
@@ -221,7 +235,15 @@ def _skip_scaling_list(bits: _Bits, size: int) -> None:
 
 
 class H264Picture(NamedTuple):
-    """What the header of a picture's first slice says."""
+    """The header of the first slice of an H.264 picture.
+
+    Attributes:
+        starts_order: True for an IDR picture, from which the shown order is counted.
+        is_reference: True if other pictures may refer to it.
+        frame_number: its frame_num.
+        order: the low bits of its position in the shown order; None if slices do not state it.
+        field: 0 for a top field, 1 for a bottom field, None for a frame.
+    """
 
     starts_order: bool
     is_reference: bool
@@ -231,10 +253,10 @@ class H264Picture(NamedTuple):
 
 
 class H264Headers:
-    """Reads the headers of H.264 pictures. Call ``read`` for each packet in file order."""
+    """A reader of H.264 picture headers. Call ``read`` for each packet in file order."""
 
     def __init__(self, extradata: bytes) -> None:
-        """Read the parameter sets that the container keeps for the decoder."""
+        """Read the parameter set in ``extradata``, which the container stores for the decoder; it may be empty."""
         self._length_bytes = 1 + (extradata[4] & 3) if extradata[:1] == b"\x01" and len(extradata) > 6 else 0
         self._parameters: _H264Parameters | None = None
         if self._length_bytes:
@@ -245,16 +267,20 @@ class H264Headers:
 
     @property
     def order_bits(self) -> int:
-        """The bits of ``H264Picture.order``; 0 where headers do not state it."""
+        """The number of bits of ``H264Picture.order``; 0 if slices do not state it or no parameters are known."""
         return self._parameters.order_bits if self._parameters else 0
 
     @property
     def in_stored_order(self) -> bool:
-        """Whether pictures are shown in the order in which they are stored."""
+        """True if the parameters say that pictures are shown in the order in which they are stored."""
         return self._parameters is not None and self._parameters.order_type == 2
 
     def read(self, data: bytes) -> H264Picture | None:
-        """Return the header of the picture in a packet; None where there is none, or its parameters are not known."""
+        """Return the header of the first picture in a packet, and remember the parameter sets before it.
+
+        Returns:
+            None if the packet has no picture, or if no parameter set came before.
+        """
         for place in self._units(data):
             kind = data[place] & 31
             if kind == _H264_PARAMETERS:
@@ -265,7 +291,7 @@ class H264Headers:
         return None
 
     def _units(self, data: bytes) -> Iterator[int]:
-        """Yield where units begin: behind start codes, or behind their lengths."""
+        """Yield the offset of the header byte of each unit, which follows a start code or the unit's length."""
         place = 0
         while self._length_bytes and place + self._length_bytes < len(data):
             start = place + self._length_bytes
@@ -276,7 +302,12 @@ class H264Headers:
             yield place
 
     def _read_slice(self, unit: int, data: bytes) -> H264Picture | None:
-        """Read the header of a slice; ``unit`` is the header of its unit."""
+        """Parse a slice header with the current parameters; return None without any.
+
+        Args:
+            unit: the header byte of the slice's unit.
+            data: the bytes behind it, unescaped.
+        """
         parameters, bits = self._parameters, _Bits(data)
         if parameters is None:
             return None
@@ -294,18 +325,18 @@ class H264Headers:
 
 
 def _unescape(data: bytes) -> bytes:
-    """Return the content of a unit without the bytes that keep start codes out of it."""
+    """Return the content of a unit without the bytes that were inserted to avoid start codes."""
     return data.replace(b"\x00\x00\x03", b"\x00\x00")
 
 
 class ShownOrder:
-    """Finds the order in which the packets of a stream of one of ORDERED_CODECS are shown.
+    """Computes the order in which the packets of a stream with a codec in ORDERED_CODECS are shown.
 
     Call ``add`` for each packet that shows a frame, in file order, then ``find_ranks``.
     """
 
     def __init__(self, codec: str, extradata: bytes) -> None:
-        """Read the parameters in ``extradata``, as the container keeps them for the decoder."""
+        """Read the codec parameters in ``extradata``, which the container stores for the decoder."""
         self._codec, self._headers = codec, H264Headers(extradata) if codec == "h264" else None
         # What packets are sorted by: the number of the part that has an order of its own, then a place in the part.
         self._keys: list[tuple[int, int]] = []
@@ -314,14 +345,17 @@ class ShownOrder:
         self._is_known = True
 
     def add(self, packet: av.Packet) -> None:
-        """Read the header of the next packet."""
+        """Add the next packet, by its header."""
         if self._headers is None:
             self._add_frame(is_b_frame=_B_FRAMES[self._codec].search(packet) is not None)
         else:
             self._add_picture(self._headers.read(bytes(packet)), self._headers)
 
     def _add_picture(self, picture: H264Picture | None, headers: H264Headers) -> None:
-        """Add the next picture of H.264, whose place is counted from the last IDR picture on."""
+        """Add the next H.264 picture, whose position in the shown order counts from the last IDR picture.
+
+        A missing header, a field, or a picture without a position makes the order unknown for good.
+        """
         if picture is None or picture.field is not None or (picture.order is None and not headers.in_stored_order):
             self._is_known = False
             return
@@ -339,7 +373,10 @@ class ShownOrder:
             self._high, self._low = high, picture.order
 
     def _add_frame(self, *, is_b_frame: bool) -> None:
-        """Add the next frame of MPEG-1 or MPEG-4: a B-frame is shown at once, any other when the next other comes."""
+        """Add the next MPEG-1 or MPEG-4 frame.
+
+        A B-frame is shown at once; another frame is shown when the next frame that is not a B-frame arrives.
+        """
         number = len(self._keys)
         self._keys.append((0, number))
         if not is_b_frame:
@@ -348,7 +385,7 @@ class ShownOrder:
             self._reference, self._keys[number] = number, (1, 0)
 
     def find_ranks(self) -> list[int] | None:
-        """Return the number of each packet in the order in which they are shown; None if headers do not tell it."""
+        """Return each packet's rank in the shown order, from 0; None if headers do not determine it or two ranks are equal."""
         if not self._is_known or len(set(self._keys)) < len(self._keys):
             return None
         order = sorted(range(len(self._keys)), key=self._keys.__getitem__)

@@ -44,9 +44,15 @@ _HEVC_PARAMETERS = re.compile(rb"\x42\x01(.)", re.DOTALL)  # a sequence paramete
 
 
 class PacketInfo(NamedTuple):
-    """The facts about one packet, with times in ticks of the stream's time base.
+    """The facts about one packet.
 
-    ``hidden`` says that it shows no frame: the container leaves it out, or others only refer to it.
+    Attributes:
+        pts: presentation time in ticks of the stream's time base, or the frame's rank if ``VideoPackets.is_ranked``;
+            None if unknown.
+        dts: decoding time in ticks; None if unknown.
+        duration: in ticks; 0 if unknown.
+        keyframe: True if decoding can start here, according to the file.
+        hidden: True if it shows no frame: the container discards it, or only other frames use it.
     """
 
     pts: int | None
@@ -57,7 +63,7 @@ class PacketInfo(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run of packets, numbers ``start`` to ``stop`` - 1, that decode to the frames shown at ``times`` (ascending)."""
+    """The packets ``start`` to ``stop`` - 1, which decode to the frames shown at ``times`` (ascending)."""
 
     start: int
     stop: int
@@ -68,34 +74,38 @@ class VideoPackets:
     """The packets of a file's video stream, in file order. Close it after use.
 
     Attributes:
-        demuxer: name of FFmpeg's demuxer, as ``containers.sniff`` gave it.
-        stream: PyAV's stream; its codec context decodes.
-        codec: the codec's own name ("av1", "vp9"), not the name of the library that decodes it ("libdav1d").
-        start_time: of the container, microseconds; None where it has none.
-        n_streams: how many video streams the file has.
-        table: the facts about each packet.
-        lacks_times: whether FFmpeg makes up times at which the frames are not shown.
-        is_ranked: whether ``pts`` in the table count frames as they are shown, since the container does not state
-            their times.
-        parameters_change: whether the container gives the decoder new parameters on the way.
-        stated_s: how long the video is by the container's own word, seconds; None where it states nothing, and for MP4,
-            which lists every frame.
-        fault: the last error that a packet or the demuxer gave; None while all of them decode.
-        note: what of the film was not read; empty where nothing is known to lack.
-        n_corrupt: packets that the demuxer marks as damaged, and errors that end reading.
-
-    Packets of a file above MAX_KEPT_BYTES are not kept; requested packets are read a second time.
-
-    Raises VideoFault (see ``pick_stream``) or an error of PyAV's.
+        demuxer: name of FFmpeg's demuxer, from ``containers.sniff``.
+        stream: PyAV's stream.
+        codec: the codec's name ("av1"), not that of the library that decodes it ("libdav1d").
+        start_time: start of the container in microseconds; None if it has none.
+        n_streams: the number of video streams in the file, cover art included.
+        table: the facts about each packet that is not empty.
+        lacks_times: True if FFmpeg makes up presentation times, which are wrong.
+        is_ranked: True if ``pts`` in ``table`` are ranks in the shown order, computed from headers because the
+            container states no presentation times.
+        parameters_change: True if the container gives the decoder new parameters in the middle of the stream.
+        stated_s: the end of the video in seconds as the container states it; None if it does not, and for MP4, which
+            lists every frame.
+        fault: the last error that a packet or the demuxer gave; None without one.
+        note: what of the film was not read; empty if nothing is known to be missing.
+        n_corrupt: the number of packets that the demuxer marks as damaged, plus 1 if an error ended reading.
     """
 
     def __init__(
         self, path: str, demuxer: str, empty: Collection[int] = (), continuation: Continuation | None = None
     ) -> None:
-        """Open the file and read all its packets; up to MAX_KEPT_BYTES of packets stay in memory.
+        """Open the file and read all its packets.
 
-        A fault in the middle of the file is kept in ``fault``, not raised. Streams with an index in ``empty`` are not
-        picked where there are others. ``continuation`` joins the PIDs of a transport stream.
+        Packets stay in memory if all together take at most MAX_KEPT_BYTES; otherwise none does, and requested packets
+        are read again. An error in the middle of the file becomes ``fault``. Nothing stays open after an exception.
+
+        Args:
+            empty: indexes of streams without packets, which are only picked if there is no other.
+            continuation: the PIDs to replace in a transport stream.
+
+        Raises:
+            VideoFault: "unsupported" if no stream can be decoded (``pick_stream``).
+            FFmpegError: PyAV cannot open the file.
         """
         self.demuxer = demuxer
         self._path, self._empty, self._continuation = path, empty, continuation
@@ -130,21 +140,22 @@ class VideoPackets:
             raise
 
     def _open(self) -> InputContainer:
-        """Open the file once more."""
+        """Open the file again."""
         return open_container(self._path, self.demuxer, self._continuation)
 
     def close(self) -> None:
-        """Close the file and forget the packets."""
+        """Close the file and drop the packets. May be called twice."""
         self._kept_packets = []
         for file in (self._container, self._second_file, self._decoder_file):
             if file is not None:
                 file.close()
 
     def find_end(self, duration_s: float) -> float:
-        """Return the end of a video in seconds, as the container states it, or an estimate.
+        """Return the end of the video in seconds, as the container states it, or an estimate from the file's size.
 
-        The estimate goes by the bytes behind the last packet. ``duration_s`` is the end of its last frame; it is
-        returned if the file states no later end.
+        Args:
+            duration_s: the end of the last frame; returned if the file neither states nor suggests another end, and for
+                MP4.
         """
         if self.stated_s is not None or self.demuxer == "mov":
             return self.stated_s or duration_s
@@ -152,30 +163,34 @@ class VideoPackets:
 
     @property
     def lacks_a_part(self) -> bool:
-        """True if somewhere in the file there are many bytes without a packet of the stream."""
+        """True if a large gap in the file, or its end, has no packet of the stream."""
         gap = max(self._largest_gap, self._container.size - self._end_byte)
         return gap > min(_MAX_GAP, _MAX_GAP_SHARE * self._container.size)
 
     @property
     def has_unread(self) -> bool:
-        """True if a good part of the file lies behind its last packet."""
+        """True if more than a tenth of the file, and more than _PADDING bytes, lie behind the stream's last packet."""
         return 0 < self._share < _WHOLE and self._container.size - self._end_byte > _PADDING
 
     def note_unread(self) -> None:
-        """Set ``note`` if the film goes on behind the last packet, and nothing is noted yet."""
+        """Set ``note`` if it is empty and more of the film follows the stream's last packet (``goes_on``).
+
+        Raises:
+            VideoFault: the file cannot be opened again.
+        """
         where = (self._end_byte, self.stream.id, self._continuation)
         if self.has_unread and not self.note and goes_on(self._path, self.demuxer, *where):
             self.note = f"{PARTLY_READ}: video goes on in the last {1 - self._share:.0%} of the file"
 
     @property
     def _share(self) -> float:
-        """The share of the file up to its last packet."""
+        """The share of the file that ends with the stream's last packet."""
         return self._end_byte / max(self._container.size, 1)
 
     def first_frame(self) -> av.VideoFrame | None:
-        """Decode and return the file's first frame, or None if no packet can be decoded.
+        """Decode and return the first frame that comes out of the decoder, or None if no packet can be decoded.
 
-        Also notes whether its frames are interlaced: call it before ``decode_frames`` with ``shown_times``.
+        Also records whether frames are interlaced: call it before ``decode_frames`` with ``shown_times``.
         """
         tries = (next(self.decode_frames(0, stop), None) for stop in (1, len(self.table)))
         first = next((frame for frame in tries if frame is not None), None)
@@ -185,13 +200,18 @@ class VideoPackets:
     def decode_frames(
         self, start: int, stop: int, shown_times: Sequence[int] | None = None, codec: av.CodecContext | None = None
     ) -> Iterator[av.VideoFrame]:
-        """Yield the frames of packets number ``start`` to ``stop`` - 1 in the order in which they are shown.
+        """Yield the frames of packets ``start`` to ``stop`` - 1 in the order in which they are shown.
 
-        A damaged packet gives no frame, and FFmpeg logs it; ``fault`` is its error. Decoding continues behind it. The
-        decoder may leave out frames to which no other frame refers, unless they are shown at one of the
-        ``shown_times``; None decodes all. Finish or close the generator before another call: both use one decoder.
+        A damaged packet gives no frame: FFmpeg logs it, ``fault`` becomes its error, and decoding continues. Exhaust or
+        close the generator before the next call: both use one decoder.
 
-        ``codec`` is the decoder, by default the stream's own.
+        Args:
+            shown_times: the presentation times of the needed frames; the decoder may skip others to which no frame
+                refers. None decodes all frames.
+            codec: the decoder; by default the stream's own.
+
+        Raises:
+            MemoryError: the decoder ran out of memory.
         """
         codec = codec or self._decoder_for(start, stop)
         codec.flush_buffers()
@@ -216,10 +236,10 @@ class VideoPackets:
         yield from self._frames_of(codec, None)
 
     def _decoder_for(self, start: int, stop: int) -> av.CodecContext:
-        """Return the stream's decoder; a new one where it would go back to packets before those that it knows.
+        """Return the stream's decoder, or a new one if it would go back in a stream whose parameters it may know.
 
-        A flush leaves the decoder the parameters of later packets, as of frames of another size, and the packets in
-        front may have none of their own.
+        A flush does not make the decoder forget the parameters of later packets (another frame size, for example), and
+        the earlier packets may have none of their own.
         """
         if start < self._decoded and self._decoded > 1 and self.codec in _KEEPING:
             if self._decoder_file is not None:
@@ -230,11 +250,13 @@ class VideoPackets:
         return self._codec
 
     def runs(self, times: Sequence[int]) -> Iterator[Run]:
-        """Yield the packets to decode for the frames that are shown at ``times`` (ascending), each run from a keyframe.
+        """Yield the runs of packets to decode for the frames shown at ``times`` (ascending, not empty).
 
-        A frame that is shown before a keyframe and stored behind it needs the keyframe before that keyframe. If the
-        decoder cannot begin at keyframes, there is one run from the first packet. Raises KeyError for a time that no
-        packet has.
+        Each run starts at a keyframe that is shown no later than its frames, and runs do not overlap. If the decoder
+        cannot start at keyframes, there is one run from the first packet.
+
+        Raises:
+            KeyError: no shown packet has one of the times.
         """
         number_at = {packet.pts: number for number, packet in enumerate(self.table) if not packet.hidden}
         can_jump = not self.parameters_change and (self.demuxer in _SEEKABLE or self.codec in _PARSED_CODECS)
@@ -251,7 +273,10 @@ class VideoPackets:
         yield run
 
     def between(self, start: int, stop: int) -> Iterator[av.Packet]:
-        """Yield packets number ``start`` to ``stop`` - 1, from memory, or from the file where they are not kept."""
+        """Yield packets ``start`` to ``stop`` - 1, from memory, or from the file if they are not kept.
+
+        If ``is_ranked``, their ``pts`` are set to the ranks.
+        """
         kept = self._kept_packets
         packets = kept[start:stop] if kept is not None else islice(self._read_again(start), stop - start)
         for number, packet in enumerate(packets, start):
@@ -260,7 +285,7 @@ class VideoPackets:
             yield packet
 
     def _lacks_times(self) -> bool:
-        """Return True if the container states no presentation times, and FFmpeg's are wrong for reordered frames."""
+        """Return True if the container states no presentation times and FFmpeg's are wrong for reordered frames."""
         if self.demuxer in ("avi", "asf"):
             codec = self.stream.codec_context
             is_guessed = self.codec not in _GUESSED_RIGHT if self.demuxer == "avi" else self.codec in _KEEPING
@@ -268,7 +293,7 @@ class VideoPackets:
         return self.demuxer in _KEEPING or (self.demuxer, self.codec) == ("mpegvideo", "mpeg1video")
 
     def _frames_of(self, codec: av.CodecContext, packet: av.Packet | None) -> list[av.VideoFrame]:
-        """Decode a packet into the frames it completes; with None, flush the frames that the decoder still holds.
+        """Decode a packet to the frames that it completes; None flushes the decoder.
 
         A packet that does not decode gives no frame, and its error becomes ``fault``. Raises MemoryError.
         """
@@ -281,10 +306,10 @@ class VideoPackets:
             return []
 
     def _read(self) -> None:
-        """Read all packets into the table, and note damage and changes of parameters on the way.
+        """Read all packets into ``table``, and record damage, gaps and changes of parameters.
 
-        Empty packets are left out. Packets stay in memory as long as all of them have at most MAX_KEPT_BYTES bytes,
-        else none stays.
+        Empty packets are left out. Packets are kept in memory unless they exceed MAX_KEPT_BYTES together. If times are
+        missing and headers tell the order, ``pts`` become ranks. Raises MemoryError.
         """
         size, has_gaps, extradata = 0, False, self.stream.codec_context.extradata or b""
         shown = ShownPackets(self.codec, extradata) if self.codec in HIDING_CODECS else None
@@ -316,7 +341,7 @@ class VideoPackets:
             self.table = [packet._replace(pts=None if packet.hidden else next(numbers)) for packet in self.table]
 
     def _readable(self) -> Iterator[av.Packet]:
-        """Yield the packets of the stream up to the end of the file, or up to what the demuxer cannot read.
+        """Yield the packets of the stream up to the end of the file or the first error of the demuxer.
 
         That error becomes ``fault`` and counts as a corrupt packet. Raises MemoryError.
         """
@@ -328,10 +353,10 @@ class VideoPackets:
             self.fault, self.n_corrupt = error, self.n_corrupt + 1
 
     def _read_again(self, start: int, may_seek: bool = True) -> Iterator[av.Packet]:
-        """Yield the packets from number ``start`` on: seek where that surely arrives, else read up to it.
+        """Yield the packets from number ``start`` on, from a second opening of the file that stays open.
 
-        The file stays open for the next call. A seek that goes past the packet is replaced by reading from the
-        beginning.
+        It seeks in containers where that is reliable, and otherwise reads up to the packet; if a seek goes past the
+        packet, it reads from the beginning.
         """
         if self._second_file is None or start < self._next:
             self._second_file, self._next = self._open(), 0
@@ -354,7 +379,7 @@ class VideoPackets:
     def _iter_packets(self, container: InputContainer, stream: av.VideoStream) -> Iterator[av.Packet]:
         """Yield the packets of a stream to the end of the file, each with one frame at most.
 
-        Behind damage a transport stream's demuxer asks to be called again: it is.
+        After damage a transport stream's demuxer asks to be called again (BlockingIOError), which is done.
         """
         unpacker = BitStreamFilterContext("mpeg4_unpack_bframes", stream) if self._is_packed else None
         while True:
@@ -372,7 +397,12 @@ class VideoPackets:
 
 
 def open_container(path: str, demuxer: str, continuation: Continuation | None = None) -> InputContainer:
-    """Open a file by PyAV with its demuxer forced; the demuxer may open nothing but files."""
+    """Open a file with PyAV and the given demuxer, which may open local files only.
+
+    Raises:
+        FFmpegError: PyAV cannot open it.
+        VideoFault: with a ``continuation``, the file cannot be opened.
+    """
     options = {"protocol_whitelist": "file"}
     file = ContinuedFile(path, continuation) if continuation is not None else path
     container: InputContainer = av.open(file, format=demuxer, options=options, metadata_errors="replace")
@@ -380,9 +410,13 @@ def open_container(path: str, demuxer: str, continuation: Continuation | None = 
 
 
 def read_packets(path: str, demuxer: str) -> VideoPackets:
-    """Return the packets of the best video stream that has any; without packets if no stream has.
+    """Read the packets of the best video stream that has any, or of an empty stream if none has.
 
-    Arguments and errors as of ``VideoPackets``.
+    A transport stream that lacks a part is read again with the film's other PIDs. The caller closes the result.
+
+    Raises:
+        VideoFault: "unsupported" if no stream can be decoded (``pick_stream``).
+        FFmpegError: PyAV cannot open the file.
     """
     empty: set[int] = set()
     while True:
@@ -401,11 +435,14 @@ def read_packets(path: str, demuxer: str) -> VideoPackets:
 
 
 def pick_stream(container: InputContainer, empty: Collection[int] = ()) -> av.VideoStream:
-    """Pick the video stream that the ffmpeg command line takes: the largest, a default one counting 5 megapixels more.
+    """Return the video stream that the ffmpeg command line would use, and set its decoder to one thread.
 
-    Streams with an index in ``empty``, which have no packets, come last. Sets its decoder to one thread. Raises
-    VideoFault("unsupported") where there is none (cover art is no video), its codec is unknown or its frames are too
-    large.
+    This is the largest one, where a default stream counts 5 megapixels more. Streams with an index in ``empty`` come
+    last.
+
+    Raises:
+        VideoFault: "unsupported" if the file has no video stream (cover art does not count), the codec is unknown, or
+            frames are larger than MAX_PIXELS.
     """
     streams = [s for s in container.streams.video if not s.disposition & _STILL_IMAGES]
     if not streams:
@@ -427,14 +464,15 @@ def pick_stream(container: InputContainer, empty: Collection[int] = ()) -> av.Vi
 
 
 def _sub_layers(data: bytes | memoryview) -> set[int]:
-    """Return the numbers of temporal sub-layers that the parameter sets in HEVC data declare."""
+    """Return the numbers of temporal sub-layers that parameter sets in HEVC data declare; an empty set without any."""
     return {1 + (match[1][0] >> 1 & 7) for match in _HEVC_PARAMETERS.finditer(data)}
 
 
 def _read_stated_seconds(container: InputContainer, stream: av.VideoStream, demuxer: str) -> float | None:
-    """Return the seconds of a video by its stream's header or tag, or by the file's header where it has no sound.
+    """Return the end of a video in seconds as its container states it, or None.
 
-    None if nothing is stated, and for containers other than _STATING.
+    The stream's duration counts first, then its DURATION tag, then the file's duration if it has no sound. Containers
+    other than _STATING give None.
     """
     if demuxer not in _STATING:
         return None
