@@ -1,4 +1,4 @@
-"""The decoder with decord, for users who request it: it decodes more frames than needed and reads some files wrongly."""
+"""The decoder with decord, for users who request it: it decodes more frames than needed and gets some files wrong."""
 
 from __future__ import annotations
 

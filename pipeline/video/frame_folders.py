@@ -139,7 +139,11 @@ def source_state(path: str) -> FileState:
 
 
 def source_bytes(path: str) -> int:
-    """Return the bytes of a file, or of all frames of a folder. Raise OSError or ValueError if the path does not exist."""
+    """Return the bytes of a file, or of all frames of a folder.
+
+    Raises:
+        OSError, ValueError: the path does not exist or cannot be read.
+    """
     return source_state(path).size
 
 

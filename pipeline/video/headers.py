@@ -385,7 +385,7 @@ class ShownOrder:
             self._reference, self._keys[number] = number, (1, 0)
 
     def find_ranks(self) -> list[int] | None:
-        """Return each packet's rank in the shown order, from 0; None if headers do not determine it or two ranks are equal."""
+        """Return each packet's rank in the shown order, from 0; None if headers do not determine it."""
         if not self._is_known or len(set(self._keys)) < len(self._keys):
             return None
         order = sorted(range(len(self._keys)), key=self._keys.__getitem__)

@@ -44,11 +44,11 @@ _MAX_STEP = 2**32  # ticks between two of their packets; FFmpeg takes a jump bac
 
 @dataclass(frozen=True)
 class VideoIndex:
-    """The index of a video stream of F frames, in the order in which they are shown. ``probe`` and ``index_frames`` make it.
+    """The index of a video stream: its F frames in the order in which they are shown.
 
     Attributes:
         path: the absolute path of the file.
-        demuxer: name of FFmpeg's demuxer, from ``containers.sniff``.
+        demuxer: name of FFmpeg's demuxer, from ``containers.sniff``; "" for a folder of frames.
         stream: index of the stream in the file.
         codec: name of the codec.
         width: pixels of the first frame as shown (after rotation); later frames may have another size.
@@ -65,7 +65,7 @@ class VideoIndex:
         whole: True if frames come out at these ``pts`` only when all packets are decoded, since some are damaged.
         holes: the known stretches that do not decode.
         record: columns of the videos table that the file states and decoding does not need.
-        packets: the open file; None for a folder of frames. The caller of ``probe`` closes it.
+        packets: the open file, which the caller of ``probe`` closes; None for a folder of frames.
     """
 
     path: str
@@ -271,7 +271,7 @@ def _find_true_rate(stated_rates: Sequence[Fraction], n_frames: int, span: Fract
 
 
 def _timestamps_usable(shown_packets: Sequence[PacketInfo], packets: VideoPackets) -> bool:
-    """Return True if the packets' presentation times can be trusted: all are known and distinct, and decoding times ascend.
+    """Return True if presentation times are all known and distinct, and decoding times never jump back.
 
     False without packets, and if FFmpeg made the times up and headers gave no ranks.
     """

@@ -60,7 +60,8 @@ class SharedFrames:
     def allocate(self, shape: tuple[int, ...]) -> Frames:
         """Return a uint8 array for [T,h,w,3] frames in the smallest idle block that fits, or in a new block.
 
-        Fill the array, then call ``hand_over``. A second call before that reuses the memory of the first array.
+        Fill the array, then call ``hand_over``. A second call before that takes the first array's block back, or drops
+        it if it is new, so the first array must no longer be used.
         """
         if self._descriptor is not None:
             os.close(self._descriptor)  # the reader never got it: a new piece is dropped
@@ -115,7 +116,7 @@ class ReceivedFrames:
         return freed
 
     def frames(self, handover: Handover, descriptor: int | None, shape: tuple[int, ...]) -> Frames:
-        """Return the [T,h,w,3] frames of a video as a view of shared memory, and forget the blocks that the writer gave up.
+        """Return the [T,h,w,3] frames of a video without a copy, and forget the blocks that the writer gave up.
 
         When nothing refers to the array any more, its block is listed as free.
 
