@@ -56,7 +56,7 @@ _TORCH_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|alloc
 
 
 class FramePreprocessor(Protocol):
-    """The interface to a model's rule for frame sizes (``gstep.backbones.Preprocessor`` has it). Instances must pickle."""
+    """The interface to a model's rule for frame sizes (``gstep.backbones.Preprocessor`` has it). It must pickle."""
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
         """Return the (height, width) in pixels to which ``n_frames`` frames of [height, width] are resized.

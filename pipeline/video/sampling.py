@@ -157,7 +157,7 @@ def is_even(timestamps: NDArray[np.float64], tick_s: float) -> bool:
 def find_true_times(
     timestamps: NDArray[np.float64], duration_s: float, fps: float, tick_s: float
 ) -> tuple[NDArray[np.float64], float, float]:
-    """Return timestamps, duration and tick without the container's rounding, so that all containers give the same frames.
+    """Return timestamps, duration and tick without the container's rounding, so that containers give the same frames.
 
     If the rate varies, the arguments are returned unchanged. Otherwise the timestamps are evenly spaced from the first
     one; the duration is the end of the last frame if the given one only differs by rounding; and the tick is 0 if the
@@ -324,7 +324,7 @@ def snap_frames(
 
 
 def _spread_frames(first: int, stop: int, count: int) -> NDArray[np.int64]:
-    """Return ``count`` evenly spaced frames of [first, stop), truncated to integers; frames repeat if there are fewer."""
+    """Return ``count`` evenly spaced frames of [first, stop), truncated to integers; frames may repeat."""
     return first + np.linspace(0, stop - first - 1, count, dtype=int).astype(np.int64)
 
 

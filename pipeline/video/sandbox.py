@@ -60,7 +60,8 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
     """The owner of a child process that decodes videos. Close it after use; only one thread may use it.
 
     Args:
-        timeout_s: seconds that a video may take, all attempts together. Starting the first child does not count.
+        timeout_s: seconds that a video may take, all attempts together. Starting a child before the first attempt does
+            not count.
         memory_mb: MiB by which the child may grow beyond its size after its imports. A platform without such a limit
             logs a warning.
         on_gpu: True if a decoder may use a GPU. The limit then covers the memory that the child can write to, instead
@@ -411,7 +412,7 @@ def _end_with_parent() -> None:
 
 
 def _strip_credentials() -> None:
-    """Remove environment variables whose names look like credentials, so that nothing in the child uses them by accident.
+    """Remove environment variables whose names look like credentials, so that the child cannot use them by accident.
 
     Their values are also overwritten in the memory that /proc/self/environ shows, where removing a variable would leave
     them. Code that takes over the child could still read its parent's memory.
