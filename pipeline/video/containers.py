@@ -226,7 +226,8 @@ def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
         kind_at: the offset of the box's four-letter type in ``moov``.
         file_size: the bytes of the file.
     """
-    kind, box_end = moov[kind_at : kind_at + 4], kind_at - 4 + int.from_bytes(moov[kind_at - 4 : kind_at], "big")
+    kind = moov[kind_at : kind_at + 4]
+    box_end = kind_at - 4 + int.from_bytes(moov[kind_at - 4 : kind_at], "big")
     offset = kind_at + 8  # behind the version and the flags
     if kind == b"stsz":
         sample_bytes, offset = int.from_bytes(moov[offset : offset + 4], "big"), offset + 4
@@ -244,7 +245,8 @@ def _iter_mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, in
     while start + 8 <= size:
         file.seek(start)
         header = file.read(16)
-        length, kind = int.from_bytes(header[:4], "big"), header[4:8]
+        length = int.from_bytes(header[:4], "big")
+        kind = header[4:8]
         if length == 1:
             length = int.from_bytes(header[8:16], "big")
         if length < 8:  # 0: the box ends with the file

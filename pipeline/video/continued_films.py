@@ -93,7 +93,8 @@ class ContinuedFile:
         Raises:
             VideoFault: the file cannot be opened.
         """
-        self._file, self._continuation = open_regular(path), continuation
+        self._file = open_regular(path)
+        self._continuation = continuation
         self.seek, self.tell, self.close = self._file.seek, self._file.tell, self._file.close
 
     def read(self, size: int) -> bytes:
@@ -128,7 +129,8 @@ def find_continuation(path: str, pid: int) -> Continuation | None:
     main = videos.get(pid)
     if main is None:
         return None
-    film, others = [main], list[_Video]()
+    film = [main]
+    others = list[_Video]()
     for video in sorted(videos.values(), key=lambda video: (video.program != main.program, video.first)):
         if all(_alternate(video, part) and frozenset((video.pid, part.pid)) not in together for part in film):
             (film if video.kind == main.kind else others).append(video)
@@ -173,7 +175,9 @@ def _list_videos(path: str) -> tuple[dict[int, _Video], set[frozenset[int]], set
     """
     announced: dict[int, tuple[int, int, int]] = {}
     spans: dict[int, dict[int, list[int]]] = {}
-    together, tables, end = set[frozenset[int]](), set[int](), 1
+    together = set[frozenset[int]]()
+    tables = set[int]()
+    end = 1
     with open_regular(path) as file:
         for places, pids, packets in iter_packets(file):
             keys = places // _PART_BYTES << 13 | pids
@@ -207,11 +211,14 @@ def iter_packets(
     Yields:
         Positions relative to the start in bytes, [n]; PIDs, [n]; and the packets as a read-only view [n, 188].
     """
-    start, rest = 0, b""
+    start = 0
+    rest = b""
     while block := file.read(_BLOCK_BYTES):
-        data, place = rest + block, 0
+        data = rest + block
+        place = 0
         while match := _RUN.search(data, place):
-            place, step = match.start(), (len(match[0]) - 1) // 4
+            place = match.start()
+            step = (len(match[0]) - 1) // 4
             count = (len(data) - place - _PACKET_BYTES) // step + 1
             view = np.frombuffer(data, np.uint8, offset=place)
             packets = np.lib.stride_tricks.as_strided(view, (count, _PACKET_BYTES), (step, 1), writeable=False)
@@ -267,10 +274,12 @@ def _read_program(packet: bytes) -> tuple[int, Mapping[int, int]]:
     Returns:
         The program's number, and PID -> stream type of its video streams, as far as the packet lists them.
     """
-    section, kinds = _read_section(packet), dict[int, int]()
+    section = _read_section(packet)
+    kinds = dict[int, int]()
     place = 9 + (int.from_bytes(section[7:9], "big") & 0xFFF)
     while place + 5 <= len(section):
-        kind, pid = section[place], int.from_bytes(section[place + 1 : place + 3], "big") & 0x1FFF
+        kind = section[place]
+        pid = int.from_bytes(section[place + 1 : place + 3], "big") & 0x1FFF
         if kind in _VIDEO_TYPES:
             kinds[pid] = kind
         place += 5 + (int.from_bytes(section[place + 3 : place + 5], "big") & 0xFFF)
@@ -316,9 +325,12 @@ def _is_mostly_video(path: str | Path, place: int) -> bool:
     """Return True if more than half of a program stream's bytes behind the offset ``place`` are in video packets."""
     with open_regular(path) as file:
         file.seek(place)
-        rest, n_bytes, n_video = b"", 0, 0
+        rest = b""
+        n_bytes = 0
+        n_video = 0
         while block := file.read(_BLOCK_BYTES):
-            data, start = rest + block, 0
+            data = rest + block
+            start = 0
             n_bytes += len(block)
             while match := _PES.search(data, start):
                 length = 6 + int.from_bytes(match[2], "big")

@@ -186,7 +186,9 @@ class _Decoding:
     """
 
     def __init__(self, request: DecodeRequest, announce: Callable[[str], None], allocate: Allocate) -> None:
-        self._request, self._announce, self._allocate = request, announce, allocate
+        self._request = request
+        self._announce = announce
+        self._allocate = allocate
         self.warnings: Callable[[], int] = int
         self.backend: str | None = None
 
@@ -413,8 +415,10 @@ def count_warnings() -> Iterator[Callable[[], int]]:
     av.logging.restore_default_callback()  # to the descriptor: PyAV's own handler would drop the lines
     av.logging.set_libav_level(av.logging.ERROR)
     sys.stderr.flush()
-    python_stderr, descriptor = sys.stderr, os.dup(2)
-    log, n_lines = create_memory(_MAX_LOG_BYTES), 0
+    python_stderr = sys.stderr
+    descriptor = os.dup(2)
+    log = create_memory(_MAX_LOG_BYTES)
+    n_lines = 0
     with os.fdopen(descriptor, "w", errors="replace", buffering=1) as stderr_copy:
         os.dup2(log, 2)
         sys.stderr = stderr_copy

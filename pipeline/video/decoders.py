@@ -232,7 +232,8 @@ class PyavDecoder:
             IndexMismatch: a frame does not come out, or the file marks a frame as a keyframe that is not one.
             VideoFault: "unsupported" for a rotation by an angle that is not a multiple of 90 degrees.
         """
-        table, pts = self._packets.table, self._index.pts
+        table = self._packets.table
+        pts = self._index.pts
         # Where frames are counted, or damage shifts them, no run can begin at a keyframe.
         decodes_all = pts is None or self._index.whole
         frame_times = (indices if pts is None else pts[indices]).tolist()
@@ -285,13 +286,15 @@ class _PlainMarks:
     """
 
     def __init__(self) -> None:
-        self._graph, self._shape = av.filter.Graph(), (0, 0, "")
+        self._graph = av.filter.Graph()
+        self._shape = (0, 0, "")
 
     def set_on(self, frame: av.VideoFrame) -> av.VideoFrame:
         """Return the frame with these marks; a new size or pixel format sets the filter up again."""
         shape = frame.width, frame.height, frame.format.name
         if shape != self._shape:
-            self._graph, self._shape = av.filter.Graph(), shape
+            self._graph = av.filter.Graph()
+            self._shape = shape
             time_base = frame.time_base or Fraction(1, 25)
             source = self._graph.add_buffer(
                 width=frame.width, height=frame.height, format=frame.format, time_base=time_base

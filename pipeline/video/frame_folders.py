@@ -102,7 +102,8 @@ def fingerprint_frames(path: str, names: Iterable[str]) -> tuple[int, str]:
     Raises:
         VideoFault: a frame cannot be read.
     """
-    digest, size = hashlib.blake2b(digest_size=16), 0
+    digest = hashlib.blake2b(digest_size=16)
+    size = 0
     for name in names:
         data = read_frame(path, name)
         digest.update(len(data).to_bytes(8, "big") + data)
@@ -196,7 +197,8 @@ def index_frames(path: str) -> VideoIndex:
             f"{path} is a folder, not a video file; one of JPEG frames says in its path how many a second they are, as "
             "in frames_fps3/NAME",
         )
-    names, first = frame_names(path), _decode_frame(path, FIRST_FRAME)
+    names = frame_names(path)
+    first = _decode_frame(path, FIRST_FRAME)
     return VideoIndex(
         path=path,
         demuxer="",

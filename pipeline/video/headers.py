@@ -35,7 +35,8 @@ class _Bits:
     """A reader of the bits of ``data``, most significant first; 64 zeros follow the end."""
 
     def __init__(self, data: bytes) -> None:
-        self._value, self._left = int.from_bytes(data, "big") << 64, 8 * len(data) + 64
+        self._value = int.from_bytes(data, "big") << 64
+        self._left = 8 * len(data) + 64
 
     def read(self, count: int) -> int:
         """Read ``count`` bits as an unsigned number, or as many as are left (0 without any)."""
@@ -63,7 +64,8 @@ def shows_vp9(data: memoryview) -> bool:
     """Return True if at least one of the frames in a packet of VP9 is shown; a superframe has several."""
     if _shows_vp9_frame(data[0]):
         return True
-    marker, starts = data[-1], [0]
+    marker = data[-1]
+    starts = [0]
     width, count = 1 + (marker >> 3 & 3), 1 + (marker & 7)
     index_bytes = 2 + width * count
     if marker >> 5 == 0b110 and len(data) > index_bytes and data[-index_bytes] == marker:
@@ -81,7 +83,8 @@ def _shows_vp9_frame(byte: int) -> bool:
 
 def shows_av1(data: memoryview) -> bool:
     """Return True if a frame header in a packet of AV1 shows a frame, or if the packet has no frame header."""
-    place, has_header = 0, False
+    place = 0
+    has_header = False
     while place < len(data):
         kind, place = data[place], place + 1 + (data[place] >> 2 & 1)
         size, shift = 0, 0
@@ -196,7 +199,8 @@ class _H264Parameters(NamedTuple):
         Missing bits count as zeros, so truncated data raises no error.
         """
         bits = _Bits(data)
-        profile, has_planes = bits.read(8), False
+        profile = bits.read(8)
+        has_planes = False
         bits.read(16)
         bits.read_ue()
         if profile in _H264_HIGH:
@@ -208,7 +212,9 @@ class _H264Parameters(NamedTuple):
             for size in [16] * 6 + [64] * (6 if chroma_444 else 2) if bits.read(1) else []:
                 if bits.read(1):
                     _skip_scaling_list(bits, size)
-        frame_bits, order_type, order_bits = min(16, 4 + bits.read_ue()), bits.read_ue(), 0
+        frame_bits = min(16, 4 + bits.read_ue())
+        order_type = bits.read_ue()
+        order_bits = 0
         if order_type == 0:
             order_bits = min(16, 4 + bits.read_ue())
         elif order_type == 1:
@@ -308,13 +314,15 @@ class H264Headers:
             unit: the header byte of the slice's unit.
             data: the bytes behind it, unescaped.
         """
-        parameters, bits = self._parameters, _Bits(data)
+        parameters = self._parameters
+        bits = _Bits(data)
         if parameters is None:
             return None
         for _ in range(3):
             bits.read_ue()
         bits.read(2 if parameters.has_planes else 0)
-        frame_number, field = bits.read(parameters.frame_bits), None
+        frame_number = bits.read(parameters.frame_bits)
+        field = None
         if not parameters.only_frames and bits.read(1):
             field = bits.read(1)
         starts_order = unit & 31 == _H264_IDR
@@ -337,7 +345,8 @@ class ShownOrder:
 
     def __init__(self, codec: str, extradata: bytes) -> None:
         """Read the codec parameters in ``extradata``, which the container stores for the decoder."""
-        self._codec, self._headers = codec, H264Headers(extradata) if codec == "h264" else None
+        self._codec = codec
+        self._headers = H264Headers(extradata) if codec == "h264" else None
         # What packets are sorted by: the number of the part that has an order of its own, then a place in the part.
         self._keys: list[tuple[int, int]] = []
         self._part, self._high, self._low = 0, 0, 0  # of H.264, the high and low bits of the last reference's place

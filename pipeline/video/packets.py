@@ -108,7 +108,9 @@ class VideoPackets:
             FFmpegError: PyAV cannot open the file.
         """
         self.demuxer = demuxer
-        self._path, self._empty, self._continuation = path, empty, continuation
+        self._path = path
+        self._empty = empty
+        self._continuation = continuation
         self.note = continuation.note if continuation is not None else ""
         self._container = self._open()
         # The file where it was opened a second time, and the number of the packet that comes next there.
@@ -215,16 +217,19 @@ class VideoPackets:
         """
         codec = codec or self._decoder_for(start, stop)
         codec.flush_buffers()
-        gets_stuck, has_failed = codec.codec.name in _STUCK_AFTER_ERRORS, False
+        gets_stuck = codec.codec.name in _STUCK_AFTER_ERRORS
+        has_failed = False
         # Whether the codec marks frames that no other refers to, and a packet is one frame: a field may have its own.
         # In HEVC with sub-layers a higher layer may refer to frames that are marked so.
         marks = self.codec in _SKIPPING and not self._fields and (self.codec != "hevc" or self._sub_layers == {1})
-        skips, times = marks and shown_times is not None, frozenset(shown_times or ())
+        skips = marks and shown_times is not None
+        times = frozenset(shown_times or ())
         try:
             for packet in self.between(start, stop):
                 if skips:
                     codec.skip_frame = "DEFAULT" if packet.pts in times else "NONREF"
-                before, failed_before = self.fault, has_failed
+                before = self.fault
+                failed_before = has_failed
                 frames = self._frames_of(codec, packet)
                 has_failed = self.fault is not before
                 if has_failed and failed_before and gets_stuck and packet.is_keyframe:
@@ -244,7 +249,8 @@ class VideoPackets:
         if start < self._decoded and self._decoded > 1 and self.codec in _KEEPING:
             if self._decoder_file is not None:
                 self._decoder_file.close()
-            self._decoder_file, self._decoded = self._open(), 0
+            self._decoder_file = self._open()
+            self._decoded = 0
             self._codec = pick_stream(self._decoder_file, self._empty).codec_context
         self._decoded = max(self._decoded, stop)
         return self._codec
@@ -311,7 +317,9 @@ class VideoPackets:
         Empty packets are left out. Packets are kept in memory unless they exceed MAX_KEPT_BYTES together. If times are
         missing and headers tell the order, ``pts`` become ranks. Raises MemoryError.
         """
-        size, has_gaps, extradata = 0, False, self.stream.codec_context.extradata or b""
+        size = 0
+        has_gaps = False
+        extradata = self.stream.codec_context.extradata or b""
         shown = ShownPackets(self.codec, extradata) if self.codec in HIDING_CODECS else None
         order = ShownOrder(self.codec, extradata) if self.lacks_times and self.codec in ORDERED_CODECS else None
         for packet in self._readable():
@@ -337,7 +345,8 @@ class VideoPackets:
         # Where a frame has no content, the decoder shows the frames around it in an order of its own.
         self.lacks_times |= has_gaps and bool(self.stream.codec_context.has_b_frames)
         if order is not None and not has_gaps and (ranks := order.find_ranks()) is not None:
-            self.is_ranked, numbers = True, iter(ranks)
+            self.is_ranked = True
+            numbers = iter(ranks)
             self.table = [packet._replace(pts=None if packet.hidden else next(numbers)) for packet in self.table]
 
     def _readable(self) -> Iterator[av.Packet]:
@@ -359,7 +368,8 @@ class VideoPackets:
         packet, it reads from the beginning.
         """
         if self._second_file is None or start < self._next:
-            self._second_file, self._next = self._open(), 0
+            self._second_file = self._open()
+            self._next = 0
         stream = self._second_file.streams[self.stream.index]
         time = self.table[start].pts
         seeks = may_seek and start > 0 and self.demuxer in _SEEKABLE

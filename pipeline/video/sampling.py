@@ -246,7 +246,8 @@ def choose_frames(
         spread = _spread_frames if sampling.rule == TRUNCATE else _round_frames
         return spread(first, stop, sampling.num_frames)
     start, end = _find_bounds(timestamps, start_s, end_s, duration_s)
-    fps, most = sampling.fps, sampling.max_frames
+    fps = sampling.fps
+    most = sampling.max_frames
     count = count_frames(end - start, fps)
     if most is not None and count > most:
         if is_even(timestamps, tick_s):
@@ -280,7 +281,8 @@ def count_frames_by_rate(
     if sampling.fps is None:
         return None
     start, end = _find_bounds(timestamps, start_s, end_s, duration_s)
-    n_by_rate, most = count_frames(end - start, sampling.fps), sampling.max_frames
+    n_by_rate = count_frames(end - start, sampling.fps)
+    most = sampling.max_frames
     is_limited = n_frames > n_by_rate or (most is not None and n_by_rate > most)
     return min(n_by_rate, 2**31 - 1) if is_limited else 0
 
@@ -311,10 +313,13 @@ def snap_frames(
         timestamps: [F] seconds of every frame, ascending.
         keyframes: [K] indices of the keyframes to move to, ascending.
     """
-    times, at = timestamps[keyframes], timestamps[indices]
+    times = timestamps[keyframes]
+    at = timestamps[indices]
     first, stop = (np.searchsorted(times, at + side, "right" if side > 0 else "left") for side in (-within_s, within_s))
     pairs = [(abs(at[i] - times[k]), i, k) for i in range(len(indices)) for k in range(first[i], stop[i])]
-    result, moved, used_keyframes = indices.copy(), set[int](), set[int]()
+    result = indices.copy()
+    moved = set[int]()
+    used_keyframes = set[int]()
     for _, i, key in sorted(pairs):
         if i not in moved and key not in used_keyframes:
             moved.add(i)
@@ -336,7 +341,8 @@ def _round_frames(first: int, stop: int, count: int) -> NDArray[np.int64]:
     """
     count = max(2, min(count, stop - first) // 2 * 2)
     last = np.float32(stop - first - 1)
-    step, places = last / np.float32(count - 1), np.arange(count // 2, dtype=np.float32)
+    step = last / np.float32(count - 1)
+    places = np.arange(count // 2, dtype=np.float32)
     halves = (step * places, (last - step * places)[::-1])
     return first + np.rint(np.concatenate(halves)).astype(np.int64)
 

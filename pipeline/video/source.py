@@ -189,7 +189,8 @@ def _download(source: Source, objects: Objects, write: Callable[[bytes], object]
     Raises:
         OSError: the download failed, or the file has more than ``limit`` bytes (EFBIG).
     """
-    uri, mark = source.location.file, source.location.mark
+    uri = source.location.file
+    mark = source.location.mark
     with closing(reach(uri, objects).download(uri)) as download:
         source.location = source.location._replace(mark=mark_key(download.mark or "") or mark)
         return write_download(download, write, limit, uri)
