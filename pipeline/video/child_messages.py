@@ -135,10 +135,10 @@ def _read(pipe: Connection, deadline: float, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
         wait_for(pipe, deadline)
-        part = os.read(pipe.fileno(), size - len(data))
-        if not part:
+        chunk = os.read(pipe.fileno(), size - len(data))
+        if not chunk:
             raise EOFError
-        data += part
+        data += chunk
     return bytes(data)
 
 

@@ -144,8 +144,8 @@ def recognise(head: bytes, path: str | Path) -> str:
             return "mpegts"
     _, fault_class, looks_like = refused or (b"", "unsupported", _describe_content(start))
     streams = _STREAMS if refused is None else _STREAMS_BEHIND.get(looks_like, ())
-    found = ((re.search(pattern, head, re.DOTALL), demuxer) for pattern, demuxer in streams)
-    position, demuxer = next(((match.start(), demuxer) for match, demuxer in found if match), (len(head), None))
+    matches = ((re.search(pattern, head, re.DOTALL), demuxer) for pattern, demuxer in streams)
+    position, demuxer = next(((match.start(), demuxer) for match, demuxer in matches if match), (len(head), None))
     if streams and _SCRIPT.search(head, 0, position):
         fault_class, looks_like = "policy", "a list of other files or addresses behind other data"
     elif demuxer:
@@ -186,7 +186,7 @@ def count_missing_bytes(path: str | Path, demuxer: str) -> int:
         size = os.fstat(file.fileno()).st_size
         end = 0
         if demuxer == "mov":  # the end of the last box with video: bytes appended to a file are no box
-            ends = [at + n_bytes for kind, at, n_bytes in _iter_mov_boxes(file, size) if kind in _VIDEO_BOXES]
+            ends = [start + n_bytes for kind, start, n_bytes in _iter_mov_boxes(file, size) if kind in _VIDEO_BOXES]
             end = max(ends, default=0)
         elif demuxer == "matroska":
             end = _find_matroska_end(file)

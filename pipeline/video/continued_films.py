@@ -104,10 +104,10 @@ class ContinuedFile:
         positions, pids, _ = self._continuation
         changed = slice(*np.searchsorted(positions, [start - 2, start + len(data)]))
         for offset, mask, values in ((1, 0xE0, pids[changed] >> 8), (2, 0, pids[changed] & 0xFF)):
-            places = positions[changed] + offset - start
-            is_inside = (places >= 0) & (places < len(data))
-            places = places[is_inside]
-            data[places] = (data[places] & mask) | values[is_inside].astype(np.uint8)
+            targets = positions[changed] + offset - start
+            is_inside = (targets >= 0) & (targets < len(data))
+            targets = targets[is_inside]
+            data[targets] = (data[targets] & mask) | values[is_inside].astype(np.uint8)
         return data.tobytes()
 
 
@@ -132,7 +132,7 @@ def find_continuation(path: str, pid: int) -> Continuation | None:
     film = [main]
     others = list[_Video]()
     for video in sorted(videos.values(), key=lambda video: (video.program != main.program, video.first)):
-        if all(_alternate(video, part) and frozenset((video.pid, part.pid)) not in together for part in film):
+        if all(_alternate(video, member) and frozenset((video.pid, member.pid)) not in together for member in film):
             (film if video.kind == main.kind else others).append(video)
     film.sort(key=lambda video: video.first)
     note = ""
@@ -147,19 +147,19 @@ def find_continuation(path: str, pid: int) -> Continuation | None:
     new_pids[[video.pid for video in film[1:]]] = film[0].pid
     positions, pids = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
     with open_regular(path) as file:
-        for places, old_pids, _ in iter_packets(file):
-            found = new_pids[old_pids]
-            found[np.isin(old_pids, [0, *tables]) & (places >= announced)] = _NO_PID
-            changed = found != old_pids
-            positions.append(places[changed])
-            pids.append(found[changed])
+        for offsets, old_pids, _ in iter_packets(file):
+            packet_pids = new_pids[old_pids]
+            packet_pids[np.isin(old_pids, [0, *tables]) & (offsets >= announced)] = _NO_PID
+            changed = packet_pids != old_pids
+            positions.append(offsets[changed])
+            pids.append(packet_pids[changed])
     return Continuation(np.concatenate(positions), np.concatenate(pids), note)
 
 
 def _alternate(video: _Video, other: _Video) -> bool:
     """Return True if two PIDs take turns: they overlap by at most _MAX_OVERLAP of the smaller one."""
-    both = ((video.spans[part], other.spans[part]) for part in video.spans.keys() & other.spans.keys())
-    overlap = sum(max(0, min(one[1], two[1]) - max(one[0], two[0])) for one, two in both)
+    shared_spans = ((video.spans[block], other.spans[block]) for block in video.spans.keys() & other.spans.keys())
+    overlap = sum(max(0, min(span_a[1], span_b[1]) - max(span_a[0], span_b[0])) for span_a, span_b in shared_spans)
     return overlap <= _MAX_OVERLAP * min(video.n_bytes, other.n_bytes)
 
 
@@ -179,23 +179,23 @@ def _list_videos(path: str) -> tuple[dict[int, _Video], set[frozenset[int]], set
     tables = set[int]()
     end = 1
     with open_regular(path) as file:
-        for places, pids, packets in iter_packets(file):
-            keys = places // _PART_BYTES << 13 | pids
+        for offsets, pids, packets in iter_packets(file):
+            keys = offsets // _PART_BYTES << 13 | pids
             for key, number in zip(*np.unique(keys, return_index=True), strict=True):
-                spans.setdefault(int(key) & _NO_PID, {}).setdefault(int(key) >> 13, [int(places[number])] * 2)
+                spans.setdefault(int(key) & _NO_PID, {}).setdefault(int(key) >> 13, [int(offsets[number])] * 2)
             for key, number in zip(*np.unique(keys[::-1], return_index=True), strict=True):
-                spans[int(key) & _NO_PID][int(key) >> 13][1] = int(places[-1 - number])
+                spans[int(key) & _NO_PID][int(key) >> 13][1] = int(offsets[-1 - number])
             for number in np.flatnonzero((pids == 0) & (packets[:, 1] & 0x40 > 0)):
                 tables.update(_read_program_pids(packets[number].tobytes()))
             for number in np.flatnonzero(np.isin(pids, list(tables)) & (packets[:, 1] & 0x40 > 0)):
                 program, kinds = _read_program(packets[number].tobytes())
                 for pid, kind in kinds.items():
-                    announced.setdefault(pid, (kind, program, int(places[number])))
+                    announced.setdefault(pid, (kind, program, int(offsets[number])))
                 together.update(frozenset((a, b)) for a in kinds for b in kinds if a < b)
-            end = int(places[-1]) + _PACKET_BYTES
+            end = int(offsets[-1]) + _PACKET_BYTES
     videos = {
-        pid: _Video(pid, kind, program, place, spans[pid])
-        for pid, (kind, program, place) in announced.items()
+        pid: _Video(pid, kind, program, offset, spans[pid])
+        for pid, (kind, program, offset) in announced.items()
         if pid in spans
     }
     return videos, together, tables, end
@@ -215,24 +215,24 @@ def iter_packets(
     rest = b""
     while block := file.read(_BLOCK_BYTES):
         data = rest + block
-        place = 0
-        while match := _RUN.search(data, place):
-            place = match.start()
+        offset = 0
+        while match := _RUN.search(data, offset):
+            offset = match.start()
             step = (len(match[0]) - 1) // 4
-            count = (len(data) - place - _PACKET_BYTES) // step + 1
-            view = np.frombuffer(data, np.uint8, offset=place)
+            count = (len(data) - offset - _PACKET_BYTES) // step + 1
+            view = np.frombuffer(data, np.uint8, offset=offset)
             packets = np.lib.stride_tricks.as_strided(view, (count, _PACKET_BYTES), (step, 1), writeable=False)
             n_good = _count_good(packets)
             if n_good:
                 good = packets[:n_good]
                 pids = (good[:, 1].astype(np.int64) & 0x1F) << 8 | good[:, 2]
-                yield start + place + step * np.arange(n_good), pids, good
-            place += n_good * step
+                yield start + offset + step * np.arange(n_good), pids, good
+            offset += n_good * step
             if n_good == count:
                 break
         else:
-            place = max(place, len(data) - _KEPT_BYTES)
-        start, rest = start + place, data[place:]
+            offset = max(offset, len(data) - _KEPT_BYTES)
+        start, rest = start + offset, data[offset:]
 
 
 def _count_good(packets: NDArray[np.uint8]) -> int:
@@ -263,9 +263,9 @@ def _read_section(packet: bytes) -> bytes:
 def _read_program_pids(packet: bytes) -> Iterator[int]:
     """Yield the PIDs of the program tables that a packet of the program association table lists."""
     section = _read_section(packet)
-    for place in range(5, len(section) - 3, 4):
-        if section[place : place + 2] != b"\0\0":  # the network's own table
-            yield int.from_bytes(section[place + 2 : place + 4], "big") & 0x1FFF
+    for offset in range(5, len(section) - 3, 4):
+        if section[offset : offset + 2] != b"\0\0":  # the network's own table
+            yield int.from_bytes(section[offset + 2 : offset + 4], "big") & 0x1FFF
 
 
 def _read_program(packet: bytes) -> tuple[int, Mapping[int, int]]:
@@ -276,13 +276,13 @@ def _read_program(packet: bytes) -> tuple[int, Mapping[int, int]]:
     """
     section = _read_section(packet)
     kinds = dict[int, int]()
-    place = 9 + (int.from_bytes(section[7:9], "big") & 0xFFF)
-    while place + 5 <= len(section):
-        kind = section[place]
-        pid = int.from_bytes(section[place + 1 : place + 3], "big") & 0x1FFF
+    offset = 9 + (int.from_bytes(section[7:9], "big") & 0xFFF)
+    while offset + 5 <= len(section):
+        kind = section[offset]
+        pid = int.from_bytes(section[offset + 1 : offset + 3], "big") & 0x1FFF
         if kind in _VIDEO_TYPES:
             kinds[pid] = kind
-        place += 5 + (int.from_bytes(section[place + 3 : place + 5], "big") & 0xFFF)
+        offset += 5 + (int.from_bytes(section[offset + 3 : offset + 5], "big") & 0xFFF)
     return int.from_bytes(section[:2], "big"), kinds
 
 
@@ -352,12 +352,12 @@ def _has_packets(path: str | Path, place: int, pid: int, continuation: Continuat
     counts = np.zeros(2**13, np.int64)
     file = ContinuedFile(path, continuation) if continuation is not None else open_regular(path)
     try:
-        for places, pids, packets in iter_packets(file):
+        for offsets, pids, packets in iter_packets(file):
             for number in np.flatnonzero(packets[:, 1] & 0x40):
                 packet = packets[number].tobytes()
                 if _VIDEO_UNIT.match(packet, 4 + (1 + packet[4] if packet[3] & 0x20 else 0)):
-                    (behind if places[number] >= place else before).add(int(pids[number]))
-            counts += np.bincount(pids[places >= place], minlength=len(counts))
+                    (behind if offsets[number] >= place else before).add(int(pids[number]))
+            counts += np.bincount(pids[offsets >= place], minlength=len(counts))
     finally:
         file.close()
     return int(counts[list(behind - (before - {pid}))].sum()) > _MIN_VIDEO * int(counts.sum())

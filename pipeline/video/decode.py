@@ -449,8 +449,8 @@ def convert_error(error: Exception, backend: str | None) -> VideoFault:
     fault, message = _fault_class(error), _describe_error(error)
     if fault == "internal" and backend is not None and ":" in backend:
         with suppress(Exception):  # importing the decoder may be what failed
-            if (place := locate_own_error(error, load_decoder(backend))) is not None:
-                fault, message = "own-code", f"{place}: {message}, in the decoder {backend}"
+            if (source_line := locate_own_error(error, load_decoder(backend))) is not None:
+                fault, message = "own-code", f"{source_line}: {message}, in the decoder {backend}"
     return VideoFault(fault, message, backend=backend)
 
 

@@ -80,13 +80,13 @@ def fork_ahead() -> Iterator[None]:
     def spawn(path: bytes, arguments: Sequence[str | bytes], descriptors: Sequence[int]) -> int:
         """Hand a fork server's descriptors to the waiting process, or start a process; return its PID."""
         global _standing_by  # noqa: PLW0603
-        waits = _standing_by
-        if waits is None or forkserver.__name__ not in str(arguments[-1]) or len(descriptors) != 2:
+        stand_by_process = _standing_by
+        if stand_by_process is None or forkserver.__name__ not in str(arguments[-1]) or len(descriptors) != 2:
             return start(path, arguments, descriptors)
         _standing_by = None
-        with waits.requests, suppress(OSError):  # it was killed
-            socket.send_fds(waits.requests, [b"."], descriptors)
-            return waits.pid
+        with stand_by_process.requests, suppress(OSError):  # it was killed
+            socket.send_fds(stand_by_process.requests, [b"."], descriptors)
+            return stand_by_process.pid
         return start(path, arguments, descriptors)
 
     vars(util)["spawnv_passfds"] = spawn

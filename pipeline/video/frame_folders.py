@@ -77,22 +77,22 @@ def read_frame(path: str, name: str) -> bytes:
         VideoFault: "policy" if it is a link or not a regular file; "unsupported" if it is not a JPEG or is larger than
             _MAX_FRAME_BYTES; "corrupt" if it is cut off; "io" if it cannot be opened.
     """
-    place = os.path.join(path, name)  # noqa: PTH118
+    file_path = os.path.join(path, name)  # noqa: PTH118
     try:
         # A link may lead anywhere, and opening a FIFO would block.
-        descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(file_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        if os.path.islink(place):  # noqa: PTH114
-            raise VideoFault("policy", f"{place} is a link; put the frame itself there") from error
-        raise VideoFault("io", f"{place} cannot be read: {error.strerror or error}") from error
+        if os.path.islink(file_path):  # noqa: PTH114
+            raise VideoFault("policy", f"{file_path} is a link; put the frame itself there") from error
+        raise VideoFault("io", f"{file_path} cannot be read: {error.strerror or error}") from error
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise VideoFault("policy", f"{place} is not a regular file")
+            raise VideoFault("policy", f"{file_path} is not a regular file")
         data = file.read(_MAX_FRAME_BYTES + 1)
     if not data.startswith(b"\xff\xd8\xff") or len(data) > _MAX_FRAME_BYTES:
-        raise VideoFault("unsupported", f"{place} is no JPEG image of at most {_MAX_FRAME_BYTES >> 20} MiB")
+        raise VideoFault("unsupported", f"{file_path} is no JPEG image of at most {_MAX_FRAME_BYTES >> 20} MiB")
     if b"\xff\xd9" not in data[-4096:]:
-        raise VideoFault("corrupt", f"{place} is cut off: a JPEG image ends with its marker")
+        raise VideoFault("corrupt", f"{file_path} is cut off: a JPEG image ends with its marker")
     return data
 
 

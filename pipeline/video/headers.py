@@ -83,21 +83,21 @@ def _shows_vp9_frame(byte: int) -> bool:
 
 def shows_av1(data: memoryview) -> bool:
     """Return True if a frame header in a packet of AV1 shows a frame, or if the packet has no frame header."""
-    place = 0
+    offset = 0
     has_header = False
-    while place < len(data):
-        kind, place = data[place], place + 1 + (data[place] >> 2 & 1)
+    while offset < len(data):
+        kind, offset = data[offset], offset + 1 + (data[offset] >> 2 & 1)
         size, shift = 0, 0
-        while kind & 2 and place < len(data):
-            size |= (data[place] & 0x7F) << shift
-            place, shift = place + 1, shift + 7
-            if not data[place - 1] & 0x80:
+        while kind & 2 and offset < len(data):
+            size |= (data[offset] & 0x7F) << shift
+            offset, shift = offset + 1, shift + 7
+            if not data[offset - 1] & 0x80:
                 break
-        if kind >> 3 & 15 in (3, 6) and place < len(data):  # a frame header, a frame
+        if kind >> 3 & 15 in (3, 6) and offset < len(data):  # a frame header, a frame
             has_header = True
-            if data[place] & 0x90:  # show_existing_frame, frame_type (2 bits), show_frame
+            if data[offset] & 0x90:  # show_existing_frame, frame_type (2 bits), show_frame
                 return True
-        place = place + size if kind & 2 else len(data)
+        offset = offset + size if kind & 2 else len(data)
     return not has_header
 
 
@@ -154,10 +154,10 @@ def is_coded(data: bytes, clock_bits: int) -> bool:
 
     Data without a frame gives True.
     """
-    place = data.find(_VOP)
-    if place < 0:
+    offset = data.find(_VOP)
+    if offset < 0:
         return True
-    bits = _Bits(data[place + 4 :])
+    bits = _Bits(data[offset + 4 :])
     bits.read(2)
     while bits.read(1):
         pass
@@ -287,25 +287,25 @@ class H264Headers:
         Returns:
             None if the packet has no picture, or if no parameter set came before.
         """
-        for place in self._units(data):
-            kind = data[place] & 31
+        for offset in self._units(data):
+            kind = data[offset] & 31
             if kind == _H264_PARAMETERS:
-                self._parameters = _H264Parameters.read(_unescape(data[place + 1 : place + _H264_HEADER_BYTES]))
+                self._parameters = _H264Parameters.read(_unescape(data[offset + 1 : offset + _H264_HEADER_BYTES]))
             elif kind in _H264_SLICES:
-                slice_header = _unescape(data[place + 1 : place + 1 + _SLICE_HEADER_BYTES])
-                return self._read_slice(data[place], slice_header)
+                slice_header = _unescape(data[offset + 1 : offset + 1 + _SLICE_HEADER_BYTES])
+                return self._read_slice(data[offset], slice_header)
         return None
 
     def _units(self, data: bytes) -> Iterator[int]:
         """Yield the offset of the header byte of each unit, which follows a start code or the unit's length."""
-        place = 0
-        while self._length_bytes and place + self._length_bytes < len(data):
-            start = place + self._length_bytes
+        offset = 0
+        while self._length_bytes and offset + self._length_bytes < len(data):
+            start = offset + self._length_bytes
             yield start
-            place = start + int.from_bytes(data[place:start], "big")
-        while not self._length_bytes and 0 <= (place := data.find(b"\x00\x00\x01", place)) < len(data) - 3:
-            place += 3
-            yield place
+            offset = start + int.from_bytes(data[offset:start], "big")
+        while not self._length_bytes and 0 <= (offset := data.find(b"\x00\x00\x01", offset)) < len(data) - 3:
+            offset += 3
+            yield offset
 
     def _read_slice(self, unit: int, data: bytes) -> H264Picture | None:
         """Parse a slice header with the current parameters; return None without any.

@@ -228,10 +228,10 @@ class VideoPackets:
             for packet in self.between(start, stop):
                 if skips:
                     codec.skip_frame = "DEFAULT" if packet.pts in times else "NONREF"
-                before = self.fault
+                fault_before = self.fault
                 failed_before = has_failed
                 frames = self._frames_of(codec, packet)
-                has_failed = self.fault is not before
+                has_failed = self.fault is not fault_before
                 if has_failed and failed_before and gets_stuck and packet.is_keyframe:
                     codec.flush_buffers()
                     frames = self._frames_of(codec, packet)
@@ -249,8 +249,7 @@ class VideoPackets:
         if start < self._decoded and self._decoded > 1 and self.codec in _KEEPING:
             if self._decoder_file is not None:
                 self._decoder_file.close()
-            self._decoder_file = self._open()
-            self._decoded = 0
+            self._decoder_file, self._decoded = self._open(), 0
             self._codec = pick_stream(self._decoder_file, self._empty).codec_context
         self._decoded = max(self._decoded, stop)
         return self._codec
@@ -368,8 +367,7 @@ class VideoPackets:
         packet, it reads from the beginning.
         """
         if self._second_file is None or start < self._next:
-            self._second_file = self._open()
-            self._next = 0
+            self._second_file, self._next = self._open(), 0
         stream = self._second_file.streams[self.stream.index]
         time = self.table[start].pts
         seeks = may_seek and start > 0 and self.demuxer in _SEEKABLE

@@ -288,8 +288,8 @@ def _goes_on(times: Sequence[int], demuxer: str) -> bool:
     A jump begins a new time line, as in joined recordings. In MPEG transport and program streams, FFmpeg turns it into
     a large step forward, which counts too.
     """
-    most = _MAX_STEP if demuxer in _WRAPPING else math.inf
-    return all(0 <= b - a < most for a, b in pairwise(times))
+    max_step = _MAX_STEP if demuxer in _WRAPPING else math.inf
+    return all(0 <= b - a < max_step for a, b in pairwise(times))
 
 
 def read_orientation(frame: av.VideoFrame) -> Orientation | None:

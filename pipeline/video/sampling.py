@@ -247,19 +247,19 @@ def choose_frames(
         return spread(first, stop, sampling.num_frames)
     start, end = _find_bounds(timestamps, start_s, end_s, duration_s)
     fps = sampling.fps
-    most = sampling.max_frames
+    max_frames = sampling.max_frames
     count = count_frames(end - start, fps)
-    if most is not None and count > most:
+    if max_frames is not None and count > max_frames:
         if is_even(timestamps, tick_s):
-            return _spread_frames(first, stop, most)
-        count, fps = most, most / (end - start)
+            return _spread_frames(first, stop, max_frames)
+        count, fps = max_frames, max_frames / (end - start)
     tolerance = find_tolerances(timestamps, tick_s)
     times = start + np.arange(count) / fps
     times = times[: max(1, int(np.searchsorted(times, end - min(tolerance[stop - 1], 0.5 / fps))))]
     indices = np.searchsorted(timestamps - tolerance, times, side="right").astype(np.int64) - 1
     indices = indices[indices < stop]
-    least = min(sampling.min_frames, most or sampling.min_frames, stop - first)
-    return indices if len(indices) >= least else _fill_frames(indices, first, stop, least, sampling.min_rule)
+    min_frames = min(sampling.min_frames, max_frames or sampling.min_frames, stop - first)
+    return indices if len(indices) >= min_frames else _fill_frames(indices, first, stop, min_frames, sampling.min_rule)
 
 
 def count_frames_by_rate(
@@ -282,8 +282,8 @@ def count_frames_by_rate(
         return None
     start, end = _find_bounds(timestamps, start_s, end_s, duration_s)
     n_by_rate = count_frames(end - start, sampling.fps)
-    most = sampling.max_frames
-    is_limited = n_frames > n_by_rate or (most is not None and n_by_rate > most)
+    max_frames = sampling.max_frames
+    is_limited = n_frames > n_by_rate or (max_frames is not None and n_by_rate > max_frames)
     return min(n_by_rate, 2**31 - 1) if is_limited else 0
 
 
@@ -314,9 +314,11 @@ def snap_frames(
         keyframes: [K] indices of the keyframes to move to, ascending.
     """
     times = timestamps[keyframes]
-    at = timestamps[indices]
-    first, stop = (np.searchsorted(times, at + side, "right" if side > 0 else "left") for side in (-within_s, within_s))
-    pairs = [(abs(at[i] - times[k]), i, k) for i in range(len(indices)) for k in range(first[i], stop[i])]
+    frame_times = timestamps[indices]
+    first, stop = (
+        np.searchsorted(times, frame_times + side, "right" if side > 0 else "left") for side in (-within_s, within_s)
+    )
+    pairs = [(abs(frame_times[i] - times[k]), i, k) for i in range(len(indices)) for k in range(first[i], stop[i])]
     result = indices.copy()
     moved = set[int]()
     used_keyframes = set[int]()
@@ -342,8 +344,8 @@ def _round_frames(first: int, stop: int, count: int) -> NDArray[np.int64]:
     count = max(2, min(count, stop - first) // 2 * 2)
     last = np.float32(stop - first - 1)
     step = last / np.float32(count - 1)
-    places = np.arange(count // 2, dtype=np.float32)
-    halves = (step * places, (last - step * places)[::-1])
+    positions = np.arange(count // 2, dtype=np.float32)
+    halves = (step * positions, (last - step * positions)[::-1])
     return first + np.rint(np.concatenate(halves)).astype(np.int64)
 
 
@@ -356,8 +358,8 @@ def _fill_frames(indices: NDArray[np.int64], first: int, stop: int, min_frames: 
     """
     if rule == STEPPED:
         min_frames = min_frames // 2 * 2
-        places = np.arange(min_frames) * ((stop - first) / max(1, min_frames))
-        spread = places.astype(np.float32).astype(np.int64)
+        positions = np.arange(min_frames) * ((stop - first) / max(1, min_frames))
+        spread = positions.astype(np.float32).astype(np.int64)
     else:
         spread = np.linspace(0, stop - first - 1, min_frames).round().astype(np.int64)
     return first + spread if len(spread) > len(indices) else indices

@@ -109,13 +109,13 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
         except VideoFault as fault:
             if fault.fault_class != "crash" or len(choose_decoders(fault.backend or "auto")) == 1:
                 raise
-            first = fault
+            first_fault = fault
         try:
             video = self._attempt(replace(request, decoder="pyav"), descriptor, deadline)
         except VideoFault as fault:
             fault.attempts = 2
             raise
-        return replace(video, attempts=2).add_note(f"{first.backend}: {first.message}")
+        return replace(video, attempts=2).add_note(f"{first_fault.backend}: {first_fault.message}")
 
     def _attempt(self, request: DecodeRequest, descriptor: int | None, deadline: float) -> DecodedVideo:
         """Send one request to the child and wait for its answer until ``deadline`` (``time.monotonic()``).
