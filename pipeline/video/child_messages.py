@@ -23,12 +23,12 @@ from pipeline.rows import VIDEO_COLUMNS, Column, VideoRecord
 from pipeline.video.decode import DecodedVideo
 from pipeline.video.shared_frames import Handover
 
-_MAX_BYTES = 2**16  # bytes of a message's JSON, whose texts have 1 KB at most
-_MAX_FRAMES = 2**22  # frames of a video, of which a message has the numbers and times
+_MAX_BYTES = 2**16  # bytes of a message's JSON, in which each text has 1 KB at most
+_MAX_FRAMES = 2**22  # frames of a video, whose indices and times are in its message
 _MAX_MESSAGE_BYTES = _MAX_BYTES + 16 * _MAX_FRAMES
-_MAX_WAIT_S = 1e6  # a pipe is polled for 2^31 ms at most
+_MAX_WAIT_S = 1e6  # a pipe can be polled for 2^31 ms at most
 _COLUMNS: Mapping[str, Column] = {name: column for name, column in VIDEO_COLUMNS.items() if column.decoded}
-_BITS = {"int32": 31, "int64": 63, "uint64": 64}  # the bits of integers of 0 or more, by the type of their column
+_BITS = {"int32": 31, "int64": 63, "uint64": 64}  # bits of nonnegative integers, by the type of their column
 
 
 class WrongMessage(Exception):  # noqa: N818
@@ -95,7 +95,7 @@ def receive(pipe: Connection, deadline: float, max_frame_bytes: int) -> str | Vi
     try:
         (size,) = struct.unpack("!i", _read(pipe, deadline, 4))
         if not 0 <= size <= _MAX_MESSAGE_BYTES:
-            raise WrongMessage(f"its length is {size}, and not 0 to {_MAX_MESSAGE_BYTES}")
+            raise WrongMessage(f"its length is {size}, not 0 to {_MAX_MESSAGE_BYTES}")
         line, _, arrays = _read(pipe, deadline, size).partition(b"\n")
         if len(line) > _MAX_BYTES:
             raise WrongMessage(f"its text has {len(line)} bytes, more than {_MAX_BYTES}")
@@ -106,13 +106,13 @@ def receive(pipe: Connection, deadline: float, max_frame_bytes: int) -> str | Vi
                 return VideoFault(fault_class, message, backend=backend)  # type: ignore[arg-type]
             case {"video": dict(fields), "shape": [*shape], "handover": [*handover], "cpu_s": float(cpu_s)}:
                 if not 0 <= cpu_s < math.inf:
-                    raise WrongMessage("its CPU seconds are no number of 0 or more")
+                    raise WrongMessage("its CPU seconds are not a number of 0 or more")
                 checked_shape = _check_shape(shape, max_frame_bytes)
                 video = replace(_make_video(fields, checked_shape[0], arrays), cpu_s=cpu_s)
                 return VideoMessage(video, checked_shape, _check_handover(handover))
     except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
         raise WrongMessage(f"{type(error).__name__}: {error}") from error
-    raise WrongMessage("it is of no known kind")
+    raise WrongMessage("its kind is unknown")
 
 
 def wait_for(pipe: Connection, deadline: float) -> None:
@@ -154,7 +154,7 @@ def _check_shape(shape: list[Any], max_frame_bytes: int) -> tuple[int, int, int,
         WrongMessage: it is not four positive integers that end in 3, or there are too many frames or bytes.
     """
     if len(shape) != 4 or not all(_is_int(n, 1, 2**31) for n in shape) or shape[3] != 3 or shape[0] > _MAX_FRAMES:
-        raise WrongMessage("the shape of its frames is none")
+        raise WrongMessage("the shape of its frames is invalid")
     if math.prod(shape) > max_frame_bytes:
         raise WrongMessage(f"its frames have {math.prod(shape)} bytes, more than {max_frame_bytes}")
     n_frames, height, width, channels = shape
@@ -186,9 +186,9 @@ def _make_video(fields: dict[Any, Any], n_frames: int, arrays: bytes) -> Decoded
             descend; or a timestamp is not finite.
     """
     if fields.keys() != _COLUMNS.keys():
-        raise WrongMessage("its values are not those of a video")
+        raise WrongMessage("its columns are not those of a video")
     if len(arrays) != 16 * n_frames:
-        raise WrongMessage(f"its arrays have {len(arrays)} bytes, and not 16 for each of {n_frames} frames")
+        raise WrongMessage(f"its arrays have {len(arrays)} bytes, not 16 for each of {n_frames} frames")
     for name, value in fields.items():
         if not _is_valid(value, _COLUMNS[name]):
             raise WrongMessage(f"{name} has a wrong value")

@@ -21,10 +21,10 @@ from pathlib import Path
 
 from pipeline.errors import FaultClass, VideoFault, near_form
 
-HEAD_BYTES = 2**20  # bytes that are searched for a stream; FFmpeg searches as many
-_MAGIC_BYTES = 4096  # bytes that are compared with the beginnings of known formats
+HEAD_BYTES = 2**20  # bytes that are searched for a stream, as many as FFmpeg searches
+_MAGIC_BYTES = 4096  # bytes that are compared with the magic bytes of known formats
 
-# The tables of an MP4 file about its samples, and the bytes of an entry of each.
+# The sample tables of an MP4 file, and the bytes of an entry of each.
 _ENTRY_BYTES = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stsz": 4, b"stco": 4, b"co64": 8, b"stss": 4}
 _TABLES = re.compile(b"|".join(_ENTRY_BYTES))
 _VIDEO_BOXES = (b"moov", b"mdat", b"moof")
@@ -89,8 +89,8 @@ _REFUSED: tuple[tuple[bytes, FaultClass, str], ...] = (
 )
 # (offset of the sync byte, packet size) of transport streams: plain, M2TS, with error correction.
 _TS_PACKETS = ((0, 188), (4, 192), (0, 204))
-# What demuxers look for that find their stream behind other bytes -> name of the demuxer. A transport stream is told by
-# five packets in a row. The headers of elementary streams stand in the others too, so elementary streams come last.
+# The pattern that a demuxer looks for behind other bytes -> name of the demuxer. A transport stream is recognized by
+# five packets in a row. Other streams contain the headers of elementary streams too, so elementary streams come last.
 _STREAMS: tuple[tuple[bytes, str], ...] = (
     (rb"G(?:(?:.{187}G){4}|(?:.{191}G){4}|(?:.{203}G){4})", "mpegts"),
     # A pack header of MPEG-2 or MPEG-1 and the start code behind it.
@@ -102,7 +102,7 @@ _STREAMS: tuple[tuple[bytes, str], ...] = (
     # Parameter sets of the video and of the sequence.
     (rb"\x00\x00\x01\x40\x01.{4,256}?\x00\x00\x01\x42\x01", "hevc"),
 )
-# Other formats, as _REFUSED calls them, whose header FFmpeg passes over in front of a stream.
+# Formats (by their names in _REFUSED) whose header FFmpeg skips in front of a stream.
 _STREAMS_BEHIND = {"a PNG image": _STREAMS[:1], "a JPEG image": _STREAMS[:1], "MP3 audio": _STREAMS}
 _SCRIPT = re.compile(rb"#EXTM3U|ffconcat version|<MPD|c=IN IP|\[playlist\]", re.IGNORECASE)
 
@@ -139,7 +139,7 @@ def recognise(head: bytes, path: str | Path) -> str:
     if refused is None:
         if container := next((demuxer for magic, demuxer in _DEMUXERS if re.match(magic, start, re.DOTALL)), None):
             return container
-        # Every packet begins with the sync byte, and there are two at least.
+        # Every packet must begin with the sync byte, and there must be at least two.
         if any(len(syncs := start[first::step]) >= 2 and set(syncs) == {0x47} for first, step in _TS_PACKETS):
             return "mpegts"
     _, fault_class, looks_like = refused or (b"", "unsupported", _describe_content(start))
@@ -185,7 +185,7 @@ def count_missing_bytes(path: str | Path, demuxer: str) -> int:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         end = 0
-        if demuxer == "mov":  # the end of the last box with video: bytes appended to a file are no box
+        if demuxer == "mov":  # the end of the last box with video, since bytes appended to a file are not a box
             ends = [start + n_bytes for kind, start, n_bytes in _iter_mov_boxes(file, size) if kind in _VIDEO_BOXES]
             end = max(ends, default=0)
         elif demuxer == "matroska":
@@ -193,7 +193,7 @@ def count_missing_bytes(path: str | Path, demuxer: str) -> int:
         elif demuxer == "avi":
             file.seek(4)
             length = int.from_bytes(file.read(4), "little")
-            end = 0 if length == 2**32 - 1 else 8 + length  # left open, as in a pipe
+            end = 0 if length == 2**32 - 1 else 8 + length  # unknown, as in a file written to a pipe
         return max(0, end - size)
 
 
@@ -231,7 +231,7 @@ def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
     offset = kind_at + 8  # behind the version and the flags
     if kind == b"stsz":
         sample_bytes, offset = int.from_bytes(moov[offset : offset + 4], "big"), offset + 4
-        if sample_bytes:  # of every sample, so that no entries follow
+        if sample_bytes:  # all samples have this size, and no entries follow
             return int.from_bytes(moov[offset : offset + 4], "big") * sample_bytes > file_size
     return int.from_bytes(moov[offset : offset + 4], "big") * _ENTRY_BYTES[kind] > box_end - offset - 4
 

@@ -23,23 +23,23 @@ from pipeline.video.containers import open_regular
 _RUN = re.compile(rb"G(?:(?:.{187}G){4}|(?:.{191}G){4}|(?:.{203}G){4})", re.DOTALL)
 _PACKET_BYTES = 188
 _BLOCK_BYTES = 2**23  # read at a time
-_KEPT_BYTES = 1024  # of a block without packets, in which the next packets may begin
-_NO_PID = 0x1FFF  # of packets that demuxers leave out
-# Video by the number of its type in a program's table.
+_KEPT_BYTES = 1024  # end of a block without packets, in which the next packets may begin
+_NO_PID = 0x1FFF  # the PID of packets that demuxers ignore
+# Stream types of video in a program's table -> codec.
 _VIDEO_TYPES = {1: "mpeg1video", 2: "mpeg2video", 0x10: "mpeg4", 0x1B: "h264", 0x24: "hevc", 0x33: "vvc", 0xEA: "vc1"}
-_PART_BYTES = 2**15  # of a file, in which it is known where a PID has its first and its last packet
-_MAX_OVERLAP = 0.02  # share of a PID's bytes in which it may begin while another one ends
-_HEADER_BYTES = 64  # of a block, in which the next header may begin
-_MIN_VIDEO = 0.5  # of the bytes behind the last packet that are video; a second film has more, padding and sound less
-# Name of the demuxer -> how a file of its container begins. FFmpeg ends, or skips the rest, where it meets another
-# one. It reads on in joined Matroska and Ogg files and in elementary streams.
+_PART_BYTES = 2**15  # bytes of a block; each PID's first and last packet in it are recorded
+_MAX_OVERLAP = 0.02  # share of a PID's bytes that may overlap the end of another PID
+_HEADER_BYTES = 64  # end of a block, in which the next header may begin
+_MIN_VIDEO = 0.5  # share of video behind the last packet: a second film has more, padding and sound have less
+# Name of the demuxer -> the beginning of a file in its container. FFmpeg ends or skips the rest where another file
+# begins, but reads on in joined Matroska and Ogg files and in elementary streams.
 _HEADERS = {
     "mov": rb"\x00\x00\x00[\x10-\x60]ftyp[ -~]{4}",
     "flv": rb"FLV\x01[\x01\x05]\x00\x00\x00\x09\x00{4}",
     "asf": rb"\x30\x26\xb2\x75\x8e\x66\xcf\x11\xa6\xd9\x00\xaa\x00\x62\xce\x6c",
     "avi": rb"RIFF....AVI LIST",
 }
-_VIDEO_UNIT = re.compile(rb"\x00\x00\x01[\xe0-\xef\xfd]")  # how a unit of video begins in a transport stream
+_VIDEO_UNIT = re.compile(rb"\x00\x00\x01[\xe0-\xef\xfd]")  # the beginning of a unit of video in a transport stream
 _PES = re.compile(rb"\x00\x00\x01([\xbb-\xef])(..)", re.DOTALL)  # a packet of a program stream, and its length
 
 

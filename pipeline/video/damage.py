@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from pipeline.video.packets import VideoPackets
     from pipeline.video.probe import VideoIndex
 
-#: The share of a clip that may not decode: its frames are then chosen among the others. Beyond it a clip is corrupt.
+#: The share of a damaged clip that may be lost: frames are then chosen among the others. Above it the clip is corrupt.
 MAX_LOST = 0.25
-#: Likewise where FFmpeg reports no errors: some codecs store frames that are not shown.
+#: The same share if FFmpeg reports no errors: some codecs store frames that are not shown.
 MAX_UNSHOWN = 0.5
-# A single frame that does not come out is no hole: the second field of a picture, or a frame that is never shown.
+# A single lost frame is not a hole: it may be the second field of a picture, or a frame that is never shown.
 _MIN_LOST_FRAMES = 2
-# Codecs whose decoder passes over broken packets without a word.
+# Codecs whose decoder skips broken packets without logging an error.
 _SILENT = ("av1",)
 
 
@@ -36,7 +36,6 @@ class Hole(NamedTuple):
 
     start: float
     end: float
-    #: Whether the file lists frames there; otherwise it only states that it is so long.
     listed: bool = True
 
     def __str__(self) -> str:

@@ -45,12 +45,12 @@ from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
 from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, count_frames_by_rate, snap_frames
 from pipeline.video.shared_frames import create_memory
 
-#: Returns an array of the shape [T,h,w,3] for the frames of a video.
+#: Takes the shape [T,h,w,3] of a video's frames and returns an array for them.
 Allocate = Callable[[tuple[int, ...]], Frames]
-# A line of FFmpeg's log, except the one that is normal where decoding begins at an open group.
+# A line of FFmpeg's log, except the one that is normal if decoding begins at an open group of pictures.
 _FFMPEG_LINE = re.compile(rb"^\[[^\]]+ @ 0x[0-9a-f]+\] (?!mmco: unref short failure)", re.MULTILINE)
-_MAX_LOG_BYTES = 4 * 2**20  # some 60,000 lines
-_MAX_HOLES = 3  # in a note about a damaged file
+_MAX_LOG_BYTES = 4 * 2**20  # about 60,000 lines
+_MAX_HOLES = 3  # listed in a note about a damaged file
 _CREDENTIALS = re.compile(r"(\w+://)[^/@\s]+@")
 _TORCH_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|alloc_cpu", re.IGNORECASE)
 
@@ -344,7 +344,7 @@ class _Decoding:
         n_done = 0
         for chunk in chunks:
             if chunk.ndim != 4 or chunk.shape[3] != 3:
-                raise IndexMismatch(f"frames of shape {chunk.shape[1:]}, which are no RGB")
+                raise IndexMismatch(f"frames of shape {chunk.shape[1:]}, which are not RGB")
             source = chunk.shape[1:3]
             if not sizes or math.prod(source) > math.prod(sizes[-1]):
                 size = self._find_target_size(len(indices), *source)

@@ -35,7 +35,7 @@ DECODERS: LazyTable = LazyTable(
 )
 CODE = " code "  # in the version of a user's decoder, before the hash of its code
 _PACKAGES = {"pyav": "av", "decord": "decord", "torchcodec": "torchcodec"}
-# Pixel formats of which FFmpeg copies the chroma samples, wherever they are said to lie.
+# Pixel formats whose chroma samples FFmpeg copies regardless of their stated location.
 _WITHOUT_SITING = ("yuv420p", "yuvj420p")
 _CHUNK_FRAMES = 8
 _CHUNK_BYTES = 64 * 2**20
@@ -140,7 +140,7 @@ class LibraryDecoder:
             return "it is neither MP4 nor Matroska"
         if any(packet.hidden for packet in index.packets.table):
             return "it has an edit list or packets that show no frame"
-        return "its parameters change on the way" if index.packets.parameters_change else ""
+        return "its codec parameters change" if index.packets.parameters_change else ""
 
     def open(self, index: VideoIndex) -> Any:
         """Open the file with the library and return its reader, whose ``len`` must be the number of frames."""
@@ -234,7 +234,7 @@ class PyavDecoder:
         """
         table = self._packets.table
         pts = self._index.pts
-        # Where frames are counted, or damage shifts them, no run can begin at a keyframe.
+        # If frames are counted, or damage shifts them, decoding must begin at the first packet.
         decodes_all = pts is None or self._index.whole
         frame_times = (indices if pts is None else pts[indices]).tolist()
         for run in [Run(0, len(table), tuple(frame_times))] if decodes_all else self._packets.runs(frame_times):
@@ -244,7 +244,7 @@ class PyavDecoder:
             degrees = 0 if self._orientation == Orientation() else None
             for number, frame in enumerate(self._packets.decode_frames(run.start, run.stop, times, self._codec)):
                 if run.start and frame.pts == table[run.start].pts and not _starts_a_group(frame):
-                    raise IndexMismatch(f"the frame at {frame.pts} is no keyframe, as the file says")
+                    raise IndexMismatch(f"the file marks the frame at {frame.pts} as a keyframe, but it is not one")
                 if frame.rotation != degrees:  # first, since side data that was looked at keeps its frame in memory
                     degrees = frame.rotation
                     self._orientation = read_orientation(frame) or self._orientation
@@ -275,7 +275,7 @@ def _check_keyframes(index: VideoIndex, indices: NDArray[np.int64]) -> None:
     for number in keys[1:2] + [number for number in keys[2:] if table[number].pts in times]:
         frame = next(index.packets.decode_frames(number, number + 1), None)
         if frame is None or not _starts_a_group(frame):
-            raise IndexMismatch(f"the frame at {table[number].pts} is no keyframe, as the file says")
+            raise IndexMismatch(f"the file marks the frame at {table[number].pts} as a keyframe, but it is not one")
 
 
 class _PlainMarks:

@@ -12,7 +12,7 @@ from pipeline.video.decoders import Frames, LibraryDecoder
 from pipeline.video.packets import PacketInfo, VideoPackets
 from pipeline.video.probe import IndexMismatch, Orientation, VideoIndex
 
-# The beginning of a packet with parameters of its own (frame size and more): a length, and a unit of that type.
+# The beginning of a packet that carries codec parameters (frame size and more): a length, and a unit of that type.
 _PARAMETERS = {"h264": rb"(?s)\0\0..[\x27\x47\x67]", "hevc": rb"(?s)\0\0..[\x40\x42]\x01"}
 _HEAD = 64  # bytes of a packet that are searched for them
 
@@ -34,9 +34,9 @@ class DecordDecoder(LibraryDecoder):
         assert index.packets is not None and index.pts is not None
         reasons = (
             (index.packets.n_streams != 1, "it has several video streams"),
-            (index.codec not in _PARAMETERS, "only the frame size of H.264 and HEVC is known to stay the same"),
+            (index.codec not in _PARAMETERS, "its codec is neither H.264 nor HEVC, so its frame size may change"),
             (index.pts[0] != 0, "it does not start at 0"),
-            (_may_change_parameters(index.packets), "its parameters may change on the way"),
+            (_may_change_parameters(index.packets), "its codec parameters may change"),
             (_has_leading_frames(index.packets.table), "frames shown before a keyframe are stored behind it"),
             (index.orientation != Orientation(), "it is rotated"),
             (index.pixel_format != "yuv420p", f"its pixels are {index.pixel_format}"),
@@ -57,7 +57,7 @@ class DecordDecoder(LibraryDecoder):
         decord.logging.set_level(decord.logging.ERROR)
         video = decord.VideoReader(index.path, ctx=decord.cpu(0), num_threads=1, fault_tol=1e-6)
         if video.get_key_indices() != np.searchsorted(index.pts, index.keyframes).tolist():
-            raise IndexMismatch("decord would begin at other keyframes")
+            raise IndexMismatch("decord finds other keyframes")
         return video
 
     def frames(self, indices: list[int]) -> Frames:

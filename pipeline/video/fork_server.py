@@ -30,7 +30,7 @@ def stand_by() -> None:
 
     It ends with this process. Call this once, in a process that was itself forked and has no threads.
     """
-    global _standing_by  # noqa: PLW0603 - there is one in a process, as there is one server
+    global _standing_by  # noqa: PLW0603 - a process has one, as it has one server
     parent_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:

@@ -90,7 +90,7 @@ def read_frame(path: str, name: str) -> bytes:
             raise VideoFault("policy", f"{file_path} is not a regular file")
         data = file.read(_MAX_FRAME_BYTES + 1)
     if not data.startswith(b"\xff\xd8\xff") or len(data) > _MAX_FRAME_BYTES:
-        raise VideoFault("unsupported", f"{file_path} is no JPEG image of at most {_MAX_FRAME_BYTES >> 20} MiB")
+        raise VideoFault("unsupported", f"{file_path} is not a JPEG image of at most {_MAX_FRAME_BYTES >> 20} MiB")
     if b"\xff\xd9" not in data[-4096:]:
         raise VideoFault("corrupt", f"{file_path} is cut off: a JPEG image ends with its marker")
     return data
@@ -131,7 +131,7 @@ def source_state(path: str) -> FileState:
     Raises:
         OSError, ValueError: the path does not exist or cannot be read.
     """
-    status = [os.stat(path)]  # noqa: PTH116 - of a million files, a Path each would double the time
+    status = [os.stat(path)]  # noqa: PTH116 - a Path for each of a million files would double the time
     if stat.S_ISDIR(status[0].st_mode):
         with os.scandir(path) as entries:
             status = [entry.stat() for entry in entries if _FRAME.fullmatch(entry.name)]
@@ -177,7 +177,7 @@ def round_to_frames(start_s: float | None, end_s: float | None, rate: float) -> 
     return start_s, end_s
 
 
-#: The name by which videos record the decoder of such folders; no other one reads them, whatever is requested.
+#: The recorded name of the decoder of folders of frames, which is used whatever decoder is requested.
 JPEGS = "pipeline.video.frame_folders:JpegDecoder"
 
 
@@ -194,8 +194,8 @@ def index_frames(path: str) -> VideoIndex:
     if rate is None:
         raise VideoFault(
             "unsupported",
-            f"{path} is a folder, not a video file; one of JPEG frames says in its path how many a second they are, as "
-            "in frames_fps3/NAME",
+            f"{path} is a folder, not a video file; the path of a folder of JPEG frames must state their rate, as in "
+            "frames_fps3/NAME",
         )
     names = frame_names(path)
     first = _decode_frame(path, FIRST_FRAME)

@@ -14,18 +14,18 @@ import av
 import numpy as np
 
 _VOP = b"\x00\x00\x01\xb6"  # the start code of a frame of MPEG-4
-#: Codecs whose headers tell the order in which frames are shown.
+#: Codecs whose headers determine the order in which frames are shown.
 ORDERED_CODECS = ("h264", "mpeg4", "mpeg1video")
-# The start of a frame that refers to a later one, by its type; frames have one type.
+# The start of a B-frame.
 _B_FRAMES = {
     "mpeg4": re.compile(_VOP + rb"[\x80-\xbf]"),
     "mpeg1video": re.compile(rb"\x00\x00\x01\x00.[\x18-\x1f\x58-\x5f\x98-\x9f\xd8-\xdf]", re.DOTALL),
 }
 _KEYFRAME = re.compile(_VOP + rb"[\x00-\x3f]")
-_MAX_EMPTY_VOP = 19  # bytes of a frame that is not coded, at most; FFmpeg's own bound
+_MAX_EMPTY_VOP = 19  # largest frame without content, in bytes; FFmpeg's own bound
 _VOL = re.compile(rb"\x00\x00\x01[\x20-\x2f](.{4,32})", re.DOTALL)
-_PACKED = re.compile(rb"DivX\d+(?:b|Build)\d+p")  # as XviD and DivX mark packets of two frames
-_H264_SLICES, _H264_IDR, _H264_PARAMETERS = (1, 2, 5), 5, 7  # kinds of units
+_PACKED = re.compile(rb"DivX\d+(?:b|Build)\d+p")  # how XviD and DivX mark packets of two frames
+_H264_SLICES, _H264_IDR, _H264_PARAMETERS = (1, 2, 5), 5, 7  # types of units
 _H264_HIGH = (44, 83, 86, 100, 110, 118, 122, 128, 138, 139, 134, 135, 244)  # profiles whose parameters state chroma
 _H264_HEADER_BYTES, _SLICE_HEADER_BYTES = 512, 32
 _SEARCHED_BYTES = 4096  # bytes of a packet in which its first picture begins
@@ -77,7 +77,7 @@ def shows_vp9(data: memoryview) -> bool:
 
 def _shows_vp9_frame(byte: int) -> bool:
     """Return True if a VP9 frame with this first byte is shown or shows an earlier frame, or if it is not VP9."""
-    shift = 0 if byte & 0x30 == 0x30 else 1  # profile 3 has a bit more
+    shift = 0 if byte & 0x30 == 0x30 else 1  # profile 3 has one more bit
     return byte >> 6 != 0b10 or bool(byte >> shift & 0b101)  # show_existing_frame, frame_type, show_frame
 
 
@@ -137,7 +137,7 @@ def read_clock_bits(data: bytes) -> int:
     bits = _Bits(match[1])
     bits.read(9)
     version = bits.read(7) >> 3 if bits.read(1) else 1
-    if bits.read(4) == 15:  # a pixel's shape in numbers
+    if bits.read(4) == 15:  # extended pixel aspect ratio: two explicit bytes
         bits.read(16)
     if bits.read(1):
         bits.read(3)
@@ -254,8 +254,8 @@ class H264Picture(NamedTuple):
     starts_order: bool
     is_reference: bool
     frame_number: int
-    order: int | None  # the low bits of its place in the order, None where headers do not state it
-    field: int | None  # 0 for a top field, 1 for a bottom field, None for a frame
+    order: int | None
+    field: int | None
 
 
 class H264Headers:
@@ -347,10 +347,14 @@ class ShownOrder:
         """Read the codec parameters in ``extradata``, which the container stores for the decoder."""
         self._codec = codec
         self._headers = H264Headers(extradata) if codec == "h264" else None
-        # What packets are sorted by: the number of the part that has an order of its own, then a place in the part.
+        # Sort keys of packets: the number of the section that has its own order, then the position in the section.
         self._keys: list[tuple[int, int]] = []
-        self._part, self._high, self._low = 0, 0, 0  # of H.264, the high and low bits of the last reference's place
-        self._reference = -1  # of MPEG-1 and MPEG-4, the number of the last frame that others may refer to
+        self._part, self._high, self._low = (
+            0,
+            0,
+            0,
+        )  # H.264: the section, and high and low bits of the last reference's position
+        self._reference = -1  # MPEG-1, MPEG-4: the number of the last frame that others may refer to
         self._is_known = True
 
     def add(self, packet: av.Packet) -> None:

@@ -17,9 +17,9 @@ from av.video.reformatter import VideoReformatter
 from pipeline.video.decoders import FrameDecoder, Frames, PyavDecoder
 from pipeline.video.probe import IndexMismatch, VideoIndex
 
-# NVDEC's, of FFmpeg's own decoders. The others need facts of the container that a decoder made here does not get.
+# Codecs of NVDEC. For others, the decoder would need facts from the container that a decoder made here does not get.
 _CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg2video")
-# Decoded frames that may wait on the GPU besides those that others refer to: as many as a flush gives.
+# Decoded frames that may wait on the GPU besides reference frames: as many as a flush returns.
 _MAX_GPU_FRAMES = 16
 _NO_GPU = "PyAV finds no NVIDIA GPU with a video decoder here (libcuda and libnvcuvid): look at nvidia-smi"
 
@@ -40,7 +40,7 @@ class PyavNvdecDecoder(PyavDecoder):
         """
         super().__init__(index)
         if self._packets.codec not in _CODECS:
-            raise IndexMismatch(f"{self._packets.codec} is left to a core")
+            raise IndexMismatch(f"{self._packets.codec} is decoded on the CPU")
         self._unpacker = VideoReformatter()
         _hold_primary_context()
         self._codec = _make_gpu_decoder(self._packets.codec)
@@ -58,11 +58,13 @@ class PyavNvdecDecoder(PyavDecoder):
         """
         index = self._index
         if frame.interlaced_frame:
-            raise IndexMismatch("interlaced frames are left to a core")
+            raise IndexMismatch("interlaced frames are decoded on the CPU")
         size = (index.height, index.width) if index.orientation.transpose else (index.width, index.height)
-        if (frame.width, frame.height) != size:  # of hidden edges a GPU cuts off the right and the lower one alone
-            raise IndexMismatch(f"the GPU gives frames of {frame.width}x{frame.height}, a core of {size[0]}x{size[1]}")
-        # FFmpeg scales the chroma of the GPU's layouts (nv12, p010) otherwise than the chroma of planes.
+        if (frame.width, frame.height) != size:  # a GPU crops hidden edges only on the right and at the bottom
+            raise IndexMismatch(
+                f"the GPU delivers frames of {frame.width}x{frame.height}, the CPU of {size[0]}x{size[1]}"
+            )
+        # FFmpeg scales the chroma of the GPU's layouts (nv12, p010) differently from planar chroma.
         return super()._pixels(self._unpacker.reformat(frame, format=index.pixel_format, threads=1))
 
 
@@ -121,5 +123,5 @@ def make_torchcodec_decoder() -> type[FrameDecoder]:
     return TorchcodecNvdecDecoder
 
 
-#: PyAV's form, or torchcodec's where this PyAV was built without CUDA; ImportError says what is missing.
+#: With PyAV, or with torchcodec if this PyAV was built without CUDA; ImportError if neither is possible.
 NvdecDecoder: type[FrameDecoder] = PyavNvdecDecoder if "cuda" in hwdevices_available() else make_torchcodec_decoder()

@@ -21,21 +21,21 @@ from pipeline.video.continued_films import Continuation, ContinuedFile, find_con
 from pipeline.video.headers import HIDING_CODECS, ORDERED_CODECS, ShownOrder, ShownPackets, is_keyframe, is_packed
 
 MAX_PIXELS = 8192 * 8192  # largest frame: 200 MB in RGB
-MAX_KEPT_BYTES = 256 * 2**20  # bytes of packets kept in memory; larger files are read a second time
+MAX_KEPT_BYTES = 256 * 2**20  # bytes of packets kept in memory; larger videos are read again
 _OVERHEAD = 600  # bytes that PyAV and FFmpeg take for a packet beside its data
 _STILL_IMAGES = Disposition.attached_pic | Disposition.timed_thumbnails
-_SEEKABLE = ("mov", "matroska")  # elsewhere FFmpeg may land behind the keyframe it is asked for
-# Codecs whose keyframes are marked by FFmpeg's own parser, whatever the container says.
+_SEEKABLE = ("mov", "matroska")  # elsewhere FFmpeg may seek past the requested keyframe
+# Codecs whose keyframes FFmpeg's parser marks itself, whatever the container says.
 _PARSED_CODECS = ("h264", "hevc", "mpeg1video", "mpeg2video", "mpeg4")
-_GUESSED_RIGHT = ("mpeg4", "mpeg1video", "mpeg2video")  # codecs whose times in AVI FFmpeg makes up as it shows them
-_KEEPING = ("h264", "hevc")  # codecs whose parameters stay known to a decoder until others replace them
-_SKIPPING = ("h264", "hevc", "mpeg1video", "mpeg2video")  # codecs that mark reliably which frames nothing refers to
-# Decoders that may refuse every packet behind an error, keyframes too, until they are flushed. A flush that is not
-# needed costs frames, which other decoders would still show.
+_GUESSED_RIGHT = ("mpeg4", "mpeg1video", "mpeg2video")  # codecs whose times in AVI FFmpeg guesses correctly
+_KEEPING = ("h264", "hevc")  # codecs whose decoder keeps parameters until others replace them
+_SKIPPING = ("h264", "hevc", "mpeg1video", "mpeg2video")  # codecs that reliably mark frames to which no other refers
+# Decoders that may refuse every packet after an error, even keyframes, until they are flushed. In other decoders an
+# unneeded flush would lose frames.
 _STUCK_AFTER_ERRORS = ("libdav1d",)
-_STATING = ("matroska", "avi", "flv", "asf")  # demuxers of containers that state how long a stream is
-_WHOLE = 0.9  # share of a file up to its last packet; what other streams have behind it is less than the rest
-# Bytes and share of a file without a packet of its video; more may hold another part of the film.
+_STATING = ("matroska", "avi", "flv", "asf")  # demuxers of containers that state the length of a stream
+_WHOLE = 0.9  # share of a file up to its last packet; other streams have less than the rest behind it
+# Largest normal gap in a file without a packet of its video, in bytes and as a share; a larger one may hold more of it.
 _MAX_GAP, _MAX_GAP_SHARE = 2**18, 0.05
 _PADDING = 2**16  # bytes that may follow the last packet in any file
 _CLOCK = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
@@ -113,12 +113,12 @@ class VideoPackets:
         self._continuation = continuation
         self.note = continuation.note if continuation is not None else ""
         self._container = self._open()
-        # The file where it was opened a second time, and the number of the packet that comes next there.
+        # The file opened a second time, and the number of the packet that comes next there.
         self._second_file: InputContainer | None = None
         self._next = 0
         self._kept_packets: list[av.Packet] | None = []
-        self._fields = False  # whether the first frame consists of two
-        # The file where it was opened for a new decoder, and the end of the packets that the decoder may know.
+        self._fields = False  # True if the first frame consists of two fields
+        # The file opened for a new decoder, and the end of the packets whose parameters the decoder may know.
         self._decoder_file: InputContainer | None = None
         self._decoded = 0
         try:
@@ -219,8 +219,8 @@ class VideoPackets:
         codec.flush_buffers()
         gets_stuck = codec.codec.name in _STUCK_AFTER_ERRORS
         has_failed = False
-        # Whether the codec marks frames that no other refers to, and a packet is one frame: a field may have its own.
-        # In HEVC with sub-layers a higher layer may refer to frames that are marked so.
+        # True if the codec marks frames to which no other refers, and each packet is a whole frame. In HEVC with
+        # sub-layers, a higher layer may refer to marked frames.
         marks = self.codec in _SKIPPING and not self._fields and (self.codec != "hevc" or self._sub_layers == {1})
         skips = marks and shown_times is not None
         times = frozenset(shown_times or ())
@@ -237,7 +237,7 @@ class VideoPackets:
                     frames = self._frames_of(codec, packet)
                 yield from frames
         finally:
-            codec.skip_frame = "DEFAULT"  # or the frames that the decoder still holds would be lost
+            codec.skip_frame = "DEFAULT"  # otherwise frames that the decoder still holds would be lost
         yield from self._frames_of(codec, None)
 
     def _decoder_for(self, start: int, stop: int) -> av.CodecContext:
@@ -304,7 +304,7 @@ class VideoPackets:
         """
         try:
             return list(codec.decode(packet))
-        except FFmpegError as error:  # some decoders answer broken data with EPERM or their library's own error
+        except FFmpegError as error:  # some decoders report broken data as EPERM or as their library's own error
             if isinstance(error, MemoryError):
                 raise
             self.fault = error
@@ -341,7 +341,7 @@ class VideoPackets:
                 self._kept_packets = None
             elif self._kept_packets is not None:
                 self._kept_packets.append(packet)
-        # Where a frame has no content, the decoder shows the frames around it in an order of its own.
+        # Around a frame without content, the decoder shows frames in a different order.
         self.lacks_times |= has_gaps and bool(self.stream.codec_context.has_b_frames)
         if order is not None and not has_gaps and (ranks := order.find_ranks()) is not None:
             self.is_ranked = True
@@ -372,7 +372,7 @@ class VideoPackets:
         time = self.table[start].pts
         seeks = may_seek and start > 0 and self.demuxer in _SEEKABLE
         if seeks and time is not None:
-            # In MP4 FFmpeg seeks by presentation time, so a decoding time would lead to the keyframe before.
+            # In MP4 FFmpeg seeks by presentation time: a decoding time would lead to an earlier keyframe.
             self._second_file.seek(time, stream=stream)
         packets = (packet for packet in self._iter_packets(self._second_file, stream) if packet.size)
         rest_of_packets = islice(packets, start - self._next, None)
@@ -394,12 +394,12 @@ class VideoPackets:
             try:
                 for packet in container.demux(stream):
                     frames = unpacker.filter(packet) if unpacker and packet.size else [packet]
-                    for frame in frames if unpacker else ():  # its mark may be that of the packet behind its own
+                    for frame in frames if unpacker else ():  # its mark may be that of the next packet
                         frame.is_keyframe = frame.size > 0 and is_keyframe(frame)
                     yield from frames
             except BlockingIOError:
                 continue
-            except IndexError:  # PyAV fails at the end of a file if a stream came up behind the file's beginning
+            except IndexError:  # PyAV fails at the end of a file if a stream appeared in the middle of it
                 return
             return
 
@@ -465,8 +465,8 @@ def pick_stream(container: InputContainer, empty: Collection[int] = ()) -> av.Vi
     stream = max(streams, key=lambda s: s.width * s.height + 5_000_000 * bool(s.disposition & Disposition.default))
     if stream.width * stream.height > MAX_PIXELS:
         raise VideoFault("unsupported", f"frames of {stream.width}x{stream.height} are larger than {MAX_PIXELS} pixels")
-    stream.codec_context.thread_count = 1  # the pipeline runs one decoder a core
-    # FFmpeg would leave columns on the left that the file hides, where hiding them costs it the alignment of rows.
+    stream.codec_context.thread_count = 1  # the pipeline runs one decoder per core
+    # Without this flag, FFmpeg keeps columns that the file crops on the left if cropping would leave rows unaligned.
     stream.codec_context.flags |= Flags.unaligned
     return stream
 
@@ -486,7 +486,7 @@ def _read_stated_seconds(container: InputContainer, stream: av.VideoStream, demu
         return None
     if stream.duration and stream.time_base:
         return float(stream.duration * stream.time_base)
-    start_s = (container.start_time or 0) / 1_000_000  # the others say when it ends
+    start_s = (container.start_time or 0) / 1_000_000  # the durations below are end times
     for name, text in stream.metadata.items():  # Matroska: "00:00:08.000000000", perhaps with the language's name
         if name.upper().startswith("DURATION") and (match := _CLOCK.match(text)):
             return int(match[1]) * 3600 + int(match[2]) * 60 + float(match[3]) - start_s

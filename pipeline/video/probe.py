@@ -34,7 +34,7 @@ class Orientation(NamedTuple):
 
 
 _AS_STORED = Orientation()
-_MAX_SKEW = math.tan(math.radians(0.5))  # of a picture that is shown upright
+_MAX_SKEW = math.tan(math.radians(0.5))  # of a picture that counts as upright
 _HALF_MS = Fraction(1, 2000)
 _RAW = ("h264", "hevc", "mpegvideo")  # demuxers of streams without a container
 _MAX_FLV_RATE, _FLV_ROUNDING = 1000, Fraction(1, 10_000)  # the largest numerator, and the error of a rate
@@ -178,7 +178,7 @@ def scan(index: VideoIndex) -> VideoIndex:
     listed_index, index = index, replace(index, pts=None)
     ascends = len(known_pts) == len(times) and _goes_on(known_pts.tolist(), index.demuxer)
     if not ascends and listed_index.pts is not None and len(known_pts) and not packets.is_ranked:
-        # Behind an error H.264 gives some frames late, when later frames have been shown.
+        # After an error, H.264 delivers some frames late, behind frames with later times.
         known_pts = pts = known_pts[np.append(True, known_pts[1:] > np.maximum.accumulate(known_pts)[:-1])]
         index = _add_times(replace(index, pts=pts, whole=True), packets, pts, frames[-1][1])
     elif not ascends:
@@ -210,7 +210,7 @@ def _add_times(index: VideoIndex, packets: VideoPackets, pts: NDArray[np.int64],
     start_time = packets.start_time
     origin = Fraction(start_time, 1_000_000) if start_time is not None else int(pts[0]) * tick
     if abs(int(pts[0]) * tick - origin) < Fraction(2, 1_000_000):
-        origin = int(pts[0]) * tick  # the container's start is this stream's, rounded to microseconds
+        origin = int(pts[0]) * tick  # the container's start is the start of this stream, rounded to microseconds
     timestamps = np.array([float(int(t) * tick - origin) for t in pts])
     fps = _find_true_rate(_list_stated_rates(packets), len(pts), (int(pts[-1]) - int(pts[0])) * tick, tick)
     end = timestamps[-1] + (float(last_duration * tick) or 1 / fps)
@@ -311,10 +311,10 @@ def read_orientation(frame: av.VideoFrame) -> Orientation | None:
         return Orientation(False, flip_rows=d < 0, flip_columns=a < 0)
     if max(abs(a), abs(d)) <= along * _MAX_SKEW:
         return Orientation(True, flip_rows=b < 0, flip_columns=c < 0)
-    raise VideoFault("unsupported", "the video is turned by an angle that is no multiple of 90 degrees")
+    raise VideoFault("unsupported", "the video is rotated by an angle that is not a multiple of 90 degrees")
 
 
-# FFmpeg's names of AVColorTransferCharacteristic, as ffprobe shows them; the numbers are from H.273.
+# H.273 number -> FFmpeg's name of the transfer characteristic, as ffprobe shows it.
 _TRANSFERS = {
     1: "bt709",
     4: "gamma22",

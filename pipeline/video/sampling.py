@@ -12,27 +12,27 @@ from numpy.typing import NDArray
 from pipeline.errors import VideoFault
 
 TRUNCATE, ROUND_EVEN = "truncate", "round-even"
-#: What a rule of uniform sampling does, in words.
+#: Name of a rule of uniform sampling -> its description for users.
 FRAME_RULES: Mapping[str, str] = {
-    TRUNCATE: "places are cut to the frame before, as in lmms-eval for LLaVA-OneVision; a short video repeats frames",
-    ROUND_EVEN: "places are rounded, and an even number of frames is taken, no more than there are (qwen-vl-utils)",
+    TRUNCATE: "positions are truncated, as in lmms-eval for LLaVA-OneVision; a short video repeats frames",
+    ROUND_EVEN: "positions are rounded, and an even number of frames is taken, no more than there are (qwen-vl-utils)",
 }
-# What a Qwen processor does with a clip that gives fewer frames by time than the least that it samples.
+# How a Qwen processor samples a clip that gives fewer frames by time than its minimum.
 ROUNDED, STEPPED = "rounded", "stepped"
-#: The version of the rule by which ``fps`` takes frames. Rows of caches made by another one do not mix.
+#: The version of the rule by which ``fps`` takes frames. A cache cannot mix rows made by different versions.
 TIME_RULE = 2
-#: The version of the rules by which a file becomes frames. One cache may have rows by several versions: the record of a
-#: run has its version, and a run says so if the cache's last run had another one.
+#: The version of the rules by which a file is decoded to frames. A cache may mix rows made by several versions: each
+#: run records its version, and reports if the cache's last run had another one.
 DECODING_RULES = 2
-#: The kinds of files whose frames or times are others than by the version before.
+#: The kinds of files whose frames or times differ from those of the previous version.
 CHANGED_BY_RULES = (
     "transport streams of several PIDs, AVI and raw streams with B-frames, packets that show no frame, frame sizes "
     "that change, colors above 8 bits"
 )
 # Times are quotients of integers; a frame at 0.1 s must count as on screen at 0.1 s. No video has frames this close.
 _EPSILON = 1e-6
-_TICKS = 2  # by which rounding moves a timestamp: its own rounding, the first frame's, and the demuxer's interpolation
-_MS, _HALF_MS = 0.001, 0.0005  # bounds of clips come in milliseconds (shot detectors, subtitles, tables)
+_TICKS = 2  # by which rounding may move a timestamp: its own, the first frame's, and the demuxer's interpolation
+_MS, _HALF_MS = 0.001, 0.0005  # clip bounds are often in milliseconds (shot detectors, subtitles, tables)
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Sampling:
         if self.rule not in FRAME_RULES:
             raise ValueError(f"rule must be one of {', '.join(FRAME_RULES)}, got {self.rule!r}")
         if self.rule != TRUNCATE and self.fps is not None:
-            raise ValueError(f"the rule {self.rule} is of num_frames, and does not go with fps")
+            raise ValueError(f"the rule {self.rule} applies only to num_frames; it cannot be combined with fps")
         if (self.num_frames is None) == (self.fps is None):
-            raise ValueError("sampling goes by num_frames or by fps: give one of them and set the other to None")
+            raise ValueError("give exactly one of num_frames and fps, and set the other to None")
         if self.num_frames is not None and self.num_frames < 1:
             raise ValueError(f"num_frames must be at least 1, got {self.num_frames}")
         if self.fps is not None and not (math.isfinite(self.fps) and self.fps > 0):
@@ -135,7 +135,7 @@ def find_tolerances(timestamps: NDArray[np.float64], tick_s: float) -> NDArray[n
     """
     steps = np.diff(timestamps, prepend=-math.inf, append=math.inf)
     before, after = steps[:-1], steps[1:]
-    if not (after > 0).all():  # frames at one time have the same neighbours
+    if not (after > 0).all():  # frames with equal timestamps have the same neighbors
         _, inverse = np.unique(timestamps, return_inverse=True)
         distinct = np.append(before[before > 0], math.inf)
         before, after = distinct[inverse], distinct[inverse + 1]
@@ -174,7 +174,7 @@ def find_true_times(
         return timestamps, duration_s, tick_s
     end = float(even[-1] + 1 / fps)
     is_rounded = abs(duration_s - end) <= max(_TICKS * tick_s, _MS) + _EPSILON
-    # A first frame behind the start of the container is rounded itself.
+    # If the first frame is behind the container's start, its own time is rounded.
     return even, end if is_rounded else duration_s, tick_s if timestamps[0] else 0.0
 
 

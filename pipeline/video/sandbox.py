@@ -48,7 +48,7 @@ from pipeline.video.frame_folders import JPEGS
 from pipeline.video.shared_frames import ReceivedFrames, SharedFrames
 
 _LOG = logging.getLogger(__name__)
-# Above the niceness of the worker, so that the thread which launches a GPU's kernels does not wait for decoders' turns.
+# Added to the worker's niceness, so that the thread that launches GPU kernels does not wait for decoders.
 _NICER = 5
 _START_S = 120.0  # seconds for a child to start; the first waits for the fork server's imports
 _PRELOAD = ["numpy", "torch", "av", decode.__name__]

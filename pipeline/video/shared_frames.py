@@ -20,7 +20,7 @@ import numpy as np
 from pipeline.video.decoders import Frames
 
 _MAX_IDLE_BYTES = 64 * 2**20  # bytes of memory kept for the next videos
-_AT_ONCE = getattr(mmap, "MAP_POPULATE", 0)  # one call for all pages, not a fault for each
+_AT_ONCE = getattr(mmap, "MAP_POPULATE", 0)  # map all pages in one call instead of one page fault each
 
 
 class Handover(NamedTuple):
@@ -46,7 +46,7 @@ class SharedFrames:
         self._lent: dict[int, mmap.mmap] = {}
         self._n_pieces = 0
         self._current: tuple[int, mmap.mmap] | None = None
-        self._descriptor: int | None = None  # of the current piece, where its reader does not have it yet
+        self._descriptor: int | None = None  # of the current block, if it is new to the reader
 
     def reuse(self, numbers: list[int]) -> None:
         """Mark the blocks with these numbers, which the reader has freed, as idle.
@@ -64,7 +64,7 @@ class SharedFrames:
         it if it is new, so the first array must no longer be used.
         """
         if self._descriptor is not None:
-            os.close(self._descriptor)  # the reader never got it: a new piece is dropped
+            os.close(self._descriptor)  # the reader never got it, so a new block is dropped
         elif self._current is not None:
             self._idle[self._current[0]] = self._current[1]
         self._current = self._descriptor = None
@@ -131,7 +131,7 @@ class ReceivedFrames:
         for number in handover.dropped:
             self._pieces.pop(number, None)
         if descriptor is not None:
-            # On a platform without seals it is a file of this process's user.
+            # On a platform without seals, it is a file that belongs to this process's user.
             has_seals = hasattr(os, "memfd_create")
             if has_seals and not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise OSError("the decode process handed over frames in memory that may shrink")

@@ -32,18 +32,18 @@ from pipeline.video.decode import DecodedVideo, DecodeRequest, convert_error
 from pipeline.video.frame_folders import FileState, sample_file, source_bytes, source_state
 from pipeline.video.sandbox import DecodeSandbox
 
-_MAX_REQUESTS = 32  # requests about files at a time
+_MAX_REQUESTS = 32  # concurrent requests about objects
 MISSING_STATE = FileState(-1, 0)
 _IN_MEMORY = re.compile(r"/proc/self/fd/\d+|/memfd:\S*(?: \(deleted\))?")
 
 
-#: Hands the bytes of a video to a function, at most so many of them, and returns their number.
+#: Takes a write function and a limit in bytes; writes a video's bytes and returns their number.
 Fetch = Callable[[Callable[[bytes], object], int], int]
 
 
 @dataclass
 class Source(AbstractContextManager["Source"]):
-    """A video that is ready to be decoded, or the fault that prevents it. ``prepare_source`` creates it; close it after use.
+    """A video that is ready to be decoded, or the fault that prevents it; ``prepare_source`` creates it. Close it.
 
     Attributes:
         location: the location of the video, with its current mark, and the size if it was fetched.
@@ -124,8 +124,7 @@ def prepare_source(location: Location, objects: Objects, limit: int, fetch: Fetc
 def same_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> Source:
     """Prepare the source of a row of the videos table if it still has the recorded size.
 
-    A fault other than "io" stays in the source of a local file. ``objects`` and ``fetch`` are those of
-    ``prepare_source``.
+    ``objects`` and ``fetch`` are those of ``prepare_source``.
 
     Raises:
         VideoFault: "io" if the source is gone or cannot be read, or the row lacks its size or hash.
@@ -154,7 +153,7 @@ def _check_present(row: VideoRow) -> None:
     """
     path = Path(row["uri"])
     if not path.is_absolute():
-        raise VideoFault("io", "the source is no file of this machine")
+        raise VideoFault("io", "the source is not a file on this machine")
     try:
         size = source_bytes(row["uri"])
     except (OSError, ValueError) as error:
@@ -223,7 +222,7 @@ class Sizes:
 
     def __init__(self, objects: Objects | None = None) -> None:
         self._objects = objects
-        self._n_requests = self._n_refused = 0  # requests; the latest requests in a row that were refused
+        self._n_requests = self._n_refused = 0  # all requests; refused requests in a row, up to the latest
         self._refusal: OSError | None = None
 
     @property
@@ -296,8 +295,8 @@ class Sizes:
 def make_no_answer(refusal: OSError) -> UsageError:
     """Return the error for a store that does not answer; the message has the refused address and the remedy."""
     return UsageError(
-        f"{refusal.filename}: whether cached videos have changed cannot be asked: {refusal.strerror}; "
-        "--on-changed skip keeps them unasked"
+        f"{refusal.filename}: cannot check whether cached videos have changed: {refusal.strerror}; "
+        "--on-changed skip keeps them without this check"
     )
 
 

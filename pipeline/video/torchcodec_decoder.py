@@ -10,11 +10,11 @@ from pipeline.video.probe import IndexMismatch, Orientation, VideoIndex
 
 try:
     from torchcodec.decoders import VideoDecoder
-except RuntimeError as error:  # its own message is several pages long
+except RuntimeError as error:  # torchcodec's own message is several pages long
     raise ImportError("torchcodec finds no shared libraries of FFmpeg here: apt-get install ffmpeg") from error
 
 
-# What torchcodec does for the degrees that it finds in the container.
+# The degrees that torchcodec finds in the container -> its rotation of frames.
 _TURNS = {
     0: Orientation(),
     90: Orientation(transpose=True, flip_rows=True),
@@ -40,7 +40,7 @@ class TorchcodecDecoder(LibraryDecoder):
         options = {"dimension_order": "NHWC", "num_ffmpeg_threads": 1, "device": self.device, "seek_mode": "exact"}
         video = VideoDecoder(index.path, stream_index=index.stream, **options)
         if _TURNS.get(round(video.metadata.rotation or 0) % 360) != index.orientation:
-            raise IndexMismatch("torchcodec turns its frames otherwise")
+            raise IndexMismatch("torchcodec rotates its frames differently")
         return video
 
     def frames(self, indices: list[int]) -> Frames:
