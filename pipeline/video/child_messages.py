@@ -36,12 +36,12 @@ class WrongMessage(Exception):  # noqa: N818
 
 
 class VideoMessage(NamedTuple):
-    """The message about a decoded video, whose frames are in shared memory.
+    """The message about a decoded video.
 
     Attributes:
-        video: the decoded video with an empty array in place of its frames.
+        video: the video with an empty array in place of its frames.
         shape: the shape [T, h, w, 3] of its frames.
-        handover: the message about the memory that holds them.
+        handover: the message about the shared memory that holds them.
     """
 
     video: DecodedVideo
@@ -177,8 +177,6 @@ def _make_video(fields: dict[Any, Any], n_frames: int, arrays: bytes) -> Decoded
     """Make the video of a message, with an empty array in place of its frames.
 
     Args:
-        fields: column name -> value.
-        n_frames: T.
         arrays: T frame indices (int64), then T timestamps (float64), both little-endian.
 
     Raises:

@@ -122,16 +122,16 @@ def sniff(path: str | Path) -> str:
 def recognise(head: bytes, path: str | Path) -> str:
     """Return the name of the FFmpeg demuxer for a file that begins with ``head``.
 
-    Known beginnings come first. A stream behind other bytes is only searched for in data of unknown format, and behind
-    MP3 audio and PNG and JPEG images.
+    Known containers come first. A stream behind other bytes is searched for only in data of unknown format, and behind
+    MP3 audio, PNG and JPEG images.
 
     Args:
-        head: the first HEAD_BYTES bytes, or the whole file if it is smaller.
-        path: the file's name for error messages; it is not opened.
+        head: the first HEAD_BYTES bytes, or the whole of a smaller file.
+        path: a name for error messages; it is not opened.
 
     Raises:
-        VideoFault: "policy" if the data is a list of other files or addresses, or if such a list precedes the stream;
-            otherwise "unsupported" if the data is not a known video container.
+        VideoFault: "policy" if the data is, or has before the stream, a list of other files or addresses; "unsupported"
+            for other data that is not a known video container.
     """
     start = head[:_MAGIC_BYTES]
     text = head.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
@@ -222,7 +222,6 @@ def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
     A table of samples of equal size has no entries: the samples must fit into the file instead.
 
     Args:
-        moov: the bytes that contain the table's box.
         kind_at: the offset of the box's four-letter type in ``moov``.
         file_size: the bytes of the file.
     """

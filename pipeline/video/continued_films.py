@@ -114,13 +114,12 @@ class ContinuedFile:
 def find_continuation(path: str, pid: int) -> Continuation | None:
     """Find the other PIDs of a transport stream that carry the same film as ``pid``, before or behind it.
 
-    These PIDs have the same codec, take turns with each other in the file, and never share a table. If several compete,
-    those of the PID's own program come first, then those that begin earlier. All get the PID of the earliest one, and
-    the tables from the first announcement of another PID on are hidden. PIDs that would fit but have another codec are
-    only named in ``note``. The file is read twice.
+    They have the same codec, take turns in the file, and never share a table. If several compete, those of the PID's
+    own program come first, then those that begin earlier. All get the PID of the earliest one; tables are hidden from
+    the first announcement of another PID on. PIDs of another codec are only named in ``note``. The file is read twice.
 
     Returns:
-        None if ``pid`` is not announced as video, or nothing was found. If only a note results, the arrays are empty.
+        None if ``pid`` is not announced as video, or nothing was found. If there is only a note, the arrays are empty.
 
     Raises:
         VideoFault: the file cannot be opened.
@@ -167,11 +166,8 @@ def _list_videos(path: str) -> tuple[dict[int, _Video], set[frozenset[int]], set
     """Scan a transport stream for the PIDs that its tables announce as video.
 
     Returns:
-        Four items: PID -> video, for PIDs that have packets; the pairs of PIDs that share a table; the PIDs of the
-        tables; and the end of the last packet in bytes (1 without packets).
-
-    Raises:
-        VideoFault: the file cannot be opened.
+        PID -> video, for PIDs that have packets; the pairs of PIDs that share a table; the PIDs of the tables; and the
+        end of the last packet in bytes (1 without packets).
     """
     announced: dict[int, tuple[int, int, int]] = {}
     spans: dict[int, dict[int, list[int]]] = {}
@@ -209,7 +205,7 @@ def iter_packets(
     Bytes in which fewer than five packets follow each other are skipped.
 
     Yields:
-        Positions relative to the start in bytes, [n]; PIDs, [n]; and the packets as a read-only view [n, 188].
+        Positions relative to the start, [n]; PIDs, [n]; and a read-only view of the packets, [n, 188].
     """
     start = 0
     rest = b""
@@ -346,7 +342,7 @@ def _is_mostly_video(path: str | Path, place: int) -> bool:
 def _has_packets(path: str | Path, place: int, pid: int, continuation: Continuation | None) -> bool:
     """Return True if video of ``pid`` or of new PIDs fills most of a transport stream behind the offset ``place``.
 
-    New PIDs are those without video before ``place``. "Most" is more than half of the packets.
+    New PIDs have no video before ``place``.
     """
     before, behind = set[int](), set[int]()  # PIDs with video
     counts = np.zeros(2**13, np.int64)

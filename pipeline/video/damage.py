@@ -60,11 +60,10 @@ def find_lost_stretches(
 
 
 def find_skipped_holes(timestamps: NDArray[np.float64], fps: float) -> tuple[Hole, ...]:
-    """Find the gaps of at least two frames in a file of constant rate that lists no timestamps.
+    """Find the gaps of at least two frames between decoded frames, in a file of constant rate that lists no times.
 
     Args:
         timestamps: [F] seconds of the decoded frames, ascending.
-        fps: the file's frames per second.
     """
     long = np.flatnonzero(np.diff(timestamps) > (_MIN_LOST_FRAMES + 0.5) / fps)
     return tuple(Hole(float(timestamps[i]) + 1 / fps, float(timestamps[i + 1])) for i in long)
@@ -83,21 +82,20 @@ def find_unlisted_hole(index: VideoIndex, packets: VideoPackets) -> tuple[Hole, 
 def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], warnings: int) -> tuple[Hole, ...]:
     """Return the holes that damage made in a clip, unless they are too large for it to be decoded.
 
-    A clip is damaged if FFmpeg reported errors, if the rest of a file of stated length was not read, if its codec's
-    decoder reports no errors (AV1), or if it has no frame. Holes before the video's first frame do not count in a clip
-    with frames, since a recording may begin anywhere.
+    A clip is damaged if FFmpeg reported errors, if part of a file of stated length was not read, if its codec's decoder
+    reports no errors (AV1), or if it has no frame. In a clip with frames, holes before the video's first frame do not
+    count, since a recording may begin anywhere.
 
     Args:
         clip: start and end in seconds; None for the video's start or end.
         warnings: the number of errors that FFmpeg logged while it read the file.
 
     Returns:
-        The holes that overlap the clip. The tuple is empty if the clip is not damaged, or does not start before its
-        end.
+        The holes that overlap the clip; an empty tuple if the clip is not damaged or does not start before its end.
 
     Raises:
         VideoFault: "corrupt" if more than MAX_LOST of a damaged clip or MAX_UNSHOWN of another clip does not decode, or
-            if FFmpeg reported errors and no frame lies in the clip (as far as the file states its length).
+            if FFmpeg reported errors and no frame lies in the clip (within the stated length).
     """
     start, stop = 0.0 if clip[0] is None else clip[0], math.inf if clip[1] is None else clip[1]
     if not start < stop:

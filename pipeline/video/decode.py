@@ -324,17 +324,17 @@ class _Decoding:
         """Resize frames as they arrive, so that full-size frames never pile up, and copy repeated frames.
 
         The size that the model wants follows from the largest frame. If a frame is larger than all before it, the
-        resized frames before it are resized once more.
+        resized frames before it are resized once more. The final frames are in an array from ``allocate``.
 
         Args:
             chunks: arrays [k,H,W,3] of the distinct frames of ``indices``.
             indices: [T] chosen frames, ascending, possibly repeated.
 
         Returns:
-            The frames [T,h,w,3], and the distinct sizes (H, W) that they had; the largest is last.
+            The frames [T,h,w,3], and the distinct sizes (H, W) that they had, the largest last.
 
         Raises:
-            VideoFault: "too-short" or "unsupported" if the model takes no such video.
+            VideoFault: "too-short" or "unsupported" if the model takes no such video or a frame exceeds MAX_PIXELS.
             IndexMismatch: the chunks are not RGB, or hold fewer frames.
         """
         unique, inverse = np.unique(indices, return_inverse=True)
@@ -439,9 +439,9 @@ def count_warnings() -> Iterator[Callable[[], int]]:
 
 
 def convert_error(error: Exception, backend: str | None) -> VideoFault:
-    """Convert an exception that was raised while a video was read to a VideoFault with the class that fits it.
+    """Convert an exception that was raised while a video was read to a VideoFault of the fitting class.
 
-    If the error comes from the code of a user decoder, the class is "own-code" and the message begins with FILE:LINE.
+    An error in the code of a user decoder gets the class "own-code", and its message begins with FILE:LINE.
 
     Args:
         backend: the decoder that was reading; None if there was none.

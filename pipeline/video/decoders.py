@@ -97,8 +97,7 @@ def decoder_version(name: str | None) -> str | None:
 def find_version(decoder: type[FrameDecoder]) -> str:
     """Return the version of a decoder class; for a user decoder, followed by CODE and the hash of its code.
 
-    Raises:
-        UsageError: that code is in no file, or a module that it imports has a syntax error.
+    Raises UsageError if that code is in no file or has a syntax error.
     """
     code = f"{CODE}{hash_code(decoder)}" if is_own(decoder) else ""
     return f"{decoder.version}{code}"
@@ -224,9 +223,9 @@ class PyavDecoder:
     def _iter_frames(self, indices: NDArray[np.int64]) -> Iterator[av.VideoFrame]:
         """Yield the decoded frames with the numbers ``indices``, from no more packets than they need.
 
-        Frames are identified by their presentation times, or by counting from the start of a file without times. Before
-        each yield, ``_orientation`` is set to that of the frame: its own display matrix, otherwise the last one since
-        the run's keyframe, otherwise that of the index.
+        Frames are identified by their presentation times, or by counting in a file without times. Before each yield,
+        ``_orientation`` is set to that of the frame: its own display matrix, otherwise the last one since the run's
+        keyframe, otherwise that of the index.
 
         Raises:
             IndexMismatch: a frame does not come out, or the file marks a frame as a keyframe that is not one.

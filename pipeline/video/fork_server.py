@@ -78,7 +78,10 @@ def fork_ahead() -> Iterator[None]:
     start = util.spawnv_passfds
 
     def spawn(path: bytes, arguments: Sequence[str | bytes], descriptors: Sequence[int]) -> int:
-        """Hand a fork server's descriptors to the waiting process, or start a process; return its PID."""
+        """Hand a fork server's descriptors to the waiting process and return its PID.
+
+        Start a process as usual for other requests, and if no process waits or it was killed.
+        """
         global _standing_by  # noqa: PLW0603
         stand_by_process = _standing_by
         if stand_by_process is None or forkserver.__name__ not in str(arguments[-1]) or len(descriptors) != 2:

@@ -179,11 +179,9 @@ class _H264Parameters(NamedTuple):
     """The fields of an H.264 sequence parameter set that are needed to parse slice headers.
 
     Attributes:
-        frame_bits: bits of a frame number.
-        order_type: pic_order_cnt_type: 0 if slices state their position in the order, 2 if stored order is shown order.
-        order_bits: bits of that position; 0 unless the type is 0.
+        order_type: 0 if slices state positions in the shown order (of ``order_bits`` bits), 2 if stored order is shown
+            order.
         has_planes: True if color planes are coded separately.
-        only_frames: True if no picture is a field.
     """
 
     frame_bits: int
@@ -194,10 +192,7 @@ class _H264Parameters(NamedTuple):
 
     @classmethod
     def read(cls, data: bytes) -> _H264Parameters:
-        """Parse a parameter set; ``data`` begins behind the header byte of its unit and is unescaped.
-
-        Missing bits count as zeros, so truncated data raises no error.
-        """
+        """Parse an unescaped parameter set behind its unit's header byte; missing bits count as zeros."""
         bits = _Bits(data)
         profile = bits.read(8)
         has_planes = False
@@ -246,7 +241,6 @@ class H264Picture(NamedTuple):
     Attributes:
         starts_order: True for an IDR picture, from which the shown order is counted.
         is_reference: True if other pictures may refer to it.
-        frame_number: its frame_num.
         order: the low bits of its position in the shown order; None if slices do not state it.
         field: 0 for a top field, 1 for a bottom field, None for a frame.
     """
@@ -308,12 +302,7 @@ class H264Headers:
             yield offset
 
     def _read_slice(self, unit: int, data: bytes) -> H264Picture | None:
-        """Parse a slice header with the current parameters; return None without any.
-
-        Args:
-            unit: the header byte of the slice's unit.
-            data: the bytes behind it, unescaped.
-        """
+        """Parse an unescaped slice header behind ``unit``, its unit's header byte; None without parameters."""
         parameters = self._parameters
         bits = _Bits(data)
         if parameters is None:

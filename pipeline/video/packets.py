@@ -420,7 +420,7 @@ def open_container(path: str, demuxer: str, continuation: Continuation | None = 
 def read_packets(path: str, demuxer: str) -> VideoPackets:
     """Read the packets of the best video stream that has any, or of an empty stream if none has.
 
-    A transport stream that lacks a part is read again with the film's other PIDs. The caller closes the result.
+    A transport stream with large gaps is read again with the film's other PIDs. The caller closes the result.
 
     Raises:
         VideoFault: "unsupported" if no stream can be decoded (``pick_stream``).
@@ -479,8 +479,8 @@ def _sub_layers(data: bytes | memoryview) -> set[int]:
 def _read_stated_seconds(container: InputContainer, stream: av.VideoStream, demuxer: str) -> float | None:
     """Return the end of a video in seconds as its container states it, or None.
 
-    The stream's duration counts first, then its DURATION tag, then the file's duration if it has no sound. Containers
-    other than _STATING give None.
+    The stream's duration counts first, then its DURATION tag, then the file's duration if it has no sound; the last two
+    less the container's start. Containers other than _STATING give None.
     """
     if demuxer not in _STATING:
         return None

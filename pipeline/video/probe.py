@@ -160,10 +160,9 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
 def scan(index: VideoIndex) -> VideoIndex:
     """Return a new index of the frames that come out when the whole file is decoded.
 
-    Times come from the decoded frames where they ascend; otherwise from those that ascend if the old index has times,
-    or by counting at the stated rate. Holes are the frames of the old index that do not come out, and what the
-    container states beyond them; for AVI files without usable times, also gaps between decoded frames. The new index
-    shares the old one's packets.
+    Times come from the decoded frames if they ascend; otherwise from those that do if the old index has times, or by
+    counting at the stated rate. Holes are the old index's frames that do not come out, and what the container states
+    beyond them; in AVI files without usable times, also gaps between decoded frames. Both indexes share the packets.
 
     Raises:
         VideoFault: "corrupt" if no frame comes out.
@@ -255,9 +254,9 @@ def _restore_rate(rate: Fraction) -> Fraction:
 def _find_true_rate(stated_rates: Sequence[Fraction], n_frames: int, span: Fraction, tick: Fraction) -> float:
     """Return the frames per second of a file by its timestamps.
 
-    The first stated rate that agrees with them is exact, while timestamps are rounded to ticks, or to the milliseconds
-    of a container that the file was copied from. If none agrees, the mean rate is returned; for a single frame, the
-    first stated rate.
+    This is the first stated rate that agrees with them, since timestamps are rounded: to ticks, or to the milliseconds
+    of a container that the file was copied from. Otherwise it is the mean rate; for a single frame, the first stated
+    rate.
 
     Args:
         stated_rates: at least one.
@@ -283,10 +282,9 @@ def _timestamps_usable(shown_packets: Sequence[PacketInfo], packets: VideoPacket
 
 
 def _goes_on(times: Sequence[int], demuxer: str) -> bool:
-    """Return True if times, in ticks, never jump back.
+    """Return True if times, in ticks, never jump back, as they do where recordings were joined.
 
-    A jump begins a new time line, as in joined recordings. In MPEG transport and program streams, FFmpeg turns it into
-    a large step forward, which counts too.
+    In MPEG transport and program streams, FFmpeg turns such a jump into a large step forward, which counts too.
     """
     max_step = _MAX_STEP if demuxer in _WRAPPING else math.inf
     return all(0 <= b - a < max_step for a, b in pairwise(times))

@@ -165,9 +165,7 @@ def find_true_times(
 
     Args:
         timestamps: [F] seconds, ascending, at least one.
-        duration_s: end of the last frame in seconds.
         fps: average frames per second of the file.
-        tick_s: seconds per tick of the container's clock.
     """
     even = timestamps[0] + np.arange(len(timestamps)) / fps
     if not _is_near(timestamps, even, 1 / fps, tick_s):

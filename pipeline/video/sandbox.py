@@ -290,8 +290,7 @@ def _hide_main_module() -> Iterator[None]:
 def _make_crash_fault(code: int | None, backend: str | None) -> VideoFault:
     """Return the "crash" fault of a video whose decode process ended with ``code``.
 
-    A negative code is the signal that ended it; SIGKILL adds a hint about memory. None means that it did not end by
-    itself.
+    A negative code is the signal that ended it, and None means that it did not end by itself. SIGKILL adds a hint.
     """
     if code is None or code >= 0:
         return VideoFault("crash", f"the decode process ended with exit code {code}", backend=backend)

@@ -99,11 +99,10 @@ class Source(AbstractContextManager["Source"]):
 def prepare_source(location: Location, objects: Objects, limit: int, fetch: Fetch | None = None) -> Source:
     """Fetch a remote file or a member of an archive into a Source, or look up the mark of a local path.
 
-    A local file or folder is not opened: if it does not exist, the decode process raises the fault. No exception is
-    raised for a failed fetch: it becomes the ``fault`` of the source.
+    A local path is not opened: if it does not exist, the decode process raises the fault. A failed fetch raises
+    nothing: it becomes the source's ``fault``.
 
     Args:
-        location: the location of the video.
         objects: the client for remote files; each is one GET.
         limit: the largest number of bytes to fetch.
         fetch: fetches a member of an archive; None for a separate file.
@@ -145,11 +144,11 @@ def same_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> 
 
 
 def _check_present(row: VideoRow) -> None:
-    """Raise VideoFault("io") unless the file of a row exists on this machine.
+    """Check that the file of a row is on this machine and has the recorded size.
 
     Raises:
-        VideoFault: "io" if ``uri`` is not an absolute path, or the path does not exist or cannot be read.
-        ReplacedSource: the file or folder has another size than the row records.
+        VideoFault: "io" if ``uri`` is not an absolute path or cannot be read.
+        ReplacedSource: the file or folder has another size.
     """
     path = Path(row["uri"])
     if not path.is_absolute():
@@ -214,10 +213,8 @@ def _make_fault(uri: str, error: Exception, limit: int) -> VideoFault:
 class Sizes:
     """Looks up current sizes and marks of files and objects.
 
-    A store that never answers is an error, since guessing whether its objects changed would not be safe.
-
-    Args:
-        objects: the client for remote files; None creates one from the environment when it is needed.
+    A store that never answers is an error, as no guess about its objects would be safe. Without ``objects``, the client
+    is created from the environment when it is needed.
     """
 
     def __init__(self, objects: Objects | None = None) -> None:
@@ -235,8 +232,7 @@ class Sizes:
     def of(self, paths: Sequence[str]) -> list[int]:
         """Return the size of each file or object, -1 if it is gone or the request was refused.
 
-        Raises:
-            UsageError: the store refused _MAX_REQUESTS requests in a row.
+        Raises UsageError if the store refused _MAX_REQUESTS requests in a row.
         """
         return [state.size for state in self.states(paths)]
 
@@ -259,8 +255,7 @@ class Sizes:
     def _on_s3(self, uris: Sequence[str]) -> Iterator[FileState]:
         """Yield the state of each object in order, MISSING_STATE if it is gone or the request was refused.
 
-        Raises:
-            UsageError: the store refused _MAX_REQUESTS requests in a row.
+        Raises UsageError if the store refused _MAX_REQUESTS requests in a row.
         """
         if not uris:
             return
