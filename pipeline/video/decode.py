@@ -115,7 +115,7 @@ class DecodedVideo:
         timestamps: [T] float64 seconds of these frames from the start of the file, as players show them.
         record: the columns of the videos table that decoding determines (``Column.decoded``). Those that the file does
             not state are absent or None.
-        attempts: the number of decoding attempts: 2 if a decoder other than PyAV ended the first decode process.
+        attempts: the number of decoding attempts: 2 if a built-in decoder other than PyAV ended the first process.
         cpu_s: CPU seconds of the process while it decoded the video.
     """
 
@@ -196,7 +196,8 @@ class _Decoding:
         """Decode the file or folder of frames; the record includes the size, hash and sample of the source.
 
         Raises:
-            VideoFault: the path is not a video that may be read, the file is cut off, or a step below found a fault.
+            VideoFault: the path is not a video that may be read; "corrupt" if the file is cut off or a sample table
+                exhausts the memory with entries that it does not hold; or a step below found a fault.
             Exception: any error of a decoder.
         """
         # A relative "http:x" must not look like an address to FFmpeg.

@@ -132,7 +132,10 @@ class LibraryDecoder:
 
     @staticmethod
     def reason_against(index: VideoIndex) -> str:
-        """Return why the library may deliver frames that no player shows, or "" if there is no reason."""
+        """Return why the library may deliver frames that no player shows, or "" if there is no reason.
+
+        Reasons are missing times, containers other than MP4 and Matroska, hidden packets, and parameters that change.
+        """
         if index.packets is None or index.pts is None:
             return "the file has no timestamps"
         if index.demuxer not in ("mov", "matroska"):

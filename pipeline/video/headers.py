@@ -61,7 +61,7 @@ def shows_vp8(data: memoryview) -> bool:
 
 
 def shows_vp9(data: memoryview) -> bool:
-    """Return True if at least one of the frames in a packet of VP9 is shown; a superframe has several."""
+    """Return True if a packet of VP9 shows at least one of its frames (a superframe has several), or is not VP9."""
     if _shows_vp9_frame(data[0]):
         return True
     marker = data[-1]

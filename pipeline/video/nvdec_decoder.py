@@ -32,7 +32,7 @@ class PyavNvdecDecoder(PyavDecoder):
     """
 
     def __init__(self, index: VideoIndex) -> None:
-        """Create a decoder on the GPU.
+        """Create a decoder on the GPU, whose primary context then stays alive until the process ends.
 
         Raises:
             IndexMismatch: the codec is decoded on the CPU only.

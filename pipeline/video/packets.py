@@ -363,8 +363,8 @@ class VideoPackets:
     def _read_again(self, start: int, may_seek: bool = True) -> Iterator[av.Packet]:
         """Yield the packets from number ``start`` on, from a second opening of the file that stays open.
 
-        It seeks in containers where that is reliable, and otherwise reads up to the packet; if a seek goes past the
-        packet, it reads from the beginning.
+        If ``may_seek``, it seeks in containers where that is reliable, otherwise it reads up to the packet. If a seek
+        goes past the packet, it reads from the beginning.
         """
         if self._second_file is None or start < self._next:
             self._second_file, self._next = self._open(), 0

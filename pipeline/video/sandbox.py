@@ -89,8 +89,8 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
     def decode(self, request: DecodeRequest, descriptor: int | None = None) -> DecodedVideo:
         """Decode one video in the child, which is started if there is none.
 
-        If a decoder other than PyAV ends the child, PyAV tries once more in the remaining time; the result then has 2
-        ``attempts`` and a note.
+        If a built-in decoder other than PyAV ends the child, PyAV tries once more in the remaining time; the result
+        then has 2 ``attempts`` and a note.
 
         Args:
             descriptor: an open file to read instead of ``request.path``. It stays the caller's.
@@ -302,8 +302,8 @@ def _make_crash_fault(code: int | None, backend: str | None) -> VideoFault:
 def _serve(pipe: Connection, memory_mb: int, on_gpu: bool, gpus: str | None) -> None:
     """Answer the requests that come through the pipe, in the child, until the parent closes it or is gone.
 
-    Confines this process first, and sends a note about that ("" if all limits are set). Any exception becomes a fault,
-    which is sent as the answer.
+    Confines this process first, and sends a note about that ("" if all limits are set). Frames stay in shared memory; a
+    new block's descriptor follows its message. Any exception is sent as a fault.
 
     Args:
         gpus: the value of CUDA_VISIBLE_DEVICES; None leaves it unchanged.
