@@ -232,10 +232,7 @@ def iter_packets(
 
 
 def _count_good(packets: NDArray[np.uint8]) -> int:
-    """Return the number of packets before the first one without a sync byte; all of them if none lacks it.
-
-    The search stops in the first step that finds one.
-    """
+    """Return the number of packets before the first one without a sync byte; all of them if none lacks it."""
     start, step = 0, 64
     while start < len(packets):
         lost = np.flatnonzero(packets[start : start + step, 0] != ord("G"))

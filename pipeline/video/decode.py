@@ -456,7 +456,12 @@ def convert_error(error: Exception, backend: str | None) -> VideoFault:
 
 
 def _fault_class(error: Exception) -> FaultClass:
-    """Return the fault class of an exception that was raised while a video was read; "internal" for an unknown kind."""
+    """Return the fault class of an exception that was raised while a video was read.
+
+    "out-of-memory" for MemoryError, ENOMEM, EFBIG and torch's failed allocations; "unsupported" if FFmpeg has no
+    decoder; "corrupt" for its other errors and IndexMismatch; "io" for missing files and other OSErrors; otherwise
+    "internal".
+    """
     if isinstance(error, MemoryError) or getattr(error, "errno", None) in (errno.ENOMEM, errno.EFBIG):
         return "out-of-memory"  # files, as those in memory that hold frames, have the same limit
     if isinstance(error, RuntimeError) and _TORCH_OUT_OF_MEMORY.search(str(error)):

@@ -226,7 +226,7 @@ class _H264Parameters(NamedTuple):
 
 
 def _skip_scaling_list(bits: _Bits, size: int) -> None:
-    """Read past a scaling list of ``size`` differences, which ends early where the rest is equal."""
+    """Read past a scaling list of up to ``size`` differences."""
     scale = 8
     for _ in range(size):
         number = bits.read_ue()

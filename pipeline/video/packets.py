@@ -241,10 +241,10 @@ class VideoPackets:
         yield from self._frames_of(codec, None)
 
     def _decoder_for(self, start: int, stop: int) -> av.CodecContext:
-        """Return the stream's decoder, or a new one if it would go back in a stream whose parameters it may know.
+        """Return the stream's decoder; for H.264 and HEVC, a new one if it has already decoded packets after ``start``.
 
         A flush does not make the decoder forget the parameters of later packets (another frame size, for example), and
-        the earlier packets may have none of their own.
+        the earlier packets may have none of their own. A new decoder opens the file again.
         """
         if start < self._decoded and self._decoded > 1 and self.codec in _KEEPING:
             if self._decoder_file is not None:
@@ -387,7 +387,7 @@ class VideoPackets:
     def _iter_packets(self, container: InputContainer, stream: av.VideoStream) -> Iterator[av.Packet]:
         """Yield the packets of a stream to the end of the file, each with one frame at most.
 
-        After damage a transport stream's demuxer asks to be called again (BlockingIOError), which is done.
+        After damage, the demuxer of transport streams raises BlockingIOError, and reading continues.
         """
         unpacker = BitStreamFilterContext("mpeg4_unpack_bframes", stream) if self._is_packed else None
         while True:
