@@ -1,1 +1,1 @@
-"""A video file or a folder of frames -> the sampled frames, or a fault that says what is wrong; no Ray, no models."""
+"""Decode a video file or a folder of frames to the sampled frames, or to a fault with its reason; no Ray, no models."""

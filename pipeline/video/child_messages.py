@@ -1,7 +1,7 @@
-"""The messages of a decode process to its parent: JSON and arrays of numbers, which hold no code.
+"""The messages from a decode process to its parent: JSON and arrays of numbers, which cannot carry code.
 
-A hostile video may have taken over the decode process. So the parent reads no more bytes than a message may have,
-waits no longer than its caller allows, and checks the type and range of every value before anything uses it.
+A hostile video may have taken over the decode process. The parent therefore limits the size of a message and the time
+that it waits for one, and checks the type and range of every value before anything uses it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,26 @@ from pipeline.rows import VIDEO_COLUMNS, Column, VideoRecord
 from pipeline.video.decode import DecodedVideo
 from pipeline.video.shared_frames import Handover
 
-_MAX_BYTES = 2**16  # bytes of a message's JSON, whose texts have 1 KB at most
-_MAX_FRAMES = 2**22  # frames of a video, of which a message has the numbers and times
+_MAX_BYTES = 2**16  # bytes of a message's JSON, in which each text has 1 KB at most
+_MAX_FRAMES = 2**22  # frames of a video, whose indices and times are in its message
 _MAX_MESSAGE_BYTES = _MAX_BYTES + 16 * _MAX_FRAMES
-_MAX_WAIT_S = 1e6  # a pipe is polled for 2^31 ms at most
+_MAX_WAIT_S = 1e6  # a pipe can be polled for 2^31 ms at most
 _COLUMNS: Mapping[str, Column] = {name: column for name, column in VIDEO_COLUMNS.items() if column.decoded}
-_BITS = {"int32": 31, "int64": 63, "uint64": 64}  # the bits of integers of 0 or more, by the type of their column
+_BITS = {"int32": 31, "int64": 63, "uint64": 64}  # bits of nonnegative integers, by the type of their column
 
 
 class WrongMessage(Exception):  # noqa: N818
-    """What a decode process sent is no message of ours."""
+    """The decode process sent data that is not a valid message. The parent raises it."""
 
 
 class VideoMessage(NamedTuple):
-    """A decoded video without its pixels, the shape [T,h,w,3] of its frames, and the message about their memory."""
+    """The message about a decoded video.
+
+    Attributes:
+        video: the video with an empty array in place of its frames.
+        shape: the shape [T, h, w, 3] of its frames.
+        handover: the message about the shared memory that holds them.
+    """
 
     video: DecodedVideo
     shape: tuple[int, int, int, int]
@@ -44,17 +50,21 @@ class VideoMessage(NamedTuple):
 
 
 def send_text(pipe: Connection, text: str) -> None:
-    """Send a text: first a note about the process itself, later the name of each decoder that it tries."""
+    """Send a text to the parent: first a note about the process, later the name of each decoder that it tries."""
     _send(pipe, {"text": text})
 
 
 def send_fault(pipe: Connection, fault: VideoFault) -> None:
-    """Send the fault of a video; its message has 1 KB at most."""
+    """Send the class, message and decoder of a video's fault. Other attributes of the fault are not sent."""
     _send(pipe, {"fault": [fault.fault_class, fault.message, fault.backend]})
 
 
 def send_video(pipe: Connection, video: DecodedVideo, handover: Handover) -> None:
-    """Send a decoded video without its pixels, which are in shared memory; a column that its record lacks is null."""
+    """Send a decoded video without its frames, which the parent reads from shared memory.
+
+    Only the columns that decoding determines are sent (``Column.decoded``). A column that is missing in the record is
+    sent as null, and texts are made printable.
+    """
     values = ((name, video.record.get(name)) for name in _COLUMNS)
     fields = {name: printable(value) if isinstance(value, str) else value for name, value in values}
     arrays = np.asarray(video.frame_indices, "<i8").tobytes() + np.asarray(video.timestamps, "<f8").tobytes()
@@ -63,23 +73,29 @@ def send_video(pipe: Connection, video: DecodedVideo, handover: Handover) -> Non
 
 
 def _send(pipe: Connection, message: Mapping[str, Any], arrays: bytes = b"") -> None:
-    """Send a line of JSON and the bytes of arrays behind it."""
+    """Send a message as one line of JSON, followed by the bytes of its arrays."""
     pipe.send_bytes(json.dumps(message, default=np.generic.item).encode() + b"\n" + arrays)
 
 
 def receive(pipe: Connection, deadline: float, max_frame_bytes: int) -> str | VideoFault | VideoMessage:
-    """Receive the next message of a decode process; a fault is returned, not raised.
+    """Receive and check the next message of a decode process.
 
     Args:
-        deadline: until when to wait for all of it (monotonic), also if only a part comes.
-        max_frame_bytes: bytes that all frames of a video may have together.
+        deadline: the ``time.monotonic()`` at which waiting ends, even if part of the message has arrived.
+        max_frame_bytes: the largest allowed size of all frames of a video together.
 
-    Raises TimeoutError, EOFError or OSError at the end of the pipe, WrongMessage for anything else than a message.
+    Returns:
+        A printable text, the fault of a video (it is not raised), or the message about a decoded video.
+
+    Raises:
+        TimeoutError: the message is not complete at the deadline.
+        EOFError, OSError: the pipe has ended.
+        WrongMessage: the data is not a valid message, or exceeds a limit.
     """
     try:
         (size,) = struct.unpack("!i", _read(pipe, deadline, 4))
         if not 0 <= size <= _MAX_MESSAGE_BYTES:
-            raise WrongMessage(f"its length is {size}, and not 0 to {_MAX_MESSAGE_BYTES}")
+            raise WrongMessage(f"its length is {size}, not 0 to {_MAX_MESSAGE_BYTES}")
         line, _, arrays = _read(pipe, deadline, size).partition(b"\n")
         if len(line) > _MAX_BYTES:
             raise WrongMessage(f"its text has {len(line)} bytes, more than {_MAX_BYTES}")
@@ -90,44 +106,55 @@ def receive(pipe: Connection, deadline: float, max_frame_bytes: int) -> str | Vi
                 return VideoFault(fault_class, message, backend=backend)  # type: ignore[arg-type]
             case {"video": dict(fields), "shape": [*shape], "handover": [*handover], "cpu_s": float(cpu_s)}:
                 if not 0 <= cpu_s < math.inf:
-                    raise WrongMessage("its CPU seconds are no number of 0 or more")
+                    raise WrongMessage("its CPU seconds are not a number of 0 or more")
                 checked_shape = _check_shape(shape, max_frame_bytes)
                 video = replace(_make_video(fields, checked_shape[0], arrays), cpu_s=cpu_s)
                 return VideoMessage(video, checked_shape, _check_handover(handover))
     except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
         raise WrongMessage(f"{type(error).__name__}: {error}") from error
-    raise WrongMessage("it is of no known kind")
+    raise WrongMessage("its kind is unknown")
 
 
 def wait_for(pipe: Connection, deadline: float) -> None:
-    """Wait until there is something to read, or the pipe ended. Raises TimeoutError at the ``deadline`` (monotonic)."""
+    """Wait until the pipe has data to read or has ended.
+
+    Raises:
+        TimeoutError: neither happens before ``deadline`` (``time.monotonic()``), or within 10^6 s.
+    """
     if not pipe.poll(min(_MAX_WAIT_S, max(0.0, deadline - time.monotonic()))):
         raise TimeoutError
 
 
 def _read(pipe: Connection, deadline: float, size: int) -> bytes:
-    """Read so many bytes of a message as ``Connection.send_bytes`` frames it: four bytes of its length, then itself.
+    """Read exactly ``size`` bytes of a message from the pipe; ``Connection.recv_bytes`` could not be limited in time.
 
-    ``Connection.recv_bytes`` would wait for the rest of a message without end.
+    Raises:
+        TimeoutError: they are not complete at the deadline.
+        EOFError, OSError: the pipe has ended.
     """
     data = bytearray()
     while len(data) < size:
         wait_for(pipe, deadline)
-        part = os.read(pipe.fileno(), size - len(data))
-        if not part:
+        chunk = os.read(pipe.fileno(), size - len(data))
+        if not chunk:
             raise EOFError
-        data += part
+        data += chunk
     return bytes(data)
 
 
 def _is_int(value: object, least: int, end: int) -> bool:
+    """Return True if ``value`` is an int (not a bool) in [least, end)."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < end
 
 
 def _check_shape(shape: list[Any], max_frame_bytes: int) -> tuple[int, int, int, int]:
-    """Return the shape [T,h,w,3] of a video's frames. Raises WrongMessage for another one, or for too many bytes."""
+    """Return the shape [T, h, w, 3] of a video's frames as a tuple.
+
+    Raises:
+        WrongMessage: it is not four positive integers that end in 3, or there are too many frames or bytes.
+    """
     if len(shape) != 4 or not all(_is_int(n, 1, 2**31) for n in shape) or shape[3] != 3 or shape[0] > _MAX_FRAMES:
-        raise WrongMessage("the shape of its frames is none")
+        raise WrongMessage("the shape of its frames is invalid")
     if math.prod(shape) > max_frame_bytes:
         raise WrongMessage(f"its frames have {math.prod(shape)} bytes, more than {max_frame_bytes}")
     n_frames, height, width, channels = shape
@@ -135,7 +162,11 @@ def _check_shape(shape: list[Any], max_frame_bytes: int) -> tuple[int, int, int,
 
 
 def _check_handover(handover: list[Any]) -> Handover:
-    """Return the message about a video's memory. Raises WrongMessage if it is none."""
+    """Convert the list [number, new, dropped] of a message to a Handover.
+
+    Raises:
+        WrongMessage: the list has another structure, or a number is negative.
+    """
     match handover:
         case [int(number), bool(new), [*dropped]] if all(_is_int(n, 0, 2**63) for n in [number, *dropped]):
             return Handover(number, new, tuple(dropped))
@@ -143,11 +174,19 @@ def _check_handover(handover: list[Any]) -> Handover:
 
 
 def _make_video(fields: dict[Any, Any], n_frames: int, arrays: bytes) -> DecodedVideo:
-    """Make the video of a message, without its pixels. Raises WrongMessage for a missing, unknown or wrong value."""
+    """Make the video of a message, with an empty array in place of its frames.
+
+    Args:
+        arrays: T frame indices (int64), then T timestamps (float64), both little-endian.
+
+    Raises:
+        WrongMessage: a column is missing, unknown or invalid; ``arrays`` has another length; indices are negative or
+            descend; or a timestamp is not finite.
+    """
     if fields.keys() != _COLUMNS.keys():
-        raise WrongMessage("its values are not those of a video")
+        raise WrongMessage("its columns are not those of a video")
     if len(arrays) != 16 * n_frames:
-        raise WrongMessage(f"its arrays have {len(arrays)} bytes, and not 16 for each of {n_frames} frames")
+        raise WrongMessage(f"its arrays have {len(arrays)} bytes, not 16 for each of {n_frames} frames")
     for name, value in fields.items():
         if not _is_valid(value, _COLUMNS[name]):
             raise WrongMessage(f"{name} has a wrong value")
@@ -164,8 +203,8 @@ def _make_video(fields: dict[Any, Any], n_frames: int, arrays: bytes) -> Decoded
 def _is_valid(value: object, column: Column) -> bool:
     """Return True if the decode process may send this value of a column.
 
-    The value has the column's type, and its range: integers are not negative, and other numbers are finite. None is
-    valid only if a file may leave the value unstated.
+    The value must have the column's type. Integers must not be negative, and other numbers must be finite. None is
+    valid only in a column that ``may_be_unstated``.
     """
     match value:
         case None:

@@ -1,12 +1,13 @@
-"""The kind of a file, told from its first bytes: only known video containers are ever handed to a decoder.
+"""Recognition of a file's container by its first bytes, so that only known video containers reach a decoder.
 
-FFmpeg guesses the format when it is not told, and some formats (playlists, concat scripts) name other files or hosts
-that it would then open. So the container is recognised here, and the file is opened with this demuxer alone.
+If FFmpeg is not told the format, it guesses one, and some formats (playlists, concat scripts) name other files or hosts
+that it would then open. The container is therefore recognized here, and the file is opened with the demuxer of that
+container only.
 
-A few demuxers find their stream behind other bytes: a capture that begins inside a packet, padding, an ID3 tag, or the
-header of an image. In a file of no known format, these streams are searched for as far as FFmpeg looks for them.
-Another container, an archive or a document is refused by its name, although a stream may stand inside it: read as a raw
-stream, it would lose its times and mix its parts.
+Some demuxers find their stream behind other bytes: a capture that begins inside a packet, padding, an ID3 tag, or the
+header of an image. In a file of unknown format, these streams are searched for as far as FFmpeg would look. Another
+container, an archive or a document is refused by name even if it contains a stream: read as a raw stream, it would lose
+its timestamps and mix its tracks.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from pathlib import Path
 
 from pipeline.errors import FaultClass, VideoFault, near_form
 
-HEAD_BYTES = 2**20  # bytes that are searched for a stream; FFmpeg searches as many
-_MAGIC_BYTES = 4096  # bytes that are compared with the beginnings of known formats
+HEAD_BYTES = 2**20  # bytes that are searched for a stream, as many as FFmpeg searches
+_MAGIC_BYTES = 4096  # bytes that are compared with the magic bytes of known formats
 
-# The tables of an MP4 file about its samples, and the bytes of an entry of each.
+# The sample tables of an MP4 file, and the bytes of an entry of each.
 _ENTRY_BYTES = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stsz": 4, b"stco": 4, b"co64": 8, b"stss": 4}
 _TABLES = re.compile(b"|".join(_ENTRY_BYTES))
 _VIDEO_BOXES = (b"moov", b"mdat", b"moof")
@@ -88,8 +89,8 @@ _REFUSED: tuple[tuple[bytes, FaultClass, str], ...] = (
 )
 # (offset of the sync byte, packet size) of transport streams: plain, M2TS, with error correction.
 _TS_PACKETS = ((0, 188), (4, 192), (0, 204))
-# What demuxers look for that find their stream behind other bytes -> name of the demuxer. A transport stream is told by
-# five packets in a row. The headers of elementary streams stand in the others too, so elementary streams come last.
+# The pattern that a demuxer looks for behind other bytes -> name of the demuxer. A transport stream is recognized by
+# five packets in a row. Other streams contain the headers of elementary streams too, so elementary streams come last.
 _STREAMS: tuple[tuple[bytes, str], ...] = (
     (rb"G(?:(?:.{187}G){4}|(?:.{191}G){4}|(?:.{203}G){4})", "mpegts"),
     # A pack header of MPEG-2 or MPEG-1 and the start code behind it.
@@ -101,36 +102,50 @@ _STREAMS: tuple[tuple[bytes, str], ...] = (
     # Parameter sets of the video and of the sequence.
     (rb"\x00\x00\x01\x40\x01.{4,256}?\x00\x00\x01\x42\x01", "hevc"),
 )
-# Other formats, as _REFUSED calls them, whose header FFmpeg passes over in front of a stream.
+# Formats (by their names in _REFUSED) whose header FFmpeg skips in front of a stream.
 _STREAMS_BEHIND = {"a PNG image": _STREAMS[:1], "a JPEG image": _STREAMS[:1], "MP3 audio": _STREAMS}
 _SCRIPT = re.compile(rb"#EXTM3U|ffconcat version|<MPD|c=IN IP|\[playlist\]", re.IGNORECASE)
 
 
 def sniff(path: str | Path) -> str:
-    """Return the FFmpeg demuxer to open a file with, by its first HEAD_BYTES bytes.
+    """Return the name of the FFmpeg demuxer to open a file with, from the file's first HEAD_BYTES bytes.
 
-    Raises VideoFault: "unsupported" for anything that is not a known video container, "policy" for playlists and for a
-    FIFO, socket or device, "io" where the file cannot be read. The message says what the file looks like.
+    Raises:
+        VideoFault: "unsupported" for a folder and for anything but a known video container; "policy" for a playlist or
+            other list of files, a FIFO, a socket or a device; "io" if the file cannot be opened. The message says what
+            the file looks like.
     """
     with open_regular(path) as file:
         return recognise(file.read(HEAD_BYTES), path)
 
 
 def recognise(head: bytes, path: str | Path) -> str:
-    """Return the demuxer for a file whose first HEAD_BYTES bytes are ``head``. Raises VideoFault as ``sniff``."""
+    """Return the name of the FFmpeg demuxer for a file that begins with ``head``.
+
+    Known containers come first. A stream behind other bytes is searched for only in data of unknown format, and behind
+    MP3 audio, PNG and JPEG images.
+
+    Args:
+        head: the first HEAD_BYTES bytes, or the whole of a smaller file.
+        path: a name for error messages; it is not opened.
+
+    Raises:
+        VideoFault: "policy" if the data is, or has before the stream, a list of other files or addresses; "unsupported"
+            for other data that is not a known video container.
+    """
     start = head[:_MAGIC_BYTES]
     text = head.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
     refused = next((kind for kind in _REFUSED if re.match(kind[0], text, re.DOTALL)), None)
     if refused is None:
         if container := next((demuxer for magic, demuxer in _DEMUXERS if re.match(magic, start, re.DOTALL)), None):
             return container
-        # Every packet begins with the sync byte, and there are two at least.
+        # Every packet must begin with the sync byte, and there must be at least two.
         if any(len(syncs := start[first::step]) >= 2 and set(syncs) == {0x47} for first, step in _TS_PACKETS):
             return "mpegts"
     _, fault_class, looks_like = refused or (b"", "unsupported", _describe_content(start))
     streams = _STREAMS if refused is None else _STREAMS_BEHIND.get(looks_like, ())
-    found = ((re.search(pattern, head, re.DOTALL), demuxer) for pattern, demuxer in streams)
-    position, demuxer = next(((match.start(), demuxer) for match, demuxer in found if match), (len(head), None))
+    matches = ((re.search(pattern, head, re.DOTALL), demuxer) for pattern, demuxer in streams)
+    position, demuxer = next(((match.start(), demuxer) for match, demuxer in matches if match), (len(head), None))
     if streams and _SCRIPT.search(head, 0, position):
         fault_class, looks_like = "policy", "a list of other files or addresses behind other data"
     elif demuxer:
@@ -139,10 +154,11 @@ def recognise(head: bytes, path: str | Path) -> str:
 
 
 def open_regular(path: str | Path) -> BufferedReader:
-    """Open a file for reading; the caller closes it.
+    """Open a file for reading in binary mode; the caller closes it.
 
-    Raises VideoFault: "io" where it is missing or unreadable, "unsupported" for a folder, "policy" for a FIFO, socket
-    or device.
+    Raises:
+        VideoFault: "io" if it is missing, cannot be opened or has a NUL byte in its name; "unsupported" for a folder;
+            "policy" for a FIFO, socket or device.
     """
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116 - first, since opening a FIFO would block
@@ -158,30 +174,37 @@ def open_regular(path: str | Path) -> BufferedReader:
 
 
 def count_missing_bytes(path: str | Path, demuxer: str) -> int:
-    """Return the number of bytes that a cut-off file lacks, by the lengths stated inside it.
+    """Return how many bytes a truncated file lacks, according to the lengths stated inside it.
 
-    The result is 0 for a complete file and a file that states no length. Containers other than MP4, Matroska and AVI
-    give 0 too. Raises VideoFault where the file cannot be opened.
+    The result is 0 for a complete file, a file that states no length, and containers other than MP4, Matroska and AVI.
+    Of MP4, only boxes with video count.
+
+    Raises:
+        VideoFault: the file cannot be opened.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         end = 0
-        if demuxer == "mov":  # the end of the last box with video: bytes appended to a file are no box
-            ends = [at + n_bytes for kind, at, n_bytes in _iter_mov_boxes(file, size) if kind in _VIDEO_BOXES]
+        if demuxer == "mov":  # the end of the last box with video, since bytes appended to a file are not a box
+            ends = [start + n_bytes for kind, start, n_bytes in _iter_mov_boxes(file, size) if kind in _VIDEO_BOXES]
             end = max(ends, default=0)
         elif demuxer == "matroska":
             end = _find_matroska_end(file)
         elif demuxer == "avi":
             file.seek(4)
             length = int.from_bytes(file.read(4), "little")
-            end = 0 if length == 2**32 - 1 else 8 + length  # left open, as in a pipe
+            end = 0 if length == 2**32 - 1 else 8 + length  # unknown, as in a file written to a pipe
         return max(0, end - size)
 
 
 def has_overstated_table(path: str | Path) -> bool:
-    """Return True if a table of samples in an MP4 file states more entries than it holds.
+    """Return True if a sample table of an MP4 file states more entries than it holds.
 
-    FFmpeg reserves memory for as many as are stated. Raises VideoFault("io") where the file cannot be read.
+    FFmpeg would reserve memory for all the stated entries. Only the first ``moov`` box is read; the result is False
+    without one.
+
+    Raises:
+        VideoFault: the file cannot be opened.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -194,26 +217,35 @@ def has_overstated_table(path: str | Path) -> bool:
 
 
 def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
-    """Return True if the MP4 table at ``kind_at``, the offset of its letters, states more entries than it holds."""
-    kind, box_end = moov[kind_at : kind_at + 4], kind_at - 4 + int.from_bytes(moov[kind_at - 4 : kind_at], "big")
+    """Return True if one sample table states more entries than fit into its box.
+
+    A table of samples of equal size has no entries: the samples must fit into the file instead.
+
+    Args:
+        kind_at: the offset of the box's four-letter type in ``moov``.
+        file_size: the bytes of the file.
+    """
+    kind = moov[kind_at : kind_at + 4]
+    box_end = kind_at - 4 + int.from_bytes(moov[kind_at - 4 : kind_at], "big")
     offset = kind_at + 8  # behind the version and the flags
     if kind == b"stsz":
         sample_bytes, offset = int.from_bytes(moov[offset : offset + 4], "big"), offset + 4
-        if sample_bytes:  # of every sample, so that no entries follow
+        if sample_bytes:  # all samples have this size, and no entries follow
             return int.from_bytes(moov[offset : offset + 4], "big") * sample_bytes > file_size
     return int.from_bytes(moov[offset : offset + 4], "big") * _ENTRY_BYTES[kind] > box_end - offset - 4
 
 
 def _iter_mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (four letters, start, length) of each top-level box; end before a box that states no length.
+    """Yield (four-letter type, start, length) of each top-level box of an MP4 file, in bytes.
 
-    A length may reach beyond ``size``, the bytes of the file.
+    It ends before a box that states no length. A length may reach beyond ``size``, the bytes of the file.
     """
     start = 0
     while start + 8 <= size:
         file.seek(start)
         header = file.read(16)
-        length, kind = int.from_bytes(header[:4], "big"), header[4:8]
+        length = int.from_bytes(header[:4], "big")
+        kind = header[4:8]
         if length == 1:
             length = int.from_bytes(header[8:16], "big")
         if length < 8:  # 0: the box ends with the file
@@ -223,7 +255,10 @@ def _iter_mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, in
 
 
 def _find_matroska_end(file: BufferedReader) -> int:
-    """Return the end of the segment, which holds everything after the EBML header; 0 where its length is left open."""
+    """Return the offset at which a Matroska file should end, or 0 if its segment states no length.
+
+    The segment holds everything behind the EBML header. The result is also 0 if no segment follows the header.
+    """
     header = file.read(64)
     length, width = _read_ebml_length(header[4:])
     segment = 4 + width + length
@@ -237,13 +272,20 @@ def _find_matroska_end(file: BufferedReader) -> int:
 
 
 def _read_ebml_length(data: bytes) -> tuple[int, int]:
-    """Read an EBML variable-length integer: its value, and the bytes that it takes."""
+    """Parse the EBML variable-length integer at the beginning of ``data``.
+
+    Returns:
+        Its value, and the number of bytes that it takes.
+    """
     width = 9 - data[0].bit_length() if data and data[0] else 8
     return int.from_bytes(data[:width], "big") & ((1 << (7 * width)) - 1), width
 
 
 def _describe_content(head: bytes) -> str:
-    """Describe data of no known format by its first bytes, for a fault's message."""
+    """Describe data of unknown format for an error message: "an empty file", "text" or "unknown binary data".
+
+    Text is printable UTF-8.
+    """
     if not head:
         return "an empty file"
     try:

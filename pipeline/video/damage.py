@@ -1,4 +1,4 @@
-"""Stretches of a video that its file lists and that do not decode, and when they make a video corrupt."""
+"""Holes: stretches of a video that do not decode although its file lists or states them, and how large they may be."""
 
 from __future__ import annotations
 
@@ -15,22 +15,27 @@ if TYPE_CHECKING:
     from pipeline.video.packets import VideoPackets
     from pipeline.video.probe import VideoIndex
 
-#: The share of a clip that may not decode: its frames are then chosen among the others. Beyond it a clip is corrupt.
+#: The share of a damaged clip that may be lost: frames are then chosen among the others. Above it the clip is corrupt.
 MAX_LOST = 0.25
-#: Likewise where FFmpeg reports no errors: some codecs store frames that are not shown.
+#: The same share if FFmpeg reports no errors: some codecs store frames that are not shown.
 MAX_UNSHOWN = 0.5
-# A single frame that does not come out is no hole: the second field of a picture, or a frame that is never shown.
+# A single lost frame is not a hole: it may be the second field of a picture, or a frame that is never shown.
 _MIN_LOST_FRAMES = 2
-# Codecs whose decoder passes over broken packets without a word.
+# Codecs whose decoder skips broken packets without logging an error.
 _SILENT = ("av1",)
 
 
 class Hole(NamedTuple):
-    """A stretch that does not decode: from its first frame to the next frame that does, or to the end; seconds."""
+    """A stretch of a video that does not decode.
+
+    Attributes:
+        start: the time of its first lost frame, in seconds.
+        end: the time of the next frame that decodes, or the end of the video.
+        listed: True if the file lists frames there; False if only a stated length or the file's size suggests them.
+    """
 
     start: float
     end: float
-    #: Whether the file lists frames there; otherwise it only states that it is so long.
     listed: bool = True
 
     def __str__(self) -> str:
@@ -42,12 +47,12 @@ class Hole(NamedTuple):
 def find_lost_stretches(
     timestamps: NDArray[np.float64], is_lost: NDArray[np.bool_], duration_s: float
 ) -> tuple[Hole, ...]:
-    """Return the holes that several lost frames in a row make; a single lost frame is no hole.
+    """Group lost frames into holes, in order; a single lost frame is not a hole.
 
     Args:
         timestamps: [F] seconds of the listed frames, ascending.
-        is_lost: [F], whether a frame does not come out of the decoder.
-        duration_s: end of the last listed frame, seconds.
+        is_lost: [F], True for each frame that does not come out of the decoder.
+        duration_s: end of the last listed frame, in seconds.
     """
     starts = [*timestamps.tolist(), duration_s]
     runs = ([index for index, _ in run] for lost, run in groupby(enumerate(is_lost), lambda item: item[1]) if lost)
@@ -55,31 +60,42 @@ def find_lost_stretches(
 
 
 def find_skipped_holes(timestamps: NDArray[np.float64], fps: float) -> tuple[Hole, ...]:
-    """Return the holes between decoded frames, at [F] seconds, of a file of constant rate that lists no times."""
+    """Find the gaps of at least two frames between decoded frames, in a file of constant rate that lists no times.
+
+    Args:
+        timestamps: [F] seconds of the decoded frames, ascending.
+    """
     long = np.flatnonzero(np.diff(timestamps) > (_MIN_LOST_FRAMES + 0.5) / fps)
     return tuple(Hole(float(timestamps[i]) + 1 / fps, float(timestamps[i + 1])) for i in long)
 
 
 def find_unlisted_hole(index: VideoIndex, packets: VideoPackets) -> tuple[Hole, ...]:
-    """Return the hole behind the last frame of a video that seems to go on, by its ``packets``."""
+    """Return the hole behind the last listed frame if the video seems to continue there, otherwise ().
+
+    The video continues if ``packets`` state or suggest an end that is more than two frames later.
+    """
     end_s = packets.find_end(index.duration_s)
     goes_on = end_s - index.duration_s > _MIN_LOST_FRAMES / index.fps
     return (Hole(index.duration_s, end_s, listed=False),) if goes_on else ()
 
 
 def check_decodable(index: VideoIndex, clip: tuple[float | None, float | None], warnings: int) -> tuple[Hole, ...]:
-    """Return the holes that damage made in a clip, small enough for its frames to be chosen among the others.
+    """Return the holes that damage made in a clip, unless they are too large for it to be decoded.
 
-    Holes up to MAX_UNSHOWN of the clip are no damage if FFmpeg reported no errors. A loss in front of the first frame
-    is no damage: a recording may begin anywhere. But a clip without any frame counts as damaged in any case, as far as
-    the file lists or states it.
+    A clip is damaged if FFmpeg reported errors, if part of a file of stated length was not read, if its codec's decoder
+    reports no errors (AV1), or if it has no frame. In a clip with frames, holes before the video's first frame do not
+    count, since a recording may begin anywhere.
 
     Args:
         clip: start and end in seconds; None for the video's start or end.
-        warnings: errors that FFmpeg logged while it read the file.
+        warnings: the number of errors that FFmpeg logged while it read the file.
 
-    Raises VideoFault("corrupt") where more than MAX_LOST of a damaged clip does not decode, or MAX_UNSHOWN of another
-    clip. A clip without a frame is corrupt too if FFmpeg reported errors.
+    Returns:
+        The holes that overlap the clip; an empty tuple if the clip is not damaged or does not start before its end.
+
+    Raises:
+        VideoFault: "corrupt" if more than MAX_LOST of a damaged clip or MAX_UNSHOWN of another clip does not decode, or
+            if FFmpeg reported errors and no frame lies in the clip (within the stated length).
     """
     start, stop = 0.0 if clip[0] is None else clip[0], math.inf if clip[1] is None else clip[1]
     if not start < stop:

@@ -1,7 +1,7 @@
-"""One video file, or folder of frames -> the sampled frames, resized, or a VideoFault that says what is wrong with it.
+"""Decode one video file or folder of frames to the sampled, resized frames, or to a VideoFault that says what is wrong.
 
-``decode_video`` runs inside the child process of ``pipeline.video.sandbox``, since decoders can abort, hang and exhaust
-the memory.
+``decode_video`` runs in the child process of ``pipeline.video.sandbox``, since decoders can abort, hang and exhaust the
+memory.
 """
 
 from __future__ import annotations
@@ -45,27 +45,28 @@ from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
 from pipeline.video.sampling import Sampling, choose_frames, clip_range, clip_rate, count_frames_by_rate, snap_frames
 from pipeline.video.shared_frames import create_memory
 
-#: Returns an array of the shape [T,h,w,3] for the frames of a video.
+#: Takes the shape [T,h,w,3] of a video's frames and returns an array for them.
 Allocate = Callable[[tuple[int, ...]], Frames]
-# A line of FFmpeg's log, except the one that is normal where decoding begins at an open group.
+# A line of FFmpeg's log, except the one that is normal if decoding begins at an open group of pictures.
 _FFMPEG_LINE = re.compile(rb"^\[[^\]]+ @ 0x[0-9a-f]+\] (?!mmco: unref short failure)", re.MULTILINE)
-_MAX_LOG_BYTES = 4 * 2**20  # some 60,000 lines
-_MAX_HOLES = 3  # in a note about a damaged file
+_MAX_LOG_BYTES = 4 * 2**20  # about 60,000 lines
+_MAX_HOLES = 3  # listed in a note about a damaged file
 _CREDENTIALS = re.compile(r"(\w+://)[^/@\s]+@")
 _TORCH_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|alloc_cpu", re.IGNORECASE)
 
 
 class FramePreprocessor(Protocol):
-    """The rule for the size of frames that a model wants, as of ``gstep.backbones.Preprocessor``. It must pickle."""
+    """The interface to a model's rule for frame sizes (``gstep.backbones.Preprocessor`` has it). It must pickle."""
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return the (height, width) in pixels to which a video of ``n_frames`` frames of [height,width] is resized.
+        """Return the (height, width) in pixels to which ``n_frames`` frames of [height, width] are resized.
 
-        Raises UnsupportedVideo where the model takes no video of this shape.
+        Raises:
+            UnsupportedVideo: the model takes no video of this shape; its subclass TooFewFrames if frames are too few.
         """
 
     def resize(self, frames: Frames, size: tuple[int, int]) -> ArrayLike:
-        """Resize [k,H,W,3] uint8 to [k,h,w,3] uint8, an array or a CPU tensor."""
+        """Resize [k,H,W,3] uint8 frames to [k,h,w,3] uint8, ``size`` = (h, w); return an array or a CPU tensor."""
 
 
 @dataclass(frozen=True)
@@ -74,17 +75,18 @@ class DecodeRequest:
 
     Attributes:
         path: what ``decode_video`` opens: a local file, a folder of JPEG frames (``pipeline.video.frame_folders``), or
-            an open file as ``/proc/self/fd/N``. Until then it may be any name of the video, as the uri of a row: the
-            source (``pipeline.video.source``) and the child process of the sandbox replace it.
-        sampling: which frames.
-        preprocessor: what size they get.
+            ``/proc/self/fd/N`` for an open file. Before that it may be any name, such as the uri of a row: the source
+            (``pipeline.video.source``) and the sandbox's child process replace it.
+        sampling: the rule for choosing frames.
+        preprocessor: the rule for their size.
         start_s: start of the clip in seconds; None for the start of the video.
         end_s: end of the clip in seconds, not included; None for the end of the video.
-        decoder: "auto" or "pyav" (PyAV); "decord", "torchcodec" or "nvdec" (PyAV where they fail or are known to be
-            wrong); or the import path "package.module:Class" of a ``pipeline.video.decoders.FrameDecoder``, which has
-            no fallback.
+        decoder: "auto" or "pyav" for PyAV; "decord", "torchcodec" or "nvdec", which fall back to PyAV where they fail
+            or are known to be wrong; or the import path "package.module:Class" of a
+            ``pipeline.video.decoders.FrameDecoder``, which has no fallback.
 
-    Raises ValueError for an unknown decoder.
+    Raises:
+        ValueError: the decoder's name is unknown. An import path is not imported yet.
     """
 
     path: str | Path
@@ -95,7 +97,7 @@ class DecodeRequest:
     decoder: str = "auto"
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an unknown decoder."""
+        """Raise ValueError if ``decoder`` is neither a known name nor an import path."""
         if self.decoder != "auto" and self.decoder not in DECODERS and ":" not in self.decoder:
             raise ValueError(
                 f"unknown decoder {self.decoder!r}; known: auto, {', '.join(DECODERS)}, package.module:Class"
@@ -104,16 +106,17 @@ class DecodeRequest:
 
 @dataclass(frozen=True)
 class DecodedVideo:
-    """The sampled frames of one video, T of them, with where they came from.
+    """The T sampled frames of one video, and the facts about them.
 
     Attributes:
         frames: [T,h,w,3] uint8 RGB, C-contiguous, resized.
-        frame_indices: [T] int64, the frames of the file, ascending; an index repeats where the clip has too few.
+        frame_indices: [T] int64 frame numbers in the file, ascending; an index repeats where the clip has too few
+            frames.
         timestamps: [T] float64 seconds of these frames from the start of the file, as players show them.
-        record: the columns of the videos table that decoding finds (``Column.decoded``), without those that the file
-            does not state, or with None for them.
-        attempts: how often decoding was tried: 2 if another library than PyAV ended the first decode process.
-        cpu_s: CPU seconds of the process that decoded it.
+        record: the columns of the videos table that decoding determines (``Column.decoded``). Those that the file does
+            not state are absent or None.
+        attempts: the number of decoding attempts: 2 if a built-in decoder other than PyAV ended the first process.
+        cpu_s: CPU seconds of the process while it decoded the video.
     """
 
     frames: Frames
@@ -124,16 +127,20 @@ class DecodedVideo:
     cpu_s: float = 0.0
 
     def add_columns(self, columns: VideoRecord) -> DecodedVideo:
-        """Return a copy whose record also has these columns; they replace columns of the same names."""
+        """Return a copy whose record also has ``columns``, which replace existing columns of the same names."""
         return replace(self, record={**self.record, **columns})
 
     def add_note(self, note: str) -> DecodedVideo:
-        """Return a copy with a note before its own ``backend_note``; "" adds nothing. The record must have a note."""
+        """Return a copy whose ``backend_note`` begins with ``note``; an empty ``note`` adds nothing.
+
+        Raises:
+            KeyError: the record has no ``backend_note`` yet.
+        """
         return self.add_columns({"backend_note": "; ".join(filter(None, (note, self.record["backend_note"])))})
 
 
 def frames_array(shape: tuple[int, ...]) -> Frames:
-    """Return a new array for [T,h,w,3] frames in this process's own memory."""
+    """Return a new, uninitialized uint8 array for [T,h,w,3] frames in this process's own memory."""
     return np.empty(shape, np.uint8)
 
 
@@ -142,16 +149,18 @@ def decode_video(
     announce: Callable[[str], None] = lambda backend: None,
     allocate: Allocate = frames_array,
 ) -> DecodedVideo:
-    """Decode one video in this process: read, sample and resize it.
+    """Decode one video in this process: open it, choose frames, read and resize them.
+
+    File descriptor 2 is redirected meanwhile for the whole process, and FFmpeg's log level and callback stay changed.
 
     Args:
-        announce: called with the name of each decoder before it touches the file, so that a parent process can name
-            the decoder that ended this process.
-        allocate: returns the array that the frames are put into.
+        announce: called with the name of each decoder before it opens the file, so that a parent process can name the
+            decoder that ended this process.
+        allocate: returns the array that the final frames are written to.
 
-    File descriptor 2 and FFmpeg's log callback are redirected meanwhile, for the whole process.
-
-    Raises VideoFault for any error that does not end the process.
+    Raises:
+        VideoFault: decoding failed. Every Exception is converted, also a bug ("internal"); ``backend`` is the last
+            decoder that was announced.
     """
     start, cpu_start = time.perf_counter(), time.process_time()
     decoding = _Decoding(request, announce, allocate)
@@ -169,20 +178,28 @@ def decode_video(
 
 
 class _Decoding:
-    """One decoding of a request.
+    """The state of one decoding.
 
     Attributes:
-        warnings: returns how many errors FFmpeg has logged so far.
-        backend: the decoder that touched the file last.
+        warnings: a function that returns the number of errors that FFmpeg has logged so far.
+        backend: the name of the decoder that opened the file last; None before the first.
     """
 
     def __init__(self, request: DecodeRequest, announce: Callable[[str], None], allocate: Allocate) -> None:
-        self._request, self._announce, self._allocate = request, announce, allocate
+        self._request = request
+        self._announce = announce
+        self._allocate = allocate
         self.warnings: Callable[[], int] = int
         self.backend: str | None = None
 
     def video(self) -> DecodedVideo:
-        """Decode the file or folder of frames, and record its size and hash. Raises VideoFault or a decoder's error."""
+        """Decode the file or folder of frames; the record includes the size, hash and sample of the source.
+
+        Raises:
+            VideoFault: the path is not a video that may be read; "corrupt" if the file is cut off or a sample table
+                exhausts the memory with entries that it does not hold; or a step below found a fault.
+            Exception: any error of a decoder.
+        """
         # A relative "http:x" must not look like an address to FFmpeg.
         path = os.path.abspath(self._request.path)  # noqa: PTH100
         if os.path.isdir(path):  # noqa: PTH112
@@ -203,7 +220,10 @@ class _Decoding:
             return self._read_by_any(index).add_columns(source)
 
     def _decode_folder(self, path: str) -> DecodedVideo:
-        """Decode a folder of JPEG frames, whatever decoder is requested. Raises VideoFault, or an error of PyAV's."""
+        """Decode a folder of JPEG frames with JpegDecoder, whatever decoder is requested.
+
+        The clip is rounded to whole frames. Raises VideoFault, or an error of PyAV.
+        """
         index = index_frames(path)
         size, digest = fingerprint_frames(path, frame_names(path))
         clip = round_to_frames(self._request.start_s, self._request.end_s, index.fps)
@@ -211,10 +231,14 @@ class _Decoding:
         return self._read(index, JPEGS, clip).add_columns(source)
 
     def _read_by_any(self, index: VideoIndex) -> DecodedVideo:
-        """Read with the first of the request's decoders that succeeds. Raises the last decoder's error.
+        """Read the frames with the first decoder of the request that succeeds.
 
-        If PyAV's frames do not match the index, the whole file is decoded once for another index. ``backend_note`` of
-        the result says why the first choice did not serve.
+        If PyAV is last and its frames do not match the index, the whole file is decoded once to make another index, and
+        PyAV tries again. ``backend_note`` says why an earlier decoder or the first index failed, and which video was
+        not read.
+
+        Raises:
+            Exception: the error of the last attempt, whatever it is.
         """
         note = ""
         clip = self._request.start_s, self._request.end_s
@@ -237,10 +261,16 @@ class _Decoding:
         return video.add_note("; ".join(filter(None, (note, unread))))
 
     def _read(self, index: VideoIndex, backend: str, clip: tuple[float | None, float | None]) -> DecodedVideo:
-        """Choose the frames of the ``clip`` (start, end in seconds) by ``index``, and read them with one decoder.
+        """Choose the frames of ``clip`` (start, end in seconds) by ``index``, and read them with one decoder.
 
-        Sets and announces ``backend`` before the decoder opens the file. Raises VideoFault where the clip is empty or
-        damaged, or the decoder's own error.
+        Sets and announces ``backend`` before the decoder opens the file.
+
+        Returns:
+            The video. Its record lacks the columns of the source and the seconds of decoding.
+
+        Raises:
+            VideoFault: the clip is empty or damaged, or the model does not take its frames.
+            Exception: the decoder's own error.
         """
         sampling = self._request.sampling
         self._check(index, clip)
@@ -278,9 +308,12 @@ class _Decoding:
         return DecodedVideo(frames, indices, index.timestamps[indices], record)
 
     def _check(self, index: VideoIndex, clip: tuple[float | None, float | None]) -> int:
-        """Return the number of damages known without FFmpeg's log: corrupt packets or holes, whichever are more.
+        """Return how many signs of damage are known without FFmpeg's log: corrupt packets, holes, or an unread part.
 
-        Raises VideoFault as ``check_decodable``.
+        This is the largest of the three counts, of which the last is 0 or 1.
+
+        Raises:
+            VideoFault: "corrupt" if too much of the clip does not decode (``check_decodable``).
         """
         n_corrupt = 0 if index.packets is None else index.packets.n_corrupt
         n_unread = int(index.packets is not None and index.packets.note != "")
@@ -289,13 +322,21 @@ class _Decoding:
     def _resize_frames(
         self, chunks: Iterator[Frames], indices: NDArray[np.int64]
     ) -> tuple[Frames, list[tuple[int, int]]]:
-        """Return the chosen frames [T,h,w,3], resized for the model, and the sizes (H, W) they had, the largest last.
+        """Resize frames as they arrive, so that full-size frames never pile up, and copy repeated frames.
 
-        ``chunks`` are the distinct frames of ``indices``. The model's size follows from the largest frame. Chunks are
-        resized as they come, so that full-size frames never pile up: where a later frame is larger than all before it,
-        the resized frames before it are resized once more. Then repeated frames are copied.
+        The size that the model wants follows from the largest frame. If a frame is larger than all before it, the
+        resized frames before it are resized once more. The final frames are in an array from ``allocate``.
 
-        Raises VideoFault for a shape that the model does not take, IndexMismatch for another number of frames.
+        Args:
+            chunks: arrays [k,H,W,3] of the distinct frames of ``indices``.
+            indices: [T] chosen frames, ascending, possibly repeated.
+
+        Returns:
+            The frames [T,h,w,3], and the distinct sizes (H, W) that they had, the largest last.
+
+        Raises:
+            VideoFault: "too-short" or "unsupported" if the model takes no such video or a frame exceeds MAX_PIXELS.
+            IndexMismatch: the chunks are not RGB, or hold fewer frames.
         """
         unique, inverse = np.unique(indices, return_inverse=True)
         repeats = len(unique) < len(indices)
@@ -304,7 +345,7 @@ class _Decoding:
         n_done = 0
         for chunk in chunks:
             if chunk.ndim != 4 or chunk.shape[3] != 3:
-                raise IndexMismatch(f"frames of shape {chunk.shape[1:]}, which are no RGB")
+                raise IndexMismatch(f"frames of shape {chunk.shape[1:]}, which are not RGB")
             source = chunk.shape[1:3]
             if not sizes or math.prod(source) > math.prod(sizes[-1]):
                 size = self._find_target_size(len(indices), *source)
@@ -327,7 +368,12 @@ class _Decoding:
         return frames, sizes
 
     def _find_target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Return the (height, width) to resize frames of this size to. Raises VideoFault if the model takes none."""
+        """Return the (height, width) to which the model wants ``n_frames`` frames of [height, width] resized.
+
+        Raises:
+            VideoFault: "unsupported" above MAX_PIXELS or if the model takes no such video, "too-short" for too few
+                frames.
+        """
         if height * width > MAX_PIXELS:
             raise VideoFault("unsupported", f"frames of {width}x{height} are larger than {MAX_PIXELS} pixels")
         try:
@@ -339,7 +385,7 @@ class _Decoding:
 
 
 def _describe_sizes(sizes: set[tuple[int, int]]) -> str:
-    """Return the note about a video of frames of several sizes (height, width); "" for one size."""
+    """Return the note about a video whose frames have several sizes (height, width); "" for one size."""
     if len(sizes) == 1:
         return ""
     (height, width), *_, (max_height, max_width) = sorted(sorted(sizes), key=math.prod)
@@ -347,9 +393,12 @@ def _describe_sizes(sizes: set[tuple[int, int]]) -> str:
 
 
 def fingerprint(path: str | Path) -> tuple[int, str]:
-    """Return a file's size and the hash of its content, "blake2b:<hex>". Raises VideoFault("io").
+    """Return a file's size in bytes and the hash of its content, "blake2b:<hex>".
 
-    The bytes that FFmpeg reads do not pass through Python, so the file is read once more, from the system's cache.
+    FFmpeg's reads do not pass through Python, so the file is read once more, from the page cache.
+
+    Raises:
+        VideoFault: the file cannot be opened.
     """
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
@@ -358,17 +407,19 @@ def fingerprint(path: str | Path) -> tuple[int, str]:
 
 @contextmanager
 def count_warnings() -> Iterator[Callable[[], int]]:
-    """Catch FFmpeg's log lines, and yield a function that returns the number of error lines so far.
+    """Redirect FFmpeg's log into memory, and yield a function that returns the number of error lines so far.
 
     FFmpeg writes to file descriptor 2, which is redirected for the whole process; Python's own stderr still goes to its
-    old target. Between two calls of the function, lines beyond _MAX_LOG_BYTES are dropped and not counted: broken data
-    may give a hundred times its size of them.
+    old target. FFmpeg's callback and log level (ERROR) stay set afterwards. Between two calls of the function, lines
+    beyond _MAX_LOG_BYTES are not counted, since broken data may log a hundred times its size.
     """
     av.logging.restore_default_callback()  # to the descriptor: PyAV's own handler would drop the lines
     av.logging.set_libav_level(av.logging.ERROR)
     sys.stderr.flush()
-    python_stderr, descriptor = sys.stderr, os.dup(2)
-    log, n_lines = create_memory(_MAX_LOG_BYTES), 0
+    python_stderr = sys.stderr
+    descriptor = os.dup(2)
+    log = create_memory(_MAX_LOG_BYTES)
+    n_lines = 0
     with os.fdopen(descriptor, "w", errors="replace", buffering=1) as stderr_copy:
         os.dup2(log, 2)
         sys.stderr = stderr_copy
@@ -389,17 +440,28 @@ def count_warnings() -> Iterator[Callable[[], int]]:
 
 
 def convert_error(error: Exception, backend: str | None) -> VideoFault:
-    """Convert an exception raised while a video was read to a VideoFault; a user's decoder is named with its line."""
+    """Convert an exception that was raised while a video was read to a VideoFault of the fitting class.
+
+    An error in the code of a user decoder gets the class "own-code", and its message begins with FILE:LINE.
+
+    Args:
+        backend: the decoder that was reading; None if there was none.
+    """
     fault, message = _fault_class(error), _describe_error(error)
     if fault == "internal" and backend is not None and ":" in backend:
         with suppress(Exception):  # importing the decoder may be what failed
-            if (place := locate_own_error(error, load_decoder(backend))) is not None:
-                fault, message = "own-code", f"{place}: {message}, in the decoder {backend}"
+            if (source_line := locate_own_error(error, load_decoder(backend))) is not None:
+                fault, message = "own-code", f"{source_line}: {message}, in the decoder {backend}"
     return VideoFault(fault, message, backend=backend)
 
 
 def _fault_class(error: Exception) -> FaultClass:
-    """Return the fault class of an exception raised while a video was read; "internal" for an unknown kind."""
+    """Return the fault class of an exception that was raised while a video was read.
+
+    "out-of-memory" for MemoryError, ENOMEM, EFBIG and torch's failed allocations; "unsupported" if FFmpeg has no
+    decoder; "corrupt" for its other errors and IndexMismatch; "io" for missing files and other OSErrors; otherwise
+    "internal".
+    """
     if isinstance(error, MemoryError) or getattr(error, "errno", None) in (errno.ENOMEM, errno.EFBIG):
         return "out-of-memory"  # files, as those in memory that hold frames, have the same limit
     if isinstance(error, RuntimeError) and _TORCH_OUT_OF_MEMORY.search(str(error)):
@@ -413,6 +475,6 @@ def _fault_class(error: Exception) -> FaultClass:
 
 
 def _describe_error(error: Exception) -> str:
-    """Describe an exception in one line, without the credentials that an address in it may hold."""
+    """Describe an exception in one line, "CLASS: message", without the credentials of addresses in it."""
     text = error.strerror if isinstance(error, FFmpegError) else str(error)
     return _CREDENTIALS.sub(r"\1", f"{type(error).__name__}: {text}")

@@ -1,4 +1,4 @@
-"""The decoders that deliver chosen frames: PyAV, another library where it is asked for, or a user's own class."""
+"""The decoders that deliver chosen frames: PyAV, another library that the user requests, or a user decoder."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ DECODERS: LazyTable = LazyTable(
 )
 CODE = " code "  # in the version of a user's decoder, before the hash of its code
 _PACKAGES = {"pyav": "av", "decord": "decord", "torchcodec": "torchcodec"}
-# Pixel formats of which FFmpeg copies the chroma samples, wherever they are said to lie.
+# Pixel formats whose chroma samples FFmpeg copies regardless of their stated location.
 _WITHOUT_SITING = ("yuv420p", "yuvj420p")
 _CHUNK_FRAMES = 8
 _CHUNK_BYTES = 64 * 2**20
 
 
 class FrameDecoder(Protocol):
-    """A decoder of one file. ``DECODERS`` names the built-in ones; ``package.module:Class`` names any other.
+    """The interface of a decoder of one file.
+
+    ``DECODERS`` names the built-in decoders; ``package.module:Class`` names any other.
 
     Attributes:
         version: recorded beside the decoder's name with every video.
@@ -54,11 +56,11 @@ class FrameDecoder(Protocol):
         """Open ``index.path``."""
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
-        """Yield the frames that ``indices`` (distinct, ascending) name, in this order.
+        """Yield the frames with the numbers ``indices`` (distinct, ascending), in this order.
 
-        They come in chunks of [k,H,W,3] uint8 RGB, turned as they are shown. H and W are those of the index, or of the
-        frame itself where the frame size changes within the file. Chunks are small (``chunk_length``), so that memory
-        stays bounded. May raise any exception.
+        They come in chunks [k,H,W,3] of uint8 RGB, rotated as players show them. H and W are those of the index, or of
+        the frame itself where the frame size changes within the file. Chunks are small (``chunk_length``), so that
+        memory stays bounded. May raise any exception.
         """
 
     def close(self) -> None:
@@ -66,9 +68,11 @@ class FrameDecoder(Protocol):
 
 
 def load_decoder(name: str) -> type[FrameDecoder]:
-    """Import the decoder class that ``name`` names: a name of ``DECODERS`` or ``package.module:Class``.
+    """Import the decoder class for a name in ``DECODERS`` or an import path ``package.module:Class``.
 
-    Raises KeyError for an unknown name, ImportError or AttributeError where a path names nothing.
+    Raises:
+        KeyError: the name is unknown.
+        ImportError, AttributeError: the module or class cannot be found.
     """
     decoder: type[FrameDecoder] = load_object(name) if ":" in name else DECODERS[name]
     return decoder
@@ -77,7 +81,10 @@ def load_decoder(name: str) -> type[FrameDecoder]:
 def decoder_version(name: str | None) -> str | None:
     """Return the version of a decoder; None for None, an unknown name, and a decoder that is not installed.
 
-    The library of a built-in decoder is not imported.
+    The library of pyav, decord and torchcodec is not imported; nvdec and a user decoder are.
+
+    Raises:
+        UsageError: the code of a user decoder cannot be hashed, because its class is in no file or has a syntax error.
     """
     if name is None:
         return None
@@ -88,25 +95,33 @@ def decoder_version(name: str | None) -> str | None:
 
 
 def find_version(decoder: type[FrameDecoder]) -> str:
-    """Return the version of a decoder class, of a user's own with the hash of its code behind it."""
+    """Return the version of a decoder class; for a user decoder, followed by CODE and the hash of its code.
+
+    Raises UsageError if that code is in no file or has a syntax error.
+    """
     code = f"{CODE}{hash_code(decoder)}" if is_own(decoder) else ""
     return f"{decoder.version}{code}"
 
 
 def chunk_length(height: int, width: int) -> int:
-    """Return the number of [height,width,3] frames to read at a time: 8, fewer above 64 MiB, at least 1."""
+    """Return the number of [height,width,3] frames to read at a time: 8, or as many as fit 64 MiB, but at least 1."""
     return max(1, min(_CHUNK_FRAMES, _CHUNK_BYTES // (height * width * 3)))
 
 
 class LibraryDecoder:
-    """The base of decoders that let another library read the file once more, for files it is known to get right.
+    """The base of decoders in which another library reads the file, for files that it is known to get right.
 
-    Raises IndexMismatch for files whose frames the library may get wrong, or where it counts other frames or has
-    another frame size than the index. The library's own error is raised for what it cannot read.
+    A subclass defines ``open`` and ``frames``, and may extend ``reason_against``. The library's own errors pass
+    through.
     """
 
     def __init__(self, index: VideoIndex) -> None:
-        """Open the video with the library. Raises IndexMismatch if the library refuses it or counts other frames."""
+        """Open the video with the library.
+
+        Raises:
+            IndexMismatch: the library may get the file wrong (``reason_against``), or counts other frames than the
+                index.
+        """
         if reason := self.reason_against(index):
             raise IndexMismatch(reason)
         self._index = index
@@ -117,27 +132,32 @@ class LibraryDecoder:
 
     @staticmethod
     def reason_against(index: VideoIndex) -> str:
-        """Return the reason to expect frames from the library that no player shows, "" if there is none."""
+        """Return why the library may deliver frames that no player shows, or "" if there is no reason.
+
+        Reasons are missing times, containers other than MP4 and Matroska, hidden packets, and parameters that change.
+        """
         if index.packets is None or index.pts is None:
             return "the file has no timestamps"
         if index.demuxer not in ("mov", "matroska"):
             return "it is neither MP4 nor Matroska"
         if any(packet.hidden for packet in index.packets.table):
             return "it has an edit list or packets that show no frame"
-        return "its parameters change on the way" if index.packets.parameters_change else ""
+        return "its codec parameters change" if index.packets.parameters_change else ""
 
     def open(self, index: VideoIndex) -> Any:
-        """Open the file with the library; ``len`` of the result must be the number of frames."""
+        """Open the file with the library and return its reader, whose ``len`` must be the number of frames."""
         raise NotImplementedError
 
     def frames(self, indices: list[int]) -> Frames:
-        """Return the frames [k,H,W,3] that ``indices`` name."""
+        """Return the frames [k,H,W,3] with the numbers ``indices`` (distinct, ascending)."""
         raise NotImplementedError
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
-        """Yield chunks of frames; see ``FrameDecoder.read``. Raises IndexMismatch if a keyframe that they need is none.
+        """Yield the frames with the numbers ``indices`` (distinct, ascending) in chunks [k,H,W,3].
 
-        Libraries believe what a file says of its keyframes.
+        Raises:
+            IndexMismatch: the file marks a frame as a keyframe that is not one, which libraries believe; or the frames
+                have another size than the index.
         """
         _check_keyframes(self._index, indices)
         index = self._index
@@ -153,15 +173,12 @@ class LibraryDecoder:
 
 
 class PyavDecoder:
-    """The decoder with PyAV on one thread, which gets only the packets that the chosen frames need.
-
-    Raises IndexMismatch where a frame of the index does not come out of the decoder.
-    """
+    """The decoder with PyAV on one thread. It decodes only the packets that the chosen frames need."""
 
     version = str(av.__version__)
 
     def __init__(self, index: VideoIndex) -> None:
-        """Take over the packets of the index, which stays their owner."""
+        """Use the packets of the index, which must have them and keeps them open."""
         assert index.packets is not None
         self._index = index
         self._packets = index.packets
@@ -171,18 +188,26 @@ class PyavDecoder:
         self._orientation = index.orientation
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
-        """Yield frames one by one, each in its own size; see ``FrameDecoder.read``."""
+        """Yield the frames with the numbers ``indices`` (distinct, ascending) as [1,H,W,3], each in its own size.
+
+        Raises:
+            IndexMismatch: a frame does not come out of the decoder, or the file marks a frame as a keyframe that is not
+                one.
+            VideoFault: "unsupported" for a color matrix that FFmpeg does not convert, or an odd angle of rotation.
+        """
         for frame in self._iter_frames(indices):
             yield self._pixels(frame)[None]
 
     def close(self) -> None:
-        """Leave the packets open: they belong to the index."""
+        """Do nothing: the packets belong to the index."""
 
     def _pixels(self, frame: av.VideoFrame) -> Frames:
-        """Convert a decoded frame to [H,W,3] uint8 RGB as shown, in its own size.
+        """Convert a decoded frame to [H,W,3] uint8 RGB as players show it, in its own size.
 
-        The pixels are copied only if they are turned or padded. Raises VideoFault("unsupported") for a color matrix
-        that FFmpeg does not convert.
+        The pixels are copied only if the frame is rotated or its rows are padded.
+
+        Raises:
+            VideoFault: "unsupported" for a color matrix that FFmpeg does not convert.
         """
         width, height = frame.width, frame.height
         if frame.interlaced_frame or frame.format.name not in _WITHOUT_SITING:
@@ -199,15 +224,19 @@ class PyavDecoder:
         return np.ascontiguousarray(turn_frame(rows[:, : 3 * width].reshape(height, width, 3), self._orientation))
 
     def _iter_frames(self, indices: NDArray[np.int64]) -> Iterator[av.VideoFrame]:
-        """Yield the decoded frames number ``indices`` of the file, from no more packets than they need.
+        """Yield the decoded frames with the numbers ``indices``, from no more packets than they need.
 
-        Frames are told apart by their presentation times, or by counting from the beginning of a file without any.
-        Sets ``_orientation`` to that of the frame: its own display matrix, else the last one since the run's keyframe,
-        else that of the index. Raises IndexMismatch where a frame does not come out, or the file marks a frame as a
-        keyframe that is none.
+        Frames are identified by their presentation times, or by counting in a file without times. Before each yield,
+        ``_orientation`` is set to that of the frame: its own display matrix, otherwise the last one since the run's
+        keyframe, otherwise that of the index.
+
+        Raises:
+            IndexMismatch: a frame does not come out, or the file marks a frame as a keyframe that is not one.
+            VideoFault: "unsupported" for a rotation by an angle that is not a multiple of 90 degrees.
         """
-        table, pts = self._packets.table, self._index.pts
-        # Where frames are counted, or damage shifts them, no run can begin at a keyframe.
+        table = self._packets.table
+        pts = self._index.pts
+        # If frames are counted, or damage shifts them, decoding must begin at the first packet.
         decodes_all = pts is None or self._index.whole
         frame_times = (indices if pts is None else pts[indices]).tolist()
         for run in [Run(0, len(table), tuple(frame_times))] if decodes_all else self._packets.runs(frame_times):
@@ -217,7 +246,7 @@ class PyavDecoder:
             degrees = 0 if self._orientation == Orientation() else None
             for number, frame in enumerate(self._packets.decode_frames(run.start, run.stop, times, self._codec)):
                 if run.start and frame.pts == table[run.start].pts and not _starts_a_group(frame):
-                    raise IndexMismatch(f"the frame at {frame.pts} is no keyframe, as the file says")
+                    raise IndexMismatch(f"the file marks the frame at {frame.pts} as a keyframe, but it is not one")
                 if frame.rotation != degrees:  # first, since side data that was looked at keeps its frame in memory
                     degrees = frame.rotation
                     self._orientation = read_orientation(frame) or self._orientation
@@ -235,9 +264,10 @@ class PyavDecoder:
 
 
 def _check_keyframes(index: VideoIndex, indices: NDArray[np.int64]) -> None:
-    """Decode the keyframe before each of these frames; raise IndexMismatch if decoding cannot begin at one of them.
+    """Raise IndexMismatch if decoding cannot begin at one of the keyframes that precede the frames ``indices``.
 
-    The file's second keyframe is decoded too: a file that marks every frame as a keyframe is noticed there.
+    Each of these keyframes is decoded, but not the file's first. The second keyframe of the file is always decoded:
+    this detects files that mark every frame as a keyframe.
     """
     assert index.packets is not None and index.pts is not None
     before = np.searchsorted(index.keyframes, index.pts[indices], side="right") - 1
@@ -247,24 +277,26 @@ def _check_keyframes(index: VideoIndex, indices: NDArray[np.int64]) -> None:
     for number in keys[1:2] + [number for number in keys[2:] if table[number].pts in times]:
         frame = next(index.packets.decode_frames(number, number + 1), None)
         if frame is None or not _starts_a_group(frame):
-            raise IndexMismatch(f"the frame at {table[number].pts} is no keyframe, as the file says")
+            raise IndexMismatch(f"the file marks the frame at {table[number].pts} as a keyframe, but it is not one")
 
 
 class _PlainMarks:
-    """A filter that marks frames as progressive and of no stated chroma location; their pixels stay the same.
+    """A filter that marks frames as progressive and their chroma location as unspecified, without changing pixels.
 
     The models' own loaders (decord, torchcodec) and the ffmpeg command line convert a frame's chroma as one picture,
-    and do not shift it by its stated location. FFmpeg's scaler, by itself, would do both.
+    and do not shift it by its stated location. FFmpeg's scaler would do both by default.
     """
 
     def __init__(self) -> None:
-        self._graph, self._shape = av.filter.Graph(), (0, 0, "")
+        self._graph = av.filter.Graph()
+        self._shape = (0, 0, "")
 
     def set_on(self, frame: av.VideoFrame) -> av.VideoFrame:
-        """Return the frame with these marks; the filter is set up again where the shape of frames changes."""
+        """Return the frame with these marks; a new size or pixel format sets the filter up again."""
         shape = frame.width, frame.height, frame.format.name
         if shape != self._shape:
-            self._graph, self._shape = av.filter.Graph(), shape
+            self._graph = av.filter.Graph()
+            self._shape = shape
             time_base = frame.time_base or Fraction(1, 25)
             source = self._graph.add_buffer(
                 width=frame.width, height=frame.height, format=frame.format, time_base=time_base
@@ -281,7 +313,7 @@ def _starts_a_group(frame: av.VideoFrame) -> bool:
 
 
 def turn_frame(frame: Frames, orientation: Orientation) -> Frames:
-    """Turn a stored [H,W,3] frame to the orientation in which it is shown; the result is a view."""
+    """Rotate and mirror a stored [H,W,3] frame as ``orientation`` says; the result is a view."""
     if orientation.transpose:
         frame = frame.transpose(1, 0, 2)
     rows = slice(None, None, -1) if orientation.flip_rows else slice(None)
@@ -290,9 +322,9 @@ def turn_frame(frame: Frames, orientation: Orientation) -> Frames:
 
 
 def choose_decoders(decoder: str) -> Sequence[str]:
-    """List the decoders to try for ``decoder`` (auto, a name of DECODERS or an import path), the best one first.
+    """List the decoders to try for a request's ``decoder``, the preferred one first.
 
-    PyAV is behind any other built-in decoder; a user's own decoder is alone.
+    PyAV follows any other built-in decoder; "auto" is PyAV; a user decoder has no fallback. Names are not checked.
     """
     if decoder == "auto":
         return ("pyav",)

@@ -1,6 +1,6 @@
-"""A process that a worker forks while it has no threads yet, and that becomes the server of its decode processes.
+"""A process that a worker forks before it has threads, and that later becomes the server of its decode processes.
 
-It has imported what they use. A server that ``multiprocessing`` starts anew takes a second of a core for that.
+It has already imported what they use. A server that ``multiprocessing`` starts afresh spends a CPU second on that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class _StandBy(NamedTuple):
-    """The process that waits, and the socket at which it does."""
+    """The process that waits, and the parent's socket to it."""
 
     pid: int
     requests: socket.socket
@@ -26,11 +26,11 @@ _standing_by: _StandBy | None = None
 
 
 def stand_by() -> None:
-    """Start the process that waits until ``fork_ahead`` makes it the fork server; it ends with this process.
+    """Fork the process that waits until ``fork_ahead`` makes it the fork server.
 
-    Called once in a process that is itself forked and has no threads.
+    It ends with this process. Call this once, in a process that was itself forked and has no threads.
     """
-    global _standing_by  # noqa: PLW0603 - there is one in a process, as there is one server
+    global _standing_by  # noqa: PLW0603 - a process has one, as it has one server
     parent_socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
@@ -41,7 +41,10 @@ def stand_by() -> None:
 
 
 def _wait(requests: socket.socket) -> None:
-    """Wait for the two descriptors of a server, then serve; end this process without them. It never returns."""
+    """Wait for the two descriptors of a fork server, then run it; never return.
+
+    The process exits when the server ends, or when the parent's end of the socket closes.
+    """
     try:
         _, descriptors, *_ = socket.recv_fds(requests, 1, 2)
         requests.close()
@@ -53,10 +56,10 @@ def _wait(requests: socket.socket) -> None:
 
 
 def _show(title: bytes) -> None:
-    """Let ``ps`` show a title, and no variable of the process that this one is forked from.
+    """Make ``ps`` show ``title`` for this process, and hide the environment that it inherited.
 
-    Overwrites the memory of this process's arguments and variables. Variables that it uses itself, without credentials,
-    are elsewhere in memory by now.
+    Overwrites the memory that the kernel shows as this process's arguments and variables. ``os.environ`` is not
+    affected: the variables in use, which have no credentials, were moved elsewhere by now.
     """
     addresses = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[45:49]  # see proc(5)
     arguments, arguments_end, variables, variables_end = map(int, addresses)
@@ -67,22 +70,26 @@ def _show(title: bytes) -> None:
 
 @contextmanager
 def fork_ahead() -> Iterator[None]:
-    """Let the process that stands by, if there is one, be the server that ``multiprocessing`` starts in this context.
+    """Let the waiting process, if there is one, become the fork server that ``multiprocessing`` starts in this context.
 
-    It serves once: a later server is started as usual.
+    It serves once: a later server is started as usual, as is one whose waiting process was killed. ``multiprocessing``
+    is patched inside the context, for all threads.
     """
     start = util.spawnv_passfds
 
     def spawn(path: bytes, arguments: Sequence[str | bytes], descriptors: Sequence[int]) -> int:
-        """Hand the request to the server that stands by, if it is one for a fork server; else start a process."""
+        """Hand a fork server's descriptors to the waiting process and return its PID.
+
+        Start a process as usual for other requests, and if no process waits or it was killed.
+        """
         global _standing_by  # noqa: PLW0603
-        waits = _standing_by
-        if waits is None or forkserver.__name__ not in str(arguments[-1]) or len(descriptors) != 2:
+        stand_by_process = _standing_by
+        if stand_by_process is None or forkserver.__name__ not in str(arguments[-1]) or len(descriptors) != 2:
             return start(path, arguments, descriptors)
         _standing_by = None
-        with waits.requests, suppress(OSError):  # it was killed
-            socket.send_fds(waits.requests, [b"."], descriptors)
-            return waits.pid
+        with stand_by_process.requests, suppress(OSError):  # it was killed
+            socket.send_fds(stand_by_process.requests, [b"."], descriptors)
+            return stand_by_process.pid
         return start(path, arguments, descriptors)
 
     vars(util)["spawnv_passfds"] = spawn

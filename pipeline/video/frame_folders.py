@@ -1,8 +1,8 @@
-"""A video that is a folder of JPEG frames: 00001.jpg, 00002.jpg and so on, as MVBench has those of TVQA.
+"""Videos that are folders of JPEG frames: 00001.jpg, 00002.jpg and so on, as MVBench has for TVQA.
 
-Frames do not tell how fast they follow each other. A folder is taken for a video only where its path gives the rate,
-as in ``tvqa/frames_fps3_hq/castle_s07e04_seg02_clip_14``: three a second. Frame number k is at k / 3 s then, and a
-clip goes from the frame nearest to its start, at least the first, to the one nearest to its end, both included
+The files do not say how fast the frames follow each other, so a folder is a video only if its path gives the rate:
+``tvqa/frames_fps3_hq/castle_s07e04_seg02_clip_14`` has three frames per second. Frame number k is then at k / 3 s, and
+a clip extends from the frame nearest to its start (at least the first) to the frame nearest to its end, both included
 (``read_frame`` of github.com/OpenGVLab/Ask-Anything, ``video_chat2/mvbench.ipynb``).
 """
 
@@ -35,21 +35,22 @@ _MAX_FRAME_BYTES = 2**26  # bytes of a frame's file
 
 
 def frame_rate(path: str) -> float | None:
-    """Return the frames a second by the last name in the path that has an "fps", or None if none has."""
+    """Return the frames per second that a path states as "fpsN", or None; the last positive rate in the path counts."""
     rates = [float(match[1]) for part in PurePath(path).parts for match in _RATE.finditer(part)]
     return next((rate for rate in reversed(rates) if rate > 0), None)
 
 
 def is_frame_folder(path: str) -> bool:
-    """Return True if the path is a folder of frames and gives their rate."""
+    """Return True if the path states a frame rate and is a folder with a first frame."""
     return frame_rate(path) is not None and os.path.isfile(os.path.join(path, FIRST_FRAME))  # noqa: PTH113, PTH118
 
 
 def frame_names(path: str) -> list[str]:
-    """List the names of a folder's frames in order; other files are left out.
+    """List the file names of a folder's frames in order; other files are left out.
 
-    Raises VideoFault: "unsupported" where it has no frames, "corrupt" where a number is missing, "io" where it cannot
-    be read.
+    Raises:
+        VideoFault: "unsupported" if the folder has no frames, "corrupt" if a number is missing, "io" if the folder
+            cannot be read.
     """
     try:
         with os.scandir(path) as entries:
@@ -70,36 +71,39 @@ def frame_names(path: str) -> list[str]:
 
 
 def read_frame(path: str, name: str) -> bytes:
-    """Read the bytes of a frame's file.
+    """Return the content of a frame's file.
 
-    Raises VideoFault: "policy" where it is a link or no file, "unsupported" where it is no JPEG or above
-    _MAX_FRAME_BYTES, "corrupt" where it is cut off, "io" where it cannot be read.
+    Raises:
+        VideoFault: "policy" if it is a link or not a regular file; "unsupported" if it is not a JPEG or is larger than
+            _MAX_FRAME_BYTES; "corrupt" if it is cut off; "io" if it cannot be opened.
     """
-    place = os.path.join(path, name)  # noqa: PTH118
+    file_path = os.path.join(path, name)  # noqa: PTH118
     try:
         # A link may lead anywhere, and opening a FIFO would block.
-        descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(file_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        if os.path.islink(place):  # noqa: PTH114
-            raise VideoFault("policy", f"{place} is a link; put the frame itself there") from error
-        raise VideoFault("io", f"{place} cannot be read: {error.strerror or error}") from error
+        if os.path.islink(file_path):  # noqa: PTH114
+            raise VideoFault("policy", f"{file_path} is a link; put the frame itself there") from error
+        raise VideoFault("io", f"{file_path} cannot be read: {error.strerror or error}") from error
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise VideoFault("policy", f"{place} is not a regular file")
+            raise VideoFault("policy", f"{file_path} is not a regular file")
         data = file.read(_MAX_FRAME_BYTES + 1)
     if not data.startswith(b"\xff\xd8\xff") or len(data) > _MAX_FRAME_BYTES:
-        raise VideoFault("unsupported", f"{place} is no JPEG image of at most {_MAX_FRAME_BYTES >> 20} MiB")
+        raise VideoFault("unsupported", f"{file_path} is not a JPEG image of at most {_MAX_FRAME_BYTES >> 20} MiB")
     if b"\xff\xd9" not in data[-4096:]:
-        raise VideoFault("corrupt", f"{place} is cut off: a JPEG image ends with its marker")
+        raise VideoFault("corrupt", f"{file_path} is cut off: a JPEG image ends with its marker")
     return data
 
 
 def fingerprint_frames(path: str, names: Iterable[str]) -> tuple[int, str]:
-    """Return the bytes of all frames together, and a hash of their lengths and contents in order, "blake2b:<hex>".
+    """Return the total bytes of all frames, and a hash of their lengths and contents in order, "blake2b:<hex>".
 
-    Reads every frame. Raises VideoFault.
+    Raises:
+        VideoFault: a frame cannot be read.
     """
-    digest, size = hashlib.blake2b(digest_size=16), 0
+    digest = hashlib.blake2b(digest_size=16)
+    size = 0
     for name in names:
         data = read_frame(path, name)
         digest.update(len(data).to_bytes(8, "big") + data)
@@ -108,18 +112,26 @@ def fingerprint_frames(path: str, names: Iterable[str]) -> tuple[int, str]:
 
 
 class FileState(NamedTuple):
-    """The bytes of a video's file, -1 where it is gone, and the ``mark_key`` of its content, 0 where not known."""
+    """The state of a video's file or folder.
+
+    Attributes:
+        size: bytes; -1 if it is gone.
+        mark: the ``mark_key`` of its content; 0 if unknown.
+    """
 
     size: int
     mark: int
 
 
 def source_state(path: str) -> FileState:
-    """Return the bytes and the mark of a file, or of all frames of a folder together, without reading their content.
+    """Return the size and mark of a file, or of all frames of a folder together, without reading their content.
 
-    The mark comes from the newest modification time. Raises OSError or ValueError where there is no such path.
+    The mark is a hash of the newest modification time. An empty folder has size 0.
+
+    Raises:
+        OSError, ValueError: the path does not exist or cannot be read.
     """
-    status = [os.stat(path)]  # noqa: PTH116 - of a million files, a Path each would double the time
+    status = [os.stat(path)]  # noqa: PTH116 - a Path for each of a million files would double the time
     if stat.S_ISDIR(status[0].st_mode):
         with os.scandir(path) as entries:
             status = [entry.stat() for entry in entries if _FRAME.fullmatch(entry.name)]
@@ -128,14 +140,20 @@ def source_state(path: str) -> FileState:
 
 
 def source_bytes(path: str) -> int:
-    """Return the bytes of a file, or of all frames of a folder. Raises as ``source_state``."""
+    """Return the bytes of a file, or of all frames of a folder.
+
+    Raises:
+        OSError, ValueError: the path does not exist or cannot be read.
+    """
     return source_state(path).size
 
 
 def sample_file(path: str) -> int:
     """Return the ``sample_key`` of a file, or of a folder's first, middle and last frame.
 
-    Raises VideoFault or OSError where it cannot be read.
+    Raises:
+        VideoFault: the file cannot be opened, or the folder is not a complete folder of frames.
+        OSError: the content cannot be read.
     """
     if os.path.isdir(path):  # noqa: PTH112
         names = frame_names(path)
@@ -146,9 +164,11 @@ def sample_file(path: str) -> int:
 
 
 def round_to_frames(start_s: float | None, end_s: float | None, rate: float) -> tuple[float | None, float | None]:
-    """Round the bounds of a clip of a folder to whole frames: [start, end) in seconds, None for an open side.
+    """Round the bounds of a clip to whole frames of a folder with ``rate`` frames per second.
 
-    The frame nearest to the end belongs to the clip. Bounds that are negative or not finite stay as they are.
+    Returns:
+        (start, end) in seconds, end excluded, such that the frame nearest to the end belongs to the clip. None and
+        bounds that are negative or not finite stay as they are.
     """
     if start_s is not None and 0 <= start_s < math.inf:
         start_s = max(1, round(start_s * rate)) / rate
@@ -157,26 +177,28 @@ def round_to_frames(start_s: float | None, end_s: float | None, rate: float) -> 
     return start_s, end_s
 
 
-#: The name by which videos record the decoder of such folders; no other one reads them, whatever is requested.
+#: The recorded name of the decoder of folders of frames, which is used whatever decoder is requested.
 JPEGS = "pipeline.video.frame_folders:JpegDecoder"
 
 
 def index_frames(path: str) -> VideoIndex:
-    """Index a folder of frames; only the first one is decoded, for its shape.
+    """Index a folder of frames; only the first frame is decoded, for its size and pixel format.
 
     Frame number k, from 1, is at k / rate seconds. The index has no ``packets`` and no ``pts``.
 
-    Raises VideoFault: "unsupported" where the path does not say how many frames a second there are, and what
-    ``frame_names`` and ``read_frame`` raise.
+    Raises:
+        VideoFault: "unsupported" if the path does not state a frame rate; other classes if frames are missing or the
+            first one cannot be read or decoded.
     """
     rate = frame_rate(path)
     if rate is None:
         raise VideoFault(
             "unsupported",
-            f"{path} is a folder, not a video file; one of JPEG frames says in its path how many a second they are, as "
-            "in frames_fps3/NAME",
+            f"{path} is a folder, not a video file; the path of a folder of JPEG frames must state their rate, as in "
+            "frames_fps3/NAME",
         )
-    names, first = frame_names(path), _decode_frame(path, FIRST_FRAME)
+    names = frame_names(path)
+    first = _decode_frame(path, FIRST_FRAME)
     return VideoIndex(
         path=path,
         demuxer="",
@@ -192,7 +214,7 @@ def index_frames(path: str) -> VideoIndex:
 
 
 class JpegDecoder:
-    """The ``FrameDecoder`` of JPEG folders; each frame comes in its own size."""
+    """The ``FrameDecoder`` of folders of JPEG frames."""
 
     version = str(av.__version__)
 
@@ -201,16 +223,21 @@ class JpegDecoder:
         self._names = frame_names(index.path)
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
-        """Yield frames one by one; see ``FrameDecoder.read``."""
+        """Yield the frames with the numbers ``indices``, from 0, as [1,H,W,3] uint8 RGB, each in its own size."""
         for i in indices.tolist():
             yield _decode_frame(self._path, self._names[i]).to_ndarray(format="rgb24", interpolation="BICUBIC")[None]
 
     def close(self) -> None:
-        """Release nothing: no file stays open."""
+        """Do nothing: no file stays open."""
 
 
 def _decode_frame(path: str, name: str) -> av.VideoFrame:
-    """Decode the picture of a frame's file. Raises VideoFault, or an error of PyAV's."""
+    """Read and decode a frame's file.
+
+    Raises:
+        VideoFault: the file is not a readable JPEG, has no picture ("corrupt") or more than MAX_PIXELS ("unsupported").
+        FFmpegError: PyAV cannot decode the data.
+    """
     decoder = av.CodecContext.create("mjpeg", "r")
     decoder.thread_count = 1
     pictures = [*decoder.decode(av.Packet(read_frame(path, name))), *decoder.decode(None)]

@@ -1,7 +1,7 @@
-"""What the headers of packets say without decoding: which packets show a frame, and in which order frames are shown.
+"""Read packet headers without decoding: which packets show a frame, and in which order frames are shown.
 
-Containers tell neither in some files. VP8, VP9, AV1 and MPEG-4 may store packets of their own for frames that others
-refer to and no player shows, or for no frame at all. AVI and raw streams state no presentation times.
+Some files tell neither in their container. VP8, VP9, AV1 and MPEG-4 may store packets for frames that other frames
+refer to but no player shows, or packets without a frame. AVI and raw streams state no presentation times.
 """
 
 from __future__ import annotations
@@ -14,37 +14,38 @@ import av
 import numpy as np
 
 _VOP = b"\x00\x00\x01\xb6"  # the start code of a frame of MPEG-4
-#: Codecs whose headers tell the order in which frames are shown.
+#: Codecs whose headers determine the order in which frames are shown.
 ORDERED_CODECS = ("h264", "mpeg4", "mpeg1video")
-# The start of a frame that refers to a later one, by its type; frames have one type.
+# The start of a B-frame.
 _B_FRAMES = {
     "mpeg4": re.compile(_VOP + rb"[\x80-\xbf]"),
     "mpeg1video": re.compile(rb"\x00\x00\x01\x00.[\x18-\x1f\x58-\x5f\x98-\x9f\xd8-\xdf]", re.DOTALL),
 }
 _KEYFRAME = re.compile(_VOP + rb"[\x00-\x3f]")
-_MAX_EMPTY_VOP = 19  # bytes of a frame that is not coded, at most; FFmpeg's own bound
+_MAX_EMPTY_VOP = 19  # largest frame without content, in bytes; FFmpeg's own bound
 _VOL = re.compile(rb"\x00\x00\x01[\x20-\x2f](.{4,32})", re.DOTALL)
-_PACKED = re.compile(rb"DivX\d+(?:b|Build)\d+p")  # as XviD and DivX mark packets of two frames
-_H264_SLICES, _H264_IDR, _H264_PARAMETERS = (1, 2, 5), 5, 7  # kinds of units
+_PACKED = re.compile(rb"DivX\d+(?:b|Build)\d+p")  # how XviD and DivX mark packets of two frames
+_H264_SLICES, _H264_IDR, _H264_PARAMETERS = (1, 2, 5), 5, 7  # types of units
 _H264_HIGH = (44, 83, 86, 100, 110, 118, 122, 128, 138, 139, 134, 135, 244)  # profiles whose parameters state chroma
 _H264_HEADER_BYTES, _SLICE_HEADER_BYTES = 512, 32
 _SEARCHED_BYTES = 4096  # bytes of a packet in which its first picture begins
 
 
 class _Bits:
-    """The bits of some bytes, read from the left; zeros follow the end."""
+    """A reader of the bits of ``data``, most significant first; 64 zeros follow the end."""
 
     def __init__(self, data: bytes) -> None:
-        self._value, self._left = int.from_bytes(data, "big") << 64, 8 * len(data) + 64
+        self._value = int.from_bytes(data, "big") << 64
+        self._left = 8 * len(data) + 64
 
     def read(self, count: int) -> int:
-        """Read ``count`` bits as a number, or those that are left."""
+        """Read ``count`` bits as an unsigned number, or as many as are left (0 without any)."""
         count = min(count, self._left)
         self._left -= count
         return self._value >> self._left & ((1 << count) - 1)
 
     def read_ue(self) -> int:
-        """Read a number in the code of H.264: as many zeros as bits follow the first one."""
+        """Read an unsigned number in the Exp-Golomb code ue(v) of H.264."""
         n_zeros = 0
         while self._left and not self.read(1):
             n_zeros += 1
@@ -52,18 +53,19 @@ class _Bits:
 
 
 def shows_vp8(data: memoryview) -> bool:
-    """Return True if a packet of VP8 shows a frame; alternate references are stored only to be referred to.
+    """Return True if a packet of VP8 shows a frame; alternate reference frames do not.
 
-    Keyframes always do: a keyframe that says otherwise is damage, as are zeros.
+    Keyframes always count as shown: one that says otherwise is damaged. ``data`` must not be empty.
     """
     return bool(data[0] & 0x10) or not data[0] & 1
 
 
 def shows_vp9(data: memoryview) -> bool:
-    """Return True if one of the frames in a packet of VP9 is shown; there are several in a superframe."""
+    """Return True if a packet of VP9 shows at least one of its frames (a superframe has several), or is not VP9."""
     if _shows_vp9_frame(data[0]):
         return True
-    marker, starts = data[-1], [0]
+    marker = data[-1]
+    starts = [0]
     width, count = 1 + (marker >> 3 & 3), 1 + (marker & 7)
     index_bytes = 2 + width * count
     if marker >> 5 == 0b110 and len(data) > index_bytes and data[-index_bytes] == marker:
@@ -74,27 +76,28 @@ def shows_vp9(data: memoryview) -> bool:
 
 
 def _shows_vp9_frame(byte: int) -> bool:
-    """Return True if a frame of VP9 that begins with this byte is shown, or shows another, or is none of VP9."""
-    shift = 0 if byte & 0x30 == 0x30 else 1  # profile 3 has a bit more
+    """Return True if a VP9 frame with this first byte is shown or shows an earlier frame, or if it is not VP9."""
+    shift = 0 if byte & 0x30 == 0x30 else 1  # profile 3 has one more bit
     return byte >> 6 != 0b10 or bool(byte >> shift & 0b101)  # show_existing_frame, frame_type, show_frame
 
 
 def shows_av1(data: memoryview) -> bool:
-    """Return True if a frame header in a packet of AV1 shows a frame, or the packet has no frame header to read."""
-    place, has_header = 0, False
-    while place < len(data):
-        kind, place = data[place], place + 1 + (data[place] >> 2 & 1)
+    """Return True if a frame header in a packet of AV1 shows a frame, or if the packet has no frame header."""
+    offset = 0
+    has_header = False
+    while offset < len(data):
+        kind, offset = data[offset], offset + 1 + (data[offset] >> 2 & 1)
         size, shift = 0, 0
-        while kind & 2 and place < len(data):
-            size |= (data[place] & 0x7F) << shift
-            place, shift = place + 1, shift + 7
-            if not data[place - 1] & 0x80:
+        while kind & 2 and offset < len(data):
+            size |= (data[offset] & 0x7F) << shift
+            offset, shift = offset + 1, shift + 7
+            if not data[offset - 1] & 0x80:
                 break
-        if kind >> 3 & 15 in (3, 6) and place < len(data):  # a frame header, a frame
+        if kind >> 3 & 15 in (3, 6) and offset < len(data):  # a frame header, a frame
             has_header = True
-            if data[place] & 0x90:  # show_existing_frame, frame_type (2 bits), show_frame
+            if data[offset] & 0x90:  # show_existing_frame, frame_type (2 bits), show_frame
                 return True
-        place = place + size if kind & 2 else len(data)
+        offset = offset + size if kind & 2 else len(data)
     return not has_header
 
 
@@ -104,18 +107,18 @@ HIDING_CODECS = (*_CHECKS, "mpeg4")
 
 
 class ShownPackets:
-    """Tells which packets of a stream of one of HIDING_CODECS show a frame.
+    """Tells which packets of a stream with a codec in HIDING_CODECS show a frame.
 
-    Call ``shows`` for each packet in order.
+    Call ``shows`` for each packet, in file order: MPEG-4 headers change how later packets are read.
     """
 
     def __init__(self, codec: str, extradata: bytes) -> None:
-        """Read the parameters in ``extradata``, as the container keeps them for the decoder."""
+        """Read the codec parameters in ``extradata``, which the container stores for the decoder."""
         self._check = _CHECKS.get(codec)  # None for MPEG-4
         self._clock_bits = read_clock_bits(extradata)
 
     def shows(self, packet: av.Packet) -> bool:
-        """Return True if a packet shows a frame; also where it is too short to tell."""
+        """Return True if a packet shows a frame, or is too short to tell."""
         if self._check is not None:
             return self._check(memoryview(packet))
         if packet.is_keyframe:
@@ -124,9 +127,9 @@ class ShownPackets:
 
 
 def read_clock_bits(data: bytes) -> int:
-    """Return the bits of the clock in each frame header of MPEG-4, as the header of its layer in ``data`` says.
+    """Return the number of clock bits in each MPEG-4 frame header, as the layer header in ``data`` states it.
 
-    The result is 0 where there is no such header.
+    The result is 0 if ``data`` has no layer header, otherwise 1 to 16.
     """
     match = _VOL.search(data)
     if match is None:
@@ -134,7 +137,7 @@ def read_clock_bits(data: bytes) -> int:
     bits = _Bits(match[1])
     bits.read(9)
     version = bits.read(7) >> 3 if bits.read(1) else 1
-    if bits.read(4) == 15:  # a pixel's shape in numbers
+    if bits.read(4) == 15:  # extended pixel aspect ratio: two explicit bytes
         bits.read(16)
     if bits.read(1):
         bits.read(3)
@@ -147,11 +150,14 @@ def read_clock_bits(data: bytes) -> int:
 
 
 def is_coded(data: bytes, clock_bits: int) -> bool:
-    """Return False if a frame of MPEG-4 has no content: players go on showing the frame before it."""
-    place = data.find(_VOP)
-    if place < 0:
+    """Return False if an MPEG-4 frame has no content, so that players keep showing the frame before it.
+
+    Data without a frame gives True.
+    """
+    offset = data.find(_VOP)
+    if offset < 0:
         return True
-    bits = _Bits(data[place + 4 :])
+    bits = _Bits(data[offset + 4 :])
     bits.read(2)
     while bits.read(1):
         pass
@@ -165,12 +171,18 @@ def is_keyframe(packet: av.Packet) -> bool:
 
 
 def is_packed(data: bytes) -> bool:
-    """Return True if parameters of MPEG-4 say that a packet may hold two frames, and the next packet then none."""
+    """Return True if MPEG-4 parameters say that a packet may hold two frames, which leaves the next one without any."""
     return _PACKED.search(data) is not None
 
 
 class _H264Parameters(NamedTuple):
-    """What a sequence parameter set of H.264 says about the headers of slices."""
+    """The fields of an H.264 sequence parameter set that are needed to parse slice headers.
+
+    Attributes:
+        order_type: 0 if slices state positions in the shown order (of ``order_bits`` bits), 2 if stored order is shown
+            order.
+        has_planes: True if color planes are coded separately.
+    """
 
     frame_bits: int
     order_type: int
@@ -180,9 +192,10 @@ class _H264Parameters(NamedTuple):
 
     @classmethod
     def read(cls, data: bytes) -> _H264Parameters:
-        """Read a parameter set, from the byte behind its unit's header on."""
+        """Parse an unescaped parameter set behind its unit's header byte; missing bits count as zeros."""
         bits = _Bits(data)
-        profile, has_planes = bits.read(8), False
+        profile = bits.read(8)
+        has_planes = False
         bits.read(16)
         bits.read_ue()
         if profile in _H264_HIGH:
@@ -194,7 +207,9 @@ class _H264Parameters(NamedTuple):
             for size in [16] * 6 + [64] * (6 if chroma_444 else 2) if bits.read(1) else []:
                 if bits.read(1):
                     _skip_scaling_list(bits, size)
-        frame_bits, order_type, order_bits = min(16, 4 + bits.read_ue()), bits.read_ue(), 0
+        frame_bits = min(16, 4 + bits.read_ue())
+        order_type = bits.read_ue()
+        order_bits = 0
         if order_type == 0:
             order_bits = min(16, 4 + bits.read_ue())
         elif order_type == 1:
@@ -211,7 +226,7 @@ class _H264Parameters(NamedTuple):
 
 
 def _skip_scaling_list(bits: _Bits, size: int) -> None:
-    """Read past a scaling list of H.264: differences, up to the one that says that the rest is equal."""
+    """Read past a scaling list of up to ``size`` differences."""
     scale = 8
     for _ in range(size):
         number = bits.read_ue()
@@ -221,20 +236,27 @@ def _skip_scaling_list(bits: _Bits, size: int) -> None:
 
 
 class H264Picture(NamedTuple):
-    """What the header of a picture's first slice says."""
+    """The header of the first slice of an H.264 picture.
+
+    Attributes:
+        starts_order: True for an IDR picture, from which the shown order is counted.
+        is_reference: True if other pictures may refer to it.
+        order: the low bits of its position in the shown order; None if slices do not state it.
+        field: 0 for a top field, 1 for a bottom field, None for a frame.
+    """
 
     starts_order: bool
     is_reference: bool
     frame_number: int
-    order: int | None  # the low bits of its place in the order, None where headers do not state it
-    field: int | None  # 0 for a top field, 1 for a bottom field, None for a frame
+    order: int | None
+    field: int | None
 
 
 class H264Headers:
-    """Reads the headers of H.264 pictures. Call ``read`` for each packet in file order."""
+    """A reader of H.264 picture headers. Call ``read`` for each packet in file order."""
 
     def __init__(self, extradata: bytes) -> None:
-        """Read the parameter sets that the container keeps for the decoder."""
+        """Read the parameter set in ``extradata``, which the container stores for the decoder; it may be empty."""
         self._length_bytes = 1 + (extradata[4] & 3) if extradata[:1] == b"\x01" and len(extradata) > 6 else 0
         self._parameters: _H264Parameters | None = None
         if self._length_bytes:
@@ -245,45 +267,51 @@ class H264Headers:
 
     @property
     def order_bits(self) -> int:
-        """The bits of ``H264Picture.order``; 0 where headers do not state it."""
+        """The number of bits of ``H264Picture.order``; 0 if slices do not state it or no parameters are known."""
         return self._parameters.order_bits if self._parameters else 0
 
     @property
     def in_stored_order(self) -> bool:
-        """Whether pictures are shown in the order in which they are stored."""
+        """True if the parameters say that pictures are shown in the order in which they are stored."""
         return self._parameters is not None and self._parameters.order_type == 2
 
     def read(self, data: bytes) -> H264Picture | None:
-        """Return the header of the picture in a packet; None where there is none, or its parameters are not known."""
-        for place in self._units(data):
-            kind = data[place] & 31
+        """Return the header of the first picture in a packet, and remember the parameter sets before it.
+
+        Returns:
+            None if the packet has no picture, or if no parameter set came before.
+        """
+        for offset in self._units(data):
+            kind = data[offset] & 31
             if kind == _H264_PARAMETERS:
-                self._parameters = _H264Parameters.read(_unescape(data[place + 1 : place + _H264_HEADER_BYTES]))
+                self._parameters = _H264Parameters.read(_unescape(data[offset + 1 : offset + _H264_HEADER_BYTES]))
             elif kind in _H264_SLICES:
-                slice_header = _unescape(data[place + 1 : place + 1 + _SLICE_HEADER_BYTES])
-                return self._read_slice(data[place], slice_header)
+                slice_header = _unescape(data[offset + 1 : offset + 1 + _SLICE_HEADER_BYTES])
+                return self._read_slice(data[offset], slice_header)
         return None
 
     def _units(self, data: bytes) -> Iterator[int]:
-        """Yield where units begin: behind start codes, or behind their lengths."""
-        place = 0
-        while self._length_bytes and place + self._length_bytes < len(data):
-            start = place + self._length_bytes
+        """Yield the offset of the header byte of each unit, which follows a start code or the unit's length."""
+        offset = 0
+        while self._length_bytes and offset + self._length_bytes < len(data):
+            start = offset + self._length_bytes
             yield start
-            place = start + int.from_bytes(data[place:start], "big")
-        while not self._length_bytes and 0 <= (place := data.find(b"\x00\x00\x01", place)) < len(data) - 3:
-            place += 3
-            yield place
+            offset = start + int.from_bytes(data[offset:start], "big")
+        while not self._length_bytes and 0 <= (offset := data.find(b"\x00\x00\x01", offset)) < len(data) - 3:
+            offset += 3
+            yield offset
 
     def _read_slice(self, unit: int, data: bytes) -> H264Picture | None:
-        """Read the header of a slice; ``unit`` is the header of its unit."""
-        parameters, bits = self._parameters, _Bits(data)
+        """Parse an unescaped slice header behind ``unit``, its unit's header byte; None without parameters."""
+        parameters = self._parameters
+        bits = _Bits(data)
         if parameters is None:
             return None
         for _ in range(3):
             bits.read_ue()
         bits.read(2 if parameters.has_planes else 0)
-        frame_number, field = bits.read(parameters.frame_bits), None
+        frame_number = bits.read(parameters.frame_bits)
+        field = None
         if not parameters.only_frames and bits.read(1):
             field = bits.read(1)
         starts_order = unit & 31 == _H264_IDR
@@ -294,34 +322,42 @@ class H264Headers:
 
 
 def _unescape(data: bytes) -> bytes:
-    """Return the content of a unit without the bytes that keep start codes out of it."""
+    """Return the content of a unit without the bytes that were inserted to avoid start codes."""
     return data.replace(b"\x00\x00\x03", b"\x00\x00")
 
 
 class ShownOrder:
-    """Finds the order in which the packets of a stream of one of ORDERED_CODECS are shown.
+    """Computes the order in which the packets of a stream with a codec in ORDERED_CODECS are shown.
 
     Call ``add`` for each packet that shows a frame, in file order, then ``find_ranks``.
     """
 
     def __init__(self, codec: str, extradata: bytes) -> None:
-        """Read the parameters in ``extradata``, as the container keeps them for the decoder."""
-        self._codec, self._headers = codec, H264Headers(extradata) if codec == "h264" else None
-        # What packets are sorted by: the number of the part that has an order of its own, then a place in the part.
+        """Read the codec parameters in ``extradata``, which the container stores for the decoder."""
+        self._codec = codec
+        self._headers = H264Headers(extradata) if codec == "h264" else None
+        # Sort keys of packets: the number of the section that has its own order, then the position in the section.
         self._keys: list[tuple[int, int]] = []
-        self._part, self._high, self._low = 0, 0, 0  # of H.264, the high and low bits of the last reference's place
-        self._reference = -1  # of MPEG-1 and MPEG-4, the number of the last frame that others may refer to
+        self._part, self._high, self._low = (
+            0,
+            0,
+            0,
+        )  # H.264: the section, and high and low bits of the last reference's position
+        self._reference = -1  # MPEG-1, MPEG-4: the number of the last frame that others may refer to
         self._is_known = True
 
     def add(self, packet: av.Packet) -> None:
-        """Read the header of the next packet."""
+        """Add the next packet, by its header."""
         if self._headers is None:
             self._add_frame(is_b_frame=_B_FRAMES[self._codec].search(packet) is not None)
         else:
             self._add_picture(self._headers.read(bytes(packet)), self._headers)
 
     def _add_picture(self, picture: H264Picture | None, headers: H264Headers) -> None:
-        """Add the next picture of H.264, whose place is counted from the last IDR picture on."""
+        """Add the next H.264 picture, whose position in the shown order counts from the last IDR picture.
+
+        A missing header, a field, or a picture without a position makes the order unknown for good.
+        """
         if picture is None or picture.field is not None or (picture.order is None and not headers.in_stored_order):
             self._is_known = False
             return
@@ -339,7 +375,10 @@ class ShownOrder:
             self._high, self._low = high, picture.order
 
     def _add_frame(self, *, is_b_frame: bool) -> None:
-        """Add the next frame of MPEG-1 or MPEG-4: a B-frame is shown at once, any other when the next other comes."""
+        """Add the next MPEG-1 or MPEG-4 frame.
+
+        A B-frame is shown at once; another frame is shown when the next frame that is not a B-frame arrives.
+        """
         number = len(self._keys)
         self._keys.append((0, number))
         if not is_b_frame:
@@ -348,7 +387,7 @@ class ShownOrder:
             self._reference, self._keys[number] = number, (1, 0)
 
     def find_ranks(self) -> list[int] | None:
-        """Return the number of each packet in the order in which they are shown; None if headers do not tell it."""
+        """Return each packet's rank in the shown order, from 0; None if headers do not determine it."""
         if not self._is_known or len(set(self._keys)) < len(self._keys):
             return None
         order = sorted(range(len(self._keys)), key=self._keys.__getitem__)

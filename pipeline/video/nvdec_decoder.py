@@ -1,8 +1,8 @@
-"""The video decoder of an NVIDIA GPU (NVDEC), through PyAV's own wheel, or through torchcodec where PyAV lacks it.
+"""The decoder on an NVIDIA GPU (NVDEC): with PyAV's own wheel, or with torchcodec if PyAV was built without CUDA.
 
-FFmpeg loads the driver's libnvcuvid. Only the packets that the chosen frames need go to the GPU, decoded frames stay
-there, and only the chosen frames come back to the host, where they are unpacked to the layout that FFmpeg's software
-gives. All later steps are as with PyAV on a core, colours too: on an H200 four clips had the same bits.
+FFmpeg loads the driver's libnvcuvid. Only the packets that the chosen frames need go to the GPU, and only the chosen
+frames come back to the host, where they are unpacked to the pixel layout of FFmpeg's software decoders. All later steps
+are those of PyAV on a CPU, color conversion included: on an H200, four clips gave the same bits.
 """
 
 from __future__ import annotations
@@ -17,28 +17,30 @@ from av.video.reformatter import VideoReformatter
 from pipeline.video.decoders import FrameDecoder, Frames, PyavDecoder
 from pipeline.video.probe import IndexMismatch, VideoIndex
 
-# NVDEC's, of FFmpeg's own decoders. The others need facts of the container that a decoder made here does not get.
+# Codecs of NVDEC. For others, the decoder would need facts from the container that a decoder made here does not get.
 _CODECS = ("h264", "hevc", "av1", "vp8", "vp9", "mpeg2video")
-# Decoded frames that may wait on the GPU besides those that others refer to: as many as a flush gives.
+# Decoded frames that may wait on the GPU besides reference frames: as many as a flush returns.
 _MAX_GPU_FRAMES = 16
 _NO_GPU = "PyAV finds no NVIDIA GPU with a video decoder here (libcuda and libnvcuvid): look at nvidia-smi"
 
 
 class PyavNvdecDecoder(PyavDecoder):
-    """The decoder with PyAV on the first GPU this process sees.
+    """The decoder with PyAV on the first GPU that this process sees.
 
-    Raises RuntimeError without a GPU, IndexMismatch for files that a core decodes otherwise, errors of PyAV's for what
+    ``read`` also raises IndexMismatch for frames that the CPU would show differently, and PyAV's errors for data that
     the GPU cannot decode.
     """
 
     def __init__(self, index: VideoIndex) -> None:
-        """Make a decoder on the GPU.
+        """Create a decoder on the GPU, whose primary context then stays alive until the process ends.
 
-        Raises IndexMismatch for a codec that is left to a core, RuntimeError without a GPU.
+        Raises:
+            IndexMismatch: the codec is decoded on the CPU only.
+            RuntimeError: there is no GPU, or it has no decoder for the codec.
         """
         super().__init__(index)
         if self._packets.codec not in _CODECS:
-            raise IndexMismatch(f"{self._packets.codec} is left to a core")
+            raise IndexMismatch(f"{self._packets.codec} is decoded on the CPU")
         self._unpacker = VideoReformatter()
         _hold_primary_context()
         self._codec = _make_gpu_decoder(self._packets.codec)
@@ -47,21 +49,30 @@ class PyavNvdecDecoder(PyavDecoder):
         self._codec.width, self._codec.height = software.width, software.height
 
     def _pixels(self, frame: av.VideoFrame) -> Frames:
-        """Fetch a frame from the GPU and convert it. Raise IndexMismatch where a core would show it otherwise."""
+        """Copy a frame from the GPU to the host and convert it to [H,W,3] uint8 RGB.
+
+        Raises:
+            IndexMismatch: the frame is interlaced or has another size than the index, so the CPU would show it
+                differently.
+            VideoFault: "unsupported" for a color matrix that FFmpeg does not convert.
+        """
         index = self._index
         if frame.interlaced_frame:
-            raise IndexMismatch("interlaced frames are left to a core")
+            raise IndexMismatch("interlaced frames are decoded on the CPU")
         size = (index.height, index.width) if index.orientation.transpose else (index.width, index.height)
-        if (frame.width, frame.height) != size:  # of hidden edges a GPU cuts off the right and the lower one alone
-            raise IndexMismatch(f"the GPU gives frames of {frame.width}x{frame.height}, a core of {size[0]}x{size[1]}")
-        # FFmpeg scales the chroma of the GPU's layouts (nv12, p010) otherwise than the chroma of planes.
+        if (frame.width, frame.height) != size:  # a GPU crops hidden edges only on the right and at the bottom
+            raise IndexMismatch(
+                f"the GPU delivers frames of {frame.width}x{frame.height}, the CPU of {size[0]}x{size[1]}"
+            )
+        # FFmpeg scales the chroma of the GPU's layouts (nv12, p010) differently from planar chroma.
         return super()._pixels(self._unpacker.reformat(frame, format=index.pixel_format, threads=1))
 
 
 def _make_gpu_decoder(codec: str) -> VideoCodecContext:
-    """Make a decoder on the GPU, whose frames stay there.
+    """Create a decoder on the GPU whose frames stay there.
 
-    Raises RuntimeError without a GPU, or without a GPU decoder of ``codec``.
+    Raises:
+        RuntimeError: there is no GPU, or PyAV has no GPU decoder for ``codec``.
     """
     accelerator = HWAccel("cuda", allow_software_fallback=False, options={"primary_ctx": "1"}, is_hw_owned=True)
     try:
@@ -77,17 +88,22 @@ def _make_gpu_decoder(codec: str) -> VideoCodecContext:
 
 @cache
 def _hold_primary_context() -> VideoCodecContext:
-    """Hold the GPU's primary context until this process ends, so that no file's decoder makes it anew."""
+    """Hold the GPU's primary context until this process ends, so that it is not created again for each file.
+
+    Raises:
+        RuntimeError: there is no GPU.
+    """
     return _make_gpu_decoder("h264")
 
 
 def make_torchcodec_decoder() -> type[FrameDecoder]:
-    """Return the decoder with torchcodec on the first GPU. Not measured: no GPU has run this yet.
+    """Return the decoder class with torchcodec on the first GPU; it has not run on a GPU yet.
 
-    Its frames come back to the host, where they are resized as any decoder's frames: the GPU decodes and converts the
-    colours, with other last bits than FFmpeg.
+    The GPU decodes and converts colors, with other last bits than FFmpeg. Frames are resized on the host, as with any
+    decoder.
 
-    Raises ImportError, which says what is missing.
+    Raises:
+        ImportError: torchcodec is missing, or it or torch is built for CPUs only; the message gives the remedy.
     """
     from pipeline.video.torchcodec_decoder import TorchcodecDecoder  # noqa: I001, PLC0415 - its error names a remedy
     import torch  # noqa: PLC0415
@@ -100,12 +116,12 @@ def make_torchcodec_decoder() -> type[FrameDecoder]:
         )
 
     class TorchcodecNvdecDecoder(TorchcodecDecoder):
-        """The decoder with torchcodec on the first GPU this process sees. Raises RuntimeError without a GPU."""
+        """The decoder with torchcodec on the first GPU that this process sees. Raises RuntimeError without a GPU."""
 
         device = "cuda"
 
     return TorchcodecNvdecDecoder
 
 
-#: PyAV's form, or torchcodec's where this PyAV was built without CUDA; ImportError says what is missing.
+#: With PyAV, or with torchcodec if this PyAV was built without CUDA; ImportError if neither is possible.
 NvdecDecoder: type[FrameDecoder] = PyavNvdecDecoder if "cuda" in hwdevices_available() else make_torchcodec_decoder()

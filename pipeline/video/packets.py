@@ -21,21 +21,21 @@ from pipeline.video.continued_films import Continuation, ContinuedFile, find_con
 from pipeline.video.headers import HIDING_CODECS, ORDERED_CODECS, ShownOrder, ShownPackets, is_keyframe, is_packed
 
 MAX_PIXELS = 8192 * 8192  # largest frame: 200 MB in RGB
-MAX_KEPT_BYTES = 256 * 2**20  # bytes of packets kept in memory; larger files are read a second time
+MAX_KEPT_BYTES = 256 * 2**20  # bytes of packets kept in memory; larger videos are read again
 _OVERHEAD = 600  # bytes that PyAV and FFmpeg take for a packet beside its data
 _STILL_IMAGES = Disposition.attached_pic | Disposition.timed_thumbnails
-_SEEKABLE = ("mov", "matroska")  # elsewhere FFmpeg may land behind the keyframe it is asked for
-# Codecs whose keyframes are marked by FFmpeg's own parser, whatever the container says.
+_SEEKABLE = ("mov", "matroska")  # elsewhere FFmpeg may seek past the requested keyframe
+# Codecs whose keyframes FFmpeg's parser marks itself, whatever the container says.
 _PARSED_CODECS = ("h264", "hevc", "mpeg1video", "mpeg2video", "mpeg4")
-_GUESSED_RIGHT = ("mpeg4", "mpeg1video", "mpeg2video")  # codecs whose times in AVI FFmpeg makes up as it shows them
-_KEEPING = ("h264", "hevc")  # codecs whose parameters stay known to a decoder until others replace them
-_SKIPPING = ("h264", "hevc", "mpeg1video", "mpeg2video")  # codecs that mark reliably which frames nothing refers to
-# Decoders that may refuse every packet behind an error, keyframes too, until they are flushed. A flush that is not
-# needed costs frames, which other decoders would still show.
+_GUESSED_RIGHT = ("mpeg4", "mpeg1video", "mpeg2video")  # codecs whose times in AVI FFmpeg guesses correctly
+_KEEPING = ("h264", "hevc")  # codecs whose decoder keeps parameters until others replace them
+_SKIPPING = ("h264", "hevc", "mpeg1video", "mpeg2video")  # codecs that reliably mark frames to which no other refers
+# Decoders that may refuse every packet after an error, even keyframes, until they are flushed. In other decoders an
+# unneeded flush would lose frames.
 _STUCK_AFTER_ERRORS = ("libdav1d",)
-_STATING = ("matroska", "avi", "flv", "asf")  # demuxers of containers that state how long a stream is
-_WHOLE = 0.9  # share of a file up to its last packet; what other streams have behind it is less than the rest
-# Bytes and share of a file without a packet of its video; more may hold another part of the film.
+_STATING = ("matroska", "avi", "flv", "asf")  # demuxers of containers that state the length of a stream
+_WHOLE = 0.9  # share of a file up to its last packet; other streams have less than the rest behind it
+# Largest normal gap in a file without a packet of its video, in bytes and as a share; a larger one may hold more of it.
 _MAX_GAP, _MAX_GAP_SHARE = 2**18, 0.05
 _PADDING = 2**16  # bytes that may follow the last packet in any file
 _CLOCK = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
@@ -44,9 +44,15 @@ _HEVC_PARAMETERS = re.compile(rb"\x42\x01(.)", re.DOTALL)  # a sequence paramete
 
 
 class PacketInfo(NamedTuple):
-    """The facts about one packet, with times in ticks of the stream's time base.
+    """The facts about one packet.
 
-    ``hidden`` says that it shows no frame: the container leaves it out, or others only refer to it.
+    Attributes:
+        pts: presentation time in ticks of the stream's time base, or the frame's rank if ``VideoPackets.is_ranked``;
+            None if unknown.
+        dts: decoding time in ticks; None if unknown.
+        duration: in ticks; 0 if unknown.
+        keyframe: True if decoding can start here, according to the file.
+        hidden: True if it shows no frame: the container discards it, or only other frames use it.
     """
 
     pts: int | None
@@ -57,7 +63,7 @@ class PacketInfo(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run of packets, numbers ``start`` to ``stop`` - 1, that decode to the frames shown at ``times`` (ascending)."""
+    """The packets ``start`` to ``stop`` - 1, which decode to the frames shown at ``times`` (ascending)."""
 
     start: int
     stop: int
@@ -68,45 +74,51 @@ class VideoPackets:
     """The packets of a file's video stream, in file order. Close it after use.
 
     Attributes:
-        demuxer: name of FFmpeg's demuxer, as ``containers.sniff`` gave it.
-        stream: PyAV's stream; its codec context decodes.
-        codec: the codec's own name ("av1", "vp9"), not the name of the library that decodes it ("libdav1d").
-        start_time: of the container, microseconds; None where it has none.
-        n_streams: how many video streams the file has.
-        table: the facts about each packet.
-        lacks_times: whether FFmpeg makes up times at which the frames are not shown.
-        is_ranked: whether ``pts`` in the table count frames as they are shown, since the container does not state
-            their times.
-        parameters_change: whether the container gives the decoder new parameters on the way.
-        stated_s: how long the video is by the container's own word, seconds; None where it states nothing, and for MP4,
-            which lists every frame.
-        fault: the last error that a packet or the demuxer gave; None while all of them decode.
-        note: what of the film was not read; empty where nothing is known to lack.
-        n_corrupt: packets that the demuxer marks as damaged, and errors that end reading.
-
-    Packets of a file above MAX_KEPT_BYTES are not kept; requested packets are read a second time.
-
-    Raises VideoFault (see ``pick_stream``) or an error of PyAV's.
+        demuxer: name of FFmpeg's demuxer, from ``containers.sniff``.
+        stream: PyAV's stream.
+        codec: the codec's name ("av1"), not that of the library that decodes it ("libdav1d").
+        start_time: start of the container in microseconds; None if it has none.
+        n_streams: the number of video streams in the file, cover art included.
+        table: the facts about each packet that is not empty.
+        lacks_times: True if FFmpeg makes up presentation times, which are wrong.
+        is_ranked: True if ``pts`` in ``table`` are ranks in the shown order, computed from headers because the
+            container states no presentation times.
+        parameters_change: True if the container gives the decoder new parameters in the middle of the stream.
+        stated_s: the end of the video in seconds as the container states it; None if it does not, and for MP4, which
+            lists every frame.
+        fault: the last error that a packet or the demuxer gave; None without one.
+        note: what of the film was not read; empty if nothing is known to be missing.
+        n_corrupt: the number of packets that the demuxer marks as damaged, plus 1 if an error ended reading.
     """
 
     def __init__(
         self, path: str, demuxer: str, empty: Collection[int] = (), continuation: Continuation | None = None
     ) -> None:
-        """Open the file and read all its packets; up to MAX_KEPT_BYTES of packets stay in memory.
+        """Open the file and read all its packets.
 
-        A fault in the middle of the file is kept in ``fault``, not raised. Streams with an index in ``empty`` are not
-        picked where there are others. ``continuation`` joins the PIDs of a transport stream.
+        Packets stay in memory if all together take at most MAX_KEPT_BYTES; otherwise none does, and requested packets
+        are read again. An error in the middle of the file becomes ``fault``. Nothing stays open after an exception.
+
+        Args:
+            empty: indexes of streams without packets, which are only picked if there is no other.
+            continuation: the PIDs to replace in a transport stream.
+
+        Raises:
+            VideoFault: "unsupported" if no stream can be decoded (``pick_stream``).
+            FFmpegError: PyAV cannot open the file.
         """
         self.demuxer = demuxer
-        self._path, self._empty, self._continuation = path, empty, continuation
+        self._path = path
+        self._empty = empty
+        self._continuation = continuation
         self.note = continuation.note if continuation is not None else ""
         self._container = self._open()
-        # The file where it was opened a second time, and the number of the packet that comes next there.
+        # The file opened a second time, and the number of the packet that comes next there.
         self._second_file: InputContainer | None = None
         self._next = 0
         self._kept_packets: list[av.Packet] | None = []
-        self._fields = False  # whether the first frame consists of two
-        # The file where it was opened for a new decoder, and the end of the packets that the decoder may know.
+        self._fields = False  # True if the first frame consists of two fields
+        # The file opened for a new decoder, and the end of the packets whose parameters the decoder may know.
         self._decoder_file: InputContainer | None = None
         self._decoded = 0
         try:
@@ -130,21 +142,22 @@ class VideoPackets:
             raise
 
     def _open(self) -> InputContainer:
-        """Open the file once more."""
+        """Open the file again."""
         return open_container(self._path, self.demuxer, self._continuation)
 
     def close(self) -> None:
-        """Close the file and forget the packets."""
+        """Close the file and drop the packets. May be called twice."""
         self._kept_packets = []
         for file in (self._container, self._second_file, self._decoder_file):
             if file is not None:
                 file.close()
 
     def find_end(self, duration_s: float) -> float:
-        """Return the end of a video in seconds, as the container states it, or an estimate.
+        """Return the end of the video in seconds, as the container states it, or an estimate from the file's size.
 
-        The estimate goes by the bytes behind the last packet. ``duration_s`` is the end of its last frame; it is
-        returned if the file states no later end.
+        Args:
+            duration_s: the end of the last frame; returned if the file neither states nor suggests another end, and for
+                MP4.
         """
         if self.stated_s is not None or self.demuxer == "mov":
             return self.stated_s or duration_s
@@ -152,30 +165,34 @@ class VideoPackets:
 
     @property
     def lacks_a_part(self) -> bool:
-        """True if somewhere in the file there are many bytes without a packet of the stream."""
+        """True if a large gap in the file, or its end, has no packet of the stream."""
         gap = max(self._largest_gap, self._container.size - self._end_byte)
         return gap > min(_MAX_GAP, _MAX_GAP_SHARE * self._container.size)
 
     @property
     def has_unread(self) -> bool:
-        """True if a good part of the file lies behind its last packet."""
+        """True if more than a tenth of the file, and more than _PADDING bytes, lie behind the stream's last packet."""
         return 0 < self._share < _WHOLE and self._container.size - self._end_byte > _PADDING
 
     def note_unread(self) -> None:
-        """Set ``note`` if the film goes on behind the last packet, and nothing is noted yet."""
+        """Set ``note`` if it is empty and more of the film follows the stream's last packet (``goes_on``).
+
+        Raises:
+            VideoFault: the file cannot be opened again.
+        """
         where = (self._end_byte, self.stream.id, self._continuation)
         if self.has_unread and not self.note and goes_on(self._path, self.demuxer, *where):
             self.note = f"{PARTLY_READ}: video goes on in the last {1 - self._share:.0%} of the file"
 
     @property
     def _share(self) -> float:
-        """The share of the file up to its last packet."""
+        """The share of the file that ends with the stream's last packet."""
         return self._end_byte / max(self._container.size, 1)
 
     def first_frame(self) -> av.VideoFrame | None:
-        """Decode and return the file's first frame, or None if no packet can be decoded.
+        """Decode and return the first frame that comes out of the decoder, or None if no packet can be decoded.
 
-        Also notes whether its frames are interlaced: call it before ``decode_frames`` with ``shown_times``.
+        Also records whether frames are interlaced: call it before ``decode_frames`` with ``shown_times``.
         """
         tries = (next(self.decode_frames(0, stop), None) for stop in (1, len(self.table)))
         first = next((frame for frame in tries if frame is not None), None)
@@ -185,41 +202,49 @@ class VideoPackets:
     def decode_frames(
         self, start: int, stop: int, shown_times: Sequence[int] | None = None, codec: av.CodecContext | None = None
     ) -> Iterator[av.VideoFrame]:
-        """Yield the frames of packets number ``start`` to ``stop`` - 1 in the order in which they are shown.
+        """Yield the frames of packets ``start`` to ``stop`` - 1 in the order in which they are shown.
 
-        A damaged packet gives no frame, and FFmpeg logs it; ``fault`` is its error. Decoding continues behind it. The
-        decoder may leave out frames to which no other frame refers, unless they are shown at one of the
-        ``shown_times``; None decodes all. Finish or close the generator before another call: both use one decoder.
+        A damaged packet gives no frame: FFmpeg logs it, ``fault`` becomes its error, and decoding continues. Exhaust or
+        close the generator before the next call: both use one decoder.
 
-        ``codec`` is the decoder, by default the stream's own.
+        Args:
+            shown_times: the presentation times of the needed frames; the decoder may skip others to which no frame
+                refers. None decodes all frames.
+            codec: the decoder; by default the stream's own.
+
+        Raises:
+            MemoryError: the decoder ran out of memory.
         """
         codec = codec or self._decoder_for(start, stop)
         codec.flush_buffers()
-        gets_stuck, has_failed = codec.codec.name in _STUCK_AFTER_ERRORS, False
-        # Whether the codec marks frames that no other refers to, and a packet is one frame: a field may have its own.
-        # In HEVC with sub-layers a higher layer may refer to frames that are marked so.
+        gets_stuck = codec.codec.name in _STUCK_AFTER_ERRORS
+        has_failed = False
+        # True if the codec marks frames to which no other refers, and each packet is a whole frame. In HEVC with
+        # sub-layers, a higher layer may refer to marked frames.
         marks = self.codec in _SKIPPING and not self._fields and (self.codec != "hevc" or self._sub_layers == {1})
-        skips, times = marks and shown_times is not None, frozenset(shown_times or ())
+        skips = marks and shown_times is not None
+        times = frozenset(shown_times or ())
         try:
             for packet in self.between(start, stop):
                 if skips:
                     codec.skip_frame = "DEFAULT" if packet.pts in times else "NONREF"
-                before, failed_before = self.fault, has_failed
+                fault_before = self.fault
+                failed_before = has_failed
                 frames = self._frames_of(codec, packet)
-                has_failed = self.fault is not before
+                has_failed = self.fault is not fault_before
                 if has_failed and failed_before and gets_stuck and packet.is_keyframe:
                     codec.flush_buffers()
                     frames = self._frames_of(codec, packet)
                 yield from frames
         finally:
-            codec.skip_frame = "DEFAULT"  # or the frames that the decoder still holds would be lost
+            codec.skip_frame = "DEFAULT"  # otherwise frames that the decoder still holds would be lost
         yield from self._frames_of(codec, None)
 
     def _decoder_for(self, start: int, stop: int) -> av.CodecContext:
-        """Return the stream's decoder; a new one where it would go back to packets before those that it knows.
+        """Return the stream's decoder; for H.264 and HEVC, a new one if it has already decoded packets after ``start``.
 
-        A flush leaves the decoder the parameters of later packets, as of frames of another size, and the packets in
-        front may have none of their own.
+        A flush does not make the decoder forget the parameters of later packets (another frame size, for example), and
+        the earlier packets may have none of their own. A new decoder opens the file again.
         """
         if start < self._decoded and self._decoded > 1 and self.codec in _KEEPING:
             if self._decoder_file is not None:
@@ -230,11 +255,13 @@ class VideoPackets:
         return self._codec
 
     def runs(self, times: Sequence[int]) -> Iterator[Run]:
-        """Yield the packets to decode for the frames that are shown at ``times`` (ascending), each run from a keyframe.
+        """Yield the runs of packets to decode for the frames shown at ``times`` (ascending, not empty).
 
-        A frame that is shown before a keyframe and stored behind it needs the keyframe before that keyframe. If the
-        decoder cannot begin at keyframes, there is one run from the first packet. Raises KeyError for a time that no
-        packet has.
+        Each run starts at a keyframe that is shown no later than its frames, and runs do not overlap. If the decoder
+        cannot start at keyframes, there is one run from the first packet.
+
+        Raises:
+            KeyError: no shown packet has one of the times.
         """
         number_at = {packet.pts: number for number, packet in enumerate(self.table) if not packet.hidden}
         can_jump = not self.parameters_change and (self.demuxer in _SEEKABLE or self.codec in _PARSED_CODECS)
@@ -251,7 +278,10 @@ class VideoPackets:
         yield run
 
     def between(self, start: int, stop: int) -> Iterator[av.Packet]:
-        """Yield packets number ``start`` to ``stop`` - 1, from memory, or from the file where they are not kept."""
+        """Yield packets ``start`` to ``stop`` - 1, from memory, or from the file if they are not kept.
+
+        If ``is_ranked``, their ``pts`` are set to the ranks.
+        """
         kept = self._kept_packets
         packets = kept[start:stop] if kept is not None else islice(self._read_again(start), stop - start)
         for number, packet in enumerate(packets, start):
@@ -260,7 +290,7 @@ class VideoPackets:
             yield packet
 
     def _lacks_times(self) -> bool:
-        """Return True if the container states no presentation times, and FFmpeg's are wrong for reordered frames."""
+        """Return True if the container states no presentation times and FFmpeg's are wrong for reordered frames."""
         if self.demuxer in ("avi", "asf"):
             codec = self.stream.codec_context
             is_guessed = self.codec not in _GUESSED_RIGHT if self.demuxer == "avi" else self.codec in _KEEPING
@@ -268,25 +298,27 @@ class VideoPackets:
         return self.demuxer in _KEEPING or (self.demuxer, self.codec) == ("mpegvideo", "mpeg1video")
 
     def _frames_of(self, codec: av.CodecContext, packet: av.Packet | None) -> list[av.VideoFrame]:
-        """Decode a packet into the frames it completes; with None, flush the frames that the decoder still holds.
+        """Decode a packet to the frames that it completes; None flushes the decoder.
 
         A packet that does not decode gives no frame, and its error becomes ``fault``. Raises MemoryError.
         """
         try:
             return list(codec.decode(packet))
-        except FFmpegError as error:  # some decoders answer broken data with EPERM or their library's own error
+        except FFmpegError as error:  # some decoders report broken data as EPERM or as their library's own error
             if isinstance(error, MemoryError):
                 raise
             self.fault = error
             return []
 
     def _read(self) -> None:
-        """Read all packets into the table, and note damage and changes of parameters on the way.
+        """Read all packets into ``table``, and record damage, gaps and changes of parameters.
 
-        Empty packets are left out. Packets stay in memory as long as all of them have at most MAX_KEPT_BYTES bytes,
-        else none stays.
+        Empty packets are left out. Packets are kept in memory unless they exceed MAX_KEPT_BYTES together. If times are
+        missing and headers tell the order, ``pts`` become ranks. Raises MemoryError.
         """
-        size, has_gaps, extradata = 0, False, self.stream.codec_context.extradata or b""
+        size = 0
+        has_gaps = False
+        extradata = self.stream.codec_context.extradata or b""
         shown = ShownPackets(self.codec, extradata) if self.codec in HIDING_CODECS else None
         order = ShownOrder(self.codec, extradata) if self.lacks_times and self.codec in ORDERED_CODECS else None
         for packet in self._readable():
@@ -309,14 +341,15 @@ class VideoPackets:
                 self._kept_packets = None
             elif self._kept_packets is not None:
                 self._kept_packets.append(packet)
-        # Where a frame has no content, the decoder shows the frames around it in an order of its own.
+        # Around a frame without content, the decoder shows frames in a different order.
         self.lacks_times |= has_gaps and bool(self.stream.codec_context.has_b_frames)
         if order is not None and not has_gaps and (ranks := order.find_ranks()) is not None:
-            self.is_ranked, numbers = True, iter(ranks)
+            self.is_ranked = True
+            numbers = iter(ranks)
             self.table = [packet._replace(pts=None if packet.hidden else next(numbers)) for packet in self.table]
 
     def _readable(self) -> Iterator[av.Packet]:
-        """Yield the packets of the stream up to the end of the file, or up to what the demuxer cannot read.
+        """Yield the packets of the stream up to the end of the file or the first error of the demuxer.
 
         That error becomes ``fault`` and counts as a corrupt packet. Raises MemoryError.
         """
@@ -328,10 +361,10 @@ class VideoPackets:
             self.fault, self.n_corrupt = error, self.n_corrupt + 1
 
     def _read_again(self, start: int, may_seek: bool = True) -> Iterator[av.Packet]:
-        """Yield the packets from number ``start`` on: seek where that surely arrives, else read up to it.
+        """Yield the packets from number ``start`` on, from a second opening of the file that stays open.
 
-        The file stays open for the next call. A seek that goes past the packet is replaced by reading from the
-        beginning.
+        If ``may_seek``, it seeks in containers where that is reliable, otherwise it reads up to the packet. If a seek
+        goes past the packet, it reads from the beginning.
         """
         if self._second_file is None or start < self._next:
             self._second_file, self._next = self._open(), 0
@@ -339,7 +372,7 @@ class VideoPackets:
         time = self.table[start].pts
         seeks = may_seek and start > 0 and self.demuxer in _SEEKABLE
         if seeks and time is not None:
-            # In MP4 FFmpeg seeks by presentation time, so a decoding time would lead to the keyframe before.
+            # In MP4 FFmpeg seeks by presentation time: a decoding time would lead to an earlier keyframe.
             self._second_file.seek(time, stream=stream)
         packets = (packet for packet in self._iter_packets(self._second_file, stream) if packet.size)
         rest_of_packets = islice(packets, start - self._next, None)
@@ -354,25 +387,30 @@ class VideoPackets:
     def _iter_packets(self, container: InputContainer, stream: av.VideoStream) -> Iterator[av.Packet]:
         """Yield the packets of a stream to the end of the file, each with one frame at most.
 
-        Behind damage a transport stream's demuxer asks to be called again: it is.
+        After damage, the demuxer of transport streams raises BlockingIOError, and reading continues.
         """
         unpacker = BitStreamFilterContext("mpeg4_unpack_bframes", stream) if self._is_packed else None
         while True:
             try:
                 for packet in container.demux(stream):
                     frames = unpacker.filter(packet) if unpacker and packet.size else [packet]
-                    for frame in frames if unpacker else ():  # its mark may be that of the packet behind its own
+                    for frame in frames if unpacker else ():  # its mark may be that of the next packet
                         frame.is_keyframe = frame.size > 0 and is_keyframe(frame)
                     yield from frames
             except BlockingIOError:
                 continue
-            except IndexError:  # PyAV fails at the end of a file if a stream came up behind the file's beginning
+            except IndexError:  # PyAV fails at the end of a file if a stream appeared in the middle of it
                 return
             return
 
 
 def open_container(path: str, demuxer: str, continuation: Continuation | None = None) -> InputContainer:
-    """Open a file by PyAV with its demuxer forced; the demuxer may open nothing but files."""
+    """Open a file with PyAV and the given demuxer, which may open local files only.
+
+    Raises:
+        FFmpegError: PyAV cannot open it.
+        VideoFault: with a ``continuation``, the file cannot be opened.
+    """
     options = {"protocol_whitelist": "file"}
     file = ContinuedFile(path, continuation) if continuation is not None else path
     container: InputContainer = av.open(file, format=demuxer, options=options, metadata_errors="replace")
@@ -380,9 +418,13 @@ def open_container(path: str, demuxer: str, continuation: Continuation | None = 
 
 
 def read_packets(path: str, demuxer: str) -> VideoPackets:
-    """Return the packets of the best video stream that has any; without packets if no stream has.
+    """Read the packets of the best video stream that has any, or of an empty stream if none has.
 
-    Arguments and errors as of ``VideoPackets``.
+    A transport stream with large gaps is read again with the film's other PIDs. The caller closes the result.
+
+    Raises:
+        VideoFault: "unsupported" if no stream can be decoded (``pick_stream``).
+        FFmpegError: PyAV cannot open the file.
     """
     empty: set[int] = set()
     while True:
@@ -401,11 +443,14 @@ def read_packets(path: str, demuxer: str) -> VideoPackets:
 
 
 def pick_stream(container: InputContainer, empty: Collection[int] = ()) -> av.VideoStream:
-    """Pick the video stream that the ffmpeg command line takes: the largest, a default one counting 5 megapixels more.
+    """Return the video stream that the ffmpeg command line would use, and set its decoder to one thread.
 
-    Streams with an index in ``empty``, which have no packets, come last. Sets its decoder to one thread. Raises
-    VideoFault("unsupported") where there is none (cover art is no video), its codec is unknown or its frames are too
-    large.
+    This is the largest one, where a default stream counts 5 megapixels more. Streams with an index in ``empty`` come
+    last.
+
+    Raises:
+        VideoFault: "unsupported" if the file has no video stream (cover art does not count), the codec is unknown, or
+            frames are larger than MAX_PIXELS.
     """
     streams = [s for s in container.streams.video if not s.disposition & _STILL_IMAGES]
     if not streams:
@@ -420,27 +465,28 @@ def pick_stream(container: InputContainer, empty: Collection[int] = ()) -> av.Vi
     stream = max(streams, key=lambda s: s.width * s.height + 5_000_000 * bool(s.disposition & Disposition.default))
     if stream.width * stream.height > MAX_PIXELS:
         raise VideoFault("unsupported", f"frames of {stream.width}x{stream.height} are larger than {MAX_PIXELS} pixels")
-    stream.codec_context.thread_count = 1  # the pipeline runs one decoder a core
-    # FFmpeg would leave columns on the left that the file hides, where hiding them costs it the alignment of rows.
+    stream.codec_context.thread_count = 1  # the pipeline runs one decoder per core
+    # Without this flag, FFmpeg keeps columns that the file crops on the left if cropping would leave rows unaligned.
     stream.codec_context.flags |= Flags.unaligned
     return stream
 
 
 def _sub_layers(data: bytes | memoryview) -> set[int]:
-    """Return the numbers of temporal sub-layers that the parameter sets in HEVC data declare."""
+    """Return the numbers of temporal sub-layers that parameter sets in HEVC data declare; an empty set without any."""
     return {1 + (match[1][0] >> 1 & 7) for match in _HEVC_PARAMETERS.finditer(data)}
 
 
 def _read_stated_seconds(container: InputContainer, stream: av.VideoStream, demuxer: str) -> float | None:
-    """Return the seconds of a video by its stream's header or tag, or by the file's header where it has no sound.
+    """Return the end of a video in seconds as its container states it, or None.
 
-    None if nothing is stated, and for containers other than _STATING.
+    The stream's duration counts first, then its DURATION tag, then the file's duration if it has no sound; the last two
+    less the container's start. Containers other than _STATING give None.
     """
     if demuxer not in _STATING:
         return None
     if stream.duration and stream.time_base:
         return float(stream.duration * stream.time_base)
-    start_s = (container.start_time or 0) / 1_000_000  # the others say when it ends
+    start_s = (container.start_time or 0) / 1_000_000  # the durations below are end times
     for name, text in stream.metadata.items():  # Matroska: "00:00:08.000000000", perhaps with the language's name
         if name.upper().startswith("DURATION") and (match := _CLOCK.match(text)):
             return int(match[1]) * 3600 + int(match[2]) * 60 + float(match[3]) - start_s

@@ -1,6 +1,6 @@
-"""The index of a video file, frame by frame, made without decoding it: every decoder works from it.
+"""The frame-by-frame index of a video file, usually made without decoding it; every decoder works from it.
 
-Timestamps are seconds from the container's start time, the zero that players show. They come from here whichever
+Timestamps are seconds from the container's start time, which players show as zero. They come from the index whichever
 decoder delivers the pixels, because decoders disagree about start offsets and edit lists.
 """
 
@@ -26,7 +26,7 @@ from pipeline.video.sampling import find_true_times
 
 
 class Orientation(NamedTuple):
-    """The turn that makes shown frames of stored ones: first transposed, then flipped."""
+    """The rotation from stored frames to shown frames: first transposed, then flipped."""
 
     transpose: bool = False
     flip_rows: bool = False
@@ -34,7 +34,7 @@ class Orientation(NamedTuple):
 
 
 _AS_STORED = Orientation()
-_MAX_SKEW = math.tan(math.radians(0.5))  # of a picture that is shown upright
+_MAX_SKEW = math.tan(math.radians(0.5))  # of a picture that counts as upright
 _HALF_MS = Fraction(1, 2000)
 _RAW = ("h264", "hevc", "mpegvideo")  # demuxers of streams without a container
 _MAX_FLV_RATE, _FLV_ROUNDING = 1000, Fraction(1, 10_000)  # the largest numerator, and the error of a rate
@@ -44,28 +44,28 @@ _MAX_STEP = 2**32  # ticks between two of their packets; FFmpeg takes a jump bac
 
 @dataclass(frozen=True)
 class VideoIndex:
-    """The index of a video stream: its frames in presentation order.
+    """The index of a video stream: its F frames in the order in which they are shown.
 
     Attributes:
-        path: the file, an absolute path.
-        demuxer: name of FFmpeg's demuxer, as ``containers.sniff`` gave it.
+        path: the absolute path of the file.
+        demuxer: name of FFmpeg's demuxer, from ``containers.sniff``; "" for a folder of frames.
         stream: index of the stream in the file.
         codec: name of the codec.
-        width: pixels of the first frame, as shown (after rotation); later frames may have another size.
-        height: likewise.
-        pixel_format: of the first frame, as FFmpeg calls it.
-        fps: average frames a second of the whole file.
+        width: pixels of the first frame as shown (after rotation); later frames may have another size.
+        height: as ``width``.
+        pixel_format: FFmpeg's name for the first frame's pixel format.
+        fps: average frames per second of the whole file.
         timestamps: [F] float64 seconds, ascending.
-        duration_s: end of the last frame, seconds.
-        tick_s: seconds of a tick, in which the container counts time; 0 where nothing is rounded.
-        orientation: how stored frames are turned to be shown.
-        pts: [F] int64 presentation times in the stream's ticks, by which decoded frames are told apart; None where the
-            file has no usable times: then only counting tells decoded frames apart.
+        duration_s: end of the last frame, in seconds.
+        tick_s: seconds per tick of the container's clock; 0 if timestamps are not rounded.
+        orientation: the rotation from stored to shown frames.
+        pts: [F] int64 presentation times in ticks, by which decoded frames are identified; None if the file has no
+            usable times, so that decoded frames can only be counted.
         keyframes: [K] int64 presentation times at which decoding can start, ascending.
-        whole: whether frames come out at these ``pts`` only where all packets are decoded, since some are damaged.
-        holes: (start, end) in seconds of stretches that the file lists and that do not decode, as far as known.
+        whole: True if frames come out at these ``pts`` only when all packets are decoded, since some are damaged.
+        holes: the known stretches that do not decode.
         record: columns of the videos table that the file states and decoding does not need.
-        packets: the open file; None for a folder of frames. A decoder may close it.
+        packets: the open file, which the caller of ``probe`` closes; None for a folder of frames.
     """
 
     path: str
@@ -88,21 +88,24 @@ class VideoIndex:
     packets: VideoPackets | None = field(default=None, repr=False, compare=False)
 
     def find_true_times(self) -> tuple[NDArray[np.float64], float, float]:
-        """Return the times, duration and tick by which frames are chosen (``sampling.find_true_times``)."""
+        """Return the timestamps, duration and tick without the container's rounding, by which frames are chosen."""
         return find_true_times(self.timestamps, self.duration_s, self.fps, self.tick_s)
 
 
 class IndexMismatch(Exception):  # noqa: N818
-    """An error: a decoder's frames do not match the index."""
+    """The frames of a decoder do not match the index."""
 
 
 def probe(path: str, demuxer: str) -> VideoIndex:
     """Index a file by reading its packets; only the first frame is decoded, for its shape and orientation.
 
-    If packets do not tell the frames (no or broken timestamps), the whole file is decoded once instead. The index holds
-    the file open, and up to ``packets.MAX_KEPT_BYTES`` bytes of packets in memory: close its ``packets``.
+    If packets do not determine the frames (no or broken timestamps), the whole file is decoded once instead. The index
+    keeps the file open, and up to ``packets.MAX_KEPT_BYTES`` bytes of packets in memory: close its ``packets``.
 
-    Raises VideoFault ("unsupported", "corrupt") or an error of PyAV's; then nothing stays open.
+    Raises:
+        VideoFault: "unsupported" if no stream can be decoded or the rotation is not a multiple of 90 degrees; "corrupt"
+            if no frame comes out. Nothing stays open.
+        FFmpegError: PyAV cannot open the file or has no decoder for it.
     """
     packets = read_packets(path, demuxer)
     try:
@@ -113,7 +116,12 @@ def probe(path: str, demuxer: str) -> VideoIndex:
 
 
 def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
-    """Make the index of a file from its packets. Raises VideoFault, or an error of PyAV's."""
+    """Make the index of a file from its packets, or by decoding all of it if their times are not usable.
+
+    Raises:
+        VideoFault: "corrupt" if no frame comes out, "unsupported" for an odd angle of rotation.
+        FFmpegError: FFmpeg has no decoder for the codec.
+    """
     first = packets.first_frame()
     if first is None:
         if isinstance(packets.fault, DecoderNotFoundError | PatchWelcomeError):
@@ -150,12 +158,14 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
 
 
 def scan(index: VideoIndex) -> VideoIndex:
-    """Return a new index, made by decoding the whole file, whose packets do not tell which frames come out.
+    """Return a new index of the frames that come out when the whole file is decoded.
 
-    The holes are the stretches of the index whose frames do not come out, and what the container states beyond it. The
-    packets are shared with the old index.
+    Times come from the decoded frames if they ascend; otherwise from those that do if the old index has times, or by
+    counting at the stated rate. Holes are the old index's frames that do not come out, and what the container states
+    beyond them; in AVI files without usable times, also gaps between decoded frames. Both indexes share the packets.
 
-    Raises VideoFault("corrupt") where nothing can be decoded.
+    Raises:
+        VideoFault: "corrupt" if no frame comes out.
     """
     packets = index.packets
     assert packets is not None
@@ -167,7 +177,7 @@ def scan(index: VideoIndex) -> VideoIndex:
     listed_index, index = index, replace(index, pts=None)
     ascends = len(known_pts) == len(times) and _goes_on(known_pts.tolist(), index.demuxer)
     if not ascends and listed_index.pts is not None and len(known_pts) and not packets.is_ranked:
-        # Behind an error H.264 gives some frames late, when later frames have been shown.
+        # After an error, H.264 delivers some frames late, behind frames with later times.
         known_pts = pts = known_pts[np.append(True, known_pts[1:] > np.maximum.accumulate(known_pts)[:-1])]
         index = _add_times(replace(index, pts=pts, whole=True), packets, pts, frames[-1][1])
     elif not ascends:
@@ -186,20 +196,20 @@ def scan(index: VideoIndex) -> VideoIndex:
 
 
 def _add_times(index: VideoIndex, packets: VideoPackets, pts: NDArray[np.int64], last_duration: int) -> VideoIndex:
-    """Return the index with timestamps, duration, rate and tick, from presentation times in the stream's ticks.
+    """Return the index with timestamps, duration, rate and tick, computed from presentation times.
 
-    Timestamps are seconds since the container's start, so the first need not be 0. The duration is the end of the last
-    frame on the same clock. The rate is a stated rate if it agrees with the times, else their mean.
+    Timestamps are seconds since the container's start, so the first need not be 0. The rate is a stated rate that
+    agrees with the times, otherwise their mean.
 
     Args:
-        pts: the presentation times, in ascending order.
-        last_duration: the last frame's duration in ticks; 0 takes 1 / rate.
+        pts: [F] presentation times in the stream's ticks, ascending.
+        last_duration: the last frame's duration in ticks; 0 stands for one frame at the rate.
     """
     tick: Fraction = packets.stream.time_base
     start_time = packets.start_time
     origin = Fraction(start_time, 1_000_000) if start_time is not None else int(pts[0]) * tick
     if abs(int(pts[0]) * tick - origin) < Fraction(2, 1_000_000):
-        origin = int(pts[0]) * tick  # the container's start is this stream's, rounded to microseconds
+        origin = int(pts[0]) * tick  # the container's start is the start of this stream, rounded to microseconds
     timestamps = np.array([float(int(t) * tick - origin) for t in pts])
     fps = _find_true_rate(_list_stated_rates(packets), len(pts), (int(pts[-1]) - int(pts[0])) * tick, tick)
     end = timestamps[-1] + (float(last_duration * tick) or 1 / fps)
@@ -207,10 +217,11 @@ def _add_times(index: VideoIndex, packets: VideoPackets, pts: NDArray[np.int64],
 
 
 def _count_times(index: VideoIndex, n_frames: int, stored_times: Sequence[int | None] = ()) -> VideoIndex:
-    """Return the index with timestamps and duration of frames that follow each other at the stated rate.
+    """Return the index with timestamps and duration of ``n_frames`` frames at the stated rate.
 
-    ``stored_times`` are the decoding times in ticks: where they leave out frames, so do timestamps, later by as many
-    frames as the decoder holds back.
+    Args:
+        stored_times: the decoding times of the packets in ticks. If there is one per frame and their steps differ
+            (frames were left out), timestamps follow these steps, shifted by the frames that the decoder holds back.
     """
     times = np.arange(n_frames) / index.fps
     known_times = np.array([time for time in stored_times if time is not None])
@@ -224,9 +235,9 @@ def _count_times(index: VideoIndex, n_frames: int, stored_times: Sequence[int | 
 
 
 def _list_stated_rates(packets: VideoPackets) -> list[Fraction]:
-    """List the frames a second that the file states, the likeliest first; at least one.
+    """List the frames per second that the file states, the likeliest first; [25] if it states none.
 
-    For a raw stream FFmpeg's demuxer makes up 25; the stream itself may say another.
+    FFmpeg's demuxer makes up 25 for a raw stream; the rate that the stream itself states comes first there.
     """
     average, guessed_rate = packets.stream.average_rate, packets.stream.guessed_rate
     rates = (guessed_rate, average) if packets.demuxer in _RAW else (average, guessed_rate)
@@ -234,17 +245,23 @@ def _list_stated_rates(packets: VideoPackets) -> list[Fraction]:
 
 
 def _restore_rate(rate: Fraction) -> Fraction:
-    """Return a rate such as 24000/1001 for what FFmpeg makes of it in FLV: 983/41, a fraction of numbers up to 1000."""
+    """Return a rate such as 24000/1001 for its rounded form in FLV (983/41, both at most 1000), or the rate itself."""
     original = Fraction(round(rate * 1001 / 1000) * 1000, 1001)
     is_rounded = rate.denominator > 1 and rate.numerator <= _MAX_FLV_RATE and abs(rate / original - 1) < _FLV_ROUNDING
     return original if is_rounded else rate
 
 
 def _find_true_rate(stated_rates: Sequence[Fraction], n_frames: int, span: Fraction, tick: Fraction) -> float:
-    """Return a file's frames a second by its timestamps, from the first to the last ``span`` seconds.
+    """Return the frames per second of a file by its timestamps.
 
-    A stated rate that agrees is exact where timestamps are rounded: to ticks, or to the milliseconds of a container
-    that the file was copied from. The first stated rate counts for a single frame.
+    This is the first stated rate that agrees with them, since timestamps are rounded: to ticks, or to the milliseconds
+    of a container that the file was copied from. Otherwise it is the mean rate; for a single frame, the first stated
+    rate.
+
+    Args:
+        stated_rates: at least one.
+        span: seconds from the first to the last timestamp.
+        tick: seconds.
     """
     if n_frames < 2 or not span:
         return float(stated_rates[0])
@@ -253,9 +270,9 @@ def _find_true_rate(stated_rates: Sequence[Fraction], n_frames: int, span: Fract
 
 
 def _timestamps_usable(shown_packets: Sequence[PacketInfo], packets: VideoPackets) -> bool:
-    """Return True if the packets' presentation times can be trusted.
+    """Return True if presentation times are all known and distinct, and decoding times never jump back.
 
-    Every packet has its own time, and decode times never go back.
+    False without packets, and if FFmpeg made the times up and headers gave no ranks.
     """
     if packets.lacks_times and not packets.is_ranked:
         return False
@@ -265,17 +282,22 @@ def _timestamps_usable(shown_packets: Sequence[PacketInfo], packets: VideoPacket
 
 
 def _goes_on(times: Sequence[int], demuxer: str) -> bool:
-    """Return True if times, in ticks, never jump back: there a new time line begins, as in joined recordings."""
-    most = _MAX_STEP if demuxer in _WRAPPING else math.inf
-    return all(0 <= b - a < most for a, b in pairwise(times))
+    """Return True if times, in ticks, never jump back, as they do where recordings were joined.
+
+    In MPEG transport and program streams, FFmpeg turns such a jump into a large step forward, which counts too.
+    """
+    max_step = _MAX_STEP if demuxer in _WRAPPING else math.inf
+    return all(0 <= b - a < max_step for a, b in pairwise(times))
 
 
 def read_orientation(frame: av.VideoFrame) -> Orientation | None:
-    """Return the turn in the display matrix of a frame; None without a matrix. A matrix of zeros turns nothing.
+    """Return the rotation that a frame's display matrix states; None without a matrix.
 
-    A turn within half a degree of a quarter turn is one, as for the ffmpeg command line.
+    A rotation within half a degree of a quarter turn counts as one, as in the ffmpeg command line. A matrix of zeros
+    gives no rotation.
 
-    Raises VideoFault("unsupported") for other angles.
+    Raises:
+        VideoFault: "unsupported" for other angles.
     """
     side_data = frame.side_data.get("DISPLAYMATRIX")
     if side_data is None:
@@ -287,10 +309,10 @@ def read_orientation(frame: av.VideoFrame) -> Orientation | None:
         return Orientation(False, flip_rows=d < 0, flip_columns=a < 0)
     if max(abs(a), abs(d)) <= along * _MAX_SKEW:
         return Orientation(True, flip_rows=b < 0, flip_columns=c < 0)
-    raise VideoFault("unsupported", "the video is turned by an angle that is no multiple of 90 degrees")
+    raise VideoFault("unsupported", "the video is rotated by an angle that is not a multiple of 90 degrees")
 
 
-# FFmpeg's names of AVColorTransferCharacteristic, as ffprobe shows them; the numbers are from H.273.
+# H.273 number -> FFmpeg's name of the transfer characteristic, as ffprobe shows it.
 _TRANSFERS = {
     1: "bt709",
     4: "gamma22",
@@ -312,15 +334,16 @@ _TRANSFERS = {
 
 
 def color_transfer(frame: av.VideoFrame, stream: av.VideoStream) -> str | None:
-    """Return FFmpeg's name of the transfer function that a file or its first frame states; None where neither does."""
+    """Return FFmpeg's name of the transfer function that the stream or its first frame states; None if neither does."""
     codes = (int(stream.codec_context.color_trc), int(frame.color_trc))
     return next((_TRANSFERS[number] for number in codes if number in _TRANSFERS), None)
 
 
 def pixel_shape(stream: av.VideoStream, *, turned: bool) -> str | None:
-    """Return width by height of a pixel as it is shown, as "16:15"; None where the file does not state it.
+    """Return the width:height ratio of a pixel as shown, such as "16:15"; None if the file does not state it.
 
-    ``turned`` says that rows of the stored frame are shown as columns.
+    Args:
+        turned: True if rows of the stored frame are shown as columns.
     """
     ratio: Fraction | None = stream.sample_aspect_ratio or stream.codec_context.sample_aspect_ratio
     if not ratio:

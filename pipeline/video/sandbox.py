@@ -1,11 +1,11 @@
-"""A child process that decodes, and may crash, hang or run out of memory without harm to anything else.
+"""A child process that decodes videos, and may crash, hang or exhaust its memory without harm to its parent.
 
-The child serves one video after another; it is replaced after a crash or a kill. It is forked from a fork server
-that has imported the heavy libraries once, so that a replacement takes milliseconds.
+The child serves one video after another and is replaced after a crash or a kill. It is forked from a fork server that
+has imported the heavy libraries once, so a replacement takes milliseconds.
 
-This is plain ``multiprocessing`` with one pipe that only the child holds the other end of: however the child ends, even
+This is plain ``multiprocessing`` with one pipe whose other end only the child holds: however the child ends, even
 halfway through an answer, the parent reads end-of-file. A process pool that shares queues and locks with its workers
-cannot promise that. The parent unpickles nothing that the child sends, since a hostile video may run code there.
+cannot guarantee that. The parent unpickles nothing that the child sends, since a hostile video may run code there.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from pipeline.video.frame_folders import JPEGS
 from pipeline.video.shared_frames import ReceivedFrames, SharedFrames
 
 _LOG = logging.getLogger(__name__)
-# Above the niceness of the worker, so that the thread which launches a GPU's kernels does not wait for decoders' turns.
+# Added to the worker's niceness, so that the thread that launches GPU kernels does not wait for decoders.
 _NICER = 5
 _START_S = 120.0  # seconds for a child to start; the first waits for the fork server's imports
 _PRELOAD = ["numpy", "torch", "av", decode.__name__]
@@ -57,17 +57,18 @@ _SECRET_PARTS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "API_KEY
 
 
 class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
-    """The owner of a child process that decodes videos; close it after use. Only one thread may use it.
+    """The owner of a child process that decodes videos. Close it after use; only one thread may use it.
 
     Args:
-        timeout_s: seconds a video may take, all attempts together. Starting the child does not count.
-        memory_mb: MiB of memory by which the child may grow beyond its size after its imports. If the platform has
-            no such limit, a warning is logged and none is set.
-        on_gpu: whether a decoder may use a GPU: then the memory that the child writes to is limited, and not its
-            address space, of which a CUDA context reserves hundreds of GiB.
+        timeout_s: seconds that a video may take, all attempts together. Starting a child before the first attempt does
+            not count.
+        memory_mb: MiB by which the child may grow beyond its size after its imports. A platform without such a limit
+            logs a warning.
+        on_gpu: True if a decoder may use a GPU. The limit then covers the memory that the child can write to, instead
+            of its address space, of which a CUDA context reserves hundreds of GiB.
 
     Attributes:
-        starting_s: seconds in which its children started, all of them together.
+        starting_s: seconds that starting its children took, all of them together.
     """
 
     def __init__(self, timeout_s: float = 120.0, memory_mb: int = 4096, on_gpu: bool = False) -> None:
@@ -80,19 +81,24 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
         self.close()
 
     def close(self) -> None:
-        """End the child. The sandbox can be used again afterwards; it then starts another one."""
+        """Kill the child. The next ``decode`` starts another one."""
         if self._child is not None:
             self._child.end()
             self._child = None
 
     def decode(self, request: DecodeRequest, descriptor: int | None = None) -> DecodedVideo:
-        """Decode one video in the child; see ``decode_video``. If another library ends the child, PyAV tries again.
+        """Decode one video in the child, which is started if there is none.
 
-        Starts the child if there is none. ``descriptor`` is an open file to be read instead of ``request.path``. It
-        stays the caller's; the child closes its own copy before it answers.
+        If a built-in decoder other than PyAV ends the child, PyAV tries once more in the remaining time; the result
+        then has 2 ``attempts`` and a note.
 
-        Raises VideoFault: what ``decode_video`` raises, and "timeout" (the child is ended), "crash" (with the exit
-        signal), and "internal" where no child starts. ``attempts`` of the error is 2 after a second try.
+        Args:
+            descriptor: an open file to read instead of ``request.path``. It stays the caller's.
+
+        Raises:
+            VideoFault: a fault of the video from ``decode_video``; "timeout" (the child is killed); "crash", with
+                ``exit_signal`` if a signal ended it, also for an invalid message; or "internal" if no child starts.
+                ``attempts`` is 2 after a second attempt.
         """
         # Absolute, because the child's working folder is the one this process started in.
         request = replace(request, path=os.path.abspath(request.path))  # noqa: PTH100
@@ -103,18 +109,22 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
         except VideoFault as fault:
             if fault.fault_class != "crash" or len(choose_decoders(fault.backend or "auto")) == 1:
                 raise
-            first = fault
+            first_fault = fault
         try:
             video = self._attempt(replace(request, decoder="pyav"), descriptor, deadline)
         except VideoFault as fault:
             fault.attempts = 2
             raise
-        return replace(video, attempts=2).add_note(f"{first.backend}: {first.message}")
+        return replace(video, attempts=2).add_note(f"{first_fault.backend}: {first_fault.message}")
 
     def _attempt(self, request: DecodeRequest, descriptor: int | None, deadline: float) -> DecodedVideo:
-        """Send one request to the child and wait for its answer until ``deadline`` (monotonic). Raises VideoFault.
+        """Send one request to the child and wait for its answer until ``deadline`` (``time.monotonic()``).
 
-        After a timeout or an interrupt the child is ended: a late answer must not reach the next request.
+        After a timeout, an invalid message or an interrupt the child is killed, so that a late answer cannot reach the
+        next request.
+
+        Raises:
+            VideoFault: a fault of the video, "timeout", "crash", or "internal" if no child starts.
         """
         child = self._get_child()
         backend: str | None = None
@@ -148,9 +158,12 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
             raise
 
     def _get_child(self) -> _Child:
-        """Return the child; start one if there is none, or the last has ended.
+        """Return the running child, or start one if there is none or the last one has ended.
 
-        The time that it takes is added to ``starting_s``, also if it fails. Raises VideoFault (internal) then.
+        ``starting_s`` grows by the time that this takes, even if it fails.
+
+        Raises:
+            VideoFault: "internal" if the child does not start.
         """
         if self._child is None or self._child.pipe.poll():  # idle children send nothing: the pipe ended
             self.close()
@@ -163,18 +176,26 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
 
 
 class InThisProcess(DecodeSandbox):
-    """A sandbox without a child or limits, for one's own videos in a notebook: a crash ends this process."""
+    """A sandbox without a child or limits, for trusted videos in a notebook: a decoder's crash ends this process."""
 
     def decode(self, request: DecodeRequest, descriptor: int | None = None) -> DecodedVideo:
-        """Decode one video here. Raises VideoFault as ``decode_video``."""
+        """Decode one video in this process, from the open file ``descriptor`` if it is given.
+
+        Raises:
+            VideoFault: decoding failed.
+        """
         return decode_video(request if descriptor is None else replace(request, path=f"/proc/self/fd/{descriptor}"))
 
 
 class _Child:
-    """One child process and the parent's end of the pipe to it. Raises VideoFault("internal") if it does not start."""
+    """One child process, and the parent's end of the pipe to it."""
 
     def __init__(self, memory_mb: int, on_gpu: bool) -> None:
-        """Start the process and wait until it is ready. Raises VideoFault (internal) if it does not start."""
+        """Start the process and wait until it is ready; log its note about a missing memory limit.
+
+        Raises:
+            VideoFault: "internal" if it does not start within _START_S or sends an invalid message.
+        """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         self.pipe, child_pipe = context.Pipe()
@@ -197,10 +218,12 @@ class _Child:
             _LOG.warning("%s", note)
 
     def take_frames(self, message: VideoMessage, deadline: float) -> DecodedVideo:
-        """Return the video of a message with the frames that were handed over.
+        """Return the video of a message with its frames, which are read from shared memory.
 
-        Raises WrongMessage where they were not, TimeoutError where nothing comes until the ``deadline`` (monotonic),
-        EOFError where the child ends before.
+        Raises:
+            WrongMessage: the memory that the message names was not handed over or does not fit.
+            TimeoutError: no descriptor arrives before ``deadline`` (``time.monotonic()``).
+            EOFError: the child has ended.
         """
         descriptor = None
         try:
@@ -218,7 +241,7 @@ class _Child:
                 os.close(descriptor)
 
     def end(self) -> None:
-        """Kill the process, if it still runs, and reap it."""
+        """Kill the process, wait for its end, and release the pipe and the shared memory."""
         self.process.kill()  # it holds nothing that needs saving, and a decoder in a loop ignores gentler signals
         self.process.join()
         self.process.close()
@@ -226,9 +249,10 @@ class _Child:
         self.received.close()
 
     def end_code(self) -> int | None:
-        """Wait up to 30 s, end the process, and return its exit code (negative: the signal that ended it).
+        """Wait up to 30 s for the process to end, kill it otherwise, and release it.
 
-        None if it still ran.
+        Returns:
+            Its exit code (negative: the signal that ended it), or None if it had to be killed.
         """
         self.process.join(30)  # the code comes through the fork server
         code: int | None = self.process.exitcode
@@ -253,7 +277,7 @@ def _check_backend(message: str | VideoFault | VideoMessage, request: DecodeRequ
 def _hide_main_module() -> Iterator[None]:
     """Keep a child that starts inside this context from importing this process's main module.
 
-    The main module of an actor is Ray's worker. It takes half a second to import, and a decoder has no use for it.
+    In an actor that is Ray's worker, which takes half a second to import and is useless to a decoder.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -264,7 +288,10 @@ def _hide_main_module() -> Iterator[None]:
 
 
 def _make_crash_fault(code: int | None, backend: str | None) -> VideoFault:
-    """Return the fault of a video whose decode process ended with ``code`` (negative: by that signal)."""
+    """Return the "crash" fault of a video whose decode process ended with ``code``.
+
+    A negative code is the signal that ended it, and None means that it did not end by itself. SIGKILL adds a hint.
+    """
     if code is None or code >= 0:
         return VideoFault("crash", f"the decode process ended with exit code {code}", backend=backend)
     name = {entry.value: entry.name for entry in signal.Signals}.get(-code, f"signal {-code}")
@@ -275,8 +302,11 @@ def _make_crash_fault(code: int | None, backend: str | None) -> VideoFault:
 def _serve(pipe: Connection, memory_mb: int, on_gpu: bool, gpus: str | None) -> None:
     """Answer the requests that come through the pipe, in the child, until the parent closes it or is gone.
 
-    First confines this process, and sends a note about that. A fault is an answer too. ``gpus`` are the GPUs it may
-    see; None leaves them as they are.
+    Confines this process first, and sends a note about that ("" if all limits are set). Frames stay in shared memory; a
+    new block's descriptor follows its message. Any exception is sent as a fault.
+
+    Args:
+        gpus: the value of CUDA_VISIBLE_DEVICES; None leaves it unchanged.
     """
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
@@ -299,9 +329,11 @@ def _serve(pipe: Connection, memory_mb: int, on_gpu: bool, gpus: str | None) -> 
 
 
 def _answer(pipe: Connection, shared_frames: SharedFrames) -> DecodedVideo:
-    """Receive the next request, a path or an open file, and decode its video.
+    """Receive the next request and decode its video, from a path or from an open file that is closed afterwards.
 
-    Raises VideoFault, or EOFError at the end of the pipe.
+    Raises:
+        VideoFault: decoding failed.
+        EOFError: the pipe has ended.
     """
     has_descriptor, freed = pipe.recv()
     shared_frames.reuse(freed)
@@ -317,9 +349,10 @@ def _answer(pipe: Connection, shared_frames: SharedFrames) -> DecodedVideo:
 
 
 def _confine(memory_mb: int, on_gpu: bool) -> str:
-    """Limit this process's memory and priority, and return a note about a limit that the platform lacks, else "".
+    """Limit this process's memory and priority; return a note if the platform lacks a memory limit, otherwise "".
 
-    The process also ignores Ctrl-C, ends with its parent, and has no credentials and no core files.
+    The process also ignores Ctrl-C, ends with its parent, runs torch on one thread, and drops credentials and core
+    files.
     """
     import torch  # noqa: PLC0415 - before the limit, so that its size does not count against memory_mb
 
@@ -333,10 +366,10 @@ def _confine(memory_mb: int, on_gpu: bool) -> str:
 
 
 def _limit_memory(memory_mb: int, on_gpu: bool) -> str:
-    """Let this process grow by ``memory_mb`` MiB from here, and return a note if the platform has no such limit.
+    """Let this process grow by ``memory_mb`` MiB from now on; return a note if the platform has no such limit.
 
-    If ``on_gpu``, only private memory that can be written counts, otherwise all of the address space. No file that it
-    writes grows beyond ``memory_mb`` MiB either; memory that is shared with other processes is a file.
+    If ``on_gpu``, only private writable memory counts, otherwise the whole address space. Files that it writes,
+    including memory that it shares with other processes, cannot exceed ``memory_mb`` MiB either.
     """
     kind, field = (resource.RLIMIT_DATA, 5) if on_gpu else (resource.RLIMIT_AS, 0)
     try:
@@ -353,12 +386,12 @@ def _limit_memory(memory_mb: int, on_gpu: bool) -> str:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent is gone, even SIGKILLed, and even while a decoder spins without end.
+    """Arrange that this process ends when its parent is gone, even if it was SIGKILLed or a decoder loops forever here.
 
-    Returns at once. It does nothing in a process that is no child of multiprocessing.
+    Returns at once, and does nothing in a process that multiprocessing did not start.
 
-    The parent holds the other end of the sentinel pipe. A signal from the kernel needs no Python to run here. So a
-    decoder that never releases the interpreter's lock cannot hold it up. The thread serves systems without O_ASYNC.
+    The parent holds the other end of the sentinel pipe. The kernel's signal needs no Python to run here, so a decoder
+    that never releases the interpreter's lock cannot delay it. A thread serves systems without O_ASYNC.
     """
     parent = multiprocessing.parent_process()
     if parent is None:  # not a child: called by hand
@@ -378,10 +411,10 @@ def _end_with_parent() -> None:
 
 
 def _strip_credentials() -> None:
-    """Remove the variables whose names look like credentials, so that nothing in the child uses them by accident.
+    """Remove environment variables whose names look like credentials, so that the child cannot use them by accident.
 
-    Their values are overwritten where the kernel put them, which /proc/self/environ shows: removing a variable would
-    leave its value there. Code that takes over the child could still read its parent's memory.
+    Their values are also overwritten in the memory that /proc/self/environ shows, where removing a variable would leave
+    them. Code that takes over the child could still read its parent's memory.
     """
     library = ctypes.CDLL(None)
     library.getenv.restype = ctypes.c_void_p

@@ -1,7 +1,7 @@
-"""Frames in memory that a decode process fills and the process that asked for them reads, without a copy between.
+"""Shared memory for frames, which a decode process fills and its parent reads without a copy.
 
-Memory whose frames are no longer referred to is filled again: the kernel takes longer to find new pages than to
-resize a frame.
+Memory that no array refers to any more is filled again: the kernel takes longer to provide new pages than a frame takes
+to be resized.
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ import numpy as np
 from pipeline.video.decoders import Frames
 
 _MAX_IDLE_BYTES = 64 * 2**20  # bytes of memory kept for the next videos
-_AT_ONCE = getattr(mmap, "MAP_POPULATE", 0)  # one call for all pages, not a fault for each
+_AT_ONCE = getattr(mmap, "MAP_POPULATE", 0)  # map all pages in one call instead of one page fault each
 
 
 class Handover(NamedTuple):
-    """The message about a video's frames: their memory's number, whether it is new, and the numbers given up."""
+    """The message about the memory that holds a video's frames.
+
+    Attributes:
+        number: the number of the memory block.
+        new: True if the block's descriptor follows.
+        dropped: numbers of blocks that the writer will not use again.
+    """
 
     number: int
     new: bool
@@ -32,29 +38,33 @@ class Handover(NamedTuple):
 
 
 class SharedFrames:
-    """The shared memory for frames in the decoding process, one piece a video."""
+    """The writer's side, in the decode process: one block of memory per video, reused when the reader frees it."""
 
     def __init__(self) -> None:
-        """Start without memory; pieces are made as videos need them."""
+        """Start without memory; ``allocate`` creates blocks as videos need them."""
         self._idle: dict[int, mmap.mmap] = {}
         self._lent: dict[int, mmap.mmap] = {}
         self._n_pieces = 0
         self._current: tuple[int, mmap.mmap] | None = None
-        self._descriptor: int | None = None  # of the current piece, where its reader does not have it yet
+        self._descriptor: int | None = None  # of the current block, if it is new to the reader
 
     def reuse(self, numbers: list[int]) -> None:
-        """Mark these pieces, which the reader no longer refers to, as free."""
+        """Mark the blocks with these numbers, which the reader has freed, as idle.
+
+        Raises:
+            KeyError: a block was not handed over.
+        """
         for number in numbers:
             self._idle[number] = self._lent.pop(number)
 
     def allocate(self, shape: tuple[int, ...]) -> Frames:
-        """Return an array for [T,h,w,3] frames in a free piece of memory, or in a new one.
+        """Return a uint8 array for [T,h,w,3] frames in the smallest idle block that fits, or in a new block.
 
-        An array returned since the last handover is not handed over: its memory is used again. Call ``hand_over`` once
-        the array is filled.
+        Fill the array, then call ``hand_over``. A second call before that takes the first array's block back, or drops
+        it if it is new, so the first array must no longer be used.
         """
         if self._descriptor is not None:
-            os.close(self._descriptor)  # the reader never got it: a new piece is dropped
+            os.close(self._descriptor)  # the reader never got it, so a new block is dropped
         elif self._current is not None:
             self._idle[self._current[0]] = self._current[1]
         self._current = self._descriptor = None
@@ -69,10 +79,13 @@ class SharedFrames:
         return np.frombuffer(self._current[1], np.uint8, size).reshape(shape)
 
     def hand_over(self) -> tuple[Handover, int | None]:
-        """Give the current video's frames to the reader: return the message and a new piece's descriptor, or None.
+        """Give the block of the last ``allocate``, which must have been called, to the reader.
 
-        The caller closes the descriptor. The largest free pieces are given up beyond _MAX_IDLE_BYTES. Call ``allocate``
-        before.
+        Idle blocks beyond _MAX_IDLE_BYTES are given up, the largest first.
+
+        Returns:
+            The message for the reader, and the descriptor of a new block, which the caller closes; None for a known
+            block.
         """
         assert self._current is not None
         (number, memory), descriptor = self._current, self._descriptor
@@ -86,35 +99,39 @@ class SharedFrames:
 
 
 class ReceivedFrames:
-    """The shared memory for frames in the reading process; a piece is free once nothing refers to its array."""
+    """The reader's side, in the parent process. A block is free once nothing refers to its array."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, mmap.mmap] = {}
         self._freed: list[int] = []
 
     def close(self) -> None:
-        """Give the memory back, once no array refers to it. May be called twice."""
+        """Drop all blocks; the memory is released once no array refers to it. May be called twice."""
         self._pieces.clear()
 
     def list_freed(self) -> list[int]:
-        """Return the numbers of pieces that became free since the last call."""
+        """Return the numbers of the blocks that became free since the last call."""
         freed = self._freed[:]
         del self._freed[: len(freed)]
         return freed
 
     def frames(self, handover: Handover, descriptor: int | None, shape: tuple[int, ...]) -> Frames:
-        """Return the [T,h,w,3] frames of a video without a copy.
+        """Return the [T,h,w,3] frames of a video without a copy, and forget the blocks that the writer gave up.
 
-        ``descriptor`` belongs to a new piece, and stays the caller's; None for a known piece. The piece is free for
-        other frames once nothing refers to the array. Forgets the pieces that the writer gave up.
+        When nothing refers to the array any more, its block is listed as free.
 
-        Raises OSError where the memory is smaller, or could become so: reading would end this process then.
+        Args:
+            descriptor: of a new block; it stays the caller's. None for a known block.
+
+        Raises:
+            OSError: the block is unknown, smaller than the frames, larger than a new block may be, or may shrink, which
+                would kill this process while it reads.
         """
         size = math.prod(shape)
         for number in handover.dropped:
             self._pieces.pop(number, None)
         if descriptor is not None:
-            # On a platform without seals it is a file of this process's user.
+            # On a platform without seals, it is a file that belongs to this process's user.
             has_seals = hasattr(os, "memfd_create")
             if has_seals and not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise OSError("the decode process handed over frames in memory that may shrink")
@@ -130,10 +147,10 @@ class ReceivedFrames:
 
 
 def create_memory(size: int) -> int:
-    """Create ``size`` bytes of memory, sealed at that size, and return its descriptor.
+    """Create ``size`` bytes of anonymous memory and return its descriptor.
 
-    It does not shrink under a reader, and writing beyond its end fails. A platform without such memory gets a temporary
-    file without a name.
+    It is sealed: it cannot shrink under a reader, and writes beyond its end fail. Platforms without such memory get an
+    unnamed temporary file, and no seals.
     """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("frames", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -1,10 +1,10 @@
-"""The sources of videos: their current sizes, and access for a decode process.
+"""The sources of videos: their current sizes, and the bytes that a decode process reads.
 
 The decode process opens a file or a folder of JPEG frames on disk by its own path. A remote file or a member of an
-archive is fetched first: into an anonymous file in memory, or a temporary file on systems without these.
+archive is fetched first, into an anonymous file in memory, or into a temporary file on systems without these.
 
-The fetching process has the credentials; the decode process gets a file in memory as an open descriptor. On kernels
-with seals no process can write to it any more. Decoders open it by the path ``/proc/self/fd/N``, as a file on disk.
+The fetching process has the credentials; the decode process gets the file in memory as an open descriptor, which
+decoders open by the path ``/proc/self/fd/N``. On kernels with seals no process can write to that file any more.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ from pipeline.video.decode import DecodedVideo, DecodeRequest, convert_error
 from pipeline.video.frame_folders import FileState, sample_file, source_bytes, source_state
 from pipeline.video.sandbox import DecodeSandbox
 
-_MAX_REQUESTS = 32  # requests about files at a time
+_MAX_REQUESTS = 32  # concurrent requests about objects
 MISSING_STATE = FileState(-1, 0)
 _IN_MEMORY = re.compile(r"/proc/self/fd/\d+|/memfd:\S*(?: \(deleted\))?")
 
 
-#: Hands the bytes of a video to a function, at most so many of them, and returns their number.
+#: Takes a write function and a limit in bytes; writes a video's bytes and returns their number.
 Fetch = Callable[[Callable[[bytes], object], int], int]
 
 
 @dataclass
 class Source(AbstractContextManager["Source"]):
-    """A video that is ready to be decoded, or the fault that prevents that. Close it after use.
+    """A video that is ready to be decoded, or the fault that prevents it; ``prepare_source`` creates it. Close it.
 
     Attributes:
-        location: the location of the video. ``prepare_source`` sets its current mark, and the size of a copy.
-        fault: the reason why there is nothing to decode.
-        descriptor: of the content in memory.
-        path: of the content on disk: the video's own, or a temporary file's where the platform has no files in memory.
-        is_copy: whether the content is a copy, which ``close`` deletes.
+        location: the location of the video, with its current mark, and the size if it was fetched.
+        fault: the reason why the video cannot be decoded; None without one.
+        descriptor: of the content in memory; None otherwise.
+        path: of the content on disk: the video's own path, or a temporary file where the platform has no files in
+            memory.
+        is_copy: True if the content is a copy, which ``close`` deletes.
     """
 
     location: Location
@@ -63,7 +64,7 @@ class Source(AbstractContextManager["Source"]):
         self.close()
 
     def close(self) -> None:
-        """Release the content. May be called twice."""
+        """Release the copy of the content, if there is one. May be called twice."""
         if self.descriptor is not None:
             os.close(self.descriptor)
         if self.path is not None and self.is_copy:
@@ -71,9 +72,12 @@ class Source(AbstractContextManager["Source"]):
         self.descriptor = self.path = None
 
     def decode(self, sandbox: DecodeSandbox, request: DecodeRequest) -> DecodedVideo:
-        """Decode the video, whatever ``request.path`` is; messages and notes of the result have its uri.
+        """Decode the video with ``request``, whose ``path`` is ignored.
 
-        Raises VideoFault: the source's own ``fault``, or the sandbox's.
+        Names of a copy in messages and notes are replaced by the video's uri.
+
+        Raises:
+            VideoFault: the source's own ``fault``, or the fault that the sandbox raises.
         """
         if self.fault is not None:
             raise self.fault
@@ -85,7 +89,7 @@ class Source(AbstractContextManager["Source"]):
         return video.add_columns({"backend_note": self._with_uri(video.record["backend_note"] or "")})
 
     def _with_uri(self, text: str) -> str:
-        """Replace the names of temporary content in a message by the uri of the video."""
+        """Replace the names of a copy's content in a message by the uri of the video."""
         if not self.is_copy:
             return text
         uri = self.location.uri
@@ -93,10 +97,15 @@ class Source(AbstractContextManager["Source"]):
 
 
 def prepare_source(location: Location, objects: Objects, limit: int, fetch: Fetch | None = None) -> Source:
-    """Note the mark of a local path, or fetch a remote file or a member of an archive; faults come in the source.
+    """Fetch a remote file or a member of an archive into a Source, or look up the mark of a local path.
 
-    A local file or folder is not opened: the decode process does that, and finds out if it does not exist. A remote
-    file is fetched in one GET, a member by ``fetch``; either may have at most ``limit`` bytes.
+    A local path is not opened: if it does not exist, the decode process raises the fault. A failed fetch raises
+    nothing: it becomes the source's ``fault``.
+
+    Args:
+        objects: the client for remote files; each is one GET.
+        limit: the largest number of bytes to fetch.
+        fetch: fetches a member of an archive; None for a separate file.
     """
     if not is_remote(location.file) and fetch is None:
         mark = _state_on_disk(location.file).mark or location.mark  # that of a listing may be older
@@ -112,12 +121,13 @@ def prepare_source(location: Location, objects: Objects, limit: int, fetch: Fetc
 
 
 def same_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> Source:
-    """Prepare the source of a videos row, if its size is still the recorded one; an object is one GET.
+    """Prepare the source of a row of the videos table if it still has the recorded size.
 
-    ``fetch`` is as ``prepare_source`` takes it.
+    ``objects`` and ``fetch`` are those of ``prepare_source``.
 
-    Raises VideoFault("io") where the file is gone or cannot be read, or the row lacks its size or hash; ReplacedSource
-    where it has another size, or a copy has another fault.
+    Raises:
+        VideoFault: "io" if the source is gone or cannot be read, or the row lacks its size or hash.
+        ReplacedSource: the source has another size, or fetching it failed with a fault other than "io".
     """
     is_copy = fetch is not None or is_remote(row["uri"])
     if not is_copy:
@@ -134,10 +144,15 @@ def same_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> 
 
 
 def _check_present(row: VideoRow) -> None:
-    """Raise VideoFault("io") unless the file of a row is on this machine, ReplacedSource if it has another size."""
+    """Check that the file of a row is on this machine and has the recorded size.
+
+    Raises:
+        VideoFault: "io" if ``uri`` is not an absolute path or cannot be read.
+        ReplacedSource: the file or folder has another size.
+    """
     path = Path(row["uri"])
     if not path.is_absolute():
-        raise VideoFault("io", "the source is no file of this machine")
+        raise VideoFault("io", "the source is not a file on this machine")
     try:
         size = source_bytes(row["uri"])
     except (OSError, ValueError) as error:
@@ -147,9 +162,10 @@ def _check_present(row: VideoRow) -> None:
 
 
 def _fetch(source: Source, fetch: Fetch, limit: int) -> int:
-    """Fetch the bytes into memory, or into a temporary file where there are no files in memory; return their number.
+    """Fetch the bytes into memory, or into a temporary file on systems without files in memory; return their number.
 
-    Raises what ``fetch`` raises; ``source.close`` releases what was fetched.
+    Sets ``source.descriptor`` or ``source.path``, also before ``fetch`` raises, so the caller closes the source. The
+    file in memory is sealed afterwards.
     """
     if hasattr(os, "memfd_create"):
         source.descriptor = os.memfd_create("video", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -166,15 +182,24 @@ def _fetch(source: Source, fetch: Fetch, limit: int) -> int:
 
 
 def _download(source: Source, objects: Objects, write: Callable[[bytes], object], limit: int) -> int:
-    """Hand a remote file to ``write``, in one GET, and note its mark; return its size. Raises OSError."""
-    uri, mark = source.location.file, source.location.mark
+    """Write a remote file to ``write`` in one GET, set the mark in ``source.location``, and return the file's size.
+
+    Raises:
+        OSError: the download failed, or the file has more than ``limit`` bytes (EFBIG).
+    """
+    uri = source.location.file
+    mark = source.location.mark
     with closing(reach(uri, objects).download(uri)) as download:
         source.location = source.location._replace(mark=mark_key(download.mark or "") or mark)
         return write_download(download, write, limit, uri)
 
 
 def _make_fault(uri: str, error: Exception, limit: int) -> VideoFault:
-    """Make the fault of a video that could not be fetched; ``limit`` is the largest number of bytes allowed."""
+    """Convert an exception from fetching ``uri`` to a fault; a VideoFault is returned unchanged.
+
+    EFBIG (more than ``limit`` bytes) becomes "out-of-memory", another OSError except ENOMEM "io", and the rest what
+    ``convert_error`` makes of it.
+    """
     if isinstance(error, VideoFault):
         return error
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
@@ -186,40 +211,52 @@ def _make_fault(uri: str, error: Exception, limit: int) -> VideoFault:
 
 
 class Sizes:
-    """The sizes and marks of files and objects; a store that never answers is an error, as no guess would be safe."""
+    """Looks up current sizes and marks of files and objects.
+
+    A store that never answers is an error, as no guess about its objects would be safe. Without ``objects``, the client
+    is created from the environment when it is needed.
+    """
 
     def __init__(self, objects: Objects | None = None) -> None:
         self._objects = objects
-        self._n_requests = self._n_refused = 0  # requests; the latest requests in a row that were refused
+        self._n_requests = self._n_refused = 0  # all requests; refused requests in a row, up to the latest
         self._refusal: OSError | None = None
 
     @property
     def objects(self) -> Objects:
-        """The client that asks."""
+        """The client for remote files."""
         if self._objects is None:
             self._objects = Objects.from_environment()
         return self._objects
 
     def of(self, paths: Sequence[str]) -> list[int]:
-        """Return the sizes of ``states``."""
+        """Return the size of each file or object, -1 if it is gone or the request was refused.
+
+        Raises UsageError if the store refused _MAX_REQUESTS requests in a row.
+        """
         return [state.size for state in self.states(paths)]
 
     def states(self, paths: Sequence[str]) -> list[FileState]:
-        """Look up each file or object; MISSING_STATE where it is gone or cannot be asked about.
+        """Look up each file or object; return its state, or MISSING_STATE if it is gone or the request was refused.
 
-        Each object costs a request. Call ``finish`` after the last call. Raises UsageError once the store has refused
-        as many requests in a row as are sent at a time.
+        Each object costs one request. Call ``finish`` after the last call.
+
+        Raises:
+            UsageError: the store refused _MAX_REQUESTS requests in a row, also over several calls.
         """
         remote_states = self._on_s3([path for path in paths if is_remote(path)])
         return [next(remote_states) if is_remote(path) else _state_on_disk(path) for path in paths]
 
     def finish(self) -> None:
-        """Raise UsageError if the store has refused all requests, however few."""
+        """Raise UsageError if the store has refused all requests, even if there were only a few."""
         if self._refusal is not None and self._n_refused == self._n_requests:
             raise make_no_answer(self._refusal)
 
     def _on_s3(self, uris: Sequence[str]) -> Iterator[FileState]:
-        """Yield the state of each object, MISSING_STATE for a refusal. Raises UsageError as ``states``."""
+        """Yield the state of each object in order, MISSING_STATE if it is gone or the request was refused.
+
+        Raises UsageError if the store refused _MAX_REQUESTS requests in a row.
+        """
         if not uris:
             return
         with request_threads(_MAX_REQUESTS) as pool:
@@ -236,7 +273,11 @@ class Sizes:
                         yield answer
 
     def _head(self, uri: str) -> FileState | OSError:
-        """Ask the store for an object's state; MISSING_STATE where it is gone, or the error of a refusal."""
+        """Request an object's state from the store.
+
+        Returns:
+            MISSING_STATE if the object is gone; the OSError if the request was refused.
+        """
         try:
             _, size, mark = reach(uri, self.objects).info(uri)
         except FileNotFoundError:
@@ -247,15 +288,15 @@ class Sizes:
 
 
 def make_no_answer(refusal: OSError) -> UsageError:
-    """Return the error about a store that does not answer."""
+    """Return the error for a store that does not answer; the message has the refused address and the remedy."""
     return UsageError(
-        f"{refusal.filename}: whether cached videos have changed cannot be asked: {refusal.strerror}; "
-        "--on-changed skip keeps them unasked"
+        f"{refusal.filename}: cannot check whether cached videos have changed: {refusal.strerror}; "
+        "--on-changed skip keeps them without this check"
     )
 
 
 def _state_on_disk(path: str) -> FileState:
-    """Return the state of a local video; MISSING_STATE if it is gone."""
+    """Return the state of a local video; MISSING_STATE if it is gone or cannot be read."""
     try:
         return source_state(path)
     except (OSError, ValueError):
@@ -263,9 +304,13 @@ def _state_on_disk(path: str) -> FileState:
 
 
 def sample_source(uri: str, size: int, objects: Objects) -> int | None:
-    """Return the ``sample_key`` of a file or object of ``size`` bytes, in up to three requests; None where it is gone.
+    """Return the ``sample_key`` of a file or object of ``size`` bytes, in up to three requests.
 
-    None also for a local file or folder that cannot be read. Raises UsageError where the store does not answer.
+    Returns:
+        None if it is gone, or if a local file cannot be opened or a folder of frames is not complete.
+
+    Raises:
+        UsageError: the store does not answer, or reading a local file failed.
     """
     try:
         if not is_remote(uri):

@@ -170,7 +170,7 @@ def test_of_a_manifest_s_rows_only_those_that_are_done_are_asked_about(server, s
     assert server.requests == []
     for name in "ab":
         server.fail("HEAD", f"v/{name}.mp4", 403)  # a store that never answers is no proof that nothing changed
-    with pytest.raises(UsageError, match=r"s3://.*v/.\.mp4: .*cannot be asked: 403: Forbidden.*--on-changed skip"):
+    with pytest.raises(UsageError, match=r"s3://.*v/.\.mp4: .*cannot check .*: 403: Forbidden.*--on-changed skip"):
         s3_left(videos)
     assert s3_left(videos, on_changed="skip") == ["e.mp4"]
 

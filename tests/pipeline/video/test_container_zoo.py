@@ -163,7 +163,7 @@ def test_a_display_matrix_that_is_not_exact(decode, tmp_path, matrix):
 
 
 def test_a_display_matrix_that_turns_by_another_angle_is_refused(decode, tmp_path):
-    with pytest.raises(VideoFault, match="no multiple of 90 degrees") as caught:
+    with pytest.raises(VideoFault, match="not a multiple of 90 degrees") as caught:
         decode(write_matrix(tmp_path, (ONE, ONE // 40, -ONE // 40, ONE)), 5)
     assert caught.value.fault_class == "unsupported"
 

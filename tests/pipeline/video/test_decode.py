@@ -86,7 +86,7 @@ def test_what_decord_cannot_read_pyav_does(tmp_path):
     unknown = write_clip(tmp_path / "b.mp4", codec="libsvtav1")
     video = decode_video(request(unknown, 30, decoder="decord"))  # asked for by name, it still may fail
     assert video.record["backend"] == "pyav" and video.record["backend_note"].startswith(
-        "decord: IndexMismatch: only the frame size"
+        "decord: IndexMismatch: its codec is neither"
     )
     assert numbers(video.frames) == list(range(30))
 

@@ -50,8 +50,8 @@ CLIPS = {
     "hevc.mp4": ({"codec": "libx265"}, "before a keyframe"),
     "closed.mp4": ({"codec": "libx265", "codec_options": {"x265-params": "log-level=none:open-gop=0"}}, ""),
     "open.mkv": ({"codec_options": {"x264-params": "open-gop=1:bframes=3:scenecut=0"}}, "before a keyframe"),
-    "av1.mp4": ({"codec": "libsvtav1"}, "only the frame size"),
-    "vp9.webm": ({"codec": "libvpx-vp9"}, "only the frame size"),
+    "av1.mp4": ({"codec": "libsvtav1"}, "neither H.264 nor HEVC"),
+    "vp9.webm": ({"codec": "libvpx-vp9"}, "neither H.264 nor HEVC"),
     "mpeg4.avi": ({"codec": "mpeg4"}, "neither"),
     "h264.avi": ({}, "neither"),
     "mpeg2.ts": ({"codec": "mpeg2video"}, "neither"),
@@ -144,7 +144,7 @@ def mark_all_keyframes(path):
 @pytest.mark.parametrize("name", ["refresh.mp4", "refresh.mkv", "all-keyframes.mp4", "all-keyframes-hevc.mp4"])
 def test_decord_reads_no_file_whose_keyframes_are_none(tmp_path, name):
     if name.startswith("refresh"):
-        path, why = make_clip(tmp_path / name, *REFRESH, count=30), "is no keyframe"
+        path, why = make_clip(tmp_path / name, *REFRESH, count=30), "as a keyframe, but it is not one"
     else:
         closed = {"codec": "libx265", "codec_options": {"x265-params": "log-level=none:open-gop=0:bframes=0"}}
         path, why = mark_all_keyframes(write_clip(tmp_path / name, **(closed if "hevc" in name else {}))), "keyframe"

@@ -104,7 +104,7 @@ def test_how_many_a_second_is_said_by_the_path(tmp_path):
     assert {path: frame_rate(path) for path in rates} == rates
     folder = write_jpegs(tmp_path / "frames" / "x", 2)
     fault = convert_error(folder)
-    assert fault.fault_class == "unsupported" and "how many a second they are" in fault.message
+    assert fault.fault_class == "unsupported" and "must state their rate" in fault.message
     assert not is_frame_folder(str(folder)) and not is_frame_folder(str(tmp_path / "frames_fps3"))
 
 
@@ -123,7 +123,7 @@ def replace_by_pipe(path: Path) -> None:
     [
         (2, Path.unlink, "corrupt", "none is called 00002.jpg"),
         (1, lambda path: shutil.rmtree(path.parent) or path.parent.mkdir(), "unsupported", "none is called 00001.jpg"),
-        (2, lambda path: path.write_text("x"), "unsupported", "no JPEG image"),
+        (2, lambda path: path.write_text("x"), "unsupported", "not a JPEG image"),
         (3, lambda path: path.write_bytes(path.read_bytes()[:-40]), "corrupt", "00003.jpg is cut off"),
         (3, replace_by_link, "policy", "00003.jpg is a link"),
         (3, replace_by_pipe, "policy", "not a regular file"),

@@ -97,7 +97,7 @@ def test_rounding_is_of_the_clip_and_differs_from_cutting():
     assert choose_frames(TS, Sampling(num_frames=4, rule="round-even"), 2.0, 2.11).tolist() == [50, 52]
     with pytest.raises(ValueError, match="rule must be one of truncate, round-even, got 'nearest'"):
         Sampling(rule="nearest")
-    with pytest.raises(ValueError, match="round-even is of num_frames"):
+    with pytest.raises(ValueError, match="round-even applies only to num_frames"):
         Sampling(None, fps=1.0, rule="round-even")
 
 

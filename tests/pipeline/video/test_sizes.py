@@ -44,7 +44,7 @@ def test_few_refusals_are_no_outage_unless_they_are_all(server):
     some.finish()
     none = Sizes(server.objects())
     assert none.of(refused[:1]) == [-1] and none.of(refused[1:]) == [-1, -1]
-    with pytest.raises(UsageError, match=r"no2\.mp4: .*cannot be asked: 403.*--on-changed skip"):
+    with pytest.raises(UsageError, match=r"no2\.mp4: .*cannot check whether .*: 403.*--on-changed skip"):
         none.finish()
 
 
