@@ -139,7 +139,8 @@ def check_name(member: Member, seen_names: set[str]) -> Member:
     elif len(name) > _MAX_NAME_CHARS:
         why = f"the member's name has more than {_MAX_NAME_CHARS} characters; rename it"
     elif is_repeated:
-        kind, why = "corrupt", "an earlier member of the archive has the same name"
+        kind = "corrupt"
+        why = "an earlier member of the archive has the same name"
     else:
         return member
     shown = f"{printable(name, _MAX_NAME_CHARS)}@{member.offset}"
@@ -182,7 +183,8 @@ class PlainFile:
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise OSError(errno.EINVAL, "not a regular file", path)
-        self.size, self.mark = status.st_size, f"{status.st_size}-{status.st_mtime_ns}"
+        self.size = status.st_size
+        self.mark = f"{status.st_size}-{status.st_mtime_ns}"
 
     def read(self, start: int, end: int) -> bytes:
         """Read bytes [start, end), or those of them that there are. Raises OSError."""
@@ -216,8 +218,14 @@ class _Range:
     """
 
     def __init__(self, files: Files, uri: str, start: int, end: int, *, whole: bool, gap: int = _MAX_GAP_BYTES) -> None:
-        self._files, self._uri, self.start, self.end, self.whole, self._gap = files, uri, start, end, whole, gap
-        self._first, self._buffer = start, bytearray()  # the buffer begins at ``_first``
+        self._files = files
+        self._uri = uri
+        self.start = start
+        self.end = end
+        self.whole = whole
+        self._gap = gap
+        self._first = start  # the buffer begins at ``_first``
+        self._buffer = bytearray()
         self._coming: Download | HubDownload | None = None
         self.size = self.fetched = 0
 
@@ -227,7 +235,9 @@ class _Range:
             self._stream(start, end)
         elif not self._buffer:
             answer = self._files.read_slice(self._uri, self.start, self.end)
-            self._buffer, self.size, self.fetched = bytearray(answer.data), answer.size, len(answer.data)
+            self._buffer = bytearray(answer.data)
+            self.size = answer.size
+            self.fetched = len(answer.data)
         return bytes(self._buffer[start - self._first : end - self._first])
 
     def _stream(self, start: int, end: int) -> None:
@@ -257,7 +267,8 @@ class _Range:
         """Drop the buffered bytes, and end the request."""
         if self._coming is not None:
             self._coming.close()
-        self._coming, self._buffer = None, bytearray()
+        self._coming = None
+        self._buffer = bytearray()
 
 
 class RemoteFile:
@@ -273,7 +284,8 @@ class RemoteFile:
     def __init__(self, uri: str, objects: Objects, info: ObjectInfo | None = None) -> None:
         """Prepare to read the object; nothing is requested yet."""
         self.uri = uri
-        self._files, self._info = reach(uri, objects), info
+        self._files = reach(uri, objects)
+        self._info = info
         self._ranges: list[_Range] = []  # planned ranges
         self._last: _Range | None = None  # an unplanned range
         self._at: int | None = None  # the end of the last read
@@ -335,7 +347,8 @@ class RemoteFile:
             if coming is not self._last or coming.whole:
                 raise
             self._end([coming])  # a slice may be too much for a slow store: from here on ask for no more than is read
-            self._last, self._step_bytes = None, math.inf
+            self._last = None
+            self._step_bytes = math.inf
             return self.read(start, end)
         if self._info is not None and (coming.size != self._info.size or len(data) < until - start):
             raise OSError(errno.ESTALE, "it has changed while it was read; run again", self.uri)

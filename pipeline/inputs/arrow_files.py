@@ -76,7 +76,8 @@ class RecordBatches:
             self._source.seek(0)
             make_reader = pa.ipc.open_stream if self._is_stream else pa.ipc.open_file
             self._reader = make_reader(self._source, options=pa.ipc.IpcReadOptions(included_fields=list(columns)))
-            self._columns, self._next = columns, 0
+            self._columns = columns
+            self._next = 0
         if not self._is_stream:
             return self._reader.get_batch(piece)
         # A dictionary may change between two batches, so all batches are read; else the reader is moved to this batch.

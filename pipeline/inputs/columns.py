@@ -54,7 +54,8 @@ class Table(Archive):
 
     def __init__(self, file: RandomFile) -> None:
         """Hash the end of the file, for the names of the videos; the table itself is opened when it is read."""
-        self._file, self.rows_per_group = file, 1
+        self._file = file
+        self.rows_per_group = 1
         tail = file.read(max(0, file.size - _TAIL), file.size)
         self._hash = hashlib.blake2b(tail + str(file.size).encode(), digest_size=6).hexdigest()
         self._pieces: _RowGroups | RecordBatches | None = None
@@ -85,7 +86,9 @@ class Table(Archive):
     def _read_rows(self, piece: int, names: Sequence[str], column: str) -> Iterator[tuple[UserRow, str | None]]:
         """Yield the small columns of each row of a piece, and the path of its video if the row has no bytes."""
         batches = self._open_pieces()
-        kind, paths_column, at_once = plain_type(batches.schema.field(column).type), list[str](), _ROWS
+        kind = plain_type(batches.schema.field(column).type)
+        paths_column = list[str]()
+        at_once = _ROWS
         if pa.types.is_struct(kind) and kind.get_field_index(_PATH) >= 0:
             paths_column = [column]
             if isinstance(batches, _RowGroups):
@@ -149,9 +152,9 @@ class Table(Archive):
         if schema.names.count(options.column) > 1:
             raise ManifestError(f"{self._file.uri}: two columns have the name {options.column}; rename one of them")
         if options.column is None or options.column not in schema.names:
-            able = [field.name for field in schema if _holds_bytes(field.type)]
+            binary_columns = [field.name for field in schema if _holds_bytes(field.type)]
             raise ManifestError(
-                f"{self._file.uri}: no column {options.column}; columns of bytes: {', '.join(able) or 'none'} "
+                f"{self._file.uri}: no column {options.column}; columns of bytes: {', '.join(binary_columns) or 'none'} "
                 "(--column NAME)"
             )
         if not _holds_bytes(kind := schema.field(options.column).type):
@@ -252,20 +255,20 @@ def _member(name: str, number: int, row: UserRow, path: str | None, clips_from: 
         if key != _KEY and value is not None
     }
     text = carried_json(values) if values else None
-    wrong = [
+    faults = [
         fault("unsupported", f"the clip's {key} is {value}, not a number of seconds")
         for key in clips_from or CLIP_COLUMNS
         if isinstance(value := row.get(key), float) and not math.isfinite(value)
     ]
     if path is not None and "\0" in path:
-        wrong.append(fault("policy", "its path has a NUL"))
+        faults.append(fault("policy", "its path has a NUL"))
         path = None
     return Member(
         name,
         number,
         carried=text,
         video_id=None if video_id is None else shown_as(video_id),
-        fault=next(iter(wrong), None),
+        fault=next(iter(faults), None),
         path=path,
     )
 

@@ -168,7 +168,9 @@ class Indexes:
         """
         with self._counting:
             self.n_made += 1
-        archive, members, next_view = FORMS[find_suffix(named_file.uri)](file), list[Member](), _FIRST_VIEW
+        archive = FORMS[find_suffix(named_file.uri)](file)
+        members = list[Member]()
+        next_view = _FIRST_VIEW
         for member in archive.members(self.options):
             if self.stopped.is_set():
                 return
@@ -194,7 +196,8 @@ class Indexes:
         paths = pa.array([member.path for member in index.members], pa.string())
         if paths.null_count < len(paths):
             uri_columns = NamedVideos.beside(named_file.uri, self.roots).locate(paths.drop_null())
-            is_file, columns = paths.is_valid(), {name: table[name].combine_chunks() for name in table.column_names}
+            is_file = paths.is_valid()
+            columns = {name: table[name].combine_chunks() for name in table.column_names}
             columns["uri"] = pc.replace_with_mask(columns["uri"], is_file, uri_columns.uris)
             columns["policy"] = pc.replace_with_mask(columns["policy"], is_file, uri_columns.policy)
             columns["source_offset"] = pc.if_else(is_file, None, columns["source_offset"])
@@ -271,7 +274,8 @@ def forget_members(store: Store, uris: Collection[str], ids: Collection[str] = (
     A whole index is deleted, and made again on demand, if it cannot be read, or if a member may have an id of ``ids``
     and its uri is not among ``uris``: an id does not contain the folder's path. Raises OSError.
     """
-    deleted_names, ends = list[str](), frozenset(ids)
+    deleted_names = list[str]()
+    ends = frozenset(ids)
     names = store.names(INDEXES, _SUFFIX) if ids or uris else []
     if not ids:
         # Without ids all uris are of members, wherever these lie.
@@ -291,7 +295,9 @@ def forget_members(store: Store, uris: Collection[str], ids: Collection[str] = (
                 for name in {member.name, member.shown_name or member.name}
             )
         except (ValueError, TypeError, LookupError, zlib.error):
-            doubtful, other_members, removed_ids = True, [], []
+            doubtful = True
+            other_members = []
+            removed_ids = []
         if doubtful:
             store.delete(name)
             deleted_names.append(name)

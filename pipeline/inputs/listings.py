@@ -198,7 +198,8 @@ def _names(text: str) -> Iterator[str]:
 
 def _split(text: str, start: int) -> tuple[list[str], int | None]:
     """Split at the commas of the brace at ``start``: (the parts, the index of the closing brace or None)."""
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for index in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[index], 0)
         if not depth:
@@ -215,7 +216,9 @@ def _alternatives(parts: list[str]) -> Iterator[str] | None:
     match = _RANGE.fullmatch(parts[0])
     if len(parts) > 1 or match is None:
         return None if len(parts) == 1 else (name for part in parts for name in _names(part))
-    first, last, step = match[1], match[2], abs(int(match[3] or 1)) or 1
+    first = match[1]
+    last = match[2]
+    step = abs(int(match[3] or 1)) or 1
     is_padded = any(re.match(r"-?0\d", end) for end in (first, last))
     width = max(len(first), len(last)) if is_padded else 0
     way = -1 if int(last) < int(first) else 1

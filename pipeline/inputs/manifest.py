@@ -136,13 +136,13 @@ def _read_path_tables(contents: NameContents, column: str | None, roots: Roots, 
     if column is None or not tables:
         return [contents]
     kinds = ((table, _names_paths(table, column, objects)) for table in tables)
-    readable = ((table, of_paths) for table, of_paths in kinds if of_paths is not None)
-    first, of_paths = next(readable, (tables[0], False))
-    if not of_paths:
+    readable = ((table, has_paths) for table, has_paths in kinds if has_paths is not None)
+    first, has_paths = next(readable, (tables[0], False))
+    if not has_paths:
         return [contents]
     manifests = {first.uri: NameContents(_manifest_at(first.uri, roots, objects, column))}
-    for table, of_paths in readable:
-        if not of_paths:
+    for table, has_paths in readable:
+        if not has_paths:
             raise ManifestError(
                 f"{table.uri}: no column {column} of paths, which {first.uri} has; name such tables alone"
             )
@@ -280,7 +280,9 @@ def _videos_or_archives(
     Archives beside videos, and other files, are counted in ``left_out``. Raises ManifestError, which says ``none``,
     without either.
     """
-    videos, archives, suffixes = list[Path](), list[Path](), VIDEO_SUFFIXES | forms
+    videos = list[Path]()
+    archives = list[Path]()
+    suffixes = VIDEO_SUFFIXES | forms
     for path in paths:
         suffix = path.suffix.lower()
         if suffix not in suffixes and path.is_dir():
@@ -313,7 +315,8 @@ def _make_contents(files: Iterable[NamedFile], *, videos: bool) -> NameContents:
     """Return files as videos, or as archives. Raises ManifestError for a repeated ``video_id``."""
     if not videos:
         return NameContents(None, [*files])
-    iterator, parts = iter(files), []
+    iterator = iter(files)
+    parts = []
     while part := list(islice(iterator, ROWS_AT_ONCE)):
         rows = [
             {"video_id": file.name, "uri": file.uri, "policy": file.policy, "size": size, "mark": mark_key(mark)}

@@ -107,7 +107,8 @@ class NamedVideos:
 
     def __init__(self, name: str, base: Path | str, roots: Roots) -> None:
         """Prepare the checks of paths; nothing is read."""
-        self._name, self._base = name, base
+        self._name = name
+        self._base = base
         local = isinstance(base, Path)
         self._prefixes = roots.prefixes if local else [str(base), *roots.prefixes]
         self._judge = Judge([base, *roots.folders] if isinstance(base, Path) else roots.folders)
@@ -119,21 +120,22 @@ class NamedVideos:
 
     def locate(self, uris: pa.Array) -> UriColumns:
         """Locate each of the uris, and judge whether it may be read."""
-        if (at_once := self._locate_at_once(uris)) is not None:
-            return at_once
+        if (columns := self._locate_at_once(uris)) is not None:
+            return columns
         locations, policies = zip(*map(self._locate, uris.to_pylist()), strict=True)
         return UriColumns(pa.array(locations, pa.string()), pa.array(policies, pa.string()))
 
     def convert(self, rows: TableRows) -> pa.RecordBatch:
         """Convert rows to MANIFEST_SCHEMA. Raises ManifestError that names the first bad one."""
-        if (plain := self._convert_at_once(rows)) is not None:
-            return plain
+        if (batch := self._convert_at_once(rows)) is not None:
+            return batch
         checked_rows = [self._check_row(row, f"{self._name}, {where}") for where, row in rows]
         return pa.RecordBatch.from_pylist(checked_rows, schema=MANIFEST_SCHEMA)
 
     def _convert_at_once(self, rows: TableRows) -> pa.RecordBatch | None:
         """Convert all rows to MANIFEST_SCHEMA at once; None where a cell needs a look of its own (``_check_row``)."""
-        ids, uris = rows.texts("video_id"), rows.texts("uri")
+        ids = rows.texts("video_id")
+        uris = rows.texts("uri")
         times = [rows.numbers(name) for name in ("start_s", "end_s")]
         sizes = _all_sizes(rows.numbers("size_bytes"))
         if ids is None or uris is None or sizes is None or any(time is None for time in times):
@@ -237,10 +239,12 @@ def without_secrets(uri: str) -> str:
 
 def require_unique_ids(table: pa.Table, list_name: str = "") -> pa.Table:
     """Return the table as it is. Raises ManifestError, about the manifest ``list_name``, if a ``video_id`` repeats."""
-    again = find_repeated(column_keys(table["video_id"]))
-    if again.any():
-        shown = ", ".join(map(repr, table["video_id"].filter(pa.array(again)).slice(0, 3).to_pylist()))
-        raise ManifestError(f"{list_name}: {again.sum()} rows repeat a video_id, e.g. {shown}; ids must be unique")
+    is_repeated = find_repeated(column_keys(table["video_id"]))
+    if is_repeated.any():
+        shown = ", ".join(map(repr, table["video_id"].filter(pa.array(is_repeated)).slice(0, 3).to_pylist()))
+        raise ManifestError(
+            f"{list_name}: {is_repeated.sum()} rows repeat a video_id, e.g. {shown}; ids must be unique"
+        )
     return table
 
 

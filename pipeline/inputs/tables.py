@@ -205,9 +205,9 @@ def given_table(name: str, source: object, needs: str) -> pa.Table:
 
 def _refuse_doubles(name: str, columns: Sequence[str]) -> None:
     """Raise BadRow if two columns of a table have one name: a row would have the value of the last one."""
-    doubles = [column for column, count in Counter(columns).items() if column and count > 1]
-    if doubles:
-        raise BadRow(f"{name}: two columns have the name {printable(doubles[0], _SHOWN)}; rename one of them")
+    repeated_names = [column for column, count in Counter(columns).items() if column and count > 1]
+    if repeated_names:
+        raise BadRow(f"{name}: two columns have the name {printable(repeated_names[0], _SHOWN)}; rename one of them")
 
 
 def _no_rows(name: str, source: object, needs: str) -> BadRow:
@@ -223,7 +223,8 @@ class _ArrowRows:
     """
 
     def __init__(self, batch: pa.RecordBatch, start: int) -> None:
-        self._batch, self._start = batch, start
+        self._batch = batch
+        self._start = start
 
     def __iter__(self) -> Iterator[tuple[str, UserRow]]:
         return ((f"row {i}", row) for i, row in enumerate(batch_rows(self._batch), self._start))

@@ -55,14 +55,17 @@ class Tar(Archive):
     """An open tar."""
 
     def __init__(self, file: RandomFile) -> None:
-        self._file, self._left_out, self._sidecars = file, LeftOut(), _Sidecars()
+        self._file = file
+        self._left_out = LeftOut()
+        self._sidecars = _Sidecars()
 
     def members(self, options: ArchiveOptions) -> Iterator[Member]:
         """Yield the videos in their order; broken parts of the tar come as members with a fault.
 
         Carried and left-out members are collected for ``pair_sidecars``.
         """
-        self._left_out, self._sidecars = LeftOut(), _Sidecars()
+        self._left_out = LeftOut()
+        self._sidecars = _Sidecars()
         for entry in self._entries():
             name = entry.name.removeprefix("./")
             if is_apple_double(name):
@@ -128,7 +131,9 @@ class Tar(Archive):
         A part without a valid header becomes an entry named by its offset, "@512", and so does a missing end of the
         tar, and an end that another tar was appended to.
         """
-        offset, size, cut = 0, self._file.size, False
+        offset = 0
+        size = self._file.size
+        cut = False
         extended_header = _Extended()
         while offset < size:
             block = self._file.read(offset, offset + _BLOCK)
@@ -148,7 +153,8 @@ class Tar(Archive):
             else:
                 entry = self._entry(block, header, offset + _BLOCK, extended_header)
                 yield entry
-                offset, extended_header = entry.offset + _pad_size(entry.size), _Extended()
+                offset = entry.offset + _pad_size(entry.size)
+                extended_header = _Extended()
                 cut = entry.offset + entry.size > size
         if not cut:
             yield _MemberEntry(
@@ -160,7 +166,8 @@ class Tar(Archive):
 
         A member that is sparse, cut off or has two sizes gets a fault in ``wrong``.
         """
-        wrong, records = extended_header.wrong, extended_header.records
+        wrong = extended_header.wrong
+        records = extended_header.records
         if header.type == tarfile.GNUTYPE_SPARSE or any(word.startswith("GNU.sparse.") for word in records):
             wrong = wrong or fault("unsupported", "a sparse member is not read; pack the tar without --sparse")
             more = block[482:483] if header.type == tarfile.GNUTYPE_SPARSE else b""
@@ -199,7 +206,8 @@ class _Extended:
     """The facts about a member in the extended headers before its own header."""
 
     def __init__(self) -> None:
-        self.name, self.records = "", dict[str, str]()
+        self.name = ""
+        self.records = dict[str, str]()
         self.wrong: str | None = None
 
     def take(self, header: tarfile.TarInfo, file: RandomFile, data: int) -> None:
@@ -232,7 +240,8 @@ def _pad_size(size: int) -> int:
 
 def _parse_pax(data: bytes) -> dict[str, str]:
     """Return the records "LENGTH KEY=VALUE" of an extended header, as far as they are well formed."""
-    records, offset = dict[str, str](), 0
+    records = dict[str, str]()
+    offset = 0
     while space := data.find(b" ", offset, offset + 20) + 1:
         length = data[offset : space - 1]
         if not length.isdigit() or int(length) < 5:
@@ -269,17 +278,21 @@ class _Sidecars:
 
         The JSON is suffix -> value; None without any.
         """
-        stems, paired_names, texts = {_stem(name) for name in videos}, set[str](), list[str | None]()
+        stems = {_stem(name) for name in videos}
+        paired_names = set[str]()
+        texts = list[str | None]()
         for video in videos:
-            stem, key, values = _stem(video), _key(video), dict[str, UserValue]()
+            stem = _stem(video)
+            key = _key(video)
+            values = dict[str, UserValue]()
             for suffix in _CARRIED_SUFFIXES:
                 keys = [(stem, suffix)]
                 if suffix == ".json":
                     keys.append((f"{stem}{_INFO}", suffix))
                 if key not in stems:
                     keys.append((key, suffix))
-                if (found := next((self._values[each] for each in keys if each in self._values), None)) is not None:
-                    name, values[suffix[1:]] = found
+                if (sidecar := next((self._values[each] for each in keys if each in self._values), None)) is not None:
+                    name, values[suffix[1:]] = sidecar
                     paired_names.add(name)
             texts.append(carried_json(values) if values else None)
         return texts, [name for name, _ in self._values.values() if name not in paired_names]
@@ -310,7 +323,8 @@ class Zip(Archive):
     """An open zip. The offset of a member is the offset of its header."""
 
     def __init__(self, file: RandomFile) -> None:
-        self._file, self._left_out = file, LeftOut()
+        self._file = file
+        self._left_out = LeftOut()
 
     def members(self, options: ArchiveOptions) -> Iterator[Member]:
         """Yield the videos that the directory at the end lists. Raises OSError if the file cannot be read.
@@ -355,20 +369,21 @@ class Zip(Archive):
         """Yield a member's bytes, decompressed. Raises VideoFault if the zip has changed, or the data is damaged."""
         size = location.size or 0
         header = self._file.read(location.offset, location.offset + _HEADER.size).ljust(_HEADER.size)
-        signature, _, flags, method, _, _, crc, _, stated, name_length, extra_length = _HEADER.unpack(header)
-        tells = stated > 0 and not flags & _DESCRIPTOR_FLAG  # else its size and CRC-32 stand behind the data
-        if signature != _SIGNATURE or (tells and stated not in (size, _ZIP64)):
+        signature, _, flags, method, _, _, crc, _, stated_size, name_length, extra_length = _HEADER.unpack(header)
+        has_sizes = stated_size > 0 and not flags & _DESCRIPTOR_FLAG  # else its size and CRC-32 stand behind the data
+        if signature != _SIGNATURE or (has_sizes and stated_size not in (size, _ZIP64)):
             raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; rerun the command")
-        offset, crc_read = location.offset + _HEADER.size + name_length + extra_length, 0
+        offset = location.offset + _HEADER.size + name_length + extra_length
+        crc_read = 0
         inflater = zlib.decompressobj(-15) if method == zipfile.ZIP_DEFLATED else None
         expected_end = self.span(location)[1]
         while size > 0:
             # A deflated member tells its end itself, seldom behind the one that is expected.
-            most = max(expected_end - offset, _MIN_READ_BYTES) if inflater else size
+            max_bytes = max(expected_end - offset, _MIN_READ_BYTES) if inflater else size
             raw = (
                 b""
                 if inflater and inflater.unconsumed_tail
-                else self._file.read(offset, offset + min(_PIECE_BYTES, most))
+                else self._file.read(offset, offset + min(_PIECE_BYTES, max_bytes))
             )
             offset += len(raw)
             try:
@@ -381,7 +396,7 @@ class Zip(Archive):
             if size < 0:
                 raise VideoFault("corrupt", "the zip's member has more bytes than the zip states")
             crc_read = zlib.crc32(piece, crc_read)
-            if not size and tells and crc_read != crc:
+            if not size and has_sizes and crc_read != crc:
                 raise VideoFault("corrupt", "the zip's member is damaged: it has another CRC-32 than the zip states")
             yield piece
 
@@ -401,7 +416,8 @@ class _WithoutUtf8Flags(SeekableFile):
     """A zip whose directory does not say of any name that it is UTF-8."""
 
     def read(self, size: int = -1) -> bytes:
-        data, offset = bytearray(super().read(size)), 0
+        data = bytearray(super().read(size))
+        offset = 0
         while offset + _ENTRY.size <= len(data):
             signature, flags, *lengths = _ENTRY.unpack_from(data, offset)
             if signature != _ENTRY_SIGNATURE:

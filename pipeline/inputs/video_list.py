@@ -231,7 +231,10 @@ class VideoList:
 
         An archive that waits, whose view is None, is not indexed.
         """
-        last_line_at, n_archives_seen, n_indexed, n_videos = time.monotonic(), 0, 0, 0
+        last_line_at = time.monotonic()
+        n_archives_seen = 0
+        n_indexed = 0
+        n_videos = 0
         with closing(views):
             for view in views:
                 if view is None or view.is_whole:
@@ -275,7 +278,8 @@ class Ids:
 
         Files come before all members.
         """
-        keys, member = column_keys(videos["video_id"]), pc.is_valid(videos["source_offset"]).to_numpy()
+        keys = column_keys(videos["video_id"])
+        member = pc.is_valid(videos["source_offset"]).to_numpy()
         return find_repeated(keys, member) | (find(keys, self._high, self._low) >= 0)
 
     def separate_ids(self, videos: pa.Table, is_repeated: NDArray[np.bool_] | None = None) -> pa.Table:
@@ -286,7 +290,8 @@ class Ids:
         is_repeated = self.find_repeated(videos) if is_repeated is None else is_repeated
         if not is_repeated.any():
             return videos
-        ids, mask = videos["video_id"], pa.array(is_repeated)
+        ids = videos["video_id"]
+        mask = pa.array(is_repeated)
         why = pc.coalesce(videos["fault"], pc.binary_join_element_wise(_BEFORE, ids, _BEHIND, ""))
         own_columns = {
             "video_id": pc.if_else(mask, pc.binary_join_element_wise(ids, videos["uri"], "@"), ids),
