@@ -166,7 +166,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         if rank is not None and world_size is not None and not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}")
         self._parent: ParentRanks | None = None
-        # Shared, so that persistent workers see set_epoch, and this process sees whether workers read and where they resumed.
+        # Shared: persistent workers see set_epoch; this process sees whether workers read, and where they resumed.
         self._shared = torch.tensor([0, 0, -1, -1]).share_memory_()  # type: ignore[no-untyped-call]
         id_text = "".join(f"{video_id}\0" for video_id in (() if ids is None else ids))
         shards = (f"{name}\0".encode() for name in self._shards.names.to_pylist())

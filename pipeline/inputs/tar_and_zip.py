@@ -1,9 +1,9 @@
 """Tars and zips as archives of videos.
 
-Each video of a tar is a member; .json, .txt and .cls members of its name are carried along, wherever in the tar they
-lie (``_Sidecars``). The index of a tar is made from headers alone. A member's data is a stretch of the tar; a worker
-reads it alone, and the header before it tells whether the tar is still the indexed file. A zip's member that is stored
-without compression is read likewise.
+Each video of a tar is a member; .json, .txt and .cls members with its name are carried along, wherever they are in the
+tar (``_Sidecars``). The index of a tar is made from headers alone. The data of a member is one byte range of the tar; a
+worker reads only that, and checks the header before it to see whether the tar is still the one that was indexed. A
+member of a zip is read in the same way.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ _INFO = ".info"  # stands before .json in the names that yt-dlp gives
 
 
 class _MemberEntry(NamedTuple):
-    """A member as its headers have it; ``wrong`` says why its data cannot be read."""
+    """A member as its headers describe it, with the ``offset`` of its data.
+
+    ``wrong`` is the fault because of which its data cannot be read, or None.
+    """
 
     name: str
     offset: int
@@ -60,9 +63,12 @@ class Tar(Archive):
         self._sidecars = _Sidecars()
 
     def members(self, options: ArchiveOptions) -> Iterator[Member]:
-        """Yield the videos in their order; broken parts of the tar come as members with a fault.
+        """Yield the videos in order; broken places of the tar are members with a fault, named by their offset.
 
         Carried and left-out members are collected for ``pair_sidecars``.
+
+        Raises:
+            OSError: the tar cannot be read.
         """
         self._left_out = LeftOut()
         self._sidecars = _Sidecars()
@@ -93,7 +99,12 @@ class Tar(Archive):
         return location.offset - _BLOCK, location.offset + (location.size or 0)
 
     def read(self, location: Location) -> Iterator[bytes]:
-        """Yield a member's bytes. Raises VideoFault("io") if the tar has changed."""
+        """Yield a member's bytes in pieces of at most 1 MiB.
+
+        Raises:
+            VideoFault: "io" if the tar has changed.
+            OSError: the tar cannot be read.
+        """
         offset, end = self.span(location)
         header = _parse_header(self._file.read(offset, offset + _BLOCK))
         huge = (location.size or 0) >= _MIN_PAX_SIZE  # a header has no field for such a size
@@ -111,7 +122,7 @@ class Tar(Archive):
         return sample_key(size, [self._file.read(*span) for span in spans])
 
     def _read_carried(self, entry: _MemberEntry, suffix: str) -> UserValue:
-        """Return the content of a .json, .txt or .cls member; None if it is too large to be carried.
+        """Return the content of a .json, .txt or .cls member, parsed unless it is a .txt; None if it is over 64 KiB.
 
         Content that ``parse_json`` refuses is returned as text.
         """
@@ -126,10 +137,10 @@ class Tar(Archive):
             return text.strip()
 
     def _entries(self) -> Iterator[_MemberEntry]:
-        """Yield the members by their headers.
+        """Yield the members as their headers describe them.
 
-        A part without a valid header becomes an entry named by its offset, "@512", and so does a missing end of the
-        tar, and an end that another tar was appended to.
+        A place without a valid header becomes a faulty entry named by its offset ("@512"), after which reading
+        continues at the next header. So does a missing end of the tar, and an end after which another tar follows.
         """
         offset = 0
         size = self._file.size
@@ -162,9 +173,11 @@ class Tar(Archive):
             )
 
     def _entry(self, block: bytes, header: tarfile.TarInfo, data: int, extended_header: _Extended) -> _MemberEntry:
-        """Return the member of a header ``block`` whose data begins at ``data``, or behind more headers.
+        """Return the member of a header, with a fault if it is sparse, cut off, or has two sizes.
 
-        A member that is sparse, cut off or has two sizes gets a fault in ``wrong``.
+        Args:
+            block: the bytes of the header.
+            data: the offset behind the header; the data of a sparse member starts after more headers.
         """
         wrong = extended_header.wrong
         records = extended_header.records
@@ -184,15 +197,15 @@ class Tar(Archive):
         return _MemberEntry(records.get("path") or extended_header.name or header.name, data, size, header.type, wrong)
 
     def _goes_on(self, end: int) -> bool:
-        """Return True if there is a header behind the mark of the end, and the zeros that fill up a record."""
+        """Return True if another header follows the end mark and the zeros that fill a record, within 16 KiB."""
         padding = self._file.read(end, end + _MAX_RECORD_BYTES)
         blocks = (padding[start : start + _BLOCK] for start in range(0, len(padding), _BLOCK))
         return any(block[257:262] == b"ustar" and _parse_header(block) is not None for block in blocks)
 
     def _next_header(self, offset: int) -> int:
-        """Return the offset of the next header behind a broken header.
+        """Return the offset of the next valid header at or after ``offset``.
 
-        The end of the file is returned if there is none in the next 256 MiB.
+        If there is none within 256 MiB, the size of the tar is returned.
         """
         end = self._file.size
         for start in range(offset, min(offset + _MAX_RESYNC_BYTES, end), _BLOCK):
@@ -203,7 +216,7 @@ class Tar(Archive):
 
 
 class _Extended:
-    """The facts about a member in the extended headers before its own header."""
+    """What the extended headers before a member's own header say: its name, its records, and a fault ``wrong``."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -211,9 +224,9 @@ class _Extended:
         self.wrong: str | None = None
 
     def take(self, header: tarfile.TarInfo, file: RandomFile, data: int) -> None:
-        """Read a header whose data begins at ``data``, as far as it tells the name or the size.
+        """Read an extended header if it may state the name or size; its data starts at ``data``.
 
-        An absurdly long header is left unread, and the member gets a fault in ``wrong``.
+        A header of more than 1 MiB is not read, and sets ``wrong``.
         """
         if header.size > _MAX_HEADER_BYTES:
             self.wrong = fault("unsupported", f"its extended header has {header.size:,} bytes; pack the tar again")
@@ -225,7 +238,7 @@ class _Extended:
 
 
 def _parse_header(block: bytes) -> tarfile.TarInfo | None:
-    """Parse a header; None if it is not valid."""
+    """Parse a header; return None if it is not valid or its size is negative."""
     try:
         header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except (tarfile.HeaderError, ValueError):
@@ -234,12 +247,12 @@ def _parse_header(block: bytes) -> tarfile.TarInfo | None:
 
 
 def _pad_size(size: int) -> int:
-    """Return the bytes that ``size`` bytes take in a tar, whose blocks are filled up."""
+    """Round a size up to whole blocks of 512 bytes."""
     return -(-size // _BLOCK) * _BLOCK
 
 
 def _parse_pax(data: bytes) -> dict[str, str]:
-    """Return the records "LENGTH KEY=VALUE" of an extended header, as far as they are well formed."""
+    """Return the records "LENGTH KEY=VALUE" of an extended header, up to the first malformed one."""
     records = dict[str, str]()
     offset = 0
     while space := data.find(b" ", offset, offset + 20) + 1:
@@ -253,30 +266,30 @@ def _parse_pax(data: bytes) -> dict[str, str]:
 
 
 def _key(name: str) -> str:
-    """Return WebDataset's key of a sample: the name up to the first dot behind its folder."""
+    """Return WebDataset's key of a sample: the path up to the first dot of the file name."""
     folder, slash, base = name.rpartition("/")
     return f"{folder}{slash}{base.partition('.')[0]}"
 
 
 class _Sidecars:
-    """The members of a tar that are carried with its videos, by their names.
+    """The members of a tar that are carried with its videos, by name.
 
-    A video gets the members of its own stem: a.b.json goes with a.b.mp4, and a.b.info.json where there is no a.b.json.
-    Without any it gets those of its WebDataset key, the name up to the first dot: a.json goes with a.left.mp4 and
-    a.right.mp4. But where a.mp4 is in the tar too, a.json is the sidecar of that video alone.
+    A video gets the members with its own stem: a.b.json goes with a.b.mp4, or a.b.info.json if there is no a.b.json.
+    For a suffix without these, it gets that of its WebDataset key, the name up to the first dot: a.json goes with
+    a.left.mp4 and a.right.mp4. But if a.mp4 is in the tar too, a.json belongs to that video alone.
     """
 
     def __init__(self) -> None:
         self._values = dict[tuple[str, str], tuple[str, UserValue]]()  # (stem, suffix) -> name and value
 
     def add(self, name: str, value: UserValue) -> None:
-        """Add a member; the last member with a name counts."""
+        """Add a member; of several with the same name, the last counts."""
         self._values[_stem(name), find_suffix(name)] = name, value
 
     def pair(self, videos: Sequence[str]) -> tuple[list[str | None], list[str]]:
-        """Return the carried members of each of the ``videos`` as JSON, and the names of the members that go to none.
+        """Return the carried members of each of the ``videos`` as JSON, and the names of members without a video.
 
-        The JSON is suffix -> value; None without any.
+        The JSON maps the suffix to the content: {"json": ..., "txt": ...}; None for a video without any.
         """
         stems = {_stem(name) for name in videos}
         paired_names = set[str]()
@@ -320,17 +333,20 @@ _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # compression that is und
 
 
 class Zip(Archive):
-    """An open zip. The offset of a member is the offset of its header."""
+    """An open zip. The offset of a member is that of its header."""
 
     def __init__(self, file: RandomFile) -> None:
         self._file = file
         self._left_out = LeftOut()
 
     def members(self, options: ArchiveOptions) -> Iterator[Member]:
-        """Yield the videos that the directory at the end lists. Raises OSError if the file cannot be read.
+        """Yield the videos in the order of the directory at the end of the zip.
 
-        A zip without a sound directory gives a single member with a fault. Sets ``note`` for names of an unknown
-        encoding.
+        A zip without a valid directory gives a single member "@0" with a fault. This sets ``note`` if the encoding of a
+        name is unknown.
+
+        Raises:
+            OSError: the zip cannot be read.
         """
         self._left_out = LeftOut()
         try:
@@ -366,7 +382,13 @@ class Zip(Archive):
         return location.offset, location.offset + (location.size or 0) + _MIN_READ_BYTES
 
     def read(self, location: Location) -> Iterator[bytes]:
-        """Yield a member's bytes, decompressed. Raises VideoFault if the zip has changed, or the data is damaged."""
+        """Yield a member's bytes, decompressed, in pieces of at most 1 MiB.
+
+        Raises:
+            VideoFault: "io" if the zip has changed; "corrupt" if the data is damaged, ends early, or has another
+                CRC-32.
+            OSError: the zip cannot be read.
+        """
         size = location.size or 0
         header = self._file.read(location.offset, location.offset + _HEADER.size).ljust(_HEADER.size)
         signature, _, flags, method, _, _, crc, _, stated_size, name_length, extra_length = _HEADER.unpack(header)
@@ -402,9 +424,13 @@ class Zip(Archive):
 
 
 def _list_entries(file: RandomFile) -> list[zipfile.ZipInfo]:
-    """List the entries of a zip's directory. Raises ValueError, BadZipFile, struct.error or NotImplementedError.
+    """Return the entries of a zip's directory.
 
-    A name that is not the UTF-8 that its flag promises would end zipfile, so then no entry has this flag.
+    If the flag of a name promises UTF-8 and the name is not, zipfile fails; then all entries are read without this
+    flag.
+
+    Raises:
+        ValueError, BadZipFile, struct.error, NotImplementedError: the directory is invalid or unsupported.
     """
     try:
         return zipfile.ZipFile(SeekableFile(file)).infolist()
@@ -413,7 +439,7 @@ def _list_entries(file: RandomFile) -> list[zipfile.ZipInfo]:
 
 
 class _WithoutUtf8Flags(SeekableFile):
-    """A zip whose directory does not say of any name that it is UTF-8."""
+    """A zip file whose directory entries, when read, have no UTF-8 flag."""
 
     def read(self, size: int = -1) -> bytes:
         data = bytearray(super().read(size))
@@ -428,10 +454,10 @@ class _WithoutUtf8Flags(SeekableFile):
 
 
 def _decode_name(info: zipfile.ZipInfo, encoding: str | None) -> tuple[str, bool, str | None]:
-    """Return (the name of a member, True if its encoding is known, its fault or None).
+    """Return the name of a member, True if its encoding is known, and its fault or None.
 
-    A name with the flag of UTF-8, or with the field of Info-ZIP that states it in Unicode, is exact. Other names are
-    read as UTF-8 where they are valid UTF-8, else by ``encoding`` (--zip-encoding), else by the format's own cp437.
+    A name that is ASCII, has the UTF-8 flag or a Unicode field of Info-ZIP, or is valid UTF-8 is exact. Other names are
+    decoded by ``encoding`` (--zip-encoding), with a fault if they are not valid in it, or without that by cp437.
     """
     name = info.orig_filename
     if info.flag_bits & _UTF8_FLAG or name.isascii():
@@ -451,7 +477,7 @@ def _decode_name(info: zipfile.ZipInfo, encoding: str | None) -> tuple[str, bool
 
 
 def _unicode_name(extra: bytes, raw: bytes) -> str | None:
-    """Return the name in the Unicode path field 0x7075 of ``extra``; None without one for the name ``raw``."""
+    """Return the name in the Unicode path field 0x7075 of ``extra``; None without a valid one for the name ``raw``."""
     while len(extra) >= _FIELD.size:
         kind, length = _FIELD.unpack_from(extra)
         data, extra = extra[_FIELD.size : _FIELD.size + length], extra[_FIELD.size + length :]
