@@ -161,10 +161,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         self._seed = seed
         self._even = even
         if (rank is None) != (world_size is None):
-            raise ValueError("rank and world_size go together")
+            raise ValueError("give both rank and world_size, or neither")
         self._given_ranks = None if rank is None or world_size is None else (rank, world_size)
         if rank is not None and world_size is not None and not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of {world_size}")
+            raise ValueError(f"rank is {rank}; it must be at least 0 and below world_size {world_size}")
         self._parent: ParentRanks | None = None
         # Shared: persistent workers see set_epoch; this process sees whether workers read, and where they resumed.
         self._shared = torch.tensor([0, 0, -1, -1]).share_memory_()  # type: ignore[no-untyped-call]
@@ -452,6 +452,6 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             f"{name} {state.get(name)}, not {here[name]}" for name in names if state.get(name) != here[name]
         ]:
             raise ValueError(
-                f"the state is of other data: {'; '.join(changes)}. Make the dataset from the same cache and "
+                f"the state belongs to other data: {'; '.join(changes)}. Make the dataset from the same cache and "
                 "options, or begin an epoch by set_epoch()"
             )

@@ -87,7 +87,7 @@ def divide_by_videos(loader: Any) -> None:
 
 
 def find_caller(*class_names: str, method: str | None = None) -> Any:
-    """Return the nearest object on the call stack whose class, or a base class, has one of these names; None if none.
+    """Return the nearest ``self`` on the call stack whose class, or a base class, has one of these names; None if none.
 
     ``method`` is the name of its method on the stack; None accepts any. Loaders tell a dataset nothing about
     themselves. A forked worker also has its parent's calls on its stack.

@@ -71,7 +71,10 @@ class Doctor:
         yield check_balance(self._decode_s, self._encode_s, cores, gpus)
 
     def _check_ray(self) -> Iterator[Finding]:
-        """Start or join Ray, and yield its nodes, CPUs and GPUs; "wrong" for device "cuda" without a GPU."""
+        """Start or join Ray, keep its resources, and yield the numbers of nodes, CPUs and GPUs.
+
+        The finding is "wrong" for device "cuda" without a GPU.
+        """
         self._cluster = connect(self._say)
         cpus, gpus = self._cluster.get("CPU", 0), self._cluster.get("GPU", 0)
         nodes = len(list(iter_alive_nodes()))
@@ -92,7 +95,9 @@ class Doctor:
             yield from (finding.on(host) for finding in ([result] if isinstance(result, Finding) else result))
 
     def _check_model(self) -> Iterator[Finding]:
-        """Find the model's files, and compare it with the stock model if its family can; yield a finding on each.
+        """Find the model's files, keep the source, and compare it with the stock model if its family can.
+
+        Yields a finding "model", then "parity", which is "unknown" without a comparison.
 
         Raises:
             UsageError: the model cannot be found, or is not supported.
@@ -114,7 +119,7 @@ class Doctor:
         yield Finding("parity", *load_object(check)(source))
 
     def _check_settings(self) -> Iterator[Finding]:
-        """Resolve the options as a run does, and yield "ok" with a description.
+        """Resolve the options as a run does, keep the recipe, and yield "ok" with a description.
 
         Raises:
             UsageError: model, frames and method do not fit together.

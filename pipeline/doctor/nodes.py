@@ -82,8 +82,8 @@ def look_at_nodes() -> dict[str, Node | Finding]:
 def on_each_node(work: Callable[[], T], gpus: int = 0, wait_s: float = _ANSWER_S) -> dict[str, T | Finding]:
     """Run ``work`` in parallel, once on each living node with at least ``gpus`` GPUs; return the results by host.
 
-    A result is a "wrong" Finding if ``work`` raised, or if the node did not answer within ``wait_s`` seconds of the
-    start or 1 s of its turn.
+    A result is a "wrong" Finding if ``work`` raised or the node did not answer. All nodes together get ``wait_s``
+    seconds; after that, each remaining node gets 1 s more.
     """
     answers = {
         host: task_on(node_id, gpus).remote(work)

@@ -24,13 +24,13 @@ from pipeline.storage.location import Location
 from pipeline.storage.random_access import Positioned
 from pipeline.storage.s3 import ObjectInfo, Objects
 
-CLIP_COLUMNS = ("start_s", "end_s")  # columns of a table that tell the clip by themselves
+CLIP_COLUMNS = ("start_s", "end_s")  # columns of a table that state the clip without an option
 _MAX_NAME_CHARS = 1024  # characters of a member's name
-_MAX_GAP_BYTES = 2**20  # bytes between two spans that cost less than another request
+_MAX_GAP_BYTES = 2**20  # unneeded bytes between two ranges that cost less than another request
 _TAIL = 2**16  # bytes at the end of an object that are fetched together
 _MIN_READ_BYTES = 2**14  # bytes of a single request that was not planned
-# Bytes of a slice: one request for unplanned reads that go forward by at most _STEP bytes on average. At 130 MB/s so
-# many bytes take as long as another request, 30 ms. A step longer than a slice counts as a slice.
+# A slice is a request of _SLICE bytes for unplanned reads that advance by at most _STEP bytes on average. At 130 MB/s,
+# _STEP bytes take as long as another request, 30 ms. A step longer than a slice counts as a slice.
 _SLICE, _STEP = 2**25, 2**22
 
 
@@ -296,7 +296,7 @@ class _Range:
                 self.fetched += len(piece)
                 self._drop_before(start)
         except OSError:
-            self.close()  # the next read asks anew
+            self.close()  # the next read sends a new request
             raise
 
     def _drop_before(self, start: int) -> None:
@@ -333,9 +333,9 @@ class RemoteFile:
         self._files = reach(uri, objects)
         self._info = info
         self._ranges: list[_Range] = []  # planned ranges
-        self._last: _Range | None = None  # an unplanned range
+        self._last: _Range | None = None  # the last unplanned range
         self._at: int | None = None  # the end of the last read
-        self._steps, self._step_bytes = 0, 0.0  # reads that went forward, and by how many bytes
+        self._steps, self._step_bytes = 0, 0.0  # the number of reads that advanced, and the sum of their steps
         self._fetched = 0
 
     @property
@@ -399,7 +399,7 @@ class RemoteFile:
         except OSError:
             if coming is not self._last or coming.whole:
                 raise
-            self._end([coming])  # a slice may be too much for a slow store: from here on ask for no more than is read
+            self._end([coming])  # a slice may be too much for a slow store: no more slices
             self._last = None
             self._step_bytes = math.inf
             return self.read(start, end)
@@ -421,7 +421,8 @@ class RemoteFile:
     def _next(self, start: int, end: int, *, forward: bool) -> _Range:
         """Return the range to request for an unplanned read of bytes [start, end).
 
-        It is a slice if ``forward``, otherwise at least 16 KiB, and near the end of the object all of its last 64 KiB.
+        With ``forward`` it is a slice of 32 MiB, streamed. Otherwise it has at least 16 KiB, or near the end of the
+        object all of its last 64 KiB, and is buffered whole.
         """
         if forward:
             return _Range(self._files, self.uri, start, min(start + _SLICE, self.size), whole=False, gap=_SLICE)
@@ -454,7 +455,7 @@ class SeekableFile(Positioned):
         super().__init__(file.size)
         self._file = file
 
-    def read(self, size: int = -1) -> bytes:  # not readinto, whose callers copy what they get
+    def read(self, size: int = -1) -> bytes:  # instead of readinto, whose callers copy the bytes
         data = self._file.read(self.place, self.size if size < 0 else self.place + size)
         self.place += len(data)
         return data

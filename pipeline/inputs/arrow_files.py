@@ -14,8 +14,8 @@ import pyarrow as pa
 from pipeline.errors import ManifestError
 
 _FOOTER_END = struct.Struct("<i6s")  # the length of the footer, and "ARROW1"
-_BATCHES_SLOT = 10  # of the footer's vtable: the field recordBatches
-_BLOCK_BYTES = 24  # of an entry of recordBatches, which begins with the batch's position in the file
+_BATCHES_SLOT = 10  # the slot of the field recordBatches in the footer's vtable
+_BLOCK_BYTES = 24  # bytes of an entry of recordBatches, which begins with the batch's position in the file
 
 
 class RecordBatches:
@@ -37,7 +37,7 @@ class RecordBatches:
         if "://" in uri:
             raise ManifestError(f"{uri}: an Arrow file is read from disk alone; copy it here, or make it Parquet")
         self._source = pa.memory_map(uri)
-        self._starts: list[int] = []  # of a stream: where each batch begins, with the dictionaries before it
+        self._starts: list[int] = []  # start of each batch of a stream, or of its dictionaries
         self._has_dictionaries = False
         try:
             self.schema, self._is_stream = pa.ipc.open_file(self._source).schema, False
@@ -47,7 +47,7 @@ class RecordBatches:
             self.lengths = _read_lengths(self._source)
         self._columns: tuple[int, ...] = ()  # the columns of the open reader
         self._reader: pa.RecordBatchFileReader | pa.RecordBatchStreamReader | None = None
-        self._next = 0  # the batch of a stream at which the reader stands
+        self._next = 0  # the batch that the reader of a stream reads next
 
     def _scan_stream(self) -> None:
         """Read the messages of a stream, and set ``schema``, ``lengths`` and the position of each batch.
@@ -85,7 +85,7 @@ class RecordBatches:
         yield from (batch.slice(start, at_once) for start in range(0, len(batch), at_once))
 
     def _read_batch(self, piece: int, columns: tuple[int, ...]) -> pa.RecordBatch:
-        """Read the columns with these numbers of one batch.
+        """Read the columns with these numbers of one batch; the reader is kept while the columns stay the same.
 
         No other batch is decompressed, except in a stream with dictionaries, where all batches before it are read.
         """
@@ -97,7 +97,7 @@ class RecordBatches:
             self._next = 0
         if not self._is_stream:
             return self._reader.get_batch(piece)
-        # A dictionary may change between two batches, so all batches are read; else the reader is moved to this batch.
+        # A dictionary may change between batches, so all are read. Otherwise the reader jumps to this batch.
         first = self._next if self._has_dictionaries else piece
         self._source.seek(self._starts[first])
         for _ in range(first, piece):
@@ -115,7 +115,7 @@ def _check_values(batch: pa.RecordBatch) -> None:
         try:
             column.validate(full=True)
         except pa.ArrowInvalid as error:
-            if "UTF8" not in str(error):  # it is checked after the offsets
+            if "UTF8" not in str(error):  # Arrow checks the text after the offsets
                 raise
 
 
@@ -147,7 +147,7 @@ def _read_lengths(source: pa.MemoryMappedFile) -> list[int]:
         for start in _find_batches(source):
             source.seek(start)
             lengths.append(_count_rows(pa.ipc.read_message(source)))
-    except (EOFError, struct.error) as error:  # zeros where a batch should begin, or a footer that is cut short
+    except (EOFError, struct.error) as error:  # zeros instead of a batch, or a truncated footer
         raise pa.ArrowInvalid(f"record batch {len(lengths)} cannot be read: {error}") from error
     return lengths
 

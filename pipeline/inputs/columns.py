@@ -43,10 +43,10 @@ from pipeline.inputs.tables import (
 from pipeline.storage.location import Location
 
 _ROWS = 2**12  # rows of the small columns that are read at once
-_MAX_GROUP_BYTES = 2**26  # bytes of a row group that memory holds
+_MAX_GROUP_BYTES = 2**26  # row groups up to this size are buffered whole
 _TAIL = 2**16  # bytes at the end that are hashed: a footer, or most of it
-_KEY = "video_id"  # the column that names a row's video, if there is one
-_BYTES, _PATH = "bytes", "path"  # the fields of datasets' own columns of videos
+_KEY = "video_id"  # the column with the id of a row's video, if there is one
+_BYTES, _PATH = "bytes", "path"  # the fields of the structs of the datasets library
 
 
 class Table(Archive):
@@ -66,7 +66,7 @@ class Table(Archive):
         tail = file.read(max(0, file.size - _TAIL), file.size)
         self._hash = hashlib.blake2b(tail + str(file.size).encode(), digest_size=6).hexdigest()
         self._pieces: _RowGroups | RecordBatches | None = None
-        self._position: tuple[str, int, int] = "", -1, 0  # column, piece and next row of what is being read
+        self._position: tuple[str, int, int] = "", -1, 0  # column, piece and next row of ``_rows``
         self._rows: Iterator[pa.Scalar] = iter(())
 
     def members(self, options: ArchiveOptions) -> Iterator[Member]:
@@ -110,7 +110,7 @@ class Table(Archive):
                 yield from ((row, None) for row in _rows(batch))
 
     def span(self, location: Location) -> tuple[int, int]:
-        return 0, 0  # ``read`` plans its requests, by row group
+        return 0, 0  # ``read`` plans its own requests, by row group
 
     def read(self, location: Location) -> Iterator[bytes]:
         """Yield the bytes of a row at once. Rows that are requested in ascending order are read once.
@@ -142,7 +142,7 @@ class Table(Archive):
         starts = [*accumulate(batches.lengths, initial=0)]
         piece = bisect_right(starts, row) - 1
         if self._position[:2] != (column, piece) or row < self._position[2]:
-            at_once = 1 if isinstance(batches, _RowGroups) else _ROWS  # a record batch is in memory as a whole
+            at_once = 1 if isinstance(batches, _RowGroups) else _ROWS  # a record batch is in memory anyway
             self._rows = (value for part in batches.read(piece, [column], at_once) for value in part.column(0))
             self._position = column, piece, starts[piece]
         for _ in range(row - self._position[2]):
@@ -209,7 +209,7 @@ class _RowGroups:
                 start = chunk.dictionary_page_offset or chunk.data_page_offset
                 spans.append((start, start + chunk.total_compressed_size))
         spans.sort()
-        # Columns are read in turns, and each in its order.
+        # Arrow reads the columns alternately, each in ascending order.
         small = sum(end - start for start, end in spans) <= _MAX_GROUP_BYTES
         self._file.plan(merge_spans(spans) if small else spans, keep=small)
         if columns:
@@ -218,10 +218,10 @@ class _RowGroups:
             yield pa.RecordBatch.from_struct_array(pa.array([{}] * group.num_rows, pa.struct([])))
 
     def plan_paths(self, piece: int, column: str) -> tuple[list[str], int]:
-        """Return which columns to read for the paths of rows without bytes, and how many rows at a time.
+        """Return the columns to read for the paths of rows without bytes, and the number of rows to read at a time.
 
-        No column is needed if the statistics say that every row has bytes; only paths, if none has. Otherwise, or
-        without statistics, the bytes are read too, one row at a time.
+        There are no columns if the statistics say that every row has bytes, and only the paths if none has. Otherwise,
+        or without statistics, the bytes are read too, one row at a time.
         """
         group = self._table.metadata.row_group(piece)
         chunks = {chunk.path_in_schema: chunk for chunk in map(group.column, range(group.num_columns))}
@@ -255,7 +255,7 @@ def _rows(batch: pa.RecordBatch) -> list[UserRow]:
     """Return the rows of a batch as dicts; if any text is not UTF-8, all text is returned as bytes."""
     try:
         rows = batch_rows(batch)
-    except UnicodeDecodeError:  # Parquet readers take any bytes for text
+    except UnicodeDecodeError:  # Parquet readers do not check that text is UTF-8
         plain = map(plain_column, batch.columns)
         raw = [column.cast(pa.large_binary()) if _is_text(plain_type(column.type)) else column for column in plain]
         rows = batch_rows(pa.RecordBatch.from_arrays(raw, batch.schema.names))

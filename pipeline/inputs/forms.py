@@ -18,7 +18,7 @@ from pipeline.rows import VideoRow
 from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 
-#: To add a form, write a subclass of Archive as those in ``tar_and_zip`` and add a line here.
+#: To add a form, write a subclass of Archive like those in ``tar_and_zip`` and add a line here.
 FORMS: dict[str, Callable[[RandomFile], Archive]] = {
     ".tar": Tar,
     ".zip": Zip,
@@ -138,7 +138,9 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
             self.close()
             form = FORMS.get(find_suffix(uri))
             if form is None:
-                raise VideoFault("unsupported", f"{uri}: its name ends like no archive or table ({' '.join(FORMS)})")
+                raise VideoFault(
+                    "unsupported", f"{uri}: its suffix is not that of an archive or table ({' '.join(FORMS)})"
+                )
             file = open_archive(uri, self._objects)
             try:
                 archive = form(file)

@@ -39,9 +39,9 @@ from pipeline.storage.s3 import ObjectInfo, Objects
 from pipeline.storage.stores import INDEXES, Store
 
 _FIRST_VIEW = 256  # members in the first view of an archive; each later view has twice as many
-_VERSION: Final = 2  # of kept indexes; other versions are made again
+_VERSION: Final = 2  # the version of kept indexes; other versions are replaced
 _SUFFIX: Final = ".json.zlib"
-_MAX_KEPT_NAMES = 100  # of what is left out, of a kind, in a kept index
+_MAX_KEPT_NAMES = 100  # names of left-out files per kind in a kept index
 _BEYOND: Final = 2**53  # bytes that no file has; sums of smaller numbers fit 64 bits
 Missing = Literal["make", "renew", "skip"]
 
@@ -164,7 +164,7 @@ class Indexes:
                         self.fetched += file.fetched
         except OSError as error:
             wrong = fault("io", printable(f"the archive cannot be read: {error.strerror or error}"))
-            # This row stands for all of its videos.
+            # This row stands for all videos of the archive.
             yield self._make_view(named_file, _Index([Member("", 0, fault=wrong)], LeftOut()))
 
     def _make(self, named_file: NamedFile, file: RandomFile, in_views: bool) -> Iterator[View]:
@@ -185,7 +185,7 @@ class Indexes:
         for member in archive.members(self.options):
             if self.stopped.is_set():
                 return
-            # The archive was read up to this video, so the members between it and the last video are known.
+            # The archive was read up to this video, so all members before it are known.
             if in_views and len(members) == next_view:
                 next_view *= 2
                 index = self._make_index(named_file, file, archive, members)
@@ -229,7 +229,7 @@ class Indexes:
                 self._notes.add(form)
                 self.say(f"note: {named_file.uri}: {printable(archive.note)}")
         members, left_out = archive.pair_sidecars(members)
-        if form not in TABLE_FORMS:  # names of rows are no part of an id
+        if form not in TABLE_FORMS:  # the name of a row is not in its id
             seen_names = set[str]()
             members = [check_name(member, seen_names) for member in members]
         return _Index(members, left_out, self._mark(named_file, file))
@@ -254,7 +254,7 @@ class Indexes:
         try:
             facts, *members = json.loads(zlib.decompress(self.store.read(_name(named_file.uri))))
             version, uri, mark, *left_out = facts
-            # Older versions kept fewer fields. They took the name of a zip's member for the end of its id.
+            # Older versions kept fewer fields, and used the name of a zip's member as the end of its id.
             is_old = find_suffix(named_file.uri) == ".zip" and any(
                 "\\" in member[0] and len(member) < len(Member._fields) for member in members
             )
@@ -263,8 +263,8 @@ class Indexes:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, LookupError, AttributeError, zlib.error):
-            pass  # it is damaged
-        return _Index([], LeftOut())  # it is made again
+            pass  # damaged or unreadable
+        return _Index([], LeftOut())  # a new index replaces it
 
     def _write_index(self, named_file: NamedFile, index: _Index) -> None:
         """Write the index of a tar or zip to the cache; do nothing if this run keeps none or the archive has no mark.
@@ -305,7 +305,7 @@ def forget_members(store: Store, uris: Collection[str], ids: Collection[str] = (
     ends = frozenset(ids)
     names = store.names(INDEXES, _SUFFIX) if ids or uris else []
     if not ids:
-        # Without ids all uris are of members, wherever these lie.
+        # Without ids, only the archives of the uris matter.
         names = sorted(set(names) & {_name(Location.parse(uri, 0).file) for uri in uris})
     for name, data in zip(names, store.read_all(names), strict=True):
         try:
@@ -372,7 +372,7 @@ def _table(named_file: NamedFile, members: Sequence[Member], options: ArchiveOpt
         "size": [member.size for member in members],
         "source_offset": [member.offset for member in members],
         "fault": [member.fault for member in members],
-        # A table that was changed has other uris.
+        # A modified table has other uris, so it needs no mark.
         "mark": [None if is_table else mark_key(member.mark or mark) for member in members],
     }
     return pa.Table.from_pydict(columns, MANIFEST_SCHEMA)

@@ -13,8 +13,8 @@ APPLE_DOUBLE = "AppleDouble files"
 ARCHIVES = "archives beside videos"
 CLOSED = "folders without permission"
 OTHER_FILES = "other files"
-MAX_NAMES = 1000  # of a kind
-_MAX_SHOWN = 3  # names of a kind in a line
+MAX_NAMES = 1000  # names kept per kind
+_MAX_SHOWN = 3  # names per kind in a line
 
 
 class LeftOutKind(TypedDict):

@@ -18,7 +18,7 @@ from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER_FILES, LeftOut, is_appl
 from pipeline.storage.hub import Files
 from pipeline.storage.s3 import SCHEME, ObjectInfo, check_uri, has_query, is_s3
 
-# Which files of a folder or glob count as videos. A file that is named outright may have any name.
+# The suffixes of files that count as videos in a folder or glob. A file that is named itself may have any suffix.
 VIDEO_SUFFIXES = frozenset(
     {".mp4", ".m4v", ".mov", ".qt", ".3gp", ".3g2", ".f4v", ".mkv", ".mk3d", ".webm", ".avi", ".divx", ".flv"}
     | {".ts", ".m2t", ".m2ts", ".mts", ".mpg", ".mpeg", ".mpe", ".m1v", ".m2v", ".vob", ".wmv", ".asf", ".ogv", ".ogm"}
@@ -157,7 +157,7 @@ def check_named(uri: str, prefixes: Iterable[str]) -> str | None:
     The reason is BAD_ADDRESS for a malformed address, or OUTSIDE_PREFIXES if it is not below one of ``prefixes``.
     """
     bucket, _, key = uri.partition("://")[2].partition("/")  # of the hub: "datasets"
-    is_key = bool(key) and not key.endswith("/") and (is_s3(uri) or "//" not in key)  # only S3 has empty segments
+    is_key = bool(key) and not key.endswith("/") and (is_s3(uri) or "//" not in key)  # only S3 allows empty segments
     if not is_key or has_query(uri) or check_listed(uri) or not _BUCKET.fullmatch(bucket):
         return BAD_ADDRESS
     return None if any(uri.startswith(prefix) for prefix in prefixes) else OUTSIDE_PREFIXES
@@ -180,7 +180,7 @@ def root_prefix(root: str) -> str:
 
 
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
-_MAX_NAMES = 1_000_000  # names from one pattern
+_MAX_NAMES = 1_000_000  # names after expansion
 
 
 def expand_braces(names: Sequence[str]) -> list[str]:

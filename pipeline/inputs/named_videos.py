@@ -26,7 +26,7 @@ from pipeline.rows import ManifestRow
 from pipeline.storage.hub import is_remote
 from pipeline.storage.s3 import is_s3
 
-# The columns are the keys of ``pipeline.rows.ManifestRow``, whose docstring has their meaning.
+# The columns are the keys of ``pipeline.rows.ManifestRow``; its docstring describes them.
 MANIFEST_SCHEMA = pa.schema(
     [
         pa.field("video_id", pa.string(), nullable=False),
@@ -46,8 +46,8 @@ TODO_SCHEMA = MANIFEST_SCHEMA.append(pa.field("attempts", pa.int32(), nullable=F
 #: The policy of a file outside the folders; ``listings.OUTSIDE_PREFIXES`` is the policy of an object.
 OUTSIDE_FOLDERS = "the path resolves outside the folder that was named (add --video-root for a folder that may be read)"
 _OWN_COLUMNS = ("video_id", "uri", "start_s", "end_s", "size_bytes")
-_MAX_SIZE_BYTES = 2**53  # whole numbers of float64
-_DOTS = r"//|(^|/)\.\.?(/|$)|/$"  # segments that abspath would change
+_MAX_SIZE_BYTES = 2**53  # up to here, float64 holds every whole number
+_DOTS = r"//|(^|/)\.\.?(/|$)|/$"  # what abspath would change
 _KEY = r"^s3://[A-Za-z0-9][A-Za-z0-9._-]*(/[^/?]+)+$"
 _SEGMENT_DOTS = r"/\.\.?(/|$)"
 
@@ -73,10 +73,10 @@ class Judge:
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self._roots = [os.path.realpath(folder) for folder in folders]
-        self._inside: dict[str, bool] = {}  # folder -> whether it is below a root; of a million files few differ
+        self._inside: dict[str, bool] = {}  # folder -> whether it is below a root; a million files have few folders
 
     def __call__(self, path: str) -> str | None:
-        """Return None if the absolute ``path`` is below a folder, otherwise the reason why it must not be read."""
+        """Return None if the absolute ``path``, with all links followed, is below a folder; otherwise OUTSIDE_FOLDERS."""
         folder = path.rpartition("/")[0] or "/"
         inside = self._inside.get(folder)
         if inside is None:
@@ -161,9 +161,10 @@ class NamedVideos:
         return None if _needs_closer_look(uris) else self._all_objects(uris) or self._all_files(uris)
 
     def _all_objects(self, uris: pa.Array) -> UriColumns | None:
-        """Resolve all uris as objects on S3; return None if one is not a well-formed object without dot segments.
+        """Resolve all uris as objects on S3; return None if one needs ``_locate``.
 
-        An object outside the prefixes gets a policy.
+        These are local paths and malformed addresses, for example with dot segments. An object outside the prefixes
+        gets a policy.
         """
         relative = pc.invert(pc.or_(pc.match_substring(uris, "://"), pc.starts_with(uris, "/")))
         uri_column = uris
@@ -180,8 +181,9 @@ class NamedVideos:
         return UriColumns(uri_column, pc.if_else(inside, pa.scalar(None, pa.string()), OUTSIDE_PREFIXES))
 
     def _all_files(self, uris: pa.Array) -> UriColumns | None:
-        """Resolve all uris as local files; return None if one has dot or empty segments or "://", or lacks a folder.
+        """Resolve all uris as local files; return None if one needs ``_locate``.
 
+        These are uris with dot segments, "//", a slash at the end or "://", and relative uris of a manifest in a store.
         A file outside the folders gets a policy; its links are followed on disk for that.
         """
         absolute = pc.starts_with(uris, "/")
@@ -194,15 +196,15 @@ class NamedVideos:
         return UriColumns(paths, pa.array(map(self._judge, paths.to_pylist()), pa.string()))
 
     def _check_row(self, row: UserRow, where: str) -> ManifestRow:
-        """Convert one row: check its cells, resolve its uri, and carry its other columns as JSON.
+        """Convert one row: check its cells, resolve its uri, and carry its other columns that have values as JSON.
 
-        The video is not opened. A uri that must not be read gets a ``policy``.
+        The video is not opened. ``size_bytes`` becomes ``size``. A uri that must not be read gets a ``policy``.
 
         Args:
             where: the source line of the row, for errors.
 
         Raises:
-            ManifestError: ``video_id`` or ``uri`` is missing, or a time or size is not a number.
+            ManifestError: ``video_id`` or ``uri`` is missing or blank, or a time or size is not a number.
             BadRow: ``video_id`` or ``uri`` is not text.
         """
         for name in ("video_id", "uri"):
@@ -239,7 +241,7 @@ class NamedVideos:
             if host not in ("", "localhost") or "?" in path or "#" in path or "%00" in path:
                 return without_secrets(uri), "a file:// URI may hold a path only: no host, user, query, fragment or NUL"
             uri = unquote(slash + path)
-        folder = base if isinstance(base, Path) else Path("/")  # a manifest on S3 names files by absolute paths only
+        folder = base if isinstance(base, Path) else Path("/")  # a manifest on S3 names files only by absolute paths
         absolute = os.path.abspath(folder / uri)  # noqa: PTH100 - links are judged below
         return absolute, self._judge(absolute)
 

@@ -25,20 +25,20 @@ from pipeline.inputs.arrow_files import RecordBatches
 from pipeline.inputs.listings import find_suffix
 
 _Scalar = str | int | float | bool | bytes | date | time | timedelta | Decimal | os.PathLike[str] | None
-#: A value in a row that a user wrote: of JSON, or of the types that Parquet and tables in memory have beside them.
+#: A value in a row that a user wrote: a JSON value, or one of the other types that Parquet and tables in memory have.
 UserValue = _Scalar | Sequence["UserValue"] | Mapping[str, "UserValue"]
 #: A row of a file that a user wrote, by column.
 UserRow = Mapping[str, UserValue]
 TABLE_SUFFIXES = frozenset({".parquet", ".jsonl", ".csv"})
-_PART_ROWS = 2**16  # rows of a part of a file
+_PART_ROWS = 2**16  # rows per batch
 _SHOWN = 200  # bytes of a header that a message shows
-_MAX_CELL_CHARS = 2**26  # of a cell of a .csv; an open quote makes one cell of all that follows
+_MAX_CELL_CHARS = 2**26  # of a cell of a .csv; an unclosed quote makes one cell of the rest of the file
 _MAX_WHOLE_FLOAT = 2**53
-_MAX_DEPTH = 100  # of lists and objects in each other; Python fails at some hundred, sooner where its stack is full
+_MAX_DEPTH = 100  # nested lists and objects; Python fails at a few hundred, or fewer if its stack is full
 _TOO_DEEP = f"it has lists or objects that are nested more than {_MAX_DEPTH} deep"
 _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
 _TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer)
-# Errors of reading a table; the file is at fault.
+# Errors of reading a table that are caused by the file.
 UNREADABLE = (OSError, UnicodeDecodeError, OverflowError, pa.ArrowException)
 
 
@@ -275,9 +275,9 @@ class _ArrowRows:
         if column is None or column.null_count or not any(check(plain_type(column.type)) for check in _TEXTS):
             return None
         column = plain_column(column).cast(pa.string())
-        if column.null_count:  # a dictionary may hold a null
+        if column.null_count:  # the values of a dictionary may include a null
             return None
-        column.validate(full=True)  # Parquet readers take any bytes for text
+        column.validate(full=True)  # Parquet readers do not check that text is UTF-8
         return column
 
     def numbers(self, name: str) -> pa.Array | None:
@@ -314,7 +314,7 @@ class _DictRows:
             return None
         try:
             return pa.array([str(value) for value in values], pa.string())
-        except ValueError:  # half of a surrogate pair, which is no text, or a number of too many digits
+        except ValueError:  # a lone surrogate, which is not valid text, or an int with too many digits
             return None
 
     def numbers(self, name: str) -> pa.Array | None:
@@ -327,7 +327,7 @@ class _DictRows:
         return _as_json([{name: row[name] for name in row if name not in own_columns} for _, row in self._rows])
 
 
-#: Some rows of a user's file or table.
+#: A batch of rows of a user's file or table.
 TableRows = _ArrowRows | _DictRows
 
 
@@ -347,7 +347,7 @@ def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterato
         BadRow: the header lacks ``key`` or repeats a name, a row has more cells than the header, a cell is too long, or
             the .csv is malformed.
     """
-    csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL_CHARS))  # of the process; 128 Ki by default
+    csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL_CHARS))  # of the whole process; 128 Ki by default
     reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
     try:
         if key is not None and reader.fieldnames and key not in reader.fieldnames:
@@ -358,7 +358,7 @@ def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterato
         _refuse_doubles(f"{name}, line 1", reader.fieldnames or ())
         for row in reader:
             where = f"line {reader.line_num}"
-            if None in row:  # dropping what is too much would cut a text at its first comma
+            if None in row:  # dropping extra cells would cut a text at its first comma
                 raise BadRow(f"{name}, {where}: more cells than the header names; quote a text that holds commas")
             yield where, {column: text for column, text in row.items() if text != ""}
     except csv.Error as error:
@@ -416,7 +416,7 @@ def cell_text(value: object, name: str) -> str:
             value = value.decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"{name} is {value!r}, bytes that are not UTF-8") from error
-    # pandas makes floats of whole numbers in a column with gaps. Beyond 2**53 a float has lost digits.
+    # pandas turns whole numbers into floats in a column with gaps. Beyond 2**53, a float has lost digits.
     if isinstance(value, Decimal):
         value = int(value) if value.is_finite() and value == int(value) else value
     elif isinstance(value, Real) and not isinstance(value, Integral):
@@ -460,7 +460,7 @@ def carried_json(columns: UserRow, *, ensure_ascii: bool = True) -> str:
     except ValueError:
         strict = json.loads(json.dumps(columns, default=shown_as), parse_constant=lambda name: None)
         text = json.dumps(strict, ensure_ascii=ensure_ascii)
-    if "\\ud" not in text:  # as whole pairs have, too
+    if "\\ud" not in text:  # complete pairs have it too
         return text
     plain = json.dumps(json.loads(text), ensure_ascii=False).encode("utf-8", "replace")
     return json.dumps(json.loads(plain), ensure_ascii=ensure_ascii)

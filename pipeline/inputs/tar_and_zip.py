@@ -25,20 +25,20 @@ from pipeline.keys import sample_key, sample_spans
 from pipeline.storage.location import Location
 
 _BLOCK: Final = tarfile.BLOCKSIZE
-_MAX_HEADER_BYTES = 2**20  # bytes of an extended header; a real one has some hundred
+_MAX_HEADER_BYTES = 2**20  # bytes of an extended header; real ones have a few hundred
 _MAX_CARRIED_BYTES = 2**16  # bytes of a carried member
-_MAX_RESYNC_BYTES = 2**28  # bytes in which the next header is looked for behind a broken one
-_MAX_RECORD_BYTES = 2**14  # bytes that a tar is filled up to a multiple of; 20 blocks as a rule
+_MAX_RESYNC_BYTES = 2**28  # bytes after a broken header that are searched for the next one
+_MAX_RECORD_BYTES = 2**14  # a tar is padded to a multiple of its record size, by default 20 blocks
 _PIECE_BYTES = 2**20  # bytes of a video that are read at once
-_MIN_PAX_SIZE = 2**33  # bytes from which on a size stands in an extended header
+_MIN_PAX_SIZE = 2**33  # sizes from here on are stored in an extended header
 _LONG_NAME, _PAX = b"L", (b"x", b"X")
-_EXTENDED = (_LONG_NAME, b"K", *_PAX, b"g")  # kinds of headers that say more of the next member
-_UNKNOWN = b"?"  # the kind of a place that is no member
+_EXTENDED = (_LONG_NAME, b"K", *_PAX, b"g")  # kinds of headers that describe the next member
+_UNKNOWN = b"?"  # the kind of an entry for a place without a member
 _FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 _WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
 _CARRIED_SUFFIXES = (".json", ".txt", ".cls")  # suffixes of members that are carried along
 _NO_FILE = "the member is a link, a device or no file; pack the file itself"
-_INFO = ".info"  # stands before .json in the names that yt-dlp gives
+_INFO = ".info"  # before .json in file names of yt-dlp
 
 
 class _MemberEntry(NamedTuple):
@@ -107,7 +107,7 @@ class Tar(Archive):
         """
         offset, end = self.span(location)
         header = _parse_header(self._file.read(offset, offset + _BLOCK))
-        huge = (location.size or 0) >= _MIN_PAX_SIZE  # a header has no field for such a size
+        huge = (location.size or 0) >= _MIN_PAX_SIZE  # the size field of a header is too small for it
         if header is None or (header.size != location.size and not huge) or end > self._file.size:
             raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; rerun the command")
         for start in range(location.offset, end, _PIECE_BYTES):
@@ -148,14 +148,14 @@ class Tar(Archive):
         extended_header = _Extended()
         while offset < size:
             block = self._file.read(offset, offset + _BLOCK)
-            if len(block) == _BLOCK and not any(block):  # the mark of the end
+            if len(block) == _BLOCK and not any(block):  # the end mark
                 if self._goes_on(offset):
                     problem = "another tar lies behind the end of this one: unpack it with tar -i, and pack it again"
                     yield _MemberEntry(f"@{offset}", offset, 0, _UNKNOWN, fault("corrupt", problem))
                 return
             header = _parse_header(block)
             if header is None:
-                problem = "the tar is cut off in a header" if len(block) < _BLOCK else "no header where one belongs"
+                problem = "the tar is cut off in a header" if len(block) < _BLOCK else "a header is damaged or missing"
                 yield _MemberEntry(f"@{offset}", offset, 0, _UNKNOWN, fault("corrupt", problem))
                 offset, extended_header, cut = self._next_header(offset + _BLOCK), _Extended(), True
             elif header.type in _EXTENDED:
@@ -316,20 +316,20 @@ def _stem(name: str) -> str:
     return name[: -len(suffix)] if (suffix := find_suffix(name)) else name
 
 
-# Of a member: signature, version, flags, method, time, date, CRC-32, two sizes, two lengths.
+# The header of a member: signature, version, flags, method, time, date, CRC-32, two sizes, two lengths.
 _HEADER: Final = struct.Struct("<4s5H3L2H")
 _SIGNATURE = b"PK\x03\x04"  # the beginning of a member's header
-# Of an entry of the directory at the end: signature, flags, and the lengths of the name, extra fields and comment.
+# An entry of the directory at the end: signature, flags, and lengths of the name, extra fields and comment.
 _ENTRY: Final = struct.Struct("<4s4xH18x3H12x")
 _ENTRY_SIGNATURE, _FLAGS_OFFSET = b"PK\x01\x02", 8
-_MIN_READ_BYTES = 2**12  # bytes that are read at once behind the expected end of a member
-_FIELD: Final = struct.Struct("<HH")  # of the extra fields of a member: kind, length
+_MIN_READ_BYTES = 2**12  # bytes that are read at a time after the expected end of a member
+_FIELD: Final = struct.Struct("<HH")  # an extra field of a member: kind, length
 _UTF8_FLAG, _DESCRIPTOR_FLAG, _UNICODE_PATH = 0x800, 8, 0x7075
-_DOS = 0  # the system of old tools of Windows, some of which write backslashes between folders
-_UNIX = 3  # the system whose modes a member's attributes have
-_ZIP64 = 0xFFFFFFFF  # a size that stands elsewhere
+_DOS = 0  # the system of old Windows tools, some of which write backslashes between folders
+_UNIX = 3  # the system whose file modes are in a member's attributes
+_ZIP64 = 0xFFFFFFFF  # the size is stored elsewhere
 _ENCODING = "name their encoding, e.g. --zip-encoding gbk"
-_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # compression that is understood
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # supported compression
 
 
 class Zip(Archive):
@@ -366,7 +366,7 @@ class Zip(Archive):
             if info.flag_bits & 1 or info.compress_type not in _METHODS:
                 wrong = fault("unsupported", "the member is encrypted or not deflated; use zip -0")
             kind = stat.S_IFMT(info.external_attr >> 16) if info.create_system == _UNIX else 0
-            if kind not in (0, stat.S_IFREG):  # 0: of a tool that keeps no modes
+            if kind not in (0, stat.S_IFREG):  # 0: written by a tool without modes
                 wrong = fault("policy", _NO_FILE)
             if not exact and wrong is None:
                 self.note = f"names that are not UTF-8 are read as cp437, e.g. {name}; if that is garbled, {_ENCODING}"
@@ -378,7 +378,7 @@ class Zip(Archive):
         return [*videos], self._left_out
 
     def span(self, location: Location) -> tuple[int, int]:
-        # The name and extra fields before the data are of any length; a deflated member has fewer bytes than this.
+        # The name and extra fields before the data have any length. A deflated member has fewer bytes than this.
         return location.offset, location.offset + (location.size or 0) + _MIN_READ_BYTES
 
     def read(self, location: Location) -> Iterator[bytes]:
@@ -392,7 +392,7 @@ class Zip(Archive):
         size = location.size or 0
         header = self._file.read(location.offset, location.offset + _HEADER.size).ljust(_HEADER.size)
         signature, _, flags, method, _, _, crc, _, stated_size, name_length, extra_length = _HEADER.unpack(header)
-        has_sizes = stated_size > 0 and not flags & _DESCRIPTOR_FLAG  # else its size and CRC-32 stand behind the data
+        has_sizes = stated_size > 0 and not flags & _DESCRIPTOR_FLAG  # otherwise they are stored after the data
         if signature != _SIGNATURE or (has_sizes and stated_size not in (size, _ZIP64)):
             raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; rerun the command")
         offset = location.offset + _HEADER.size + name_length + extra_length
@@ -400,7 +400,7 @@ class Zip(Archive):
         inflater = zlib.decompressobj(-15) if method == zipfile.ZIP_DEFLATED else None
         expected_end = self.span(location)[1]
         while size > 0:
-            # A deflated member tells its end itself, seldom behind the one that is expected.
+            # A deflated member marks its own end, which is seldom after the expected one.
             max_bytes = max(expected_end - offset, _MIN_READ_BYTES) if inflater else size
             raw = (
                 b""
@@ -456,13 +456,13 @@ class _WithoutUtf8Flags(SeekableFile):
 def _decode_name(info: zipfile.ZipInfo, encoding: str | None) -> tuple[str, bool, str | None]:
     """Return the name of a member, True if its encoding is known, and its fault or None.
 
-    A name that is ASCII, has the UTF-8 flag or a Unicode field of Info-ZIP, or is valid UTF-8 is exact. Other names are
-    decoded by ``encoding`` (--zip-encoding), with a fault if they are not valid in it, or without that by cp437.
+    The encoding is known if the name is ASCII, has the UTF-8 flag or a Unicode field of Info-ZIP, or is valid UTF-8.
+    Other names are decoded by ``encoding`` (--zip-encoding); without it, or with a fault if that fails, by cp437.
     """
     name = info.orig_filename
     if info.flag_bits & _UTF8_FLAG or name.isascii():
         return name, True, None
-    raw = name.encode("cp437")  # as zipfile has decoded it
+    raw = name.encode("cp437")  # zipfile decoded it so
     if (unicode_name := _unicode_name(info.extra, raw)) is not None:
         return unicode_name, True, None
     try:
@@ -477,7 +477,11 @@ def _decode_name(info: zipfile.ZipInfo, encoding: str | None) -> tuple[str, bool
 
 
 def _unicode_name(extra: bytes, raw: bytes) -> str | None:
-    """Return the name in the Unicode path field 0x7075 of ``extra``; None without a valid one for the name ``raw``."""
+    """Return the name in the Unicode path field 0x7075 of ``extra``, or None.
+
+    None is returned if there is no such field, it is not UTF-8, or its CRC-32 is not that of ``raw``, because a tool
+    that ignores the field renamed the member.
+    """
     while len(extra) >= _FIELD.size:
         kind, length = _FIELD.unpack_from(extra)
         data, extra = extra[_FIELD.size : _FIELD.size + length], extra[_FIELD.size + length :]

@@ -26,7 +26,7 @@ from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import request_threads
 
-_NOTE_S = 10.0  # seconds between two lines of progress
+_NOTE_S = 10.0  # seconds between two progress lines
 _AT_ONCE = 32  # archives that are read in parallel
 _OWN_IDS = "name the folder with both archives, or give rows a column video_id of other values"
 _BEFORE, _BEHIND = fault("corrupt", "an earlier video has the id "), f" already; {_OWN_IDS}"
@@ -94,7 +94,7 @@ class VideoList:
     objects: Objects = field(default_factory=Objects)
     is_limited: bool = False
     unindexed: list[NamedFile] = field(default_factory=list)
-    _ids: Ids | None = None  # of all videos so far, where archives may share an id
+    _ids: Ids | None = None  # the ids of all videos so far; None if archives cannot share an id
 
     @classmethod
     def read(
@@ -223,7 +223,7 @@ class VideoList:
                     yield [None, *reading.popleft().result()][-1]
                     reading.extend(islice(begun, 1))
             except BaseException:
-                self.close()  # threads that still read an archive end at its next member
+                self.close()  # threads that are still reading stop at the next member
                 pool.shutdown(cancel_futures=True)
                 raise
 
@@ -237,9 +237,10 @@ class VideoList:
     def _note_progress(
         self, views: Generator[View | None, None, None], n_archives: int
     ) -> Generator[View | None, None, None]:
-        """Yield the views unchanged; print progress every 10 s, and at the end if any archive was read for its index.
+        """Yield the views unchanged; pass a progress line to ``Indexes.say`` every 10 s, and at the end.
 
-        An archive that waits, whose view is None, does not count as indexed.
+        The last line is left out if no archive had to be read. An archive that waits, whose view is None, does not
+        count as indexed.
         """
         last_line_at = time.monotonic()
         n_archives_seen = 0
@@ -283,7 +284,7 @@ class Ids:
     """The ids of all videos so far, as hashes of 16 bytes."""
 
     def __init__(self) -> None:
-        self._high, self._low = np.empty(0, np.uint64), np.empty(0, np.uint64)  # sorted by the first
+        self._high, self._low = np.empty(0, np.uint64), np.empty(0, np.uint64)  # sorted by the high half
 
     def find_repeated(self, videos: pa.Table) -> NDArray[np.bool_]:
         """Return a mask [n] of the videos (MANIFEST_SCHEMA) whose id an earlier video has, here or of ``add``.
