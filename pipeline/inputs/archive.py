@@ -134,7 +134,7 @@ def fault(fault_class: FaultClass, message: str) -> str:
 
 
 def check_name(member: Member, seen_names: set[str]) -> Member:
-    """Return the member unchanged if its name is safe in an id; otherwise with a fault and a printable name.
+    """Return the member unchanged if its name is safe in an id; otherwise with a fault and a printable NAME@OFFSET.
 
     A name is unsafe if it is not UTF-8, is absolute, has empty or dot segments or control characters, is longer than
     1,024 characters, or is in ``seen_names``. The name is added to ``seen_names``.

@@ -92,10 +92,12 @@ def require_unique_files(all_contents: Sequence[NameContents], options: ArchiveO
 def _list_name(name: str, roots: Roots, objects: Objects, options: ArchiveOptions, left_out: LeftOut) -> NameContents:
     """List the videos of one name, or if it has none, its archives; tables are archives only with a ``--column``.
 
-    ``left_out`` counts the other files, except for "sample".
+    A name is "sample", an address, a folder, a file or a glob. A single .parquet, .jsonl or .csv is read as a manifest
+    unless it is an archive. ``left_out`` counts the other files, except for "sample".
 
     Raises:
-        UsageError (as a rule ManifestError): the name stands for nothing, is unsupported, or cannot be read.
+        ManifestError: the name stands for nothing, is unsupported, or cannot be read.
+        UsageError: an S3 address is malformed, or S3 cannot be used.
     """
     _refuse_compressed(name)
     forms = frozenset(FORMS) - (TABLE_FORMS if options.column is None else frozenset())

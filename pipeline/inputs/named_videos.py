@@ -76,7 +76,7 @@ class Judge:
         self._inside: dict[str, bool] = {}  # folder -> whether it is below a root; a million files have few folders
 
     def __call__(self, path: str) -> str | None:
-        """Return None if the absolute ``path``, with all links followed, is below a folder; otherwise OUTSIDE_FOLDERS."""
+        """Return None if the absolute ``path``, with links followed, is below a folder; otherwise OUTSIDE_FOLDERS."""
         folder = path.rpartition("/")[0] or "/"
         inside = self._inside.get(folder)
         if inside is None:

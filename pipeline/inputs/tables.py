@@ -57,8 +57,8 @@ def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> 
         key: a column that the header of a .csv must have.
 
     Raises:
-        BadRow: a line is not a JSON object, or a .csv or its header is invalid, or two columns have one name.
-        UNREADABLE: the file cannot be read or decoded.
+        BadRow: a line is not a JSON object, a .csv or its header is invalid, or two columns have one name.
+        OSError, UnicodeDecodeError, OverflowError, ArrowException: the file cannot be read (UNREADABLE).
     """
     suffix = find_suffix(name)
     if suffix == ".parquet":
@@ -83,7 +83,7 @@ def parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
     """Return the column types of a .parquet, and rewind the file; {} for other files.
 
     Raises:
-        UNREADABLE: the file cannot be read.
+        OSError, ArrowException: the file cannot be read.
     """
     if find_suffix(name) != ".parquet":
         return {}
@@ -143,7 +143,7 @@ def read_parts(
 
     Raises:
         BadRow: two columns have one name, or a line of a .jsonl or .csv is invalid.
-        UNREADABLE: the file cannot be read or decoded.
+        OSError, UnicodeDecodeError, OverflowError, ArrowException: the file cannot be read (UNREADABLE).
     """
     if find_suffix(name) == ".parquet":
         with pq.ParquetFile(file) as shard:

@@ -175,9 +175,11 @@ class Tar(Archive):
     def _entry(self, block: bytes, header: tarfile.TarInfo, data: int, extended_header: _Extended) -> _MemberEntry:
         """Return the member of a header, with a fault if it is sparse, cut off, or has two sizes.
 
+        The name and size of extended headers take precedence. A link, device, folder or pipe has size 0.
+
         Args:
             block: the bytes of the header.
-            data: the offset behind the header; the data of a sparse member starts after more headers.
+            data: the offset after the header; the data of a sparse member starts after more headers.
         """
         wrong = extended_header.wrong
         records = extended_header.records
@@ -385,8 +387,8 @@ class Zip(Archive):
         """Yield a member's bytes, decompressed, in pieces of at most 1 MiB.
 
         Raises:
-            VideoFault: "io" if the zip has changed; "corrupt" if the data is damaged, ends early, or has another
-                CRC-32.
+            VideoFault: "io" if the zip has changed; "corrupt" if the data is damaged, or has another size or CRC-32
+                than stated.
             OSError: the zip cannot be read.
         """
         size = location.size or 0
