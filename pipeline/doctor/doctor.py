@@ -85,7 +85,10 @@ class Doctor:
             yield Finding("ray", "ok", says)
 
     def _check_store(self) -> Iterator[Finding]:
-        """Test the store from here, and from each node of a cluster with several."""
+        """Test the store, or the folder in which it would be made, from here and from each node of a cluster with several.
+
+        A node that does not answer gets a "wrong" finding.
+        """
         objects = Objects.from_environment(self._config.s3_endpoint, self._config.s3_requester_pays)
         store = reachable(store_at(self._config.out, objects))
         yield from check_store(store)

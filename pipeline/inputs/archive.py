@@ -391,7 +391,7 @@ class RemoteFile:
         If an unplanned slice fails, it is retried as a small request, and no slices are used from then on.
 
         Raises:
-            OSError: a request fails; with ESTALE if the size of the object changed.
+            OSError: a request fails; with ESTALE if the object has another size than before or ends early.
         """
         until = min(end, coming.end)
         try:

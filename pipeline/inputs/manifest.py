@@ -264,6 +264,7 @@ def sort_roots(video_roots: Sequence[str]) -> Roots:
 
     Raises:
         ManifestError: a folder does not exist, a prefix is malformed, or the sample clips are not installed.
+        UsageError: an S3 address has a user, host or query, or boto3 is not installed.
     """
     is_sample = "sample" in video_roots and not os.path.isdir("sample")  # noqa: PTH112 - as above
     roots = Roots(
@@ -489,7 +490,8 @@ def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, 
     """Return rows for paths that were named one by one, and ``roots`` with their folders and prefixes added.
 
     Raises:
-        ManifestError: two paths have the same last segment, or an S3 address is malformed.
+        ManifestError: two paths have the same last segment, or a prefix is malformed.
+        UsageError: an S3 address has a user, host or query, or boto3 is not installed.
     """
     shown = [
         without_secrets(path) if "://" in path and (has_query(path) or not is_s3(path)) else path for path in paths
