@@ -85,7 +85,7 @@ class Doctor:
             yield Finding("ray", "ok", says)
 
     def _check_store(self) -> Iterator[Finding]:
-        """Test the store, or the folder in which it would be made, from here and from each node of a cluster with several.
+        """Test the store (or the folder in which it would be made) from here, and from each node if there are several.
 
         A node that does not answer gets a "wrong" finding.
         """
