@@ -1,1 +1,1 @@
-"""A cache as datasets of torch: by index, or shard by shard over ranks and workers; and batches without padding."""
+"""PyTorch datasets over a cache (by index, or shard by shard across ranks and workers), and batches without padding."""

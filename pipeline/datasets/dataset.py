@@ -1,4 +1,4 @@
-"""A cache as datasets of torch: by index, or shard by shard in an order that can be resumed."""
+"""PyTorch datasets over a cache: one indexed by video, and one that streams shards in a resumable order."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from pipeline.rows import VideoRow
 
 T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
-_READ_AHEAD = 8  # videos that are read together: neighbours of a shard, where nothing is shuffled
-# Numbers that a dataset shares with its workers: the epoch, whether workers read it, and the epochs of which a worker
-# loaded the end, and the middle.
+_READ_AHEAD = 8  # videos that are read together; without shuffling they are neighbors in a shard
+# Indices of the numbers that a dataset shares with its workers: the epoch, whether workers read it, and the last epochs
+# whose end, or middle, a worker loaded.
 _EPOCH, _BY_WORKERS, _ENDED, _LEFT = range(4)
 
 
 class TokenDataset(Dataset[CachedVideo]):
-    """The videos of a cache by their indices, for torch's DataLoader and its samplers.
+    """A map-style dataset of the videos of a cache, for PyTorch's DataLoader and its samplers.
 
-    All their ids are in memory: of many millions take IterableTokenDataset, which reads none.
+    It keeps all ids in memory. For many millions of videos, use IterableTokenDataset, which keeps none.
 
-    An item is a CachedVideo. ``DataLoader(..., collate_fn=pipeline.pack)`` makes batches of them; a batch's videos are
-    read together, shard by shard. It pickles, and workers may be forked or spawned.
+    An item is a CachedVideo; ``DataLoader(..., collate_fn=pipeline.pack)`` makes batches. The videos of a batch are
+    read together, shard by shard. The dataset pickles, and workers may be forked or spawned.
 
-    Raises as ``TokenCache.get``, also for a video that was removed meanwhile.
+    Reading an item raises what ``TokenCache.get`` raises, for example RemovedVideo for a video removed meanwhile.
     """
 
     def __init__(
@@ -61,7 +61,17 @@ class TokenDataset(Dataset[CachedVideo]):
         order: TokenOrder = "index",
         evidence: Sequence[str] = (),
     ) -> None:
-        """Take the videos ``ids`` in their order, or all that have tokens; the rest is as in TokenCache.get."""
+        """Open the cache, and select the videos.
+
+        The other arguments are those of TokenCache.get. They, and the ids, are checked when an item is read.
+
+        Args:
+            ids: the videos in index order; None selects all videos that have tokens.
+
+        Raises:
+            ValueError: ``ids`` or ``evidence`` is a string.
+            NotACache, CorruptShard, OSError: the cache cannot be opened.
+        """
         check_list(() if ids is None else ids, "ids")
         check_list(evidence, "evidence")
         self.cache = cache if isinstance(cache, TokenCache) else TokenCache(cache)
@@ -75,37 +85,37 @@ class TokenDataset(Dataset[CachedVideo]):
         return self.cache.get(self.ids[index], *self._options)
 
     def __getitems__(self, indices: Sequence[int]) -> list[CachedVideo]:
-        """Read a batch of videos at once, as DataLoader asks for it."""
+        """Read a batch of videos in one call, in the order of ``indices``; DataLoader calls this for a batch."""
         return self.cache.get_many([self.ids[index] for index in indices], *self._options)
 
 
 class IterableTokenDataset(IterableDataset[CachedVideo]):
-    """The videos of a cache shard by shard, as a torch dataset; shards are divided among ranks, then among workers.
+    """An iterable dataset that streams a cache shard by shard; shards are divided among ranks, then among workers.
 
-    With ``shuffle`` the shards come in an order of ``seed`` and the epoch, and the videos of ``mix`` shards at a time
-    among each other. That order is the same on every rank, and for a number of ranks and workers the same each time.
+    With ``shuffle``, ``seed`` and the epoch determine the order of the shards, and the videos of ``mix`` consecutive
+    shards are shuffled together. The order of the shards is the same on every rank, and repeats for equal numbers of
+    ranks and workers.
 
-    Ranks get unlike numbers of videos, as shards hold unlike numbers; ``even`` gives each as many as the one that has
-    least, and leaves out the rest for this epoch. Batches are as many on each rank then, with workers too. Distributed
-    training that synchronises each step wants that.
+    Ranks may get different numbers of videos; ``even`` truncates every rank to the shortest. All ranks then have the
+    same number of batches, also with workers, as distributed training that synchronizes each step needs.
 
-    Ranks divide the shards that the cache had when each of them made its dataset. If a run or a compaction wrote in
-    between, some videos are read twice or not at all, and ``even`` is not. ``state_dict()["ids"]`` is equal on all
-    ranks whose datasets are of the same shards.
+    Ranks divide the shards that the cache had when each of them made its dataset. If a run or a compaction writes in
+    between, some videos are read twice or not at all, and ``even`` does not hold. ``state_dict()["ids"]`` is equal on
+    all ranks whose datasets have the same shards.
 
-    Ranks are those of torch.distributed when the dataset is read. A loader that Accelerate or the HF Trainer prepared
-    divides the batches among the processes by itself, so the dataset does not divide its shards then. By default the
-    loader reads all videos on process 0 and sends batches to the other processes; with ``dispatch_batches=False`` every
-    process reads all videos and keeps its own batches.
+    The ranks are those of torch.distributed at the time of reading. A loader prepared by Accelerate or the HF Trainer
+    divides batches among processes itself, so the dataset then does not divide its shards. By default, such a loader
+    reads all videos on process 0 and sends batches to the others; with ``dispatch_batches=False`` every process reads
+    all videos and keeps its own batches.
 
-    ``state_dict`` and ``load_state_dict`` resume at the next video. With workers, take those of torchdata's
-    StatefulDataLoader, which asks each worker's dataset. A state holds for the same ids, seed, and numbers of ranks and
-    workers. The state of a finished epoch begins the next one; ``set_epoch`` with another epoch discards a state.
+    ``state_dict`` and ``load_state_dict`` resume at the next video. With workers, use those of torchdata's
+    StatefulDataLoader, which saves each worker's state. A state is valid for the same ids, seed, and numbers of ranks
+    and workers. The state of a finished epoch starts the next epoch; ``set_epoch`` with another epoch discards a state.
 
-    A cache may be merged and compacted meanwhile. A video that is removed meanwhile is left out, and a log line and
-    the state count it; with ``even`` the last video comes again for it at the end, so that ranks keep step.
+    The cache may be merged and compacted meanwhile. A video that is removed meanwhile is skipped, logged, and counted
+    in the state; with ``even``, the last video is repeated once for each removed video, so that ranks stay in step.
 
-    Items, and what else is raised, are as of TokenDataset.
+    Items are CachedVideo objects. Iterating raises what ``TokenCache.get`` raises.
     """
 
     def __init__(
@@ -123,13 +133,22 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        """Take the videos ``ids``, each once, or all that have tokens, for ``rank`` of ``world_size``.
+        """Open the cache, and find the token shards of the videos.
 
-        Without ``rank`` the rank of torch.distributed counts, when the dataset is read; without torch.distributed this
-        process has all videos. ``retention_ratio``, ``order`` and ``evidence`` are the arguments of TokenCache.get.
+        ``retention_ratio``, ``order`` and ``evidence`` are the arguments of TokenCache.get.
 
-        Raises ValueError for one of ``rank`` and ``world_size`` without the other or outside of it, and if ``even`` is
-        set and there are fewer token shards than ranks: here with ``rank``, else when the dataset is read.
+        Args:
+            ids: the videos, each read once per epoch; None selects all videos that have tokens.
+            mix: values below 1 count as 1.
+            rank, world_size: the share of this process; None uses torch.distributed when the dataset is read, or reads
+                all videos without it.
+
+        Raises:
+            ValueError: only one of ``rank`` and ``world_size`` is given, ``rank`` is out of range, ``ids`` or
+                ``evidence`` is a string, or ``even`` is set and there are fewer token shards than ranks (raised on
+                reading if ``rank`` is None).
+            UnknownVideo: the cache has no row for one of ``ids``.
+            NotACache, CorruptShard, OSError: the cache cannot be opened.
         """
         super().__init__()
         check_list(() if ids is None else ids, "ids")
@@ -137,14 +156,17 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         self.cache = cache if isinstance(cache, TokenCache) else TokenCache(cache)
         self._shards = self.cache.shards(ids)
         self._options: tuple[float | None, TokenOrder, tuple[str, ...]] = retention_ratio, order, tuple(evidence)
-        self._shuffle, self._mix, self._seed, self._even = shuffle, max(1, mix), seed, even
+        self._shuffle = shuffle
+        self._mix = max(1, mix)
+        self._seed = seed
+        self._even = even
         if (rank is None) != (world_size is None):
-            raise ValueError("rank and world_size go together")
+            raise ValueError("give both rank and world_size, or neither")
         self._given_ranks = None if rank is None or world_size is None else (rank, world_size)
         if rank is not None and world_size is not None and not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of {world_size}")
+            raise ValueError(f"rank is {rank}; it must be at least 0 and below world_size {world_size}")
         self._parent: ParentRanks | None = None
-        # So persistent workers see set_epoch, and this process sees whether workers read and where they resumed.
+        # Shared: persistent workers see set_epoch; this process sees whether workers read, and where they resumed.
         self._shared = torch.tensor([0, 0, -1, -1]).share_memory_()  # type: ignore[no-untyped-call]
         id_text = "".join(f"{video_id}\0" for video_id in (() if ids is None else ids))
         shards = (f"{name}\0".encode() for name in self._shards.names.to_pylist())
@@ -153,27 +175,29 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         self._start: DatasetState | None = None
         self._start_of_worker = False
         if self._given_ranks is not None:
-            len(self)  # raises where even leaves no rank a video
+            len(self)  # raises ValueError if there are fewer shards than ranks
 
     @property
     def rank(self) -> int:
-        """The rank of this process now."""
+        """The current rank of this process; 0 if the loader divides batches itself."""
         return self._ranks().rank
 
     @property
     def world_size(self) -> int:
-        """The number of ranks now."""
+        """The current number of ranks that divide the shards."""
         return self._ranks().world_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, and with it another order from the next iteration on.
+        """Set the epoch, which changes the order from the next iteration on, and drop a loaded state.
 
-        Another epoch begins at its start, and a loaded state is dropped; the same epoch changes nothing.
+        Setting the current epoch changes nothing. A loader of Accelerate that calls this and dispatches batches is
+        modified to divide packed batches by videos.
 
-        Raises ValueError where a loader of Accelerate begins with its own count of epochs after a state was loaded.
+        Raises:
+            ValueError: a loader of Accelerate starts an epoch other than the one in which a loaded state continues.
         """
         loader = loader_ahead("__iter__")
-        divide_by_videos(loader)  # it begins an epoch on every process here
+        divide_by_videos(loader)  # it calls set_epoch on every process at the start of an epoch
         if self._start is not None and not int(self._shared[_BY_WORKERS]) and loader is not None:
             next_epoch = self._start["epoch"] + int(self._start["finished"])
             if epoch != next_epoch:
@@ -187,27 +211,42 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         self._pass = self._start = None
 
     def __len__(self) -> int:
-        """Count the videos of this rank in this epoch."""
+        """Return the number of videos of this rank in the current epoch, for all workers together.
+
+        Raises:
+            ValueError: ranks were given but the loader divides batches too, or ``even`` has fewer shards than ranks.
+        """
         return sum(shard.n_videos for shard in self._shares(self._ranks(), int(self._shared[_EPOCH])))
 
     def __iter__(self) -> Iterator[CachedVideo]:
-        """Begin a pass over this process's videos of the epoch, at the loaded position if there is one.
+        """Start a pass over this process's videos of the epoch, at the loaded position if there is one.
 
-        The loaded end of an epoch begins the next epoch. Raises ValueError if the loaded state is of other data.
+        The pass consumes a loaded state. If that is the end of an epoch, the pass covers the next epoch; in a worker
+        that loaded it, this pass is empty, and the following one covers the next epoch.
+
+        Raises:
+            ValueError: the loaded state belongs to other ids or settings (in mid-epoch: or other ranks or workers),
+                ranks were given but the loader divides batches too, or ``even`` has fewer shards than ranks.
         """
         state, self._start = self._start, None
-        worker, ranks = worker_of_loader(), self._ranks()
-        epoch, n_done, n_removed = int(self._shared[_EPOCH]), 0, 0
+        worker = worker_of_loader()
+        ranks = self._ranks()
+        epoch = int(self._shared[_EPOCH])
+        n_done = 0
+        n_removed = 0
         if state is not None and state["finished"] and not self._start_of_worker:
             self._check(state, ranks, goes_on=False)
             epoch = state["epoch"] + 1
         elif state is not None:
             self._check(state, ranks, goes_on=state["done"] > 0)
-            epoch, n_done, n_removed = state["epoch"], state["done"], state["removed"]
+            epoch = state["epoch"]
+            n_done = state["done"]
+            n_removed = state["removed"]
             self._shared[_ENDED if state["finished"] else _LEFT] = epoch
         elif epoch == int(self._shared[_ENDED]) != int(self._shared[_LEFT]):
-            epoch += 1  # each worker loaded the end of the epoch, so StatefulDataLoader now iterates once more
-        self._shared[_EPOCH], self._shared[_BY_WORKERS] = epoch, worker is not None
+            epoch += 1  # every worker loaded the end of the epoch, so StatefulDataLoader now iterates once more
+        self._shared[_EPOCH] = epoch
+        self._shared[_BY_WORKERS] = worker is not None
         number, n_workers = worker or (0, 1)
         shares = self._shares(ranks, epoch)
         shares = divide_evenly(shares, number, n_workers) if self._even else shares[number::n_workers]
@@ -217,10 +256,14 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return self._read(self._pass)
 
     def state_dict(self) -> DatasetState:
-        """Return this process's position in the epoch.
+        """Return the position of this process in the epoch, for ``load_state_dict``.
 
-        Raises ValueError where it is not known: where workers read, and in mid-epoch where a loader of Accelerate
-        divides batches among processes.
+        A loaded state that no iteration has consumed is returned as it is. Before the first iteration, the result is
+        the start of the epoch.
+
+        Raises:
+            ValueError: the position is unknown: workers read the dataset, a loader that divides batches is in
+                mid-epoch, or videos were removed while a loader of Accelerate read ahead.
         """
         if worker_of_loader() is None and int(self._shared[_BY_WORKERS]):
             raise ValueError(
@@ -231,7 +274,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         now = self._pass
         if now is None:
             return self._state(self._ranks(), int(self._shared[_EPOCH]), 0, False, 0)
-        # StatefulDataLoader asks before a loader of Accelerate reads ahead, other callers ask after that.
+        # StatefulDataLoader calls this before a loader of Accelerate reads ahead; other callers call it after that.
         asks_early = find_caller("StatefulDataLoader") is not None
         n_done = now.done if asks_early else now.given_by_loader()
         if now.ranks.divided and n_done < now.n_videos:
@@ -243,12 +286,14 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return self._state(now.ranks, now.epoch, n_done, n_done >= now.n_videos, now.n_removed)
 
     def load_state_dict(self, state: DatasetState) -> None:
-        """Set the position that the next iteration starts from.
+        """Set the epoch, and the position at which the next iteration starts.
 
-        That iteration raises ValueError if the state is of other data: other ids, another seed, or other numbers of
-        ranks and workers in mid-epoch. The state of a finished epoch begins the next epoch.
+        The next iteration checks the state, and raises ValueError if it belongs to other ids or another seed, or in
+        mid-epoch to other ranks or workers. The state of a finished epoch starts the next epoch.
         """
-        self._start, self._start_of_worker, self._pass = state.copy(), worker_of_loader() is not None, None
+        self._start = state.copy()
+        self._start_of_worker = worker_of_loader() is not None
+        self._pass = None
         self._shared[_EPOCH], self._shared[_BY_WORKERS] = state["epoch"], self._start_of_worker
 
     def __getstate__(self) -> dict[str, Any]:
@@ -256,15 +301,17 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._shared.share_memory_()  # with workers of this process
+        self._shared.share_memory_()  # for the workers of this process
 
     def _read(self, now: EpochPass) -> Iterator[CachedVideo]:
-        """Yield the videos of a pass in order, without videos that are done, and count them in ``now``.
+        """Yield the remaining videos of a pass in order, and count each in ``now`` before it is yielded.
 
-        Removed videos are left out, with a warning at the end. With ``even`` the last video is yielded again for each.
+        Removed videos are counted and skipped, with one warning at the end. With ``even``, the last video is then
+        repeated once for each of them.
         """
         worker, _ = worker_of_loader() or (0, 1)
-        to_skip, last = now.done, None
+        to_skip = now.done
+        last = None
         for start in range(0, len(now.shares), self._mix):
             mixed = now.shares[start : start + self._mix]
             n_videos = sum(share.n_videos for share in mixed)
@@ -298,14 +345,19 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
                 yield from [last] * now.n_removed
 
     def _rows(self, share: ShardShare) -> list[VideoRow]:
-        """Return the rows of the videos of a shard that are read; raise where they never had tokens."""
+        """Return the current rows of the videos of a share.
+
+        Raises:
+            FailedVideo, RemovedVideo: the videos had no tokens when the dataset was made.
+            CorruptShard: the videos no longer have rows.
+        """
         rows = self.cache.rows_of(self._shards, share.number)[share.first : share.first + share.n_videos]
         if not self._shards.name(share.number):
             self.cache.get_rows(rows, *self._options)
         return rows
 
     def _videos(self, rows: Sequence[VideoRow]) -> list[CachedVideo | None]:
-        """Read videos together; None stands for one that was removed since the dataset was made."""
+        """Read videos together, or one by one if one was removed meanwhile; None stands for a removed video."""
         try:
             return [*self.cache.get_rows(rows, *self._options)]
         except RemovedVideo:
@@ -319,23 +371,27 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return videos
 
     def _shares(self, ranks: Ranks, epoch: int) -> list[ShardShare]:
-        """Return the shards of a rank in an epoch in order, each with the number of its videos to read.
+        """Return a rank's shards in an epoch, in reading order, each with the number of its videos to read.
 
-        With ``even`` all ranks read equally many videos: a rank stops in the middle of a shard, or leaves out shards.
-        Raises ValueError if ``even`` is set and there are fewer shards than ranks.
+        With ``even``, all ranks read the same number of videos: a rank may stop in the middle of a shard and drop later
+        shards.
+
+        Raises:
+            ValueError: ``even`` is set, and there are fewer shards than ranks, but not none.
         """
-        counts, world_size = self._shards.counts, ranks.world_size
+        counts = self._shards.counts
+        world_size = ranks.world_size
         if self._even and 0 < len(counts) < world_size:
             raise ValueError(
                 f"even: {len(counts)} token shards cannot be divided among {world_size} ranks, and none would get a "
                 "video: take TokenDataset with torch's DistributedSampler"
             )
         numbers = self._shuffled(range(len(counts)), epoch, 0, 0)
-        numbers_of = [numbers[rank::world_size] for rank in range(world_size)]
-        shares = [ShardShare(number, int(counts[number])) for number in numbers_of[ranks.rank]]
+        numbers_by_rank = [numbers[rank::world_size] for rank in range(world_size)]
+        shares = [ShardShare(number, int(counts[number])) for number in numbers_by_rank[ranks.rank]]
         if not self._even:
             return shares
-        n_left = min(int(counts[list(of_rank)].sum()) for of_rank in numbers_of)
+        n_left = min(int(counts[list(rank_numbers)].sum()) for rank_numbers in numbers_by_rank)
         even_shares = []
         for share in shares:
             even_shares.append(ShardShare(share.number, min(share.n_videos, n_left)))
@@ -350,9 +406,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return [items[i] for i in order.permutation(len(items))]
 
     def _ranks(self) -> Ranks:
-        """Return the share of this process among the ranks, as given or as it is now.
+        """Return the given rank and world size of this process, or the current ones of torch.distributed.
 
-        Raises ValueError if ranks were given and the loader divides batches, too.
+        Raises:
+            ValueError: more than one rank was given, but the loader divides batches too.
         """
         ranks = ranks_of_process(self._parent)
         if self._given_ranks is None:
@@ -366,7 +423,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return Ranks(rank, world_size, ranks.divided)
 
     def _state(self, ranks: Ranks, epoch: int, n_done: int, finished: bool, n_removed: int) -> DatasetState:
-        """Return a position with the settings that it depends on."""
+        """Return a position as a state, with the settings for which it is valid."""
         return {
             "ids": self._ids,
             "order": [self._seed, self._shuffle, self._mix, self._even],
@@ -379,9 +436,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         }
 
     def _check(self, state: DatasetState, ranks: Ranks, goes_on: bool) -> None:
-        """Raise ValueError if a state is of other ids or seed, or ``goes_on`` in an epoch of other ranks or workers.
+        """Raise ValueError if a state belongs to other ids or settings.
 
-        With ``goes_on`` a worker also refuses a state that it did not load itself.
+        If it continues in mid-epoch (``goes_on``), rank and worker must match too, and a worker must have loaded it
+        itself.
         """
         if goes_on and worker_of_loader() is not None and not self._start_of_worker:
             raise ValueError(
@@ -394,6 +452,6 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             f"{name} {state.get(name)}, not {here[name]}" for name in names if state.get(name) != here[name]
         ]:
             raise ValueError(
-                f"the state is of other data: {'; '.join(changes)}. Make the dataset from the same cache and "
+                f"the state belongs to other data: {'; '.join(changes)}. Make the dataset from the same cache and "
                 "options, or begin an epoch by set_epoch()"
             )

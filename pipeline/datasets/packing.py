@@ -1,4 +1,4 @@
-"""Several cached videos as one batch of tensors, which loaders can move, join and divide."""
+"""Several cached videos as one batch of tensors, which data loaders can move, concatenate and divide."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ from torch.utils.data import get_worker_info
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.rows import VideoRow
 
-_DEEPSTACK, _EVIDENCE = "deepstack_", "evidence_"  # how the names of these tensors begin
+_DEEPSTACK, _EVIDENCE = "deepstack_", "evidence_"  # prefixes of tensor names
 _TOKENS, _METADATA, _FIRST_EVIDENCE = range(3)  # columns of the tensor "lengths"
 
 
 class Packed(Mapping[str, Tensor]):
     """A batch of n videos whose tokens are concatenated, without padding.
 
-    Its properties are what training reads. It is also a mapping of all its tensors by name, which Accelerate and the
-    HF Trainer move, concatenate and send to other processes. Each of these tensors is a concatenation over the videos,
-    so batches can be joined name by name.
+    Training reads its properties. It is also a mapping of all its tensors by name, which Accelerate and the HF Trainer
+    move, concatenate and send to other processes. Each tensor is a concatenation over the videos, so batches can be
+    joined tensor by tensor. In shapes, K is the number of tokens of a video.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Sequence[VideoRow] | None = None) -> None:
-        """Take the tensors of :func:`pack`, or of another batch.
+        """Wrap the tensors of :func:`pack`, or of another batch.
 
         Args:
-            tensors: by name: ``lengths`` [n,2+E] int64 has the number of tokens, of bytes in ``metadata`` and of rows
-                in each ``evidence_*`` of each video; ``metadata`` has the videos' rows as JSON, uint8.
-            metadata: the same rows where they are known, which saves reading them from the tensor.
+            tensors: by name. ``lengths`` [n,2+E] int64 has, per video, the number of its tokens, of its bytes in
+                ``metadata``, and of its rows in each of the E ``evidence_*``. ``metadata`` uint8 has the videos' rows
+                as JSON.
+            metadata: the same rows if known, which saves parsing the tensor.
 
-        Raises ValueError if the tensors were divided by their own rows and not by videos.
+        Raises:
+            ValueError: a loader cut every tensor at the same row instead of between videos.
         """
-        self._tensors, self._metadata = dict(tensors), None if metadata is None else tuple(metadata)
+        self._tensors = dict(tensors)
+        self._metadata = None if metadata is None else tuple(metadata)
         if self._tensors["metadata"].shape[0] < 2 * self._tensors["lengths"].shape[0]:  # {} is the shortest JSON
             raise ValueError(
                 "a loader cut every tensor of a packed batch at the same row, but its videos have several rows each: "
@@ -53,7 +56,7 @@ class Packed(Mapping[str, Tensor]):
         return iter(self._tensors)
 
     def __len__(self) -> int:
-        """Count the tensors; a batch has ``len(video_ids)`` videos."""
+        """Return the number of tensors; the number of videos is ``len(video_ids)``."""
         return len(self._tensors)
 
     def __repr__(self) -> str:
@@ -67,32 +70,32 @@ class Packed(Mapping[str, Tensor]):
 
     @property
     def tokens(self) -> Tensor:
-        """[sum K,D] bfloat16."""
+        """The tokens of all videos, [sum K,D] bfloat16."""
         return self["tokens"]
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """[n+1] int32, where each video begins, and the end: what attention over packed sequences takes."""
+        """[n+1] int32, the start of each video in the tokens, and the end, for attention over packed sequences."""
         return self._bounds[:, _TOKENS].to(torch.int32)
 
     @property
     def index(self) -> Tensor:
-        """[sum K] int64, flat position t*N + i in each one's video."""
+        """The flat index t*N + i of each token in its video, [sum K] int64."""
         return self["index"]
 
     @property
     def frame(self) -> Tensor:
-        """[sum K] int64, t."""
+        """The frame t of each token, [sum K] int64."""
         return self["frame"]
 
     @property
     def deepstack(self) -> tuple[Tensor, ...]:
-        """[sum K,D] bfloat16 each; none where the model has no levels."""
+        """The tokens at each deepstack level, [sum K,D] bfloat16; empty for a model without levels."""
         return tuple(tensor for name, tensor in self.items() if name.startswith(_DEEPSTACK))
 
     @property
     def metadata(self) -> tuple[VideoRow, ...]:
-        """Each video's row of the videos table."""
+        """The row of each video in the videos table."""
         if self._metadata is None:
             text = self["metadata"].cpu().numpy().tobytes()
             bounds = self._bounds[:, _METADATA].tolist()
@@ -101,31 +104,31 @@ class Packed(Mapping[str, Tensor]):
 
     @cached_property
     def evidence(self) -> dict[str, tuple[Tensor, ...]]:
-        """Each video's evidence by name, as it was asked for."""
+        """The evidence by name, one tensor per video."""
         names = [name for name in self if name.startswith(_EVIDENCE)]
         lengths = self["lengths"][:, _FIRST_EVIDENCE:].T.tolist()
         return {
-            name.removeprefix(_EVIDENCE): torch.split(self[name], of_videos)
-            for name, of_videos in zip(names, lengths, strict=True)
+            name.removeprefix(_EVIDENCE): torch.split(self[name], rows_per_video)
+            for name, rows_per_video in zip(names, lengths, strict=True)
         }
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Packed:
-        """Return the batch with its tensors on a device."""
+        """Return a new batch with all tensors on a device."""
         tensors = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.items()}
         return Packed(tensors, self._metadata)
 
     def pin_memory(self) -> Packed:
-        """Return the batch with its tensors in pinned memory, for DataLoader's ``pin_memory=True``."""
+        """Return a new batch in pinned memory; DataLoader calls this with ``pin_memory=True``."""
         return Packed({name: tensor.pin_memory() for name, tensor in self.items()}, self._metadata)
 
     def select(self, videos: slice) -> Packed:
-        """Return the batch of some of its videos, which shares its memory."""
+        """Return a batch of consecutive videos, which shares this one's memory; the slice's step is ignored."""
         start, end, _ = videos.indices(len(self["lengths"]))
         firsts, lasts = self._bounds[[start, max(start, end)]].tolist()
         names = [name for name in self if name.startswith(_EVIDENCE)]
-        of_evidence = {name: _FIRST_EVIDENCE + number for number, name in enumerate(names)}
+        evidence_columns = {name: _FIRST_EVIDENCE + number for number, name in enumerate(names)}
         # The column of ``lengths`` that counts the rows of each tensor.
-        columns = dict.fromkeys(self, _TOKENS) | {"metadata": _METADATA} | of_evidence
+        columns = dict.fromkeys(self, _TOKENS) | {"metadata": _METADATA} | evidence_columns
         tensors = {
             name: tensor[start:end] if name == "lengths" else tensor[firsts[columns[name]] : lasts[columns[name]]]
             for name, tensor in self.items()
@@ -134,12 +137,17 @@ class Packed(Mapping[str, Tensor]):
 
     @cached_property
     def _bounds(self) -> Tensor:
-        """[n+1,2+E] int64: where each video begins in the tensors, by the columns of ``lengths``, and the ends."""
+        """[n+1,2+E] int64, the start of each video in the tensors, by the columns of ``lengths``, and the ends."""
         return torch.nn.functional.pad(self["lengths"].cumsum(0), (0, 0, 1, 0))
 
 
 def pack(videos: Sequence[CachedVideo]) -> Packed:
-    """Concatenate the tokens of a batch of one or more videos without padding: a ``collate_fn`` for DataLoader."""
+    """Concatenate one or more videos into a batch without padding; use it as the ``collate_fn`` of a DataLoader.
+
+    Raises:
+        KeyError: a video lacks evidence that the first video has.
+        ValueError: videos have different numbers of deepstack levels.
+    """
     names = list(videos[0].evidence)
     rows = [json.dumps(video.metadata).encode() for video in videos]
     lengths = [
@@ -149,7 +157,9 @@ def pack(videos: Sequence[CachedVideo]) -> Packed:
     levels = zip(*(video.deepstack for video in videos), strict=True)
     return Packed(
         {
-            "lengths": torch.tensor(lengths),  # the first one: Accelerate counts the videos of a batch by it
+            "lengths": torch.tensor(
+                lengths
+            ),  # first, because Accelerate takes the length of the first tensor as the batch size
             "tokens": _joined([video.tokens for video in videos]),
             "index": _joined([video.index for video in videos]),
             "frame": _joined([video.frame for video in videos]),
@@ -162,9 +172,10 @@ def pack(videos: Sequence[CachedVideo]) -> Packed:
 
 
 def select_videos(batch: Any, videos: slice, process_index: int | None = None, num_processes: int | None = None) -> Any:
-    """Return the part of a batch for one process: what Accelerate calls to divide the batch that it sent to all.
+    """Return a slice of a batch; Accelerate calls this to divide a batch among processes.
 
-    Packed batches are divided by videos, also inside of tuples, lists and mappings; other tensors by their rows.
+    Packed batches are sliced by videos, also inside tuples, lists and mappings, whose types are kept; other tensors are
+    sliced by rows. Other objects are returned as they are. The last two arguments are ignored.
     """
     if isinstance(batch, Packed):
         return batch.select(videos)
@@ -180,10 +191,11 @@ def select_videos(batch: Any, videos: slice, process_index: int | None = None, n
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors; in a worker into shared memory, which saves the copy to the main process."""
-    first, shape = parts[0], (sum(len(part) for part in parts), *parts[0].shape[1:])
+    """Concatenate tensors along the first axis; in a worker into shared memory, which saves a copy."""
+    first = parts[0]
+    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
     n_bytes = math.prod(shape) * first.itemsize
-    if get_worker_info() is None:  # numpy asks for huge pages, which torch does not: a quarter of the time
+    if get_worker_info() is None:  # unlike torch, numpy requests huge pages: a quarter of the time
         out = torch.from_numpy(np.empty(n_bytes, np.uint8)).view(first.dtype)
     else:
         out = first.new(first.untyped_storage()._new_shared(n_bytes, device=first.device))  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""The share of an epoch that one process reads, and its position in it.
+"""The share of an epoch that one process reads, and its position in that share.
 
-Ranks divide an epoch, then the workers of a DataLoader, and some loaders divide its batches.
+Ranks divide an epoch first, then the workers of each DataLoader; some loaders also divide batches among processes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from torch.utils.data import get_worker_info
 from pipeline.datasets.packing import select_videos
 
 STATEFUL_LOADER = "torchdata's StatefulDataLoader as the loader, and its state_dict() and load_state_dict()"
-_DIVIDING_LOADERS = ("DataLoaderDispatcher", "IterableDatasetShard")  # of Accelerate; the second of transformers too
-_LOADERS_AHEAD = ("DataLoaderDispatcher", "DataLoaderShard")  # of Accelerate: they read a batch before they give one
+_DIVIDING_LOADERS = (
+    "DataLoaderDispatcher",
+    "IterableDatasetShard",
+)  # of Accelerate; the second is also in transformers
+_LOADERS_AHEAD = ("DataLoaderDispatcher", "DataLoaderShard")  # of Accelerate; they read one batch ahead
 
 
 class Ranks(NamedTuple):
-    """The share of a process among the ranks.
+    """The rank of a process, and the number of ranks.
 
     Attributes:
-        rank: of this process; 0 where the loader divides batches by itself, as each rank then reads all.
-        world_size: how many ranks divide the shards.
-        divided: whether the loader divides batches among processes by itself.
+        rank: 0 if the loader divides batches itself, since each process then reads all shards.
+        world_size: the number of ranks that divide the shards.
+        divided: True if the loader divides batches among processes itself.
     """
 
     rank: int
@@ -36,16 +39,17 @@ class Ranks(NamedTuple):
 
 
 class ParentRanks(NamedTuple):
-    """The ranks of the process that pickled a dataset, for the workers that it spawns."""
+    """The process id and ranks of the process that pickled a dataset, for the workers that it spawns."""
 
     pid: int
     ranks: Ranks
 
 
 def ranks_of_process(parent: ParentRanks | None) -> Ranks:
-    """Return the share of this process: by torch.distributed, or all where the loader that asks divides by itself.
+    """Return the rank of this process by torch.distributed, or else by ``parent`` if that process spawned this one.
 
-    A worker that was spawned, in which torch.distributed does not run, has the share of its ``parent``.
+    Without either it is rank 0 of 1. It is also rank 0 of 1, with ``divided`` set, if there are several ranks and a
+    loader that divides batches itself is on the call stack.
     """
     ranks = Ranks(0, 1, False)
     if dist.is_available() and dist.is_initialized():
@@ -58,21 +62,24 @@ def ranks_of_process(parent: ParentRanks | None) -> Ranks:
 
 
 def worker_of_loader() -> tuple[int, int] | None:
-    """Return this DataLoader worker's number and the number of workers, or None in a process that is no worker."""
+    """Return the id of this DataLoader worker and the number of workers; None outside a worker."""
     info = get_worker_info()
     return None if info is None else (info.id, info.num_workers)
 
 
 def loader_ahead(method: str | None = None) -> Any:
-    """Return the loader of Accelerate that calls, by ``method``: it reads a batch before it gives one. None if none."""
+    """Return the loader of Accelerate on the call stack, which reads one batch ahead; None if there is none.
+
+    ``method`` is the method of the loader that must be on the stack; None accepts any.
+    """
     return find_caller(*_LOADERS_AHEAD, method=method)
 
 
 def divide_by_videos(loader: Any) -> None:
-    """Let a loader of Accelerate that sends each batch to all processes divide packed batches by their videos.
+    """Make a loader of Accelerate that dispatches batches divide packed batches by their videos.
 
-    Its own function cuts every tensor at the same row. A function that its user chose stays, and so do loaders of other
-    kinds, and None.
+    Accelerate's own function cuts every tensor at the same row. A function that the user set is kept. Other loaders,
+    and None, are left unchanged.
     """
     divide = getattr(loader, "slice_fn", None)
     if getattr(divide, "__module__", "").partition(".")[0] == "accelerate":
@@ -80,10 +87,10 @@ def divide_by_videos(loader: Any) -> None:
 
 
 def find_caller(*class_names: str, method: str | None = None) -> Any:
-    """Return the nearest object on the call stack whose class has one of these names, or None.
+    """Return the nearest ``self`` on the call stack whose class, or a base class, has one of these names; None if none.
 
-    ``method`` is the name of its method on the stack; None takes any. Loaders tell a dataset nothing about themselves.
-    A forked worker has the calls of its parent on its stack.
+    ``method`` is the name of its method on the stack; None accepts any. Loaders tell a dataset nothing about
+    themselves. A forked worker also has its parent's calls on its stack.
     """
     for frame, _ in walk_stack(None):
         if frame.f_code.co_varnames[:1] == ("self",) and method in (None, frame.f_code.co_name):
@@ -95,16 +102,16 @@ def find_caller(*class_names: str, method: str | None = None) -> Any:
 
 
 class DatasetState(TypedDict):
-    """A process's position in an epoch, and the settings that it depends on.
+    """The position of a process in an epoch, and the settings for which it is valid.
 
     Attributes:
-        ids: hash of the videos' ids and of the cache's token shards.
+        ids: a hash of the requested ids and of the cache's token shards.
         order: seed, shuffle, mix and even.
-        rank: the rank, and how many there are.
-        worker: the DataLoader's worker, and how many there are.
-        done: how many of the epoch's videos were read or left out.
-        finished: whether these are all of the epoch.
-        removed: how many were left out, as they were removed since the dataset was made.
+        rank: the rank, and the number of ranks.
+        worker: the id of the DataLoader worker, and the number of workers.
+        done: the number of the epoch's videos that were read or skipped.
+        finished: True if these are all videos of the epoch.
+        removed: the number of videos skipped because they were removed.
     """
 
     ids: str
@@ -118,7 +125,7 @@ class DatasetState(TypedDict):
 
 
 class ShardShare(NamedTuple):
-    """The videos of a shard that a rank or a worker reads: the shard's number, how many, and the first one's index."""
+    """The videos of a shard that a rank or worker reads: shard number, number of videos, and index of the first."""
 
     number: int
     n_videos: int
@@ -126,16 +133,20 @@ class ShardShare(NamedTuple):
 
 
 def divide_evenly(shares: Sequence[ShardShare], part: int, n_parts: int) -> list[ShardShare]:
-    """Return one of ``n_parts`` parts of the shares' videos in their order; equal totals give parts of equal sizes."""
+    """Return slice ``part`` of ``n_parts`` consecutive slices of the shares' videos, in their order.
+
+    Slices differ by one video at most; equal totals give equal sizes. A share at a border is split.
+    """
     total = sum(share.n_videos for share in shares)
     begin, end = total * part // n_parts, total * (part + 1) // n_parts
-    of_part, start = list[ShardShare](), 0
+    part_shares = list[ShardShare]()
+    start = 0
     for number, n_videos, first in shares:
         low, high = max(begin, start), min(end, start + n_videos)
         if low < high:
-            of_part.append(ShardShare(number, high - low, first + low - start))
+            part_shares.append(ShardShare(number, high - low, first + low - start))
         start += n_videos
-    return of_part
+    return part_shares
 
 
 @dataclass
@@ -143,10 +154,10 @@ class EpochPass:
     """One iteration of a process over its share of an epoch.
 
     Attributes:
-        n_videos: of the shares.
-        done: how many were read or left out.
-        n_removed: how many were left out.
-        loader: of Accelerate, which reads a batch ahead; None for others.
+        n_videos: the number of videos in ``shares``.
+        done: the number of videos read or skipped, including those before a resume.
+        n_removed: the number of videos skipped because they were removed.
+        loader: the loader of Accelerate that iterates; None for other loaders.
     """
 
     ranks: Ranks
@@ -161,9 +172,10 @@ class EpochPass:
         self._start = self.done
 
     def given_by_loader(self) -> int:
-        """Return the number of videos that the loader gave; a loader of Accelerate has read one batch more.
+        """Return the number of videos that the loader has yielded, without the batch that Accelerate reads ahead.
 
-        Raises ValueError where the size of this batch is not known.
+        Raises:
+            ValueError: the size of that batch is unknown, because videos were removed.
         """
         n_read = self.done - self._start
         if self.loader is not None and self.loader.end_of_dataloader:

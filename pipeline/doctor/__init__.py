@@ -1,1 +1,1 @@
-"""``jobs.doctor`` looks at a machine or a cluster before a run: what is wrong there, and what to do about it."""
+"""``jobs.doctor`` checks a machine or a cluster before a run, and reports what is wrong and how to fix it."""

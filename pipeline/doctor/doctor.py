@@ -1,4 +1,4 @@
-"""All checks in order, from what takes a moment to what takes a minute; last, that of the store of the cache."""
+"""All checks in order, the fast ones first: Ray, nodes, store, model, settings, decoding, encoding, their balance."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, Store, store_at
 
 _VIDEOS, _VIDEOS_PER_NODE = 8, 2  # videos that are decoded here, and on every node
-_STORED_VIDEOS = 4  # videos whose frames an object store should hold
-_DEVICE_S = 400.0  # to load the model, compile the kernels and encode
+_STORED_VIDEOS = 4  # videos whose frames an object store should have room for
+_DEVICE_S = 400.0  # for loading the model, compiling the kernels and encoding
 _TEST_FILE_BYTES, _SLOW_STORE_S = 8 * 2**20, 2.0  # bytes of a test file, and the seconds above which a store is slow
 _MAX_STORE_SKEW_S = 5.0
 
 
 class Doctor:
-    """The checks for the run that ``config`` describes; later ones use what earlier ones found.
+    """The checks for the run that ``config`` describes. Later checks use the results of earlier ones.
 
-    ``say`` prints a line on what takes a while.
+    ``say`` gets a progress line before a slow check.
     """
 
     def __init__(self, config: PruneConfig, say: Callable[[str], object]) -> None:
-        self._config, self._say = config, say
+        self._config = config
+        self._say = say
         self._cluster: dict[str, float] = {}
         self._source: ModelSource | None = None
         self._recipe: Recipe | None = None
@@ -46,9 +47,10 @@ class Doctor:
         self._encode_s: float | None = None
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings of all checks, each as soon as it is known. Raises nothing.
+        """Run all checks, and yield each finding as soon as it is known.
 
-        It starts Ray, or joins the cluster, as the run would.
+        This starts Ray or joins a cluster as the run would. An exception in a check becomes a "wrong" finding; checks
+        that need a failed one are skipped or "unknown".
         """
         yield from run_guarded("ray", self._check_ray)
         if self._cluster:
@@ -69,7 +71,10 @@ class Doctor:
         yield check_balance(self._decode_s, self._encode_s, cores, gpus)
 
     def _check_ray(self) -> Iterator[Finding]:
-        """Start or join Ray, and count its nodes."""
+        """Start or join Ray, keep its resources, and yield the numbers of nodes, CPUs and GPUs.
+
+        The finding is "wrong" for device "cuda" without a GPU.
+        """
         self._cluster = connect(self._say)
         cpus, gpus = self._cluster.get("CPU", 0), self._cluster.get("GPU", 0)
         nodes = len(list(iter_alive_nodes()))
@@ -80,7 +85,10 @@ class Doctor:
             yield Finding("ray", "ok", says)
 
     def _check_store(self) -> Iterator[Finding]:
-        """Try the store from here, and from each node of a cluster that has several."""
+        """Test the store (or the folder in which it would be made) from here, and from each node if there are several.
+
+        A node that does not answer gets a "wrong" finding.
+        """
         objects = Objects.from_environment(self._config.s3_endpoint, self._config.s3_requester_pays)
         store = reachable(store_at(self._config.out, objects))
         yield from check_store(store)
@@ -90,7 +98,13 @@ class Doctor:
             yield from (finding.on(host) for finding in ([result] if isinstance(result, Finding) else result))
 
     def _check_model(self) -> Iterator[Finding]:
-        """Find the model's files, and compare it with the stock model where its family can."""
+        """Find the model's files, keep the source, and compare it with the stock model if its family can.
+
+        Yields a finding "model", then "parity", which is "unknown" without a comparison.
+
+        Raises:
+            UsageError: the model cannot be found, or is not supported.
+        """
         config = self._config
         with usage_errors():
             source = ModelSource.resolve(
@@ -108,40 +122,50 @@ class Doctor:
         yield Finding("parity", *load_object(check)(source))
 
     def _check_settings(self) -> Iterator[Finding]:
-        """Check that model, frames and method go together, as a run does before it starts."""
+        """Resolve the options as a run does, keep the recipe, and yield "ok" with a description.
+
+        Raises:
+            UsageError: model, frames and method do not fit together.
+        """
         self._recipe = recipe = resolve(self._config)
         frames = describe_sampling(sampling_settings(recipe.sampling))
         kept = f"{recipe.method} at retention ratio {recipe.retention_ratio:g}"
         yield Finding("settings", "ok", f"model, frames and method go together: {frames}; {kept}")
 
     def _check_decoding(self, recipe: Recipe) -> Iterator[Finding]:
-        """Decode the first videos here, and some of them on every node of a cluster that has several.
+        """Decode the first 8 videos here, and 2 of them on every node of a cluster with several.
 
-        Also checks whether each node's object store holds some videos. Keeps the decode seconds measured here.
+        Also yields, per node, whether its object store holds the frames of 4 videos. Keeps the core-seconds measured
+        here.
+
+        Raises:
+            UsageError: there are no videos.
         """
-        rows, setup = first_videos(self._config, recipe.objects, _VIDEOS), recipe.decode_setup()
+        rows = first_videos(self._config, recipe.objects, _VIDEOS)
+        setup = recipe.decode_setup()
         findings, self._decode_s = check_decoding(setup, rows)
         yield from findings
         nodes = list(iter_alive_nodes())
         n_frames, height, width = shape = setup.largest_frames()
         frame_bytes = 3 * math.prod(shape)
-        for host, _, has in nodes:
-            store = has.get("object_store_memory", 0.0)
-            held = f"{count_of(int(store / frame_bytes), 'video')} of {n_frames} frames of {width}x{height}"
-            says = f"{store / 2**30:.1f} GiB, which is room for {held}"
+        for host, _, resources in nodes:
+            store_bytes = resources.get("object_store_memory", 0.0)
+            capacity = f"{count_of(int(store_bytes / frame_bytes), 'video')} of {n_frames} frames of {width}x{height}"
+            says = f"{store_bytes / 2**30:.1f} GiB, which is room for {capacity}"
             remedy = "start the node with a larger --object-store-memory: Ray spills frames to its disk"
-            yield Finding.slow_if(store < _STORED_VIDEOS * frame_bytes, "object store", says, remedy).on(host)
+            yield Finding.slow_if(store_bytes < _STORED_VIDEOS * frame_bytes, "object store", says, remedy).on(host)
         if len(nodes) < 2:
             return
         for host, report in on_each_node(partial(check_decoding, setup, rows[:_VIDEOS_PER_NODE])).items():
             yield from (finding.on(host) for finding in ([report] if isinstance(report, Finding) else report[0]))
 
     def _check_devices(self, recipe: Recipe) -> Iterator[Finding]:
-        """Encode on a GPU of each node that has one; without any, on the CPUs of each node, as an encoder would.
+        """Encode on a GPU of each node that has one; if there is none to use, on the CPUs of each node.
 
-        Keeps the encode seconds of the first node that answers.
+        Keeps the encode seconds of the first node that reports any.
         """
-        setup, shape = recipe.encode_setup(self._config.device, "auto"), recipe.decode_setup().largest_frames()
+        setup = recipe.encode_setup(self._config.device, "auto")
+        shape = recipe.decode_setup().largest_frames()
         on_gpus = int(self._config.device != "cpu" and self._cluster.get("GPU", 0.0) >= 1)
         reports = on_each_node(partial(check_device, setup, shape), gpus=on_gpus, wait_s=_DEVICE_S)
         for host, report in reports.items():
@@ -154,7 +178,7 @@ class Doctor:
 
 
 def reachable(store: Store) -> Store:
-    """Return the store, or the nearest folder above it that exists, where a run would make it."""
+    """Return the store; for a local folder that does not exist yet, the nearest existing folder above it."""
     if store.folder is not None and not store.folder.exists():
         return LocalStore(next(path for path in store.folder.parents if path.exists()))
     return store
@@ -163,37 +187,39 @@ def reachable(store: Store) -> Store:
 def check_store(store: Store) -> Iterator[Finding]:
     """Put, list, read and delete a test file of 8 MiB; yield one finding.
 
-    An error of the store is a "wrong" finding.
+    It is "wrong" after an OSError, for wrong data or a wrong listing, and if the store's clock is off by more than 5 s;
+    "slow" if writing or reading takes more than 2 s.
     """
-    name, data = f".doctor-{secrets.token_hex(6)}", secrets.token_bytes(_TEST_FILE_BYTES)
-    wrong = []
+    name = f".doctor-{secrets.token_hex(6)}"
+    data = secrets.token_bytes(_TEST_FILE_BYTES)
+    problems = []
     try:
         put_at = time.perf_counter()
         store.put(name, data)
         put_s = time.perf_counter() - put_at
         try:
             if name not in {Path(file.name).name for file in store.list_files("")}:
-                wrong.append("a file that was put is not in the listing")
+                problems.append("a file that was put is not in the listing")
             middle = store.read_slice(name, 1000, 3000).data
             start = time.perf_counter()
             whole = store.read(name)
             read_s = time.perf_counter() - start
             if middle != data[1000:3000] or whole != data:
-                wrong.append("what is read is not what was put")
+                problems.append("what is read is not what was put")
             age_s = store.age(name).total_seconds()
             if not -_MAX_STORE_SKEW_S <= age_s <= _MAX_STORE_SKEW_S + time.perf_counter() - put_at:
-                wrong.append(f"its clock is wrong: a file just put is {age_s:.0f} s old")
+                problems.append(f"its clock is wrong: a file just put is {age_s:.0f} s old")
         finally:
             store.delete(name)
         if store.exists(name):
-            wrong.append("a file that was deleted is still there")
+            problems.append("a file that was deleted is still there")
     except OSError as error:
         says = f"{error.filename or store}: {error.strerror or error}"
         yield Finding("store", "wrong", says, "check that the place exists, the credentials, and --s3-endpoint")
         return
-    if wrong:
-        yield Finding("store", "wrong", f"{store}: {'; '.join(wrong)}", "use another store: a cache would lose rows")
+    if problems:
+        yield Finding("store", "wrong", f"{store}: {'; '.join(problems)}", "use another store: a cache would lose rows")
         return
-    tried = f"put in {put_s:.2f} s, listed, read in {read_s:.2f} s, read in part and deleted"
-    says = f"{store}: a test file of {_TEST_FILE_BYTES >> 20} MiB was {tried}"
+    timings = f"put in {put_s:.2f} s, listed, read in {read_s:.2f} s, read in part and deleted"
+    says = f"{store}: a test file of {_TEST_FILE_BYTES >> 20} MiB was {timings}"
     yield Finding.slow_if(max(put_s, read_s) > _SLOW_STORE_S, "store", says, "use a store nearer to the workers")

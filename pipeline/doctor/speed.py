@@ -1,4 +1,4 @@
-"""The rates of decoding and of encoding here, the GPU and its kernels, and whether the cores keep the encoders busy."""
+"""The speed of decoding and encoding here, the GPU and its kernels, and whether CPU cores keep the encoders busy."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.rows import ManifestRow, TodoRow
 from pipeline.storage.s3 import Objects
 
-_MAX_DECODE_S = 60.0  # for all videos
-_KERNEL_WIDTH = 3584  # D of a 7B model's tokens
+_MAX_DECODE_S = 60.0  # for all videos together
+_KERNEL_WIDTH = 3584  # the hidden size of a 7B model
 _ROUNDS = 3
 
 
 def first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[TodoRow]:
-    """Return the first videos that the options name; opens no more archives than needed.
+    """Return the first videos that the options name, at most ``n_videos``; only as many archives are read as needed.
 
-    Raises UsageError if there are none, or if an archive cannot be indexed.
+    Raises:
+        UsageError: the videos cannot be listed, or there are none.
     """
     indexes = Indexes(config.archive_options())
     videos = VideoList.read(config.videos, config.video_root, objects, indexes, first="needed", is_limited=True)
-    tables, n_missing, archives = [videos.known], n_videos - len(videos.known), videos.read_unindexed()
+    tables = [videos.known]
+    n_missing = n_videos - len(videos.known)
+    archives = videos.read_unindexed()
     while n_missing > 0 and (view := next(archives, None)) is not None:
         if view.is_whole or len(view.videos) >= n_missing:
             tables.append(view.videos)
@@ -50,11 +53,15 @@ def first_videos(config: PruneConfig, objects: Objects, n_videos: int) -> list[T
 
 
 def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Finding], float | None]:
-    """Decode videos as a run does, for a minute at most; return findings, and the median core-seconds of a video.
+    """Decode videos as a run does, until a minute has passed.
 
-    The seconds are None if no video decodes.
+    Returns:
+        A "wrong" finding per failed video, then an "ok" one if any decoded; and the median core-seconds per decoded
+        video, None if there is none.
     """
-    faults, codecs, seconds = Counter[str](), Counter[str](), list[float]()
+    faults = Counter[str]()
+    codecs = Counter[str]()
+    seconds = list[float]()
     start = time.perf_counter()
     with closing(decode_sample(setup, rows)) as sample:
         for record, frames, core_s in sample:
@@ -77,9 +84,12 @@ def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Fi
 
 
 def check_device(setup: EncodeSetup, shape: tuple[int, int, int]) -> tuple[list[Finding], float | None]:
-    """Check the device that an encoder would use here; return findings, and the seconds of encoding a video.
+    """Check the device that an encoder would use here, and encode a random video on it.
 
-    The video is made up, of [frames, height, width]. The seconds are None if encoding fails.
+    ``shape`` is (frames, height, width) of the video.
+
+    Returns:
+        The findings, exceptions included as "wrong"; and the median seconds per video, None if encoding fails.
     """
     seconds: list[float] = []
     if torch.cuda.is_available() and setup.device != "cpu":
@@ -91,6 +101,7 @@ def check_device(setup: EncodeSetup, shape: tuple[int, int, int]) -> tuple[list[
 
 
 def _check_gpu() -> Iterator[Finding]:
+    """Yield one finding on the first GPU: "slow" below compute capability 8.0, which emulates bfloat16."""
     gpu = torch.cuda.get_device_properties(0)
     says = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, capability {gpu.major}.{gpu.minor}"
     remedy = "bfloat16 is emulated before capability 8.0: use --dtype float16"
@@ -98,7 +109,11 @@ def _check_gpu() -> Iterator[Finding]:
 
 
 def _check_kernels() -> Iterator[Finding]:
-    """Compile the kernels of the selection and compare their picks with those of the plain form."""
+    """Compile the selection kernels and compare them with the reference on random tokens.
+
+    Raises:
+        RuntimeError: they select different tokens.
+    """
     from gstep.selection.gpu.check import check_kernels  # noqa: PLC0415 - needs Triton, which only a GPU has
 
     start = time.perf_counter()
@@ -108,9 +123,9 @@ def _check_kernels() -> Iterator[Finding]:
 
 
 def _check_encoding(setup: EncodeSetup, shape: tuple[int, int, int], seconds: list[float]) -> Iterator[Finding]:
-    """Load the encoder, and encode and prune a made-up video three times, after a first time that does not count.
+    """Load the encoder, then encode and prune a random video once to warm up and three times timed.
 
-    The seconds of each time are added to ``seconds``.
+    The seconds of each timed round are appended to ``seconds``.
     """
     start = time.perf_counter()
     encoder = setup.encoder()
@@ -123,15 +138,15 @@ def _check_encoding(setup: EncodeSetup, shape: tuple[int, int, int], seconds: li
         start = time.perf_counter()
         encoder.prune(encoder.encode_frames(frames, video))
         seconds.append(time.perf_counter() - start)
-    what = f"{shape[0]} frames of {shape[2]}x{shape[1]}"
-    took = f"{median(seconds):.3f} s, median of {_ROUNDS}"
-    yield Finding("encode", "ok", f"a made-up video of {what} took {took}; the model loaded in {loaded_s:.1f} s")
+    size = f"{shape[0]} frames of {shape[2]}x{shape[1]}"
+    duration = f"{median(seconds):.3f} s, median of {_ROUNDS}"
+    yield Finding("encode", "ok", f"a made-up video of {size} took {duration}; the model loaded in {loaded_s:.1f} s")
 
 
 def check_balance(decode_s: float | None, encode_s: float | None, cores: float, gpus: float) -> Finding:
-    """Compare the decode cores that an encoder needs with the cores that the cluster has.
+    """Compare the decode cores that keep a GPU busy with the cores per GPU of the cluster; too few are "slow".
 
-    The finding is "unknown" without GPUs, and if one of the two times is not known.
+    The finding is "unknown" without GPUs, and if one of the two times is None.
     """
     if decode_s is None or encode_s is None:
         return Finding("balance", "unknown", "not checked: it needs a video that decodes and a model that encodes")

@@ -1,1 +1,1 @@
-"""A user's list of videos -> Arrow rows, each checked; nothing is opened here but the list itself."""
+"""A user's list of videos -> checked Arrow rows. Manifests and indexes are read; no video is decoded here."""

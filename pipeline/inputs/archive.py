@@ -1,7 +1,7 @@
-"""The base of an input form: a file with many videos (an archive or a table), its index, and its videos' bytes.
+"""The base class of input forms: files that hold many videos (archives or tables), and random access to their bytes.
 
-A form is a class in this folder and a line in ``pipeline.inputs.forms``. The driver makes the index. The worker that
-decodes a video reads its bytes alone: no archive is unpacked.
+A form is a subclass of Archive in this folder and a line in ``pipeline.inputs.forms``. The driver makes the index of an
+archive. The worker that decodes a video reads only the bytes of that video: archives are not unpacked.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from pipeline.storage.location import Location
 from pipeline.storage.random_access import Positioned
 from pipeline.storage.s3 import ObjectInfo, Objects
 
-CLIP_COLUMNS = ("start_s", "end_s")  # columns of a table that tell the clip by themselves
+CLIP_COLUMNS = ("start_s", "end_s")  # columns of a table that state the clip without an option
 _MAX_NAME_CHARS = 1024  # characters of a member's name
-_MAX_GAP_BYTES = 2**20  # bytes between two spans that cost less than another request
+_MAX_GAP_BYTES = 2**20  # unneeded bytes between two ranges that cost less than another request
 _TAIL = 2**16  # bytes at the end of an object that are fetched together
 _MIN_READ_BYTES = 2**14  # bytes of a single request that was not planned
-# Bytes of a slice: one request for unplanned reads that go forward by at most _STEP bytes on average. At 130 MB/s so
-# many bytes take as long as another request, 30 ms. A step longer than a slice counts as a slice.
+# A slice is a request of _SLICE bytes for unplanned reads that advance by at most _STEP bytes on average. At 130 MB/s,
+# _STEP bytes take as long as another request, 30 ms. A step longer than a slice counts as a slice.
 _SLICE, _STEP = 2**25, 2**22
 
 
 class Member(NamedTuple):
-    """A video in an archive or a table.
+    """A video in an archive or a table, as its index lists it.
 
     Attributes:
         name: the end of its uri, and of its id unless there is a ``shown_name``.
-        offset: its position: a byte of an archive or a row of a table.
-        size: its bytes; None if unknown before reading.
-        carried: carried columns, as JSON.
+        offset: its position: a byte of an archive or a row number of a table.
+        size: its size in bytes; None if unknown before reading.
+        carried: the carried columns, as JSON.
         fault: "class: message" if it cannot be read.
-        start_s: start of the clip in seconds.
-        end_s: end of the clip in seconds.
-        video_id: its id, if it is not the archive's name and ``name``.
+        start_s: the start of the clip in seconds.
+        end_s: the end of the clip in seconds.
+        video_id: its id, if that is not made from the names of the archive and the member.
         mark: a text from the archive that changes with the content.
-        path: the path of the file that holds the video, if the row of a table has a path instead of bytes.
-        shown_name: the end of its id, where the archive writes its name in another way.
+        path: the path of the file with the video, if the row of a table has a path instead of bytes.
+        shown_name: the end of its id, if that differs from the name that the archive stores.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Member(NamedTuple):
 
 
 class ArchiveOptions(NamedTuple):
-    """The options about archives and tables.
+    """The options for reading archives and tables.
 
     Attributes:
         column: the column of a table that holds videos.
@@ -79,12 +79,12 @@ class ArchiveOptions(NamedTuple):
 
 
 class Archive(ABC):
-    """An open archive or table: the base of every input form, made from a RandomFile.
+    """An open archive or table: the base class of every input form, constructed from a RandomFile.
 
     Attributes:
-        rows_per_group: the maximum number of videos that are read together: the rows of a row group or record batch of
-            a table, known once ``members`` has begun; 1 for tars and zips.
-        note: a note for the user about the members, after reading.
+        rows_per_group: the maximum number of videos that are read together: the rows of a table's largest row group or
+            record batch, known once ``members`` has started; 1 for tars and zips.
+        note: a note for the user about the members, set while they are read; None if there is none.
     """
 
     rows_per_group = 1
@@ -92,40 +92,52 @@ class Archive(ABC):
 
     @abstractmethod
     def members(self, options: ArchiveOptions) -> Iterator[Member]:
-        """Yield every video in order, also broken videos, by the name in the archive.
+        """Yield every video in the order of the archive, also broken ones (with a ``fault``).
 
-        Raises OSError, or ManifestError for a request that fails.
+        Raises:
+            OSError: the archive cannot be read.
+            ManifestError: the options do not fit the archive.
         """
 
     def pair_sidecars(self, videos: Sequence[Member]) -> tuple[list[Member], LeftOut]:
-        """Return the videos that ``members`` has yielded so far, with their carried columns, and the left-out members.
+        """Add carried columns to the videos that ``members`` has yielded so far; return them and the left-out members.
 
-        The carried members of a video may lie behind it.
+        The carried members of a video may come after it in the archive.
         """
         return [*videos], LeftOut()
 
     @abstractmethod
     def span(self, location: Location) -> tuple[int, int]:
-        """Return the bytes (start, end) of the archive that ``read`` reads for a video, to plan requests by."""
+        """Return the byte range (start, end) that ``read`` reads for a video, from which requests are planned."""
 
     @abstractmethod
     def read(self, location: Location) -> Iterator[bytes]:
-        """Yield a video's bytes. Raises VideoFault or OSError."""
+        """Yield the bytes of a video in pieces.
+
+        Raises:
+            VideoFault: the video is damaged, cannot be read, or has changed since it was indexed.
+            OSError: the archive cannot be read.
+        """
 
     def sample(self, location: Location) -> int | None:
-        """Return the ``sample_key`` of a video's bytes; None where a form does not read parts of it. Raises OSError."""
+        """Return the ``sample_key`` of a video's bytes, or None for a form that cannot read pieces of a video.
+
+        Raises:
+            OSError: the archive cannot be read.
+        """
         return None
 
 
 def fault(fault_class: FaultClass, message: str) -> str:
-    """Return the text ``fault`` of a member: its class, which jobs report, and the message."""
+    """Format the ``fault`` of a member: "class: message"."""
     return f"{fault_class}: {message}"
 
 
 def check_name(member: Member, seen_names: set[str]) -> Member:
-    """Return a member as it is if its name is safe as a part of an id, else with a fault and a printable name.
+    """Return the member unchanged if its name is safe in an id; otherwise with a fault and a printable NAME@OFFSET.
 
-    ``seen_names`` has the names of the members before it, and gets this one's.
+    A name is unsafe if it is not UTF-8, is absolute, has empty or dot segments or control characters, is longer than
+    1,024 characters, or is in ``seen_names``. The name is added to ``seen_names``.
     """
     name = member.shown_name or member.name
     is_repeated = name in seen_names
@@ -139,7 +151,8 @@ def check_name(member: Member, seen_names: set[str]) -> Member:
     elif len(name) > _MAX_NAME_CHARS:
         why = f"the member's name has more than {_MAX_NAME_CHARS} characters; rename it"
     elif is_repeated:
-        kind, why = "corrupt", "an earlier member of the archive has the same name"
+        kind = "corrupt"
+        why = "an earlier member of the archive has the same name"
     else:
         return member
     shown = f"{printable(name, _MAX_NAME_CHARS)}@{member.offset}"
@@ -147,12 +160,24 @@ def check_name(member: Member, seen_names: set[str]) -> Member:
 
 
 def open_archive(uri: str, objects: Objects, info: ObjectInfo | None = None) -> RandomFile:
-    """Open an archive or table for reading; ``info`` is the listing's entry of a remote file. Raises OSError."""
+    """Open an archive or table for random access.
+
+    Args:
+        info: the listing's entry of a remote file, which saves a request.
+
+    Raises:
+        OSError: a local path cannot be opened or is not a regular file. A remote file is first requested when it is
+            read.
+        UsageError: the address is not on S3 or in a dataset on the hub.
+    """
     return RemoteFile(uri, objects, info) if is_remote(uri) else PlainFile(uri)
 
 
 def merge_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge spans of bytes that lie within a MiB of each other, for which one request is cheaper than two."""
+    """Sort byte ranges, and merge those at most 1 MiB apart, for which one request is cheaper than two.
+
+    Empty ranges are dropped.
+    """
     joined: list[tuple[int, int]] = []
     for start, end in sorted(span for span in spans if span[0] < span[1]):
         if joined and start - joined[-1][1] <= _MAX_GAP_BYTES:
@@ -163,29 +188,38 @@ def merge_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class PlainFile:
-    """A regular file of this machine that is read in stretches.
+    """A regular file on this machine with random access.
 
     Attributes:
         uri: its path.
-        size: its bytes.
-        mark: a text that differs once the file was changed.
-        fetched: how many bytes came from a store: none.
+        size: its size in bytes.
+        mark: a text that changes when the file is modified.
+        fetched: bytes that came from a store: always 0.
     """
 
     fetched = 0
 
     def __init__(self, path: str) -> None:
-        """Open the file. Raises OSError, also for a path that is no regular file."""
+        """Open the file.
+
+        Raises:
+            OSError: it cannot be opened, or is not a regular file.
+        """
         self.uri = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not block
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise OSError(errno.EINVAL, "not a regular file", path)
-        self.size, self.mark = status.st_size, f"{status.st_size}-{status.st_mtime_ns}"
+        self.size = status.st_size
+        self.mark = f"{status.st_size}-{status.st_mtime_ns}"
 
     def read(self, start: int, end: int) -> bytes:
-        """Read bytes [start, end), or those of them that there are. Raises OSError."""
+        """Read bytes [start, end); fewer if the file ends before ``end``.
+
+        Raises:
+            OSError: the disk fails.
+        """
         parts: list[bytes] = []
         while start < end and (part := os.pread(self._descriptor, end - start, start)):
             parts.append(part)
@@ -193,45 +227,63 @@ class PlainFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def plan(self, spans: Sequence[tuple[int, int]], *, keep: bool = False) -> None:
-        """Do nothing: a file on disk needs no plan of its reads."""
+        """Do nothing: reads of a local file need no plan."""
 
     def close(self) -> None:
-        """Close the file. May be called twice."""
+        """Close the file. Calling this twice is allowed."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class _Range:
-    """A range of an object that comes in one request once it is read.
+    """A byte range of an object that one request fetches when it is first read.
 
     Args:
-        whole: whether all of it stays in memory, to be read in any order; else it is read in ascending order while it
-            arrives, earlier bytes are dropped, and going back costs another request.
-        gap: unread bytes that cost less than another request.
+        whole: True keeps the whole range in memory, so that it can be read in any order. False streams it: reads must
+            ascend, earlier bytes are dropped, and going back costs another request.
+        gap: number of unread bytes that cost less than another request.
 
     Attributes:
-        size: bytes of the object, by the store's answer.
-        fetched: bytes that arrived.
+        size: the size of the whole object in bytes, as the store states it; 0 before the first read.
+        fetched: the number of bytes received.
     """
 
     def __init__(self, files: Files, uri: str, start: int, end: int, *, whole: bool, gap: int = _MAX_GAP_BYTES) -> None:
-        self._files, self._uri, self.start, self.end, self.whole, self._gap = files, uri, start, end, whole, gap
-        self._first, self._buffer = start, bytearray()  # the buffer begins at ``_first``
+        self._files = files
+        self._uri = uri
+        self.start = start
+        self.end = end
+        self.whole = whole
+        self._gap = gap
+        self._first = start  # the buffer begins at ``_first``
+        self._buffer = bytearray()
         self._coming: Download | HubDownload | None = None
         self.size = self.fetched = 0
 
     def read(self, start: int, end: int) -> bytes:
-        """Read bytes [start, end) of the range; the first read sends the request. Raises OSError."""
+        """Read bytes [start, end) of the range, fewer if the object ends before ``end``.
+
+        Raises:
+            OSError: the request fails.
+        """
         if not self.whole:
             self._stream(start, end)
         elif not self._buffer:
             answer = self._files.read_slice(self._uri, self.start, self.end)
-            self._buffer, self.size, self.fetched = bytearray(answer.data), answer.size, len(answer.data)
+            self._buffer = bytearray(answer.data)
+            self.size = answer.size
+            self.fetched = len(answer.data)
         return bytes(self._buffer[start - self._first : end - self._first])
 
     def _stream(self, start: int, end: int) -> None:
-        """Receive bytes up to ``end``, and drop the bytes before ``start``."""
+        """Receive bytes up to ``end``, and drop the bytes before ``start``.
+
+        A new request starts if ``start`` is before the buffer, or more than ``gap`` bytes after it.
+
+        Raises:
+            OSError: the request fails; the next read starts a new one.
+        """
         if self._coming is None or not self._first <= start <= self._first + len(self._buffer) + self._gap:
             self.close()
             self._first = start
@@ -244,7 +296,7 @@ class _Range:
                 self.fetched += len(piece)
                 self._drop_before(start)
         except OSError:
-            self.close()  # the next read asks anew
+            self.close()  # the next read sends a new request
             raise
 
     def _drop_before(self, start: int) -> None:
@@ -254,35 +306,41 @@ class _Range:
         self._first += n_dropped
 
     def close(self) -> None:
-        """Drop the buffered bytes, and end the request."""
+        """Drop the buffered bytes and end the request. A later read starts a new request."""
         if self._coming is not None:
             self._coming.close()
-        self._coming, self._buffer = None, bytearray()
+        self._coming = None
+        self._buffer = bytearray()
 
 
 class RemoteFile:
-    """An object of a store, used as a PlainFile. Each planned range is one request.
+    """An object of a store with random access, with the interface of PlainFile.
 
-    Unplanned reads are single small requests, or slices if they go forward in short steps, as between the headers of a
-    tar with small members.
+    Each planned range is one request. An unplanned read is a small request, or a slice of 32 MiB if reads advance in
+    short steps, as between the headers of a tar of small members.
 
     Args:
-        info: the listing's entry; without it ``size`` or ``mark`` may cost a request.
+        info: the listing's entry; without it, ``size`` or ``mark`` may cost a request.
     """
 
     def __init__(self, uri: str, objects: Objects, info: ObjectInfo | None = None) -> None:
-        """Prepare to read the object; nothing is requested yet."""
+        """Prepare to read the object; nothing is requested yet.
+
+        Raises:
+            UsageError: the address is not on S3 or in a dataset on the hub.
+        """
         self.uri = uri
-        self._files, self._info = reach(uri, objects), info
+        self._files = reach(uri, objects)
+        self._info = info
         self._ranges: list[_Range] = []  # planned ranges
-        self._last: _Range | None = None  # an unplanned range
+        self._last: _Range | None = None  # the last unplanned range
         self._at: int | None = None  # the end of the last read
-        self._steps, self._step_bytes = 0, 0.0  # reads that went forward, and by how many bytes
+        self._steps, self._step_bytes = 0, 0.0  # the number of reads that advanced, and the sum of their steps
         self._fetched = 0
 
     @property
     def fetched(self) -> int:
-        """The number of bytes that came from the store."""
+        """The number of bytes received from the store."""
         return self._fetched + sum(coming.fetched for coming in (*self._ranges, self._last) if coming is not None)
 
     @property
@@ -292,25 +350,29 @@ class RemoteFile:
 
     @property
     def mark(self) -> str:
-        """The object's ETag or hash, which differs once it was changed."""
+        """The object's ETag or hash, which changes with its content; "" if it is unknown."""
         return self._ask_info().mark
 
     def _ask_info(self) -> ObjectInfo:
-        """Return the store's information on the object; one request at most."""
+        """Return the listing's entry of the object; the first call may send a request."""
         if self._info is None:
             self._info = self._files.info(self.uri)
         return self._info
 
     def plan(self, spans: Sequence[tuple[int, int]], *, keep: bool = False) -> None:
-        """Plan the ranges to read, and drop the ranges planned before; nothing is requested yet.
+        """Replace the planned ranges by ``spans``; nothing is requested yet.
 
-        Each range is read in ascending order, or in any order with ``keep``, which buffers it whole.
+        Each range must be read in ascending order, or with ``keep`` is buffered whole and can be read in any order.
         """
         self._end(self._ranges)
         self._ranges = [_Range(self._files, self.uri, *span, whole=keep) for span in spans]
 
     def read(self, start: int, end: int) -> bytes:
-        """Read bytes [start, end), cut at the object's end; as a rule one request or none. Raises OSError."""
+        """Read bytes [start, end), cut at the end of the object; usually one request or none.
+
+        Raises:
+            OSError: a request fails; with ESTALE if the object changed since it was listed or first read.
+        """
         end = end if self._info is None else min(end, self._info.size)
         if start >= end:
             return b""
@@ -324,9 +386,12 @@ class RemoteFile:
         return self._read_range(self._last, start, end)
 
     def _read_range(self, coming: _Range, start: int, end: int) -> bytes:
-        """Read bytes [start, end), which begin in a range and may end behind it.
+        """Read bytes [start, end), which start inside ``coming`` and may end after it.
 
-        Raises OSError, with ESTALE if the object has changed.
+        If an unplanned slice fails, it is retried as a small request, and no slices are used from then on.
+
+        Raises:
+            OSError: a request fails; with ESTALE if the object has another size than before or ends early.
         """
         until = min(end, coming.end)
         try:
@@ -334,8 +399,9 @@ class RemoteFile:
         except OSError:
             if coming is not self._last or coming.whole:
                 raise
-            self._end([coming])  # a slice may be too much for a slow store: from here on ask for no more than is read
-            self._last, self._step_bytes = None, math.inf
+            self._end([coming])  # a slice may be too much for a slow store: no more slices
+            self._last = None
+            self._step_bytes = math.inf
             return self.read(start, end)
         if self._info is not None and (coming.size != self._info.size or len(data) < until - start):
             raise OSError(errno.ESTALE, "it has changed while it was read; run again", self.uri)
@@ -343,14 +409,21 @@ class RemoteFile:
         return data + self.read(until, end)
 
     def _goes_forward(self, start: int) -> bool:
-        """Record the start of a read; return True if reads go forward in such short steps that a slice is cheaper."""
+        """Record the start of a read; return True if reads advance in steps so short that a slice is cheaper.
+
+        This is always False while ranges are planned.
+        """
         step = -1 if self._at is None else start - self._at
         if step > _MIN_READ_BYTES:
             self._steps, self._step_bytes = self._steps + 1, self._step_bytes + min(step, _SLICE)
         return not self._ranges and step >= 0 and self._step_bytes <= _STEP * self._steps
 
     def _next(self, start: int, end: int, *, forward: bool) -> _Range:
-        """Return the range to ask for where bytes [start, end) were not planned: a slice, or some bytes more."""
+        """Return the range to request for an unplanned read of bytes [start, end).
+
+        With ``forward`` it is a slice of 32 MiB, streamed. Otherwise it has at least 16 KiB, or near the end of the
+        object all of its last 64 KiB, and is buffered whole.
+        """
         if forward:
             return _Range(self._files, self.uri, start, min(start + _SLICE, self.size), whole=False, gap=_SLICE)
         end = max(end, start + _MIN_READ_BYTES)
@@ -359,11 +432,11 @@ class RemoteFile:
         return _Range(self._files, self.uri, start, end, whole=True)
 
     def close(self) -> None:
-        """Drop the buffers, and end all requests. May be called twice."""
+        """Drop the buffers and end all requests. Calling this twice is allowed."""
         self._end([*self._ranges, self._last])
 
     def _end(self, ranges: Iterable[_Range | None]) -> None:
-        """Drop the buffers of some ranges, and end their requests."""
+        """Drop the buffers of these ranges and end their requests; their received bytes stay counted."""
         for coming in ranges:
             if coming is not None:
                 self._fetched += coming.fetched
@@ -376,13 +449,13 @@ RandomFile = PlainFile | RemoteFile
 
 
 class SeekableFile(Positioned):
-    """A RandomFile as a Python file with a position."""
+    """A RandomFile as a Python file object with a position."""
 
     def __init__(self, file: RandomFile) -> None:
         super().__init__(file.size)
         self._file = file
 
-    def read(self, size: int = -1) -> bytes:  # not readinto, whose callers copy what they get
+    def read(self, size: int = -1) -> bytes:  # instead of readinto, whose callers copy the bytes
         data = self._file.read(self.place, self.size if size < 0 else self.place + size)
         self.place += len(data)
         return data

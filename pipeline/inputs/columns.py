@@ -1,8 +1,8 @@
-"""Tables with videos in a column of bytes: Parquet by row group, Arrow by record batch.
+"""Tables with videos in a column of bytes: Parquet, read by row group, and Arrow, read by record batch.
 
-Rows stay in order. The index reads the small columns alone; the worker that decodes the videos reads their bytes, a row
-group at a time. A video's uri has a hash of the table's footer, so a changed table has other uris. A row of the
-datasets library ({bytes, path}) that has a path and no bytes is a file of its own.
+Rows stay in order. The index reads only the small columns; the worker that decodes the videos reads their bytes, a row
+group at a time. The uri of a video contains a hash of the table's footer, so a modified table has other uris. A row of
+the datasets library ({bytes, path}) with a path and no bytes is a separate file.
 """
 
 from __future__ import annotations
@@ -43,29 +43,40 @@ from pipeline.inputs.tables import (
 from pipeline.storage.location import Location
 
 _ROWS = 2**12  # rows of the small columns that are read at once
-_MAX_GROUP_BYTES = 2**26  # bytes of a row group that memory holds
+_MAX_GROUP_BYTES = 2**26  # row groups up to this size are buffered whole
 _TAIL = 2**16  # bytes at the end that are hashed: a footer, or most of it
-_KEY = "video_id"  # the column that names a row's video, if there is one
-_BYTES, _PATH = "bytes", "path"  # the fields of datasets' own columns of videos
+_KEY = "video_id"  # the column with the id of a row's video, if there is one
+_BYTES, _PATH = "bytes", "path"  # the fields of the structs of the datasets library
 
 
 class Table(Archive):
-    """An open table. The offset of a video is its row."""
+    """An open table of videos. The offset of a video is its row number.
+
+    In this file, a piece is a row group of a Parquet file or a record batch of an Arrow file.
+    """
 
     def __init__(self, file: RandomFile) -> None:
-        """Hash the end of the file, for the names of the videos; the table itself is opened when it is read."""
-        self._file, self.rows_per_group = file, 1
+        """Hash the end of the file, which the names of the videos contain; the table is opened when it is first read.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        self._file = file
+        self.rows_per_group = 1
         tail = file.read(max(0, file.size - _TAIL), file.size)
         self._hash = hashlib.blake2b(tail + str(file.size).encode(), digest_size=6).hexdigest()
         self._pieces: _RowGroups | RecordBatches | None = None
-        self._position: tuple[str, int, int] = "", -1, 0  # column, piece and next row of what is being read
+        self._position: tuple[str, int, int] = "", -1, 0  # column, piece and next row of ``_rows``
         self._rows: Iterator[pa.Scalar] = iter(())
 
     def members(self, options: ArchiveOptions) -> Iterator[Member]:
-        """Yield a member for each row in order, also for a row without bytes.
+        """Yield a member for each row in order, also for a row without bytes; set ``rows_per_group`` before the first.
 
-        Raises ManifestError without a column of bytes, OSError. A damaged part ends the list with a fault. Sets
-        ``rows_per_group``.
+        A damaged piece ends the rows with a last member "@0" that has a fault.
+
+        Raises:
+            ManifestError: ``options.column`` is missing, repeated or not of bytes, or an Arrow file is in a store.
+            OSError: the file cannot be read.
         """
         number = 0
         try:
@@ -83,9 +94,11 @@ class Table(Archive):
             yield Member("@0", number, fault=fault("corrupt", f"the table cannot be read: {error}"))
 
     def _read_rows(self, piece: int, names: Sequence[str], column: str) -> Iterator[tuple[UserRow, str | None]]:
-        """Yield the small columns of each row of a piece, and the path of its video if the row has no bytes."""
+        """Yield, for each row of a piece, its small columns, and the path of its video if it has no bytes."""
         batches = self._open_pieces()
-        kind, paths_column, at_once = plain_type(batches.schema.field(column).type), list[str](), _ROWS
+        kind = plain_type(batches.schema.field(column).type)
+        paths_column = list[str]()
+        at_once = _ROWS
         if pa.types.is_struct(kind) and kind.get_field_index(_PATH) >= 0:
             paths_column = [column]
             if isinstance(batches, _RowGroups):
@@ -97,12 +110,15 @@ class Table(Archive):
                 yield from ((row, None) for row in _rows(batch))
 
     def span(self, location: Location) -> tuple[int, int]:
-        return 0, 0  # ``read`` plans its requests, by row group
+        return 0, 0  # ``read`` plans its own requests, by row group
 
     def read(self, location: Location) -> Iterator[bytes]:
-        """Yield the bytes of a row in one piece. Raises VideoFault, OSError.
+        """Yield the bytes of a row at once. Rows that are requested in ascending order are read once.
 
-        Rows that are asked for in order are read once.
+        Raises:
+            VideoFault: "io" if the table has changed, "corrupt" if the row is damaged, "unsupported" if it has no
+                bytes.
+            OSError: the file cannot be read.
         """
         stamp, _, column = str(location.member).partition("/")
         if stamp != self._hash:
@@ -121,12 +137,12 @@ class Table(Archive):
         yield value.as_buffer().to_pybytes()
 
     def _value(self, column: str, row: int) -> pa.Scalar:
-        """Return a cell; continue reading the current piece if the last cell was before it."""
+        """Return a cell. Reading continues in the current piece if the previous cell was before it."""
         batches = self._open_pieces()
         starts = [*accumulate(batches.lengths, initial=0)]
         piece = bisect_right(starts, row) - 1
         if self._position[:2] != (column, piece) or row < self._position[2]:
-            at_once = 1 if isinstance(batches, _RowGroups) else _ROWS  # a record batch is in memory as a whole
+            at_once = 1 if isinstance(batches, _RowGroups) else _ROWS  # a record batch is in memory anyway
             self._rows = (value for part in batches.read(piece, [column], at_once) for value in part.column(0))
             self._position = column, piece, starts[piece]
         for _ in range(row - self._position[2]):
@@ -135,23 +151,29 @@ class Table(Archive):
         return next(self._rows)
 
     def _open_pieces(self) -> _RowGroups | RecordBatches:
-        """Return the pieces of the table. Raises ManifestError for an Arrow file in a store, and as UNREADABLE."""
+        """Return the row groups or record batches of the table; the first call opens it.
+
+        Raises:
+            ManifestError: an Arrow file is in a store.
+            ArrowException, OSError: the table is damaged or cannot be read.
+        """
         if self._pieces is None:
             is_parquet = find_suffix(self._file.uri) == ".parquet"
             self._pieces = _RowGroups(self._file) if is_parquet else RecordBatches(self._file.uri)
         return self._pieces
 
     def _names(self, schema: pa.Schema, options: ArchiveOptions) -> list[str]:
-        """Return the columns that the index needs: small columns, and ``video_id``.
+        """Return the columns that the index reads: small columns, and ``video_id`` unless it is nested.
 
-        Raises ManifestError if the column of videos is missing, there twice or not of bytes.
+        Raises:
+            ManifestError: the column of videos is missing, repeated, or not of bytes.
         """
         if schema.names.count(options.column) > 1:
             raise ManifestError(f"{self._file.uri}: two columns have the name {options.column}; rename one of them")
         if options.column is None or options.column not in schema.names:
-            able = [field.name for field in schema if _holds_bytes(field.type)]
+            candidates = [field.name for field in schema if _holds_bytes(field.type)]
             raise ManifestError(
-                f"{self._file.uri}: no column {options.column}; columns of bytes: {', '.join(able) or 'none'} "
+                f"{self._file.uri}: no column {options.column}; columns of bytes: {', '.join(candidates) or 'none'} "
                 "(--column NAME)"
             )
         if not _holds_bytes(kind := schema.field(options.column).type):
@@ -167,7 +189,7 @@ class Table(Archive):
 
 
 class _RowGroups:
-    """The row groups of a Parquet file."""
+    """The row groups of a Parquet file, with the interface of RecordBatches."""
 
     def __init__(self, file: RandomFile) -> None:
         self._file = file
@@ -176,9 +198,9 @@ class _RowGroups:
         self.lengths = [self._table.metadata.row_group(group).num_rows for group in range(self._table.num_row_groups)]
 
     def read(self, piece: int, columns: Sequence[str], at_once: int = 1) -> Iterator[pa.RecordBatch]:
-        """Yield the named columns of row group ``piece``, ``at_once`` rows a batch.
+        """Yield the named columns of row group ``piece``, ``at_once`` rows each; without columns, all rows at once.
 
-        Plans the requests of the file for it. Without columns the only batch has all rows.
+        This replaces the planned requests of the file.
         """
         group = self._table.metadata.row_group(piece)
         spans = list[tuple[int, int]]()
@@ -187,7 +209,7 @@ class _RowGroups:
                 start = chunk.dictionary_page_offset or chunk.data_page_offset
                 spans.append((start, start + chunk.total_compressed_size))
         spans.sort()
-        # Columns are read in turns, and each in its order.
+        # Arrow reads the columns alternately, each in ascending order.
         small = sum(end - start for start, end in spans) <= _MAX_GROUP_BYTES
         self._file.plan(merge_spans(spans) if small else spans, keep=small)
         if columns:
@@ -196,10 +218,10 @@ class _RowGroups:
             yield pa.RecordBatch.from_struct_array(pa.array([{}] * group.num_rows, pa.struct([])))
 
     def plan_paths(self, piece: int, column: str) -> tuple[list[str], int]:
-        """Return what to read for the paths of the rows without bytes, and how many rows at once.
+        """Return the columns to read for the paths of rows without bytes, and the number of rows to read at a time.
 
-        The statistics tell whether all rows of a row group have bytes, or none has them. The bytes themselves are read
-        only if some rows have them, or there are no statistics.
+        There are no columns if the statistics say that every row has bytes, and only the paths if none has. Otherwise,
+        or without statistics, the bytes are read too, one row at a time.
         """
         group = self._table.metadata.row_group(piece)
         chunks = {chunk.path_in_schema: chunk for chunk in map(group.column, range(group.num_columns))}
@@ -213,7 +235,7 @@ class _RowGroups:
 
 
 def _list_paths(column: pa.Array) -> list[str | None]:
-    """Return the path of each row of a column of structs; None for a row with bytes, and for a row without a path."""
+    """Return the path of each row of a column of structs; None for a row with bytes or no path."""
     column = plain_column(column)
     fields = dict(zip((field.name for field in column.type), column.flatten(), strict=True))
     rows = _rows(pa.RecordBatch.from_arrays([fields[_PATH]], [_PATH]))
@@ -223,17 +245,17 @@ def _list_paths(column: pa.Array) -> list[str | None]:
 
 
 def _plain_value(value: pa.Scalar) -> pa.Scalar:
-    """Return the value of an entry of a dictionary or of an extension type; any other value as it is."""
+    """Return the value inside a dictionary or extension scalar; any other scalar as it is."""
     while isinstance(value, pa.DictionaryScalar | pa.ExtensionScalar):
         value = pa.scalar(None) if value.value is None else value.value
     return value
 
 
 def _rows(batch: pa.RecordBatch) -> list[UserRow]:
-    """Return the rows of a batch, with text as bytes where some of it is not UTF-8."""
+    """Return the rows of a batch as dicts; if any text is not UTF-8, all text is returned as bytes."""
     try:
         rows = batch_rows(batch)
-    except UnicodeDecodeError:  # Parquet readers take any bytes for text
+    except UnicodeDecodeError:  # Parquet readers do not check that text is UTF-8
         plain = map(plain_column, batch.columns)
         raw = [column.cast(pa.large_binary()) if _is_text(plain_type(column.type)) else column for column in plain]
         rows = batch_rows(pa.RecordBatch.from_arrays(raw, batch.schema.names))
@@ -241,9 +263,9 @@ def _rows(batch: pa.RecordBatch) -> list[UserRow]:
 
 
 def _member(name: str, number: int, row: UserRow, path: str | None, clips_from: tuple[str, str] | None) -> Member:
-    """Return the member of a row, with its other columns carried.
+    """Return the member of a row, with all columns except ``video_id`` carried as JSON.
 
-    A clip's time that is NaN or infinite is a fault: carried JSON has no such number.
+    A NaN or infinite clip time, which carried JSON cannot hold, and a path with a NUL become a fault.
     """
     video_id = row.get(_KEY)
     values = {
@@ -252,31 +274,34 @@ def _member(name: str, number: int, row: UserRow, path: str | None, clips_from: 
         if key != _KEY and value is not None
     }
     text = carried_json(values) if values else None
-    wrong = [
+    faults = [
         fault("unsupported", f"the clip's {key} is {value}, not a number of seconds")
         for key in clips_from or CLIP_COLUMNS
         if isinstance(value := row.get(key), float) and not math.isfinite(value)
     ]
     if path is not None and "\0" in path:
-        wrong.append(fault("policy", "its path has a NUL"))
+        faults.append(fault("policy", "its path has a NUL"))
         path = None
     return Member(
         name,
         number,
         carried=text,
         video_id=None if video_id is None else shown_as(video_id),
-        fault=next(iter(wrong), None),
+        fault=next(iter(faults), None),
         path=path,
     )
 
 
 def _is_damage(error: Exception) -> bool:
-    """Return True if an error of reading a table is about its bytes, which Arrow's own OSError is: it has no number."""
+    """Return True if an error concerns the table's content; Arrow then raises an OSError without errno."""
     return not isinstance(error, OSError) or error.errno is None
 
 
 def _holds_bytes(kind: pa.DataType) -> bool:
-    """Return True if a column's values are bytes, or the datasets library's structs with a field of bytes or paths."""
+    """Return True for a column of bytes, or of datasets' structs with a field ``bytes`` or a text field ``path``.
+
+    A field ``bytes`` of any type other than bytes or null gives False.
+    """
     kind = plain_type(kind)
     if not pa.types.is_struct(kind):
         return _is_binary(kind)
@@ -288,9 +313,11 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 
 def holds_paths(file: RandomFile, column: str) -> bool:
-    """Return True if a table has a column of text, as paths are.
+    """Return True if a table has exactly one column ``column``, and it is text, as paths are.
 
-    Raises OSError, ArrowException, ManifestError for an Arrow file in a store.
+    Raises:
+        OSError, ArrowException: the table cannot be read or is damaged.
+        ManifestError: an Arrow file is in a store.
     """
     is_parquet = find_suffix(file.uri) == ".parquet"
     schema = pq.read_schema(SeekableFile(file)) if is_parquet else RecordBatches(file.uri).schema
@@ -298,17 +325,17 @@ def holds_paths(file: RandomFile, column: str) -> bool:
 
 
 def _is_binary(kind: pa.DataType) -> bool:
-    """Return True if a column's values are bytes."""
+    """Return True for types of bytes."""
     types = pa.types
     return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind))
 
 
 def _is_small(kind: pa.DataType) -> bool:
-    """Return True if a column is carried: text, numbers, booleans and times, also those of a dictionary."""
+    """Return True for types that are carried: text, numbers, booleans and times, also in a dictionary."""
     kind = plain_type(kind)
     return bool(pa.types.is_primitive(kind) or pa.types.is_decimal(kind) or _is_text(kind))
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    """Return True if a column's values are text."""
+    """Return True for types of text, except views."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))

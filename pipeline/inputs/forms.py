@@ -1,4 +1,4 @@
-"""The forms of archives and tables by the suffixes of their names, and the bytes of their videos."""
+"""The forms of archives and tables by file suffix, and access to the bytes of their videos."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.rows import VideoRow
 from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 
-#: To add a form, write a subclass of Archive as those in ``tar_and_zip`` and add a line here.
+#: To add a form, write a subclass of Archive like those in ``tar_and_zip`` and add a line here.
 FORMS: dict[str, Callable[[RandomFile], Archive]] = {
     ".tar": Tar,
     ".zip": Zip,
@@ -33,12 +33,17 @@ TABLE_FORMS = frozenset({".parquet", ".arrow", ".feather"})
 def fetch_again(
     row: VideoRow, objects: Objects, roots: Roots
 ) -> Callable[[Callable[[bytes], object], int], int] | None:
-    """Return a function that fetches the video of a row of the videos table from its archive; None for other files.
+    """Return a function ``fetch(write, limit)`` that fetches a row's video from its archive; None for a separate file.
 
-    It reads the video at its current position (``OpenArchives.find_again``).
+    ``fetch`` passes the bytes of the video, at its current position in the archive, to ``write``, and returns their
+    number. Call this function before reading any file that a row names: whoever made the cache chose the address, and
+    this user's credentials would be sent there.
 
-    Call it before anything of a row is read: whoever made the cache chose the address, and this user's credentials
-    would be sent there. Raises VideoFault("policy") unless it lies below ``roots``.
+    Args:
+        row: a row of the videos table.
+
+    Raises:
+        VideoFault: "policy" if the address is not below ``roots``.
     """
     location = Location.parse(row["uri"], row["source_offset"], row["source_size"], row.get("source_mark"))
     if not roots.contains(location.file):
@@ -57,10 +62,10 @@ def fetch_again(
 
 
 class OpenArchives(AbstractContextManager["OpenArchives"]):
-    """The archives of some videos; one archive is open at a time. For one thread. Close it after use.
+    """The archives of some videos, of which one is open at a time; close it after use. Not thread-safe.
 
     Args:
-        locations: the videos that will be fetched, in this order: neighbors share a request. Files that are in no
+        locations: the videos that will be fetched, in this order; neighbors share a request. Videos that are not in an
             archive are ignored.
     """
 
@@ -73,15 +78,18 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
         self.close()
 
     def close(self) -> None:
-        """Close the open archive. May be called twice."""
+        """Close the open archive. Calling this twice is allowed."""
         if self._open is not None:
             self._open[1].close()
             self._open = None
 
     def fetch(self, location: Location, write: Callable[[bytes], object], limit: int) -> int:
-        """Pass the bytes of a member to ``write``; return their number.
+        """Pass the bytes of a member to ``write``, piece by piece; return their number.
 
-        Raises VideoFault, or OSError, with EFBIG for more than ``limit`` bytes.
+        Raises:
+            VideoFault: the member is damaged, has changed, or the suffix of the archive is unknown.
+            OSError: the archive cannot be read; with EFBIG if the member has more than ``limit`` bytes, of which some
+                may already be written.
         """
         n_done = 0
         if (size := location.size or 0) > limit:
@@ -96,10 +104,12 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
     def find_again(self, location: Location) -> Location:
         """Return the current location of a member, found by its name; ``location`` itself if no member has the name.
 
-        A tar with the ``mark`` of ``location`` is not listed again. A zip always is, since the mark of its members is a
-        CRC-32. Without a mark, as of a table's rows, ``location`` is returned.
+        ``location`` is also returned, without listing the archive, if it has no mark (rows of tables), or for a tar
+        whose mark still equals it. The mark of a zip's member is a CRC-32, so a zip is always listed.
 
-        Raises VideoFault for an unknown suffix, or OSError.
+        Raises:
+            VideoFault: the suffix of the archive is unknown.
+            OSError: the archive cannot be read.
         """
         archive = self._open_archive(location.file)
         assert self._open is not None
@@ -109,19 +119,28 @@ class OpenArchives(AbstractContextManager["OpenArchives"]):
         return next((location._replace(offset=member.offset, size=member.size) for member in members), location)
 
     def sample(self, location: Location) -> int | None:
-        """Return ``Archive.sample`` of a member. Raises OSError."""
+        """Return the ``sample_key`` of a member's bytes, or None for forms other than tar.
+
+        Raises:
+            VideoFault: the suffix of the archive is unknown.
+            OSError: the archive cannot be read.
+        """
         return self._open_archive(location.file).sample(location)
 
     def _open_archive(self, uri: str) -> Archive:
-        """Return the archive at ``uri``; open it, and close the one before it, unless it is open already.
+        """Return the archive at ``uri``. If another one is open, close that, open this one, and plan its requests.
 
-        Its requests are planned for the locations of this object. Raises VideoFault for an unknown suffix, or OSError.
+        Raises:
+            VideoFault: the suffix is unknown.
+            OSError: the archive cannot be read.
         """
         if self._open is None or self._open[0] != uri:
             self.close()
             form = FORMS.get(find_suffix(uri))
             if form is None:
-                raise VideoFault("unsupported", f"{uri}: its name ends like no archive or table ({' '.join(FORMS)})")
+                raise VideoFault(
+                    "unsupported", f"{uri}: its suffix is not that of an archive or table ({' '.join(FORMS)})"
+                )
             file = open_archive(uri, self._objects)
             try:
                 archive = form(file)

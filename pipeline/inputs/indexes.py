@@ -1,4 +1,4 @@
-"""The indexes of archives and tables: the videos of each. The cache keeps those of whole tars and zips."""
+"""The indexes of archives and tables, which list their videos. The cache keeps those of whole tars and zips."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from pipeline.storage.s3 import ObjectInfo, Objects
 from pipeline.storage.stores import INDEXES, Store
 
 _FIRST_VIEW = 256  # members in the first view of an archive; each later view has twice as many
-_VERSION: Final = 2  # of kept indexes; other versions are made again
+_VERSION: Final = 2  # the version of kept indexes; other versions are replaced
 _SUFFIX: Final = ".json.zlib"
-_MAX_KEPT_NAMES = 100  # of what is left out, of a kind, in a kept index
+_MAX_KEPT_NAMES = 100  # names of left-out files per kind in a kept index
 _BEYOND: Final = 2**53  # bytes that no file has; sums of smaller numbers fit 64 bits
 Missing = Literal["make", "renew", "skip"]
 
@@ -52,7 +52,7 @@ class NamedFile(NamedTuple):
     Attributes:
         uri: a path or an address.
         name: the id of a video; the prefix of the ids of an archive's videos.
-        policy: the reason why it must not be read, if any.
+        policy: the reason why it must not be read; None if it may be read.
         info: the entry of an object in the listing of its store; None for a file on disk.
     """
 
@@ -63,12 +63,12 @@ class NamedFile(NamedTuple):
 
     @property
     def is_table(self) -> bool:
-        """True for a table of videos: it needs ``--column``, and its index is not kept, since tables are read fast."""
+        """True for a table of videos; it needs ``--column``, and its index is not kept, since it is fast to read."""
         return find_suffix(self.uri) in TABLE_FORMS
 
 
 class _Index(NamedTuple):
-    """The members of an archive, and its left-out files; the mark changes with the archive."""
+    """The members of an archive and its left-out files, with a mark that changes with the archive; "" for no mark."""
 
     members: list[Member]
     left_out: LeftOut
@@ -76,13 +76,13 @@ class _Index(NamedTuple):
 
 
 class View(NamedTuple):
-    """What is known of an archive once it was read, or while it is read.
+    """The videos of an archive that are known after, or while, it is indexed.
 
     Attributes:
         videos: the videos, MANIFEST_SCHEMA.
-        left_out: files and members that are no videos, or are not read.
-        is_whole: whether these are all videos. If not, the next view of the archive has them too, and more; or, if the
-            archive cannot be read to its end, a single row with the reason.
+        left_out: files and members that are not videos, or are not read.
+        is_whole: True if these are all videos. Otherwise, the next view of the archive has these and more, or a single
+            row with the reason if the archive cannot be read to its end.
     """
 
     videos: pa.Table
@@ -92,23 +92,23 @@ class View(NamedTuple):
 
 @dataclass
 class Indexes:
-    """The maker and reader of the indexes of archives. Several threads may read.
+    """Makes indexes of archives, and reads and writes the indexes that the cache keeps. Thread-safe.
 
-    The cache keeps the index of a whole tar or zip for the next run. A table, or an archive that was read in part, is
-    read again in the next run.
+    The cache keeps the index of a whole tar or zip for later runs. Tables, and archives that were read in part, are
+    read again by the next run.
 
     Attributes:
-        options: the options about archives and tables.
+        options: the options for reading archives and tables.
         store: the store of the cache, which keeps the indexes; None keeps none.
         keeps: whether new indexes are written there.
-        roots: the places besides a table's own that the paths in its rows may name.
-        say: gets notes about the forms of archives.
-        left_out: files and members that are no videos, or are not read. Whoever takes a view of ``read`` adds the
-            view's.
-        fetched: bytes that were read from stores.
-        rows_per_group: the maximum ``Archive.rows_per_group`` of the archives that were read for an index.
-        n_made: the number of archives that were read for an index.
-        stopped: ends every ``read`` at its next member, without an index, once any thread sets it.
+        roots: folders and prefixes, besides a table's own, that paths in its rows may name.
+        say: gets notes about forms of archives, each form once.
+        left_out: files and members that are not videos, or are not read. The caller adds those of the views from
+            ``read``.
+        fetched: the number of bytes read from stores.
+        rows_per_group: the maximum ``Archive.rows_per_group`` of the archives that were indexed.
+        n_made: the number of archives that were read to make an index.
+        stopped: any thread may set it, to end each ``read`` at its next member, without an index.
     """
 
     options: ArchiveOptions = field(default_factory=ArchiveOptions)
@@ -127,15 +127,22 @@ class Indexes:
     def read(
         self, named_file: NamedFile, objects: Objects, missing: Missing = "make", *, in_views: bool = False
     ) -> Iterator[View]:
-        """Yield the videos of an archive. If it must not or cannot be read, they are a single row with the reason.
+        """Yield the videos of an archive, from its kept index if that fits, otherwise by indexing the archive.
+
+        An archive that must not or cannot be read gives a view of a single row with the reason.
 
         Args:
-            missing: what to do without a kept index that fits the archive. "make" makes one. "renew" makes one if the
-                kept index does not fit, and yields nothing if none is kept. "skip" yields nothing.
-            in_views: whether the videos read so far are yielded while a new index is made. Each view has all videos of
-                the view before it. Closing the generator at a view leaves the rest of the archive unread.
+            missing: what to do if no kept index fits the archive. "make" makes one. "renew" makes one if an index that
+                does not fit is kept, and otherwise yields nothing. "skip" yields nothing.
+            in_views: if True, the videos read so far are also yielded while a new index is made: 256 at first, then
+                twice as many each time. Closing the generator leaves the rest of the archive unread.
 
-        Raises ManifestError for an impossible request, RunFailed if an index cannot be kept.
+        Yields:
+            One whole view, after any partial views; nothing once ``stopped`` is set.
+
+        Raises:
+            ManifestError: the uri contains "#", or the options do not fit the archive.
+            RunFailed: a new index cannot be written.
         """
         if "#" in named_file.uri:
             raise ManifestError(f"{named_file.uri}: rename it: uris put a # between an archive's name and its members'")
@@ -157,22 +164,28 @@ class Indexes:
                         self.fetched += file.fetched
         except OSError as error:
             wrong = fault("io", printable(f"the archive cannot be read: {error.strerror or error}"))
-            # This row stands for all of its videos.
+            # This row stands for all videos of the archive.
             yield self._make_view(named_file, _Index([Member("", 0, fault=wrong)], LeftOut()))
 
     def _make(self, named_file: NamedFile, file: RandomFile, in_views: bool) -> Iterator[View]:
-        """Make the index of an open archive, and yield its videos; nothing once ``stopped`` is set.
+        """Index an open archive, and yield its views; the index is kept if the whole archive was read.
 
-        Only a whole index is kept. Raises ManifestError for an impossible request, RunFailed if the index cannot be
-        kept, and OSError if the archive cannot be read.
+        This ends without a whole view once ``stopped`` is set.
+
+        Raises:
+            ManifestError: the options do not fit the archive.
+            RunFailed: the index cannot be written.
+            OSError: the archive cannot be read.
         """
         with self._counting:
             self.n_made += 1
-        archive, members, next_view = FORMS[find_suffix(named_file.uri)](file), list[Member](), _FIRST_VIEW
+        archive = FORMS[find_suffix(named_file.uri)](file)
+        members = list[Member]()
+        next_view = _FIRST_VIEW
         for member in archive.members(self.options):
             if self.stopped.is_set():
                 return
-            # The archive was read up to this video, so the members between it and the last video are known.
+            # The archive was read up to this video, so all members before it are known.
             if in_views and len(members) == next_view:
                 next_view *= 2
                 index = self._make_index(named_file, file, archive, members)
@@ -184,9 +197,9 @@ class Indexes:
         yield self._make_view(named_file, index)
 
     def _make_view(self, named_file: NamedFile, index: _Index, *, is_whole: bool = True) -> View:
-        """Return the view of an index. Rows with a path instead of bytes become files.
+        """Convert an index to a view, with the archive's name before the names of left-out members.
 
-        The names of left-out files lie inside the archive.
+        A row of a table with a path instead of bytes becomes a separate file, without an offset.
         """
         left_out = LeftOut()
         left_out.add_all(index.left_out.as_record(), f"{named_file.name}/")
@@ -194,7 +207,8 @@ class Indexes:
         paths = pa.array([member.path for member in index.members], pa.string())
         if paths.null_count < len(paths):
             uri_columns = NamedVideos.beside(named_file.uri, self.roots).locate(paths.drop_null())
-            is_file, columns = paths.is_valid(), {name: table[name].combine_chunks() for name in table.column_names}
+            is_file = paths.is_valid()
+            columns = {name: table[name].combine_chunks() for name in table.column_names}
             columns["uri"] = pc.replace_with_mask(columns["uri"], is_file, uri_columns.uris)
             columns["policy"] = pc.replace_with_mask(columns["policy"], is_file, uri_columns.policy)
             columns["source_offset"] = pc.if_else(is_file, None, columns["source_offset"])
@@ -202,12 +216,12 @@ class Indexes:
         return View(table, left_out, is_whole)
 
     def _mark(self, named_file: NamedFile, file: RandomFile) -> str:
-        """Return a text that changes with an archive, or with the options for reading it; "" for none."""
+        """Return a text that changes with an archive or the options for reading it; "" if it has no mark."""
         encoding = self.options.zip_encoding if find_suffix(named_file.uri) == ".zip" else None
         return f"{file.mark} {encoding}" if encoding and file.mark else file.mark
 
     def _make_index(self, named_file: NamedFile, file: RandomFile, archive: Archive, members: list[Member]) -> _Index:
-        """Return the index of the members read so far, with checked names; note what their form says of them."""
+        """Return the index of the members read so far, with faults for unsafe names; print a form's note once."""
         form = find_suffix(named_file.uri)
         with self._counting:
             self.rows_per_group = max(self.rows_per_group, archive.rows_per_group)
@@ -215,29 +229,32 @@ class Indexes:
                 self._notes.add(form)
                 self.say(f"note: {named_file.uri}: {printable(archive.note)}")
         members, left_out = archive.pair_sidecars(members)
-        if form not in TABLE_FORMS:  # names of rows are no part of an id
+        if form not in TABLE_FORMS:  # the name of a row is not in its id
             seen_names = set[str]()
             members = [check_name(member, seen_names) for member in members]
         return _Index(members, left_out, self._mark(named_file, file))
 
     def _clips_known(self, named_file: NamedFile, index: _Index) -> bool:
-        """Return True if the clips of members are known; what tells the clip of a tar's video may lie far behind it."""
+        """Return True if the clips of all members are known.
+
+        With ``--clips-from``, a tar's sidecar with the clip of a video may come long after the video.
+        """
         if self.options.clips_from is None or named_file.is_table:
             return True
         return all(member.carried is not None or member.fault is not None for member in index.members)
 
     def _kept_index(self, named_file: NamedFile) -> _Index | None:
-        """Return the kept index of an archive; None if none is kept.
+        """Return the kept index of an archive, or None if none is kept; tables have none.
 
-        An index that is damaged, has another version, or cannot be read from the store is returned as an empty index. A
-        new index then replaces it.
+        An index that is damaged, of another version, or unreadable is returned as an empty index, which a new one
+        replaces.
         """
         if self.store is None or named_file.is_table:
             return None
         try:
             facts, *members = json.loads(zlib.decompress(self.store.read(_name(named_file.uri))))
             version, uri, mark, *left_out = facts
-            # Older versions kept fewer fields. They took the name of a zip's member for the end of its id.
+            # Older versions kept fewer fields, and used the name of a zip's member as the end of its id.
             is_old = find_suffix(named_file.uri) == ".zip" and any(
                 "\\" in member[0] and len(member) < len(Member._fields) for member in members
             )
@@ -246,13 +263,16 @@ class Indexes:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, LookupError, AttributeError, zlib.error):
-            pass  # it is damaged
-        return _Index([], LeftOut())  # it is made again
+            pass  # damaged or unreadable
+        return _Index([], LeftOut())  # a new index replaces it
 
     def _write_index(self, named_file: NamedFile, index: _Index) -> None:
-        """Write the whole index of a tar or zip to the cache, if this run keeps any; concurrent runs write the same.
+        """Write the index of a tar or zip to the cache; do nothing if this run keeps none or the archive has no mark.
 
-        Raises RunFailed if the store fails.
+        Concurrent runs write the same index.
+
+        Raises:
+            RunFailed: the store fails.
         """
         if self.store is None or not self.keeps or named_file.is_table or not index.mark:
             return
@@ -266,15 +286,26 @@ class Indexes:
 
 
 def forget_members(store: Store, uris: Collection[str], ids: Collection[str] = ()) -> list[str]:
-    """Delete members and their carried columns from the kept indexes; return the names of deleted indexes.
+    """Delete members, and the names of their carried files, from the kept indexes, as ``jobs.remove`` needs.
 
-    A whole index is deleted, and made again on demand, if it cannot be read, or if a member may have an id of ``ids``
-    and its uri is not among ``uris``: an id does not contain the folder's path. Raises OSError.
+    A whole index is deleted, to be made again on demand, if it is damaged or of another version, or if a member that is
+    not in ``uris`` may have an id of ``ids``: an index does not tell the folder to which ids are relative.
+
+    Args:
+        uris: the uris of the members. Without ``ids``, only the indexes of their archives are read.
+        ids: the video ids.
+
+    Returns:
+        The names of the deleted indexes.
+
+    Raises:
+        OSError: the store fails.
     """
-    deleted_names, ends = list[str](), frozenset(ids)
+    deleted_names = list[str]()
+    ends = frozenset(ids)
     names = store.names(INDEXES, _SUFFIX) if ids or uris else []
     if not ids:
-        # Without ids all uris are of members, wherever these lie.
+        # Without ids, only the archives of the uris matter.
         names = sorted(set(names) & {_name(Location.parse(uri, 0).file) for uri in uris})
     for name, data in zip(names, store.read_all(names), strict=True):
         try:
@@ -291,7 +322,9 @@ def forget_members(store: Store, uris: Collection[str], ids: Collection[str] = (
                 for name in {member.name, member.shown_name or member.name}
             )
         except (ValueError, TypeError, LookupError, zlib.error):
-            doubtful, other_members, removed_ids = True, [], []
+            doubtful = True
+            other_members = []
+            removed_ids = []
         if doubtful:
             store.delete(name)
             deleted_names.append(name)
@@ -303,20 +336,23 @@ def forget_members(store: Store, uris: Collection[str], ids: Collection[str] = (
 
 
 def _ends(path: str) -> Iterator[str]:
-    """Yield what remains of a path behind each of its slashes."""
+    """Yield the rest of a path after each of its slashes."""
     return (path[index + 1 :] for index, letter in enumerate(path) if letter == "/")
 
 
 def _name(uri: str) -> str:
-    """Return the name of an archive's kept index."""
+    """Return the name of an archive's kept index in the cache."""
     digest = hashlib.blake2b(uri.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
     return f"{INDEXES}/{digest}{_SUFFIX}"
 
 
 def _table(named_file: NamedFile, members: Sequence[Member], options: ArchiveOptions, mark: str) -> pa.Table:
-    """Return the members of an archive as MANIFEST_SCHEMA, with their clips.
+    """Convert the members of an archive to MANIFEST_SCHEMA, with their clips.
 
-    ``mark`` is the archive's, for members without a mark. A clip or a size that makes no sense becomes a fault.
+    Sizes, offsets and clips that are out of range become faults.
+
+    Args:
+        mark: the mark of the archive, for members without one.
     """
     is_table = named_file.is_table
     members = [_check_bounds(member) for member in members]
@@ -336,14 +372,14 @@ def _table(named_file: NamedFile, members: Sequence[Member], options: ArchiveOpt
         "size": [member.size for member in members],
         "source_offset": [member.offset for member in members],
         "fault": [member.fault for member in members],
-        # A table that was changed has other uris.
+        # A modified table has other uris, so it needs no mark.
         "mark": [None if is_table else mark_key(member.mark or mark) for member in members],
     }
     return pa.Table.from_pydict(columns, MANIFEST_SCHEMA)
 
 
 def _check_bounds(member: Member) -> Member:
-    """Return a member, with a fault if its offset or its size is beyond any file's."""
+    """Return the member, with a fault, offset 0 and no size if its offset or size is larger than any file."""
     if max(member.offset, member.size or 0) < _BEYOND:
         return member
     wrong = member.fault or fault("corrupt", "its size or its offset is beyond any file")
@@ -351,9 +387,10 @@ def _check_bounds(member: Member) -> Member:
 
 
 def _add_clip(member: Member, names: tuple[str, str] | None, of_row: bool) -> Member:
-    """Return a member with its clip: two numbers of its row, or of the carried .json; a fault where there are none.
+    """Return the member with its clip: the two values ``names`` of its row or its carried .json, in seconds.
 
-    Without ``names`` a row may have ``start_s`` and ``end_s``, or one of them.
+    With ``names``, both values must be finite numbers. Without, a row may have ``start_s``, ``end_s``, both or none.
+    Any other value becomes a fault. A member that already has a fault gets no clip.
     """
     values = json.loads(member.carried or "{}")
     values = values if of_row else values.get("json")
@@ -368,7 +405,7 @@ def _add_clip(member: Member, names: tuple[str, str] | None, of_row: bool) -> Me
 
 
 def _seconds(value: Json) -> float | None:
-    """Return a carried value as a number of seconds, None where there is none, nan where it is of another type."""
+    """Return a carried value as seconds; None if it is null, and NaN if it is not a number."""
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

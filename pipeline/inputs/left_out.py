@@ -13,22 +13,22 @@ APPLE_DOUBLE = "AppleDouble files"
 ARCHIVES = "archives beside videos"
 CLOSED = "folders without permission"
 OTHER_FILES = "other files"
-MAX_NAMES = 1000  # of a kind
-_MAX_SHOWN = 3  # names of a kind in a line
+MAX_NAMES = 1000  # names kept per kind
+_MAX_SHOWN = 3  # names per kind in a line
 
 
 class LeftOutKind(TypedDict):
-    """The files of a kind: their number, and the first names."""
+    """The number of left-out files of a kind, and the first names."""
 
     count: int
     names: list[str]
 
 
 class LeftOut:
-    """The left-out files by kind, in the order in which the kinds were found. Several threads may add.
+    """The left-out files by kind, in the order in which the kinds first occurred. Thread-safe.
 
     Attributes:
-        remedies: kind -> the reason why its files are left out, and a way to have them read.
+        remedies: kind -> why its files are left out, and how to have them read.
     """
 
     def __init__(self, kinds: Mapping[str, LeftOutKind] | None = None) -> None:
@@ -38,11 +38,14 @@ class LeftOut:
         self.add_all(kinds or {})
 
     def add(self, kind: str, name: str) -> None:
-        """Count one file."""
+        """Count one file of a kind; its name is kept if the kind has fewer than 1,000."""
         self.add_all({kind: {"count": 1, "names": [name]}})
 
     def add_all(self, kinds: Mapping[str, LeftOutKind], inside: str = "") -> None:
-        """Count the files of a record (``as_record``), whose names lie ``inside`` an archive."""
+        """Add counts and names as ``as_record`` returns them; ``inside`` is put before each name.
+
+        At most 1,000 names of a kind are kept.
+        """
         with self._adding:
             for kind, more in kinds.items():
                 record = self._kinds.setdefault(kind, {"count": 0, "names": []})
@@ -51,14 +54,17 @@ class LeftOut:
                 record["names"] += [f"{inside}{name}" for name in names]
 
     def forget(self, videos: Iterable[str]) -> None:
-        """Drop the names of files beside these videos, which have their names up to the suffix; they stay counted."""
+        """Drop the names of files that belong to these removed videos; the counts stay.
+
+        A file belongs to a video if its path contains the video's path up to the suffix: "a/b.json" belongs to "b.mp4".
+        """
         stems = [f"/{PurePosixPath(video).with_suffix('')}." for video in videos]
         with self._adding:
             for record in self._kinds.values():
                 record["names"] = [name for name in record["names"] if not any(stem in f"/{name}" for stem in stems)]
 
     def as_record(self, max_names: int = MAX_NAMES) -> dict[str, LeftOutKind]:
-        """Return the counts JSON-able, with at most ``max_names`` names of a kind."""
+        """Return a JSON-serializable copy: kind -> count and at most ``max_names`` names."""
         with self._adding:
             return {
                 kind: {"count": record["count"], "names": record["names"][:max_names]}
@@ -70,15 +76,15 @@ class LeftOut:
         return {kind: record["count"] for kind, record in self.as_record(0).items()}
 
     def first_names(self) -> dict[str, list[str]]:
-        """Return the names of the first files of each kind, a few that fit in a line."""
+        """Return the first names of each kind, three at most."""
         return {kind: record["names"] for kind, record in self.as_record(_MAX_SHOWN).items()}
 
     def describe(self, kind: str) -> str:
-        """Describe the files of a kind by their number and first names."""
+        """Format the number and first names of the files of a kind; KeyError for a kind that did not occur."""
         return format_left_out({kind: self.counts()[kind]}, self.first_names())
 
     def __str__(self) -> str:
-        """Return the numbers of files by kind, with the first names, in a line."""
+        """Format all kinds in one line, with counts and first names; "" if nothing is left out."""
         return format_left_out(self.counts(), self.first_names())
 
 
@@ -87,7 +93,7 @@ def format_left_out(counts: Mapping[str, int], names: Mapping[str, Sequence[str]
 
     Args:
         counts: kind -> the number of its files.
-        names: kind -> the names of the first of them; a kind without names has only its number.
+        names: kind -> the names of the first of them; a kind without names gets only its number.
     """
     kinds = []
     for kind, count in counts.items():
@@ -97,12 +103,12 @@ def format_left_out(counts: Mapping[str, int], names: Mapping[str, Sequence[str]
 
 
 def _singular(kind: str) -> str:
-    """Return the name of a kind for one file: "archive beside videos"."""
+    """Return the name of a kind for a single file: "archive beside videos", "other file"."""
     first, space, words = kind.partition(" ")
     return f"{first.removesuffix('s')}{space}{words.removesuffix('files')}{'file' if words.endswith('files') else ''}"
 
 
 def is_apple_double(name: str) -> bool:
-    """Return True for a file with the resource fork and attributes of another file, which macOS packs."""
+    """Return True for an AppleDouble file, which macOS packs with another file's resource fork and attributes."""
     path = PurePosixPath(name)
     return path.name.startswith("._") or "__MACOSX" in path.parts

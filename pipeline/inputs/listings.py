@@ -1,6 +1,6 @@
 """The objects that an address in a store names, brace patterns in names, and the checks of addresses.
 
-Listing the objects costs requests. Braces are expanded as shells do: {a,b}, {000..010}, one within another.
+Listing objects costs requests. Braces are expanded as in shells: {a,b}, {000..010}, also nested.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipeline.inputs.left_out import APPLE_DOUBLE, OTHER_FILES, LeftOut, is_appl
 from pipeline.storage.hub import Files
 from pipeline.storage.s3 import SCHEME, ObjectInfo, check_uri, has_query, is_s3
 
-# Which files of a folder or glob count as videos. A file that is named outright may have any name.
+# The suffixes of files that count as videos in a folder or glob. A file that is named itself may have any suffix.
 VIDEO_SUFFIXES = frozenset(
     {".mp4", ".m4v", ".mov", ".qt", ".3gp", ".3g2", ".f4v", ".mkv", ".mk3d", ".webm", ".avi", ".divx", ".flv"}
     | {".ts", ".m2t", ".m2ts", ".mts", ".mpg", ".mpeg", ".mpe", ".m1v", ".m2v", ".vob", ".wmv", ".asf", ".ogv", ".ogm"}
@@ -36,19 +36,23 @@ def list_objects(
 ) -> tuple[str, list[ObjectInfo]]:
     """List the videos and archives that an address on S3 or the hub names, in the order of their keys.
 
-    Returns the prefix that their ids are relative to, and the objects.
-
     - ``s3://bucket/folder/`` and ``s3://bucket/folder`` name every object below it with one of ``suffixes``.
-    - A glob names the objects with such a suffix that match it, unless an object has its very name. ``*``, ``?`` and
+    - A glob names the matching objects with such a suffix, unless an object has exactly this name. ``*``, ``?`` and
       ``[..]`` stay within a segment; a segment ``**`` stands for any number of segments.
     - Any other address names the object with this key.
 
-    It sends one LIST for each thousand keys below the folder or the literal beginning of a glob, and one HEAD for an
-    address with one of ``suffixes``. It sends both only where a name misleads: an object without such a suffix, a
-    folder with such a suffix. ``left_out`` counts the other objects that lie below the folder or
-    match the glob.
+    This sends one LIST per thousand keys below the folder or the literal beginning of a glob, and one HEAD for an
+    address with one of ``suffixes``. It sends both only if a name misleads: an object without such a suffix, or a
+    folder with one.
 
-    Raises ManifestError, with the store's reason, for no video, no such bucket, no access.
+    Args:
+        left_out: counts the other objects below the folder or that match the glob.
+
+    Returns:
+        The prefix that ids are relative to, and the objects, at least one.
+
+    Raises:
+        ManifestError: there is no video, or the store fails (no such bucket, no access), with its reason.
     """
     try:
         folder, infos = _list(address, suffixes, objects, left_out)
@@ -61,10 +65,14 @@ def list_objects(
 
 
 def _list(address: str, suffixes: frozenset[str], objects: Files, left_out: LeftOut) -> tuple[str, list[ObjectInfo]]:
-    """List the objects that ``list_objects`` names; the list may be empty. Raises OSError."""
+    """List the objects as ``list_objects`` does, but return an empty list if there are none.
+
+    Raises:
+        OSError: the store fails.
+    """
 
     def below(prefix: str, glob: Sequence[str] | None = None) -> list[ObjectInfo]:
-        """Return the objects below a prefix with one of the suffixes that match ``glob``; count other files."""
+        """Return the objects below a prefix that have one of the suffixes and match ``glob``; count the others."""
         named_infos = (
             info
             for info in objects.list(prefix, deep=True)
@@ -88,7 +96,7 @@ def _list(address: str, suffixes: frozenset[str], objects: Files, left_out: Left
 
 
 def _find_object(uri: str, objects: Files) -> tuple[str, list[ObjectInfo]] | None:
-    """Return the listing of a single object, or None if there is no such object."""
+    """Return (folder, listing) of a single object, or None if it does not exist."""
     try:
         return _parent(uri), [objects.info(uri)]
     except FileNotFoundError:
@@ -96,9 +104,9 @@ def _find_object(uri: str, objects: Files) -> tuple[str, list[ObjectInfo]] | Non
 
 
 def segments_match(parts: Sequence[str], glob: Sequence[str], *, with_hidden: bool = True) -> bool:
-    """Return True if a path's segments match those of a glob, in which ``**`` stands for any number of segments.
+    """Return True if the segments of a path match those of a glob, in which ``**`` stands for any number of segments.
 
-    Without ``with_hidden`` a segment that begins with a dot matches only a segment of the glob that does, too.
+    Without ``with_hidden``, a segment that begins with a dot matches only a glob segment that begins with a dot.
     """
     if not glob:
         return not parts
@@ -112,17 +120,17 @@ def segments_match(parts: Sequence[str], glob: Sequence[str], *, with_hidden: bo
 
 
 def _parent(uri: str) -> str:
-    """Return a uri up to its last slash, with it."""
+    """Return a uri up to and including its last slash."""
     return uri[: uri.rindex("/") + 1]
 
 
 def find_suffix(uri: str) -> str:
-    """Return the end of a name that says what a file is, in lower case: ".mp4"."""
+    """Return the file suffix of a name in lower case, with the dot: ".mp4"; "" if there is none."""
     return PurePosixPath(uri).suffix.lower()
 
 
 def is_taken(name: str, suffixes: Collection[str], left_out: LeftOut, shown_name: str = "") -> bool:
-    """Return True if a file is taken by its name; else count it in ``left_out``.
+    """Return True if a file has one of ``suffixes`` and is not an AppleDouble file; otherwise count it in ``left_out``.
 
     It is counted as ``shown_name``, by default its name.
     """
@@ -136,21 +144,32 @@ def is_taken(name: str, suffixes: Collection[str], left_out: LeftOut, shown_name
 
 
 def check_listed(uri: str) -> str | None:
-    """Return the reason why a listed object must not be read, or None. Clients and servers resolve dots differently."""
+    """Return the reason why a listed object must not be read (dot segments, control characters), or None.
+
+    Clients and servers resolve dots differently.
+    """
     return _DOTS if CONTROL.search(uri) or {".", ".."} & set(uri.split("/")) else None
 
 
 def check_named(uri: str, prefixes: Iterable[str]) -> str | None:
-    """Return the reason why an object in a manifest must not be read; None if it lies below one of ``prefixes``."""
+    """Return the reason why an object in a manifest must not be read, or None if it may be read.
+
+    The reason is BAD_ADDRESS for a malformed address, or OUTSIDE_PREFIXES if it is not below one of ``prefixes``.
+    """
     bucket, _, key = uri.partition("://")[2].partition("/")  # of the hub: "datasets"
-    is_key = bool(key) and not key.endswith("/") and (is_s3(uri) or "//" not in key)  # only S3 has empty segments
+    is_key = bool(key) and not key.endswith("/") and (is_s3(uri) or "//" not in key)  # only S3 allows empty segments
     if not is_key or has_query(uri) or check_listed(uri) or not _BUCKET.fullmatch(bucket):
         return BAD_ADDRESS
     return None if any(uri.startswith(prefix) for prefix in prefixes) else OUTSIDE_PREFIXES
 
 
 def root_prefix(root: str) -> str:
-    """Return a ``--video-root`` in a store as the prefix of all below it; no request. Raises ManifestError."""
+    """Return a ``--video-root`` in a store as a prefix that ends with a slash; no request is sent.
+
+    Raises:
+        ManifestError: it is not an S3 bucket or prefix, or a dataset on the hub.
+        UsageError: an S3 address has a user, host or query, or boto3 is not installed.
+    """
     if is_s3(root):
         check_uri(root)
     prefix = f"{root.rstrip('/')}/"
@@ -161,13 +180,16 @@ def root_prefix(root: str) -> str:
 
 
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
-_MAX_NAMES = 1_000_000  # names from one pattern
+_MAX_NAMES = 1_000_000  # names after expansion
 
 
 def expand_braces(names: Sequence[str]) -> list[str]:
-    """Return the names with their brace patterns expanded, in the order in which a shell would give them.
+    """Return the names with their brace patterns expanded, in the order of a shell.
 
-    A name that a local file or folder has stays as it is. Raises ManifestError for a million names or more.
+    A name that exists as a local file or folder, and braces that are not a pattern, are kept as they are.
+
+    Raises:
+        ManifestError: a pattern brings the result to a million names or more.
     """
     names_out: list[str] = []
     for name in names:
@@ -184,7 +206,7 @@ def expand_braces(names: Sequence[str]) -> list[str]:
 
 
 def _names(text: str) -> Iterator[str]:
-    """Yield each name that a text stands for; braces that are no pattern stay."""
+    """Yield each text that a text with brace patterns stands for; braces that are not a pattern are kept."""
     start = text.find("{")
     while start >= 0:
         parts, end = _split(text, start)
@@ -197,8 +219,12 @@ def _names(text: str) -> Iterator[str]:
 
 
 def _split(text: str, start: int) -> tuple[list[str], int | None]:
-    """Split at the commas of the brace at ``start``: (the parts, the index of the closing brace or None)."""
-    parts, depth = [""], 0
+    """Split at the top-level commas of the brace at ``start``; return the texts and the index of its closing brace.
+
+    The index is None if the brace is not closed.
+    """
+    parts = [""]
+    depth = 0
     for index in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[index], 0)
         if not depth:
@@ -211,11 +237,17 @@ def _split(text: str, start: int) -> tuple[list[str], int | None]:
 
 
 def _alternatives(parts: list[str]) -> Iterator[str] | None:
-    """Return an iterator of the texts that a pair of braces stands for; None if its ``parts`` are no pattern."""
+    """Return an iterator of the texts that a pair of braces stands for, or None if it is not a pattern.
+
+    A pattern has several ``parts``, or is a range FIRST..LAST or FIRST..LAST..STEP of integers. The sign of STEP is
+    ignored, and 0 counts as 1. Zeros before an end pad all numbers.
+    """
     match = _RANGE.fullmatch(parts[0])
     if len(parts) > 1 or match is None:
         return None if len(parts) == 1 else (name for part in parts for name in _names(part))
-    first, last, step = match[1], match[2], abs(int(match[3] or 1)) or 1
+    first = match[1]
+    last = match[2]
+    step = abs(int(match[3] or 1)) or 1
     is_padded = any(re.match(r"-?0\d", end) for end in (first, last))
     width = max(len(first), len(last)) if is_padded else 0
     way = -1 if int(last) < int(first) else 1

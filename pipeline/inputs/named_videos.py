@@ -1,9 +1,9 @@
-"""The table of videos that lists and indexes give, and the conversion of the rows of a manifest to it.
+"""The table of videos that lists and indexes produce, and the conversion of a manifest's rows to it.
 
-A few ten thousand rows at a time are checked, located, judged whether they may be read, and become Arrow columns.
+Batches of some ten thousand rows are checked, their uris are resolved, and a row that must not be read gets a policy.
 
-Most manifests are plain: text ids, paths without dots, numbers of seconds. Their columns are checked as a whole. A part
-with anything else in it goes row by row, so that an error names its row.
+Most manifests are plain: text ids, paths without dots, numbers of seconds. Their columns are checked as a whole. A
+batch with anything else is converted row by row, so that an error can name the row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pipeline.rows import ManifestRow
 from pipeline.storage.hub import is_remote
 from pipeline.storage.s3 import is_s3
 
-# The columns are the keys of ``pipeline.rows.ManifestRow``, whose docstring has their meaning.
+# The columns are the keys of ``pipeline.rows.ManifestRow``; its docstring describes them.
 MANIFEST_SCHEMA = pa.schema(
     [
         pa.field("video_id", pa.string(), nullable=False),
@@ -46,34 +46,37 @@ TODO_SCHEMA = MANIFEST_SCHEMA.append(pa.field("attempts", pa.int32(), nullable=F
 #: The policy of a file outside the folders; ``listings.OUTSIDE_PREFIXES`` is the policy of an object.
 OUTSIDE_FOLDERS = "the path resolves outside the folder that was named (add --video-root for a folder that may be read)"
 _OWN_COLUMNS = ("video_id", "uri", "start_s", "end_s", "size_bytes")
-_MAX_SIZE_BYTES = 2**53  # whole numbers of float64
-_DOTS = r"//|(^|/)\.\.?(/|$)|/$"  # segments that abspath would change
+_MAX_SIZE_BYTES = 2**53  # up to here, float64 holds every whole number
+_DOTS = r"//|(^|/)\.\.?(/|$)|/$"  # what abspath would change
 _KEY = r"^s3://[A-Za-z0-9][A-Za-z0-9._-]*(/[^/?]+)+$"
 _SEGMENT_DOTS = r"/\.\.?(/|$)"
 
 
 class Roots(NamedTuple):
-    """The places that may be read: files below these folders, objects below these prefixes."""
+    """What may be read: files below these folders, and objects below these prefixes."""
 
     folders: Sequence[Path] = ()
     prefixes: Sequence[str] = ()
 
     def contains(self, uri: str) -> bool:
-        """Return True if a path, with its links followed, or an object lies below one of these places."""
+        """Return True if an object, or an absolute path whose links are followed, is below one of the roots.
+
+        A relative path gives False.
+        """
         if is_remote(uri):
             return check_named(uri, self.prefixes) is None
         return uri.startswith("/") and "\0" not in uri and Judge(self.folders)(uri) is None
 
 
 class Judge:
-    """A judge of local paths: whether one stays within the folders that were named, once links are followed."""
+    """A check that local paths stay below given folders once links are followed. It caches the result per folder."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
         self._roots = [os.path.realpath(folder) for folder in folders]
-        self._inside: dict[str, bool] = {}  # folder -> whether it is below a root; of a million files few differ
+        self._inside: dict[str, bool] = {}  # folder -> whether it is below a root; a million files have few folders
 
     def __call__(self, path: str) -> str | None:
-        """Return the reason why the absolute ``path`` must not be read: it lies outside; None if it lies inside."""
+        """Return None if the absolute ``path``, with links followed, is below a folder; otherwise OUTSIDE_FOLDERS."""
         folder = path.rpartition("/")[0] or "/"
         inside = self._inside.get(folder)
         if inside is None:
@@ -85,55 +88,64 @@ class Judge:
         return OUTSIDE_FOLDERS
 
     def _below(self, real: str) -> bool:
-        """Return True if a path without links lies below one of the folders."""
+        """Return True if a path without links is below one of the folders."""
         return any(Path(real).is_relative_to(root) for root in self._roots)
 
 
 class UriColumns(NamedTuple):
-    """The locations of videos, and why some of them must not be read: two columns of MANIFEST_SCHEMA."""
+    """Two columns of MANIFEST_SCHEMA: the resolved uris of videos, and the policy of those that must not be read."""
 
     uris: pa.Array
     policy: pa.Array
 
 
 class NamedVideos:
-    """A converter of parts of a manifest to MANIFEST_SCHEMA, which checks and locates each video.
+    """A converter of batches of a manifest to MANIFEST_SCHEMA; it checks each video and resolves its uri.
 
     Args:
-        name: of the manifest, for errors.
-        base: its own folder, or its prefix on S3: what it may name, and what relative uris are to.
-        roots: what it may name besides.
+        name: the name of the manifest, for errors.
+        base: the manifest's folder, or its prefix in a store. Relative uris start there, and it may name videos below
+            it.
+        roots: what it may also name.
     """
 
     def __init__(self, name: str, base: Path | str, roots: Roots) -> None:
         """Prepare the checks of paths; nothing is read."""
-        self._name, self._base = name, base
+        self._name = name
+        self._base = base
         local = isinstance(base, Path)
         self._prefixes = roots.prefixes if local else [str(base), *roots.prefixes]
         self._judge = Judge([base, *roots.folders] if isinstance(base, Path) else roots.folders)
 
     @classmethod
     def beside(cls, uri: str, roots: Roots) -> NamedVideos:
-        """Return the converter for a manifest or a table at ``uri``: relative uris begin at its folder or prefix."""
+        """Return the converter for a manifest or table at ``uri``, with its folder or prefix as the base."""
         return cls(uri, uri[: uri.rindex("/") + 1] if is_remote(uri) else Path(uri).parent, roots)
 
     def locate(self, uris: pa.Array) -> UriColumns:
-        """Locate each of the uris, and judge whether it may be read."""
-        if (at_once := self._locate_at_once(uris)) is not None:
-            return at_once
+        """Resolve uris, and give a policy to each that must not be read."""
+        if (columns := self._locate_at_once(uris)) is not None:
+            return columns
         locations, policies = zip(*map(self._locate, uris.to_pylist()), strict=True)
         return UriColumns(pa.array(locations, pa.string()), pa.array(policies, pa.string()))
 
     def convert(self, rows: TableRows) -> pa.RecordBatch:
-        """Convert rows to MANIFEST_SCHEMA. Raises ManifestError that names the first bad one."""
-        if (plain := self._convert_at_once(rows)) is not None:
-            return plain
+        """Convert rows to MANIFEST_SCHEMA.
+
+        Raises:
+            ManifestError: a row has no ``video_id`` or ``uri``, or a time or size that is not a number; names the first
+                one.
+            BadRow: an id or uri is not text.
+        """
+        if (batch := self._convert_at_once(rows)) is not None:
+            return batch
         checked_rows = [self._check_row(row, f"{self._name}, {where}") for where, row in rows]
         return pa.RecordBatch.from_pylist(checked_rows, schema=MANIFEST_SCHEMA)
 
     def _convert_at_once(self, rows: TableRows) -> pa.RecordBatch | None:
-        """Convert all rows to MANIFEST_SCHEMA at once; None where a cell needs a look of its own (``_check_row``)."""
-        ids, uris = rows.texts("video_id"), rows.texts("uri")
+        """Convert all rows by columns; return None if any cell needs ``_check_row``."""
+        ids = rows.texts("video_id")
+        uris = rows.texts("uri")
         times = [rows.numbers(name) for name in ("start_s", "end_s")]
         sizes = _all_sizes(rows.numbers("size_bytes"))
         if ids is None or uris is None or sizes is None or any(time is None for time in times):
@@ -145,13 +157,14 @@ class NamedVideos:
         return pa.RecordBatch.from_arrays(columns, schema=MANIFEST_SCHEMA)
 
     def _locate_at_once(self, uris: pa.Array) -> UriColumns | None:
-        """Locate all uris at once, or return None where one of them needs a closer look, or only some are objects."""
+        """Resolve all uris by columns; return None if they mix objects and files, or one needs ``_locate``."""
         return None if _needs_closer_look(uris) else self._all_objects(uris) or self._all_files(uris)
 
     def _all_objects(self, uris: pa.Array) -> UriColumns | None:
-        """Locate all uris as objects on S3 at once, or return None where one of them needs a closer look.
+        """Resolve all uris as objects on S3; return None if one needs ``_locate``.
 
-        An object outside the prefixes gets a policy.
+        These are local paths and malformed addresses, for example with dot segments. An object outside the prefixes
+        gets a policy.
         """
         relative = pc.invert(pc.or_(pc.match_substring(uris, "://"), pc.starts_with(uris, "/")))
         uri_column = uris
@@ -168,9 +181,10 @@ class NamedVideos:
         return UriColumns(uri_column, pc.if_else(inside, pa.scalar(None, pa.string()), OUTSIDE_PREFIXES))
 
     def _all_files(self, uris: pa.Array) -> UriColumns | None:
-        """Locate all uris as local files at once, or return None where one of them needs a closer look.
+        """Resolve all uris as local files; return None if one needs ``_locate``.
 
-        A file outside the folders gets a policy. Links are followed for that, on the disk.
+        These are uris with dot segments, "//", a slash at the end or "://", and relative uris of a manifest in a store.
+        A file outside the folders gets a policy; its links are followed on disk for that.
         """
         absolute = pc.starts_with(uris, "/")
         if pc.any(pc.match_substring_regex(uris, _DOTS)).as_py() or pc.any(pc.match_substring(uris, "://")).as_py():
@@ -182,9 +196,16 @@ class NamedVideos:
         return UriColumns(paths, pa.array(map(self._judge, paths.to_pylist()), pa.string()))
 
     def _check_row(self, row: UserRow, where: str) -> ManifestRow:
-        """Check one row and resolve its uri; no video is looked for. ``where`` names the row in a ManifestError.
+        """Convert one row: check its cells, resolve its uri, and carry its other columns that have values as JSON.
 
-        A place that must not be read gets a ``policy``. Other columns are carried as JSON.
+        The video is not opened. ``size_bytes`` becomes ``size``. A uri that must not be read gets a ``policy``.
+
+        Args:
+            where: the source line of the row, for errors.
+
+        Raises:
+            ManifestError: ``video_id`` or ``uri`` is missing or blank, or a time or size is not a number.
+            BadRow: ``video_id`` or ``uri`` is not text.
         """
         for name in ("video_id", "uri"):
             if row.get(name) is None or not text_in(row, name, where).strip():
@@ -202,10 +223,10 @@ class NamedVideos:
         }
 
     def _locate(self, uri: str) -> tuple[str, str | None]:
-        """Resolve a uri: (its address, the reason to refuse it or None).
+        """Resolve a uri; return its address, and the reason to refuse it or None.
 
-        The address is an absolute path or an object URI, also when it is refused. A malformed or unsupported URI is
-        returned without its secrets instead, and is not resolved.
+        The address is an absolute path or an object's uri, also if it is refused. A malformed or unsupported uri is not
+        resolved, and is returned without its secrets.
         """
         base = self._base
         if is_s3(uri) or (isinstance(base, str) and "://" not in uri and not uri.startswith("/")):
@@ -220,13 +241,13 @@ class NamedVideos:
             if host not in ("", "localhost") or "?" in path or "#" in path or "%00" in path:
                 return without_secrets(uri), "a file:// URI may hold a path only: no host, user, query, fragment or NUL"
             uri = unquote(slash + path)
-        folder = base if isinstance(base, Path) else Path("/")  # a manifest on S3 names files by absolute paths only
+        folder = base if isinstance(base, Path) else Path("/")  # a manifest on S3 names files only by absolute paths
         absolute = os.path.abspath(folder / uri)  # noqa: PTH100 - links are judged below
         return absolute, self._judge(absolute)
 
 
 def without_secrets(uri: str) -> str:
-    """Remove user info, query and fragment from a URI, any of which may carry a credential."""
+    """Remove user info, query and fragment, any of which may hold a credential, from a uri with a scheme."""
     scheme, _, address = uri.partition("://")
     address = address.split("?")[0].split("#")[0]
     host, slash, tail = address.partition("/")
@@ -236,22 +257,35 @@ def without_secrets(uri: str) -> str:
 
 
 def require_unique_ids(table: pa.Table, list_name: str = "") -> pa.Table:
-    """Return the table as it is. Raises ManifestError, about the manifest ``list_name``, if a ``video_id`` repeats."""
-    again = find_repeated(column_keys(table["video_id"]))
-    if again.any():
-        shown = ", ".join(map(repr, table["video_id"].filter(pa.array(again)).slice(0, 3).to_pylist()))
-        raise ManifestError(f"{list_name}: {again.sum()} rows repeat a video_id, e.g. {shown}; ids must be unique")
+    """Return the table unchanged if no ``video_id`` repeats.
+
+    Args:
+        list_name: the name of the manifest, for the error.
+
+    Raises:
+        ManifestError: an id repeats; the message has up to three of them.
+    """
+    is_repeated = find_repeated(column_keys(table["video_id"]))
+    if is_repeated.any():
+        shown = ", ".join(map(repr, table["video_id"].filter(pa.array(is_repeated)).slice(0, 3).to_pylist()))
+        raise ManifestError(
+            f"{list_name}: {is_repeated.sum()} rows repeat a video_id, e.g. {shown}; ids must be unique"
+        )
     return table
 
 
 def _needs_closer_look(texts: pa.Array) -> bool:
-    """Return True if some texts are blank or hold control characters, which need a closer look."""
+    """Return True if any text is blank or has control characters."""
     blank = pc.equal(pc.utf8_trim_whitespace(texts), "")
     return bool(pc.any(pc.or_(pc.match_substring_regex(texts, CONTROL.pattern), blank)).as_py())
 
 
 def _seconds(row: UserRow, name: str, where: str) -> float | None:
-    """Return a cell as a finite number of seconds, None where it is empty. Raises ManifestError."""
+    """Return a cell as a finite number of seconds; None if it is empty.
+
+    Raises:
+        ManifestError: it is not a finite number.
+    """
     value = row.get(name)
     if value is None:
         return None
@@ -262,7 +296,10 @@ def _seconds(row: UserRow, name: str, where: str) -> float | None:
 
 
 def _all_sizes(values: pa.Array | None) -> pa.Array | None:
-    """Return numbers of bytes as int64; None without ``values``, and if a value is no whole number."""
+    """Return sizes in bytes as int64, nulls kept; None without ``values``.
+
+    None is also returned if a value is not a whole number from 0 to 2^53 - 1.
+    """
     if values is None:
         return None
     whole = pc.and_(
@@ -272,7 +309,11 @@ def _all_sizes(values: pa.Array | None) -> pa.Array | None:
 
 
 def _size(row: UserRow, where: str) -> int | None:
-    """Return the cell ``size_bytes`` as a whole number, None where it is empty. Raises ManifestError."""
+    """Return the cell ``size_bytes`` as an int; None if it is empty.
+
+    Raises:
+        ManifestError: it is not a whole number from 0 to 2^53 - 1.
+    """
     value = row.get("size_bytes")
     if value is None:
         return None

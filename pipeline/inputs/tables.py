@@ -1,4 +1,4 @@
-"""Files of rows that a user wrote (.parquet, .jsonl, .csv), with the words that say where a row stands."""
+"""Reading rows that a user wrote (.parquet, .jsonl, .csv, or in memory), with their positions for error messages."""
 
 from __future__ import annotations
 
@@ -25,33 +25,40 @@ from pipeline.inputs.arrow_files import RecordBatches
 from pipeline.inputs.listings import find_suffix
 
 _Scalar = str | int | float | bool | bytes | date | time | timedelta | Decimal | os.PathLike[str] | None
-#: A value in a row that a user wrote: of JSON, or of the types that Parquet and tables in memory have beside them.
+#: A value in a row that a user wrote: a JSON value, or one of the other types that Parquet and tables in memory have.
 UserValue = _Scalar | Sequence["UserValue"] | Mapping[str, "UserValue"]
 #: A row of a file that a user wrote, by column.
 UserRow = Mapping[str, UserValue]
 TABLE_SUFFIXES = frozenset({".parquet", ".jsonl", ".csv"})
-_PART_ROWS = 2**16  # rows of a part of a file
+_PART_ROWS = 2**16  # rows per batch
 _SHOWN = 200  # bytes of a header that a message shows
-_MAX_CELL_CHARS = 2**26  # of a cell of a .csv; an open quote makes one cell of all that follows
+_MAX_CELL_CHARS = 2**26  # of a cell of a .csv; an unclosed quote makes one cell of the rest of the file
 _MAX_WHOLE_FLOAT = 2**53
-_MAX_DEPTH = 100  # of lists and objects in each other; Python fails at some hundred, sooner where its stack is full
+_MAX_DEPTH = 100  # nested lists and objects; Python fails at a few hundred, or fewer if its stack is full
 _TOO_DEEP = f"it has lists or objects that are nested more than {_MAX_DEPTH} deep"
 _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
 _TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer)
-# Errors of reading a table; the file is at fault.
+# Errors of reading a table that are caused by the file.
 UNREADABLE = (OSError, UnicodeDecodeError, OverflowError, pa.ArrowException)
 
 
 class BadRow(ValueError):  # noqa: N818
-    """A row of a user's file cannot be read as one; the message begins with where it stands."""
+    """A row or header of a user's file is invalid. The message begins with its position."""
 
 
 def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> Iterator[tuple[str, UserRow]]:
-    """Yield the place of each row, in words, and the row as a dict; empty cells of a .csv are left out.
+    """Yield the position of each row ("row 0" of a .parquet, "line 1" of other files), and the row as a dict.
 
-    A name with another suffix than .parquet and .csv is read as .jsonl. ``needs`` says in an error what a row should
-    have been; ``key`` is a column without which the first line of a .csv is no header. Raises BadRow, and the errors of
-    UNREADABLE.
+    Empty cells of a .csv are left out; null values of other files are kept. A file with any other suffix is read as
+    .jsonl, without its blank lines.
+
+    Args:
+        needs: what a row must have, for error messages.
+        key: a column that the header of a .csv must have.
+
+    Raises:
+        BadRow: a line is not a JSON object, a .csv or its header is invalid, or two columns have one name.
+        OSError, UnicodeDecodeError, OverflowError, ArrowException: the file cannot be read (UNREADABLE).
     """
     suffix = find_suffix(name)
     if suffix == ".parquet":
@@ -73,9 +80,10 @@ def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> 
 
 
 def parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
-    """Return the types of the columns of a .parquet, and rewind the file; {} for other files.
+    """Return the column types of a .parquet, and rewind the file; {} for other files.
 
-    Raises the errors of UNREADABLE.
+    Raises:
+        OSError, ArrowException: the file cannot be read.
     """
     if find_suffix(name) != ".parquet":
         return {}
@@ -85,9 +93,9 @@ def parquet_types(name: str, file: BinaryIO) -> dict[str, pa.DataType]:
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of a column's values: without dictionaries, extension types and views.
+    """Return the type of a column's values: without dictionaries, extension types and views, also when nested.
 
-    Arrow can neither filter nor join views of text and bytes, which Polars writes.
+    Arrow cannot filter or join views of text and bytes, which Polars writes.
     """
     if pa.types.is_dictionary(kind):
         return plain_type(kind.value_type)
@@ -102,7 +110,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def plain_column(column: pa.Array) -> pa.Array:
-    """Return a column without a dictionary and an extension type of its own."""
+    """Return a column without an extension type, and with a dictionary decoded; nested ones stay."""
     column = column.storage if isinstance(column, pa.ExtensionArray) else column
     if isinstance(column, pa.DictionaryArray):
         column = column.dictionary.cast(plain_type(column.dictionary.type)).take(column.indices)
@@ -110,9 +118,12 @@ def plain_column(column: pa.Array) -> pa.Array:
 
 
 def batch_rows(batch: pa.RecordBatch) -> list[UserRow]:
-    """Return the rows of a batch; all times of a batch with a time that Python has no date for come as text.
+    """Return the rows of a batch as dicts.
 
-    Databases write infinity as such a time. Raises OverflowError where a nested column has one.
+    If Python cannot represent a time (databases write infinity as such a time), all times of the batch become text.
+
+    Raises:
+        OverflowError: the time is in a nested column.
     """
     try:
         rows: list[UserRow] = batch.to_pylist()
@@ -125,10 +136,14 @@ def batch_rows(batch: pa.RecordBatch) -> list[UserRow]:
 def read_parts(
     name: str, file: BinaryIO, needs: str, key: str | None = None, paths: str | None = None
 ) -> Iterator[TableRows]:
-    """Yield the rows of ``read_rows`` in parts that fit memory.
+    """Yield the rows of a file, as ``read_rows`` does, in batches that fit in memory.
 
-    The rows of a .parquet stay in Arrow. The column ``paths``, if given, serves as ``uri``, and as ``video_id`` if the
-    file has no such column; a file that is no .parquet is then an Arrow file.
+    The rows of a .parquet stay in Arrow. With ``paths``, the column of this name serves as ``uri``, and as ``video_id``
+    if the file has none; a file that is not a .parquet is then an Arrow file.
+
+    Raises:
+        BadRow: two columns have one name, or a line of a .jsonl or .csv is invalid.
+        OSError, UnicodeDecodeError, OverflowError, ArrowException: the file cannot be read (UNREADABLE).
     """
     if find_suffix(name) == ".parquet":
         with pq.ParquetFile(file) as shard:
@@ -146,7 +161,7 @@ def read_parts(
 
 
 def _arrow_parts(batches: Iterable[pa.RecordBatch]) -> Iterator[TableRows]:
-    """Yield each batch that has rows as TableRows that know where they stand."""
+    """Yield each batch that has rows as _ArrowRows, with the row number of its first row."""
     start = 0
     for batch in batches:
         if len(batch):
@@ -155,22 +170,26 @@ def _arrow_parts(batches: Iterable[pa.RecordBatch]) -> Iterator[TableRows]:
 
 
 def _dict_parts(rows: Iterator[tuple[str, UserRow]]) -> Iterator[TableRows]:
-    """Yield rows, with the words that say where each stands, a few thousand at a time."""
+    """Yield rows with their positions, 8,192 at a time."""
     while part := list(islice(rows, _PART_ROWS // 8)):
         yield _DictRows(part)
 
 
 def _with_paths(batch: pa.RecordBatch, paths: str) -> pa.RecordBatch:
-    """Return a batch whose column ``paths`` is called ``uri``, and ``video_id`` too where there is none."""
+    """Return a batch with its column ``paths`` renamed to ``uri``, and copied to ``video_id`` if it has none.
+
+    A column ``uri`` of the batch is dropped, unless it is ``paths``.
+    """
     columns = {name: batch.column(name) for name in batch.schema.names if name != "uri" or name == paths}
     columns["uri"] = columns.pop(paths)
     return pa.RecordBatch.from_pydict({"video_id": columns["uri"], **columns})
 
 
 def given_parts(name: str, source: object, needs: str) -> Iterator[TableRows]:
-    """Yield the rows that a caller has at hand: dicts, or a table that Arrow takes (its own, pandas', Polars').
+    """Yield batches of the rows that a caller passes: dicts, or a table that Arrow accepts (its own, pandas', Polars').
 
-    Raises BadRow.
+    Raises:
+        BadRow: ``source`` is neither, a row is not a dict, or two columns have one name.
     """
     if hasattr(source, "__arrow_c_stream__"):
         yield from _arrow_parts(given_table(name, source, needs).to_batches(max_chunksize=_PART_ROWS))
@@ -179,9 +198,15 @@ def given_parts(name: str, source: object, needs: str) -> Iterator[TableRows]:
 
 
 def given_rows(name: str, source: object, needs: str) -> Iterator[tuple[str, UserRow]]:
-    """Yield the place of each row, in words, and the row as a dict; empty cells of dicts are left out.
+    """Yield the position ("row 0") and the dict of each row that a caller passes; nulls in dicts are left out.
 
-    ``name`` and ``needs`` are for errors: the rows' name, and the columns that a row must have. Raises BadRow.
+    Args:
+        name: the name of the rows, for error messages.
+        source: dicts, or a table that Arrow accepts.
+        needs: the columns that a row must have, for error messages.
+
+    Raises:
+        BadRow: ``source`` is neither, a row is not a dict, or two columns have one name.
     """
     if hasattr(source, "__arrow_c_stream__"):
         source = [row for batch in given_table(name, source, needs).to_batches() for row in batch_rows(batch)]
@@ -194,7 +219,11 @@ def given_rows(name: str, source: object, needs: str) -> Iterator[tuple[str, Use
 
 
 def given_table(name: str, source: object, needs: str) -> pa.Table:
-    """Convert what a caller has at hand to an Arrow table. Raises BadRow if Arrow takes no table of it."""
+    """Convert an object of the caller to an Arrow table.
+
+    Raises:
+        BadRow: Arrow cannot convert it, or two columns have one name.
+    """
     try:
         table = pa.table(source)
     except (TypeError, pa.ArrowException) as error:  # pa.table refuses a single column, for example
@@ -204,54 +233,55 @@ def given_table(name: str, source: object, needs: str) -> pa.Table:
 
 
 def _refuse_doubles(name: str, columns: Sequence[str]) -> None:
-    """Raise BadRow if two columns of a table have one name: a row would have the value of the last one."""
-    doubles = [column for column, count in Counter(columns).items() if column and count > 1]
-    if doubles:
-        raise BadRow(f"{name}: two columns have the name {printable(doubles[0], _SHOWN)}; rename one of them")
+    """Raise BadRow if two columns have one name, since a row would have only the value of the last.
+
+    Columns without a name may repeat.
+    """
+    repeated_names = [column for column, count in Counter(columns).items() if column and count > 1]
+    if repeated_names:
+        raise BadRow(f"{name}: two columns have the name {printable(repeated_names[0], _SHOWN)}; rename one of them")
 
 
 def _no_rows(name: str, source: object, needs: str) -> BadRow:
-    """Return the error about an argument that is neither a list of dicts nor a table."""
+    """Return the error for an argument that is neither a list of dicts nor a table."""
     return BadRow(f"{name}: expected a list of dicts or a table with {needs}, got {type(source).__name__}")
 
 
 class _ArrowRows:
-    """The rows of an Arrow batch, of which columns can be taken at once.
+    """The rows of an Arrow batch, as whole columns or one by one.
 
-    ``start`` is the number of its first row in the file. Iterated, it gives each row as a dict, behind words that say
-    where the row stands.
+    Iterating yields the position of each row ("row 7") and the row as a dict. ``start`` is the number of the first row.
     """
 
     def __init__(self, batch: pa.RecordBatch, start: int) -> None:
-        self._batch, self._start = batch, start
+        self._batch = batch
+        self._start = start
 
     def __iter__(self) -> Iterator[tuple[str, UserRow]]:
         return ((f"row {i}", row) for i, row in enumerate(batch_rows(self._batch), self._start))
 
     def _column(self, name: str) -> pa.Array | None:
-        """Return a column, or None where there is none of this name."""
+        """Return a column, or None if there is none, or more than one, of this name."""
         index = self._batch.schema.get_field_index(name)
         return None if index < 0 else self._batch.column(index)
 
     def texts(self, name: str) -> pa.Array | None:
-        """Return a column as text; None for another type, and if the column is missing or has a null.
+        """Return a column of text or integers as text; None if it is missing, of another type, or has a null.
 
-        Raises ArrowInvalid for text that is not UTF-8.
+        Raises:
+            ArrowInvalid: text is not UTF-8.
         """
         column = self._column(name)
         if column is None or column.null_count or not any(check(plain_type(column.type)) for check in _TEXTS):
             return None
         column = plain_column(column).cast(pa.string())
-        if column.null_count:  # a dictionary may hold a null
+        if column.null_count:  # the values of a dictionary may include a null
             return None
-        column.validate(full=True)  # Parquet readers take any bytes for text
+        column.validate(full=True)  # Parquet readers do not check that text is UTF-8
         return column
 
     def numbers(self, name: str) -> pa.Array | None:
-        """Return a column as float64, all null if it is missing.
-
-        None if its type is not a type of numbers, and if a value is NaN or infinite.
-        """
+        """Return a column as float64, all null if it is missing; None if it is not numeric or a value is not finite."""
         column = self._column(name)
         if column is None:
             return pa.nulls(len(self._batch), pa.float64())
@@ -261,7 +291,7 @@ class _ArrowRows:
         return column if pc.all(pc.is_finite(column), min_count=0).as_py() else None
 
     def carried(self, own_columns: Collection[str]) -> pa.Array:
-        """Return the columns besides ``own_columns`` of each row as JSON; null where there are none."""
+        """Return the columns other than ``own_columns`` of each row as JSON; null for a row without values there."""
         carried_places = [i for i, name in enumerate(self._batch.schema.names) if name not in own_columns]
         if not carried_places:
             return pa.nulls(len(self._batch), pa.string())
@@ -269,7 +299,7 @@ class _ArrowRows:
 
 
 class _DictRows:
-    """The rows of dicts, each with the words that say where it stands, used as _ArrowRows."""
+    """Rows as dicts with their positions, with the interface of _ArrowRows."""
 
     def __init__(self, rows: list[tuple[str, UserRow]]) -> None:
         self._rows = rows
@@ -278,17 +308,17 @@ class _DictRows:
         return iter(self._rows)
 
     def texts(self, name: str) -> pa.Array | None:
-        """Return a column as text; None if a row lacks it, or has another type than text or a whole number."""
+        """Return a column as text; None if a row lacks it, or a value is not a str or int, or not valid text."""
         values = [row.get(name) for _, row in self._rows]
         if not all(type(value) is str or type(value) is int for value in values):
             return None
         try:
             return pa.array([str(value) for value in values], pa.string())
-        except ValueError:  # half of a surrogate pair, which is no text, or a number of too many digits
+        except ValueError:  # a lone surrogate, which is not valid text, or an int with too many digits
             return None
 
     def numbers(self, name: str) -> pa.Array | None:
-        """Return a column as float64, null where a row has none; None where a value is no finite number."""
+        """Return a column as float64, null for a row without it; None if a value is not a finite number."""
         values = [None if row.get(name) is None else number_of(row[name]) for _, row in self._rows]
         finite = all(value is None or math.isfinite(value) for value in values)
         return pa.array(values, pa.float64()) if finite else None
@@ -297,23 +327,27 @@ class _DictRows:
         return _as_json([{name: row[name] for name in row if name not in own_columns} for _, row in self._rows])
 
 
-#: Some rows of a user's file or table.
+#: A batch of rows of a user's file or table.
 TableRows = _ArrowRows | _DictRows
 
 
 def _as_json(rows: list[UserRow]) -> pa.Array:
-    """Return each row as JSON without its empty cells; null for a row that has no other cells."""
+    """Return each row as JSON without its null cells; null for a row without other cells."""
     values = ({name: value for name, value in row.items() if value is not None} for row in rows)
     return pa.array([carried_json(row) if row else None for row in values], pa.string())
 
 
 def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterator[tuple[str, UserRow]]:
-    """Yield ("line n", row) of a .csv, without its empty cells; ``needs`` names the columns in a message.
+    """Yield ("line n", row) for each row of a .csv, without its empty cells.
 
-    Raises BadRow where the header lacks ``key`` or repeats a name, a row has more cells than the header, a cell more
-    than 64 Mi characters, or the .csv is malformed.
+    A row that spans several lines has the number of its last line. This raises the cell limit of the csv module in this
+    process to 64 Mi characters.
+
+    Raises:
+        BadRow: the header lacks ``key`` or repeats a name, a row has more cells than the header, a cell is too long, or
+            the .csv is malformed.
     """
-    csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL_CHARS))  # of the process; 128 Ki by default
+    csv.field_size_limit(max(csv.field_size_limit(), _MAX_CELL_CHARS))  # of the whole process; 128 Ki by default
     reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
     try:
         if key is not None and reader.fieldnames and key not in reader.fieldnames:
@@ -324,7 +358,7 @@ def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterato
         _refuse_doubles(f"{name}, line 1", reader.fieldnames or ())
         for row in reader:
             where = f"line {reader.line_num}"
-            if None in row:  # dropping what is too much would cut a text at its first comma
+            if None in row:  # dropping extra cells would cut a text at its first comma
                 raise BadRow(f"{name}, {where}: more cells than the header names; quote a text that holds commas")
             yield where, {column: text for column, text in row.items() if text != ""}
     except csv.Error as error:
@@ -334,8 +368,9 @@ def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterato
 def parse_json(text: str) -> UserValue:
     """Parse JSON that a user wrote.
 
-    Raises ValueError, also for a number of too many digits, and for lists and objects that are nested so deeply that
-    Python may fail to write them again.
+    Raises:
+        ValueError: it is not JSON, a number has too many digits, or lists and objects are nested more than 100 deep,
+            which Python may fail to write again.
     """
     try:
         value: UserValue = json.loads(text)
@@ -351,7 +386,14 @@ def parse_json(text: str) -> UserValue:
 
 
 def text_in(row: UserRow, name: str, where: str) -> str:
-    """Return a cell as ``cell_text`` does. Raises BadRow that names the column and ``where`` the row stands."""
+    """Return a cell as text: text itself, a whole number (1.0 is "1"), a path, a UUID, or UTF-8 bytes.
+
+    Args:
+        where: the position of the row, for the error.
+
+    Raises:
+        BadRow: the cell is missing or of another type, or has a NUL or invalid Unicode.
+    """
     try:
         text = cell_text(row.get(name), f"the {name}")
     except ValueError as error:
@@ -362,9 +404,10 @@ def text_in(row: UserRow, name: str, where: str) -> str:
 
 
 def cell_text(value: object, name: str) -> str:
-    """Return an id or an address as text: text itself, a whole number (1.0 is 1), a path, a UUID, or bytes of UTF-8.
+    """Return an id or an address as text: text itself, a whole number (1.0 is "1"), a path, a UUID, or UTF-8 bytes.
 
-    Text is never changed. Raises ValueError that begins with the ``name`` of the value.
+    Raises:
+        ValueError: the value is of another type; the message begins with ``name``.
     """
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
@@ -373,7 +416,7 @@ def cell_text(value: object, name: str) -> str:
             value = value.decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"{name} is {value!r}, bytes that are not UTF-8") from error
-    # pandas makes floats of whole numbers in a column with gaps. Beyond 2**53 a float has lost digits.
+    # pandas turns whole numbers into floats in a column with gaps. Beyond 2**53, a float has lost digits.
     if isinstance(value, Decimal):
         value = int(value) if value.is_finite() and value == int(value) else value
     elif isinstance(value, Real) and not isinstance(value, Integral):
@@ -388,7 +431,7 @@ def cell_text(value: object, name: str) -> str:
 
 
 def number_of(value: UserValue) -> float:
-    """Return a cell as a number, nan where it is none, as True and False are."""
+    """Return a cell as a number; text is parsed. NaN if it is not a number, including True and False."""
     if isinstance(value, bool) or not isinstance(value, str | bytes | SupportsFloat):
         return math.nan
     try:
@@ -398,31 +441,31 @@ def number_of(value: UserValue) -> float:
 
 
 def is_nan(value: UserValue) -> bool:
-    """Return True if a value is NaN, which pandas writes for an empty cell of a row's dict."""
+    """Return True for a NaN, which pandas writes for an empty cell in a row's dict."""
     return isinstance(value, float) and math.isnan(value)
 
 
 def is_text(name: str) -> bool:
-    """Return True if a text is valid Unicode: bytes of a file's name that are not UTF-8 come as lone surrogates."""
+    """Return True for valid Unicode: no lone surrogates, which stand for bytes of a file name that are not UTF-8."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def carried_json(columns: UserRow, *, ensure_ascii: bool = True) -> str:
-    """Serialise columns that are only carried along as strict JSON.
+    """Serialize columns that are only carried along as strict JSON.
 
-    NaN and infinity become null, and half of a surrogate pair, which nothing could print, a question mark.
+    NaN and infinity become null, a lone surrogate, which cannot be printed, a question mark, and other types text.
     """
     try:
         text = json.dumps(columns, default=shown_as, ensure_ascii=ensure_ascii, allow_nan=False)
     except ValueError:
         strict = json.loads(json.dumps(columns, default=shown_as), parse_constant=lambda name: None)
         text = json.dumps(strict, ensure_ascii=ensure_ascii)
-    if "\\ud" not in text:  # as whole pairs have, too
+    if "\\ud" not in text:  # complete pairs have it too
         return text
     plain = json.dumps(json.loads(text), ensure_ascii=False).encode("utf-8", "replace")
     return json.dumps(json.loads(plain), ensure_ascii=ensure_ascii)
 
 
 def shown_as(value: object) -> str:
-    """Return a value as text for a message or for JSON; bytes that are not UTF-8 as backslash escapes."""
+    """Return a value as text for a message or for JSON; bytes are decoded, with backslash escapes where not UTF-8."""
     return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)

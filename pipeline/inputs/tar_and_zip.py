@@ -1,9 +1,9 @@
 """Tars and zips as archives of videos.
 
-Each video of a tar is a member; .json, .txt and .cls members of its name are carried along, wherever in the tar they
-lie (``_Sidecars``). The index of a tar is made from headers alone. A member's data is a stretch of the tar; a worker
-reads it alone, and the header before it tells whether the tar is still the indexed file. A zip's member that is stored
-without compression is read likewise.
+Each video of a tar is a member; .json, .txt and .cls members with its name are carried along, wherever they are in the
+tar (``_Sidecars``). The index of a tar is made from headers alone. The data of a member is one byte range of the tar; a
+worker reads only that, and checks the header before it to see whether the tar is still the one that was indexed. A
+member of a zip is read in the same way.
 """
 
 from __future__ import annotations
@@ -25,24 +25,27 @@ from pipeline.keys import sample_key, sample_spans
 from pipeline.storage.location import Location
 
 _BLOCK: Final = tarfile.BLOCKSIZE
-_MAX_HEADER_BYTES = 2**20  # bytes of an extended header; a real one has some hundred
+_MAX_HEADER_BYTES = 2**20  # bytes of an extended header; real ones have a few hundred
 _MAX_CARRIED_BYTES = 2**16  # bytes of a carried member
-_MAX_RESYNC_BYTES = 2**28  # bytes in which the next header is looked for behind a broken one
-_MAX_RECORD_BYTES = 2**14  # bytes that a tar is filled up to a multiple of; 20 blocks as a rule
+_MAX_RESYNC_BYTES = 2**28  # bytes after a broken header that are searched for the next one
+_MAX_RECORD_BYTES = 2**14  # a tar is padded to a multiple of its record size, by default 20 blocks
 _PIECE_BYTES = 2**20  # bytes of a video that are read at once
-_MIN_PAX_SIZE = 2**33  # bytes from which on a size stands in an extended header
+_MIN_PAX_SIZE = 2**33  # sizes from here on are stored in an extended header
 _LONG_NAME, _PAX = b"L", (b"x", b"X")
-_EXTENDED = (_LONG_NAME, b"K", *_PAX, b"g")  # kinds of headers that say more of the next member
-_UNKNOWN = b"?"  # the kind of a place that is no member
+_EXTENDED = (_LONG_NAME, b"K", *_PAX, b"g")  # kinds of headers that describe the next member
+_UNKNOWN = b"?"  # the kind of an entry for a place without a member
 _FILES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 _WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, pipes
 _CARRIED_SUFFIXES = (".json", ".txt", ".cls")  # suffixes of members that are carried along
 _NO_FILE = "the member is a link, a device or no file; pack the file itself"
-_INFO = ".info"  # stands before .json in the names that yt-dlp gives
+_INFO = ".info"  # before .json in file names of yt-dlp
 
 
 class _MemberEntry(NamedTuple):
-    """A member as its headers have it; ``wrong`` says why its data cannot be read."""
+    """A member as its headers describe it, with the ``offset`` of its data.
+
+    ``wrong`` is the fault because of which its data cannot be read, or None.
+    """
 
     name: str
     offset: int
@@ -55,14 +58,20 @@ class Tar(Archive):
     """An open tar."""
 
     def __init__(self, file: RandomFile) -> None:
-        self._file, self._left_out, self._sidecars = file, LeftOut(), _Sidecars()
+        self._file = file
+        self._left_out = LeftOut()
+        self._sidecars = _Sidecars()
 
     def members(self, options: ArchiveOptions) -> Iterator[Member]:
-        """Yield the videos in their order; broken parts of the tar come as members with a fault.
+        """Yield the videos in order; broken places of the tar are members with a fault, named by their offset.
 
         Carried and left-out members are collected for ``pair_sidecars``.
+
+        Raises:
+            OSError: the tar cannot be read.
         """
-        self._left_out, self._sidecars = LeftOut(), _Sidecars()
+        self._left_out = LeftOut()
+        self._sidecars = _Sidecars()
         for entry in self._entries():
             name = entry.name.removeprefix("./")
             if is_apple_double(name):
@@ -90,10 +99,15 @@ class Tar(Archive):
         return location.offset - _BLOCK, location.offset + (location.size or 0)
 
     def read(self, location: Location) -> Iterator[bytes]:
-        """Yield a member's bytes. Raises VideoFault("io") if the tar has changed."""
+        """Yield a member's bytes in pieces of at most 1 MiB.
+
+        Raises:
+            VideoFault: "io" if the tar has changed.
+            OSError: the tar cannot be read.
+        """
         offset, end = self.span(location)
         header = _parse_header(self._file.read(offset, offset + _BLOCK))
-        huge = (location.size or 0) >= _MIN_PAX_SIZE  # a header has no field for such a size
+        huge = (location.size or 0) >= _MIN_PAX_SIZE  # the size field of a header is too small for it
         if header is None or (header.size != location.size and not huge) or end > self._file.size:
             raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; rerun the command")
         for start in range(location.offset, end, _PIECE_BYTES):
@@ -108,7 +122,7 @@ class Tar(Archive):
         return sample_key(size, [self._file.read(*span) for span in spans])
 
     def _read_carried(self, entry: _MemberEntry, suffix: str) -> UserValue:
-        """Return the content of a .json, .txt or .cls member; None if it is too large to be carried.
+        """Return the content of a .json, .txt or .cls member, parsed unless it is a .txt; None if it is over 64 KiB.
 
         Content that ``parse_json`` refuses is returned as text.
         """
@@ -123,23 +137,25 @@ class Tar(Archive):
             return text.strip()
 
     def _entries(self) -> Iterator[_MemberEntry]:
-        """Yield the members by their headers.
+        """Yield the members as their headers describe them.
 
-        A part without a valid header becomes an entry named by its offset, "@512", and so does a missing end of the
-        tar, and an end that another tar was appended to.
+        A place without a valid header becomes a faulty entry named by its offset ("@512"), after which reading
+        continues at the next header. So does a missing end of the tar, and an end after which another tar follows.
         """
-        offset, size, cut = 0, self._file.size, False
+        offset = 0
+        size = self._file.size
+        cut = False
         extended_header = _Extended()
         while offset < size:
             block = self._file.read(offset, offset + _BLOCK)
-            if len(block) == _BLOCK and not any(block):  # the mark of the end
+            if len(block) == _BLOCK and not any(block):  # the end mark
                 if self._goes_on(offset):
                     problem = "another tar lies behind the end of this one: unpack it with tar -i, and pack it again"
                     yield _MemberEntry(f"@{offset}", offset, 0, _UNKNOWN, fault("corrupt", problem))
                 return
             header = _parse_header(block)
             if header is None:
-                problem = "the tar is cut off in a header" if len(block) < _BLOCK else "no header where one belongs"
+                problem = "the tar is cut off in a header" if len(block) < _BLOCK else "a header is damaged or missing"
                 yield _MemberEntry(f"@{offset}", offset, 0, _UNKNOWN, fault("corrupt", problem))
                 offset, extended_header, cut = self._next_header(offset + _BLOCK), _Extended(), True
             elif header.type in _EXTENDED:
@@ -148,7 +164,8 @@ class Tar(Archive):
             else:
                 entry = self._entry(block, header, offset + _BLOCK, extended_header)
                 yield entry
-                offset, extended_header = entry.offset + _pad_size(entry.size), _Extended()
+                offset = entry.offset + _pad_size(entry.size)
+                extended_header = _Extended()
                 cut = entry.offset + entry.size > size
         if not cut:
             yield _MemberEntry(
@@ -156,11 +173,16 @@ class Tar(Archive):
             )
 
     def _entry(self, block: bytes, header: tarfile.TarInfo, data: int, extended_header: _Extended) -> _MemberEntry:
-        """Return the member of a header ``block`` whose data begins at ``data``, or behind more headers.
+        """Return the member of a header, with a fault if it is sparse, cut off, or has two sizes.
 
-        A member that is sparse, cut off or has two sizes gets a fault in ``wrong``.
+        The name and size of extended headers take precedence. A link, device, folder or pipe has size 0.
+
+        Args:
+            block: the bytes of the header.
+            data: the offset after the header; the data of a sparse member starts after more headers.
         """
-        wrong, records = extended_header.wrong, extended_header.records
+        wrong = extended_header.wrong
+        records = extended_header.records
         if header.type == tarfile.GNUTYPE_SPARSE or any(word.startswith("GNU.sparse.") for word in records):
             wrong = wrong or fault("unsupported", "a sparse member is not read; pack the tar without --sparse")
             more = block[482:483] if header.type == tarfile.GNUTYPE_SPARSE else b""
@@ -177,15 +199,15 @@ class Tar(Archive):
         return _MemberEntry(records.get("path") or extended_header.name or header.name, data, size, header.type, wrong)
 
     def _goes_on(self, end: int) -> bool:
-        """Return True if there is a header behind the mark of the end, and the zeros that fill up a record."""
+        """Return True if another header follows the end mark and the zeros that fill a record, within 16 KiB."""
         padding = self._file.read(end, end + _MAX_RECORD_BYTES)
         blocks = (padding[start : start + _BLOCK] for start in range(0, len(padding), _BLOCK))
         return any(block[257:262] == b"ustar" and _parse_header(block) is not None for block in blocks)
 
     def _next_header(self, offset: int) -> int:
-        """Return the offset of the next header behind a broken header.
+        """Return the offset of the next valid header at or after ``offset``.
 
-        The end of the file is returned if there is none in the next 256 MiB.
+        If there is none within 256 MiB, the size of the tar is returned.
         """
         end = self._file.size
         for start in range(offset, min(offset + _MAX_RESYNC_BYTES, end), _BLOCK):
@@ -196,16 +218,17 @@ class Tar(Archive):
 
 
 class _Extended:
-    """The facts about a member in the extended headers before its own header."""
+    """What the extended headers before a member's own header say: its name, its records, and a fault ``wrong``."""
 
     def __init__(self) -> None:
-        self.name, self.records = "", dict[str, str]()
+        self.name = ""
+        self.records = dict[str, str]()
         self.wrong: str | None = None
 
     def take(self, header: tarfile.TarInfo, file: RandomFile, data: int) -> None:
-        """Read a header whose data begins at ``data``, as far as it tells the name or the size.
+        """Read an extended header if it may state the name or size; its data starts at ``data``.
 
-        An absurdly long header is left unread, and the member gets a fault in ``wrong``.
+        A header of more than 1 MiB is not read, and sets ``wrong``.
         """
         if header.size > _MAX_HEADER_BYTES:
             self.wrong = fault("unsupported", f"its extended header has {header.size:,} bytes; pack the tar again")
@@ -217,7 +240,7 @@ class _Extended:
 
 
 def _parse_header(block: bytes) -> tarfile.TarInfo | None:
-    """Parse a header; None if it is not valid."""
+    """Parse a header; return None if it is not valid or its size is negative."""
     try:
         header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except (tarfile.HeaderError, ValueError):
@@ -226,13 +249,14 @@ def _parse_header(block: bytes) -> tarfile.TarInfo | None:
 
 
 def _pad_size(size: int) -> int:
-    """Return the bytes that ``size`` bytes take in a tar, whose blocks are filled up."""
+    """Round a size up to whole blocks of 512 bytes."""
     return -(-size // _BLOCK) * _BLOCK
 
 
 def _parse_pax(data: bytes) -> dict[str, str]:
-    """Return the records "LENGTH KEY=VALUE" of an extended header, as far as they are well formed."""
-    records, offset = dict[str, str](), 0
+    """Return the records "LENGTH KEY=VALUE" of an extended header, up to the first malformed one."""
+    records = dict[str, str]()
+    offset = 0
     while space := data.find(b" ", offset, offset + 20) + 1:
         length = data[offset : space - 1]
         if not length.isdigit() or int(length) < 5:
@@ -244,42 +268,46 @@ def _parse_pax(data: bytes) -> dict[str, str]:
 
 
 def _key(name: str) -> str:
-    """Return WebDataset's key of a sample: the name up to the first dot behind its folder."""
+    """Return WebDataset's key of a sample: the path up to the first dot of the file name."""
     folder, slash, base = name.rpartition("/")
     return f"{folder}{slash}{base.partition('.')[0]}"
 
 
 class _Sidecars:
-    """The members of a tar that are carried with its videos, by their names.
+    """The members of a tar that are carried with its videos, by name.
 
-    A video gets the members of its own stem: a.b.json goes with a.b.mp4, and a.b.info.json where there is no a.b.json.
-    Without any it gets those of its WebDataset key, the name up to the first dot: a.json goes with a.left.mp4 and
-    a.right.mp4. But where a.mp4 is in the tar too, a.json is the sidecar of that video alone.
+    A video gets the members with its own stem: a.b.json goes with a.b.mp4, or a.b.info.json if there is no a.b.json.
+    For a suffix without these, it gets that of its WebDataset key, the name up to the first dot: a.json goes with
+    a.left.mp4 and a.right.mp4. But if a.mp4 is in the tar too, a.json belongs to that video alone.
     """
 
     def __init__(self) -> None:
         self._values = dict[tuple[str, str], tuple[str, UserValue]]()  # (stem, suffix) -> name and value
 
     def add(self, name: str, value: UserValue) -> None:
-        """Add a member; the last member with a name counts."""
+        """Add a member; of several with the same name, the last counts."""
         self._values[_stem(name), find_suffix(name)] = name, value
 
     def pair(self, videos: Sequence[str]) -> tuple[list[str | None], list[str]]:
-        """Return the carried members of each of the ``videos`` as JSON, and the names of the members that go to none.
+        """Return the carried members of each of the ``videos`` as JSON, and the names of members without a video.
 
-        The JSON is suffix -> value; None without any.
+        The JSON maps the suffix to the content: {"json": ..., "txt": ...}; None for a video without any.
         """
-        stems, paired_names, texts = {_stem(name) for name in videos}, set[str](), list[str | None]()
+        stems = {_stem(name) for name in videos}
+        paired_names = set[str]()
+        texts = list[str | None]()
         for video in videos:
-            stem, key, values = _stem(video), _key(video), dict[str, UserValue]()
+            stem = _stem(video)
+            key = _key(video)
+            values = dict[str, UserValue]()
             for suffix in _CARRIED_SUFFIXES:
                 keys = [(stem, suffix)]
                 if suffix == ".json":
                     keys.append((f"{stem}{_INFO}", suffix))
                 if key not in stems:
                     keys.append((key, suffix))
-                if (found := next((self._values[each] for each in keys if each in self._values), None)) is not None:
-                    name, values[suffix[1:]] = found
+                if (sidecar := next((self._values[each] for each in keys if each in self._values), None)) is not None:
+                    name, values[suffix[1:]] = sidecar
                     paired_names.add(name)
             texts.append(carried_json(values) if values else None)
         return texts, [name for name, _ in self._values.values() if name not in paired_names]
@@ -290,33 +318,37 @@ def _stem(name: str) -> str:
     return name[: -len(suffix)] if (suffix := find_suffix(name)) else name
 
 
-# Of a member: signature, version, flags, method, time, date, CRC-32, two sizes, two lengths.
+# The header of a member: signature, version, flags, method, time, date, CRC-32, two sizes, two lengths.
 _HEADER: Final = struct.Struct("<4s5H3L2H")
 _SIGNATURE = b"PK\x03\x04"  # the beginning of a member's header
-# Of an entry of the directory at the end: signature, flags, and the lengths of the name, extra fields and comment.
+# An entry of the directory at the end: signature, flags, and lengths of the name, extra fields and comment.
 _ENTRY: Final = struct.Struct("<4s4xH18x3H12x")
 _ENTRY_SIGNATURE, _FLAGS_OFFSET = b"PK\x01\x02", 8
-_MIN_READ_BYTES = 2**12  # bytes that are read at once behind the expected end of a member
-_FIELD: Final = struct.Struct("<HH")  # of the extra fields of a member: kind, length
+_MIN_READ_BYTES = 2**12  # bytes that are read at a time after the expected end of a member
+_FIELD: Final = struct.Struct("<HH")  # an extra field of a member: kind, length
 _UTF8_FLAG, _DESCRIPTOR_FLAG, _UNICODE_PATH = 0x800, 8, 0x7075
-_DOS = 0  # the system of old tools of Windows, some of which write backslashes between folders
-_UNIX = 3  # the system whose modes a member's attributes have
-_ZIP64 = 0xFFFFFFFF  # a size that stands elsewhere
+_DOS = 0  # the system of old Windows tools, some of which write backslashes between folders
+_UNIX = 3  # the system whose file modes are in a member's attributes
+_ZIP64 = 0xFFFFFFFF  # the size is stored elsewhere
 _ENCODING = "name their encoding, e.g. --zip-encoding gbk"
-_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # compression that is understood
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # supported compression
 
 
 class Zip(Archive):
-    """An open zip. The offset of a member is the offset of its header."""
+    """An open zip. The offset of a member is that of its header."""
 
     def __init__(self, file: RandomFile) -> None:
-        self._file, self._left_out = file, LeftOut()
+        self._file = file
+        self._left_out = LeftOut()
 
     def members(self, options: ArchiveOptions) -> Iterator[Member]:
-        """Yield the videos that the directory at the end lists. Raises OSError if the file cannot be read.
+        """Yield the videos in the order of the directory at the end of the zip.
 
-        A zip without a sound directory gives a single member with a fault. Sets ``note`` for names of an unknown
-        encoding.
+        A zip without a valid directory gives a single member "@0" with a fault. This sets ``note`` if the encoding of a
+        name is unknown.
+
+        Raises:
+            OSError: the zip cannot be read.
         """
         self._left_out = LeftOut()
         try:
@@ -336,7 +368,7 @@ class Zip(Archive):
             if info.flag_bits & 1 or info.compress_type not in _METHODS:
                 wrong = fault("unsupported", "the member is encrypted or not deflated; use zip -0")
             kind = stat.S_IFMT(info.external_attr >> 16) if info.create_system == _UNIX else 0
-            if kind not in (0, stat.S_IFREG):  # 0: of a tool that keeps no modes
+            if kind not in (0, stat.S_IFREG):  # 0: written by a tool without modes
                 wrong = fault("policy", _NO_FILE)
             if not exact and wrong is None:
                 self.note = f"names that are not UTF-8 are read as cp437, e.g. {name}; if that is garbled, {_ENCODING}"
@@ -348,27 +380,34 @@ class Zip(Archive):
         return [*videos], self._left_out
 
     def span(self, location: Location) -> tuple[int, int]:
-        # The name and extra fields before the data are of any length; a deflated member has fewer bytes than this.
+        # The name and extra fields before the data have any length. A deflated member has fewer bytes than this.
         return location.offset, location.offset + (location.size or 0) + _MIN_READ_BYTES
 
     def read(self, location: Location) -> Iterator[bytes]:
-        """Yield a member's bytes, decompressed. Raises VideoFault if the zip has changed, or the data is damaged."""
+        """Yield a member's bytes, decompressed, in pieces of at most 1 MiB.
+
+        Raises:
+            VideoFault: "io" if the zip has changed; "corrupt" if the data is damaged, or has another size or CRC-32
+                than stated.
+            OSError: the zip cannot be read.
+        """
         size = location.size or 0
         header = self._file.read(location.offset, location.offset + _HEADER.size).ljust(_HEADER.size)
-        signature, _, flags, method, _, _, crc, _, stated, name_length, extra_length = _HEADER.unpack(header)
-        tells = stated > 0 and not flags & _DESCRIPTOR_FLAG  # else its size and CRC-32 stand behind the data
-        if signature != _SIGNATURE or (tells and stated not in (size, _ZIP64)):
+        signature, _, flags, method, _, _, crc, _, stated_size, name_length, extra_length = _HEADER.unpack(header)
+        has_sizes = stated_size > 0 and not flags & _DESCRIPTOR_FLAG  # otherwise they are stored after the data
+        if signature != _SIGNATURE or (has_sizes and stated_size not in (size, _ZIP64)):
             raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; rerun the command")
-        offset, crc_read = location.offset + _HEADER.size + name_length + extra_length, 0
+        offset = location.offset + _HEADER.size + name_length + extra_length
+        crc_read = 0
         inflater = zlib.decompressobj(-15) if method == zipfile.ZIP_DEFLATED else None
         expected_end = self.span(location)[1]
         while size > 0:
-            # A deflated member tells its end itself, seldom behind the one that is expected.
-            most = max(expected_end - offset, _MIN_READ_BYTES) if inflater else size
+            # A deflated member marks its own end, which is seldom after the expected one.
+            max_bytes = max(expected_end - offset, _MIN_READ_BYTES) if inflater else size
             raw = (
                 b""
                 if inflater and inflater.unconsumed_tail
-                else self._file.read(offset, offset + min(_PIECE_BYTES, most))
+                else self._file.read(offset, offset + min(_PIECE_BYTES, max_bytes))
             )
             offset += len(raw)
             try:
@@ -381,15 +420,19 @@ class Zip(Archive):
             if size < 0:
                 raise VideoFault("corrupt", "the zip's member has more bytes than the zip states")
             crc_read = zlib.crc32(piece, crc_read)
-            if not size and tells and crc_read != crc:
+            if not size and has_sizes and crc_read != crc:
                 raise VideoFault("corrupt", "the zip's member is damaged: it has another CRC-32 than the zip states")
             yield piece
 
 
 def _list_entries(file: RandomFile) -> list[zipfile.ZipInfo]:
-    """List the entries of a zip's directory. Raises ValueError, BadZipFile, struct.error or NotImplementedError.
+    """Return the entries of a zip's directory.
 
-    A name that is not the UTF-8 that its flag promises would end zipfile, so then no entry has this flag.
+    If the flag of a name promises UTF-8 and the name is not, zipfile fails; then all entries are read without this
+    flag.
+
+    Raises:
+        ValueError, BadZipFile, struct.error, NotImplementedError: the directory is invalid or unsupported.
     """
     try:
         return zipfile.ZipFile(SeekableFile(file)).infolist()
@@ -398,10 +441,11 @@ def _list_entries(file: RandomFile) -> list[zipfile.ZipInfo]:
 
 
 class _WithoutUtf8Flags(SeekableFile):
-    """A zip whose directory does not say of any name that it is UTF-8."""
+    """A zip file whose directory entries, when read, have no UTF-8 flag."""
 
     def read(self, size: int = -1) -> bytes:
-        data, offset = bytearray(super().read(size)), 0
+        data = bytearray(super().read(size))
+        offset = 0
         while offset + _ENTRY.size <= len(data):
             signature, flags, *lengths = _ENTRY.unpack_from(data, offset)
             if signature != _ENTRY_SIGNATURE:
@@ -412,15 +456,15 @@ class _WithoutUtf8Flags(SeekableFile):
 
 
 def _decode_name(info: zipfile.ZipInfo, encoding: str | None) -> tuple[str, bool, str | None]:
-    """Return (the name of a member, True if its encoding is known, its fault or None).
+    """Return the name of a member, True if its encoding is known, and its fault or None.
 
-    A name with the flag of UTF-8, or with the field of Info-ZIP that states it in Unicode, is exact. Other names are
-    read as UTF-8 where they are valid UTF-8, else by ``encoding`` (--zip-encoding), else by the format's own cp437.
+    The encoding is known if the name is ASCII, has the UTF-8 flag or a Unicode field of Info-ZIP, or is valid UTF-8.
+    Other names are decoded by ``encoding`` (--zip-encoding); without it, or with a fault if that fails, by cp437.
     """
     name = info.orig_filename
     if info.flag_bits & _UTF8_FLAG or name.isascii():
         return name, True, None
-    raw = name.encode("cp437")  # as zipfile has decoded it
+    raw = name.encode("cp437")  # zipfile decoded it so
     if (unicode_name := _unicode_name(info.extra, raw)) is not None:
         return unicode_name, True, None
     try:
@@ -435,7 +479,11 @@ def _decode_name(info: zipfile.ZipInfo, encoding: str | None) -> tuple[str, bool
 
 
 def _unicode_name(extra: bytes, raw: bytes) -> str | None:
-    """Return the name in the Unicode path field 0x7075 of ``extra``; None without one for the name ``raw``."""
+    """Return the name in the Unicode path field 0x7075 of ``extra``, or None.
+
+    None is returned if there is no such field, it is not UTF-8, or its CRC-32 is not that of ``raw``, because a tool
+    that ignores the field renamed the member.
+    """
     while len(extra) >= _FIELD.size:
         kind, length = _FIELD.unpack_from(extra)
         data, extra = extra[_FIELD.size : _FIELD.size + length], extra[_FIELD.size + length :]

@@ -1,4 +1,4 @@
-"""The videos that a user names: a table of those known at once, then those of archives as they are indexed."""
+"""The videos that a user names: a table of those known before the run, then those of archives as they are indexed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pipeline.storage.location import Location
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import request_threads
 
-_NOTE_S = 10.0  # seconds between two lines of progress
+_NOTE_S = 10.0  # seconds between two progress lines
 _AT_ONCE = 32  # archives that are read in parallel
 _OWN_IDS = "name the folder with both archives, or give rows a column video_id of other values"
 _BEFORE, _BEHIND = fault("corrupt", "an earlier video has the id "), f" already; {_OWN_IDS}"
@@ -34,10 +34,10 @@ First = Literal["all", "needed", "kept"]
 
 
 def plan_indexing(first: First, *, is_limited: bool, may_share_ids: bool, keeps_indexes: bool) -> tuple[Missing, bool]:
-    """Decide which archives are indexed before the start of a run, and which wait and are indexed while it works.
+    """Decide which archives are indexed before a run starts, and which wait and are indexed while it runs.
 
-    Nothing else decides this. The state of an archive is that of its kept index: the index fits, the archive has
-    changed since, or there is no index. Only tars and zips have kept indexes. An archive that must not be read has no
+    Nothing else decides this. The columns on the right are the state of an archive's kept index: it fits, the archive
+    has changed since, or there is none. Only tars and zips have kept indexes. An archive that must not be read has no
     index and does not wait: it is a single error row.
 
     ========  ==========  =============  ===========  ===========  ========
@@ -50,20 +50,20 @@ def plan_indexing(first: First, *, is_limited: bool, may_share_ids: bool, keeps_
     "kept"    any         any            before       waits        waits
     ========  ==========  =============  ===========  ===========  ========
 
-    (*) If archives may share an id, an archive behind one that waits waits too: which of its videos repeat an id is
-    known once all archives before it are indexed. A changed archive is indexed to its end, whatever the limit.
+    (*) If archives may share an id, an archive after one that waits waits too: which of its videos repeat an id is
+    known only once all archives before it are indexed. A changed archive is indexed to its end, regardless of the
+    limit.
 
     Args:
         first: the argument of ``VideoList.read``.
-        is_limited: whether fewer videos than all may be taken (``--limit``).
-        may_share_ids: whether videos of two archives, or an archive's and others, may have the same id. Also True for a
-            single archive, which there is no use in leaving for later without a limit.
-        keeps_indexes: whether there is a cache with kept indexes. Without it "needed" is "all", unless ``is_limited``.
+        is_limited: True if fewer videos than all may be taken (``--limit``).
+        may_share_ids: True if videos of two archives, or of an archive and others, may have the same id. Also True for
+            a single archive, which would gain nothing from waiting without a limit.
+        keeps_indexes: True if there is a cache with kept indexes. If False, "needed" is "all", unless ``is_limited``.
 
     Returns:
-        What ``Indexes.read`` does before the start without a kept index that fits an archive; if it yields nothing, the
-        archive is indexed while the run works. And whether an archive behind the first such archive waits too, even if
-        its index is known.
+        What ``Indexes.read`` does before the start if no kept index fits (an archive that yields nothing waits); and
+        True if the archives after one that waits wait too, even if their indexes fit.
     """
     if first == "kept":
         return "skip", False
@@ -75,16 +75,16 @@ def plan_indexing(first: First, *, is_limited: bool, may_share_ids: bool, keeps_
 
 @dataclass
 class VideoList:
-    """The videos of a run: those known before its start, and those of archives that are indexed while it runs.
+    """The videos of a run: those known before it starts, and those of archives that are indexed while it runs.
 
-    ``read`` decides by ``plan_indexing`` which archives are indexed before the start. ``read_unindexed`` indexes the
-    other archives.
+    ``read`` decides with ``plan_indexing`` which archives are indexed before the start. ``read_unindexed`` indexes the
+    others.
 
     Attributes:
-        known: the videos known before a start in a stable order, MANIFEST_SCHEMA.
-        indexes: the indexes of archives, with the files that are left out.
+        known: the videos known before the start, in a stable order, MANIFEST_SCHEMA.
+        indexes: the indexes of archives; its ``left_out`` counts the files that are left out.
         objects: the access to S3.
-        is_limited: whether fewer videos than all may be taken. ``read_unindexed`` then reads one archive at a time, and
+        is_limited: True if fewer videos than all may be taken. ``read_unindexed`` then reads one archive at a time, and
             a large one in several views.
         unindexed: the archives whose videos are not in ``known``, in the order of the list.
     """
@@ -94,7 +94,7 @@ class VideoList:
     objects: Objects = field(default_factory=Objects)
     is_limited: bool = False
     unindexed: list[NamedFile] = field(default_factory=list)
-    _ids: Ids | None = None  # of all videos so far, where archives may share an id
+    _ids: Ids | None = None  # the ids of all videos so far; None if archives cannot share an id
 
     @classmethod
     def read(
@@ -109,19 +109,24 @@ class VideoList:
     ) -> VideoList:
         """List the videos that names stand for, one name after the other.
 
-        Args:
-            names: folders, globs, files, manifests or addresses, with brace patterns. On S3 a manifest is one GET,
-                whatever it names; the cost of other addresses is that of ``listings.list_objects``.
-            video_roots: folders and prefixes besides their own that manifests and tables may name.
-            objects: the access to S3; None makes it from the environment.
-            indexes: the indexes of archives; None keeps none.
-            first: the archives that are indexed now (``plan_indexing``). "all": all of them. "needed": the archives
-                that cannot wait until the run works. "kept": none; only kept indexes that fit their archives are read.
-            is_limited: whether fewer videos than all may be taken (``--limit``). Then tables can wait too, and archives
-                that may share an id.
+        A member of an archive whose id an earlier video has becomes an error row with the id ID@URI.
 
-        Raises ManifestError (a UsageError) where the list cannot be made: no such folder, no video in it, an unreadable
-        manifest, a missing or duplicate ``video_id``; RunFailed if an index cannot be kept.
+        Args:
+            names: folders, globs, files, manifests or addresses, with brace patterns. A manifest on S3 costs one GET;
+                other addresses cost what ``listings.list_objects`` says.
+            video_roots: folders and prefixes that manifests and tables may name besides their own.
+            objects: the access to S3; None reads it from the environment.
+            indexes: the indexes of archives, whose ``roots`` are set; None keeps none.
+            first: the archives that are indexed now (``plan_indexing``). "all": all of them. "needed": those that
+                cannot wait until the run works. "kept": none; only kept indexes that fit their archives are read.
+            is_limited: True if fewer videos than all may be taken (``--limit``). Then tables and archives that may
+                share an id can wait too.
+
+        Raises:
+            ManifestError (a UsageError): the list cannot be made: a folder is missing or has no video, a manifest
+                cannot be read, a ``video_id`` is missing or repeated, or an archive is named twice or has only repeated
+                ids.
+            RunFailed: an index cannot be written.
         """
         objects, indexes = objects or Objects.from_environment(), indexes or Indexes()
         indexes.roots = sort_roots(video_roots)
@@ -155,15 +160,17 @@ class VideoList:
         return video_list
 
     def read_unindexed(self) -> Generator[View, None, None]:
-        """Index the archives in ``unindexed``, and yield their views in order. Call it once.
+        """Index the archives in ``unindexed``, and yield their views in order. Call this once.
 
-        Without a limit 32 archives are read at once, and each gives a view of all its videos. With a limit archives are
-        read one after the other; a large archive gives several views, each with all videos of the view before it. To
-        leave the rest unread, close the generator, or call ``close`` from another thread.
+        Without a limit, 32 archives are read at once, and each gives one view of all its videos. With a limit, archives
+        are read one by one, and a large one gives several views, each with all videos of the previous view. To leave
+        the rest unread, close the generator, or call ``close`` from another thread.
 
-        What a whole archive leaves out is counted before its view is yielded; ``count_left_out`` is for other views.
+        The left-out files of a whole view are counted before it is yielded; call ``count_left_out`` for other views.
 
-        Raises ManifestError for an impossible request, RunFailed if an index cannot be kept.
+        Raises:
+            ManifestError: the options do not fit an archive.
+            RunFailed: an index cannot be written.
         """
         views = self._read_in_views() if self.is_limited else self._read_in_parallel(self.unindexed)
         with closing(self._note_progress(views, len(self.unindexed))) as views:
@@ -178,17 +185,17 @@ class VideoList:
                 yield view._replace(videos=videos)
 
     def close(self) -> None:
-        """End ``read_unindexed`` at the next member of each archive that it reads. Any thread may call it."""
+        """End ``read_unindexed`` at the next member of each archive that it reads. Thread-safe."""
         self.indexes.stopped.set()
 
     def count_left_out(self, view: View) -> None:
-        """Count what an archive leaves out. Call it for a view that is not whole if no other view is read."""
+        """Count the left-out files of a view. Call this for a view that is not whole if it is the last one read."""
         self.indexes.left_out.add_all(view.left_out.as_record())
 
     def _read_first(self, archives: Sequence[NamedFile], missing: Missing, *, in_order: bool) -> list[pa.Table]:
-        """Return a table of videos for each archive; it is empty for an archive that waits, which joins ``unindexed``.
+        """Return a table of videos per archive; it is empty for an archive that waits, which is added to ``unindexed``.
 
-        An archive that waits because of its order alone is read again later. Arguments as ``plan_indexing`` gives them.
+        With ``in_order``, every archive after one that waits is added too; its view is dropped, and read again later.
         """
         tables = list[pa.Table]()
         with closing(self._note_progress(self._read_in_parallel(archives, missing), len(archives))) as views:
@@ -204,7 +211,10 @@ class VideoList:
     def _read_in_parallel(
         self, archives: Sequence[NamedFile], missing: Missing = "make"
     ) -> Generator[View | None, None, None]:
-        """Yield the whole view of each archive in order; None for an archive that waits, and after ``close``."""
+        """Yield the whole view of each archive in order; None for an archive that waits, or after ``close``.
+
+        If the generator is closed or an archive raises an error, the threads that still read end at their next member.
+        """
         with request_threads(_AT_ONCE) as pool:
             begun = (pool.submit(list, self.indexes.read(archive, self.objects, missing)) for archive in archives)
             reading = deque(islice(begun, _AT_ONCE))
@@ -213,7 +223,7 @@ class VideoList:
                     yield [None, *reading.popleft().result()][-1]
                     reading.extend(islice(begun, 1))
             except BaseException:
-                self.close()  # threads that still read an archive end at its next member
+                self.close()  # threads that are still reading stop at the next member
                 pool.shutdown(cancel_futures=True)
                 raise
 
@@ -227,11 +237,15 @@ class VideoList:
     def _note_progress(
         self, views: Generator[View | None, None, None], n_archives: int
     ) -> Generator[View | None, None, None]:
-        """Yield the views; say now and then how many archives are indexed, and at the end if one was read for that.
+        """Yield the views unchanged; pass a progress line to ``Indexes.say`` every 10 s, and at the end.
 
-        An archive that waits, whose view is None, is not indexed.
+        The last line is left out if no archive had to be read. An archive that waits, whose view is None, does not
+        count as indexed.
         """
-        last_line_at, n_archives_seen, n_indexed, n_videos = time.monotonic(), 0, 0, 0
+        last_line_at = time.monotonic()
+        n_archives_seen = 0
+        n_indexed = 0
+        n_videos = 0
         with closing(views):
             for view in views:
                 if view is None or view.is_whole:
@@ -245,10 +259,12 @@ class VideoList:
                 yield view
 
     def _separate_ids(self, parts: Sequence[pa.Table], ids: Ids) -> pa.Table:
-        """Return the known videos, which ``parts`` are the pieces of, with errors for members that repeat an id.
+        """Return the known videos, with errors for members that repeat an id; add the ids to ``ids`` if archives wait.
 
-        The ids are added to ``ids`` if archives are left. Raises ManifestError if all videos of an archive repeat
-        earlier ids, unless a limit may hide that.
+        ``parts`` are the tables that ``known`` consists of.
+
+        Raises:
+            ManifestError: all videos of an archive repeat earlier ids, and there is no limit.
         """
         is_repeated = ids.find_repeated(self.known)
         for part, end in zip(parts, accumulate(map(len, parts)), strict=True):
@@ -268,25 +284,27 @@ class Ids:
     """The ids of all videos so far, as hashes of 16 bytes."""
 
     def __init__(self) -> None:
-        self._high, self._low = np.empty(0, np.uint64), np.empty(0, np.uint64)  # sorted by the first
+        self._high, self._low = np.empty(0, np.uint64), np.empty(0, np.uint64)  # sorted by the high half
 
     def find_repeated(self, videos: pa.Table) -> NDArray[np.bool_]:
-        """Return a mask [n] of the videos (MANIFEST_SCHEMA) with the id of an earlier video, here or of ``add``.
+        """Return a mask [n] of the videos (MANIFEST_SCHEMA) whose id an earlier video has, here or of ``add``.
 
-        Files come before all members.
+        Separate files count as earlier than all members.
         """
-        keys, member = column_keys(videos["video_id"]), pc.is_valid(videos["source_offset"]).to_numpy()
+        keys = column_keys(videos["video_id"])
+        member = pc.is_valid(videos["source_offset"]).to_numpy()
         return find_repeated(keys, member) | (find(keys, self._high, self._low) >= 0)
 
     def separate_ids(self, videos: pa.Table, is_repeated: NDArray[np.bool_] | None = None) -> pa.Table:
-        """Return the videos, with an error and an id of its own (ID@URI) for each that is ``find_repeated``.
+        """Return the videos, with a fault and the id ID@URI for each that repeats an id; a fault that it has stays.
 
-        The ids are not added: ``add`` does that.
+        The ids are not added. ``is_repeated`` is the result of ``find_repeated``, if the caller has it.
         """
         is_repeated = self.find_repeated(videos) if is_repeated is None else is_repeated
         if not is_repeated.any():
             return videos
-        ids, mask = videos["video_id"], pa.array(is_repeated)
+        ids = videos["video_id"]
+        mask = pa.array(is_repeated)
         why = pc.coalesce(videos["fault"], pc.binary_join_element_wise(_BEFORE, ids, _BEHIND, ""))
         own_columns = {
             "video_id": pc.if_else(mask, pc.binary_join_element_wise(ids, videos["uri"], "@"), ids),
@@ -304,10 +322,10 @@ class Ids:
 
 
 def _may_share_ids(all_contents: Sequence[NameContents], archives: Sequence[NamedFile]) -> bool:
-    """Return False if only tars and zips are named, several of them, and no two of these can share an id.
+    """Return False if only tars and zips are named, at least two of them, and no two of these can share an id.
 
-    An id begins with its archive's name, so the ids of two archives differ unless a name with a slash begins the other.
-    Rows of tables may have any id, and so may the videos beside archives.
+    An id begins with its archive's name, so two archives can share one only if one name, with a slash, begins the
+    other. Rows of tables, and videos beside archives, may have any id.
     """
     if len(archives) <= 1 or any(contents.videos is not None for contents in all_contents):
         return True
@@ -317,7 +335,7 @@ def _may_share_ids(all_contents: Sequence[NameContents], archives: Sequence[Name
 
 
 def find_size(archive: NamedFile) -> int:
-    """Return the bytes of an archive, 0 if unknown."""
+    """Return the size of an archive in bytes; 0 if it is unknown."""
     if archive.info is not None:
         return archive.info.size
     try:

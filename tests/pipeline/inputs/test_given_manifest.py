@@ -73,7 +73,7 @@ def test_rows_are_those_of_a_manifest_in_the_current_folder(here, kind):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ([], "there is none"),
+        ([], "the list is empty"),
         (["x/a.mp4", "y/a.mp4"], "2 paths end in 'a.mp4': give dicts with a video_id and a uri each"),
         ([{"video_id": "a"}], "videos, row 0: no uri"),
         (
