@@ -56,17 +56,19 @@ def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Fi
     """Decode videos as a run does, until a minute has passed.
 
     Returns:
-        A "wrong" finding per failed video, then an "ok" one if any decoded; and the median core-seconds per decoded
-        video, None if there is none.
+        A "wrong" finding per fault class with its number of videos and the first of them, then an "ok" one if any
+        video decoded; and the median core-seconds per decoded video, None if there is none.
     """
     faults = Counter[str]()
+    examples = dict[str, str]()
     codecs = Counter[str]()
     seconds = list[float]()
     start = time.perf_counter()
     with closing(decode_sample(setup, rows)) as sample:
         for record, frames, core_s in sample:
             if frames is None:
-                faults[f"{record['error_class']}, e.g. {record['video_id']}: {record['error_message']}"] += 1
+                faults[record["error_class"]] += 1
+                examples.setdefault(record["error_class"], f"{record['video_id']}: {record['error_message']}")
             else:
                 seconds.append(core_s)
                 codecs[f"{record['codec']} {record['source_width']}x{record['source_height']}"] += 1
@@ -74,7 +76,8 @@ def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow]) -> tuple[list[Fi
                 break
     total = faults.total() + codecs.total()
     findings = [
-        Finding("decoding", "wrong", f"{n} of {total} videos: {says}", "see the message") for says, n in faults.items()
+        Finding("decoding", "wrong", f"{n} of {total} videos: {kind}, e.g. {examples[kind]}", "see the message")
+        for kind, n in faults.items()
     ]
     if not seconds:
         return findings, None

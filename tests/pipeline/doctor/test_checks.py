@@ -139,12 +139,16 @@ def test_decoding_costs_what_the_run_would_record_and_names_what_fails():
     rows = [
         {"video_id": name, "uri": str(path), "policy": None, "start_s": None, "end_s": None}
         | {"manifest": None, "size": None, "attempts": 1, "fault": None, "source_offset": None, "mark": None}
-        for name, path in {"good": sample("bikes.mp4"), "bad": sample("bikes.mp4").with_name("none.mp4")}.items()
+        for name, path in {
+            "good": sample("bikes.mp4"),
+            "bad": sample("bikes.mp4").with_name("none.mp4"),
+            "worse": sample("bikes.mp4").with_name("nothing.mp4"),
+        }.items()
     ]
     findings, seconds = check_decoding(setup, rows)
     says = {finding.state: finding.says for finding in findings}
-    assert seconds > 0 and f"{seconds:.3f} core-seconds" in says["ok"]
-    assert "1 h264" in says["ok"] and "1 of 2 videos: io, e.g. bad" in says["wrong"]
+    assert seconds > 0 and f"{seconds:.3f} core-seconds" in says["ok"] and len(findings) == 2
+    assert "1 h264" in says["ok"] and "2 of 3 videos: io, e.g. bad" in says["wrong"]
 
 
 def test_the_videos_are_those_of_the_run_and_no_more_containers_are_opened_than_hold_them(tmp_path, monkeypatch):
