@@ -1,4 +1,4 @@
-"""The options of a run that answers questions: one dataclass that flags and the run's record come from."""
+"""The options of ``jobs.generate`` as dataclasses; the command's flags and the run's record are made from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHOICE_METHODS = ("letter", "loglikelihood", "generate")
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """The options that decide prompts about cached videos, for runs and for servers."""
+    """The options that determine prompts about cached videos, shared by ``jobs.generate`` and ``jobs.serve``."""
 
     model: str | None = option(
         None,
@@ -47,7 +47,7 @@ class PromptOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
-    """The options of ``python -m jobs.generate``. Raises UsageError where a value makes no sense."""
+    """The options of ``python -m jobs.generate``. Raises UsageError for an invalid value."""
 
     item: ClassVar[str] = "question"
 
@@ -127,7 +127,7 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
     )
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an invalid value, and for options that do not go together."""
+        """Raise UsageError if an option has an invalid value, or if two options contradict or lack each other."""
         super().__post_init__()
         if self.questions is None and not self.ask:
             raise UsageError(

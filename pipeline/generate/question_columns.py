@@ -1,7 +1,7 @@
-"""The columns of a questions file: those that are read, names that are nearly theirs, and the carried columns.
+"""The columns of a questions file: those that are read, similar names, which are refused, and the carried columns.
 
-A column that nothing reads is carried along to the answers. So a setting under a slightly wrong name would change
-nothing, and nobody would notice: such names are refused.
+Columns that are not read are carried to the answers. A setting with a misspelled name would therefore have no effect,
+and nobody would notice, so such names are refused.
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ _PREFIX = "question_"  # of a carried column whose name the answers need for a c
 
 
 def refuse_near_names(row: UserRow, where: str) -> None:
-    """Raise QuestionsError if a column of a row seems to be meant for a column that the row lacks.
+    """Raise QuestionsError if a column seems to be meant for a known column that the row lacks.
 
-    A near name differs from the right one only by case, underscores and a plural s, or by one letter of at least five,
-    or it is the name in other tools. Empty cells are no columns here. A row that has the right column may have near
-    names too: they are the user's own. Settings of other tools that no question has here are refused as well.
+    A name is near a known one if it differs only by case, underscores, a plural s or, among names of at least five
+    letters, one edit; or if it is the name in other tools. If the row has the known column too, the near name is
+    accepted as the user's. Settings of other tools that questions do not have, such as ``stop``, are refused as well.
+    Empty cells count as missing.
     """
     given = {  # NaN is an empty cell where pandas wrote the row
         str(name): value
@@ -89,7 +90,7 @@ def refuse_near_names(row: UserRow, where: str) -> None:
 
 @lru_cache(maxsize=1024)
 def find_near(name: str) -> str | None:
-    """Return the known column that a column of another name seems to be meant for, or None."""
+    """Return the known column that a column named ``name`` seems to be meant for, or None. Results are cached."""
     folded = _fold(name)
     if folded in _SYNONYMS:
         return _SYNONYMS[folded]
@@ -106,18 +107,21 @@ def find_near(name: str) -> str | None:
 
 
 def _split_words(name: str) -> list[str]:
-    """Split a name into its words in lower case: at all that is no letter or number, and before capitals."""
+    """Split a name into lower-case words, at characters that are not letters or digits and before capitals."""
     return re.findall(r"[^\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
 
 
 def _fold(name: str) -> str:
-    """Return a name in lower case without anything but letters and numbers, and without the s of a plural."""
+    """Return a name in lower case with letters and digits only, and without the s of a plural at its end."""
     *words, last = _split_words(name) or [""]
     return "".join([*words, last.removesuffix("s") or last])
 
 
 def _differ_by_one_edit(a: str, b: str) -> bool:
-    """Return True if one letter more, less or changed, or two neighbors that are swapped, make one text the other."""
+    """Return True if one edit turns one text into the other: a letter inserted, removed or changed, or two swapped.
+
+    Equal texts give True, too.
+    """
     short, long = sorted((a, b), key=len)
     same = next((i for i, (x, y) in enumerate(zip(short, long, strict=False)) if x != y), len(short))
     if len(short) < len(long):
@@ -129,17 +133,18 @@ def _differ_by_one_edit(a: str, b: str) -> bool:
 def make_carried_columns(
     rows: Sequence[UserRow], own_names: Collection[str], types: Mapping[str, pa.DataType]
 ) -> dict[str, pa.Array]:
-    """Return the columns of user's rows that are carried along, by the names that they have in the answers.
+    """Convert the columns that are carried to the answers to Arrow arrays, by their names in the answers.
 
-    A column keeps its type. Values of several types, and values that Parquet cannot hold, become text. A name that the
-    answers need is written as ``question_NAME``.
+    A column keeps its type; if it has values of several types, or that Parquet cannot hold, it becomes text. A name
+    that the answers use themselves is written as ``question_NAME``.
 
     Args:
-        rows: each question's other columns, which nothing here reads.
-        own_names: names that the answers have for columns of their own.
-        types: of the carried columns, where their file or table says them.
+        rows: the carried columns of each question; a missing value becomes null.
+        own_names: the names of the answers' own columns.
+        types: the declared types of carried columns, if the file or table has types; these come first in the result.
 
-    Raises QuestionsError if two columns would get one name, or if a name is no text.
+    Raises:
+        QuestionsError: two columns would get the same name, or a name is not valid text.
     """
     names = list(dict.fromkeys([*types, *(name for row in rows for name in row)]))
     new_names = {name: f"{_PREFIX}{name}" if name in own_names else str(name) for name in names}
@@ -155,10 +160,9 @@ def make_carried_columns(
 
 
 def _as_column(values: Sequence[UserValue], declared_type: pa.DataType | None) -> pa.Array:
-    """Return values as a column: of the declared type if they fit, else of the type that all have, else as text.
+    """Convert values to an array of the declared type if they fit, else of their common type, else of text.
 
-    Among texts NaN is a gap, as pandas has gaps in the dicts of a table's rows.
-    A declared type counts as its ``plain_type``.
+    As text, None and NaN become null, and values that are not text become JSON.
     """
     for kind in () if declared_type is None else (plain_type(declared_type),), ():
         try:
@@ -173,14 +177,14 @@ def _as_column(values: Sequence[UserValue], declared_type: pa.DataType | None) -
 
 
 def _as_text(value: Any) -> str:
-    """Return a value as text: text as it is, and any other value as JSON."""
+    """Return valid text unchanged, and any other value as JSON."""
     return value if isinstance(value, str) and is_text(value) else json.dumps(value, default=shown_as)
 
 
 def add_carried(answers: pa.Table, questions: pa.Table, own_names: Collection[str]) -> pa.Table:
-    """Return answers with the columns that their questions carry: all columns of ``questions`` besides ``own_names``.
+    """Append to answers the columns of their questions that are not among ``own_names``, matched by question_id.
 
-    An answer without its question gets nulls, and so does a removed answer.
+    Removed answers, and answers without a question, get nulls.
     """
     names = [name for name in questions.column_names if name not in own_names]
     if not names:
@@ -193,9 +197,10 @@ def add_carried(answers: pa.Table, questions: pa.Table, own_names: Collection[st
 
 
 def concat_answers(tables: Sequence[pa.Table]) -> pa.Table:
-    """Join tables of answers whose questions came from several files.
+    """Concatenate tables of answers whose carried columns may differ.
 
-    A column that one of the files lacks is null there. A column of several types becomes the wider type, else text.
+    A column that a table lacks is null there. A column of several types gets their wider type, or becomes text if they
+    have none.
     """
     try:
         return pa.concat_tables(tables, promote_options="permissive")
@@ -210,7 +215,7 @@ def concat_answers(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _with_texts(table: pa.Table, names: Collection[str]) -> pa.Table:
-    """Return a table with the columns ``names`` as text; values that are not text become JSON."""
+    """Return a table with the columns ``names`` as text; values that are not text become JSON, and nulls stay."""
     for index, name in enumerate(table.column_names):
         if name in names:
             texts = [None if value is None else _as_text(value) for value in table[name].to_pylist()]

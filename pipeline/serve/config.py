@@ -1,4 +1,4 @@
-"""The options of a server, of cached videos or with live pruning: dataclasses that flags come from."""
+"""The options of a server, on cached videos or with live pruning: dataclasses from which the flags are made."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.I)
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """The options of every server. Raises UsageError where a value makes no sense."""
+    """The options of every server. Raises UsageError for an invalid value."""
 
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV", group="model")
     served_model_name: str | None = option(None, "what requests call the model (default: --model)", metavar="NAME")
@@ -65,7 +65,7 @@ class ServerOptions:
     )
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an invalid value, also of ``engine_param``."""
+        """Raise UsageError for an invalid value, or if other machines can reach the server and it has no key."""
         check_choices(self)
         check(self.tensor_parallel >= 1, "tensor_parallel", "at least 1", self.tensor_parallel)
         check(0 < self.port < 65536, "port", "in [1, 65535]", self.port)
@@ -82,17 +82,21 @@ class ServerOptions:
 
     @property
     def needs_key(self) -> bool:
-        """True if other machines may reach the server, and ``no_key`` does not allow that without a key."""
+        """True if other machines may reach the server and ``no_key`` does not allow that."""
         return not self.no_key and not _is_loopback(self.host)
 
     def engine_params(self) -> dict[str, Json]:
-        """Return the values of ``--engine-param`` by name, spelled as vLLM's EngineArgs spells it."""
+        """Parse ``--engine-param`` into values by name, spelled as in vLLM's EngineArgs; JSON values are decoded.
+
+        Raises:
+            UsageError: an argument is not NAME=VALUE.
+        """
         return engine_values(self.engine_param)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(ServerOptions, PromptOptions, S3Options):
-    """The options of ``python -m jobs.serve``. Raises UsageError where a value makes no sense."""
+    """The options of ``python -m jobs.serve``. Raises UsageError for an invalid value."""
 
     cache: str = option("cache", "the cache that jobs.prune wrote", positional=True, metavar="CACHE", group="cache")
     caches: list[str] = option(
@@ -122,7 +126,7 @@ class ServeConfig(ServerOptions, PromptOptions, S3Options):
     refresh_seconds: float = option(10.0, "look for new, redone and removed videos this often, in seconds", metavar="S")
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an invalid value, also of ``caches``."""
+        """Raise UsageError for an invalid value, and for ``live``, which only the command line accepts."""
         super().__post_init__()
         if self.live:
             raise UsageError("--live: write it on the command line, and whole; it takes no cache and has other options")
@@ -135,9 +139,10 @@ class ServeConfig(ServerOptions, PromptOptions, S3Options):
         self.named_caches()
 
     def named_caches(self) -> dict[str, str]:
-        """Return the place of each ``--cache NAME=PLACE`` by name, without the first cache.
+        """Parse ``--cache`` into name -> place; the first cache has no name and is not included.
 
-        Raises UsageError if it is malformed or a name repeats.
+        Raises:
+            UsageError: an argument is not NAME=PLACE, or a name repeats.
         """
         places: dict[str, str] = {}
         for text in self.caches:
@@ -150,7 +155,7 @@ class ServeConfig(ServerOptions, PromptOptions, S3Options):
 
 @dataclass(frozen=True, kw_only=True)
 class LiveConfig(ServerOptions):
-    """The options of ``python -m jobs.serve --live``. Raises UsageError where a value makes no sense."""
+    """The options of ``python -m jobs.serve --live``. Raises UsageError for an invalid value."""
 
     live: bool = option(False, "prune the videos of requests as vLLM encodes them, without a cache", group="videos")
     num_frames: int = option(
@@ -182,7 +187,7 @@ class LiveConfig(ServerOptions):
     )
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an invalid value, also of ``method_param``, ``media_domain`` and ``media_path``."""
+        """Raise UsageError if ``model`` is None, ``media_path`` is not a folder, or a value is invalid."""
         super().__post_init__()
         if self.model is None:
             raise UsageError("--model is missing: a Hugging Face id or a folder")
@@ -198,16 +203,19 @@ class LiveConfig(ServerOptions):
         self.method_params()
 
     def method_params(self) -> dict[str, str]:
-        """Parse ``--method-param`` into texts by name."""
+        """Parse ``--method-param`` into texts by name. Raises UsageError if an argument is not NAME=VALUE."""
         return named_values(self.method_param, "--method-param")
 
     def media_hosts(self) -> list[str]:
-        """Return the hosts of ``--media-domain`` in lower case, in which vLLM reads those of URLs."""
+        """Return the hosts of ``--media-domain`` in lower case, because vLLM compares lower-case hosts."""
         return [name.lower() for name in self.media_domain]
 
 
 def _is_loopback(host: str) -> bool:
-    """Return True if every address of a host is a loopback address; an empty host is all addresses of the machine."""
+    """Return True if every address of a host is a loopback address, False if the host does not exist.
+
+    An empty host stands for all addresses of the machine.
+    """
     try:
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host or None, None, flags=socket.AI_PASSIVE)}
     except (OSError, UnicodeError):  # no such host; :func:`check_port` says so
@@ -216,9 +224,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise UsageError if the server cannot listen on this port; vLLM would say so only after loading the model.
+    """Raise UsageError if the server cannot listen on this port, which vLLM would report only after loading the model.
 
-    The port stays free.
+    The port is released again.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as port_socket:

@@ -1,4 +1,4 @@
-"""What every request passes before vLLM sees it: its key, its size, and whether the server still takes requests."""
+"""The gate that every request passes before vLLM sees it: it checks the key and the size, and ends the server."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ VIDEOS: ContextVar[list[str] | None] = ContextVar("videos", default=None)
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """The settings of the gate, which travel in vLLM's configuration.
+    """The settings of the gate, which are passed in vLLM's configuration.
 
     Attributes:
         needs_key: True if the server must not start without a key.
-        max_request_bytes: the largest body of a request.
-        shutdown_timeout: seconds in which requests may end after SIGTERM.
+        max_request_bytes: the maximum size of a request's body.
+        shutdown_timeout: the seconds that running requests have after SIGTERM.
     """
 
     needs_key: bool
@@ -53,15 +53,15 @@ class RequestLimits:
 
 
 class RequestGate:
-    """The outermost ASGI middleware: it asks for the key on every route, limits bodies, and names an answer's videos.
+    """The outermost ASGI middleware: it requires the key on every route, limits bodies, and names an answer's videos.
 
-    vLLM's own check of the key leaves out some routes that answer and read. After SIGTERM the gate lets in no other
-    request, where vLLM would answer with an empty text, and the server ends once the last has its answer or
-    ``shutdown_timeout`` is over.
+    vLLM's own check of the key leaves out some routes that answer and read. After SIGTERM, vLLM would answer new
+    requests with an empty text; the gate refuses them, and ends the server once the running requests have their answers
+    or ``shutdown_timeout`` is over.
     """
 
     def __init__(self, app: App) -> None:
-        """Take the key from the environment; caches, if any, are opened when the server starts."""
+        """Read the key from the environment; limits and caches follow when the server starts."""
         self._app = app
         self._key = os.environ.get(KEY, "").encode()
         self._state: Any = None  # of vLLM's own application
@@ -71,11 +71,11 @@ class RequestGate:
         self._draining: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on to the app, or refuse it: 401 without the key, 503 while the server drains.
+        """Pass a request on to the app, or refuse it: 401 without the key, 503 while the server shuts down.
 
-        A request is busy until it has its answer. No key is needed if the server has none. Paths of ``OPEN_PATHS``
-        always pass, without a key and while draining, and are never busy. A websocket needs the key too, but it passes
-        while draining and is never busy. The start of the server (lifespan) opens the caches, if any.
+        No key is required if the server has none. OPEN_PATHS always pass. A websocket needs the key (it is closed with
+        1008 otherwise), but passes during the shutdown, which does not wait for it. The ASGI lifespan event starts the
+        gate, and opens the caches, if any.
         """
         if scope["type"] == "lifespan":
             self._start(scope["app"].state)
@@ -99,9 +99,13 @@ class RequestGate:
                 self._busy -= 1
 
     def _start(self, state: Any) -> None:
-        """Open the caches, if any, take over SIGTERM, and hide the model's path from clients.
+        """Read the limits, open the caches, handle SIGTERM, and hide the model's path from clients.
 
-        Raises UsageError if the server needs a key and has none, and as CachedPrompts.
+        Raises:
+            UsageError: the server needs a key and has none, or a cache does not fit the model.
+            ModelError: the model of the caches cannot be used.
+            CorruptShard: a file of a cache's table is damaged.
+            OSError: a store failed.
         """
         self._state = state
         values = state.vllm_config.additional_config
@@ -116,12 +120,12 @@ class RequestGate:
         loop.add_signal_handler(signal.SIGTERM, self._drain)
 
     def _drain(self) -> None:
-        """Begin to end the server: no more requests are admitted."""
+        """Begin the shutdown: from now on new requests are refused. Later calls do nothing."""
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._end())
 
     async def _end(self) -> None:
-        """Wait until the running requests have ended, or the shutdown timeout is over, and tell the server to end."""
+        """Wait until no request is running or the shutdown timeout is over, then tell vLLM's server to exit."""
         deadline = time.monotonic() + self._limits.shutdown_timeout
         while self._busy and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -129,16 +133,16 @@ class RequestGate:
         self._state.server.should_exit = True
 
     def _has_key(self, scope: Scope) -> bool:
-        """Return True if a request carries the right key, compared in constant time."""
+        """Return True if the header is ``Authorization: Bearer KEY``; keys are compared in constant time."""
         scheme, _, sent = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")
         return scheme.lower() == b"bearer" and secrets.compare_digest(sent, self._key)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read a request's body and pass the request on to vLLM; refuse a large body (413) before anything parses it.
+        """Read a request's body, and pass the request on to vLLM; refuse a body that is too large (413).
 
-        The answer gets a header for each cached video that it is made from, and "retry-after" if it is a 503. A request
-        that vLLM's engine ended, since it lacked a video's rows, is passed on a second time. Nothing is sent to a
-        client that left.
+        The answer gets a header for each cached video that it was made from, and "retry-after" if it is a 503. A
+        request that vLLM's engine ended because it lacked a video's rows is passed on a second time. On a live server,
+        a video that cannot be read gets a 400. If the client disconnects while it sends the body, nothing is sent.
         """
         most, parts, size, more = self._limits.max_request_bytes, [], 0, True
         while more and size <= _MAX_SKIPPED_BODIES * most:
@@ -173,9 +177,12 @@ class RequestGate:
             await _refuse(send, 400, reason)
 
     async def _try_answer(self, scope: Scope, receive: Receive, send: Send, videos: list[str]) -> bool:
-        """Pass a request on to vLLM; return False if its engine ended the request, and then send nothing.
+        """Pass a request on to vLLM; return False, with nothing sent, if its engine ended the request.
 
-        Only a request about cached ``videos`` can be ended so; ``videos`` is filled while vLLM makes the prompt.
+        Only a request about cached videos can be ended this way.
+
+        Args:
+            videos: filled by the renderer while vLLM makes the prompt.
         """
         is_ended = False
         kept_messages = list[Message]()
@@ -197,7 +204,7 @@ class RequestGate:
 
 
 def _explain_no_media(error: Exception) -> str | None:
-    """Return why vLLM could not read a video that a request names; None for an error that is no fault of the request.
+    """Return why vLLM could not read a video that a request names; None for errors that are not the request's fault.
 
     vLLM itself would answer 500 and log a traceback.
     """
@@ -211,7 +218,7 @@ def _explain_no_media(error: Exception) -> str | None:
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return a ``receive`` that first gives a body that was read already, and then the client's further messages."""
+    """Return a ``receive`` that first returns a body that was read already, then the client's further messages."""
     whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -221,9 +228,9 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:
-    """Send a whole response: an error in the form of OpenAI's API.
+    """Send a complete error response in the form of OpenAI's API.
 
-    A 413 closes the connection, and a 503 says when to try again.
+    A 413 closes the connection, and a 503 has a "retry-after" header.
     """
     kind = "server_error" if status >= 500 else "invalid_request_error"
     body = json.dumps({"error": {"message": message, "type": kind, "code": status}}).encode()

@@ -1,4 +1,4 @@
-"""The start of vLLM's own server, on a cache or with live pruning, in this process, after a check of the request."""
+"""The start of vLLM's server in this process, on a cache or with live pruning, after checks of the options."""
 
 from __future__ import annotations
 
@@ -64,9 +64,11 @@ _ENDS_S = 5  # seconds after the shutdown timeout that a process may take to end
 def serve(config: ServeConfig | LiveConfig) -> None:
     """Run the server until the process is told to stop.
 
-    With ``print_command`` it only prints the command by which vLLM's own ``vllm serve`` answers alike, without the key.
+    With ``print_command``, only print the equivalent ``vllm serve`` command, without the key. Sets environment
+    variables in this process.
 
-    Sets environment variables in this process. Raises UsageError before anything is loaded.
+    Raises:
+        UsageError: the options, the model or a cache do not fit together; nothing was loaded.
     """
     arguments = server_arguments(config)
     if config.print_command:
@@ -81,9 +83,12 @@ def serve(config: ServeConfig | LiveConfig) -> None:
 
 
 def server_arguments(config: ServeConfig | LiveConfig) -> list[str]:
-    """Return the command line of ``vllm serve``, after a check that cache or model, and flags go together.
+    """Check the options, the model and the caches, and return the arguments of ``vllm serve``.
 
-    Sets variables of the environment that vLLM's processes need: the store, the key, and vLLM's own. Raises UsageError.
+    Sets the environment variables that vLLM's processes need in this process: the store, the key, and vLLM's.
+
+    Raises:
+        UsageError: they do not fit together, or vLLM is missing.
     """
     os.environ.update(_list_variables(config))
     if config.api_key is not None:
@@ -92,7 +97,7 @@ def server_arguments(config: ServeConfig | LiveConfig) -> list[str]:
 
 
 def _list_variables(config: ServeConfig | LiveConfig) -> dict[str, str]:
-    """Return the variables that decide where vLLM's processes read: the store that the flags name, or media URLs."""
+    """Return the environment variables that select the S3 store of the flags, or disable redirections of media URLs."""
     if isinstance(config, LiveConfig):  # vLLM would otherwise follow a redirection from an allowed host to any other
         return {_REDIRECTS: os.environ.get(_REDIRECTS, "0")}
     if config.s3_endpoint is None:
@@ -102,7 +107,11 @@ def _list_variables(config: ServeConfig | LiveConfig) -> dict[str, str]:
 
 
 def _prepare(config: ServeConfig | LiveConfig, source: ModelSource) -> Runtime:
-    """Choose the model's device and arithmetic, and set vLLM's variables in this process. Raises UsageError."""
+    """Choose the device and dtype, check that vLLM can compute with them, and set vLLM's environment variables.
+
+    Raises:
+        UsageError: they are not available, this CPU cannot run the model, or this package is not installed.
+    """
     with usage_errors():
         runtime = choose_runtime("auto", config.dtype)
         check_arithmetic(source, runtime)
@@ -111,7 +120,11 @@ def _prepare(config: ServeConfig | LiveConfig, source: ModelSource) -> Runtime:
 
 
 def _live_arguments(config: LiveConfig) -> list[str]:
-    """Return the command line of a server with live pruning. Raises UsageError."""
+    """Return the arguments of ``vllm serve`` for live pruning.
+
+    Raises:
+        UsageError: the options and the model do not fit together, or vLLM is missing.
+    """
     source, live = check_live(config)
     check_installed("jobs.serve --live")
     runtime = _prepare(config, source)
@@ -124,9 +137,12 @@ def _live_arguments(config: LiveConfig) -> list[str]:
 
 
 def check_live(config: LiveConfig) -> tuple[ModelSource, LivePruning]:
-    """Check that model, method and arguments go together. Reads small files of the model, and needs no vLLM.
+    """Check that model, method and engine arguments fit together; return the checkpoint and the pruning.
 
-    Raises UsageError.
+    Reads small files of the model, and does not need vLLM.
+
+    Raises:
+        UsageError: they do not fit together, or an engine argument is reserved.
     """
     assert config.model is not None
     params = whole_names(config.engine_params())
@@ -141,7 +157,12 @@ def check_live(config: LiveConfig) -> tuple[ModelSource, LivePruning]:
 
 
 def _cache_arguments(config: ServeConfig) -> list[str]:
-    """Return the command line of a server of cached videos. Raises UsageError."""
+    """Return the arguments of ``vllm serve`` for cached videos; the caches are opened for checks and closed again.
+
+    Raises:
+        UsageError: the options, the caches and the model do not fit together, or vLLM is missing.
+        CorruptShard: a file of a cache's table is damaged.
+    """
     served_config = served_cache(config)  # which refuses a cache that vLLM cannot serve at all
     check_installed("jobs.serve")
     with usage_errors(), store_usage_errors():
@@ -179,9 +200,10 @@ def _cache_arguments(config: ServeConfig) -> list[str]:
 
 
 def _largest_video(config: ServeConfig, prompts: CachedPrompts) -> int:
-    """Return the maximum number of tokens of a video for which memory is reserved, with the newline of the prompt.
+    """Return the number of visual tokens per video, with the prompt's newline, for which memory is reserved.
 
-    Raises UsageError if ``max_tokens_per_video`` is too few for a cached video.
+    Raises:
+        UsageError: ``max_tokens_per_video`` is too small for a cached video.
     """
     most, newline = config.max_tokens_per_video, 1 if prompts.builder.needs_newline else 0
     if most is None:
@@ -193,9 +215,10 @@ def _largest_video(config: ServeConfig, prompts: CachedPrompts) -> int:
 
 
 def served_cache(config: ServeConfig) -> ServedCache:
-    """Return the renderer's settings, which travel in vLLM's configuration.
+    """Return the settings for vLLM's configuration; the header of the first cache names the model.
 
-    The first cache's header names the model. Raises UsageError.
+    Raises:
+        UsageError: a cache cannot be read, vLLM does not support its model, or no model is named.
     """
     with usage_errors(), store_usage_errors():
         places = (config.cache, *config.named_caches().values())
@@ -218,21 +241,20 @@ def served_cache(config: ServeConfig) -> ServedCache:
 
 
 def whole_names(params: JsonObject) -> JsonObject:
-    """Return arguments by their whole names: the command line also takes a part, as in compilation_config.mode=3."""
+    """Return the arguments by their names up to the first dot, such as compilation_config of compilation_config.mode."""
     return {name.partition(".")[0]: value for name, value in params.items()}
 
 
 def server_words(config: ServerOptions, options: Mapping[str, Any], model_name: str) -> list[str]:
-    """Return the words of vLLM's command line after ``vllm serve``, with what every server has: gate, host, port.
-
-    The gate reads its limits from them. If they will be printed, ends the process with 2 for arguments of the user
-    that vLLM does not know.
+    """Return the arguments of ``vllm serve``, with what every server has: gate, limits, name, host and port.
 
     Args:
-        options: the arguments of vLLM by name, with ``model``; those of the user win over them.
-        model_name: the model's name or folder, for clients.
+        options: the arguments of vLLM by name, with ``model``; ``engine_params`` of the user replace them.
+        model_name: the model's id or folder, from which the name for clients is made.
 
-    Raises UsageError if the environment asks for vLLM's server in Rust.
+    Raises:
+        UsageError: the environment selects vLLM's server in Rust.
+        SystemExit: with ``print_command``, vLLM does not know an argument of the user (code 2).
     """
     if os.environ.get(_RUST, "0") != "0":
         raise UsageError(f"{_RUST}: vLLM's server in Rust asks for no key here and limits no request. Unset {_RUST}")
@@ -259,7 +281,7 @@ def server_words(config: ServerOptions, options: Mapping[str, Any], model_name: 
 
 
 def parse_words(words: Sequence[str]) -> Namespace:
-    """Parse the command line of ``vllm serve``."""
+    """Parse the arguments of ``vllm serve``; an unknown one ends the process with code 2. Imports vLLM."""
     from vllm.entrypoints.cli.serve import ServeSubcommand  # noqa: PLC0415 - tens of seconds to import
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
 
@@ -269,7 +291,7 @@ def parse_words(words: Sequence[str]) -> Namespace:
 
 
 def _make_words(name: str, value: Any) -> list[str]:
-    """Return one option as words of vLLM's command line; None gives no words, and False ``--no-NAME``."""
+    """Return one option as command-line arguments; None gives none, and False gives ``--no-NAME``."""
     flag = f"--{name.replace('_', '-')}"
     if value is None:
         return []
