@@ -25,7 +25,7 @@ from pipeline.generate.late_pruning import LatePruning
 from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, removed_answer, without_nulls
 from pipeline.storage.stores import Store
 
-# Columns that are read from the videos table, with the columns that TokenCache needs.
+# Columns to read from the videos table, including those that TokenCache needs.
 LIVE_COLUMNS = (
     *INDEX_COLUMNS,
     *("error_message", "n_tokens", "n_total", "n_frames", "tokens_per_frame", "hidden_size"),
@@ -114,7 +114,8 @@ class PromptForecast:
         Args:
             pruning: a name in ``setup.prunings``.
         """
-        late, builder = self._setup.prunings[pruning], self._builder
+        late = self._setup.prunings[pruning]
+        builder = self._builder
         if late is not None:
             n_kept = sum(
                 late.max_tokens(row["n_frames"], row["tokens_per_frame"], builder.hidden_size) for row in videos
@@ -189,7 +190,8 @@ class PromptForecast:
         A question about a removed video gets a removed row. It fails if a video is not in the cache or failed there, or
         if its visual tokens alone exceed the context of the model.
         """
-        cache, rows = self._setup.cache, []
+        cache = self._setup.cache
+        rows = []
         for video_id in question["video_ids"]:
             if video_id in self.removed:
                 return removed_answer(question, self.removed[video_id])
@@ -206,7 +208,8 @@ class PromptForecast:
                 message = f"{video_id!r} failed: {row['error_class']}: {row['error_message']}"
                 return failed_answer(question, QuestionFault("failed-video", message))
             rows.append(row)
-        n_visual, context = self.n_visual(rows, question.get("pruning", "")), self._builder.context_length
+        n_visual = self.n_visual(rows, question.get("pruning", ""))
+        context = self._builder.context_length
         if n_visual <= context:
             return None
         row_with_count: AnswerRecord = {**cast(AnswerRecord, question), "n_visual_tokens": n_visual}

@@ -33,9 +33,9 @@ GROW_AFTER = 16  # batches after a failure before a larger one is tried
 _RUN_FIELDS = (pa.field("pruning", pa.string()), pa.field("method_code", pa.string()), pa.field("attempts", pa.int32()))
 REMAINING_SCHEMA = pa.schema([*QUESTION_SCHEMA, *_RUN_FIELDS])
 _BLOCK_SCHEMA = pa.schema([pa.field("questions", pa.list_(pa.struct(list(REMAINING_SCHEMA))))])
-# ``runtime``: JSON of what computed an answer.
+# ``runtime``: JSON of the versions and settings that computed an answer.
 ANSWERED_SCHEMA = pa.schema([*(field.with_nullable(True) for field in ANSWER_SCHEMA), pa.field("runtime", pa.string())])
-# The answers of a part are one row, too.
+# The answers of a part travel as one row, too.
 _PART_SCHEMA = pa.schema([pa.field("answers", pa.list_(pa.struct(list(ANSWERED_SCHEMA))))])
 
 
@@ -87,8 +87,9 @@ class Answerer:
         runtime = choose_runtime(setup.device, setup.dtype, setup.config.attn)
         self._part_size = setup.batch_size
         self._size = BatchSize(setup.batch_size)
-        # Of the batch that is being answered: whether memory ran short, and its largest part that fitted.
-        self._ran_short, self._n_fitted = False, 0
+        # For the batch being answered: whether memory ran out, and the size of its largest part that fitted.
+        self._ran_short = False
+        self._n_fitted = 0
         with self._heartbeat.loading():
             self._engine = engine or load_engine(setup.config, setup.source, runtime, setup.largest_video)
             self._prompts = PromptMaker(setup, self._engine, runtime.device, self._heartbeat)
@@ -114,7 +115,8 @@ class Answerer:
         were made.
         """
         answers_by_key: dict[tuple[str, str | None], AnswerRecord] = {}
-        keys, size = [answer_key(question) for question in questions], self._part_size
+        keys = [answer_key(question) for question in questions]
+        size = self._part_size
         parts = deque(keys[start : start + size] for start in range(0, len(keys), size))
         for answer in self.answer(questions):
             answers_by_key[answer_key(answer)] = answer
@@ -144,8 +146,8 @@ class Answerer:
                     continue
                 waiting.append(question_or_row)
                 if len(waiting) >= self._size.now:
-                    # A batch that is not full waits for more questions: a long question must not make other batches
-                    # small.
+                    # A batch that is not full waits for more questions, so that a long question does not make the other
+                    # batches small.
                     *full, waiting = self._batches(waiting)
                     if len(waiting) >= self._size.now:
                         full, waiting = [*full, waiting], []
@@ -160,7 +162,8 @@ class Answerer:
         A question that was in hand at an earlier crash is a batch of its own, at the beginning, to identify the one
         that crashes.
         """
-        suspects, others = list[list[PreparedQuestion]](), list[PreparedQuestion]()
+        suspects = list[list[PreparedQuestion]]()
+        others = list[PreparedQuestion]()
         for question in questions:
             if self._heartbeat.find_crashes(make_heartbeat_name(question.row)):
                 suspects.append([question])
@@ -173,7 +176,8 @@ class Answerer:
     def _answer_together(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
         """Answer one batch, report it as in hand meanwhile, and adjust the size of later batches to what fitted."""
         with self._heartbeat.holding(*(make_heartbeat_name(question.row) for question in batch)) as items:
-            self._ran_short, self._n_fitted = False, 0
+            self._ran_short = False
+            self._n_fitted = 0
             rows = self._answer_batch(batch)
             self._size.adjust(self._n_fitted, self._ran_short)
             items.release(n=len(batch))
@@ -195,10 +199,10 @@ class Answerer:
             return [{**row, "status": "ok", "batch_size": len(batch)} for row in rows]
         except EngineCrashed as error:
             give_up_process(batch[0].row["question_id"], error)
-        except Exception as error:  # noqa: BLE001 - whatever one question provokes must not cost its neighbours
+        except Exception as error:  # noqa: BLE001 - an error of one question must not fail its neighbors
             inside = batch[0].inside
             fault = convert_error(batch[0].row["question_id"], error, None if inside is None else inside[0])
-        # Outside of the handlers, whose exception would keep the failed batch's tensors alive.
+        # Not inside the handlers, whose exception would keep the failed batch's tensors alive.
         out_of_memory = fault.fault_class == "out-of-memory"
         self._ran_short |= out_of_memory
         if out_of_memory and torch.cuda.is_available():
@@ -288,7 +292,8 @@ class BatchSize:
             is_short: True if memory ran out.
         """
         if is_short:
-            self.now, self._n_since_shortage = max(1, n_fitted), 0
+            self.now = max(1, n_fitted)
+            self._n_since_shortage = 0
             return
         self._n_since_shortage += 1
         if self._n_since_shortage >= GROW_AFTER:

@@ -38,13 +38,13 @@ from pipeline.storage.stores import Store, store_at
 
 ANSWERS_VERSION = 2
 KEYS = ("question_id", "pruning")
-_LIVE_KEYS = (*KEYS, "method_code")  # rows of one question by different code are separate
+_LIVE_KEYS = (*KEYS, "method_code")  # rows of one question made with different code are separate
 _MERGED_KEY = b"merged"  # metadata key of a merged file: a JSON list of the files it was made of
 HEADER = "answers.json"
 ANSWERS = "answers"
-REMOVED = "removed"  # folder of the bars, and status of the rows
+REMOVED = "removed"  # the folder of the bars, and the status of removed rows
 QUESTION_EXTRA = "question_extra"  # in old answers: JSON of the carried columns
-PRUNINGS: Final = "prunings"  # key of the identity, where several prunings were asked
+PRUNINGS: Final = "prunings"  # key of the identity if there are several prunings
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
 _MAX_ROWS_AS_OBJECTS = 4096
 _NUMBER_PATTERN = re.compile(r"([^0-9]*)([0-9]{0,18})")
@@ -96,7 +96,7 @@ ANSWER_SCHEMA = pa.schema(
         column("decoding", pa.string(), "JSON: method, system message and the options that were in effect"),
     ]
 )
-#: Nullable columns that came after the schema version, and the date since when files have them.
+#: Nullable columns that were added without a new schema version, with the date of the first files that have them.
 LATER_COLUMNS: Mapping[str, str] = {
     "decode_warnings": "2026-11-26",
     "method_code": "2026-11-27",
@@ -291,7 +291,8 @@ class AnswersTable:
     """
 
     def __init__(self, store: Store, identity: AnswersIdentity | None = None) -> None:
-        self._store, self._identity = store, identity
+        self._store = store
+        self._identity = identity
         self._tables: dict[str, pa.Table] = {}
 
     def names(self) -> list[str]:
@@ -309,7 +310,7 @@ class AnswersTable:
         """
         try:
             names = self._read()
-        except FileNotFoundError:  # merged since they were listed
+        except FileNotFoundError:  # a file was merged and deleted after the listing
             names = self._read()
         return concat_answers([ANSWER_SCHEMA.empty_table(), *(self._tables[name] for name in names)])
 
@@ -328,7 +329,8 @@ class AnswersTable:
             CorruptShard: a shard is damaged.
             OSError: the store failed.
         """
-        rows, identity = select_live(self.rows()), self._identity
+        rows = select_live(self.rows())
+        identity = self._identity
         if identity is None:
             identity = read_answers_header(self._store)["identity"] if self._store.exists(HEADER) else {}
         codes = {name: find_code(identity, name) for name in pc.unique(rows["pruning"]).to_pylist()}
@@ -339,8 +341,8 @@ class AnswersTable:
         """Return the live rows of these questions under these prunings; the name "" is the single pruning."""
         live = self.live()
         is_question = pc.is_in(live["question_id"], value_set=questions["question_id"].combine_chunks())
-        under = pa.array([name or None for name in prunings], pa.string())
-        return live.filter(pc.and_(is_question, pc.is_in(live["pruning"], value_set=under)))
+        labels = pa.array([name or None for name in prunings], pa.string())
+        return live.filter(pc.and_(is_question, pc.is_in(live["pruning"], value_set=labels)))
 
 
 def list_shards(store: Store) -> tuple[list[str], dict[str, str]]:
@@ -353,10 +355,10 @@ def list_shards(store: Store) -> tuple[list[str], dict[str, str]]:
     """
     names = sorted(name for suffix in SUFFIXES.values() for name in store.names(ANSWERS, suffix))
     shards = {PurePosixPath(name).stem[-32:]: name for name in names if has_content_hash(name)}
-    strays = [name for name in names if not has_content_hash(name)]
-    copies = {name: shards.get(hex_digest(store.read(name))) for name in strays}
-    copies_of = {name: shard for name, shard in copies.items() if shard is not None}
-    return [name for name in names if name not in copies_of], copies_of
+    unhashed_names = [name for name in names if not has_content_hash(name)]
+    copies = {name: shards.get(hex_digest(store.read(name))) for name in unhashed_names}
+    shard_by_copy = {name: shard for name, shard in copies.items() if shard is not None}
+    return [name for name in names if name not in shard_by_copy], shard_by_copy
 
 
 def select_live(rows: pa.Table) -> pa.Table:
@@ -389,13 +391,13 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
     shards, copies = list_shards(store)
     names = [name for name in shards if PurePosixPath(name).suffix == SUFFIXES["parquet"]]
     tables = {name: parse_shard(store, name, data) for name, data in zip(names, store.read_all(names), strict=True)}
-    sources_of = {
+    sources_by_name = {
         name: tables.keys() & set(json.loads((table.schema.metadata or {}).get(_MERGED_KEY, b"[]")))
         for name, table in tables.items()
     }
-    merged_names = set().union(*sources_of.values())
-    # Ages first: a merged file may be the source of a later one, and be deleted here.
-    expired = [sources for name, sources in sources_of.items() if sources and store.age(name) >= keep]
+    merged_names = set().union(*sources_by_name.values())
+    # Ask for all ages first: a merged file may be the source of a later one, and be deleted below.
+    expired = [sources for name, sources in sources_by_name.items() if sources and store.age(name) >= keep]
     for old in sorted(set().union(*expired).difference(copies.values())):
         store.delete(old)
     waiting = [name for name in names if name not in merged_names]
@@ -467,7 +469,7 @@ def parse_shard(store: Store, name: str, data: bytes) -> pa.Table:
         extra = carried_columns.pop(QUESTION_EXTRA, None)
         extras = [] if extra is None else extra.to_pylist()
     else:
-        lines = data.decode().split("\n")  # splitlines would cut at characters that JSON leaves as they are
+        lines = data.decode().split("\n")  # splitlines would split at characters that JSON does not escape
         rows = [json.loads(line) for line in lines if line]
         own_names = frozenset(ANSWER_SCHEMA.names)
         present_fields = [ANSWER_SCHEMA.field(key) for key in own_names.intersection(*rows)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from pipeline.errors import QuestionsError
 from pipeline.inputs.tables import UserValue
 
-if TYPE_CHECKING:  # it imports torch, which readers of answers do without
+if TYPE_CHECKING:  # the import would load torch, which readers of answers do not need
     from gstep.language.types import ChatMessage, ChatPart
 
 _ROLES = ("system", "user", "assistant")

@@ -79,8 +79,8 @@ def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateCon
     gpus_per_model = config.tensor_parallel
     max_workers = max(1, int(gpus) // gpus_per_model) if gpus >= 1 else max(1, int(cpus))
     workers = max(1, min(config.workers or (max_workers if gpus >= 1 else 1), max_workers, n_questions))
-    # A block is the unit of work, of retry and of a commit. Small runs use small blocks, but of whole batches, and no
-    # more blocks than the driver tracks lightly.
+    # A block is the unit of work, of retries and of commits. Small runs use small blocks (of whole batches, still), and
+    # large runs no more blocks than the driver can track with little memory.
     batch = min(choose_batch_size(config), max(1, n_questions // workers))
     batches = min(config.questions_per_shard, n_questions // (8 * workers)) // batch
     block = batch * max(1, batches)
@@ -107,14 +107,16 @@ class AnswerJob(Job[Questions]):
 
     def __init__(self, setup: AnswerSetup, console: Console, record: RunFile) -> None:
         super().__init__(setup.config, console)
-        self._setup, self._record = setup, record
+        self._setup = setup
+        self._record = record
 
     def plan(self, items: Questions) -> AnswerPlan:
         """Divide the cluster among language models, and save the plan in the run's record.
 
         Prints a note if fewer models fit than ``workers`` asks for. Raises RunFailed if no node left can run a model.
         """
-        cluster, workers = self.require_resources(), self.options.workers
+        cluster = self.require_resources()
+        workers = self.options.workers
         plan = self.replan(len(items))
         if workers is not None and plan.answer.workers < min(workers, len(items)):
             self.say(f"note: the cluster fits only {plan.answer.workers} of --workers {workers}")
@@ -123,13 +125,15 @@ class AnswerJob(Job[Questions]):
 
     def replan(self, n_items: int) -> AnswerPlan:
         """Plan ``n_items`` questions on the current nodes, without recording the plan."""
-        cluster, on_gpus = self.available_resources(), self._setup.device == "cuda"
+        cluster = self.available_resources()
+        on_gpus = self._setup.device == "cuda"
         return plan_answers(cluster["CPU"], cluster["GPU"] if on_gpus else 0.0, n_items, self.options)
 
     def graph(self, items: Questions, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
         """Build the Ray Data graph that answers the questions on nodes not excluded; its rows have ANSWERED_SCHEMA."""
         assert isinstance(plan, AnswerPlan)
-        size, selector = plan.questions_per_block, node_selector(self.excluded_nodes)
+        size = plan.questions_per_block
+        selector = node_selector(self.excluded_nodes)
         blocks = ray.data.from_blocks(pack_blocks(group_by_videos(items.rows, size)))
         answers = add_stage(blocks, Answerer, plan.answer, (self._setup, heartbeats), selector)
         return RunGraph(answers, size, unpack_block=unpack_answers)
@@ -153,7 +157,8 @@ def sum_for_models(config: GenerateConfig, excluded_nodes: Mapping[str, str]) ->
     Args:
         excluded_nodes: node id -> host.
     """
-    cluster, per_model = sum_resources(excluded_nodes), config.tensor_parallel
+    cluster = sum_resources(excluded_nodes)
+    per_model = config.tensor_parallel
     gpus = cluster.get("GPU", 0.0)
     if per_model > 1:
         nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in excluded_nodes]

@@ -78,7 +78,9 @@ class PruningSpec:
         Raises:
             ValueError: the method is unknown, or a parameter or the seed is invalid.
         """
-        kind, params, seed = find_method(self.method), dict(self.params), self.seed
+        kind = find_method(self.method)
+        params = dict(self.params)
+        seed = self.seed
         if kind.seeded and "seed" not in kind.__dataclass_fields__ and "seed" in params:
             if not (text := params.pop("seed")).isdecimal():
                 raise ValueError(f"method {self.method!r}: seed must be a whole number, or FIRST..LAST; got {text!r}")
@@ -151,7 +153,8 @@ class LatePruning:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Serialize the method by its name, so that a worker that cannot import it raises a clear error."""
-        method, params = method_name(type(self.pruner)), self.pruner.params()
+        method = method_name(type(self.pruner))
+        params = self.pruner.params()
         settings = (self.retention_ratio, self.text_tower, self.evidence, self.seed, self.positions, self.code)
         return _unpickle, (method, params, *settings)
 
@@ -274,7 +277,7 @@ def resolve_pruning(
     """
     spec, pruner = spec.read(family_of(source).variant)
     method = spec.method
-    code = describe_method(pruner).get("code")  # raises if it cannot go into the identity of the answers
+    code = describe_method(pruner).get("code")  # raises if the method cannot be described in an identity
     if pruner.layer is not None and source.family == GENERIC:
         raise UsageError(
             f"--pruner {method} prunes inside the language model, which is not implemented for the family {GENERIC}: "
@@ -333,14 +336,16 @@ def find_evidence_columns(
     needed_names = pruner.needs - {"text_embedding"}
     if "text_embedding" in pruner.needs and ("image_embedding", pruner.sources.get("image_embedding")) not in gives:
         needed_names -= {"image_embedding"}
-    if unknown := sorted(needed_names - pruner.sources.keys()):
+    if unknown_names := sorted(needed_names - pruner.sources.keys()):
         raise UsageError(
-            f"--pruner {method} needs {' and '.join(unknown)} besides the tokens, and does not say where in an encoder "
-            "to get it (Pruner.sources)"
+            f"--pruner {method} needs {' and '.join(unknown_names)} besides the tokens, and does not say where in an "
+            "encoder to get it (Pruner.sources)"
         )
     sources = {name: pruner.sources[name] for name in sorted(needed_names)}
-    if lacking := [f"{name} ({where})" for name, where in sources.items() if (name, where) not in gives]:
-        raise UsageError(f"--pruner {method} needs {' and '.join(lacking)}: {family.model_type} does not give it")
+    if missing_sources := [f"{name} ({where})" for name, where in sources.items() if (name, where) not in gives]:
+        raise UsageError(
+            f"--pruner {method} needs {' and '.join(missing_sources)}: {family.model_type} does not give it"
+        )
     columns = {(name_of(column, where), where): column for column, where in cache_identity.get("evidence", {}).items()}
     if not sources.items() <= columns.keys():
         siglip = " --siglip MODEL" if HEAD_SOURCES & {*sources.values()} else ""

@@ -31,7 +31,7 @@ def choose_model(model: str | None, revision: str | None, weights: str) -> tuple
     kind, _, checkpoint = weights.partition(":")
     hub_id, _, sha = checkpoint.rpartition("@") if kind == "hub" else ("", "", "")
     if model is not None:
-        # The weights that the cache was made with, wherever the branch is now.
+        # Use the commit that made the cache, even if the branch has moved since.
         return model, revision or (sha if model == hub_id else None)
     if kind == "hub":
         return hub_id, revision or sha
@@ -191,5 +191,7 @@ def check_tokens(cache: Store, header: CacheHeader, widths: Collection[int], bui
         )
     if builder.needs_newline and header.get("newline") is None:
         raise UsageError(f"{cache}: it has no newline row, which this model puts after a video: {remedy}")
-    if wrong := [width for width in widths if width != builder.hidden_size]:
-        raise UsageError(f"{cache}: its tokens have {wrong[0]} values, the model takes {builder.hidden_size}: {remedy}")
+    if other_widths := [width for width in widths if width != builder.hidden_size]:
+        raise UsageError(
+            f"{cache}: its tokens have {other_widths[0]} values, the model takes {builder.hidden_size}: {remedy}"
+        )

@@ -45,8 +45,8 @@ from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, removed_a
 from pipeline.runner.worker_heartbeat import POISON, Heartbeat, exit_after_gpu_fault
 from pipeline.runner.worker_reports import describe_crashes
 
-_MAX_VIDEO_BYTES = 2**30  # of videos that a worker keeps in memory for later questions
-_MAX_SELECTED_BYTES = 2**29  # of selections, and again of selected tokens, kept beside them
+_MAX_VIDEO_BYTES = 2**30  # for videos that a worker keeps in memory for later questions
+_MAX_SELECTED_BYTES = 2**29  # for selections, and as much again for selected tokens
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
@@ -176,7 +176,7 @@ class VideoMemory:
         if (pruned := self._selections.get((video.video_id, method))) is None:
             pruned = self._largest.get(method, late).select(visual, self._device)
             self._selections.put((video.video_id, method), pruned)
-        if late.pruner.nested:  # all its ratios are cut from one selection
+        if late.pruner.nested:  # smaller ratios are prefixes of one selection
             pruned = pruned.at(late.retention_ratio)
         pruned_visual = late.reduce(visual, pruned, own_order=self._own_order)
         return self._visuals.put((video.video_id, method, late.retention_ratio), pruned_visual)
@@ -184,7 +184,7 @@ class VideoMemory:
 
 def _selection_key(late: LatePruning) -> tuple[str, int, float | None]:
     """Return a key that is equal for prunings that can share one selection of a video."""
-    # As JSON: a list among the parameters of a user's own method has no hash.
+    # As JSON, because a user method may have a list as a parameter, which cannot be hashed.
     method = json.dumps([method_name(type(late.pruner)), late.pruner.params()], sort_keys=True)
     return method, late.seed, None if late.pruner.nested else late.retention_ratio
 
@@ -260,7 +260,7 @@ def convert_error(question_id: str, error: Exception, pruner: Pruner | None = No
     Raises:
         MethodFails: ``error`` itself, because every other question would fail too.
     """
-    if isinstance(error, MethodFails):  # every other question would fail too
+    if isinstance(error, MethodFails):  # every other question would fail, too
         raise error
     if isinstance(error, OwnCodeError):
         return QuestionFault("own-code", str(error))
@@ -325,7 +325,7 @@ class PromptMaker:
             fault = error
         except FailedVideo as error:
             fault = QuestionFault("failed-video", str(error))
-        except RemovedVideo as error:  # since the run began
+        except RemovedVideo as error:  # removed since the run began
             return removed_answer(question, str(error))
         except UnknownVideo as error:
             fault = QuestionFault("unknown-video", str(error))
@@ -333,9 +333,9 @@ class PromptMaker:
             fault = QuestionFault("corrupt", str(error))
         except OSError as error:
             fault = QuestionFault("io", f"{error.filename or ''} {error.strerror or error}")
-        except ValueError as error:  # a prompt builder does not take a text or a video's tokens
+        except ValueError as error:  # the prompt builder does not accept a text or a video's tokens
             fault = QuestionFault("bad-prompt", str(error))
-        except Exception as error:  # noqa: BLE001 - an error of one question must not fail its neighbours
+        except Exception as error:  # noqa: BLE001 - an error of one question must not fail its neighbors
             fault = convert_error(question["question_id"], error)
         return failed_answer(question, fault)
 
@@ -347,12 +347,16 @@ class PromptMaker:
         """
         late = self._prunings[question.get("pruning", "")]
         words = None if late is None else self._embeddings.embedding(late, question["prompt"])
-        videos, visuals, read_s = [], [], self.videos.read_s
+        videos = []
+        visuals = []
+        read_s = self.videos.read_s
         for video_id in question["video_ids"]:
             videos.append(self.videos.read(video_id))
             visuals.append(self.videos.prune(videos[-1], late, words))
         ratio = late.retention_ratio if late else self._read_ratio
-        shows_choices = "choices" in question and mode.method != "loglikelihood"  # else the choices' texts are scored
+        shows_choices = (
+            "choices" in question and mode.method != "loglikelihood"
+        )  # otherwise the texts of choices are scored
         ending = add_choices("", question["choices"]) if shows_choices else ""
         builder = self._builders[None if late is None else late.positions]
         if "conversation" in question:

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from pipeline.errors import QuestionsError
 from pipeline.inputs.tables import UserRow, UserValue, is_nan, is_text, number_of, plain_type, shown_as
 
-#: The options of decoding that a question may have of its own, with their types.
+#: Decoding options that a question may set, with their types.
 DECODING_OPTIONS: Mapping[str, type] = {
     "max_new_tokens": int,
     "temperature": float,
@@ -30,8 +30,8 @@ DECODING_OPTIONS: Mapping[str, type] = {
     "seed": int,
 }
 KNOWN_COLUMNS = ("question_id", "video_id", "prompt", "messages", "choices", "answer", "system", *DECODING_OPTIONS)
-_MIN_LETTERS = 5  # of names that may differ by a letter: speed is no seed
-# Names that other tools use, as ``_fold`` returns them.
+_MIN_LETTERS = 5  # shorter names are not compared by edits: "speed" does not mean "seed"
+# Names in other tools, as ``_fold`` returns them.
 _SYNONYMS = {
     "question": "prompt",
     "query": "prompt",
@@ -53,8 +53,8 @@ _UNKNOWN_SETTINGS = frozenset(
         *("responseformat",),
     )
 )
-_TIMES = ("stop", "until")  # where the value is a number
-_PREFIX = "question_"  # of a carried column whose name the answers need for a column of their own
+_TIMES = ("stop", "until")  # with a number as value these are times, not settings
+_PREFIX = "question_"  # of a carried column whose name is a column of the answers
 
 
 def refuse_near_names(row: UserRow, where: str) -> None:
@@ -65,18 +65,18 @@ def refuse_near_names(row: UserRow, where: str) -> None:
     accepted as the user's. Settings of other tools that questions do not have, such as ``stop``, are refused as well.
     Empty cells count as missing.
     """
-    given = {  # NaN is an empty cell where pandas wrote the row
+    filled_cells = {  # pandas writes NaN for an empty cell
         str(name): value
         for name, value in row.items()
         if not (value is None or (isinstance(value, str | list) and not value) or is_nan(value))
     }
-    lacking = {name for name in KNOWN_COLUMNS if name not in given}
-    if "messages" in given:
-        lacking.discard("prompt")
-    for name, value in given.items():
+    missing_names = {name for name in KNOWN_COLUMNS if name not in filled_cells}
+    if "messages" in filled_cells:
+        missing_names.discard("prompt")
+    for name, value in filled_cells.items():
         if name in KNOWN_COLUMNS:
             continue
-        if (near := find_near(name)) in lacking:
+        if (near := find_near(name)) in missing_names:
             raise QuestionsError(
                 f"{where}: no column {name} is read (did you mean {near}?): rename it to {near}, or to another name if "
                 "it is a column of your own"
@@ -98,7 +98,7 @@ def find_near(name: str) -> str | None:
         if folded == _fold(known):
             return known
     for known in KNOWN_COLUMNS:
-        # A further word or a number is no typing error: answer_a and prompt2 are names of their own.
+        # A further word or a number is not a typing error: answer_a and prompt2 are different names.
         is_comparable = len(_split_words(name)) == len(_split_words(known)) and folded.isalpha()
         letters = _fold(known)
         if is_comparable and min(len(folded), len(letters)) >= _MIN_LETTERS and _differ_by_one_edit(folded, letters):
@@ -170,7 +170,7 @@ def _as_column(values: Sequence[UserValue], declared_type: pa.DataType | None) -
             pq.write_table(pa.table({"": array.slice(0, 0)}), io.BytesIO())
         except (pa.ArrowException, ValueError, TypeError, OverflowError):
             continue
-        # Arrow adds to each nested value the keys that other rows have.
+        # Reject structs to which Arrow has added the keys of other rows.
         if kind or not pa.types.is_nested(array.type) or array.to_pylist() == list(values):
             return array
     return pa.array([None if value is None or is_nan(value) else _as_text(value) for value in values], pa.string())

@@ -55,8 +55,8 @@ from pipeline.inputs.tables import (
 )
 from pipeline.storage.s3 import Objects, check_uri, is_s3
 
-# ``decoding`` is ``AnswerMode.describe()``, as JSON: all settings for the answer to this question. ``conversation`` is
-# the column ``messages`` of the file, as JSON; ``prompt`` is then the text of the last message.
+# ``decoding`` is the JSON of ``AnswerMode.describe()``: all settings for the answer to this question. ``conversation``
+# is the file's column ``messages`` as JSON; ``prompt`` is then the text of the last message.
 QUESTION_SCHEMA = pa.schema(
     [
         pa.field("question_id", pa.string(), nullable=False),
@@ -69,25 +69,25 @@ QUESTION_SCHEMA = pa.schema(
     ]
 )
 _NEEDED_TEXT = "question_id, video_id and prompt (or messages)"
-_MAX_DIGITS = 10  # of an answer that may be the index of a choice
-_MAX_NAMES_BYTES = 200  # of the names of a row's columns in a message
+_MAX_DIGITS = 10  # longer numbers are not taken for the index of a choice
+_MAX_NAMES_BYTES = 200  # length of the list of a row's columns in a message
 _ANSWER_COLUMNS = frozenset((*ANSWER_SCHEMA.names, QUESTION_EXTRA))
 MAX_LETTERS = len(ascii_uppercase)
-# The words that lmms-eval's multiple-choice tasks (MMMU, VideoMME, MLVU) end their prompts with.
+# The sentence with which lmms-eval's multiple-choice tasks (MMMU, VideoMME, MLVU) end their prompts.
 INSTRUCTION = "Answer with the option's letter from the given choices directly."
-#: Tags between which a model thinks: what ``--reasoning_tags`` of lmms-eval 0.7.3 is by default.
+#: Tags around the reasoning of a model: the default of ``--reasoning_tags`` in lmms-eval 0.7.3.
 REASONING = (("<think>", "</think>"), ("<analysis>", "</analysis>"))
-# Behind a letter: no second one, as in "A, B" and "(A) or (B)", but "A, B is wrong" names A.
+# No second letter may follow a letter, as in "A, B" and "(A) or (B)"; "A, B is wrong" does name A.
 _ALONE = r"(?!\)?\s*(?:[,/&]|\b(?:and|or)\b)\s*\(?[A-Z]\b(?!\)?\s+\w))"
 _FIRST = re.compile(rf"\(?([A-Z]){_ALONE}(?:\)|[.:,]|\*|\s*$|\n)")
-# A small letter counts where nothing follows: "the answer is a cat" names no letter.
+# A lower-case letter counts only at the end: "the answer is a cat" names no letter.
 _SENTENCE = re.compile(
     r"\b(?i:answer|option|choice)\b(?:\s+(?i:is))?[\s:*([\"'`\u201c]*"
     rf"([A-Z]\b{_ALONE}|[a-z](?=[)*.\]\"'`\u201d]*\s*$))"
 )
-# Letters of words, without the scripts that put no space between words: in Chinese "B" follows the word before it.
+# Letters of words, except in scripts without spaces between words: in Chinese, "B" may directly follow a word.
 _IN_WORDS = r"[^\W\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af]"
-# "A" and "I" are words where one follows: "A dog", "I think", but not "A and B".
+# "A" and "I" count as words if another word follows: "A dog", "I think", but not "A and B".
 _LETTER = re.compile(rf"(?<!{_IN_WORDS})(?:[AI](?!{_IN_WORDS})(?!\s+(?!(?:and|or|nor)\b)\w)|[B-HJ-Z](?!{_IN_WORDS}))")
 
 # A letter before a choice: "A. a dog", "A: a dog", "A) a dog", "(A) a dog". "A.D." and "A minor" have none.
@@ -287,7 +287,8 @@ def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str
     question_id = _id_text(row.get("question_id"))
     if question_id is None:
         raise QuestionsError(f"{where}: question_id must be text or a whole number, got {row.get('question_id')!r}")
-    choices, video_ids = _parse_choices(row, where, mode), _parse_video_ids(row, where)
+    choices = _parse_choices(row, where, mode)
+    video_ids = _parse_video_ids(row, where)
     mode = _parse_mode(row, question_id, where, mode, choices is not None)
     messages: list[ChatMessage] = []
     prompt = row.get("prompt")
@@ -349,7 +350,7 @@ def _parse_video_ids(row: UserRow, where: str) -> list[str]:
         QuestionsError: the list is empty, or a value is not an id.
     """
     value = row["video_id"]
-    if isinstance(value, str) and value.startswith("["):  # a .csv has no lists of its own
+    if isinstance(value, str) and value.startswith("["):  # a .csv has no type for lists
         ids_in_text = _parse_json_list(value)
         value = ids_in_text if ids_in_text and all(isinstance(name, str) for name in ids_in_text) else value
     texts = [_id_text(name) for name in (value if isinstance(value, list) else [value])]
@@ -430,7 +431,7 @@ def _parse_mode(row: UserRow, question_id: str, where: str, mode: AnswerMode, ha
         for name, kind in DECODING_OPTIONS.items()
         if row.get(name) is not None
     }
-    # One seed for all would draw the same numbers for every question.
+    # A common seed would draw the same numbers for every question.
     own_options.setdefault("seed", derive_seed(mode.decoding.seed, question_id))
     try:
         decoding = Decoding(**{**asdict(mode.decoding), **own_options})
@@ -451,7 +452,7 @@ def _parse_number(value: Any, kind: type, name: str, where: str) -> Any:
     number = value
     if isinstance(value, str):
         with suppress(ValueError):
-            number = float(value)  # in a .csv, too, such columns have 4.0 for 4
+            number = float(value)  # such columns have 4.0 for 4 in a .csv as well
             number = kind(value)
     if isinstance(number, float) and kind is int and number.is_integer():
         number = int(number)
@@ -460,7 +461,7 @@ def _parse_number(value: Any, kind: type, name: str, where: str) -> Any:
         raise QuestionsError(f"{where}: {name} must be a {'whole ' if kind is int else ''}number, got {value!r}")
     try:
         return kind(number)
-    except OverflowError as error:  # a whole number beyond every float
+    except OverflowError as error:  # an integer too large for a float
         raise QuestionsError(f"{where}: {name} must be a number, got one of {len(str(number))} digits") from error
 
 
@@ -505,15 +506,15 @@ def find_count_from_1(answers: Iterable[tuple[str | None, Sequence[str] | None]]
     Args:
         answers: pairs of a question's right answer and its choices; a pair with None is left out.
     """
-    asked = [(answer, choices) for answer, choices in answers if answer is not None and choices]
+    pairs = [(answer, choices) for answer, choices in answers if answer is not None and choices]
     numbers = [
         (int(answer), len(choices))
-        for answer, choices in asked
+        for answer, choices in pairs
         if answer.strip().isdecimal() and len(answer) < _MAX_DIGITS
         if answer.strip() not in {text.strip() for text in (*choices, *strip_letters(choices))}
     ]
     n_beyond = sum(number == n_choices for number, n_choices in numbers)
-    if not n_beyond or 2 * len(numbers) < len(asked) or any(number == 0 for number, _ in numbers):
+    if not n_beyond or 2 * len(numbers) < len(pairs) or any(number == 0 for number, _ in numbers):
         return None
     return (
         f"of {len(numbers)} right answers that are numbers, {n_beyond} are the number of choices and none is 0: they "
@@ -544,11 +545,11 @@ def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
     first = _FIRST.match(text)
     if first and first[1] in names:
         return names.index(first[1])
-    called_answers = {letter.upper() for letter in _SENTENCE.findall(text)} & set(names)
-    if len(called_answers) == 1:
-        return names.index(called_answers.pop())
-    standing_alone = set(_LETTER.findall(text)) & set(names)
-    return names.index(standing_alone.pop()) if len(standing_alone) == 1 else None
+    named_letters = {letter.upper() for letter in _SENTENCE.findall(text)} & set(names)
+    if len(named_letters) == 1:
+        return names.index(named_letters.pop())
+    single_letters = set(_LETTER.findall(text)) & set(names)
+    return names.index(single_letters.pop()) if len(single_letters) == 1 else None
 
 
 def without_reasoning(reply: str, tags: Sequence[tuple[str, str]]) -> str:

@@ -16,7 +16,7 @@ from pipeline.generate.conversation import load_messages
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 from pipeline.storage.stores import Store
 
-# The columns of a question that its answer depends on.
+# Columns of a question that determine its answer.
 COMPARED_COLUMNS = ("video_ids", "prompt", "conversation", "choices", "decoding")
 # Columns that decide whether a question is asked again.
 _DECIDING_COLUMNS = ("question_id", "pruning", "status", "attempts", "error_class", "video_ids")
@@ -50,7 +50,7 @@ def select_remaining_questions(
     by_id = {row["question_id"]: without_nulls(row, QuestionRecord) for row in questions.to_pylist()}
     answers_by_key: dict[tuple[str, str | None], tuple[AnswerRecord, str | None]] = {}
     for row in iter_answers(live.select(list(dict.fromkeys([*_DECIDING_COLUMNS, *COMPARED_COLUMNS])))):
-        # Only the deciding columns stay in memory: there may be a hundred answers for each question.
+        # Only these columns stay in memory, because a question may have a hundred answers.
         decision = cast(AnswerRecord, {name: value for name, value in row.items() if name in _DECIDING_COLUMNS})
         answers_by_key[answer_key(row)] = decision, describe_change(by_id[row["question_id"]], row)
     remaining: list[QuestionRecord] = []
@@ -92,12 +92,12 @@ def describe_change(question: QuestionRecord, answer: AnswerRecord) -> str | Non
     for name in COMPARED_COLUMNS:
         before, now = answer.get(name), question.get(name)
         if before != now:
-            changed = name
-            if name == "conversation":  # the first message that differs, None where one has fewer
+            label = name
+            if name == "conversation":  # the first message that differs; None if one side has fewer
                 conversations = [load_messages(row.get("conversation", "[]")) for row in (answer, question)]
                 pairs = enumerate(zip_longest(*conversations), 1)
-                changed, before, now = next((f"message {i}", old, new) for i, (old, new) in pairs if old != new)
-            return f"{printable(question['question_id'])}: {changed} was {_shorten(before)}, is {_shorten(now)}"
+                label, before, now = next((f"message {i}", old, new) for i, (old, new) in pairs if old != new)
+            return f"{printable(question['question_id'])}: {label} was {_shorten(before)}, is {_shorten(now)}"
     return None
 
 
@@ -209,10 +209,12 @@ def format_removed(
     """
     if not reasons:
         return
-    barred = [(row["question_id"], reasons[name]) for row in remaining for name in row["video_ids"] if name in reasons]
-    if barred:
-        n_questions = len({name for name, _ in barred})
-        name, reason = barred[0]
+    barred_questions = [
+        (row["question_id"], reasons[name]) for row in remaining for name in row["video_ids"] if name in reasons
+    ]
+    if barred_questions:
+        n_questions = len({name for name, _ in barred_questions})
+        name, reason = barred_questions[0]
         yield (
             f"note: {n_questions} questions are about removed videos, e.g. {name}: {reason}. They are not asked, and "
             "count as neither failed nor missing"

@@ -125,7 +125,9 @@ class _AnswersRemover:
     """The steps of one removal of answers, once its videos are barred."""
 
     def __init__(self, store: Store, ids: frozenset[str], reason: str, result: AnswersRemoval) -> None:
-        self._store, self._ids, self._result = store, ids, result
+        self._store = store
+        self._ids = ids
+        self._result = result
         self._new_values: dict[str, str] = {
             "prompt": "",
             "status": REMOVED,
@@ -142,30 +144,33 @@ class _AnswersRemover:
             CorruptShard: a file of answers is damaged.
             OSError: the store failed.
         """
-        (names, copies), result = list_shards(self._store), self._result
-        held_names, removed_texts, video_ids = list[str](), set[str](), set[str]()
+        names, copies = list_shards(self._store)
+        result = self._result
+        old_names = list[str]()
+        removed_texts = set[str]()
+        video_ids = set[str]()
         for name, table in self._read(names):
             video_ids.update(pc.list_flatten(table["video_ids"]).to_pylist())
             removed_rows = table.filter(self._find_rows(table))
             result.questions += removed_rows["question_id"].to_pylist()
             with_texts = removed_rows.filter(pc.not_equal(removed_rows["status"], REMOVED))
             if len(with_texts):
-                held_names.append(name)
+                old_names.append(name)
                 removed_texts.update(_iter_texts(with_texts))
                 result.answers += len(with_texts)
-        for _, table in self._read(names if removed_texts else []):  # texts that other answers have too stay
+        for _, table in self._read(names if removed_texts else []):  # texts that other answers have, too, stay
             removed_texts.difference_update(_iter_texts(table.filter(pc.invert(self._find_rows(table)))))
         result.questions = sorted(set(result.questions))
         result.find_unknown(self._ids, video_ids, pa.chunked_array([sorted(video_ids - self._ids)], pa.string()))
-        # First, since the files of answers alone tell a later run of this command which texts these are.
+        # Before the files change: after a kill, only the files of answers tell a rerun which texts to remove.
         forget_in_runs(self._store, self._ids, removed_texts)
-        for number, name in enumerate(held_names):
+        for number, name in enumerate(old_names):
             self._rewrite(number, name)
-        # Copies go first: without its shard a copy counts as damaged.
-        held_names[:0] = [copy for copy, shard in copies.items() if shard in held_names]
-        for name in held_names:
+        # Delete copies first: without its shard, a copy counts as damaged.
+        old_names[:0] = [copy for copy, shard in copies.items() if shard in old_names]
+        for name in old_names:
             self._store.delete(name)
-        result.deleted += [*held_names, *delete_unfinished(self._store, ("", ANSWERS, RUNS, REMOVED))]
+        result.deleted += [*old_names, *delete_unfinished(self._store, ("", ANSWERS, RUNS, REMOVED))]
 
     def _read(self, names: Sequence[str]) -> Iterator[tuple[str, pa.Table]]:
         """Yield (name, rows) of each file of answers. Raises CorruptShard if one is damaged, and OSError."""
@@ -178,11 +183,12 @@ class _AnswersRemover:
 
     def _rewrite(self, number: int, name: str) -> None:
         """Write the rows of a file of answers to a new file, without the texts of removed rows; the old file stays."""
-        data, suffix = self._store.read(name), PurePosixPath(name).suffix
+        data = self._store.read(name)
+        suffix = PurePosixPath(name).suffix
         if suffix == SUFFIXES["parquet"]:
             new_data = write_parquet(self._clear_rows(parse_shard(self._store, name, data)))
         else:
-            lines = data.decode().split("\n")  # lines of other answers stay as they are, to the byte
+            lines = data.decode().split("\n")  # lines of other answers stay unchanged, byte for byte
             new_data = "\n".join(line and self._clear_line(line) for line in lines).encode()
         self._store.put(make_small_name(ANSWERS, self._result.run_id, number, new_data, suffix), new_data)
 

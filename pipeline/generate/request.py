@@ -111,9 +111,11 @@ class AnswerRequest:
         Raises:
             QuestionsChanged: a question that has a good answer has changed.
         """
-        store, forecast, say = self.store, self.forecast, speaker(self.console)
+        store = self.store
+        forecast = self.forecast
+        say = speaker(self.console)
         table = AnswersTable(store, self.identity)
-        if self.is_code_changed:  # from now on rows by other code are not live
+        if self.is_code_changed:  # from now on, rows made with other code are not live
             say(f"note: a method has other code now: its questions in {store} are asked again")
             self.write_header()
         live = table.select_live_of(self.questions, self.setup.prunings)
@@ -182,25 +184,27 @@ def check_request(
         video_ids = pc.unique(pc.list_flatten(questions["video_ids"])).to_pylist()
         live = videos.rows_of(video_ids, (*LIVE_COLUMNS, "run_id"))
         known_ids = set(live["video_id"].to_pylist())
-        unknown = (video_id for video_id in video_ids if video_id not in known_ids)
-        near = {video_id: videos.near(video_id) for video_id in islice(unknown, MAX_HINTS)}
+        unknown_ids = (video_id for video_id in video_ids if video_id not in known_ids)
+        near = {video_id: videos.near(video_id) for video_id in islice(unknown_ids, MAX_HINTS)}
         check_place(store)
     cache_identity = header["identity"]
-    # vLLM takes other weights too, if they come with the vision encoder that made the cache.
+    # vLLM accepts other weights, too, if they have the vision encoder that made the cache.
     tower = partial(read_tower_hash, cache, header) if config.engine == VLLM else None
     with usage_errors(), store_usage_errors():
         source = find_model(cache, cache_identity["model"], config.model, config.revision, tower, config.family)
         builder = make_prompt_builder(source, config)
     check_tokens(cache, header, find_widths(live), builder)
     if evaluation is None:
-        refuse_placeholders(questions, builder, config.questions or "--ask")  # a benchmark's texts are not the user's
+        refuse_placeholders(
+            questions, builder, config.questions or "--ask"
+        )  # the user cannot change a benchmark's texts
         for line in _note_model_habits(source, builder, questions):
             say(line)
     prunings = resolve_prunings(config, specs, cache_identity, source, builder)
     late = prunings.get("")
     if late is not None and config.retention_ratio not in (None, late.retention_ratio):
-        kept = f"{late.retention_ratio:g} of the tokens, not {config.retention_ratio:g}"
-        say(f"note: --pruner {config.pruner} keeps {kept}")
+        shares = f"{late.retention_ratio:g} of the tokens, not {config.retention_ratio:g}"
+        say(f"note: --pruner {config.pruner} keeps {shares}")
     order = choose_token_order(config, cache_identity, prunings)
     setup = AnswerSetup(config, source, cache, live.drop_columns(["run_id"]), prunings, order)
     forecast = PromptForecast(setup, builder, near, read_barred(store))
@@ -247,7 +251,7 @@ def make_spec(config: GenerateConfig) -> PruningSpec | None:
     """Return the pruning that the options describe, or None without ``--pruner``."""
     if config.pruner is None:
         return None
-    assert config.retention_ratio is not None  # the config refuses a method without a ratio
+    assert config.retention_ratio is not None  # GenerateConfig refuses a method without a ratio
     return PruningSpec(config.pruner, config.retention_ratio, config.pruner_params(), config.siglip, config.pruner_seed)
 
 
@@ -291,7 +295,7 @@ def choose_token_order(
     """
     method = read_declared_method(cache_identity)
     lates = [late for late in prunings.values() if late is not None]
-    # A method that prunes now finds frames by the position of tokens.
+    # A method that prunes now derives frames from the ascending order of the tokens.
     has_own_order = method is not None and method.reorders and not lates
     late = any(late.pruner.reorders for late in lates)
     if config.order == "own" and not (has_own_order or late):
@@ -314,15 +318,17 @@ def identify_answers(
         policy: the positions and rules of the prompts.
         evaluation: the entries that an evaluation adds: its benchmark and protocol.
     """
-    config, mode = setup.config, AnswerMode.of(setup.config)
-    several, late = "" not in setup.prunings, setup.prunings.get("")
-    if several:  # more methods may come
+    config = setup.config
+    mode = AnswerMode.of(setup.config)
+    has_several = "" not in setup.prunings
+    late = setup.prunings.get("")
+    if has_several:  # later runs may add methods
         order = "own" if setup.own_order else "index"
     else:
         order = "selection" if late is not None and late.pruner.reorders and setup.own_order else setup.order
     stored_ratio = cache_identity["retention_ratio"]
     identity: AnswersIdentity = {
-        "cache": drop_evidence(cache_identity) if several else cache_identity,
+        "cache": drop_evidence(cache_identity) if has_several else cache_identity,
         "model": identify_model(setup.source),
         "retention_ratio": stored_ratio if config.retention_ratio is None else config.retention_ratio,
         "prompt": {**policy.describe(), "order": order},
@@ -332,14 +338,15 @@ def identify_answers(
     }
     if late is not None:
         identity["pruner"] = late.describe()
-    if several:
+    if has_several:
         identity[PRUNINGS] = describe_prunings(setup.prunings, cache_identity)
     return identity
 
 
 def drop_evidence(cache_identity: CacheIdentity) -> CacheIdentity:
     """Return a copy of a cache's identity without its stored evidence, which does not change the tokens."""
-    identity, model = cache_identity.copy(), cache_identity["model"].copy()
+    identity = cache_identity.copy()
+    model = cache_identity["model"].copy()
     identity.pop("evidence", None)
     model.pop("pooling_head", None)
     dtype = {name: value for name, value in cache_identity["dtype"].items() if name != "evidence"}

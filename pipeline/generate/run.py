@@ -77,14 +77,16 @@ def answer(
         CorruptShard: a file of the cache's table or of the answers is damaged.
         RunFailed: the run stopped, or the store failed. Committed rows stay, and a rerun resumes.
     """
-    say, run_id = speaker(console), new_run_id()
+    say = speaker(console)
+    run_id = new_run_id()
     with convert_store_errors(say):
         request = check_request(config, console, questions, specs, evaluation)
         print_options(config, console)
         request.store.make()
         with Claim(request.store, run_id, say, join=config.join) as claim:
-            request = request.match_answers()  # again: another run may have written before the claim was made
-            start, record = time.monotonic(), None
+            request = request.match_answers()  # again, because another run may have written before the claim
+            start = time.monotonic()
+            record = None
             table, todo = request.select_todo()
             with Monitor(request.store, run_id, claim.set_progress) as monitor:
                 if todo:
@@ -112,25 +114,27 @@ def ask(request: AnswerRequest, run_id: str, todo: list[QuestionRecord], monitor
             the model cannot be loaded.
         RunFailed: the run stopped. Committed rows stay.
     """
-    config, setup, say = request.config, request.setup, speaker(request.console)
+    config = request.config
+    setup = request.setup
+    say = speaker(request.console)
     for_model, settled_rows = request.forecast.split(todo)
-    if for_model:  # before any row is written: the cluster may lack the resources of the flags
+    if for_model:  # before any row is written, because the cluster may lack the resources of the flags
         device, dtype = choose_device_here(config) if here else choose_device_for_models(config, say)
         setup = replace(setup, device=device, dtype=dtype)
     request.write_header()
-    about = {**provenance(run_id, _RECORDED_VERSIONS), "config": config.as_record(), "questions": len(todo)}
-    with RunFile(request.store, about) as record:
-        done = CommittedAnswers(request, run_id, record, monitor)
-        done.commit_settled(settled_rows)
+    facts = {**provenance(run_id, _RECORDED_VERSIONS), "config": config.as_record(), "questions": len(todo)}
+    with RunFile(request.store, facts) as record:
+        commits = CommittedAnswers(request, run_id, record, monitor)
+        commits.commit_settled(settled_rows)
         if for_model:
             record.save(device=setup.device, dtype=setup.dtype)
             if here:
-                answer_here(setup, for_model, done, say)
+                answer_here(setup, for_model, commits, say)
             else:
                 monitor.start()
                 job = AnswerJob(setup, request.console, record)
-                job.n_shards = done.n_settled_shards
-                commit_all(Stream(job, Questions(for_model), Watch(monitor)), done.commit)
+                job.n_shards = commits.n_settled_shards
+                commit_all(Stream(job, Questions(for_model), Watch(monitor)), commits.commit)
     return record
 
 
@@ -171,7 +175,10 @@ class CommittedAnswers:
     """
 
     def __init__(self, request: AnswerRequest, run_id: str, record: RunFile, monitor: Monitor) -> None:
-        self._request, self._run_id, self._record, self._monitor = request, run_id, record, monitor
+        self._request = request
+        self._run_id = run_id
+        self._record = record
+        self._monitor = monitor
         self._runtimes: list[str] = []
         self.keys: set[tuple[str, str | None]] = set()
         self.n_settled_shards = self.n_failed = 0

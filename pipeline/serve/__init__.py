@@ -5,7 +5,7 @@ On a cache, messages name cached videos by ``cache://`` links. With live pruning
 
 from __future__ import annotations
 
-#: By this name vLLM finds the tokenizer (its own) and the renderer (ours) of a server.
+#: The name under which vLLM finds the tokenizer (its own) and the renderer (ours) of a server.
 MODE = "cached-videos"
 #: The key of a ServedCache in vLLM's ``additional_config``; a server with live pruning has none.
 CONFIG = "served"
@@ -18,7 +18,7 @@ def register() -> None:
 
     Every vLLM process calls it, often more than once; later calls do nothing.
     """
-    from vllm.renderers.registry import RENDERER_REGISTRY  # noqa: PLC0415 - this package is imported without it, too
+    from vllm.renderers.registry import RENDERER_REGISTRY  # noqa: PLC0415 - this package is imported without vLLM, too
     from vllm.tokenizers.registry import TokenizerRegistry  # noqa: PLC0415
 
     if MODE not in RENDERER_REGISTRY.renderers:

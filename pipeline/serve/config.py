@@ -133,8 +133,8 @@ class ServeConfig(ServerOptions, PromptOptions, S3Options):
         ratio = self.retention_ratio
         check_ratio("retention_ratio", ratio)
         check(self.held_bytes >= 2**20, "held_bytes", "at least 1048576", self.held_bytes)
-        room = self.max_tokens_per_video
-        check(room is None or room >= 1, "max_tokens_per_video", "at least 1", room)
+        max_tokens = self.max_tokens_per_video
+        check(max_tokens is None or max_tokens >= 1, "max_tokens_per_video", "at least 1", max_tokens)
         check(positive(self.refresh_seconds), "refresh_seconds", "above 0", self.refresh_seconds)
         self.named_caches()
 
@@ -196,8 +196,10 @@ class LiveConfig(ServerOptions):
             raise UsageError("--retention-ratio must be below 1, got 1.0: vllm serve MODEL alone keeps all tokens")
         check(self.num_frames >= 2, "num_frames", "at least 2, the frames of a temporal patch", self.num_frames)
         check(self.seed >= 0, "seed", "at least 0", self.seed)
-        wrong = [name for name in self.media_domain if not _HOST_NAME.fullmatch(name)]
-        check(not wrong, "media_domain", "a host name without a port, such as videos.example.org", wrong)
+        invalid_hosts = [name for name in self.media_domain if not _HOST_NAME.fullmatch(name)]
+        check(
+            not invalid_hosts, "media_domain", "a host name without a port, such as videos.example.org", invalid_hosts
+        )
         if self.media_path is not None and not Path(self.media_path).is_dir():
             raise UsageError(f"--media-path {self.media_path}: there is no such folder")
         self.method_params()
@@ -218,7 +220,7 @@ def _is_loopback(host: str) -> bool:
     """
     try:
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host or None, None, flags=socket.AI_PASSIVE)}
-    except (OSError, UnicodeError):  # no such host; :func:`check_port` says so
+    except (OSError, UnicodeError):  # no such host: :func:`check_port` raises an error
         return False
     return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 

@@ -24,16 +24,16 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = frozenset(("/health", "/ping"))  # routes that load balancers ask without a key, also while the server ends
+OPEN_PATHS = frozenset(("/health", "/ping"))  # routes for load balancers: no key, open during the shutdown
 RETRY_AFTER_S = 10
-# A body that is too large is read up to this many times the limit, so that the client gets the error.
+# A body that is too large is read up to this multiple of the limit, so that the client receives the error.
 _MAX_SKIPPED_BODIES = 16
 _HEADER = b"x-cached-videos"
-# The answer of vLLM to a request that its engine ended. The engine does so if it lacks the rows of a video.
+# In vLLM's answer to a request that its engine ended, which it does if it lacks the rows of a video.
 _ENGINE_ENDED = b'"Internal server error"'
 _NO_FILES = "local files without `--allowed-local-media-path`"  # the end of vLLM's error for a file:// URL
 
-#: The content names of the videos that this task's answer is made from.
+#: The content names of the videos from which the answer to this task's request is made.
 VIDEOS: ContextVar[list[str] | None] = ContextVar("videos", default=None)
 
 
@@ -64,7 +64,7 @@ class RequestGate:
         """Read the key from the environment; limits and caches follow when the server starts."""
         self._app = app
         self._key = os.environ.get(KEY, "").encode()
-        self._state: Any = None  # of vLLM's own application
+        self._state: Any = None  # the state of vLLM's application
         self._limits = RequestLimits(needs_key=True, max_request_bytes=0, shutdown_timeout=0.0)  # until the start
         self._is_live = False
         self._busy = 0
@@ -109,13 +109,14 @@ class RequestGate:
         """
         self._state = state
         values = state.vllm_config.additional_config
-        self._limits, self._is_live = RequestLimits(**values[LIMITS]), CONFIG not in values
-        if self._limits.needs_key and not self._key.strip():  # a printed command may run in another environment
+        self._limits = RequestLimits(**values[LIMITS])
+        self._is_live = CONFIG not in values
+        if self._limits.needs_key and not self._key.strip():  # a printed command may run where the variable is not set
             raise UsageError(MISSING_KEY)
         if not self._is_live:
             find_prompts(ServedCache.from_config(state.vllm_config))
         for model in state.openai_serving_models.base_model_paths:
-            model.model_path = model.name  # else /v1/models tells everybody where the model lies
+            model.model_path = model.name  # otherwise /v1/models would reveal the path of the model
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._drain)
 
@@ -134,8 +135,8 @@ class RequestGate:
 
     def _has_key(self, scope: Scope) -> bool:
         """Return True if the header is ``Authorization: Bearer KEY``; keys are compared in constant time."""
-        scheme, _, sent = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")
-        return scheme.lower() == b"bearer" and secrets.compare_digest(sent, self._key)
+        scheme, _, client_key = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")
+        return scheme.lower() == b"bearer" and secrets.compare_digest(client_key, self._key)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read a request's body, and pass the request on to vLLM; refuse a body that is too large (413).
@@ -144,18 +145,22 @@ class RequestGate:
         request that vLLM's engine ended because it lacked a video's rows is passed on a second time. On a live server,
         a video that cannot be read gets a 400. If the client disconnects while it sends the body, nothing is sent.
         """
-        most, parts, size, more = self._limits.max_request_bytes, [], 0, True
-        while more and size <= _MAX_SKIPPED_BODIES * most:
+        max_bytes = self._limits.max_request_bytes
+        parts = []
+        size = 0
+        has_more = True
+        while has_more and size <= _MAX_SKIPPED_BODIES * max_bytes:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
             size += len(message.get("body", b""))
-            parts += [message.get("body", b"")] if size <= most else []
-            more = message.get("more_body", False)
-        if size > most:
-            await _refuse(send, 413, f"a request has at most {most:,} bytes here (--max-request-bytes)")
+            parts += [message.get("body", b"")] if size <= max_bytes else []
+            has_more = message.get("more_body", False)
+        if size > max_bytes:
+            await _refuse(send, 413, f"a request has at most {max_bytes:,} bytes here (--max-request-bytes)")
             return
-        body, videos = b"".join(parts), list[str]()
+        body = b"".join(parts)
+        videos = list[str]()
         VIDEOS.set(videos)
 
         async def send_named(message: Message) -> None:
@@ -168,7 +173,7 @@ class RequestGate:
 
         try:
             if not await self._try_answer(scope, _replay_body(body, receive), send_named, videos):
-                # The engine lacked rows that vLLM had noted as sent. vLLM knows that now, and sends the rows this time.
+                # The engine lacked rows that vLLM had recorded as sent. vLLM knows that now, and sends them this time.
                 await self._app(scope, _replay_body(body, receive), send_named)
         except Exception as error:
             reason = _explain_no_media(error) if self._is_live else None
@@ -219,10 +224,10 @@ def _explain_no_media(error: Exception) -> str | None:
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
     """Return a ``receive`` that first returns a body that was read already, then the client's further messages."""
-    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
-        return whole.pop() if whole else await receive()
+        return messages.pop() if messages else await receive()
 
     return replay
 

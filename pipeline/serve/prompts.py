@@ -32,7 +32,7 @@ ClientMessage = JsonObject
 SCHEME = "cache://"
 _RATIO = "retention_ratio"
 _CACHE = "cache"
-_CHARACTERS_PER_TOKEN = 8  # longest average of a text that may fit; usual text has four
+_CHARACTERS_PER_TOKEN = 8  # the highest average of a text that may fit; ordinary text has four
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,6 @@ class CachedPrompts:
         self.builder: PromptBuilder = prompt_builder(self.source, config.positions, config.rule, config.frame_times)
         places = {"": config.cache, **dict(config.others)}
         self.caches = {name: self._open_cache(place) for name, place in places.items()}
-        #: The most visual tokens that a video of the caches has in a prompt.
         self.largest_video = max(videos.cache.max_tokens for videos in self.caches.values())
         self.largest_video += 1 if self.builder.needs_newline else 0
 
@@ -162,7 +161,7 @@ class CachedPrompts:
         Raises:
             UsageError: the cache was made with another model, or cannot serve the server's ratio.
         """
-        # If the store is away, a request gets its 503 soon, not after minutes.
+        # If the store does not answer, a request gets its 503 soon instead of after minutes.
         open_token_cache = partial(TokenCache, place, store=store_at(place).impatient())
         first = open_token_cache()
         model = first.identity["model"]
@@ -183,23 +182,25 @@ class CachedPrompts:
         Raises:
             ValueError: a link is malformed, a role or content is not supported, or the texts are too long.
         """
-        read = [(_role(message), parts_of(message)) for message in messages]
-        links = [CacheLink.parse(part["url"]) for _, parts in read for part in parts if "url" in part]
-        messages_out = [ChatMessage(role=role, content=[_for_template(part) for part in parts]) for role, parts in read]
-        n_characters = sum(len(part.get("text", "")) for _, parts in read for part in parts)
+        parsed_messages = [(_role(message), parts_of(message)) for message in messages]
+        links = [CacheLink.parse(part["url"]) for _, parts in parsed_messages for part in parts if "url" in part]
+        chat = [
+            ChatMessage(role=role, content=[_for_template(part) for part in parts]) for role, parts in parsed_messages
+        ]
+        n_characters = sum(len(part.get("text", "")) for _, parts in parsed_messages for part in parts)
         self.check_length(n_characters)
-        return Conversation(messages_out, links, n_characters)
+        return Conversation(chat, links, n_characters)
 
     def check_length(self, n_characters: int) -> None:
         """Raise ValueError if texts of ``n_characters`` in total are too long for any prompt of the model.
 
         The limit is ``_CHARACTERS_PER_TOKEN`` characters per token of the model's context.
         """
-        most = _CHARACTERS_PER_TOKEN * self.builder.context_length
-        if n_characters > most:
+        max_characters = _CHARACTERS_PER_TOKEN * self.builder.context_length
+        if n_characters > max_characters:
             raise ValueError(
-                f"the messages have {n_characters:,} characters; this server takes {most:,}, as a prompt of this model "
-                f"has at most {self.builder.context_length:,} tokens"
+                f"the messages have {n_characters:,} characters; this server takes {max_characters:,}, as a prompt of "
+                f"this model has at most {self.builder.context_length:,} tokens"
             )
 
     def find(self, link: CacheLink) -> Future[ServedVideo]:
@@ -239,7 +240,8 @@ class CachedPrompts:
 
 def _check_ratio(cache: TokenCache, ratio: float | None) -> None:
     """Raise UsageError if the cache cannot serve the ratio: it is above the stored one, or the method is not nested."""
-    stored_ratio, method = cache.retention_ratio, read_declared_method(cache.identity)
+    stored_ratio = cache.retention_ratio
+    method = read_declared_method(cache.identity)
     if ratio is None or abs(ratio - stored_ratio) <= 1e-9:
         return
     if ratio > stored_ratio:
@@ -259,7 +261,7 @@ def find_prompts(config: ServedCache) -> CachedPrompts:
 
 _NO_MORE = frozenset(("role", "content", "name", "type"))
 _ROLES = ("system", "developer", "user", "assistant")
-_TEXTS = ("text", "input_text", "output_text")  # the last two are those of /v1/responses
+_TEXTS = ("text", "input_text", "output_text")  # the last two occur in /v1/responses
 
 
 def parts_of(message: ClientMessage) -> list[dict[str, str]]:
@@ -291,8 +293,8 @@ def _role(message: ClientMessage) -> str:
     role = message.get("role")
     if role not in _ROLES:
         raise ValueError(f"a message of role {str(role)[:40]!r} cannot go with a cached video")
-    if more := sorted(name for name in message.keys() - _NO_MORE if message[name]):
-        raise ValueError(f"{more[0]} of a message cannot go with a cached video")
+    if extra_fields := sorted(name for name in message.keys() - _NO_MORE if message[name]):
+        raise ValueError(f"{extra_fields[0]} of a message cannot go with a cached video")
     return "system" if role == "developer" else str(role)
 
 
@@ -313,7 +315,7 @@ def _part(part: Json) -> dict[str, str]:
     if kind == "video_url":
         link = part["video_url"]
         return {"url": str(link["url"] if isinstance(link, Mapping) else link)}
-    if kind == "input_file" and part.get("file_url"):  # /v1/responses knows no video
+    if kind == "input_file" and part.get("file_url"):  # /v1/responses has no type for videos
         return {"url": str(part["file_url"])}
     raise ValueError(f"a part of type {str(kind)[:40]!r}: this server takes text, and video_url with {SCHEME}VIDEO_ID")
 

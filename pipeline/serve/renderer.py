@@ -20,11 +20,11 @@ from pipeline.serve.gate import VIDEOS
 from pipeline.serve.prompts import CachedPrompts, Conversation, ServedCache, find_prompts, parts_of
 from pipeline.serve.videos import ServedVideo, StoreAway, TooLarge, VideoGone
 
-_READY = "cached_videos_input"  # key of a prompt that needs no further processing
-# The settings that a request with a cached video may have: other settings change prompts in unchecked ways.
-# The server itself adds the last of them.
+_READY = "cached_videos_input"  # the key that marks a prompt as ready for the engine
+# Template options that a request with a cached video may have: others would change the prompt in unchecked ways.
+# The server itself adds the last one.
 _ACCEPTED_NAMES = frozenset(("add_generation_prompt", "tokenize", "return_dict", "cohere_format"))
-_LONG = 2**14  # characters, which take some 10 ms: longer texts are tokenized where short ones do not wait for them
+_LONG = 2**14  # characters, about 10 ms: longer texts are tokenized in a thread where short ones need not wait
 _STATUS = {StoreAway: 503, TooLarge: 503, VideoGone: 410, CorruptShard: 500}
 
 
@@ -40,7 +40,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         Raises:
             ModelError: the configuration has a KV connector that cannot tell videos apart.
         """
-        check_connectors({"kv_transfer_config": config.kv_transfer_config})  # however it was set
+        check_connectors({"kv_transfer_config": config.kv_transfer_config})  # in whatever way it was set
         super().__init__(config, tokenizer)
         self._served = ServedCache.from_config(config)
         self._short, self._long = (ThreadPoolExecutor(1, f"prompts-{name}") for name in ("short", "long"))
@@ -54,10 +54,10 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
             ValueError: the messages or options are not supported.
             UnknownVideo, VideoGone, StoreAway, CorruptShard, TooLarge: a video cannot be used.
         """
-        read = self._read(messages, params)
-        if isinstance(read, list):
-            return super().render_messages(read, params)  # type: ignore[no-any-return]
-        return self._prompt(read, [self._get_prompts().find(link).result() for link in read.links])
+        conversation = self._read(messages, params)
+        if isinstance(conversation, list):
+            return super().render_messages(conversation, params)  # type: ignore[no-any-return]
+        return self._prompt(conversation, [self._get_prompts().find(link).result() for link in conversation.links])
 
     async def render_messages_async(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
         """Return (messages, prompt), waiting only for the videos and texts of this request.
@@ -74,12 +74,12 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
             conversation = self._read(messages, params)
             if isinstance(conversation, list):
                 return await super().render_messages_async(conversation, params)  # type: ignore[no-any-return]
-            # A client that leaves cancels its own wait, but not the read, which other clients may share.
+            # If a client disconnects, only its wait is canceled, not the read, which other clients may share.
             reads = [asyncio.shield(asyncio.wrap_future(self._get_prompts().find(link))) for link in conversation.links]
             videos = await asyncio.gather(*reads)
             pool = self._long if conversation.n_characters > _LONG else self._short
             ready = await asyncio.get_running_loop().run_in_executor(pool, self._prompt, conversation, videos)
-        except VLLMValidationError:  # a ValueError that names its parameter already
+        except VLLMValidationError:  # it is a ValueError that names its parameter already
             raise
         except (StoreAway, TooLarge, VideoGone, CorruptShard) as error:
             raise HTTPException(_STATUS[type(error)], str(error)) from error
@@ -120,7 +120,8 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         """
         if not isinstance(prompt, dict) or _READY not in prompt:
             return None
-        ready, cache = prompt[_READY], None if skip_mm_cache else self.mm_processor_cache
+        ready = prompt[_READY]
+        cache = None if skip_mm_cache else self.mm_processor_cache
         if prompt["prompt_token_ids"] != ready["prompt_token_ids"]:
             raise VLLMValidationError("a prompt with cached videos cannot be cut", parameter="truncate_prompt_tokens")
         if cache is not None:
@@ -143,7 +144,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
 
     def _get_prompts(self) -> CachedPrompts:
         """Return this process's maker of prompts; the first call opens the caches."""
-        # Not in __init__: the engine's own process makes a renderer too, and asks it for its tokenizer alone.
+        # Not in __init__: the engine's process creates a renderer, too, and uses only its tokenizer.
         return find_prompts(self._served)
 
     def _read(self, messages: list[Any], params: Any) -> Conversation | list[Any]:
@@ -154,19 +155,20 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
             ValueError: a part or link is not supported, the texts are too long, or a text has a placeholder of the
                 model, which vLLM would take for a video.
         """
-        read = [dict(message) for message in messages]
-        for message in read:
+        message_dicts = [dict(message) for message in messages]
+        for message in message_dicts:
             if isinstance(message.get("content"), Sequence | Mapping) or message.get("content") is None:
                 continue
-            message["content"] = list(message["content"])  # pydantic gives an iterator, which ends
-        parts = [part for message in read for part in parts_of(message)]
-        texts, prompts = [part.get("text", "") for part in parts], self._get_prompts()
+            message["content"] = list(message["content"])  # pydantic passes an iterator, which can be read only once
+        parts = [part for message in message_dicts for part in parts_of(message)]
+        texts = [part.get("text", "") for part in parts]
+        prompts = self._get_prompts()
         prompts.check_length(sum(map(len, texts)))
         prompts.builder.refuse_placeholders(texts)
         if not any("url" in part for part in parts):
-            return read
+            return message_dicts
         _check_params(params)
-        return prompts.read(read)
+        return prompts.read(message_dicts)
 
     def _prompt(self, conversation: Conversation, videos: Sequence[ServedVideo]) -> tuple[list[Any], Any]:
         """Build the prompt of a conversation.

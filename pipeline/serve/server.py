@@ -39,7 +39,7 @@ from pipeline.serve.gate import RequestGate, RequestLimits
 from pipeline.serve.prompts import CachedPrompts, ServedCache
 from pipeline.storage.stores import store_at
 
-# Arguments that no user may set: of any server, of one of cached videos, and of one with live pruning.
+# Arguments that users may not set: on any server, on cached videos, and with live pruning.
 _RESERVED = frozenset(
     (
         *("host", "port", "api_key", "served_model_name", "chat_template"),
@@ -52,13 +52,13 @@ _RESERVED = frozenset(
     )
 )
 _CACHE_RESERVED = RESERVED_OPTIONS | _RESERVED | {"tokenizer_mode"}
-# Arguments that only a server of cached videos sets.
+# Arguments that only a server of cached videos sets; with live pruning, users may.
 _LIVE_FREE = frozenset(("limit_mm_per_prompt", "mm_processor_cache_gb", "generation_config", "disable_log_stats"))
 _LIVE_RESERVED = (RESERVED_OPTIONS - _LIVE_FREE) | LIVE_RESERVED_OPTIONS | _RESERVED
 _NO_HOST = "no-host.invalid"  # an empty list would allow every host
 _REDIRECTS = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
 _RUST = "VLLM_USE_RUST_FRONTEND"
-_ENDS_S = 5  # seconds after the shutdown timeout that a process may take to end
+_ENDS_S = 5  # seconds that a process may take to exit after the shutdown timeout
 
 
 def serve(config: ServeConfig | LiveConfig) -> None:
@@ -92,13 +92,13 @@ def server_arguments(config: ServeConfig | LiveConfig) -> list[str]:
     """
     os.environ.update(_list_variables(config))
     if config.api_key is not None:
-        os.environ[KEY] = config.api_key  # where the gate and vLLM's processes read it
+        os.environ[KEY] = config.api_key  # the gate and vLLM's processes read it there
     return _live_arguments(config) if isinstance(config, LiveConfig) else _cache_arguments(config)
 
 
 def _list_variables(config: ServeConfig | LiveConfig) -> dict[str, str]:
     """Return the environment variables that select the S3 store of the flags, or disable redirections of media URLs."""
-    if isinstance(config, LiveConfig):  # vLLM would otherwise follow a redirection from an allowed host to any other
+    if isinstance(config, LiveConfig):  # otherwise vLLM follows redirections from an allowed host to any other
         return {_REDIRECTS: os.environ.get(_REDIRECTS, "0")}
     if config.s3_endpoint is None:
         return {}
@@ -163,7 +163,7 @@ def _cache_arguments(config: ServeConfig) -> list[str]:
         UsageError: the options, the caches and the model do not fit together, or vLLM is missing.
         CorruptShard: a file of a cache's table is damaged.
     """
-    served_config = served_cache(config)  # which refuses a cache that vLLM cannot serve at all
+    served_config = served_cache(config)  # raises for a cache that vLLM cannot serve at all
     check_installed("jobs.serve")
     with usage_errors(), store_usage_errors():
         prompts = CachedPrompts(served_config)
@@ -175,17 +175,18 @@ def _cache_arguments(config: ServeConfig) -> list[str]:
         check_generation_settings(prompts.source.name, generation_config(prompts.source, prompts.builder.config))
         refuse_reserved(whole_names(params), _CACHE_RESERVED)
         check_connectors(params)
-    runtime, largest = _prepare(config, prompts.source), _largest_video(config, prompts)
+    runtime = _prepare(config, prompts.source)
+    largest = _largest_video(config, prompts)
     with usage_errors():
         options = engine_options(prompts.source, runtime, largest, config.tensor_parallel)
     del options["disable_log_stats"]
     options |= {
-        "generation_config": "auto",  # the checkpoint decides the settings that a request leaves open
+        "generation_config": "auto",  # the checkpoint sets what a request leaves open
         "tokenizer_mode": MODE,
-        # If a route of vLLM fetched a media URL before the renderer sees it, no domain would be allowed.
+        # In case a route of vLLM fetches a media URL before the renderer sees it: no domain is allowed.
         "allowed_media_domains": ["cached-videos.invalid"],
         "additional_config": {CONFIG: asdict(served_config)},
-        # Rows go to the engine with the first question on a video; it keeps them for later ones.
+        # The engine gets a video's rows with the first question, and keeps them for later ones.
         "mm_processor_cache_gb": config.held_bytes / 2**30,
     }
     arguments = server_words(config, options, config.model or prompts.source.name)
@@ -205,13 +206,16 @@ def _largest_video(config: ServeConfig, prompts: CachedPrompts) -> int:
     Raises:
         UsageError: ``max_tokens_per_video`` is too small for a cached video.
     """
-    most, newline = config.max_tokens_per_video, 1 if prompts.builder.needs_newline else 0
-    if most is None:
+    max_tokens = config.max_tokens_per_video
+    newline = 1 if prompts.builder.needs_newline else 0
+    if max_tokens is None:
         return prompts.largest_video
-    if most + newline < prompts.largest_video:
+    if max_tokens + newline < prompts.largest_video:
         largest = prompts.largest_video - newline
-        raise UsageError(f"--max-tokens-per-video {most}: the caches have a video of {largest}; give that or more")
-    return most + newline
+        raise UsageError(
+            f"--max-tokens-per-video {max_tokens}: the caches have a video of {largest}; give that or more"
+        )
+    return max_tokens + newline
 
 
 def served_cache(config: ServeConfig) -> ServedCache:
@@ -241,7 +245,7 @@ def served_cache(config: ServeConfig) -> ServedCache:
 
 
 def whole_names(params: JsonObject) -> JsonObject:
-    """Return the arguments by their names up to the first dot, such as compilation_config of compilation_config.mode."""
+    """Return arguments by their names up to the first dot, such as compilation_config of compilation_config.mode."""
     return {name.partition(".")[0]: value for name, value in params.items()}
 
 
@@ -262,7 +266,7 @@ def server_words(config: ServerOptions, options: Mapping[str, Any], model_name: 
     options = {
         **options,
         "additional_config": {**options.get("additional_config", {}), LIMITS: limits},
-        # To clients, a model is a Hub id, or the last part of a folder's path.
+        # Clients see a Hub id, or only the last component of a folder's path.
         "served_model_name": config.served_model_name
         or (Path(model_name).name if Path(model_name).exists() else model_name),
         "middleware": [f"{RequestGate.__module__}.{RequestGate.__name__}"],
@@ -271,7 +275,7 @@ def server_words(config: ServerOptions, options: Mapping[str, Any], model_name: 
         **config.engine_params(),
     }
     if options.get("api_server_count", options.get("data_parallel_size", 1)) != 1:
-        # Each server process drains by itself; the parent kills a process that has not ended by then.
+        # Each server process shuts down by itself; the parent kills those that have not exited by then.
         options["shutdown_timeout"] = math.ceil(config.shutdown_timeout) + _ENDS_S
     model = str(options.pop("model"))
     words = [model, *(word for name, value in options.items() for word in _make_words(name, value))]

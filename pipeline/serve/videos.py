@@ -16,8 +16,8 @@ from pipeline.errors import CorruptShard, NotACache, RemovedVideo, UnknownVideo
 from pipeline.generate.prompts import LruCache, count_bytes
 from pipeline.rows import VideoRow
 
-_MAX_READERS = 8  # videos that are read at once
-VideoKey = tuple[str, float | None]  # video id, and the share of its tokens
+_MAX_READERS = 8  # videos read in parallel
+VideoKey = tuple[str, float | None]  # video id, retention ratio
 
 
 class StoreAway(Exception):  # noqa: N818
@@ -102,7 +102,7 @@ class ServedVideos:
         CorruptShard, VideoGone or StoreAway.
         """
         key = (video_id, retention_ratio)
-        with self._lock:  # under which videos are stored, so that no video is read twice
+        with self._lock:  # videos are stored under this lock, so that none is read twice
             video = self._videos_in_memory.get(key)
             if video is not None and video.snapshot == self._snapshot.number:
                 in_memory: Future[ServedVideo] = Future()
@@ -169,7 +169,7 @@ class ServedVideos:
                 video = self._load(*key)
         except (OSError, NotACache, CorruptShard, UnknownVideo) as error:
             explanation = self._explain_error(error)
-            if type(explanation) is UnknownVideo:  # a client learns no ids of other videos
+            if type(explanation) is UnknownVideo:  # the message must not reveal ids of other videos
                 raise UnknownVideo(f"{key[0]!r} is not in the cache") from error
             if explanation is error:
                 raise
@@ -179,7 +179,8 @@ class ServedVideos:
 
     def _load(self, video_id: str, retention_ratio: float | None) -> ServedVideo:
         """Return a video from memory if its row still names the same content; otherwise read and keep it."""
-        snapshot, key = self._snapshot, (video_id, retention_ratio)
+        snapshot = self._snapshot
+        key = (video_id, retention_ratio)
         content_name = _content_name(snapshot.cache.metadata(video_id))
         with self._lock:
             video = self._videos_in_memory.get(key)
@@ -196,9 +197,9 @@ class ServedVideos:
         If a video or its tokens are missing, this asks the store again, and sets ``away`` if it does not answer.
         """
         is_missing = isinstance(error, CorruptShard) and error.kind == "missing"
-        # A folder that was unmounted looks like an empty cache.
-        doubtful = is_missing or type(error) is UnknownVideo
-        if isinstance(error, OSError | NotACache) or (doubtful and not self._reachable()):
+        # An unmounted folder looks like an empty cache.
+        is_doubtful = is_missing or type(error) is UnknownVideo
+        if isinstance(error, OSError | NotACache) or (is_doubtful and not self._reachable()):
             self.away = True
             return StoreAway("the store of the cache does not answer; ask again later")
         if is_missing or isinstance(error, RemovedVideo):

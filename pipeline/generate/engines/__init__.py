@@ -16,7 +16,7 @@ from pipeline.options import EngineOptions
 from pipeline.rows import JsonObject
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
-#: Each has ``load``, and ``check`` for what can be said before that.
+#: Engine classes by name. Each has ``load``, and ``check`` for errors that can be raised before loading.
 ENGINES = LazyTable(
     "engine",
     {
@@ -24,12 +24,12 @@ ENGINES = LazyTable(
         VLLM: "pipeline.generate.engines.vllm:VllmEngine",
     },
 )
-#: Questions that are given to a model at once by default: transformers takes whole batches, vLLM takes new questions as
-#: old ones end.
+#: Default number of questions that a model gets at once: transformers computes whole batches, while vLLM starts new
+#: questions as others finish.
 BATCH_SIZES = {TRANSFORMERS: 8, VLLM: 256}
 
-# Engine arguments that decide speed, memory and access, but not the answers. A run out of memory may be resumed with
-# other values.
+# Engine arguments that affect speed, memory and access, but not the answers. A run that failed for lack of memory may
+# be resumed with other values.
 _NO_ANSWER = frozenset(
     (
         *("gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),

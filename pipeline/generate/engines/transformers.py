@@ -19,7 +19,7 @@ class TransformersEngine:
     def __init__(self, model: LanguageModel, runtime: Runtime) -> None:
         self._model = model
         self._runtime = runtime
-        # See :class:`pipeline.generate.engines.Engine`.
+        # The signatures are those of :class:`pipeline.generate.engines.Engine`.
         self.generate, self.score, self.embedding = model.generate, model.score, model.embedding
         self.context_length = model.context_length
 

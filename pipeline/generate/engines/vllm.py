@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
 SUPPORTED_VERSIONS = ">=0.32,<0.33"
-# Engine arguments that decide how large a video may be.
+# Engine arguments that limit the size of a video.
 _SIZES = ("max_num_batched_tokens", "max_model_len", "mm_processor_kwargs")
-_MAX_IDS_PER_REQUEST = 100  # log-probabilities that one request may ask for; vLLM allows 128
+_MAX_IDS_PER_REQUEST = 100  # log-probabilities per request; vLLM allows 128
 
 
 class VllmEngine:
@@ -66,11 +66,9 @@ class VllmEngine:
         self._video_token = placeholder_of(config)[1]
         self._generation = generation_config(source, config)
         self._n_requests = 0
-        # A waiting request keeps its prompt in memory, so only as many wait as keep the scheduler busy.
+        # A waiting request keeps its prompt in memory, so only as many wait as the scheduler needs to stay busy.
         self._most_waiting = 2 * int(engine.vllm_config.scheduler_config.max_num_seqs)
-        #: Tokens of prompts that the prefix cache had.
         self.reused_tokens = 0
-        #: Seconds to the first token of each request of the last batch.
         self.first_token_s: list[float] = []
         self.context_length = int(engine.vllm_config.model_config.max_model_len)
 
@@ -160,7 +158,7 @@ class VllmEngine:
             check_video_fits(EngineArgs(**arguments), largest_video)
         except ModelError:
             raise
-        except Exception:  # noqa: BLE001 - a node without GPUs cannot tell of every model; the workers look again
+        except Exception:  # noqa: BLE001 - a node without GPUs cannot check every model; the workers check again
             return
 
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
@@ -212,20 +210,20 @@ class VllmEngine:
         """
         assert inside is None
         ids = [[text_ids(self._tokenizer, text) for text in texts] for texts in continuations]
-        parts = [(row, *part) for row, of_row in enumerate(ids) for part in _group_next_tokens(of_row)]
-        longer = [_append_tokens(prompts[row], beginning) for row, beginning, _ in parts]
+        requests = [(row, *group) for row, sequences in enumerate(ids) for group in _group_next_tokens(sequences)]
+        longer = [_append_tokens(prompts[row], beginning) for row, beginning, _ in requests]
         params = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": None}
-        outputs = self._run(longer, [{**params, "logprob_token_ids": following} for _, _, following in parts])
+        outputs = self._run(longer, [{**params, "logprob_token_ids": following} for _, _, following in requests])
         log_probs: dict[tuple[int, tuple[int, ...], int], float] = {}
-        for (row, beginning, following), output in zip(parts, outputs, strict=True):
+        for (row, beginning, following), output in zip(requests, outputs, strict=True):
             logprobs = output.outputs[0].logprobs[0]
             log_probs |= {(row, beginning, token): float(logprobs[token].logprob) for token in following}
         return [
             [
                 Score(sum(log_probs[row, tuple(text[:i]), token] for i, token in enumerate(text)), len(text))
-                for text in of_row
+                for text in sequences
             ]
-            for row, of_row in enumerate(ids)
+            for row, sequences in enumerate(ids)
         ]
 
     def embedding(self, text: str) -> Tensor:
@@ -266,12 +264,12 @@ class VllmEngine:
 
         names = [f"{self._n_requests + i}" for i in range(len(prompts))]
         self._n_requests += len(prompts)
-        waiting: dict[str, str] = {}  # in the engine: our name -> its own
+        waiting: dict[str, str] = {}  # requests in the engine: our name -> the name that the engine gave
         results: dict[str, RequestOutput] = {}
-        for name, prompt, how in zip(names, prompts, params, strict=True):
+        for name, prompt, sampling in zip(names, prompts, params, strict=True):
             try:
                 request = engine_input(prompt, self._video_token)
-                waiting[name] = self._engine.add_request(name, request, SamplingParams(**how))
+                waiting[name] = self._engine.add_request(name, request, SamplingParams(**sampling))
             except (ValueError, VLLMValidationError) as error:
                 self._engine.abort_request(list(waiting.values()), internal=True)
                 raise ValueError(str(error)) from error
@@ -299,7 +297,8 @@ class VllmEngine:
 
     def _answer(self, output: Any, prefill_s: float, decode_s: float) -> Answer:
         """Convert a finished output to an Answer, without the token that ended it."""
-        ids, is_stopped = list(output.token_ids), output.finish_reason == "stop"
+        ids = list(output.token_ids)
+        is_stopped = output.finish_reason == "stop"
         if is_stopped:
             ids = ids[:-1]
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
