@@ -86,7 +86,7 @@ def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateCon
     block = batch * max(1, batches)
     return AnswerPlan(
         answer=Stage(
-            0, gpus_per_model, workers, "one model a GPU, or several of a node; a CPU for its host thread is left"
+            0, gpus_per_model, workers, "a model per GPU or group of GPUs of a node; a CPU is left for its host thread"
         )
         if gpus >= 1
         else Stage(min(1.0, cpus), 0, workers, "for trying things out: a CPU answers slowly"),
@@ -175,5 +175,5 @@ def choose_device_for_models(config: GenerateConfig, say: Say) -> tuple[str, str
     """
     device, dtype = choose_device(config, config.dtype, say)
     if device == "cuda" and sum_for_models(config, {})["GPU"] < config.tensor_parallel:
-        raise UsageError(f"--tensor-parallel {config.tensor_parallel}: no node of the cluster has so many GPUs")
+        raise UsageError(f"--tensor-parallel {config.tensor_parallel}: no node of the cluster has that many GPUs")
     return device, dtype

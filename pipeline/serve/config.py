@@ -78,7 +78,7 @@ class ServerOptions:
         check(self.max_request_bytes >= 1024, "max_request_bytes", "at least 1024", self.max_request_bytes)
         check(0 <= self.shutdown_timeout < math.inf, "shutdown_timeout", "0 or above", self.shutdown_timeout)
         if "config" in self.engine_params():
-            raise UsageError("--engine-param config: vLLM would not read the file; give each of its options by itself")
+            raise UsageError("--engine-param config: vLLM would not read the file; give each of its options separately")
 
     @property
     def needs_key(self) -> bool:

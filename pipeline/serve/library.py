@@ -70,7 +70,7 @@ def vllm_input(
         raise ValueError("videos must come from TokenCache.get, at least one of them")
     identity, *other_identities = [video.header["identity"]["model"] for video in videos if video.header is not None]
     if any(other != identity for other in other_identities):
-        raise ValueError("the videos are of caches of different models")
+        raise ValueError("the videos come from caches of different models")
     refuse_vllm(identity)
     made_with = identity["type"], identity["weights"], videos[0].metadata.get("tower_hash")
     builder = _builder(model, *made_with, positions, rule, frame_times)

@@ -57,7 +57,7 @@ class CacheLink:
         """
         if not url.startswith(SCHEME):
             raise ValueError(
-                f"{url[:80]!r} is no cached video: this server reads {SCHEME}VIDEO_ID?{_RATIO}=R, no files and no "
+                f"{url[:80]!r} is not a cached video: this server reads {SCHEME}VIDEO_ID?{_RATIO}=R, no files and no "
                 "addresses"
             )
         name, _, query = url.removeprefix(SCHEME).partition("?")

@@ -119,12 +119,12 @@ class VllmEngine:
         if inside:
             raise UsageError(
                 f"--engine vllm: {', '.join(inside)} prunes inside the language model, by attention that vLLM's "
-                "kernels never write out: use --engine transformers"
+                "kernels do not return: use --engine transformers"
             )
         positions = {builder.policy.positions, *(late.positions for late in prunings.values() if late)}
         if builder.axes == 1 and "original" in positions:
             raise UsageError(
-                "--engine vllm counts the positions of this model itself: --positions original needs --engine "
+                "--engine vllm: vLLM itself counts the positions of this model: --positions original needs --engine "
                 "transformers"
             )
         check_generation_settings(source.name, generation_config(source, builder.config))
@@ -352,7 +352,7 @@ def check_installed(flag: str) -> None:
         )
     if installed_version not in SpecifierSet(SUPPORTED_VERSIONS, prereleases=True):
         raise UsageError(
-            f"{flag}: vLLM {installed_version} is installed here, and {SUPPORTED_VERSIONS} is what was tested"
+            f"{flag}: vLLM {installed_version} is installed here, but only {SUPPORTED_VERSIONS} was tested: use it"
         )
 
 
