@@ -126,8 +126,8 @@ class Answerer:
     def answer(self, questions: Sequence[QuestionRecord]) -> Iterator[AnswerRecord]:
         """Yield one row per question, answered or failed, in the order in which they are computed.
 
-        A batch has questions of one kind: either choices to score or answers to generate, and the same pruning inside
-        the model, if any.
+        Generated answers come before scored choices. A batch has questions of one of these kinds, and with the same
+        pruning inside the model, if any.
 
         Raises:
             MethodFails: a user method fails for every video.
@@ -239,8 +239,8 @@ class Answerer:
     def _score(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
         """Score the choices of each question; return the rows in order, still without a status.
 
-        The answer is the likeliest choice; "loglikelihood" also records the likeliest per token. Every row has the
-        seconds of the whole batch.
+        The answer is the letter or text of the likeliest choice, the first on ties; "loglikelihood" also records the
+        likeliest per token. Every row has the seconds of the whole batch.
 
         Raises:
             FloatingPointError: a score is NaN.

@@ -259,7 +259,11 @@ def _select_compared(
     requested: AnswersIdentity,
     compared_keys: Collection[str] | None,
 ) -> JsonObject:
-    """Return the entries of ``identity`` to compare; of PRUNINGS, only those that both settings have."""
+    """Return the entries of ``identity`` to compare: those in ``compared_keys``, or all if that is None.
+
+    Of PRUNINGS, only entries that both settings have are compared; if only one has PRUNINGS, it counts as a difference,
+    unless ``compared_keys`` are given.
+    """
     selection: dict[str, Json] = {
         key: cast(Json, value) for key, value in identity.items() if compared_keys is None or key in compared_keys
     }
@@ -379,10 +383,11 @@ def select_live(rows: pa.Table) -> pa.Table:
 
 
 def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
-    """Merge the Parquet files of answers into one that has only their live rows, if more than ``at_least`` wait.
+    """Merge the Parquet files of answers that no earlier merge has read, if they are more than ``at_least``.
 
-    The sources of this merge stay, for readers. In any case, sources of earlier merges are deleted if their merged file
-    is at least ``keep`` old; a source that has a copy stays as long as the copy. Files of JSON lines are left alone.
+    The merged file has only their live rows. Its sources stay for readers. In any case, sources of earlier merges are
+    deleted if their merged file is at least ``keep`` old; a source that has a copy stays as long as the copy. Files of
+    JSON lines are left alone.
 
     Raises:
         CorruptShard: a file is damaged.

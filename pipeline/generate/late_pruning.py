@@ -164,7 +164,10 @@ class LatePruning:
         return None if self.pruner.layer is None else (self.pruner, self.retention_ratio)
 
     def describe(self) -> LateIdentity:
-        """Return the method's entry in the identity of the answers, JSON-able."""
+        """Return the method's entry in the identity of the answers, JSON-able.
+
+        It has the method and its parameters and, where they apply, its code, seed, text tower and positions.
+        """
         identity = cast(LateIdentity, describe_method(self.pruner))
         if self.code is not None:
             identity["code"] = self.code

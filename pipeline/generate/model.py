@@ -23,7 +23,7 @@ def choose_model(model: str | None, revision: str | None, weights: str) -> tuple
     Without a given ``revision``, it is the commit that made the cache if the model is the same Hugging Face id.
 
     Args:
-        weights: the weights in the cache's identity, such as ``hub:ID@COMMIT``.
+        weights: the weights in the cache's identity: ``hub:ID@COMMIT``, a model of this package, or a folder's hash.
 
     Raises:
         UsageError: no model is given, and the cache was made with a folder.

@@ -90,7 +90,10 @@ def refuse_near_names(row: UserRow, where: str) -> None:
 
 @lru_cache(maxsize=1024)
 def find_near(name: str) -> str | None:
-    """Return the known column that a column named ``name`` seems to be meant for, or None. Results are cached."""
+    """Return the known column that a column named ``name`` seems to be meant for, or None; results are cached.
+
+    Names in other tools are tried first, then equal names but for case, separators and a plural s, then one edit.
+    """
     folded = _fold(name)
     if folded in _SYNONYMS:
         return _SYNONYMS[folded]

@@ -243,12 +243,16 @@ def refuse_placeholders(questions: pa.Table, builder: PromptBuilder, place: str)
 
 
 def make_questions(prompts: Sequence[str], video_ids: Sequence[str], mode: AnswerMode) -> pa.Table:
-    """Create a question for every video and every prompt, for ``--ask``; those of one video follow each other.
+    """Create the table of questions (QUESTION_SCHEMA) that asks every prompt about every video, for ``--ask``.
 
-    An id is the video's id, "#" and a hash of the prompt, so that a rerun finds the answers.
+    It is ordered by video, then prompt. An id is the video's id, "#" and a hash of the prompt, so that a rerun finds
+    the answers.
+
+    Args:
+        mode: the mode in which all of them are answered.
 
     Raises:
-        QuestionsError: a prompt is not valid text or repeats, or there are no videos.
+        QuestionsError: a prompt is blank, not valid text or repeated, or there are no videos.
     """
     hashes = [blake2b(prompt.encode(errors="replace"), digest_size=4).hexdigest() for prompt in prompts]
     rows = [

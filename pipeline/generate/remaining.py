@@ -124,7 +124,9 @@ def refuse_changed_questions(changes: Sequence[str], store: Store) -> None:
 def format_answered(
     live: pa.Table, n_questions: int, remaining: Sequence[QuestionRecord], config: GenerateConfig
 ) -> Iterator[str]:
-    """Yield lines for the user that count the questions with answers that are not asked again; none if there are none.
+    """Yield a line for the user with the number of answered questions, if any, and how many of them failed.
+
+    It says how failed questions can be asked again: with ``--retry-failed``, or by a larger ``--max-attempts``.
 
     Args:
         live: the live rows of the questions.
@@ -200,11 +202,13 @@ def format_encoded_again(store: Store, live: pa.Table, videos: pa.Table) -> Iter
 def format_removed(
     store: Store, live: pa.Table, remaining: Sequence[QuestionRecord], reasons: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield notes for the user about questions, and about good answers, on videos that were removed.
+    """Yield up to two notes for the user about removed videos: on questions not asked, and on good answers that stay.
+
+    The second note has the command that removes these answers.
 
     Args:
         live: the live rows of the questions.
-        remaining: the questions that the run must settle.
+        remaining: the questions that have no answer yet.
         reasons: the reason for each removed video.
     """
     if not reasons:

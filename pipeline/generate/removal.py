@@ -125,6 +125,7 @@ class _AnswersRemover:
     """The steps of one removal of answers, once its videos are barred."""
 
     def __init__(self, store: Store, ids: frozenset[str], reason: str, result: AnswersRemoval) -> None:
+        """Prepare the removal of the answers about the videos ``ids``; ``run`` does it, and fills in ``result``."""
         self._store = store
         self._ids = ids
         self._result = result

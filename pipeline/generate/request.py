@@ -344,7 +344,7 @@ def identify_answers(
 
 
 def drop_evidence(cache_identity: CacheIdentity) -> CacheIdentity:
-    """Return a copy of a cache's identity without its stored evidence, which does not change the tokens."""
+    """Return a copy of a cache's identity without the description of its evidence, which does not change the tokens."""
     identity = cache_identity.copy()
     model = cache_identity["model"].copy()
     identity.pop("evidence", None)

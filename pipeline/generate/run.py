@@ -175,6 +175,7 @@ class CommittedAnswers:
     """
 
     def __init__(self, request: AnswerRequest, run_id: str, record: RunFile, monitor: Monitor) -> None:
+        """Set the counts to zero; nothing is written."""
         self._request = request
         self._run_id = run_id
         self._record = record

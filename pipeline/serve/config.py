@@ -187,7 +187,7 @@ class LiveConfig(ServerOptions):
     )
 
     def __post_init__(self) -> None:
-        """Raise UsageError if ``model`` is None, ``media_path`` is not a folder, or a value is invalid."""
+        """Raise UsageError if ``model`` is None, the ratio is 1, ``media_path`` is no folder, or a value is invalid."""
         super().__post_init__()
         if self.model is None:
             raise UsageError("--model is missing: a Hugging Face id or a folder")

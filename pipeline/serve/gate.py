@@ -184,7 +184,8 @@ class RequestGate:
     async def _try_answer(self, scope: Scope, receive: Receive, send: Send, videos: list[str]) -> bool:
         """Pass a request on to vLLM; return False, with nothing sent, if its engine ended the request.
 
-        Only a request about cached videos can be ended this way.
+        Only a request about cached videos can be ended this way. The start of a 500 is held back until its body shows
+        whether it was.
 
         Args:
             videos: filled by the renderer while vLLM makes the prompt.
@@ -209,9 +210,10 @@ class RequestGate:
 
 
 def _explain_no_media(error: Exception) -> str | None:
-    """Return why vLLM could not read a video that a request names; None for errors that are not the request's fault.
+    """Return why a video that a request names cannot be read; None for errors that are not the request's fault.
 
-    vLLM itself would answer 500 and log a traceback.
+    The reasons are a file that is not allowed, is missing or cannot be opened, and a URL that cannot be fetched. vLLM
+    itself would answer 500 and log a traceback.
     """
     if isinstance(error, RuntimeError) and _NO_FILES in str(error):
         return "this server reads no files: send the video as a data URL"

@@ -239,7 +239,10 @@ class CachedPrompts:
 
 
 def _check_ratio(cache: TokenCache, ratio: float | None) -> None:
-    """Raise UsageError if the cache cannot serve the ratio: it is above the stored one, or the method is not nested."""
+    """Raise UsageError if the cache cannot serve the ratio: it is above the stored one, or the method is not nested.
+
+    None and the stored ratio always pass.
+    """
     stored_ratio = cache.retention_ratio
     method = read_declared_method(cache.identity)
     if ratio is None or abs(ratio - stored_ratio) <= 1e-9:
@@ -299,10 +302,10 @@ def _role(message: ClientMessage) -> str:
 
 
 def _part(part: Json) -> dict[str, str]:
-    """Return a part of a message as {"text": ...} or {"url": ...}.
+    """Return a part of a message, or a plain text, as {"text": ...} or {"url": ...}.
 
     Raises:
-        ValueError: the part is of another kind.
+        ValueError: the part is neither a text nor a video (``video_url``, or ``input_file`` with ``file_url``).
         KeyError: the part lacks its text or url.
     """
     if isinstance(part, str):

@@ -97,7 +97,11 @@ def server_arguments(config: ServeConfig | LiveConfig) -> list[str]:
 
 
 def _list_variables(config: ServeConfig | LiveConfig) -> dict[str, str]:
-    """Return the environment variables that select the S3 store of the flags, or disable redirections of media URLs."""
+    """Return the environment variables that vLLM's processes need to read what the flags name, and nothing else.
+
+    On a cache these are the variables of ``--s3-endpoint``, or none without it. With live pruning it is the one that
+    forbids redirections of media URLs, unless the environment sets it.
+    """
     if isinstance(config, LiveConfig):  # otherwise vLLM follows redirections from an allowed host to any other
         return {_REDIRECTS: os.environ.get(_REDIRECTS, "0")}
     if config.s3_endpoint is None:
@@ -160,7 +164,8 @@ def _cache_arguments(config: ServeConfig) -> list[str]:
     """Return the arguments of ``vllm serve`` for cached videos; the caches are opened for checks and closed again.
 
     Raises:
-        UsageError: the options, the caches and the model do not fit together, or vLLM is missing.
+        UsageError: the options, the caches and the model do not fit together, vLLM is missing, or
+            ``max_num_batched_tokens`` is too small for the largest video.
         CorruptShard: a file of a cache's table is damaged.
     """
     served_config = served_cache(config)  # raises for a cache that vLLM cannot serve at all
@@ -295,7 +300,11 @@ def parse_words(words: Sequence[str]) -> Namespace:
 
 
 def _make_words(name: str, value: Any) -> list[str]:
-    """Return one option as command-line arguments; None gives none, and False gives ``--no-NAME``."""
+    """Return one option as command-line arguments of vLLM.
+
+    None gives no arguments, True ``--NAME``, False ``--no-NAME``, a list the flag and its values, a dict the flag and
+    JSON, and any other value ``--NAME=VALUE``. Underscores in the name become hyphens.
+    """
     flag = f"--{name.replace('_', '-')}"
     if value is None:
         return []

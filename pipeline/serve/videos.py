@@ -150,7 +150,7 @@ class ServedVideos:
     def _read(self, key: VideoKey) -> ServedVideo:
         """Read a video and keep it in memory; runs in a reader thread. Sets ``away`` by whether the store answers.
 
-        If the store was away and the video is not found, the cache is opened again for a second try.
+        If the store was away and the video or its tokens are not found, the cache is opened again for a second try.
 
         Raises:
             UnknownVideo: the cache has no tokens of the video; the message suggests no other ids.
@@ -192,9 +192,11 @@ class ServedVideos:
             return self._videos_in_memory.put(key, video._replace(snapshot=snapshot.number))
 
     def _explain_error(self, error: Exception) -> Exception:
-        """Return the error to raise for a request: StoreAway, VideoGone, or ``error`` itself.
+        """Convert an error of reading a video to the error that its request gets.
 
-        If a video or its tokens are missing, this asks the store again, and sets ``away`` if it does not answer.
+        That is StoreAway if the store does not answer, which is checked again if a video or its tokens are missing;
+        this sets ``away``. It is VideoGone for a removed video or a missing token shard, and otherwise ``error``
+        itself.
         """
         is_missing = isinstance(error, CorruptShard) and error.kind == "missing"
         # An unmounted folder looks like an empty cache.

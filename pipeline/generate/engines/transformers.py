@@ -17,6 +17,7 @@ class TransformersEngine:
     """The engine that answers with :class:`gstep.language.LanguageModel`, whose methods it passes on."""
 
     def __init__(self, model: LanguageModel, runtime: Runtime) -> None:
+        """Wrap a loaded model; ``load`` loads one."""
         self._model = model
         self._runtime = runtime
         # The signatures are those of :class:`pipeline.generate.engines.Engine`.

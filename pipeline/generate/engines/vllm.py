@@ -296,7 +296,10 @@ class VllmEngine:
             del waiting[output.request_id]
 
     def _answer(self, output: Any, prefill_s: float, decode_s: float) -> Answer:
-        """Convert a finished output to an Answer, without the token that ended it."""
+        """Convert a finished output to an Answer, whose text leaves out special tokens.
+
+        Its ``finish`` is "stop" if an end token ended it, which is dropped, and otherwise "length".
+        """
         ids = list(output.token_ids)
         is_stopped = output.finish_reason == "stop"
         if is_stopped:
@@ -352,7 +355,7 @@ def check_installed(flag: str) -> None:
         )
     if installed_version not in SpecifierSet(SUPPORTED_VERSIONS, prereleases=True):
         raise UsageError(
-            f"{flag}: vLLM {installed_version} is installed here, but only {SUPPORTED_VERSIONS} was tested: use it"
+            f"{flag}: vLLM {installed_version} is installed here: install a tested version ({SUPPORTED_VERSIONS})"
         )
 
 
