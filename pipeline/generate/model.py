@@ -80,9 +80,9 @@ def find_model(
 
     Args:
         model: a Hugging Face id or folder; None uses the one that the cache names.
-        read_tower: reads the hash of the vision encoder that made the cache. It is given for vLLM, which may use other
-            or quantized weights with the same vision encoder.
-        family: the user family with which the cache was made, which is then imported.
+        read_tower: reads the hash of the vision encoder that made the cache; given for vLLM, which may use other or
+            quantized weights with the same vision encoder.
+        family: the user family with which the cache was made; it is imported.
 
     Raises:
         UsageError: no model is named, or vLLM does not support it.

@@ -199,12 +199,12 @@ def _check_rows(
     """Check the first ``limit`` rows; return a table with the columns of QUESTION_SCHEMA and the carried columns.
 
     Args:
-        numbered_rows: pairs of the row's place in words, for messages, and the row.
+        numbered_rows: pairs of the row's location in words and the row.
         types: the types of the columns, if the source has types.
         place: the file's name, for messages.
 
     Raises:
-        QuestionsError: there is no row, a row is invalid, a question_id repeats, or a carried column cannot get a name.
+        QuestionsError: there is no row, a row is invalid, or a question_id repeats.
         BadRow: the iterator cannot read a row.
     """
     rows: list[dict[str, str | list[str] | None]] = []

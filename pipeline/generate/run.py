@@ -65,8 +65,8 @@ def answer(
     Prints the options, notes and progress. If no question is left, no cluster is started and no record is written.
 
     Args:
-        questions: table with the columns of QUESTION_SCHEMA and carried columns. None reads the file
-            ``config.questions``, or makes the questions of ``config.ask``.
+        questions: table with the columns of QUESTION_SCHEMA and carried columns. None reads ``config.questions``, or
+            makes those of ``config.ask``.
         specs: name -> pruning under which every question is asked. None uses the pruning of the options.
         evaluation: the entries that an evaluation adds to the identity of the answers.
         here: answer in this process instead of on Ray, and commit every batch, so that a killed run loses at most one.

@@ -139,10 +139,10 @@ class CachedPrompts:
     def __init__(self, config: ServedCache) -> None:
         """Open all caches and check that they fit the model; a thread per cache refreshes it until ``close``.
 
-        The model's weights are not loaded.
+        Weights are not loaded.
 
         Raises:
-            UsageError: a cache does not exist (NotACache), was made with another model, or cannot serve the ratio.
+            UsageError: a cache does not exist, was made with another model, or cannot serve the ratio.
             ModelError: there is no such checkpoint, or it cannot be used.
             CorruptShard: a file of a cache's table is damaged.
             OSError: a store failed.

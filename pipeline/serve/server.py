@@ -164,8 +164,7 @@ def _cache_arguments(config: ServeConfig) -> list[str]:
     """Return the arguments of ``vllm serve`` for cached videos; the caches are opened for checks and closed again.
 
     Raises:
-        UsageError: the options, the caches and the model do not fit together, vLLM is missing, or
-            ``max_num_batched_tokens`` is too small for the largest video.
+        UsageError: options, caches and model do not fit together, vLLM is missing, or the largest video does not fit.
         CorruptShard: a file of a cache's table is damaged.
     """
     served_config = served_cache(config)  # raises for a cache that vLLM cannot serve at all

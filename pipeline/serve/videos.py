@@ -152,12 +152,7 @@ class ServedVideos:
 
         If the store was away and the video or its tokens are not found, the cache is opened again for a second try.
 
-        Raises:
-            UnknownVideo: the cache has no tokens of the video; the message suggests no other ids.
-            RatioNotCached: the cache cannot serve the ratio.
-            CorruptShard: the tokens are damaged.
-            VideoGone: the video was removed, or its tokens no longer exist.
-            StoreAway: the store does not answer.
+        Raises UnknownVideo (without suggesting other ids), RatioNotCached, CorruptShard, VideoGone or StoreAway.
         """
         try:
             try:
