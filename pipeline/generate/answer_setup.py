@@ -1,7 +1,7 @@
-"""The setup of answers: cache, model, prunings and options, and what follows from them and the videos' rows.
+"""The setup of a run that answers questions, and what the driver forecasts from it and the videos' rows.
 
-``AnswerSetup`` travels to every worker. ``PromptForecast`` stays with the driver. It finds the questions that need no
-model from the videos' rows, and counts the visual tokens of prompts.
+``AnswerSetup`` travels to every worker. ``PromptForecast`` stays with the driver: it finds the questions that need no
+model, and counts the visual tokens of prompts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.generate.late_pruning import LatePruning
 from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, removed_answer, without_nulls
 from pipeline.storage.stores import Store
 
-# Columns that are read from the videos table, with the columns that TokenCache needs.
+# Columns to read from the videos table, including those that TokenCache needs.
 LIVE_COLUMNS = (
     *INDEX_COLUMNS,
     *("error_message", "n_tokens", "n_total", "n_frames", "tokens_per_frame", "hidden_size"),
@@ -35,15 +35,15 @@ LIVE_COLUMNS = (
 
 @dataclass(frozen=True)
 class AnswerSetup:
-    """Everything that a worker needs to answer questions. Pickles.
+    """Everything that a worker needs to answer questions; it can be pickled.
 
     Attributes:
-        live: live rows of the questions' videos (LIVE_COLUMNS), so that no worker reads the whole table.
-        prunings: name (the ``pruning`` of questions) -> pruning of the cached tokens; None for the stored tokens. Every
-            question is asked under each pruning. A single pruning has the name "".
-        order: the order in which stored tokens are read, as in TokenCache.get.
+        live: the live rows of the questions' videos (LIVE_COLUMNS), so that no worker reads the whole table.
+        prunings: name (the ``pruning`` of questions) -> pruning of the cached tokens, None for the stored tokens. Every
+            question is asked under each. A single pruning has the name "".
+        order: the order in which stored tokens are read: "index" or "selection".
         largest_video: the maximum number of visual tokens of a video in a prompt.
-        device, dtype: of the model, as the driver chooses them before workers start.
+        device, dtype: of the model; "auto" until the driver chooses them.
     """
 
     config: GenerateConfig
@@ -58,26 +58,26 @@ class AnswerSetup:
 
     @property
     def batch_size(self) -> int:
-        """The number of questions in a batch of the model."""
+        """The maximum number of questions that the model gets at once."""
         return choose_batch_size(self.config)
 
     @property
     def own_order(self) -> bool:
-        """True if prompts keep a method's own order of tokens."""
+        """True if prompts keep the order of tokens that a method defines (``--order`` is not "index")."""
         return self.config.order != "index"
 
     @property
     def read_ratio(self) -> float | None:
-        """The share of a video's tokens to read from the cache; None reads all stored tokens."""
+        """The retention ratio to read; None reads all stored tokens, as runs do that prune or have several prunings."""
         return self.config.retention_ratio if self.prunings.get("", ...) is None else None
 
 
 class PromptForecast:
-    """A forecast about questions from the videos' rows, before any token is read.
+    """A forecast for questions, made from the videos' rows before any token is read.
 
     Attributes:
         videos: the live rows of the questions' videos, by id.
-        removed: the reason for each video that was removed, from the cache or from the answers.
+        removed: the reason for each video that was removed from the cache or from the answers.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class PromptForecast:
         near: Mapping[str, str] | None = None,
         barred: Mapping[str, str] | None = None,
     ) -> None:
-        """Read the rows.
+        """Index the rows of ``setup.live``.
 
         Args:
-            near: id without a row -> a suggestion of similar ids, for messages.
+            near: id without a row -> a text that suggests similar ids, for messages.
             barred: id of a video that was removed from the answers -> the reason.
         """
         self._setup = setup
@@ -109,8 +109,13 @@ class PromptForecast:
         return {video_id: row for video_id, row in self.videos.items() if row["status"] == "ok"}
 
     def n_visual(self, videos: Sequence[VideoRecord], pruning: str = "") -> int:
-        """Return the maximum number of visual tokens of these videos in a prompt under a pruning, newlines included."""
-        late, builder = self._setup.prunings[pruning], self._builder
+        """Return the maximum number of visual tokens, newlines included, that a prompt about these videos has.
+
+        Args:
+            pruning: a name in ``setup.prunings``.
+        """
+        late = self._setup.prunings[pruning]
+        builder = self._builder
         if late is not None:
             n_kept = sum(
                 late.max_tokens(row["n_frames"], row["tokens_per_frame"], builder.hidden_size) for row in videos
@@ -120,14 +125,14 @@ class PromptForecast:
         return n_kept + (len(videos) if builder.needs_newline else 0)
 
     def largest_video(self) -> int:
-        """Return the maximum number of visual tokens of a video in a prompt, under any pruning."""
+        """Return the maximum number of visual tokens of one video in a prompt, under any pruning; 0 without videos."""
         sizes = (self.n_visual([row], name) for row in self.cached.values() for name in self._setup.prunings)
         return max(sizes, default=0)
 
     def check_ratio(self, stored_ratio: float) -> None:
-        """Raise UsageError if the cache cannot serve the ratio that is read; a smaller ratio needs a nested method.
+        """Raise UsageError if the cache cannot serve the ratio that is read.
 
-        ``stored_ratio`` is the cache's. All stored tokens can always be read.
+        The ratio must not exceed ``stored_ratio``; a smaller one needs a nested method.
         """
         ratio = self._setup.read_ratio
         if ratio is None:
@@ -164,7 +169,11 @@ class PromptForecast:
         console.print(f"note: {text}: they become rows of class prompt-too-long", highlight=False, markup=False)
 
     def split(self, questions: Sequence[QuestionRecord]) -> tuple[list[QuestionRecord], list[AnswerRecord]]:
-        """Split questions into (questions for the model, rows that need no model: failed and removed ones)."""
+        """Split questions into those for the model and, as finished rows, those that need no model: failed or removed.
+
+        Returns:
+            The questions for the model, and the rows of the others.
+        """
         for_model: list[QuestionRecord] = []
         rows: list[AnswerRecord] = []
         for question in questions:
@@ -176,11 +185,13 @@ class PromptForecast:
         return for_model, rows
 
     def _settle(self, question: QuestionRecord) -> AnswerRecord | None:
-        """Return the row of a question whose videos are removed, missing, failed or too long; else None.
+        """Return the finished row of a question that needs no model, or None if the model must answer it.
 
-        A question is too long here if its visual tokens alone exceed the context.
+        A question about a removed video gets a removed row. It fails if a video is not in the cache or failed there, or
+        if its visual tokens alone exceed the context of the model.
         """
-        cache, rows = self._setup.cache, []
+        cache = self._setup.cache
+        rows = []
         for video_id in question["video_ids"]:
             if video_id in self.removed:
                 return removed_answer(question, self.removed[video_id])
@@ -197,7 +208,8 @@ class PromptForecast:
                 message = f"{video_id!r} failed: {row['error_class']}: {row['error_message']}"
                 return failed_answer(question, QuestionFault("failed-video", message))
             rows.append(row)
-        n_visual, context = self.n_visual(rows, question.get("pruning", "")), self._builder.context_length
+        n_visual = self.n_visual(rows, question.get("pruning", ""))
+        context = self._builder.context_length
         if n_visual <= context:
             return None
         row_with_count: AnswerRecord = {**cast(AnswerRecord, question), "n_visual_tokens": n_visual}
@@ -205,11 +217,12 @@ class PromptForecast:
 
 
 def make_length_fault(n_tokens: int, max_tokens: int, context_length: int | None = None) -> QuestionFault:
-    """Return the fault of a prompt that does not fit the context, with the remedy.
+    """Create the fault of a prompt that does not fit the context; its message has the remedy.
 
     Args:
-        max_tokens: tokens that fit the engine's memory.
-        context_length: tokens of the model's own context, if different.
+        n_tokens: the tokens of the prompt, text and visual.
+        max_tokens: the tokens that a prompt and its answer may have.
+        context_length: the context of the model, if ``max_tokens`` may be the smaller limit of the engine's memory.
     """
     limit = (
         f"the model's {max_tokens}"

@@ -1,7 +1,7 @@
-"""The GPU actor that answers: a block of questions -> prompts -> engine -> rows of answers, or error rows.
+"""The actor that answers: a block of questions -> prompts -> engine -> rows of answers, or error rows.
 
-Questions travel in blocks of one row each: the questions of a block share videos, which are read once and go through
-the model once. Ray can neither split such a row nor join it with another.
+Questions travel in blocks of one row each, which Ray can neither split nor join. The questions of a block share videos,
+which are read once and go through the model once.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ GROW_AFTER = 16  # batches after a failure before a larger one is tried
 _RUN_FIELDS = (pa.field("pruning", pa.string()), pa.field("method_code", pa.string()), pa.field("attempts", pa.int32()))
 REMAINING_SCHEMA = pa.schema([*QUESTION_SCHEMA, *_RUN_FIELDS])
 _BLOCK_SCHEMA = pa.schema([pa.field("questions", pa.list_(pa.struct(list(REMAINING_SCHEMA))))])
-# ``runtime``: JSON of what computed an answer.
+# ``runtime``: JSON of the versions and settings that computed an answer.
 ANSWERED_SCHEMA = pa.schema([*(field.with_nullable(True) for field in ANSWER_SCHEMA), pa.field("runtime", pa.string())])
-# The answers of a part are one row, too.
+# The answers of a part travel as one row, too.
 _PART_SCHEMA = pa.schema([pa.field("answers", pa.list_(pa.struct(list(ANSWERED_SCHEMA))))])
 
 
 def group_by_videos(questions: Sequence[QuestionRecord], size: int) -> list[list[QuestionRecord]]:
-    """Group questions into blocks of at most ``size``; questions on the same videos stay together where they fit.
+    """Group questions into blocks of at most ``size``; questions about the same videos stay together if they fit.
 
-    The questions are sorted by their videos, and on the same videos by pruning: under one pruning they share the
-    beginning of their prompts.
+    Blocks are sorted by the lists of videos. Within the same videos, questions are sorted by pruning, in order of first
+    appearance, because under one pruning their prompts begin alike.
     """
     turns = {name: turn for turn, name in enumerate(dict.fromkeys(row.get("pruning", "") for row in questions))}
     sorted_questions = sorted(questions, key=lambda row: (row["video_ids"], turns[row.get("pruning", "")]))
@@ -59,47 +59,64 @@ def group_by_videos(questions: Sequence[QuestionRecord], size: int) -> list[list
 
 
 def pack_blocks(blocks: Iterable[Sequence[QuestionRecord]]) -> list[pa.Table]:
-    """Pack blocks of questions as the actor's input, a table of one row each."""
+    """Convert each block of questions to a table of one row, the input of the actor."""
     return [pa.Table.from_pylist([{"questions": list(block)}], schema=_BLOCK_SCHEMA) for block in blocks]
 
 
 def unpack_answers(parts: pa.Table) -> pa.Table:
-    """Unpack the answers that the actor handed over to rows of ANSWERED_SCHEMA."""
+    """Convert the actor's output, one row per part, to one row per answer with the columns of ANSWERED_SCHEMA."""
     return pa.Table.from_struct_array(parts["answers"].combine_chunks().flatten()).cast(ANSWERED_SCHEMA)
 
 
 class Answerer:
-    """The actor that answers questions; it holds one language model and never a vision tower."""
+    """The actor that answers questions; it holds one language model, and no vision tower."""
 
     def __init__(self, setup: AnswerSetup, heartbeats: Any = None, engine: Engine | None = None) -> None:
-        """Start the heartbeat, and load the engine that ``setup`` describes, unless a loaded ``engine`` is given."""
+        """Start the heartbeat, open the cache, and load the model.
+
+        Args:
+            heartbeats: the actor that gets the heartbeats; None outside of Ray.
+            engine: a loaded engine to use instead of the one that ``setup`` describes.
+
+        Raises:
+            ModelError: the model cannot be loaded.
+            WorkerGivenUp: too many processes of this worker have crashed.
+        """
         self._heartbeat = Heartbeat(STAGE, heartbeats)
         self._heartbeat.start()
         runtime = choose_runtime(setup.device, setup.dtype, setup.config.attn)
         self._part_size = setup.batch_size
         self._size = BatchSize(setup.batch_size)
-        # Of the batch that is being answered: whether memory ran short, and its largest part that fitted.
-        self._ran_short, self._n_fitted = False, 0
+        # For the batch being answered: whether memory ran out, and the size of its largest part that fitted.
+        self._ran_short = False
+        self._n_fitted = 0
         with self._heartbeat.loading():
             self._engine = engine or load_engine(setup.config, setup.source, runtime, setup.largest_video)
             self._prompts = PromptMaker(setup, self._engine, runtime.device, self._heartbeat)
         self._provenance = json.dumps(self._engine.describe())
 
     def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
-        """Answer one packed block of questions; yield a packed part of the answers as soon as it is complete."""
+        """Answer a packed block of questions; yield packed parts of the answers as soon as each is complete.
+
+        A part has ``batch_size`` answers (the last may have fewer), in the order of the questions.
+
+        Raises:
+            MethodFails: a user method fails for every video.
+        """
         questions = [without_nulls(row, QuestionRecord) for rows in block["questions"].to_pylist() for row in rows]
         for answers in self._answer_in_parts(questions):
             part = [{**answer, "runtime": self._provenance} for answer in answers]
             yield pa.Table.from_pylist([{"answers": part}], schema=_PART_SCHEMA)
 
     def _answer_in_parts(self, questions: Sequence[QuestionRecord]) -> Iterator[list[AnswerRecord]]:
-        """Yield the answers as soon as they are computed, in the order of the questions and in parts of a fixed size.
+        """Yield the answers in the order of the questions, in parts of a fixed size, as soon as each part is complete.
 
-        Ray counts the parts of a call that it tries again, and takes parts of the same number for the same answers. So
-        parts may not depend on the batches that were made.
+        If Ray retries a call, it identifies parts by their number, so their content must not depend on the batches that
+        were made.
         """
         answers_by_key: dict[tuple[str, str | None], AnswerRecord] = {}
-        keys, size = [answer_key(question) for question in questions], self._part_size
+        keys = [answer_key(question) for question in questions]
+        size = self._part_size
         parts = deque(keys[start : start + size] for start in range(0, len(keys), size))
         for answer in self.answer(questions):
             answers_by_key[answer_key(answer)] = answer
@@ -107,9 +124,13 @@ class Answerer:
                 yield [answers_by_key.pop(key) for key in parts.popleft()]
 
     def answer(self, questions: Sequence[QuestionRecord]) -> Iterator[AnswerRecord]:
-        """Yield a row for each question, answered or failed, not in the order of the questions.
+        """Yield one row per question, answered or failed, in the order in which they are computed.
 
-        A batch holds questions of one kind: choices to score, answers to generate, or a pruning inside the model.
+        Generated answers come before scored choices. A batch has questions of one of these kinds, and with the same
+        pruning inside the model, if any.
+
+        Raises:
+            MethodFails: a user method fails for every video.
         """
         kinds: dict[Any, list[tuple[QuestionRecord, AnswerMode]]] = {}
         for question in questions:
@@ -125,8 +146,8 @@ class Answerer:
                     continue
                 waiting.append(question_or_row)
                 if len(waiting) >= self._size.now:
-                    # A batch that is not full waits for more questions: a long question must not make other batches
-                    # small.
+                    # A batch that is not full waits for more questions, so that a long question does not make the other
+                    # batches small.
                     *full, waiting = self._batches(waiting)
                     if len(waiting) >= self._size.now:
                         full, waiting = [*full, waiting], []
@@ -136,11 +157,13 @@ class Answerer:
                 yield from self._answer_together(batch)
 
     def _batches(self, questions: list[PreparedQuestion]) -> list[list[PreparedQuestion]]:
-        """Return batches that the engine can afford; the last batch may not be full, or may be empty.
+        """Group questions into batches that the engine can afford; the last batch may be smaller, or empty.
 
-        A question that was in hand at a crash goes alone and first, to identify the question that crashes.
+        A question that was in hand at an earlier crash is a batch of its own, at the beginning, to identify the one
+        that crashes.
         """
-        suspects, others = list[list[PreparedQuestion]](), list[PreparedQuestion]()
+        suspects = list[list[PreparedQuestion]]()
+        others = list[PreparedQuestion]()
         for question in questions:
             if self._heartbeat.find_crashes(make_heartbeat_name(question.row)):
                 suspects.append([question])
@@ -151,22 +174,24 @@ class Answerer:
         return [*suspects, *([others[i] for i in part] for part in plan or [[]])]
 
     def _answer_together(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
-        """Answer one batch, which is reported as in hand meanwhile.
-
-        Later batches are sized by the largest part of it that fitted.
-        """
+        """Answer one batch, report it as in hand meanwhile, and adjust the size of later batches to what fitted."""
         with self._heartbeat.holding(*(make_heartbeat_name(question.row) for question in batch)) as items:
-            self._ran_short, self._n_fitted = False, 0
+            self._ran_short = False
+            self._n_fitted = 0
             rows = self._answer_batch(batch)
             self._size.adjust(self._n_fitted, self._ran_short)
             items.release(n=len(batch))
             return rows
 
     def _answer_batch(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
-        """Answer a batch; if it fails, answer its parts, down to a single question, which gets the error row.
+        """Answer a batch; if that fails, retry its halves (out of memory) or its single questions (any other error).
 
-        Records for ``_answer_together`` the largest batch that fitted, and whether memory ran short. Ends this process
-        if the engine crashed, or an error broke the GPU.
+        A single question that fails gets an error row. Sets ``_n_fitted`` to the size of the largest batch that fitted,
+        and ``_ran_short`` if memory ran out. If the engine crashed or an error broke the GPU, this ends the process
+        with exit code 70.
+
+        Raises:
+            MethodFails: a user method fails for every video.
         """
         try:
             rows = self._score(batch) if batch[0].mode.scores_choices else self._generate(batch)
@@ -174,10 +199,10 @@ class Answerer:
             return [{**row, "status": "ok", "batch_size": len(batch)} for row in rows]
         except EngineCrashed as error:
             give_up_process(batch[0].row["question_id"], error)
-        except Exception as error:  # noqa: BLE001 - whatever one question provokes must not cost its neighbours
+        except Exception as error:  # noqa: BLE001 - an error of one question must not fail its neighbors
             inside = batch[0].inside
             fault = convert_error(batch[0].row["question_id"], error, None if inside is None else inside[0])
-        # Outside of the handlers, whose exception would keep the failed batch's tensors alive.
+        # Not inside the handlers, whose exception would keep the failed batch's tensors alive.
         out_of_memory = fault.fault_class == "out-of-memory"
         self._ran_short |= out_of_memory
         if out_of_memory and torch.cuda.is_available():
@@ -189,9 +214,10 @@ class Answerer:
         return [row for part in parts for row in self._answer_batch(part)]
 
     def _generate(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
-        """Decode an answer to each question, and return the rows.
+        """Generate an answer to each question; return the rows in order, still without a status.
 
-        The rows have no status yet. A row gets the choice that its answer names, if it names one.
+        If a question has choices, ``choice`` is the index of the one that the answer names, and absent if it names
+        none.
         """
         decodings = [question.mode.decoding for question in batch]
         answers = self._engine.generate([question.prompt for question in batch], decodings, inside=batch[0].inside)
@@ -211,10 +237,13 @@ class Answerer:
         return rows
 
     def _score(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
-        """Score the choices of each question, and return the rows; the likeliest choice is the answer.
+        """Score the choices of each question; return the rows in order, still without a status.
 
-        The rows have no status yet. The seconds of every row are the whole batch's. Raises FloatingPointError for
-        scores that are no numbers.
+        The answer is the letter or text of the likeliest choice, the first on ties; "loglikelihood" also records the
+        likeliest per token. Every row has the seconds of the whole batch.
+
+        Raises:
+            FloatingPointError: a score is NaN.
         """
         start = time.perf_counter()
         texts = [question.continuations() for question in batch]
@@ -246,7 +275,7 @@ def _argmax(values: Sequence[float]) -> int:
 
 
 class BatchSize:
-    """The number of questions to answer at once, which falls when memory runs short and rises again after a while."""
+    """The number of questions to answer at once (``now``): it falls when memory runs out, and rises again later."""
 
     def __init__(self, largest: int) -> None:
         self._largest = largest
@@ -254,12 +283,17 @@ class BatchSize:
         self.now = largest
 
     def adjust(self, n_fitted: int, is_short: bool) -> None:
-        """Lower the batch size to ``n_fitted``, at least 1, if memory ``is_short``; else raise it after a while.
+        """Set the size to ``n_fitted``, at least 1, if memory ran out; otherwise raise it after some batches.
 
-        It doubles, up to the first size, after every GROW_AFTER batches in a row that memory sufficed for.
+        After every GROW_AFTER batches in a row that fitted, it doubles, up to the initial size.
+
+        Args:
+            n_fitted: the size of the largest part of the batch that fitted.
+            is_short: True if memory ran out.
         """
         if is_short:
-            self.now, self._n_since_shortage = max(1, n_fitted), 0
+            self.now = max(1, n_fitted)
+            self._n_since_shortage = 0
             return
         self._n_since_shortage += 1
         if self._n_since_shortage >= GROW_AFTER:

@@ -1,9 +1,8 @@
 """Answers on disk: the columns, the settings that all rows share, and the live rows.
 
-``answers.json`` holds the settings, ``answers/<shard>.parquet`` or ``.jsonl`` a row a question (failed questions too),
-``runs/<run_id>.json`` the provenance. ``removed/`` bars videos (``pipeline.generate.removal``). A question's live row
-follows the rule for videos (``pipeline.cache.live``). A question under several prunings has a live row for each
-pruning.
+``answers.json`` holds the settings, ``answers/<shard>.parquet`` or ``.jsonl`` one row per question (failed questions
+too), ``runs/<run_id>.json`` the provenance, and ``removed/`` the barred videos (``pipeline.generate.removal``). A
+question has one live row under each pruning, chosen by the rule for videos (``pipeline.cache.live``).
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from pipeline.storage.stores import Store, store_at
 
 ANSWERS_VERSION = 2
 KEYS = ("question_id", "pruning")
-_LIVE_KEYS = (*KEYS, "method_code")  # rows of one question by different code are separate
+_LIVE_KEYS = (*KEYS, "method_code")  # rows of one question made with different code are separate
 _MERGED_KEY = b"merged"  # metadata key of a merged file: a JSON list of the files it was made of
 HEADER = "answers.json"
 ANSWERS = "answers"
-REMOVED = "removed"  # folder of the bars, and status of the rows
+REMOVED = "removed"  # the folder of the bars, and the status of removed rows
 QUESTION_EXTRA = "question_extra"  # in old answers: JSON of the carried columns
-PRUNINGS: Final = "prunings"  # key of the identity, where several prunings were asked
+PRUNINGS: Final = "prunings"  # key of the identity if there are several prunings
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
 _MAX_ROWS_AS_OBJECTS = 4096
 _NUMBER_PATTERN = re.compile(r"([^0-9]*)([0-9]{0,18})")
@@ -97,7 +96,7 @@ ANSWER_SCHEMA = pa.schema(
         column("decoding", pa.string(), "JSON: method, system message and the options that were in effect"),
     ]
 )
-#: Nullable columns that came after the schema version, and the date since when files have them.
+#: Nullable columns that were added without a new schema version, with the date of the first files that have them.
 LATER_COLUMNS: Mapping[str, str] = {
     "decode_warnings": "2026-11-26",
     "method_code": "2026-11-27",
@@ -106,7 +105,7 @@ LATER_COLUMNS: Mapping[str, str] = {
 
 
 class LateIdentity(PrunerIdentity):
-    """The identity of a pruning after the cache: the source of its evidence, and the positions of its tokens."""
+    """The identity of a method that prunes after the cache, with the source of its evidence and the positions."""
 
     text_tower: NotRequired[str]
     positions: NotRequired[str]
@@ -114,13 +113,13 @@ class LateIdentity(PrunerIdentity):
 
 
 class AnswersIdentity(TypedDict, total=False):
-    """The settings that all answers in one place share.
+    """The settings that all answers in one folder share.
 
     Attributes:
-        prompt: the positions of tokens and their order (``gstep.language.PromptPolicy``).
+        prompt: the positions and the order of tokens (``gstep.language.PromptPolicy``).
         decoding: the run's default mode of answering.
-        pruner: the single pruning after the cache. ``prunings``: several, by label, None for the stored tokens; more
-            may be added.
+        pruner: the single pruning after the cache; absent if the stored tokens are used.
+        prunings: several prunings by label, None for the stored tokens; later runs may add some.
         engine: its name and arguments; absent for the transformers engine.
         benchmark, protocol: the evaluation and the identity of its results; absent from answers of jobs.generate.
     """
@@ -145,16 +144,23 @@ class AnswersHeader(TypedDict):
 
 
 def answer_key(row: QuestionRecord | AnswerRecord) -> tuple[str, str | None]:
-    """Return the key of a row within a run: (question id, pruning)."""
+    """Return the key of a row within a run: (question id, pruning), None for the single pruning."""
     return row["question_id"], row.get("pruning")
 
 
 def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
-    """Return the live row of every question, in natural order of question_id: 1, 2, 10.
+    """Read the live row of every question, in natural order of question_id: 1, 2, 10.
 
-    The table has ANSWER_SCHEMA, then the carried columns of the questions' file.
+    Args:
+        path: a folder or ``s3://bucket/prefix``; not used if ``store`` is given.
 
-    ``path`` is a folder or ``s3://bucket/prefix``. Raises NotAnswers, CorruptShard for a damaged shard, OSError.
+    Returns:
+        A table with the columns of ANSWER_SCHEMA, followed by those carried from the questions file.
+
+    Raises:
+        NotAnswers: the location does not hold answers.
+        CorruptShard: a file of answers is damaged.
+        OSError: the store failed.
     """
     store = store or store_at(path)
     identity = read_answers_header(store)["identity"]
@@ -162,7 +168,7 @@ def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
 
 
 def sort_naturally(rows: pa.Table) -> pa.Table:
-    """Return rows sorted by question_id, with the numbers in it compared as numbers: 1, 2, 10."""
+    """Sort rows by question_id, comparing the numbers in it as numbers: 1, 2, 10."""
     keys = [
         [(words, int(digits or -1)) for words, digits in _NUMBER_PATTERN.findall(question_id)]
         for question_id in rows["question_id"].to_pylist()
@@ -171,30 +177,35 @@ def sort_naturally(rows: pa.Table) -> pa.Table:
 
 
 def read_answers_header(store: Store) -> AnswersHeader:
-    """Return schema version and identity of answers. Raises NotAnswers."""
+    """Read answers.json.
+
+    Raises:
+        NotAnswers: it is missing, damaged, or has another version.
+        OSError: the store failed.
+    """
     absent = f"no answers (no {HEADER}); python -m jobs.generate makes some"
     header = read_header_file(store, HEADER, (ANSWERS_VERSION,), NotAnswers, absent, of="answers of ")
     return cast(AnswersHeader, header)
 
 
 def write_answers_header(store: Store, identity: AnswersIdentity) -> None:
-    """Write answers.json, which makes the store a folder of answers."""
+    """Write answers.json, which makes the store a folder of answers; the folder is created if needed."""
     store.make()
     store.put(HEADER, serialise_header({"schema_version": ANSWERS_VERSION, "identity": cast(JsonObject, identity)}))
 
 
 def check_place(store: Store) -> None:
-    """Raise NotAnswers if the output has other files but no answers; bars of videos may come before answers."""
+    """Raise NotAnswers if the output folder has files but neither answers.json nor bars of removed videos."""
     if not store.exists(HEADER) and store.has_other_files() and not store.names(REMOVED, ".json"):
         raise NotAnswers(f"{store} exists and holds no answers (it has no {HEADER}): name an empty place with --out")
 
 
 class MatchedIdentity(NamedTuple):
-    """The settings of a run's answers.
+    """The settings of a run, matched with those of the stored answers.
 
     Attributes:
-        identity: without the code of a method if the stored answers do not have it.
-        changed: whether other code made stored answers; these are not live under this identity.
+        identity: the requested settings; the code of a method is left out if the stored settings lack it.
+        changed: True if stored answers were made with other code, so they are not live under ``identity``.
     """
 
     identity: AnswersIdentity
@@ -204,15 +215,19 @@ class MatchedIdentity(NamedTuple):
 def match_answers(
     store: Store, requested: AnswersIdentity, *, redo: bool = False, compared_keys: Collection[str] | None = None
 ) -> MatchedIdentity:
-    """Match the ``requested`` settings with the settings of the stored answers; a store without answers takes any.
+    """Match the ``requested`` settings with those of the stored answers; without stored answers, any settings match.
 
-    Prunings that only one side has are not compared. Other code is accepted if the old code made no good answer.
+    Prunings that only one side has are not compared. Other code of a user method is accepted if the old code made no
+    good answer under a requested pruning.
 
     Args:
-        redo: accept other code, and say in the result that it changed.
-        compared_keys: the keys that are compared besides PRUNINGS; None: all.
+        redo: accept other code in any case.
+        compared_keys: the keys to compare besides PRUNINGS; None compares all.
 
-    Raises IdentityMismatch if the settings differ.
+    Raises:
+        IdentityMismatch: the settings differ.
+        NotAnswers: answers.json is damaged or has another version.
+        CorruptShard: a file of answers is damaged.
     """
     if not store.exists(HEADER) or not AnswersTable(store).names():
         return MatchedIdentity(requested, changed=False)
@@ -244,7 +259,11 @@ def _select_compared(
     requested: AnswersIdentity,
     compared_keys: Collection[str] | None,
 ) -> JsonObject:
-    """Return the part of ``identity`` that is compared; of PRUNINGS only the entries that both settings have."""
+    """Return the entries of ``identity`` to compare: those in ``compared_keys``, or all if that is None.
+
+    Of PRUNINGS, only entries that both settings have are compared; if only one has PRUNINGS, it counts as a difference,
+    unless ``compared_keys`` are given.
+    """
     selection: dict[str, Json] = {
         key: cast(Json, value) for key, value in identity.items() if compared_keys is None or key in compared_keys
     }
@@ -255,9 +274,12 @@ def _select_compared(
 
 
 def find_code(identity: AnswersIdentity, pruning: str | None) -> str | None:
-    """Return the hashes of the users' own code for answers under a pruning; None without own code.
+    """Return the hashes of the user code behind answers under a pruning, joined by a space; None if there is none.
 
-    It includes the code of the method that pruned the cache. ``pruning`` None or "" is the single pruning.
+    They cover the method that pruned the cache and the method that prunes now.
+
+    Args:
+        pruning: the label; None or "" for the single pruning.
     """
     late = identity[PRUNINGS].get(pruning or "") if PRUNINGS in identity else identity.get("pruner")
     cached_method = identity["cache"].get("pruner") if "cache" in identity else None
@@ -266,32 +288,38 @@ def find_code(identity: AnswersIdentity, pruning: str | None) -> str | None:
 
 
 class AnswersTable:
-    """The committed rows of a table of answers, in memory; shards never change, so each is read once.
+    """A view of the committed rows of answers; shards never change, so each is read once and kept in memory.
 
-    Rows by other code than in ``identity`` are not live; None takes the identity of the header.
+    Args:
+        identity: the settings whose rows are live: rows made with other code are not. None uses answers.json.
     """
 
     def __init__(self, store: Store, identity: AnswersIdentity | None = None) -> None:
-        self._store, self._identity = store, identity
+        self._store = store
+        self._identity = identity
         self._tables: dict[str, pa.Table] = {}
 
     def names(self) -> list[str]:
-        """Return the names of the committed shards, of either format; copies under other names are left out."""
+        """Return the names of the committed shards, Parquet and JSON lines, without copies under other names."""
         return list_shards(self._store)[0]
 
     def rows(self) -> pa.Table:
-        """Return every committed row: ANSWER_SCHEMA, then carried columns.
+        """Return all committed rows, with the columns of ANSWER_SCHEMA and then the carried columns.
 
-        Reads only the shards that were not read before. Raises CorruptShard, OSError.
+        Reads only shards that were not read before.
+
+        Raises:
+            CorruptShard: a shard is damaged.
+            OSError: the store failed.
         """
         try:
             names = self._read()
-        except FileNotFoundError:  # merged since they were listed
+        except FileNotFoundError:  # a file was merged and deleted after the listing
             names = self._read()
         return concat_answers([ANSWER_SCHEMA.empty_table(), *(self._tables[name] for name in names)])
 
     def _read(self) -> list[str]:
-        """Read the shards that were committed since, and return the names of all."""
+        """Read the shards committed since the last call, and return the names of all shards."""
         names = self.names()
         new = [name for name in names if name not in self._tables]
         for name, data in zip(new, self._store.read_all(new), strict=True):
@@ -299,11 +327,14 @@ class AnswersTable:
         return names
 
     def live(self) -> pa.Table:
-        """Return the live row of every question under every pruning, by question_id; rows by other code are left out.
+        """Return the live row of every question under every pruning, sorted by question_id, without rows of other code.
 
-        Raises CorruptShard, OSError.
+        Raises:
+            CorruptShard: a shard is damaged.
+            OSError: the store failed.
         """
-        rows, identity = select_live(self.rows()), self._identity
+        rows = select_live(self.rows())
+        identity = self._identity
         if identity is None:
             identity = read_answers_header(self._store)["identity"] if self._store.exists(HEADER) else {}
         codes = {name: find_code(identity, name) for name in pc.unique(rows["pruning"]).to_pylist()}
@@ -311,32 +342,34 @@ class AnswersTable:
         return rows.filter(pc.equal(pc.fill_null(rows["method_code"], ""), pc.fill_null(current_codes, "")))
 
     def select_live_of(self, questions: pa.Table, prunings: Iterable[str]) -> pa.Table:
-        """Return the live rows of these questions under these prunings; the name "" is no pruning."""
+        """Return the live rows of these questions under these prunings; the name "" is the single pruning."""
         live = self.live()
         is_question = pc.is_in(live["question_id"], value_set=questions["question_id"].combine_chunks())
-        under = pa.array([name or None for name in prunings], pa.string())
-        return live.filter(pc.and_(is_question, pc.is_in(live["pruning"], value_set=under)))
+        labels = pa.array([name or None for name in prunings], pa.string())
+        return live.filter(pc.and_(is_question, pc.is_in(live["pruning"], value_set=labels)))
 
 
 def list_shards(store: Store) -> tuple[list[str], dict[str, str]]:
-    """List the shards of answers, of either format, and the copies of shards under other names: copy -> shard.
+    """List the shards of answers, Parquet and JSON lines, sorted by name, and the copies of shards under other names.
 
-    A file whose name has no hash of its content is read; it counts as a shard unless its content is that of a shard.
-    Raises OSError.
+    A file without a hash in its name is read: it is a copy if its content is that of a shard, otherwise a shard itself.
+
+    Returns:
+        The names of the shards, and copy -> name of its shard.
     """
     names = sorted(name for suffix in SUFFIXES.values() for name in store.names(ANSWERS, suffix))
     shards = {PurePosixPath(name).stem[-32:]: name for name in names if has_content_hash(name)}
-    strays = [name for name in names if not has_content_hash(name)]
-    copies = {name: shards.get(hex_digest(store.read(name))) for name in strays}
-    copies_of = {name: shard for name, shard in copies.items() if shard is not None}
-    return [name for name in names if name not in copies_of], copies_of
+    unhashed_names = [name for name in names if not has_content_hash(name)]
+    copies = {name: shards.get(hex_digest(store.read(name))) for name in unhashed_names}
+    shard_by_copy = {name: shard for name, shard in copies.items() if shard is not None}
+    return [name for name in names if name not in shard_by_copy], shard_by_copy
 
 
 def select_live(rows: pa.Table) -> pa.Table:
-    """Select the live row of each question, pruning and code from rows of ANSWER_SCHEMA, sorted by question_id.
+    """Select the live row of each question, pruning and code, sorted by question_id.
 
-    The rule is that of videos: removed before ok before failed, most attempts; then the earliest run, and the first
-    answer.
+    As for videos, removed beats ok, ok beats failed, and then more attempts win. Ties go to the earliest run id, then
+    to the first ``answer`` in sort order.
     """
     if len(rows) == 0:
         return rows
@@ -350,22 +383,26 @@ def select_live(rows: pa.Table) -> pa.Table:
 
 
 def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
-    """Merge the Parquet files of a table of answers into one, if more than ``at_least`` wait; only live rows stay.
+    """Merge the Parquet files of answers that no earlier merge has read, if they are more than ``at_least``.
 
-    The sources of this merge stay, for readers. In any case the sources of earlier merges are deleted if their merged
-    file is at least ``keep`` old; a source with a copy under another name stays as long as the copy. Files of JSON
-    lines are left alone. Raises CorruptShard, OSError.
+    The merged file has only their live rows. Its sources stay for readers. In any case, sources of earlier merges are
+    deleted if their merged file is at least ``keep`` old; a source that has a copy stays as long as the copy. Files of
+    JSON lines are left alone.
+
+    Raises:
+        CorruptShard: a file is damaged.
+        OSError: the store failed.
     """
     shards, copies = list_shards(store)
     names = [name for name in shards if PurePosixPath(name).suffix == SUFFIXES["parquet"]]
     tables = {name: parse_shard(store, name, data) for name, data in zip(names, store.read_all(names), strict=True)}
-    sources_of = {
+    sources_by_name = {
         name: tables.keys() & set(json.loads((table.schema.metadata or {}).get(_MERGED_KEY, b"[]")))
         for name, table in tables.items()
     }
-    merged_names = set().union(*sources_of.values())
-    # Ages first: a merged file may be the source of a later one, and be deleted here.
-    expired = [sources for name, sources in sources_of.items() if sources and store.age(name) >= keep]
+    merged_names = set().union(*sources_by_name.values())
+    # Ask for all ages first: a merged file may be the source of a later one, and be deleted below.
+    expired = [sources for name, sources in sources_by_name.items() if sources and store.age(name) >= keep]
     for old in sorted(set().union(*expired).difference(copies.values())):
         store.delete(old)
     waiting = [name for name in names if name not in merged_names]
@@ -376,9 +413,9 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
 
 
 def try_merge_answers(store: Store, at_least: int, say: Callable[[str], object]) -> None:
-    """Merge the Parquet files of answers if more than ``at_least`` wait, and delete the sources of older merges.
+    """Merge the Parquet files of answers if more than ``at_least`` wait, and delete expired sources of earlier merges.
 
-    An error loses no row and is not raised: ``say`` gets a warning.
+    If a file is damaged or the store fails, no row is lost, and ``say`` gets a warning instead of an exception.
     """
     try:
         merge_answers(store, at_least)
@@ -394,12 +431,16 @@ def commit_answers(
     form: str = "parquet",
     questions: pa.Table | None = None,
 ) -> None:
-    """Write rows as one file, which makes them visible. Raises OSError.
+    """Write rows as one file, which makes them visible.
 
     Args:
-        number: of the shard in this run; part of the file's name.
-        form: "parquet" or "jsonl".
-        questions: their carried columns are added to the rows, by question_id; removed rows get nulls.
+        run_id: the run, which every row gets.
+        number: the number of the shard in this run, used in the file's name.
+        form: "parquet" or "jsonl". In JSON lines, infinite log-probabilities become null.
+        questions: the questions whose carried columns the rows get, by question_id; removed rows get nulls.
+
+    Raises:
+        OSError: the store failed.
     """
     table = pa.Table.from_pylist([{**row, "run_id": run_id} for row in rows], schema=ANSWER_SCHEMA)
     if questions is not None:
@@ -412,13 +453,16 @@ def commit_answers(
 
 
 def parse_shard(store: Store, name: str, data: bytes) -> pa.Table:
-    """Convert a shard's bytes, Parquet or JSON lines, to a table: ANSWER_SCHEMA, then carried columns.
+    """Convert the bytes of a shard to a table with the columns of ANSWER_SCHEMA and then its carried columns.
 
-    A column of LATER_COLUMNS that an older shard lacks is null. Older shards have their carried columns as JSON in one
-    column, which is unpacked. Only the mark of a merged file stays in the metadata.
+    Columns of LATER_COLUMNS that an older shard lacks are null, and carried columns that it has as JSON in one column
+    are unpacked. Of the metadata, only the list of a merged file's sources stays.
 
-    Raises CorruptShard if the bytes do not fit the checksum in the shard's name, or a column is missing or of a wrong
-    type.
+    Args:
+        name: the shard's name, which ends with the hash of its content; the suffix tells Parquet from JSON lines.
+
+    Raises:
+        CorruptShard: the bytes do not match the hash, or a column is missing or has a wrong type.
     """
     check_content(store, name, data)
     metadata: dict[bytes, bytes] = {}
@@ -430,7 +474,7 @@ def parse_shard(store: Store, name: str, data: bytes) -> pa.Table:
         extra = carried_columns.pop(QUESTION_EXTRA, None)
         extras = [] if extra is None else extra.to_pylist()
     else:
-        lines = data.decode().split("\n")  # splitlines would cut at characters that JSON leaves as they are
+        lines = data.decode().split("\n")  # splitlines would split at characters that JSON does not escape
         rows = [json.loads(line) for line in lines if line]
         own_names = frozenset(ANSWER_SCHEMA.names)
         present_fields = [ANSWER_SCHEMA.field(key) for key in own_names.intersection(*rows)]
@@ -452,7 +496,7 @@ def parse_shard(store: Store, name: str, data: bytes) -> pa.Table:
 
 
 def iter_answers(table: pa.Table) -> Iterator[AnswerRecord]:
-    """Yield the rows of answers; only a few at a time are in memory as Python objects."""
+    """Yield the rows of a table as records without nulls; only a few thousand at a time exist as Python objects."""
     for batch in table.to_batches(max_chunksize=_MAX_ROWS_AS_OBJECTS):
         for row in batch.to_pylist():
             yield without_nulls(row, AnswerRecord)

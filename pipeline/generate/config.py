@@ -1,4 +1,4 @@
-"""The options of a run that answers questions: one dataclass that flags and the run's record come from."""
+"""The options of ``jobs.generate`` as dataclasses; the command's flags and the run's record are made from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHOICE_METHODS = ("letter", "loglikelihood", "generate")
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """The options that decide prompts about cached videos, for runs and for servers."""
+    """The options that determine prompts about cached videos, shared by ``jobs.generate`` and ``jobs.serve``."""
 
     model: str | None = option(
         None,
@@ -34,20 +34,20 @@ class PromptOptions:
     )
     rule: str = option(
         "transformers-5",
-        "whose rules prompts follow where libraries differ on Qwen",
+        "the library whose rules prompts follow where libraries differ on Qwen",
         choices=("transformers-5", "transformers-4.57", "vllm"),
     )
     frame_times: str = option(
         "true",
-        "times of frames that Qwen3-VL reads: when they are shown (true), or their places in the file by its average "
-        "frames a second (stock), as transformers has them; they differ where the frame rate varies",
+        "timestamps of frames that Qwen3-VL reads: when frames are shown (true), or their index divided by the average "
+        "frame rate of the file (stock), as in transformers; they differ if the frame rate varies",
         choices=("true", "stock"),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
-    """The options of ``python -m jobs.generate``. Raises UsageError where a value makes no sense."""
+    """The options of ``python -m jobs.generate``. Raises UsageError for an invalid value."""
 
     item: ClassVar[str] = "question"
 
@@ -71,7 +71,7 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
     limit: int | None = option(None, "ask only the first N questions", metavar="N")
     family: str | None = option(
         None,
-        "the family that the cache was made with, if it is your own, module:Class: a cache alone chooses no code",
+        "the family that the cache was made with, if it is your own, module:Class: a cache alone never selects code",
         metavar="FAMILY",
         group="model",
     )
@@ -90,23 +90,23 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
     )
     pruner: str | None = option(
         None,
-        "prune a cache of all tokens now, by this method at --retention-ratio; methods that look at the question "
+        "prune a cache of all tokens now, with this method at --retention-ratio; methods that use the question "
         f"select again for each question: {', '.join(METHODS)}, or module:Class of your own",
         metavar="METHOD",
     )
     pruner_seed: int = option(0, "with --pruner: seed of the methods that draw random numbers", metavar="N")
     order: str = option(
         "auto",
-        "order of the kept tokens in a prompt: index is ascending position, own is the method's own order; auto is own "
-        "if the method has an own order",
+        "order of the kept tokens in a prompt: index is ascending index, own is the order that the method defines; "
+        "auto is own if the method defines one",
         choices=("auto", "index", "own"),
         group="prompts",
     )
     system: str | None = option(None, "the system message (default: the chat template's)", metavar="TEXT")
     close_thought: bool = option(
         False,
-        "where the chat template ends with an opening tag, such as <think> of a model that reasons: put its closing "
-        "tag behind it, so that the model answers at once",
+        "if the chat template ends with an opening tag, such as <think> of a model that reasons, append its closing "
+        "tag, so that the model answers at once",
     )
     choices: str = option(
         "letter",
@@ -114,20 +114,20 @@ class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
         "by the letter in a generated answer (generate)",
         choices=CHOICE_METHODS,
     )
-    max_new_tokens: int = option(64, "tokens an answer may have", metavar="N", group="decoding")
-    temperature: float = option(0.0, "0 is greedy; above, tokens are drawn", metavar="X")
+    max_new_tokens: int = option(64, "maximum number of tokens of an answer", metavar="N", group="decoding")
+    temperature: float = option(0.0, "0 is greedy; above 0, tokens are drawn at random", metavar="X")
     top_p: float = option(1.0, "draw among the likeliest tokens that make up this share", metavar="P", share=True)
     top_k: int = option(0, "draw among the K likeliest tokens; 0: among all tokens", metavar="K")
-    seed: int = option(0, "seed of drawn answers; what a question draws does not depend on its batch", metavar="N")
+    seed: int = option(0, "seed of drawn answers; an answer does not depend on the batch of its question", metavar="N")
     workers: int | None = option(
-        None, "start at most N models (default: one a GPU; one on CPUs)", metavar="N", group="workers and shards"
+        None, "start at most N models (default: one per GPU; one on CPUs)", metavar="N", group="workers and shards"
     )
     questions_per_shard: int = option(
         64, "put at most N questions, but at least a batch, into one file; small runs put fewer", metavar="N"
     )
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an invalid value, and for options that do not go together."""
+        """Raise UsageError if an option has an invalid value, or if two options contradict or lack each other."""
         super().__post_init__()
         if self.questions is None and not self.ask:
             raise UsageError(

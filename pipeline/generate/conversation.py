@@ -1,7 +1,7 @@
-"""Conversations: the column ``messages`` of a questions file, checked and in one form, as JSON in tables.
+"""Conversations: the column ``messages`` of a questions file, checked and normalized; tables hold it as JSON.
 
-In that form the content of a message is a list of parts, ``{"type": "text", "text": ...}`` and ``{"type": "video"}``,
-as the chat templates of video models take it, and the parts say where each video stands.
+In the normalized form, the content of a message is a list of parts, ``{"type": "text", "text": ...}`` and ``{"type":
+"video"}``, as the chat templates of video models take it. The video parts say where each video stands.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from pipeline.errors import QuestionsError
 from pipeline.inputs.tables import UserValue
 
-if TYPE_CHECKING:  # it imports torch, which readers of answers do without
+if TYPE_CHECKING:  # the import would load torch, which readers of answers do not need
     from gstep.language.types import ChatMessage, ChatPart
 
 _ROLES = ("system", "user", "assistant")
@@ -21,16 +21,18 @@ _FORM = '{"role": "user", "content": ...}'
 
 
 def parse_messages(value: UserValue, where: str, n_videos: int) -> list[ChatMessage]:
-    """Check the messages of a row and return them in the form of this module.
+    """Check the messages of a row, and return them normalized.
 
-    If no part says where a video stands, all videos stand at the start of the first message of the user.
+    If no message has a video part, all videos are put at the start of the first user message.
 
     Args:
         value: a list of messages, or its JSON.
-        where: the place of the row, with which an error begins.
+        where: the file and row, with which an error begins.
         n_videos: the number of the row's videos.
 
-    Raises QuestionsError.
+    Raises:
+        QuestionsError: a message is invalid, the last one is not a user message with text, or the number of video parts
+            is neither 0 nor ``n_videos``.
     """
     try:
         if isinstance(value, str):
@@ -63,7 +65,12 @@ def parse_messages(value: UserValue, where: str, n_videos: int) -> list[ChatMess
 
 
 def _parse_message(value: UserValue, where: str, *, is_first: bool) -> ChatMessage:
-    """Check one message; ``where`` names it in an error. Raises QuestionsError."""
+    """Check one message, and return it with its content as a list of parts; ``where`` names it in an error.
+
+    Raises:
+        QuestionsError: it has unknown keys or roles, a system message that is not first, empty content, an invalid
+            part, or a video outside of a user message.
+    """
     if not isinstance(value, Mapping):
         raise QuestionsError(f"{where} must be an object like {_FORM}, got {value!r}")
     _refuse_keys(value, {"role", "content"}, where)
@@ -82,7 +89,11 @@ def _parse_message(value: UserValue, where: str, *, is_first: bool) -> ChatMessa
 
 
 def _parse_part(value: UserValue, where: str) -> ChatPart:
-    """Check one part of a message; ``where`` names the message in an error. Raises QuestionsError."""
+    """Return a checked part of a message, without keys whose value is None; ``where`` names the message in an error.
+
+    Raises:
+        QuestionsError: the part is neither a text that is not blank nor a video, or has further keys.
+    """
     if not isinstance(value, Mapping):
         raise QuestionsError(f'{where}: a part must be an object like {{"type": "text", "text": ...}}, got {value!r}')
     kind, text = value.get("type"), value.get("text")
@@ -101,7 +112,7 @@ def _parse_part(value: UserValue, where: str) -> ChatPart:
 
 
 def _refuse_keys(value: Mapping[str, UserValue], known: set[str], where: str) -> None:
-    """Raise QuestionsError for a key with a value that is none of the ``known`` keys."""
+    """Raise QuestionsError if a key that is not among the ``known`` keys has a value other than None."""
     if unknown := [str(key) for key in value if key not in known and value[key] is not None]:
         remedy = "; the video is named by video_id" if "video" in (value.get("type"), *unknown) else ""
         raise QuestionsError(f"{where}: {unknown[0]} is not read: leave it out{remedy}")
@@ -113,26 +124,28 @@ def has_system(messages: Sequence[ChatMessage]) -> bool:
 
 
 def get_question(messages: Sequence[ChatMessage]) -> str:
-    """Return the question of a conversation: the text of its last message, a line for each part."""
+    """Return the question of a conversation: the text parts of its last message, joined by newlines."""
     return "\n".join(part["text"] for part in messages[-1]["content"] if "text" in part)
 
 
 def list_texts(messages: Sequence[ChatMessage]) -> list[str]:
-    """Return the texts of all messages."""
+    """Return the text parts of all messages, in order."""
     return [part["text"] for message in messages for part in message["content"] if "text" in part]
 
 
 def load_messages(text: str) -> list[ChatMessage]:
-    """Return the messages of the JSON that tables have."""
+    """Parse the JSON of normalized messages, as tables hold it."""
     return cast("list[ChatMessage]", json.loads(text))
 
 
 def make_chat(messages: Sequence[ChatMessage], system: str | None, ending: str) -> list[ChatMessage]:
-    """Return a conversation for a prompt, with ``system`` before it and ``ending`` behind its last text.
+    """Return the messages of a prompt: the system message, if any, and the conversation with ``ending`` appended.
+
+    The given messages are not modified. ``ending`` is appended to the last text part.
 
     Args:
-        system: a system message; None for none, or if the conversation has its own.
-        ending: the text that shows the choices of the question; "" for none.
+        system: a system message to put first; None if there is none, or the conversation has its own.
+        ending: the text that lists the choices of the question; "" for none.
     """
     parts = [part.copy() for part in messages[-1]["content"]]
     last = next(part for part in reversed(parts) if "text" in part)

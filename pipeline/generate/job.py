@@ -1,4 +1,4 @@
-"""The job of a run that answers questions: language models planned for the cluster as it is, and their graph."""
+"""The Ray job of a run that answers questions: the plan of language models for the cluster, and their graph."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ANSWERING = Wording(
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions that a run asks a model; all of them are known from the start."""
+    """The questions that a run asks the model, all of which are known from the start."""
 
     KEY: ClassVar[Sequence[str]] = KEYS
     is_complete: ClassVar[bool] = True
@@ -46,14 +46,14 @@ class Questions:
         return len(self.rows)
 
     def without(self, rows: pa.Table) -> Questions:
-        """Return the questions that have no row among ``rows``."""
+        """Return the questions without those whose (question_id, pruning) is in ``rows``."""
         keys = set(zip(*(rows[name].to_pylist() for name in self.KEY), strict=True))
         return Questions([question for question in self.rows if answer_key(question) not in keys])
 
 
 @dataclass(frozen=True)
 class AnswerPlan(Plan):
-    """The resources that a graph of answering reserves."""
+    """The resources that the language models of a graph reserve, and the size of their blocks."""
 
     wording: ClassVar[Wording] = ANSWERING
 
@@ -67,21 +67,26 @@ class AnswerPlan(Plan):
 
 
 def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateConfig) -> AnswerPlan:
-    """Divide the cluster's CPUs and GPUs among language models; ``gpus`` is 0 where models run on CPUs.
+    """Plan how many language models start, what each of them reserves, and how many questions a block has.
 
-    There are never more models than questions, and at least one. On CPUs it is one unless ``workers`` says more.
+    Each model takes ``tensor_parallel`` GPUs, or one CPU. There are at least one and at most as many models as fit and
+    as there are questions. By default all GPUs are used, but only one CPU. Blocks grow with the number of questions, up
+    to ``questions_per_shard``, and beyond it if there would be more than MAX_BLOCKS blocks.
+
+    Args:
+        gpus: the GPUs of the cluster; 0 if models run on CPUs.
     """
     gpus_per_model = config.tensor_parallel
     max_workers = max(1, int(gpus) // gpus_per_model) if gpus >= 1 else max(1, int(cpus))
     workers = max(1, min(config.workers or (max_workers if gpus >= 1 else 1), max_workers, n_questions))
-    # A block is the unit of work, of retry and of a commit. Small runs use small blocks, but of whole batches, and no
-    # more blocks than the driver tracks lightly.
+    # A block is the unit of work, of retries and of commits. Small runs use small blocks (of whole batches, still), and
+    # large runs no more blocks than the driver can track with little memory.
     batch = min(choose_batch_size(config), max(1, n_questions // workers))
     batches = min(config.questions_per_shard, n_questions // (8 * workers)) // batch
     block = batch * max(1, batches)
     return AnswerPlan(
         answer=Stage(
-            0, gpus_per_model, workers, "one model a GPU, or several of a node; a CPU for its host thread is left"
+            0, gpus_per_model, workers, "a model per GPU or group of GPUs of a node; a CPU is left for its host thread"
         )
         if gpus >= 1
         else Stage(min(1.0, cpus), 0, workers, "for trying things out: a CPU answers slowly"),
@@ -93,7 +98,7 @@ class AnswerJob(Job[Questions]):
     """The work of a run on Ray: language models that answer blocks of questions.
 
     Args:
-        setup: the settings of the workers, with their device.
+        setup: the settings of the workers, with the device and dtype chosen.
         record: gets the latest plan.
     """
 
@@ -102,14 +107,16 @@ class AnswerJob(Job[Questions]):
 
     def __init__(self, setup: AnswerSetup, console: Console, record: RunFile) -> None:
         super().__init__(setup.config, console)
-        self._setup, self._record = setup, record
+        self._setup = setup
+        self._record = record
 
     def plan(self, items: Questions) -> AnswerPlan:
-        """Divide the cluster among language models, and record the plan.
+        """Divide the cluster among language models, and save the plan in the run's record.
 
-        Raises RunFailed if the nodes that it needs were lost. Prints a note if ``workers`` do not fit.
+        Prints a note if fewer models fit than ``workers`` asks for. Raises RunFailed if no node left can run a model.
         """
-        cluster, workers = self.require_resources(), self.options.workers
+        cluster = self.require_resources()
+        workers = self.options.workers
         plan = self.replan(len(items))
         if workers is not None and plan.answer.workers < min(workers, len(items)):
             self.say(f"note: the cluster fits only {plan.answer.workers} of --workers {workers}")
@@ -117,31 +124,41 @@ class AnswerJob(Job[Questions]):
         return plan
 
     def replan(self, n_items: int) -> AnswerPlan:
-        """Plan ``n_items`` on the current nodes."""
-        cluster, on_gpus = self.available_resources(), self._setup.device == "cuda"
+        """Plan ``n_items`` questions on the current nodes, without recording the plan."""
+        cluster = self.available_resources()
+        on_gpus = self._setup.device == "cuda"
         return plan_answers(cluster["CPU"], cluster["GPU"] if on_gpus else 0.0, n_items, self.options)
 
     def graph(self, items: Questions, plan: Plan, heartbeats: ActorHandle) -> RunGraph:
-        """Build the graph that answers the questions; its rows are ANSWERED_SCHEMA."""
+        """Build the Ray Data graph that answers the questions on nodes not excluded; its rows have ANSWERED_SCHEMA."""
         assert isinstance(plan, AnswerPlan)
-        size, selector = plan.questions_per_block, node_selector(self.excluded_nodes)
+        size = plan.questions_per_block
+        selector = node_selector(self.excluded_nodes)
         blocks = ray.data.from_blocks(pack_blocks(group_by_videos(items.rows, size)))
         answers = add_stage(blocks, Answerer, plan.answer, (self._setup, heartbeats), selector)
         return RunGraph(answers, size, unpack_block=unpack_answers)
 
     def available_resources(self) -> dict[str, float]:
-        """Return the resources of the nodes that the run may use now."""
+        """Return the resources that the run may use now, counting only GPUs that can serve a whole model."""
         return sum_for_models(self.options, self.excluded_nodes)
 
     def can_run_on(self, cluster: Mapping[str, float]) -> bool:
-        """Return True if a cluster with these resources can run a model."""
+        """Return True if a cluster with these resources has a CPU and, on the device "cuda", the GPUs of a model."""
         n_gpus = self.options.tensor_parallel if self._setup.device == "cuda" else 0
         return super().can_run_on(cluster) and cluster.get("GPU", 0.0) >= n_gpus
 
 
 def sum_for_models(config: GenerateConfig, excluded_nodes: Mapping[str, str]) -> dict[str, float]:
-    """Return the nodes' resources, with at most ``max_gpus`` GPUs, of nodes that have enough for a whole model."""
-    cluster, per_model = sum_resources(excluded_nodes), config.tensor_parallel
+    """Add up the resources of the living nodes that are not excluded, counting only GPUs that can serve a whole model.
+
+    A model cannot span nodes: with ``tensor_parallel`` 4, a node of 6 GPUs counts as 4. GPUs are capped at
+    ``max_gpus``.
+
+    Args:
+        excluded_nodes: node id -> host.
+    """
+    cluster = sum_resources(excluded_nodes)
+    per_model = config.tensor_parallel
     gpus = cluster.get("GPU", 0.0)
     if per_model > 1:
         nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in excluded_nodes]
@@ -150,8 +167,13 @@ def sum_for_models(config: GenerateConfig, excluded_nodes: Mapping[str, str]) ->
 
 
 def choose_device_for_models(config: GenerateConfig, say: Say) -> tuple[str, str]:
-    """Join or start the cluster, and choose (device, dtype). Raise UsageError if it lacks the resources."""
+    """Join or start the Ray cluster, and choose the (device, dtype) of the models.
+
+    Raises:
+        UsageError: the cluster lacks the resources of the flags, or no node has ``tensor_parallel`` GPUs.
+        RunFailed: no cluster can be joined or started.
+    """
     device, dtype = choose_device(config, config.dtype, say)
     if device == "cuda" and sum_for_models(config, {})["GPU"] < config.tensor_parallel:
-        raise UsageError(f"--tensor-parallel {config.tensor_parallel}: no node of the cluster has so many GPUs")
+        raise UsageError(f"--tensor-parallel {config.tensor_parallel}: no node of the cluster has that many GPUs")
     return device, dtype

@@ -1,8 +1,8 @@
-"""Pruning of a cache of all tokens, when a question is asked: for one request any method at any share of the tokens.
+"""Pruning after the cache, when a question is asked: any method at any ratio, on a cache that holds all tokens.
 
-What there is to do for a method follows from what it declares (:class:`gstep.pruners.base.Pruner`): a ``layer`` has it
-prune inside the language model, everything else it does before; of what it ``needs``, the text embedding is the
-question's, and the rest is read from the cache.
+What a method declares (:class:`gstep.pruners.base.Pruner`) decides how it runs. With a ``layer``, it prunes inside the
+language model; otherwise before it. Of the evidence that it ``needs``, the text embedding is computed from the
+question, and the rest is read from the cache.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from pipeline.rows import JsonObject
 
 @dataclass(frozen=True)
 class PruningSpec:
-    """A pruning of cached tokens as a user names it: a method, its parameters and a ratio.
+    """A pruning of cached tokens as the user describes it: a method, its parameters and a ratio.
 
     Attributes:
         method: its name, or ``module:Class``.
-        params: its parameters, as text; of a method that draws maybe its ``seed`` (see ``read``).
-        siglip: the SigLIP checkpoint of methods that compare patches with the question.
-        seed: of methods that draw.
-        positions: of the kept tokens, "contiguous" or "original"; None is the run's.
+        params: its parameters as text, and ``seed`` if the user gave one there (``read`` moves it).
+        siglip: the SigLIP checkpoint for methods that compare patches with the question.
+        seed: the seed of methods that draw random numbers.
+        positions: of the kept tokens, "contiguous" or "original"; None uses the run's.
     """
 
     method: str
@@ -58,7 +58,7 @@ class PruningSpec:
 
     @property
     def method_label(self) -> str:
-        """The method's name with the given parameters, sorted by name, and seed and positions if it has its own."""
+        """The method with its given parameters, sorted by name, then the seed unless 0, and the positions if given."""
         own_settings = {"seed": self.seed or None, "positions": self.positions}
         settings = [
             *sorted(self.params.items()),
@@ -67,14 +67,20 @@ class PruningSpec:
         return ",".join([self.method, *(f"{name}={value}" for name, value in settings)])
 
     def read(self, family: str) -> tuple[PruningSpec, Pruner]:
-        """Return (this pruning with the seed that it uses, its method).
+        """Create the method; return (a copy of this spec with the seed that is used, the method).
 
-        A parameter ``seed`` moves into the field ``seed``, unless the method itself has a parameter of this name. The
-        field is 0 for a method that draws nothing.
+        In the copy, a parameter ``seed`` is moved to the field ``seed``, unless the method itself has a parameter of
+        this name. The field is 0 for a method that draws nothing.
 
-        Raises ValueError for an unknown method or parameter.
+        Args:
+            family: the model's family, the default of a method's family parameter.
+
+        Raises:
+            ValueError: the method is unknown, or a parameter or the seed is invalid.
         """
-        kind, params, seed = find_method(self.method), dict(self.params), self.seed
+        kind = find_method(self.method)
+        params = dict(self.params)
+        seed = self.seed
         if kind.seeded and "seed" not in kind.__dataclass_fields__ and "seed" in params:
             if not (text := params.pop("seed")).isdecimal():
                 raise ValueError(f"method {self.method!r}: seed must be a whole number, or FIRST..LAST; got {text!r}")
@@ -86,17 +92,18 @@ class PruningSpec:
 def parse_pruning_grid(
     methods: Iterable[str], ratios: Iterable[float], siglip: str | None = None, seed: int = 0
 ) -> list[PruningSpec]:
-    """Make the specs of each METHOD[,NAME=VALUE...] with each ratio.
+    """Parse each METHOD[,NAME=VALUE...], and combine it with each ratio.
 
-    They come method by method, in the given order, each with its ratios from the largest. Equal ratios count once.
-    ``seed=0..4`` in a method stands for five methods. ``positions=...`` chooses the positions of the kept tokens. The
-    names of methods and parameters are not checked.
+    The result is ordered by method as given, then by seed, then by ratio from the largest; equal ratios count once.
+    ``seed=0..4`` stands for five methods, and ``positions=...`` sets the positions of the kept tokens. Names of methods
+    and parameters are not checked.
 
     Args:
-        siglip: the SigLIP checkpoint of methods that compare patches with the question.
-        seed: the seed of methods that name none.
+        siglip: the SigLIP checkpoint for methods that compare patches with the question.
+        seed: the seed of every spec; a parameter ``seed`` overrides it later.
 
-    Raises UsageError for a malformed method.
+    Raises:
+        UsageError: a parameter is not NAME=VALUE, the positions are unknown, or a range of seeds is empty.
     """
     specs = []
     largest_first = sorted(set(ratios), reverse=True)
@@ -121,19 +128,19 @@ def parse_pruning_grid(
 
 @dataclass(frozen=True)
 class LatePruning:
-    """A checked method with the share of a video's visual tokens that it keeps. Pickles.
+    """A checked method with the share of a video's visual tokens that it keeps; ``resolve_pruning`` creates it.
 
-    A method may compare the question's words with the tokens where both mean something to each other. That is where a
-    family's vision encoder was trained with texts: on LLaVA-OneVision the space of SigLIP, whose text tower is not part
-    of the model. Qwen's encoder has no such space, and no official code defines one: there the tokens themselves are
-    compared with the language model's embeddings, both being its inputs.
+    It can be pickled. A method may compare the question's words with tokens only in a space that both share. On
+    LLaVA-OneVision, that is SigLIP's, whose text tower is not part of the model. Qwen's vision encoder has no such
+    space, and no official code defines one: there, the tokens are compared with the language model's embeddings, since
+    both are its inputs.
 
     Attributes:
-        text_tower: of SigLIP; None where the language model embeds the question, or nobody has to.
-        evidence: what the method takes from the cache besides the tokens: (name, as the cache is asked for it).
-        seed: of methods that draw.
-        positions: of the kept tokens in a prompt; None is the run's.
-        code: the hash of the code of a user's own method, which workers must have too.
+        text_tower: SigLIP's; None if the language model embeds the question, or no embedding is needed.
+        evidence: the evidence read from the cache: pairs of its name for the method and its name for the cache.
+        seed: the seed of methods that draw random numbers.
+        positions: of the kept tokens in a prompt; None uses the run's.
+        code: the hash of a user method's code, which workers must have too; None for other methods.
     """
 
     pruner: Pruner
@@ -145,18 +152,22 @@ class LatePruning:
     code: str | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Serialise by the method's name, not its class: a worker that cannot import the method then says so."""
-        method, params = method_name(type(self.pruner)), self.pruner.params()
+        """Serialize the method by its name, so that a worker that cannot import it raises a clear error."""
+        method = method_name(type(self.pruner))
+        params = self.pruner.params()
         settings = (self.retention_ratio, self.text_tower, self.evidence, self.seed, self.positions, self.code)
         return _unpickle, (method, params, *settings)
 
     @property
     def inside(self) -> tuple[Pruner, float] | None:
-        """The method and share for a language model that prunes inside itself; None for a method that prunes before."""
+        """The method and share, if it prunes inside the language model; None if it prunes before."""
         return None if self.pruner.layer is None else (self.pruner, self.retention_ratio)
 
     def describe(self) -> LateIdentity:
-        """Return the method's part of the answers' identity, JSON-able."""
+        """Return the method's entry in the identity of the answers, JSON-able.
+
+        It has the method and its parameters and, where they apply, its code, seed, text tower and positions.
+        """
         identity = cast(LateIdentity, describe_method(self.pruner))
         if self.code is not None:
             identity["code"] = self.code
@@ -169,23 +180,26 @@ class LatePruning:
         return identity
 
     def max_tokens(self, n_frames: int, per_frame: int, hidden: int) -> int:
-        """Return the maximum number of tokens of a video [T,N,D] in a prompt: all tokens if the model itself prunes."""
+        """Return the maximum number of tokens of a video [T,N,D] in a prompt: T*N if the model prunes inside."""
         if self.pruner.layer is not None:
             return n_frames * per_frame
         return self.pruner.at_most(n_frames, per_frame, hidden, self.retention_ratio)
 
     def n_kept_inside(self, n_total: int) -> int:
-        """Return the number of a prompt's ``n_total`` visual tokens that a model keeps that prunes inside itself."""
+        """Return how many of a prompt's ``n_total`` visual tokens are kept if the method prunes inside the model."""
         return self.pruner.at_most(1, n_total, n_total, self.retention_ratio)
 
     def select(self, visual: Visual, device: str, text_embedding: Tensor | None = None) -> PrunedTokens:
-        """Select the kept tokens of a whole video on the device.
+        """Select the tokens to keep from a whole video, on the device.
 
         Args:
-            text_embedding: [Q,De] of the question on the device, for a method that needs it. It is in the space of the
-                cached ``image_embedding``, or in that of the visual tokens if the cache has none.
+            text_embedding: the question's [Q,De] on the device, for a method that needs it. It is in the space of the
+                cached ``image_embedding``, or of the visual tokens if the cache has none.
 
-        Raises as ``prune_tokens``.
+        Raises:
+            OwnCodeError: a user method failed for this video.
+            MethodFails: a user method fails for every video.
+            ValueError: the method does not accept the tokens, evidence or ratio.
         """
         whole = make_visual_tokens(visual, self.evidence, device)
         if text_embedding is not None:
@@ -194,12 +208,13 @@ class LatePruning:
         return prune_tokens(self.pruner, whole, self.retention_ratio, self.seed)
 
     def reduce(self, visual: Visual, pruned: PrunedTokens, *, own_order: bool = True) -> Visual:
-        """Return a whole video reduced to its selected tokens, without its evidence.
+        """Return a copy of a whole video with only its selected tokens, without its evidence.
 
         If the method merges tokens, the merged tokens replace the video's.
 
         Args:
-            own_order: whether the order in a prompt that a method has of its own is kept; else tokens go by position.
+            own_order: whether to keep the order for prompts that the method defines, if any; otherwise tokens are in
+                ascending index.
         """
         uses_own_order = own_order and self.pruner.reorders
         index = (pruned.index[pruned.selection_order()] if uses_own_order else pruned.index).cpu()
@@ -211,13 +226,13 @@ class LatePruning:
 
 
 def make_visual_tokens(visual: Visual, columns: Iterable[tuple[str, str]], device: str) -> VisualTokens:
-    """Return the cached tokens of a whole video on the device, [T,N,D], as the encoder's actor hands them to a method.
+    """Return the cached tokens of a whole video as the input of a method, [T,N,D] on the device.
 
-    Deepstack levels, at which no method looks, are left out.
+    Deepstack levels are left out, since no method uses them.
 
     Args:
-        visual: all tokens of the video, in ascending index, with the columns of evidence.
-        columns: pairs of the evidence's name or label in the result, and the cache's column.
+        visual: all tokens of the video in ascending index, with the evidence.
+        columns: pairs of the evidence's name in the result and in ``visual.evidence``.
     """
 
     def by_frame(values: Tensor) -> Tensor:  # [T*N,...] -> [T,N,...]
@@ -232,7 +247,14 @@ def make_visual_tokens(visual: Visual, columns: Iterable[tuple[str, str]], devic
 
 
 def _unpickle(method: str, params: JsonObject, *settings: Any) -> LatePruning:
-    """Make a LatePruning from its method's name and parameters, as ``__reduce__`` describes it. Raises UsageError."""
+    """Create a LatePruning from its method's name and parameters, as ``__reduce__`` serialized it.
+
+    A user method is imported.
+
+    Raises:
+        ValueError: the method cannot be found on this node.
+        UsageError: a user method has other code on this node than on the driver.
+    """
     late = LatePruning(make_pruner(method, **params), *settings)
     check_code(type(late.pruner), late.code)
     return late
@@ -241,17 +263,24 @@ def _unpickle(method: str, params: JsonObject, *settings: Any) -> LatePruning:
 def resolve_pruning(
     spec: PruningSpec, cache_identity: CacheIdentity, source: ModelSource, builder: PromptBuilder
 ) -> LatePruning:
-    """Check a requested pruning against the cache and the model, before the model is loaded, and return it.
+    """Check a requested pruning against the cache and the model, before the model is loaded, and return it resolved.
+
+    A user method is imported.
 
     Args:
-        cache_identity: of the cache that holds the tokens.
+        spec: the pruning as the user describes it.
+        cache_identity: the identity of the cache that holds the tokens.
 
-    Raises UsageError if the cache has not all tokens or lacks evidence, or if ``spec`` lacks a SigLIP checkpoint;
-    ValueError for an unknown method or parameter, and for a model that cannot be pruned so.
+    Raises:
+        UsageError: the cache does not hold all tokens or the evidence; the method prunes inside the model and has a
+            seed or the family is generic; or a SigLIP checkpoint is missing (IdentityMismatch: differs from the
+            cache's).
+        ValueError: the method, a parameter or the ratio is invalid, or the model cannot be pruned inside by this
+            method.
     """
     spec, pruner = spec.read(family_of(source).variant)
     method = spec.method
-    code = describe_method(pruner).get("code")  # raises if it cannot go into the identity of the answers
+    code = describe_method(pruner).get("code")  # raises if the method cannot be described in an identity
     if pruner.layer is not None and source.family == GENERIC:
         raise UsageError(
             f"--pruner {method} prunes inside the language model, which is not implemented for the family {GENERIC}: "
@@ -280,7 +309,10 @@ def resolve_pruning(
 def describe_prunings(
     prunings: Mapping[str, LatePruning | None], cache_identity: CacheIdentity
 ) -> dict[str, LateIdentity | None]:
-    """Describe each pruning of a cache, JSON-able, by label; with the pooling head's weights where a method uses it."""
+    """Describe each pruning for the identity of the answers, by label; None stays None.
+
+    The description includes the pooling head that made the cached evidence, if the method uses such evidence.
+    """
     identities: dict[str, LateIdentity | None] = {}
     for label, late in prunings.items():
         identity = None
@@ -295,23 +327,28 @@ def describe_prunings(
 def find_evidence_columns(
     method: str, pruner: Pruner, cache_identity: CacheIdentity, family: ModelFamily | type[ModelFamily]
 ) -> tuple[tuple[str, str], ...]:
-    """Return the evidence that the method takes from a cache of this identity: pairs of a name and the cache's column.
+    """Find the evidence that a method reads from a cache: pairs of its name and the cache's column, sorted by name.
 
-    The tokens themselves stand for an embedding of patches that the family does not give. Raises UsageError if the
-    family or this cache does not give the evidence.
+    The text embedding is not among them. Neither is the image embedding if the family gives none to a method that needs
+    both: the tokens themselves take its place.
+
+    Raises:
+        UsageError: the method does not say where its evidence comes from, or the family or this cache lacks it.
     """
     gives = family.gives
     needed_names = pruner.needs - {"text_embedding"}
     if "text_embedding" in pruner.needs and ("image_embedding", pruner.sources.get("image_embedding")) not in gives:
         needed_names -= {"image_embedding"}
-    if unknown := sorted(needed_names - pruner.sources.keys()):
+    if unknown_names := sorted(needed_names - pruner.sources.keys()):
         raise UsageError(
-            f"--pruner {method} needs {' and '.join(unknown)} besides the tokens, and does not say where in an encoder "
-            "to get it (Pruner.sources)"
+            f"--pruner {method} needs {' and '.join(unknown_names)} besides the tokens, and does not say where in an "
+            "encoder to get it (Pruner.sources)"
         )
     sources = {name: pruner.sources[name] for name in sorted(needed_names)}
-    if lacking := [f"{name} ({where})" for name, where in sources.items() if (name, where) not in gives]:
-        raise UsageError(f"--pruner {method} needs {' and '.join(lacking)}: {family.model_type} does not give it")
+    if missing_sources := [f"{name} ({where})" for name, where in sources.items() if (name, where) not in gives]:
+        raise UsageError(
+            f"--pruner {method} needs {' and '.join(missing_sources)}: {family.model_type} does not give it"
+        )
     columns = {(name_of(column, where), where): column for column, where in cache_identity.get("evidence", {}).items()}
     if not sources.items() <= columns.keys():
         siglip = " --siglip MODEL" if HEAD_SOURCES & {*sources.values()} else ""
@@ -330,10 +367,17 @@ def _find_text_tower(
     cache_identity: CacheIdentity,
     source: ModelSource,
 ) -> TextTowerSource | None:
-    """Return the text tower of the SigLIP checkpoint ``siglip`` for a method that compares patches with the question.
+    """Return the text tower of the checkpoint ``siglip`` if the method compares patch embeddings with the question.
 
-    None for any other method. ``evidence`` are pairs of a name and its column. Raises UsageError where ``siglip`` is
-    missing, IdentityMismatch where the cached patch embeddings are of another checkpoint.
+    Returns None for any other method.
+
+    Args:
+        evidence: pairs of a name and its column.
+
+    Raises:
+        UsageError: ``siglip`` is None.
+        IdentityMismatch: the cached patch embeddings were made with another checkpoint.
+        ModelError: there is no such checkpoint, or it does not fit the vision tower.
     """
     if not ("text_embedding" in pruner.needs and "image_embedding" in dict(evidence)):
         return None
@@ -352,9 +396,10 @@ def _find_text_tower(
 
 
 def is_whole(cache_identity: CacheIdentity) -> bool:
-    """Return True if a cache of this identity has every token unchanged.
+    """Return True if a cache of this identity holds every token unchanged.
 
-    Some methods drop or merge tokens at a ratio of 1 too.
+    That takes a stored ratio of 1 and a known method that is exact and does not merge: others drop or merge tokens even
+    at a ratio of 1.
     """
     method = read_declared_method(cache_identity)
     keeps_all = method is not None and method.exact and not method.merges

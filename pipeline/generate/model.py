@@ -1,4 +1,4 @@
-"""The model of a cache: the model that its tokens were made for."""
+"""The model of a cache: which checkpoint it is, and whether a given one fits the cached tokens."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ from pipeline.storage.stores import Store
 
 
 def choose_model(model: str | None, revision: str | None, weights: str) -> tuple[str, str | None]:
-    """Return the (model, revision) to use: the given model, else the model of the ``weights`` that the cache names.
+    """Return the (model, revision) to load: the given model, or the one that the cache names.
 
-    A ``revision`` that is not given is the cache's, if the model is the same. Raises UsageError if neither names a
-    model.
+    Without a given ``revision``, it is the commit that made the cache if the model is the same Hugging Face id.
+
+    Args:
+        weights: the weights in the cache's identity: ``hub:ID@COMMIT``, a model of this package, or a folder's hash.
+
+    Raises:
+        UsageError: no model is given, and the cache was made with a folder.
     """
     kind, _, checkpoint = weights.partition(":")
     hub_id, _, sha = checkpoint.rpartition("@") if kind == "hub" else ("", "", "")
     if model is not None:
-        # The weights that the cache was made with, wherever the branch is now.
+        # Use the commit that made the cache, even if the branch has moved since.
         return model, revision or (sha if model == hub_id else None)
     if kind == "hub":
         return hub_id, revision or sha
@@ -36,10 +41,14 @@ def choose_model(model: str | None, revision: str | None, weights: str) -> tuple
 
 
 def choose_family(identity: ModelIdentity, family: str | None = None) -> str | None:
-    """Return the family to resolve the model of a cache with; None for the family of its model type.
+    """Return the family with which to resolve a cache's model; None for the default family of its model type.
 
-    ``family`` is the family that the user names, if any. Raises UsageError if a cache of a user's own family is read
-    without its name: what a cache says chooses no code.
+    Args:
+        family: the family that the user named, which wins over the cache's.
+
+    Raises:
+        UsageError: the cache was made with a user family that is not named here: a cache alone never selects code to
+            import.
     """
     cached_family = identity.get("family")
     if cached_family is not None and ":" in cached_family and family != cached_family:
@@ -51,7 +60,7 @@ def choose_family(identity: ModelIdentity, family: str | None = None) -> str | N
 
 
 def refuse_vllm(identity: ModelIdentity) -> None:
-    """Raise UsageError for a model of the family generic or of a user's own: vLLM cannot answer from their tokens."""
+    """Raise UsageError for a model of the generic or a user family: vLLM has no class that takes its tokens."""
     if (family := identity.get("family")) is not None:
         raise UsageError(
             f"vLLM has no class that takes cached tokens of {identity['type']} (family {family}): answer with python "
@@ -67,11 +76,18 @@ def find_model(
     read_tower: Callable[[], str | None] | None = None,
     family: str | None = None,
 ) -> ModelSource:
-    """Return the checkpoint that a cache was made with, or the ``model`` that is named if it fits the cache.
+    """Return the checkpoint that a cache was made with, or ``model`` if it fits the cache; weights are not loaded.
 
-    ``read_tower`` is as of ``check_model``, and ``family`` as of ``choose_family``.
+    Args:
+        model: a Hugging Face id or folder; None uses the one that the cache names.
+        read_tower: reads the hash of the vision encoder that made the cache; given for vLLM, which may use other or
+            quantized weights with the same vision encoder.
+        family: the user family with which the cache was made; it is imported.
 
-    Raises UsageError where the model is missing or does not fit, ModelError where it is not there.
+    Raises:
+        UsageError: no model is named, or vLLM does not support it.
+        IdentityMismatch: the model does not fit the cache.
+        ModelError: there is no such checkpoint, or it cannot be used.
     """
     if read_tower is not None:
         refuse_vllm(identity)
@@ -85,22 +101,28 @@ def find_model(
 
 
 def make_prompt_builder(source: ModelSource, options: GenerateConfig, positions: str | None = None) -> PromptBuilder:
-    """Return the prompt builder of a model by the options; ``positions`` replaces the positions of the options."""
+    """Create the prompt builder of a model; ``positions`` replaces the positions of the options.
+
+    Raises:
+        ModelError: the checkpoint lacks a tokenizer, a chat template or a token of prompts.
+    """
     default = None if options.positions == "auto" else options.positions
     thought = "closed" if options.close_thought else "open"
     return prompt_builder(source, positions or default, options.rule, options.frame_times, thought)
 
 
 def model_source(cache: TokenCache, model: str | None = None, family: str | None = None) -> ModelSource:
-    """Return the checkpoint that a cache was made with; no weights are read.
+    """Return the checkpoint that a cache was made with; no weights are loaded.
 
-    Its ``pretrained()`` gives the name and revision for ``from_pretrained`` of transformers.
+    Its ``pretrained()`` returns the name and revision for transformers' ``from_pretrained``.
 
     Args:
-        model: the folder with these weights, if the cache does not name it.
-        family: your own family, ``module:Class``, if the cache was made with it.
+        model: the folder with the weights, if the cache does not name the model.
+        family: the user family ``module:Class`` with which the cache was made, if any.
 
-    Raises UsageError where the model is missing or another one, ModelError where it is not there.
+    Raises:
+        UsageError: no model is named, or it is not the one that made the cache.
+        ModelError: there is no such checkpoint, or it cannot be used.
     """
     return find_model(cache.store, cache.identity["model"], model, family=family)
 
@@ -108,15 +130,16 @@ def model_source(cache: TokenCache, model: str | None = None, family: str | None
 def check_model(
     cache: Store | str, identity: ModelIdentity, source: ModelSource, read_tower: Callable[[], str | None] | None = None
 ) -> None:
-    """Raise IdentityMismatch if the cache was made with other weights than the model's.
+    """Raise IdentityMismatch if a model's weights or family are not those that made the cache.
 
     Args:
-        cache: only named in the error.
-        identity: of the model in the cache's header.
-        read_tower: reads the hash of the vision encoder that the cache was made with. It is given for vLLM: other
-            weights (quantized weights too) are accepted then if they have the same encoder.
+        cache: the cache, for the error.
+        identity: the model in the cache's header.
+        read_tower: reads the hash of the vision encoder that made the cache. If given, other weights of the same model
+            type are accepted if their vision encoder has this hash.
 
-    Raises ModelError if that encoder is quantized or incomplete.
+    Raises:
+        ModelError: the vision encoder of ``source`` is quantized or incomplete.
     """
     model = identify_model(source)
     if (identity["type"], identity["weights"]) == (model["type"], model["weights"]):
@@ -144,16 +167,22 @@ def check_model(
 
 
 def read_tower_hash(cache: Store, header: CacheHeader) -> str | None:
-    """Return the hash of the vision encoder that a cache was made with, from its rows; None where none says it.
+    """Return the hash of the vision encoder that made a cache, from the first row that has it; None if no row does.
 
-    All rows of a cache are of the same weights. Raises CorruptShard and OSError.
+    Raises:
+        CorruptShard: a file of the cache's table is damaged.
+        OSError: the store failed.
     """
     _, rows = LiveVideos.read(cache, fingerprint(header["identity"]), ("tower_hash",))
     return next(filter(None, rows["tower_hash"].unique().to_pylist()), None)
 
 
 def check_tokens(cache: Store, header: CacheHeader, widths: Collection[int], builder: PromptBuilder) -> None:
-    """Raise UsageError if the cached tokens do not fit the model: ``widths``, deepstack levels, newline row."""
+    """Raise UsageError if the cached tokens do not fit the model: hidden sizes, deepstack levels or newline row.
+
+    Args:
+        widths: the hidden sizes of the cached videos.
+    """
     remedy = "prune into another --out with the same model"
     levels = deepstack_levels(header)
     if levels != builder.deepstack_levels:
@@ -162,5 +191,7 @@ def check_tokens(cache: Store, header: CacheHeader, widths: Collection[int], bui
         )
     if builder.needs_newline and header.get("newline") is None:
         raise UsageError(f"{cache}: it has no newline row, which this model puts after a video: {remedy}")
-    if wrong := [width for width in widths if width != builder.hidden_size]:
-        raise UsageError(f"{cache}: its tokens have {wrong[0]} values, the model takes {builder.hidden_size}: {remedy}")
+    if other_widths := [width for width in widths if width != builder.hidden_size]:
+        raise UsageError(
+            f"{cache}: its tokens have {other_widths[0]} values, the model takes {builder.hidden_size}: {remedy}"
+        )

@@ -1,6 +1,6 @@
-"""Prompts of questions: videos are read from the cache, kept in memory between questions, and pruned for a question.
+"""Prompts of questions: videos are read from the cache, pruned, and kept in memory for later questions.
 
-A question without a possible prompt becomes its error row.
+A question for which no prompt can be made becomes its error row.
 """
 
 from __future__ import annotations
@@ -45,14 +45,17 @@ from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, removed_a
 from pipeline.runner.worker_heartbeat import POISON, Heartbeat, exit_after_gpu_fault
 from pipeline.runner.worker_reports import describe_crashes
 
-_MAX_VIDEO_BYTES = 2**30  # of videos that a worker keeps in memory for later questions
-_MAX_SELECTED_BYTES = 2**29  # of selections, and again of selected tokens, kept beside them
+_MAX_VIDEO_BYTES = 2**30  # for videos that a worker keeps in memory for later questions
+_MAX_SELECTED_BYTES = 2**29  # for selections, and as much again for selected tokens
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
 class LruCache(Generic[K, V]):
-    """A cache of the last used values up to a number of bytes, which always keeps the newest value."""
+    """A mapping that keeps the most recently used values, up to ``max_bytes`` as measured by ``size``.
+
+    The newest value always stays, even if it is larger.
+    """
 
     def __init__(self, max_bytes: int, size: Callable[[V], int]) -> None:
         self._max_bytes = max_bytes
@@ -61,7 +64,7 @@ class LruCache(Generic[K, V]):
         self._bytes = 0
 
     def get(self, key: K) -> V | None:
-        """Return the value of a key, or None."""
+        """Return the value of a key and mark it as used, or return None."""
         if key in self._values:
             self._values.move_to_end(key)
         return self._values.get(key)
@@ -79,20 +82,20 @@ class LruCache(Generic[K, V]):
 
 
 def count_bytes(visual: Visual) -> int:
-    """Return the bytes of a video's tensors."""
+    """Return the bytes of a video's tokens, indices, deepstack levels and evidence."""
     tensors = (visual.tokens, visual.index, *visual.deepstack, *visual.evidence.values())
     return sum(tensor.nbytes for tensor in tensors)
 
 
 class VideoMemory:
-    """A reader of cached videos that prunes their tokens for prompts, and keeps recently used results in memory.
+    """A reader of cached videos that also prunes them for prompts, and keeps recent results in memory.
 
-    While a video is in memory, questions under the same pruning share one Visual of it, unless the method depends on
-    the question. A method that ignores the question selects once for each video. If the method is nested, it selects at
-    the largest ratio of its prunings: the selections of smaller ratios are prefixes of that selection.
+    Questions under the same pruning share one Visual of a video, unless the method depends on the question. A method
+    that ignores the question selects once per video. If it is nested, it selects at the largest ratio of its prunings,
+    because the selections of smaller ratios are prefixes of that one.
 
     Attributes:
-        read_s: the seconds that reading videos from the cache has taken so far.
+        read_s: the total seconds spent reading videos from the cache.
     """
 
     def __init__(
@@ -107,14 +110,15 @@ class VideoMemory:
         heartbeat: Heartbeat | None = None,
         max_bytes: int = _MAX_VIDEO_BYTES,
     ) -> None:
-        """Read nothing yet.
+        """Set up empty memory; nothing is read.
 
         Args:
-            prunings: all that ``prune`` will be called with; their evidence is read with the tokens.
-            retention_ratio, order: of the tokens that are read, as of TokenCache.get.
-            own_order: whether a method's own order of the selected tokens is kept.
-            device: where methods select.
-            max_bytes: of videos in memory; the last video stays even if it is larger.
+            prunings: all prunings that ``prune`` will get; their evidence is read with the tokens.
+            retention_ratio: the ratio at which tokens are read; None reads all stored tokens.
+            order: the order in which tokens are read, "index" or "selection".
+            own_order: whether pruned tokens keep the order that a method defines for prompts.
+            device: the device on which methods select.
+            max_bytes: the bytes of videos in memory; the last video stays even if it is larger.
         """
         rising = sorted(prunings, key=attrgetter("retention_ratio"))
         self._largest: dict[Hashable, LatePruning] = {_selection_key(late): late for late in rising}
@@ -135,8 +139,12 @@ class VideoMemory:
     def read(self, video_id: str) -> CachedVideo:
         """Return a video with its stored tokens, from memory or from the cache.
 
-        Raises UnknownVideo, FailedVideo, RemovedVideo, RatioNotCached, EvidenceNotCached, CorruptShard, and OSError if
-        the store fails.
+        Raises:
+            UnknownVideo: the cache has no tokens of it; FailedVideo or RemovedVideo if it failed or was removed.
+            RatioNotCached: the cache cannot serve the ratio.
+            EvidenceNotCached: the cache lacks the evidence of a pruning.
+            CorruptShard: the shard of the tokens is damaged.
+            OSError: the store failed.
         """
         if (video := self._videos.get(video_id)) is not None:
             return video
@@ -147,10 +155,15 @@ class VideoMemory:
         return self._videos.put(video_id, video)
 
     def prune(self, video: CachedVideo, late: LatePruning | None = None, words: Tensor | None = None) -> Visual:
-        """Return a video's tokens pruned by ``late``; all of them if ``late`` is None or prunes inside the model.
+        """Return a video's tokens pruned by ``late``, or unchanged if ``late`` is None or prunes inside the model.
 
-        ``words`` is the question's embedding [Q,De], for a method that needs it. Raises the method's error if it cannot
-        prune the tokens; for an error of a user's own method, OwnCodeError, or MethodFails if it fails for every video.
+        Args:
+            words: the embedding [Q,De] of the question, for a method that needs it.
+
+        Raises:
+            OwnCodeError: a user method failed for this video.
+            MethodFails: a user method fails for every video.
+            ValueError: the method does not accept the tokens, evidence or ratio.
         """
         visual = video.visual
         if late is None or late.inside is not None:
@@ -163,7 +176,7 @@ class VideoMemory:
         if (pruned := self._selections.get((video.video_id, method))) is None:
             pruned = self._largest.get(method, late).select(visual, self._device)
             self._selections.put((video.video_id, method), pruned)
-        if late.pruner.nested:  # all its ratios are cut from one selection
+        if late.pruner.nested:  # smaller ratios are prefixes of one selection
             pruned = pruned.at(late.retention_ratio)
         pruned_visual = late.reduce(visual, pruned, own_order=self._own_order)
         return self._visuals.put((video.video_id, method, late.retention_ratio), pruned_visual)
@@ -171,7 +184,7 @@ class VideoMemory:
 
 def _selection_key(late: LatePruning) -> tuple[str, int, float | None]:
     """Return a key that is equal for prunings that can share one selection of a video."""
-    # As JSON: a list among the parameters of a user's own method has no hash.
+    # As JSON, because a user method may have a list as a parameter, which cannot be hashed.
     method = json.dumps([method_name(type(late.pruner)), late.pruner.params()], sort_keys=True)
     return method, late.seed, None if late.pruner.nested else late.retention_ratio
 
@@ -184,21 +197,28 @@ class Embedder(Protocol):
 
 
 class TextEmbeddings:
-    """The embeddings of questions that prunings take, by the language ``model`` or by a text tower, loaded once.
+    """The embeddings of questions for methods that compare them with tokens.
 
-    The text to embed is that of the questions file, as in CDPruner's official code: without chat template, and
-    without the choices that stand in a column of their own. Of a conversation it is the text of the last message alone.
-    A text without a token is a ValueError.
-    Raises ModelError where this node has another text tower than the driver.
+    They come from the language ``model`` or from text towers, which are loaded on creation. The embedded text is that
+    of the questions file, as in CDPruner's official code: without chat template and choices. For a conversation it is
+    the text of the last message.
     """
 
     def __init__(self, model: Embedder, device: str, prunings: Iterable[LatePruning]) -> None:
-        """Load the text towers that the prunings need; the other prunings use ``model``."""
+        """Load the text towers that the prunings need; prunings without one use ``model``.
+
+        Raises:
+            ModelError: a text tower on this node differs from the driver's, or cannot be loaded.
+        """
         towers = {late.text_tower for late in prunings if "text_embedding" in late.pruner.needs}
         self._by_tower = {tower: TextTower.load(tower, device) if tower else model for tower in towers}
 
     def embedding(self, late: LatePruning, text: str) -> Tensor | None:
-        """Return the embedding [Q,De] of a text for a method that compares it with tokens, and None for others."""
+        """Return the embedding [Q,De] of a text, or None if the method of ``late`` does not need it.
+
+        Raises:
+            ValueError: the text has no token.
+        """
         if "text_embedding" not in late.pruner.needs:
             return None
         return self._by_tower[late.text_tower].embedding(text)
@@ -206,10 +226,10 @@ class TextEmbeddings:
 
 @dataclass(frozen=True)
 class PreparedQuestion:
-    """A question with its prompt, and its answer row as far as that is known.
+    """A question with its prompt, and its answer row as far as it is known before answering.
 
     Attributes:
-        inside: a method that prunes inside the model, and the share that it keeps.
+        inside: the method that prunes inside the model and the share it keeps; None if no method does.
     """
 
     row: AnswerRecord
@@ -218,24 +238,29 @@ class PreparedQuestion:
     inside: tuple[Pruner, float] | None = None
 
     def continuations(self) -> list[str]:
-        """Return the texts whose log-probabilities are compared: letters, or the choices themselves."""
+        """Return the texts to score: the letters A, B, C and so on, or the choices themselves for "loglikelihood"."""
         choices = self.row["choices"]
         return list_letters(len(choices)) if self.mode.method == "letter" else choices
 
 
 def make_heartbeat_name(row: QuestionRecord | AnswerRecord) -> str:
-    """Return the name under which heartbeats know a question and its pruning, unique in a run."""
+    """Return the name of a question and its pruning in heartbeats, unique in a run."""
     pruning = row.get("pruning")
     return f"{row['question_id']} under {pruning}" if pruning else row["question_id"]
 
 
 def convert_error(question_id: str, error: Exception, pruner: Pruner | None = None) -> QuestionFault:
-    """Convert an unforeseen error to the fault of a question. End this process if the error broke the GPU.
+    """Convert an unforeseen error to the fault of a question; end this process if the error broke the GPU.
 
-    ``pruner``: the method that prunes inside the language model, if any. Raises a MethodFails again, since all
-    questions would fail.
+    Errors of user code become "own-code", running out of memory "out-of-memory", and all others "internal".
+
+    Args:
+        pruner: the method that prunes inside the language model, if any; it may be the user's.
+
+    Raises:
+        MethodFails: ``error`` itself, because every other question would fail too.
     """
-    if isinstance(error, MethodFails):  # every other question would fail too
+    if isinstance(error, MethodFails):  # every other question would fail, too
         raise error
     if isinstance(error, OwnCodeError):
         return QuestionFault("own-code", str(error))
@@ -248,10 +273,14 @@ def convert_error(question_id: str, error: Exception, pruner: Pruner | None = No
 
 
 class PromptMaker:
-    """The maker of prompts from questions and cached videos, for one engine."""
+    """The maker of prompts from questions and cached videos, for one engine; an Answerer holds one."""
 
     def __init__(self, setup: AnswerSetup, engine: Engine, device: str, heartbeat: Heartbeat) -> None:
-        """Open the cache, and load the text towers that prunings need; no video is read yet."""
+        """Open the cache, and load the text towers that prunings need; no video is read yet.
+
+        Raises:
+            ModelError: a text tower cannot be loaded, or the model lacks a tokenizer or chat template.
+        """
         self._heartbeat = heartbeat
         self._prunings = setup.prunings
         self._max_tokens = engine.context_length
@@ -273,14 +302,18 @@ class PromptMaker:
         self._embeddings = TextEmbeddings(engine, device, lates)
 
     def inside(self, question: QuestionRecord) -> tuple[Pruner, float] | None:
-        """Return the method and share by which the LLM prunes inside itself for a question, or None."""
+        """Return (method, share) if the question's pruning runs inside the language model, otherwise None."""
         late = self._prunings[question.get("pruning", "")]
         return None if late is None else late.inside
 
     def make(self, question: QuestionRecord, mode: AnswerMode) -> PreparedQuestion | AnswerRecord:
-        """Return the question with its prompt; its error row if that fails, or if it crashed POISON processes.
+        """Return the question with its prompt, or its error row if no prompt can be made.
 
-        Reported to the heartbeat. Ends this process if an error broke the GPU. Raises MethodFails.
+        A video that was removed since the run began gives a removed row. A question that was in hand at POISON crashes
+        gets an error row without another try. An error that broke the GPU ends this process with exit code 70.
+
+        Raises:
+            MethodFails: a user method fails for every video.
         """
         name = make_heartbeat_name(question)
         try:
@@ -292,7 +325,7 @@ class PromptMaker:
             fault = error
         except FailedVideo as error:
             fault = QuestionFault("failed-video", str(error))
-        except RemovedVideo as error:  # since the run began
+        except RemovedVideo as error:  # removed since the run began
             return removed_answer(question, str(error))
         except UnknownVideo as error:
             fault = QuestionFault("unknown-video", str(error))
@@ -300,25 +333,30 @@ class PromptMaker:
             fault = QuestionFault("corrupt", str(error))
         except OSError as error:
             fault = QuestionFault("io", f"{error.filename or ''} {error.strerror or error}")
-        except ValueError as error:  # a prompt builder does not take a text or a video's tokens
+        except ValueError as error:  # the prompt builder does not accept a text or a video's tokens
             fault = QuestionFault("bad-prompt", str(error))
-        except Exception as error:  # noqa: BLE001 - an error of one question must not fail its neighbours
+        except Exception as error:  # noqa: BLE001 - an error of one question must not fail its neighbors
             fault = convert_error(question["question_id"], error)
         return failed_answer(question, fault)
 
     def _build(self, question: QuestionRecord, mode: AnswerMode) -> PreparedQuestion | AnswerRecord:
         """Read the question's videos, prune them under the question's pruning, and build the prompt.
 
-        If prompt and answer together exceed the context, returns the question's error row instead.
+        Returns:
+            The prepared question; or its error row if prompt and answer together exceed the context.
         """
         late = self._prunings[question.get("pruning", "")]
         words = None if late is None else self._embeddings.embedding(late, question["prompt"])
-        videos, visuals, read_s = [], [], self.videos.read_s
+        videos = []
+        visuals = []
+        read_s = self.videos.read_s
         for video_id in question["video_ids"]:
             videos.append(self.videos.read(video_id))
             visuals.append(self.videos.prune(videos[-1], late, words))
         ratio = late.retention_ratio if late else self._read_ratio
-        shows_choices = "choices" in question and mode.method != "loglikelihood"  # else the choices' texts are scored
+        shows_choices = (
+            "choices" in question and mode.method != "loglikelihood"
+        )  # otherwise the texts of choices are scored
         ending = add_choices("", question["choices"]) if shows_choices else ""
         builder = self._builders[None if late is None else late.positions]
         if "conversation" in question:
@@ -353,7 +391,11 @@ class PromptMaker:
         return prepared if fault is None else failed_answer(row, fault)
 
     def _size_fault(self, prompt: Prompt, n_answer: int, context_length: int) -> QuestionFault | None:
-        """Return the fault of a prompt that does not fit with ``n_answer`` tokens of its answer, or None."""
+        """Return the fault of a prompt that does not fit together with an answer of ``n_answer`` tokens, or None.
+
+        A prompt does not fit if its tokens exceed the engine's memory or the context, or its positions exceed the
+        context.
+        """
         max_tokens = min(context_length, self._max_tokens)
         if len(prompt) + n_answer > max_tokens:
             return make_length_fault(len(prompt), max_tokens, context_length)

@@ -1,7 +1,7 @@
-"""The columns of a questions file: those that are read, names that are nearly theirs, and the carried columns.
+"""The columns of a questions file: those that are read, similar names, which are refused, and the carried columns.
 
-A column that nothing reads is carried along to the answers. So a setting under a slightly wrong name would change
-nothing, and nobody would notice: such names are refused.
+Columns that are not read are carried to the answers. A setting with a misspelled name would therefore have no effect,
+and nobody would notice, so such names are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from pipeline.errors import QuestionsError
 from pipeline.inputs.tables import UserRow, UserValue, is_nan, is_text, number_of, plain_type, shown_as
 
-#: The options of decoding that a question may have of its own, with their types.
+#: Decoding options that a question may set, with their types.
 DECODING_OPTIONS: Mapping[str, type] = {
     "max_new_tokens": int,
     "temperature": float,
@@ -30,8 +30,8 @@ DECODING_OPTIONS: Mapping[str, type] = {
     "seed": int,
 }
 KNOWN_COLUMNS = ("question_id", "video_id", "prompt", "messages", "choices", "answer", "system", *DECODING_OPTIONS)
-_MIN_LETTERS = 5  # of names that may differ by a letter: speed is no seed
-# Names that other tools use, as ``_fold`` returns them.
+_MIN_LETTERS = 5  # shorter names are not compared by edits: "speed" does not mean "seed"
+# Names in other tools, as ``_fold`` returns them.
 _SYNONYMS = {
     "question": "prompt",
     "query": "prompt",
@@ -53,29 +53,30 @@ _UNKNOWN_SETTINGS = frozenset(
         *("responseformat",),
     )
 )
-_TIMES = ("stop", "until")  # where the value is a number
-_PREFIX = "question_"  # of a carried column whose name the answers need for a column of their own
+_TIMES = ("stop", "until")  # with a number as value these are times, not settings
+_PREFIX = "question_"  # of a carried column whose name is a column of the answers
 
 
 def refuse_near_names(row: UserRow, where: str) -> None:
-    """Raise QuestionsError if a column of a row seems to be meant for a column that the row lacks.
+    """Raise QuestionsError if a column seems to be meant for a known column that the row lacks.
 
-    A near name differs from the right one only by case, underscores and a plural s, or by one letter of at least five,
-    or it is the name in other tools. Empty cells are no columns here. A row that has the right column may have near
-    names too: they are the user's own. Settings of other tools that no question has here are refused as well.
+    A name is near a known one if it differs only by case, underscores, a plural s or, among names of at least five
+    letters, one edit; or if it is the name in other tools. If the row has the known column too, the near name is
+    accepted as the user's. Settings of other tools that questions do not have, such as ``stop``, are refused as well.
+    Empty cells count as missing.
     """
-    given = {  # NaN is an empty cell where pandas wrote the row
+    filled_cells = {  # pandas writes NaN for an empty cell
         str(name): value
         for name, value in row.items()
         if not (value is None or (isinstance(value, str | list) and not value) or is_nan(value))
     }
-    lacking = {name for name in KNOWN_COLUMNS if name not in given}
-    if "messages" in given:
-        lacking.discard("prompt")
-    for name, value in given.items():
+    missing_names = {name for name in KNOWN_COLUMNS if name not in filled_cells}
+    if "messages" in filled_cells:
+        missing_names.discard("prompt")
+    for name, value in filled_cells.items():
         if name in KNOWN_COLUMNS:
             continue
-        if (near := find_near(name)) in lacking:
+        if (near := find_near(name)) in missing_names:
             raise QuestionsError(
                 f"{where}: no column {name} is read (did you mean {near}?): rename it to {near}, or to another name if "
                 "it is a column of your own"
@@ -89,7 +90,10 @@ def refuse_near_names(row: UserRow, where: str) -> None:
 
 @lru_cache(maxsize=1024)
 def find_near(name: str) -> str | None:
-    """Return the known column that a column of another name seems to be meant for, or None."""
+    """Return the known column that a column named ``name`` seems to be meant for, or None; results are cached.
+
+    Names in other tools are tried first, then equal names but for case, separators and a plural s, then one edit.
+    """
     folded = _fold(name)
     if folded in _SYNONYMS:
         return _SYNONYMS[folded]
@@ -97,7 +101,7 @@ def find_near(name: str) -> str | None:
         if folded == _fold(known):
             return known
     for known in KNOWN_COLUMNS:
-        # A further word or a number is no typing error: answer_a and prompt2 are names of their own.
+        # A further word or a number is not a typing error: answer_a and prompt2 are different names.
         is_comparable = len(_split_words(name)) == len(_split_words(known)) and folded.isalpha()
         letters = _fold(known)
         if is_comparable and min(len(folded), len(letters)) >= _MIN_LETTERS and _differ_by_one_edit(folded, letters):
@@ -106,18 +110,21 @@ def find_near(name: str) -> str | None:
 
 
 def _split_words(name: str) -> list[str]:
-    """Split a name into its words in lower case: at all that is no letter or number, and before capitals."""
+    """Split a name into lower-case words, at characters that are not letters or digits and before capitals."""
     return re.findall(r"[^\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
 
 
 def _fold(name: str) -> str:
-    """Return a name in lower case without anything but letters and numbers, and without the s of a plural."""
+    """Return a name in lower case with letters and digits only, and without the s of a plural at its end."""
     *words, last = _split_words(name) or [""]
     return "".join([*words, last.removesuffix("s") or last])
 
 
 def _differ_by_one_edit(a: str, b: str) -> bool:
-    """Return True if one letter more, less or changed, or two neighbors that are swapped, make one text the other."""
+    """Return True if one edit turns one text into the other: a letter inserted, removed or changed, or two swapped.
+
+    Equal texts give True, too.
+    """
     short, long = sorted((a, b), key=len)
     same = next((i for i, (x, y) in enumerate(zip(short, long, strict=False)) if x != y), len(short))
     if len(short) < len(long):
@@ -129,17 +136,18 @@ def _differ_by_one_edit(a: str, b: str) -> bool:
 def make_carried_columns(
     rows: Sequence[UserRow], own_names: Collection[str], types: Mapping[str, pa.DataType]
 ) -> dict[str, pa.Array]:
-    """Return the columns of user's rows that are carried along, by the names that they have in the answers.
+    """Convert the columns that are carried to the answers to Arrow arrays, by their names in the answers.
 
-    A column keeps its type. Values of several types, and values that Parquet cannot hold, become text. A name that the
-    answers need is written as ``question_NAME``.
+    A column keeps its type; if it has values of several types, or that Parquet cannot hold, it becomes text. A name
+    that the answers use themselves is written as ``question_NAME``.
 
     Args:
-        rows: each question's other columns, which nothing here reads.
-        own_names: names that the answers have for columns of their own.
-        types: of the carried columns, where their file or table says them.
+        rows: the carried columns of each question; a missing value becomes null.
+        own_names: the names of the answers' own columns.
+        types: the declared types of carried columns, if the file or table has types; these come first in the result.
 
-    Raises QuestionsError if two columns would get one name, or if a name is no text.
+    Raises:
+        QuestionsError: two columns would get the same name, or a name is not valid text.
     """
     names = list(dict.fromkeys([*types, *(name for row in rows for name in row)]))
     new_names = {name: f"{_PREFIX}{name}" if name in own_names else str(name) for name in names}
@@ -155,10 +163,9 @@ def make_carried_columns(
 
 
 def _as_column(values: Sequence[UserValue], declared_type: pa.DataType | None) -> pa.Array:
-    """Return values as a column: of the declared type if they fit, else of the type that all have, else as text.
+    """Convert values to an array of the declared type if they fit, else of their common type, else of text.
 
-    Among texts NaN is a gap, as pandas has gaps in the dicts of a table's rows.
-    A declared type counts as its ``plain_type``.
+    As text, None and NaN become null, and values that are not text become JSON.
     """
     for kind in () if declared_type is None else (plain_type(declared_type),), ():
         try:
@@ -166,21 +173,21 @@ def _as_column(values: Sequence[UserValue], declared_type: pa.DataType | None) -
             pq.write_table(pa.table({"": array.slice(0, 0)}), io.BytesIO())
         except (pa.ArrowException, ValueError, TypeError, OverflowError):
             continue
-        # Arrow adds to each nested value the keys that other rows have.
+        # Reject structs to which Arrow has added the keys of other rows.
         if kind or not pa.types.is_nested(array.type) or array.to_pylist() == list(values):
             return array
     return pa.array([None if value is None or is_nan(value) else _as_text(value) for value in values], pa.string())
 
 
 def _as_text(value: Any) -> str:
-    """Return a value as text: text as it is, and any other value as JSON."""
+    """Return valid text unchanged, and any other value as JSON."""
     return value if isinstance(value, str) and is_text(value) else json.dumps(value, default=shown_as)
 
 
 def add_carried(answers: pa.Table, questions: pa.Table, own_names: Collection[str]) -> pa.Table:
-    """Return answers with the columns that their questions carry: all columns of ``questions`` besides ``own_names``.
+    """Append to answers the columns of their questions that are not among ``own_names``, matched by question_id.
 
-    An answer without its question gets nulls, and so does a removed answer.
+    Removed answers, and answers without a question, get nulls.
     """
     names = [name for name in questions.column_names if name not in own_names]
     if not names:
@@ -193,9 +200,10 @@ def add_carried(answers: pa.Table, questions: pa.Table, own_names: Collection[st
 
 
 def concat_answers(tables: Sequence[pa.Table]) -> pa.Table:
-    """Join tables of answers whose questions came from several files.
+    """Concatenate tables of answers whose carried columns may differ.
 
-    A column that one of the files lacks is null there. A column of several types becomes the wider type, else text.
+    A column that a table lacks is null there. A column of several types gets their wider type, or becomes text if they
+    have none.
     """
     try:
         return pa.concat_tables(tables, promote_options="permissive")
@@ -210,7 +218,7 @@ def concat_answers(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _with_texts(table: pa.Table, names: Collection[str]) -> pa.Table:
-    """Return a table with the columns ``names`` as text; values that are not text become JSON."""
+    """Return a table with the columns ``names`` as text; values that are not text become JSON, and nulls stay."""
     for index, name in enumerate(table.column_names):
         if name in names:
             texts = [None if value is None else _as_text(value) for value in table[name].to_pylist()]

@@ -1,6 +1,6 @@
-"""Questions: a file becomes one Arrow table, a row a question, every row checked.
+"""Questions: a file becomes an Arrow table with one row per question, every row checked.
 
-At the end: the prompts of questions with choices, and the choice that an answer names.
+At the end of the file: the prompts of questions with choices, and the choice that a generated answer names.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from pipeline.inputs.tables import (
 )
 from pipeline.storage.s3 import Objects, check_uri, is_s3
 
-# ``decoding`` is ``AnswerMode.describe()``, as JSON: all settings for the answer to this question. ``conversation`` is
-# the column ``messages`` of the file, as JSON; ``prompt`` is then the text of the last message.
+# ``decoding`` is the JSON of ``AnswerMode.describe()``: all settings for the answer to this question. ``conversation``
+# is the file's column ``messages`` as JSON; ``prompt`` is then the text of the last message.
 QUESTION_SCHEMA = pa.schema(
     [
         pa.field("question_id", pa.string(), nullable=False),
@@ -69,25 +69,25 @@ QUESTION_SCHEMA = pa.schema(
     ]
 )
 _NEEDED_TEXT = "question_id, video_id and prompt (or messages)"
-_MAX_DIGITS = 10  # of an answer that may be the index of a choice
-_MAX_NAMES_BYTES = 200  # of the names of a row's columns in a message
+_MAX_DIGITS = 10  # longer numbers are not taken for the index of a choice
+_MAX_NAMES_BYTES = 200  # length of the list of a row's columns in a message
 _ANSWER_COLUMNS = frozenset((*ANSWER_SCHEMA.names, QUESTION_EXTRA))
 MAX_LETTERS = len(ascii_uppercase)
-# The words that lmms-eval's multiple-choice tasks (MMMU, VideoMME, MLVU) end their prompts with.
+# The sentence with which lmms-eval's multiple-choice tasks (MMMU, VideoMME, MLVU) end their prompts.
 INSTRUCTION = "Answer with the option's letter from the given choices directly."
-#: Tags between which a model thinks: what ``--reasoning_tags`` of lmms-eval 0.7.3 is by default.
+#: Tags around the reasoning of a model: the default of ``--reasoning_tags`` in lmms-eval 0.7.3.
 REASONING = (("<think>", "</think>"), ("<analysis>", "</analysis>"))
-# Behind a letter: no second one, as in "A, B" and "(A) or (B)", but "A, B is wrong" names A.
+# No second letter may follow a letter, as in "A, B" and "(A) or (B)"; "A, B is wrong" does name A.
 _ALONE = r"(?!\)?\s*(?:[,/&]|\b(?:and|or)\b)\s*\(?[A-Z]\b(?!\)?\s+\w))"
 _FIRST = re.compile(rf"\(?([A-Z]){_ALONE}(?:\)|[.:,]|\*|\s*$|\n)")
-# A small letter counts where nothing follows: "the answer is a cat" names no letter.
+# A lower-case letter counts only at the end: "the answer is a cat" names no letter.
 _SENTENCE = re.compile(
     r"\b(?i:answer|option|choice)\b(?:\s+(?i:is))?[\s:*([\"'`\u201c]*"
     rf"([A-Z]\b{_ALONE}|[a-z](?=[)*.\]\"'`\u201d]*\s*$))"
 )
-# Letters of words, without the scripts that put no space between words: in Chinese "B" follows the word before it.
+# Letters of words, except in scripts without spaces between words: in Chinese, "B" may directly follow a word.
 _IN_WORDS = r"[^\W\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af]"
-# "A" and "I" are words where one follows: "A dog", "I think", but not "A and B".
+# "A" and "I" count as words if another word follows: "A dog", "I think", but not "A and B".
 _LETTER = re.compile(rf"(?<!{_IN_WORDS})(?:[AI](?!{_IN_WORDS})(?!\s+(?!(?:and|or|nor)\b)\w)|[B-HJ-Z](?!{_IN_WORDS}))")
 
 # A letter before a choice: "A. a dog", "A: a dog", "A) a dog", "(A) a dog". "A.D." and "A minor" have none.
@@ -96,13 +96,13 @@ _LABEL = re.compile(r"\s*[(\uff08]?([A-Za-z])(?:[.:](?=\s)|[)\uff09\u3001\uff0e\
 
 @dataclass(frozen=True)
 class AnswerMode:
-    """The mode in which a question is answered: a run's, or a question's own.
+    """How a question is answered: the run's default, or the mode of a single question.
 
     Attributes:
-        decoding: options of generating.
-        method: "letter" and "loglikelihood" score the choices, "generate" generates an answer. A run's method is for
-            questions with choices; questions without choices are generated.
-        system: the system message; None is the chat template's.
+        decoding: the options of generating.
+        method: "letter" and "loglikelihood" score the choices, "generate" generates an answer. As a run's default it
+            applies to questions with choices; questions without choices are always generated.
+        system: the system message; None leaves it to the chat template.
     """
 
     decoding: Decoding
@@ -111,50 +111,52 @@ class AnswerMode:
 
     @classmethod
     def of(cls, config: GenerateConfig) -> AnswerMode:
-        """Make a run's mode from its options. Raises UsageError."""
+        """Create a run's default mode from its options. Raises UsageError if a decoding option is invalid."""
         with usage_errors():
             decoding = Decoding(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.seed)
         return cls(decoding, config.choices, config.system)
 
     @classmethod
     def parse(cls, text: str) -> AnswerMode:
-        """Parse the JSON that ``describe`` returned."""
+        """Parse the JSON that ``describe`` returned; decoding options that it left out get their defaults."""
         options = json.loads(text)
         decoding = Decoding(**{item.name: options[item.name] for item in fields(Decoding) if item.name in options})
         return cls(decoding, options["method"], options["system"])
 
     @property
     def scores_choices(self) -> bool:
-        """True if choices are scored, rather than an answer generated."""
+        """True if the choices are scored, False if an answer is generated."""
         return self.method != "generate"
 
     def describe(self) -> str:
-        """Return the mode as JSON for ``parse``; options of decoding that have no effect are left out."""
+        """Return the mode as JSON for ``parse``, without decoding options that have no effect."""
         options = {} if self.scores_choices else describe_decoding(self.decoding)
         fields = {"method": self.method, "system": self.system, **options}
         return json.dumps(fields, sort_keys=True, ensure_ascii=False)
 
 
 def describe_decoding(decoding: Decoding) -> dict[str, int | float]:
-    """Return the decoding options as a dict; greedy decoding has only ``max_new_tokens`` and ``temperature``."""
+    """Return the decoding options as a dict; at temperature 0 only ``max_new_tokens`` and ``temperature``."""
     options: dict[str, int | float] = asdict(decoding)
     greedy = ("max_new_tokens", "temperature")
     return options if decoding.temperature > 0 else {name: options[name] for name in greedy}
 
 
 def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None, limit: int | None = None) -> pa.Table:
-    """Read the questions of a .jsonl, .parquet or .csv file (local or s3://) in the file's order.
-
-    The table has QUESTION_SCHEMA, and behind it the file's other columns.
+    """Read and check a file of questions (.jsonl, .parquet or .csv, local or s3://), in the file's order.
 
     Args:
-        mode: of the run; a row's own options replace its decoding and system message.
-        objects: the access to S3; None makes it from the environment.
-        limit: only the first so many; later rows are not checked.
+        mode: the run's default mode; a row's options replace its decoding options and system message.
+        objects: the access to S3; None creates it from the environment.
+        limit: the number of rows to read; later rows are not checked. None reads all.
 
-    Raises QuestionsError (a UsageError) that names the file and the row: not readable, no row, a row without
-    question_id, video_id, or prompt or messages. It is raised too for a question_id that repeats, for a column that
-    seems to be meant for another, and for messages, choices or options that make no sense.
+    Returns:
+        A table with the columns of QUESTION_SCHEMA, followed by the file's other columns.
+
+    Raises:
+        QuestionsError: the file cannot be read or has no row; a row lacks question_id, video_id, or prompt and
+            messages; a question_id repeats; a column seems to be a misspelled one; or messages, choices or options are
+            invalid. The message names the file and the row.
     """
     with _open_file(place, objects) as file:
         try:
@@ -167,9 +169,15 @@ def read_questions(place: str, mode: AnswerMode, objects: Objects | None = None,
 
 
 def read_given_questions(source: object, mode: AnswerMode, limit: int | None = None) -> pa.Table:
-    """Return the questions of dicts, or of a table that Arrow takes, checked like the rows of a file.
+    """Check questions given as dicts or as a table that Arrow can convert, like the rows of a file.
 
-    A table's carried columns keep their types. Raises QuestionsError.
+    Carried columns of a table keep their types.
+
+    Returns:
+        A table with the columns of QUESTION_SCHEMA, followed by the carried columns.
+
+    Raises:
+        QuestionsError: ``source`` holds no rows, or a row is invalid.
     """
     types: dict[str, pa.DataType] = {}
     try:
@@ -188,9 +196,16 @@ def _check_rows(
     mode: AnswerMode,
     limit: int | None,
 ) -> pa.Table:
-    """Check the first ``limit`` rows of questions; return a table of QUESTION_SCHEMA and the carried columns.
+    """Check the first ``limit`` rows; return a table with the columns of QUESTION_SCHEMA and the carried columns.
 
-    ``types``: the types of the file's columns, if the file has types. Raises QuestionsError, and BadRow as the rows do.
+    Args:
+        numbered_rows: pairs of the row's location in words and the row.
+        types: the types of the columns, if the source has types.
+        place: the file's name, for messages.
+
+    Raises:
+        QuestionsError: there is no row, a row is invalid, or a question_id repeats.
+        BadRow: the iterator cannot read a row.
     """
     rows: list[dict[str, str | list[str] | None]] = []
     carried_rows: list[UserRow] = []
@@ -215,9 +230,9 @@ def _check_rows(
 
 
 def refuse_placeholders(questions: pa.Table, builder: PromptBuilder, place: str) -> None:
-    """Raise QuestionsError that begins with ``place`` for a text with a placeholder of the model, such as ``<video>``.
+    """Raise QuestionsError if a text has a placeholder of the model, such as ``<video>``.
 
-    Texts are those of prompts, messages, choices and system messages; ``questions`` has QUESTION_SCHEMA.
+    Prompts, messages, choices and system messages are checked. The error begins with ``place`` and names the question.
     """
     for row in questions.select(QUESTION_SCHEMA.names).to_pylist():
         texts = [row["prompt"], *(row["choices"] or ()), *list_texts(load_messages(row["conversation"] or "[]"))]
@@ -228,10 +243,16 @@ def refuse_placeholders(questions: pa.Table, builder: PromptBuilder, place: str)
 
 
 def make_questions(prompts: Sequence[str], video_ids: Sequence[str], mode: AnswerMode) -> pa.Table:
-    """Make the questions that ask every video the same: QUESTION_SCHEMA, by video, with ids that stay the same.
+    """Create the table of questions (QUESTION_SCHEMA) that asks every prompt about every video, for ``--ask``.
 
-    An id is the video's id, # and a hash of the prompt. Raises QuestionsError for a prompt that is no valid text, and
-    if there is no question.
+    It is ordered by video, then prompt. An id is the video's id, "#" and a hash of the prompt, so that a rerun finds
+    the answers.
+
+    Args:
+        mode: the mode in which all of them are answered.
+
+    Raises:
+        QuestionsError: a prompt is blank, not valid text or repeated, or there are no videos.
     """
     hashes = [blake2b(prompt.encode(errors="replace"), digest_size=4).hexdigest() for prompt in prompts]
     rows = [
@@ -243,7 +264,11 @@ def make_questions(prompts: Sequence[str], video_ids: Sequence[str], mode: Answe
 
 
 def _open_file(place: str, objects: Objects | None) -> BinaryIO:
-    """Open a local or s3:// file of questions for reading; a file on S3 is read whole. Raises QuestionsError."""
+    """Open a local file of questions, or read one on S3 whole, as a binary file.
+
+    Raises:
+        QuestionsError: the suffix is unknown, or the file cannot be opened; a similar name in its folder is suggested.
+    """
     if find_suffix(place) not in TABLE_SUFFIXES:
         raise QuestionsError(f"{place}: questions are a file named {', '.join(sorted(TABLE_SUFFIXES))}")
     try:
@@ -257,13 +282,17 @@ def _open_file(place: str, objects: Objects | None) -> BinaryIO:
 
 
 def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str | list[str] | None]:
-    """Check one row of a question file and return it as a row of QUESTION_SCHEMA. Raises QuestionsError."""
+    """Check one row of a question file, and return it as a row of QUESTION_SCHEMA.
+
+    NaN counts as an empty cell. ``where`` names the file and the row in the QuestionsError of an invalid row.
+    """
     row = {name: value for name, value in row.items() if not is_nan(value)}
     _check_columns(row, where)
     question_id = _id_text(row.get("question_id"))
     if question_id is None:
         raise QuestionsError(f"{where}: question_id must be text or a whole number, got {row.get('question_id')!r}")
-    choices, video_ids = _parse_choices(row, where, mode), _parse_video_ids(row, where)
+    choices = _parse_choices(row, where, mode)
+    video_ids = _parse_video_ids(row, where)
     mode = _parse_mode(row, question_id, where, mode, choices is not None)
     messages: list[ChatMessage] = []
     prompt = row.get("prompt")
@@ -290,7 +319,11 @@ def _parse_question(row: UserRow, where: str, mode: AnswerMode) -> dict[str, str
 
 
 def _parse_conversation(row: UserRow, where: str, n_videos: int) -> list[ChatMessage]:
-    """Check the messages of a row about ``n_videos`` videos. Raises QuestionsError."""
+    """Return the checked messages of a row about ``n_videos`` videos.
+
+    Raises:
+        QuestionsError: a message is invalid, the row has a prompt too, or both messages and row have a system message.
+    """
     if row.get("prompt") is not None:
         raise QuestionsError(f"{where}: a row has prompt or messages, and not both: the last message is the prompt")
     messages = parse_messages(row["messages"], where, n_videos)
@@ -300,7 +333,7 @@ def _parse_conversation(row: UserRow, where: str, n_videos: int) -> list[ChatMes
 
 
 def _check_columns(row: UserRow, where: str) -> None:
-    """Raise QuestionsError for a near name, or if a needed column is missing; the error suggests similar columns."""
+    """Raise QuestionsError if a needed column is missing or a name is a misspelled one; the error suggests a column."""
     refuse_near_names(row, where)
     other_names = [str(name) for name in row if name not in KNOWN_COLUMNS]
     needed_names = ("question_id", "video_id", *(("prompt",) if "messages" not in row else ()))
@@ -313,9 +346,15 @@ def _check_columns(row: UserRow, where: str) -> None:
 
 
 def _parse_video_ids(row: UserRow, where: str) -> list[str]:
-    """Return the ids of the videos that a row asks about; a text may be a JSON list. Raises QuestionsError."""
+    """Return the ids of a row's videos from an id, a list of ids, or a text with a JSON list of ids.
+
+    A text that starts with "[" but is no such list is an id itself.
+
+    Raises:
+        QuestionsError: the list is empty, or a value is not an id.
+    """
     value = row["video_id"]
-    if isinstance(value, str) and value.startswith("["):  # a .csv has no lists of its own
+    if isinstance(value, str) and value.startswith("["):  # a .csv has no type for lists
         ids_in_text = _parse_json_list(value)
         value = ids_in_text if ids_in_text and all(isinstance(name, str) for name in ids_in_text) else value
     texts = [_id_text(name) for name in (value if isinstance(value, list) else [value])]
@@ -326,7 +365,7 @@ def _parse_video_ids(row: UserRow, where: str) -> list[str]:
 
 
 def _id_text(value: object) -> str | None:
-    """Return an id as text, by the rule of manifests; None for a value that is no id, or blank."""
+    """Return an id as text, by the rules of manifests (1.0 is "1"); None if the value is blank or not an id."""
     try:
         text = cell_text(value, "the id")
     except ValueError:
@@ -335,7 +374,12 @@ def _id_text(value: object) -> str | None:
 
 
 def _parse_choices(row: UserRow, where: str, mode: AnswerMode) -> list[str] | None:
-    """Return a row's choices, at least two texts, or None; a text is parsed as JSON. Raises QuestionsError."""
+    """Return a row's choices from a list or a text with a JSON list; None if the row has none.
+
+    Raises:
+        QuestionsError: it is not a list of at least two texts, none of them blank, or has more than 26 for a method
+            that needs letters.
+    """
     value = row.get("choices")
     if value is None:
         return None
@@ -352,9 +396,12 @@ def _parse_choices(row: UserRow, where: str, mode: AnswerMode) -> list[str] | No
 
 
 def _parse_target(row: UserRow, where: str) -> str | None:
-    """Return the right answer (the column ``answer``) as text; None without one.
+    """Return the right answer (the column ``answer``) as text; None if it is missing or a blank text.
 
-    A whole number comes without a point, which pandas adds to a column with gaps. Raises QuestionsError.
+    A whole float such as 2.0, which pandas makes of integers in a column with gaps, becomes "2".
+
+    Raises:
+        QuestionsError: the value is neither text nor a number.
     """
     value = row.get("answer")
     if value is None or (isinstance(value, str) and not value.strip()):
@@ -367,7 +414,7 @@ def _parse_target(row: UserRow, where: str) -> str | None:
 
 
 def _parse_json_list(text: str) -> list[Any] | None:
-    """Parse a .csv cell as a JSON list; return None for anything else."""
+    """Parse a .csv cell as a JSON list; return None if it is anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # RecursionError: nested too deeply
@@ -376,17 +423,19 @@ def _parse_json_list(text: str) -> list[Any] | None:
 
 
 def _parse_mode(row: UserRow, question_id: str, where: str, mode: AnswerMode, has_choices: bool) -> AnswerMode:
-    """Return the mode in which a row's question is answered: the row's own settings, else the run's.
+    """Return the mode of a row's question: the row's options, and those of the run for the others.
 
-    The seed is the question's own: the row's, else made of the run's seed and the id. A question without choices is
-    always generated. Raises QuestionsError.
+    The seed is the row's, or is derived from the run's seed and the id. A question without choices is always generated.
+
+    Raises:
+        QuestionsError: an option of the row is invalid.
     """
     own_options = {
         name: _parse_number(row[name], kind, name, where)
         for name, kind in DECODING_OPTIONS.items()
         if row.get(name) is not None
     }
-    # One seed for all would draw the same numbers for every question.
+    # A common seed would draw the same numbers for every question.
     own_options.setdefault("seed", derive_seed(mode.decoding.seed, question_id))
     try:
         decoding = Decoding(**{**asdict(mode.decoding), **own_options})
@@ -399,14 +448,15 @@ def _parse_mode(row: UserRow, question_id: str, where: str, mode: AnswerMode, ha
 
 
 def _parse_number(value: Any, kind: type, name: str, where: str) -> Any:
-    """Convert an option to its type from text, or from floats, which pandas makes of columns with gaps.
+    """Convert an option to int or float (``kind``); texts are parsed, and whole floats such as 4.0 become integers.
 
-    Raises QuestionsError.
+    Raises:
+        QuestionsError: the value is not such a number (True and False are not), or is beyond every float.
     """
     number = value
     if isinstance(value, str):
         with suppress(ValueError):
-            number = float(value)  # in a .csv, too, such columns have 4.0 for 4
+            number = float(value)  # such columns have 4.0 for 4 in a .csv as well
             number = kind(value)
     if isinstance(number, float) and kind is int and number.is_integer():
         number = int(number)
@@ -415,19 +465,19 @@ def _parse_number(value: Any, kind: type, name: str, where: str) -> Any:
         raise QuestionsError(f"{where}: {name} must be a {'whole ' if kind is int else ''}number, got {value!r}")
     try:
         return kind(number)
-    except OverflowError as error:  # a whole number beyond every float
+    except OverflowError as error:  # an integer too large for a float
         raise QuestionsError(f"{where}: {name} must be a number, got one of {len(str(number))} digits") from error
 
 
 def derive_seed(seed: int, question_id: str) -> int:
-    """Return a question's own seed, made of the run's seed and the question's id alone."""
+    """Compute a question's seed, below 2**63, from the run's seed and the question's id alone."""
     return int.from_bytes(blake2b(f"{seed}\0{question_id}".encode(errors="replace"), digest_size=8).digest()) >> 1
 
 
 def add_choices(prompt: str, choices: Sequence[str]) -> str:
-    """Return the prompt with its choices as "A. ..." lines and the instruction to answer with a letter.
+    """Append the choices as lines "A. ..." and the instruction to answer with a letter to the prompt.
 
-    Choices that carry their letters already get no second ones.
+    If the choices carry their letters already, those letters are not repeated. Choices beyond Z are left out.
     """
     texts = strip_letters(choices)
     options = "".join(f"{letter}. {text}\n" for letter, text in zip(ascii_uppercase, texts, strict=False))
@@ -435,16 +485,16 @@ def add_choices(prompt: str, choices: Sequence[str]) -> str:
 
 
 def split_letter(choice: str) -> tuple[str, str]:
-    """Split a choice into the letter before it, as a capital, and its text; the letter is "" if there is none."""
+    """Split a choice into (the letter before it as a capital, its text); the letter is "" if there is none."""
     match = _LABEL.match(choice)
     return ("", choice) if match is None else (match[1].upper(), choice[match.end() :])
 
 
 def strip_letters(choices: Sequence[str]) -> list[str]:
-    """Return the choices without the letters before them, if all of them carry theirs, in order from A.
+    """Return the choices without the letters before them, if these are A, B, C and so on for all choices.
 
-    Otherwise they are returned as they are: "A. Lincoln" and "G. Bush" have initials. So are choices that would become
-    equal: "(a) only" and "(b) only" refer to the question.
+    Otherwise, return the choices unchanged: in "A. Lincoln" and "G. Bush" the letters are initials. The same applies to
+    choices whose texts would become equal, as "(a) only" and "(b) only", which refer to the question.
     """
     letters, texts = zip(*map(split_letter, choices), strict=True) if choices else ((), ())
     is_labeled = list(letters) == list_letters(len(choices)) and len(set(texts)) == len(texts)
@@ -452,23 +502,23 @@ def strip_letters(choices: Sequence[str]) -> list[str]:
 
 
 def find_count_from_1(answers: Iterable[tuple[str | None, Sequence[str] | None]]) -> str | None:
-    """Describe why the right answers seem to be counted from 1, not from 0; None if they do not.
+    """Explain why the right answers seem to be counted from 1 instead of 0, or return None if they do not.
 
-    That is so if most right answers are numbers, 0 is never among them, and the number of choices is. Answers that are
-    the text of a choice are no numbers.
+    They do if at least half of them are numbers, none of the numbers is 0, and at least one equals the number of
+    choices. An answer that is the text of a choice is not a number.
 
     Args:
-        answers: pairs of a question's right answer and its choices, each None if it has none.
+        answers: pairs of a question's right answer and its choices; a pair with None is left out.
     """
-    asked = [(answer, choices) for answer, choices in answers if answer is not None and choices]
+    pairs = [(answer, choices) for answer, choices in answers if answer is not None and choices]
     numbers = [
         (int(answer), len(choices))
-        for answer, choices in asked
+        for answer, choices in pairs
         if answer.strip().isdecimal() and len(answer) < _MAX_DIGITS
         if answer.strip() not in {text.strip() for text in (*choices, *strip_letters(choices))}
     ]
     n_beyond = sum(number == n_choices for number, n_choices in numbers)
-    if not n_beyond or 2 * len(numbers) < len(asked) or any(number == 0 for number, _ in numbers):
+    if not n_beyond or 2 * len(numbers) < len(pairs) or any(number == 0 for number, _ in numbers):
         return None
     return (
         f"of {len(numbers)} right answers that are numbers, {n_beyond} are the number of choices and none is 0: they "
@@ -477,16 +527,16 @@ def find_count_from_1(answers: Iterable[tuple[str | None, Sequence[str] | None]]
 
 
 def list_letters(count: int) -> list[str]:
-    """Return the first ``count`` capital letters, which name choices."""
+    """Return the first ``count`` capital letters, at most 26; they name choices."""
     return list(ascii_uppercase[:count])
 
 
 def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
     """Return the index of the choice that a generated answer names; None if it names no choice, or several.
 
-    What it thinks, between the tags of ``REASONING``, is not read. The first of these rules that finds one choice
-    decides: the text of a choice, unless it is a letter; "B", "(B)" or "B. a dog" at the beginning; a letter called the
-    answer, as in "the answer is B"; a single capital letter anywhere, but not "A" or "I" where they are words.
+    Text between the tags of ``REASONING`` is ignored. The first of these rules that finds exactly one choice decides:
+    the answer is the text of a choice, and not a letter; it begins with "B", "(B)" or "B. a dog"; it calls a letter the
+    answer, as in "the answer is B"; it has one capital letter that stands alone, except "A" and "I" used as words.
     """
     text = without_reasoning(answer, REASONING).strip("*").strip()
     names = list_letters(len(choices))
@@ -499,18 +549,21 @@ def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
     first = _FIRST.match(text)
     if first and first[1] in names:
         return names.index(first[1])
-    called_answers = {letter.upper() for letter in _SENTENCE.findall(text)} & set(names)
-    if len(called_answers) == 1:
-        return names.index(called_answers.pop())
-    standing_alone = set(_LETTER.findall(text)) & set(names)
-    return names.index(standing_alone.pop()) if len(standing_alone) == 1 else None
+    named_letters = {letter.upper() for letter in _SENTENCE.findall(text)} & set(names)
+    if len(named_letters) == 1:
+        return names.index(named_letters.pop())
+    single_letters = set(_LETTER.findall(text)) & set(names)
+    return names.index(single_letters.pop()) if len(single_letters) == 1 else None
 
 
 def without_reasoning(reply: str, tags: Sequence[tuple[str, str]]) -> str:
-    """Return a reply without the text between pairs of tags (``strip_reasoning_tags`` of lmms-eval 0.7.3).
+    """Return a reply without the text between pairs of tags, stripped of surrounding white space.
 
-    A closing tag without an opening tag before it takes all text before it: the opening tag stood in the prompt. An
-    opening tag that is never closed stays. White space around the rest is removed.
+    Equals ``strip_reasoning_tags`` of lmms-eval 0.7.3. A closing tag without an opening tag removes all text before it,
+    because the opening tag was in the prompt. An opening tag that is never closed stays.
+
+    Args:
+        tags: pairs of an opening and a closing tag.
     """
     for opening, closing in tags:
         while (start := reply.find(opening)) >= 0 and (end := reply.find(closing, start)) >= 0:
@@ -521,5 +574,5 @@ def without_reasoning(reply: str, tags: Sequence[tuple[str, str]]) -> str:
 
 
 def _normalise(text: str) -> str:
-    """Return a text without surrounding space and final dots, in lower case."""
+    """Return a text in lower case, without surrounding white space and final periods."""
     return text.strip().rstrip(".").casefold()

@@ -1,4 +1,4 @@
-"""The questions that a run must ask, and notes for the user on those that have answers already."""
+"""The questions that a run must ask, and notes for the user about questions that have answers already."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.generate.conversation import load_messages
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 from pipeline.storage.stores import Store
 
-# The columns of a question that its answer depends on.
+# Columns of a question that determine its answer.
 COMPARED_COLUMNS = ("video_ids", "prompt", "conversation", "choices", "decoding")
 # Columns that decide whether a question is asked again.
 _DECIDING_COLUMNS = ("question_id", "pruning", "status", "attempts", "error_class", "video_ids")
@@ -31,24 +31,26 @@ def select_remaining_questions(
     cached_ids: Collection[str],
     removed_ids: Collection[str] = (),
 ) -> list[QuestionRecord]:
-    """Return the questions that a run must ask, under each pruning, with the number of the attempt.
+    """Select the questions that a run must ask, under each pruning, with the number of the attempt.
 
-    A failed row counts as an answer unless ``--retry-failed``. Then the question is asked again if it has changed, has
-    attempts left, or failed for lack of videos that are cached now. A removed row is final. A question about a removed
-    video that has no good answer gets such a row.
+    A question is asked if it has no live row. A failed one is asked again only with ``--retry-failed``, and only if it
+    has changed, has attempts left, or failed for lack of videos that are cached now. A removed row is final. A failed
+    question about a video that was removed since is returned too: the run replaces its row by a removed one.
 
     Args:
         live: the live rows of these questions under these prunings.
-        codes: pruning -> its code (``find_code``).
-        cached_ids: ids of videos with tokens.
-        removed_ids: ids of videos that were removed from the cache or from the answers.
+        questions: table with the columns of QUESTION_SCHEMA.
+        codes: pruning -> the hashes of its user code (``find_code``).
+        cached_ids: the ids of videos with tokens.
+        removed_ids: the ids of videos that were removed from the cache or from the answers.
 
-    Raises QuestionsChanged if a question with a good answer has changed.
+    Raises:
+        QuestionsChanged: a question with a good answer has changed.
     """
     by_id = {row["question_id"]: without_nulls(row, QuestionRecord) for row in questions.to_pylist()}
     answers_by_key: dict[tuple[str, str | None], tuple[AnswerRecord, str | None]] = {}
     for row in iter_answers(live.select(list(dict.fromkeys([*_DECIDING_COLUMNS, *COMPARED_COLUMNS])))):
-        # Only the deciding columns stay in memory: there may be a hundred answers for each question.
+        # Only these columns stay in memory, because a question may have a hundred answers.
         decision = cast(AnswerRecord, {name: value for name, value in row.items() if name in _DECIDING_COLUMNS})
         answers_by_key[answer_key(row)] = decision, describe_change(by_id[row["question_id"]], row)
     remaining: list[QuestionRecord] = []
@@ -75,7 +77,7 @@ def select_remaining_questions(
 def _pair_with_prunings(
     questions: Iterable[QuestionRecord], codes: Mapping[str, str | None]
 ) -> Iterator[QuestionRecord]:
-    """Yield every question under every pruning; the prunings of one question follow each other."""
+    """Yield every question under every pruning, with its code; the prunings of one question follow each other."""
     for question in questions:
         for pruning, code in codes.items():
             row: QuestionRecord = {**question, "pruning": pruning} if pruning else question
@@ -83,27 +85,34 @@ def _pair_with_prunings(
 
 
 def describe_change(question: QuestionRecord, answer: AnswerRecord) -> str | None:
-    """Describe the first difference between a question and its answered version; None if they are equal."""
+    """Describe the first difference between a question and its answered version; return None if they are equal.
+
+    Of conversations, the first message that differs is shown.
+    """
     for name in COMPARED_COLUMNS:
         before, now = answer.get(name), question.get(name)
         if before != now:
-            changed = name
-            if name == "conversation":  # the first message that differs, None where one has fewer
+            label = name
+            if name == "conversation":  # the first message that differs; None if one side has fewer
                 conversations = [load_messages(row.get("conversation", "[]")) for row in (answer, question)]
                 pairs = enumerate(zip_longest(*conversations), 1)
-                changed, before, now = next((f"message {i}", old, new) for i, (old, new) in pairs if old != new)
-            return f"{printable(question['question_id'])}: {changed} was {_shorten(before)}, is {_shorten(now)}"
+                label, before, now = next((f"message {i}", old, new) for i, (old, new) in pairs if old != new)
+            return f"{printable(question['question_id'])}: {label} was {_shorten(before)}, is {_shorten(now)}"
     return None
 
 
 def _shorten(value: object) -> str:
-    """Return the repr of a value, shortened to 100 characters."""
+    """Return the repr of a value, cut to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def refuse_changed_questions(changes: Sequence[str], store: Store) -> None:
-    """Raise QuestionsChanged if there are ``changes``, with the first five; each entry describes a changed question."""
+    """Raise QuestionsChanged with the first five ``changes``, unless there are none.
+
+    Args:
+        changes: descriptions of the changed questions.
+    """
     if changes:
         raise QuestionsChanged(
             f"{len(changes)} questions with an answer in {store} have changed:\n  "
@@ -115,11 +124,14 @@ def refuse_changed_questions(changes: Sequence[str], store: Store) -> None:
 def format_answered(
     live: pa.Table, n_questions: int, remaining: Sequence[QuestionRecord], config: GenerateConfig
 ) -> Iterator[str]:
-    """Yield lines for the user about the questions that already have answers and are not asked, if there are any.
+    """Yield a line for the user with the number of answered questions, if any, and how many of them failed.
+
+    It says how failed questions can be asked again: with ``--retry-failed``, or by a larger ``--max-attempts``.
 
     Args:
         live: the live rows of the questions.
-        n_questions: questions times prunings.
+        n_questions: the number of questions times prunings.
+        remaining: the questions that the run asks.
     """
     n_removed = pc.sum(pc.equal(live["status"], "removed")).as_py() or 0
     n_questions -= n_removed
@@ -140,9 +152,9 @@ def format_answered(
 
 
 def format_new_targets(store: Store, live: pa.Table, questions: pa.Table) -> Iterator[str]:
-    """Yield a line for the user about good answers whose question now has another right answer, if one has.
+    """Yield a note for the user if the right answers of answered questions have changed in the questions file.
 
-    They are not asked again, and ``store`` keeps the right answers of the time when they were asked.
+    Such questions are not asked again, and ``store`` keeps the earlier right answers.
 
     Args:
         live: the live rows of ``questions``.
@@ -165,14 +177,14 @@ def format_new_targets(store: Store, live: pa.Table, questions: pa.Table) -> Ite
 
 
 def format_encoded_again(store: Store, live: pa.Table, videos: pa.Table) -> Iterator[str]:
-    """Yield a line for the user about good answers on videos that were encoded again since, if there are any.
+    """Yield a note for the user if good answers are about videos that were encoded again since.
 
-    They are not asked again. Runs are compared, whose ids begin with their time.
+    A video was encoded again if its run id, which begins with a time, is greater than the answer's.
 
     Args:
         live: the live rows of the answers.
-        videos: ``video_id``, ``status``, ``run_id`` and ``rewritten`` of the live rows of their videos. A row whose
-            tokens were moved has the run that moved them, and is not compared.
+        videos: ``video_id``, ``status``, ``run_id`` and ``rewritten`` of the live rows of their videos. Rows with
+            ``rewritten`` are skipped: their run only moved the tokens.
     """
     runs = {
         row["video_id"]: row["run_id"] for row in videos.to_pylist() if row["status"] == "ok" and not row["rewritten"]
@@ -190,18 +202,23 @@ def format_encoded_again(store: Store, live: pa.Table, videos: pa.Table) -> Iter
 def format_removed(
     store: Store, live: pa.Table, remaining: Sequence[QuestionRecord], reasons: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield lines for the user about questions whose videos were removed, if there are any.
+    """Yield up to two notes for the user about removed videos: on questions not asked, and on good answers that stay.
+
+    The second note has the command that removes these answers.
 
     Args:
         live: the live rows of the questions.
+        remaining: the questions that have no answer yet.
         reasons: the reason for each removed video.
     """
     if not reasons:
         return
-    barred = [(row["question_id"], reasons[name]) for row in remaining for name in row["video_ids"] if name in reasons]
-    if barred:
-        n_questions = len({name for name, _ in barred})
-        name, reason = barred[0]
+    barred_questions = [
+        (row["question_id"], reasons[name]) for row in remaining for name in row["video_ids"] if name in reasons
+    ]
+    if barred_questions:
+        n_questions = len({name for name, _ in barred_questions})
+        name, reason = barred_questions[0]
         yield (
             f"note: {n_questions} questions are about removed videos, e.g. {name}: {reason}. They are not asked, and "
             "count as neither failed nor missing"

@@ -1,8 +1,8 @@
 """The removal of answers for good: for takedowns, licences, privacy.
 
-``removed/`` has a file for each removal, with the ids of its videos. It bars them: a question about one of them is
-neither asked nor counted as failed. Its answers stay as rows of status "removed" without any text; such a row beats all
-other rows of its question. Files that held the texts are written again and deleted.
+Each removal puts a file into ``removed/`` with the ids of its videos. It bars them: a question about one of them is
+neither asked nor counted as failed. Their answers stay as rows of status "removed" without any text, which beat all
+other rows of the question. Files that held the texts are rewritten and deleted.
 
 Rerun the command to resume after a kill.
 """
@@ -44,15 +44,15 @@ class AnswersRemoval(Removal):
     """The result of a removal from answers.
 
     Attributes:
-        questions: ids of all questions about the videos.
-        answers: rows whose texts were removed now, superseded rows too.
+        questions: the ids of all questions about the videos, sorted.
+        answers: the number of rows whose texts were removed now, superseded rows included.
     """
 
     questions: list[str] = field(default_factory=list)
     answers: int = 0
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for the user about the result."""
+        """Yield lines for the user with the counts, and notes about unknown ids."""
         yield (
             f"{self.videos:,} videos removed for good from the answers, with {len(self.questions):,} questions about "
             f"them; {self.answers:,} answers lost their texts"
@@ -62,9 +62,13 @@ class AnswersRemoval(Removal):
 
 
 def read_barred(store: Store) -> dict[str, str]:
-    """Read which videos were removed from answers or results: id -> the reason.
+    """Read which videos were removed from answers or results, and why: video id -> reason.
 
-    A file under another name, such as a copy, bars its videos too. Raises CorruptShard, OSError.
+    A file without a hash in its name, such as a copy, counts too if it can be read.
+
+    Raises:
+        CorruptShard: a file does not match the hash in its name, or is not such a file.
+        OSError: the store failed.
     """
     barred: dict[str, str] = {}
     for name in store.names(REMOVED, ".json"):
@@ -81,7 +85,11 @@ def read_barred(store: Store) -> dict[str, str]:
 
 
 def bar_videos(store: Store, run_id: str, reasons: Mapping[str, str]) -> None:
-    """Bar videos, id -> the reason, from answers or results; those that are barred already keep their reason."""
+    """Bar videos from answers or results, by one new file; videos that are barred already keep their reason.
+
+    Args:
+        reasons: video id -> reason, cut to 1 KB. Nothing is written if all are barred already.
+    """
     barred = read_barred(store)
     if new := {video_id: printable(reason) for video_id, reason in reasons.items() if video_id not in barred}:
         data = json.dumps({"videos": new, "time": now()}, indent=1).encode()
@@ -89,12 +97,21 @@ def bar_videos(store: Store, run_id: str, reasons: Mapping[str, str]) -> None:
 
 
 def remove_answers(store: Store, ids: Sequence[str], reason: str, say: Callable[[str], object]) -> AnswersRemoval:
-    """Remove the answers about these videos for ``reason``, and bar the videos; repeat it to resume.
+    """Bar videos, and remove the texts of all answers about them; repeat the call to resume.
 
-    A question about several videos is removed if one of them is.
+    A question about several videos is removed if one of them is. Files that held the texts are replaced, and the
+    records of runs lose the ids and texts.
 
-    Raises NotAnswers, CacheLocked where a run writes to it, CorruptShard where a file of answers is damaged, and
-    OSError.
+    Args:
+        reason: stored with the rows, the bars and the record of the removal.
+        say: prints lines for the user.
+
+    Raises:
+        NotAnswers: ``store`` does not hold answers.
+        CacheLocked: a run writes to ``store``.
+        UsageError: ``store`` cannot be written to.
+        CorruptShard: a file of answers is damaged.
+        OSError: the store failed.
     """
     read_answers_header(store)
     result = AnswersRemoval(new_run_id(), len(ids))
@@ -108,7 +125,10 @@ class _AnswersRemover:
     """The steps of one removal of answers, once its videos are barred."""
 
     def __init__(self, store: Store, ids: frozenset[str], reason: str, result: AnswersRemoval) -> None:
-        self._store, self._ids, self._result = store, ids, result
+        """Prepare the removal of the answers about the videos ``ids``; ``run`` does it, and fills in ``result``."""
+        self._store = store
+        self._ids = ids
+        self._result = result
         self._new_values: dict[str, str] = {
             "prompt": "",
             "status": REMOVED,
@@ -117,53 +137,64 @@ class _AnswersRemover:
         }
 
     def run(self) -> None:
-        """Forget the texts in the records of runs, then in the files of answers, and delete what held them."""
-        (names, copies), result = list_shards(self._store), self._result
-        held_names, removed_texts, video_ids = list[str](), set[str](), set[str]()
+        """Clean the records of runs, rewrite the files of answers without the texts, and delete the old files.
+
+        Texts that other answers have too stay in the records. Fills in the result.
+
+        Raises:
+            CorruptShard: a file of answers is damaged.
+            OSError: the store failed.
+        """
+        names, copies = list_shards(self._store)
+        result = self._result
+        old_names = list[str]()
+        removed_texts = set[str]()
+        video_ids = set[str]()
         for name, table in self._read(names):
             video_ids.update(pc.list_flatten(table["video_ids"]).to_pylist())
             removed_rows = table.filter(self._find_rows(table))
             result.questions += removed_rows["question_id"].to_pylist()
             with_texts = removed_rows.filter(pc.not_equal(removed_rows["status"], REMOVED))
             if len(with_texts):
-                held_names.append(name)
+                old_names.append(name)
                 removed_texts.update(_iter_texts(with_texts))
                 result.answers += len(with_texts)
-        for _, table in self._read(names if removed_texts else []):  # texts that other answers have too stay
+        for _, table in self._read(names if removed_texts else []):  # texts that other answers have, too, stay
             removed_texts.difference_update(_iter_texts(table.filter(pc.invert(self._find_rows(table)))))
         result.questions = sorted(set(result.questions))
         result.find_unknown(self._ids, video_ids, pa.chunked_array([sorted(video_ids - self._ids)], pa.string()))
-        # First, since the files of answers alone tell a later run of this command which texts these are.
+        # Before the files change: after a kill, only the files of answers tell a rerun which texts to remove.
         forget_in_runs(self._store, self._ids, removed_texts)
-        for number, name in enumerate(held_names):
+        for number, name in enumerate(old_names):
             self._rewrite(number, name)
-        # Copies go first: without its shard a copy counts as damaged.
-        held_names[:0] = [copy for copy, shard in copies.items() if shard in held_names]
-        for name in held_names:
+        # Delete copies first: without its shard, a copy counts as damaged.
+        old_names[:0] = [copy for copy, shard in copies.items() if shard in old_names]
+        for name in old_names:
             self._store.delete(name)
-        result.deleted += [*held_names, *delete_unfinished(self._store, ("", ANSWERS, RUNS, REMOVED))]
+        result.deleted += [*old_names, *delete_unfinished(self._store, ("", ANSWERS, RUNS, REMOVED))]
 
     def _read(self, names: Sequence[str]) -> Iterator[tuple[str, pa.Table]]:
-        """Yield the name and the rows of each file of answers. Raises CorruptShard, OSError."""
+        """Yield (name, rows) of each file of answers. Raises CorruptShard if one is damaged, and OSError."""
         for name, data in zip(names, self._store.read_all(names), strict=True):
             yield name, parse_shard(self._store, name, data)
 
     def _find_rows(self, table: pa.Table) -> pa.Array:
-        """Return a mask of the rows about removed videos."""
+        """Return a bool mask of the rows about removed videos."""
         return pa.array([not self._ids.isdisjoint(ids) for ids in table["video_ids"].to_pylist()], pa.bool_())
 
     def _rewrite(self, number: int, name: str) -> None:
-        """Write a file of answers again, without the texts of its removed rows."""
-        data, suffix = self._store.read(name), PurePosixPath(name).suffix
+        """Write the rows of a file of answers to a new file, without the texts of removed rows; the old file stays."""
+        data = self._store.read(name)
+        suffix = PurePosixPath(name).suffix
         if suffix == SUFFIXES["parquet"]:
             new_data = write_parquet(self._clear_rows(parse_shard(self._store, name, data)))
         else:
-            lines = data.decode().split("\n")  # lines of other answers stay as they are, to the byte
+            lines = data.decode().split("\n")  # lines of other answers stay unchanged, byte for byte
             new_data = "\n".join(line and self._clear_line(line) for line in lines).encode()
         self._store.put(make_small_name(ANSWERS, self._result.run_id, number, new_data, suffix), new_data)
 
     def _clear_rows(self, table: pa.Table) -> pa.Table:
-        """Return a table whose removed rows have _KEYS, the status and the reason, and nulls."""
+        """Return the table with the removed rows cleared: only _KEYS, the status, the run and the reason are left."""
         is_removed = self._find_rows(table)
         other_rows = pc.if_else(is_removed, pa.scalar(None, pa.int64()), pa.array(range(len(table)), pa.int64()))
         for index, column in enumerate(table.schema):
@@ -175,7 +206,7 @@ class _AnswersRemover:
         return table
 
     def _clear_line(self, line: str) -> str:
-        """Return a line of JSON like a removed row, if it is about a removed video; else the line."""
+        """Return a JSON line cleared like a removed row if it is about a removed video; otherwise unchanged."""
         row: dict[str, Any] = json.loads(line)
         if self._ids.isdisjoint(row["video_ids"]):
             return line
@@ -184,9 +215,9 @@ class _AnswersRemover:
 
 
 def _iter_texts(rows: pa.Table) -> Iterator[str]:
-    """Yield the texts of answers, carried columns and system messages included, but not their keys.
+    """Yield the texts of answers that must be forgotten: all columns, carried ones too, except keys and status.
 
-    Each comes as it is, and as a message shows it.
+    Each text is yielded twice: unchanged, and as messages print it. Blank texts are skipped.
     """
     names = {*rows.column_names} - {*_KEYS, "run_id", "status", "error_class", "finish"}
     for batch in rows.select(sorted(names)).to_batches(max_chunksize=_MAX_ROWS_AS_OBJECTS):

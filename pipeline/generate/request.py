@@ -1,4 +1,4 @@
-"""A request for answers: the options, checked against questions, cache, model and stored answers. Nothing starts."""
+"""A request for answers: the options, checked against the questions, the cache, the model and the stored answers."""
 
 from __future__ import annotations
 
@@ -60,19 +60,17 @@ from pipeline.storage.stores import Store, store_at
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """A request whose options, questions, cache and model go together with each other and with the stored answers.
+    """A request whose options, questions, cache, model and stored answers are compatible; ``check_request`` creates it.
 
     Attributes:
-        config: the options.
-        console: where lines for the user go.
-        store: the answers.
-        questions: QUESTION_SCHEMA and carried columns.
+        store: the folder of the answers.
+        questions: table with the columns of QUESTION_SCHEMA and the carried columns.
         setup: the settings of the workers; the device is not chosen yet.
-        forecast: the questions that need no model, and the sizes of prompts.
-        identity: the settings that all answers in the store share; before ``match_answers``, as the options name them.
-        video_runs: columns of the questions' videos for ``format_encoded_again``.
-        is_evaluation: whether an evaluation asks. It scores by its own annotations.
-        is_code_changed: whether other code of a method made stored answers, which are asked again.
+        forecast: finds the questions that need no model, and computes the sizes of prompts.
+        identity: the settings that all answers in the store share; those of the options until ``match_answers``.
+        video_runs: the columns of the questions' videos that ``format_encoded_again`` takes.
+        is_evaluation: True if an evaluation made the request, which scores the answers with its own annotations.
+        is_code_changed: True if a user method has other code now, so its stored answers are made again.
     """
 
     config: GenerateConfig
@@ -88,23 +86,36 @@ class AnswerRequest:
 
     @property
     def n_questions(self) -> int:
-        """The number of questions times prunings."""
+        """The number of questions times the number of prunings."""
         return len(self.questions) * len(self.setup.prunings)
 
     def match_answers(self) -> AnswerRequest:
-        """Return the request with the settings that the answers have now. Raises IdentityMismatch if they differ."""
+        """Compare the request with the answers stored now; return a copy with ``identity`` and ``is_code_changed`` set.
+
+        Raises:
+            IdentityMismatch: the stored answers were made with other settings, or good ones with other code of a user
+                method (unless ``--on-changed redo``).
+        """
         identity, is_changed = match_answers(self.store, self.identity, redo=self.config.on_changed == REDO)
         return replace(self, identity=identity, is_code_changed=is_changed)
 
     def select_todo(self) -> tuple[AnswersTable, list[QuestionRecord]]:
-        """Read the stored answers, print how many questions have one, and return them with the questions still to ask.
+        """Read the stored answers, print notes about answered questions, and select the questions still to ask.
 
-        If the code of a method has changed, the header gets the new code now. Answers by the old code are not live
-        after that. Raises QuestionsChanged if a question with a good answer has changed.
+        If the code of a user method has changed, this writes the header with the new code, so that answers made with
+        the old code are no longer live.
+
+        Returns:
+            The table of the stored answers, and one record for each question and pruning to ask.
+
+        Raises:
+            QuestionsChanged: a question that has a good answer has changed.
         """
-        store, forecast, say = self.store, self.forecast, speaker(self.console)
+        store = self.store
+        forecast = self.forecast
+        say = speaker(self.console)
         table = AnswersTable(store, self.identity)
-        if self.is_code_changed:  # from now on rows by other code are not live
+        if self.is_code_changed:  # from now on, rows made with other code are not live
             say(f"note: a method has other code now: its questions in {store} are asked again")
             self.write_header()
         live = table.select_live_of(self.questions, self.setup.prunings)
@@ -126,7 +137,7 @@ class AnswerRequest:
         return table, todo
 
     def write_header(self) -> None:
-        """Write the header of the answers; earlier runs' prunings stay in it while there are answers."""
+        """Write answers.json with the identity; while answers are stored, it keeps the prunings of earlier runs."""
         identity = self.identity
         if PRUNINGS in identity and list_shards(self.store)[0]:
             earlier = read_answers_header(self.store)["identity"].get(PRUNINGS, {})
@@ -141,18 +152,20 @@ def check_request(
     specs: Mapping[str, PruningSpec | None] | None = None,
     evaluation: AnswersIdentity | None = None,
 ) -> AnswerRequest:
-    """Check the options against questions, cache, model and stored answers. Starts and writes nothing.
+    """Check the options against the questions, the cache, the model and the stored answers; start and write nothing.
 
-    Prints notes on prompts that are too long, on a model that reasons first, on questions that the shipped model was
-    not trained for, and on a method that keeps another ratio.
+    Prints notes about prompts that are too long, a model that reasons first, open questions to the shipped model, and a
+    method that keeps another ratio. With vLLM it may import vLLM and set its environment variables.
 
     Args:
-        questions: QUESTION_SCHEMA and carried columns; None reads the file that the options name, or makes those of
-            ``--ask``.
-        specs: the prunings under which every question is asked, by name; None is the pruning that the options name.
-        evaluation: what an evaluation adds to the identity of the answers.
+        questions: table with the columns of QUESTION_SCHEMA and carried columns. None reads the file
+            ``config.questions``, or makes the questions of ``config.ask``.
+        specs: name -> pruning under which every question is asked. None uses the pruning of the options, named "".
+        evaluation: the entries that an evaluation adds to the identity of the answers.
 
-    Raises UsageError, CorruptShard.
+    Raises:
+        UsageError: the request cannot be carried out, or a file or store cannot be read.
+        CorruptShard: a file of the cache's table or of the answers is damaged.
     """
     say = speaker(console)
     specs = {"": make_spec(config)} if specs is None else specs
@@ -171,25 +184,27 @@ def check_request(
         video_ids = pc.unique(pc.list_flatten(questions["video_ids"])).to_pylist()
         live = videos.rows_of(video_ids, (*LIVE_COLUMNS, "run_id"))
         known_ids = set(live["video_id"].to_pylist())
-        unknown = (video_id for video_id in video_ids if video_id not in known_ids)
-        near = {video_id: videos.near(video_id) for video_id in islice(unknown, MAX_HINTS)}
+        unknown_ids = (video_id for video_id in video_ids if video_id not in known_ids)
+        near = {video_id: videos.near(video_id) for video_id in islice(unknown_ids, MAX_HINTS)}
         check_place(store)
     cache_identity = header["identity"]
-    # vLLM takes other weights too, if they come with the vision encoder that made the cache.
+    # vLLM accepts other weights, too, if they have the vision encoder that made the cache.
     tower = partial(read_tower_hash, cache, header) if config.engine == VLLM else None
     with usage_errors(), store_usage_errors():
         source = find_model(cache, cache_identity["model"], config.model, config.revision, tower, config.family)
         builder = make_prompt_builder(source, config)
     check_tokens(cache, header, find_widths(live), builder)
     if evaluation is None:
-        refuse_placeholders(questions, builder, config.questions or "--ask")  # a benchmark's texts are not the user's
+        refuse_placeholders(
+            questions, builder, config.questions or "--ask"
+        )  # the user cannot change a benchmark's texts
         for line in _note_model_habits(source, builder, questions):
             say(line)
     prunings = resolve_prunings(config, specs, cache_identity, source, builder)
     late = prunings.get("")
     if late is not None and config.retention_ratio not in (None, late.retention_ratio):
-        kept = f"{late.retention_ratio:g} of the tokens, not {config.retention_ratio:g}"
-        say(f"note: --pruner {config.pruner} keeps {kept}")
+        shares = f"{late.retention_ratio:g} of the tokens, not {config.retention_ratio:g}"
+        say(f"note: --pruner {config.pruner} keeps {shares}")
     order = choose_token_order(config, cache_identity, prunings)
     setup = AnswerSetup(config, source, cache, live.drop_columns(["run_id"]), prunings, order)
     forecast = PromptForecast(setup, builder, near, read_barred(store))
@@ -209,7 +224,7 @@ def check_request(
 
 
 def _list_videos_with_tokens(videos: LiveVideos, config: GenerateConfig) -> list[str]:
-    """List the ids of the videos that ``--ask`` asks about. Raises UsageError if there are none."""
+    """Return the ids of the cache's videos that have tokens. Raises UsageError if there are none."""
     ids: list[str] = select_ok(videos.live(("video_id", "status")))["video_id"].to_pylist()
     if not ids:
         raise UsageError(f"--ask: no video in {config.cache} has tokens; python -m jobs.prune makes some")
@@ -217,7 +232,7 @@ def _list_videos_with_tokens(videos: LiveVideos, config: GenerateConfig) -> list
 
 
 def _note_model_habits(source: ModelSource, builder: PromptBuilder, questions: pa.Table) -> Iterator[str]:
-    """Yield notes about a model that reasons first, and about questions that the shipped model was not trained for."""
+    """Yield notes for a model whose template opens a reasoning tag, and for open questions to the shipped model."""
     if builder.open_tag and builder.policy.thought == "open":
         yield (
             f"note: the chat template of {source.name} ends with {builder.open_tag}, so the model reasons first. "
@@ -233,10 +248,10 @@ def _note_model_habits(source: ModelSource, builder: PromptBuilder, questions: p
 
 
 def make_spec(config: GenerateConfig) -> PruningSpec | None:
-    """Return the pruning that the options name, or None."""
+    """Return the pruning that the options describe, or None without ``--pruner``."""
     if config.pruner is None:
         return None
-    assert config.retention_ratio is not None  # the config refuses a method without a ratio
+    assert config.retention_ratio is not None  # GenerateConfig refuses a method without a ratio
     return PruningSpec(config.pruner, config.retention_ratio, config.pruner_params(), config.siglip, config.pruner_seed)
 
 
@@ -247,9 +262,13 @@ def resolve_prunings(
     source: ModelSource,
     builder: PromptBuilder,
 ) -> dict[str, LatePruning | None]:
-    """Return the prunings by name, each checked against the cache and the engine; None stays None.
+    """Check each named pruning against the cache, the model and the engine, and return it resolved; None stays None.
 
-    Raises UsageError, also for a ``--siglip`` that no pruning uses.
+    A user method is imported, and vLLM if it gets engine parameters. No model is loaded.
+
+    Raises:
+        UsageError: a method is unknown, or not supported by the cache, the model or the engine; or no pruning uses
+            ``config.siglip``.
     """
     with usage_errors():
         prunings = {
@@ -266,15 +285,17 @@ def resolve_prunings(
 def choose_token_order(
     config: GenerateConfig, cache_identity: CacheIdentity, prunings: Mapping[str, LatePruning | None]
 ) -> TokenOrder:
-    """Return the order in which stored tokens are read for prompts.
+    """Return the order in which stored tokens are read for prompts, "selection" or "index".
 
-    It is "selection" only if the cache's method has an order of its own in a prompt, and no method prunes its tokens
-    now. ``--order index`` always gives "index". Raises UsageError for ``--order own`` if no method that prunes the
-    tokens of a prompt has an order of its own.
+    It is "selection" only if the cache's method defines an order for prompts (``reorders``), no method prunes the
+    tokens again now, and ``config.order`` is not "index".
+
+    Raises:
+        UsageError: ``config.order`` is "own", and no method that prunes the tokens defines an order.
     """
     method = read_declared_method(cache_identity)
     lates = [late for late in prunings.values() if late is not None]
-    # A method that prunes now finds frames by the position of tokens.
+    # A method that prunes now derives frames from the ascending order of the tokens.
     has_own_order = method is not None and method.reorders and not lates
     late = any(late.pruner.reorders for late in lates)
     if config.order == "own" and not (has_own_order or late):
@@ -288,24 +309,26 @@ def choose_token_order(
 def identify_answers(
     setup: AnswerSetup, cache_identity: CacheIdentity, policy: PromptPolicy, evaluation: AnswersIdentity | None = None
 ) -> AnswersIdentity:
-    """Return the settings that all answers in one place share, JSON-able.
+    """Return the settings that all answers in one folder share, JSON-able.
 
-    A single pruning, which has the name "", is described under ``pruner``. Several prunings are described under
-    PRUNINGS, to which later runs may add; the cache is described without its evidence then.
+    A single pruning, named "", is described under ``pruner``. Several are described by name under PRUNINGS, to which
+    later runs may add; the cache is then described without its evidence.
 
     Args:
-        policy: of the prompts.
-        evaluation: benchmark and protocol, where an evaluation asks.
+        policy: the positions and rules of the prompts.
+        evaluation: the entries that an evaluation adds: its benchmark and protocol.
     """
-    config, mode = setup.config, AnswerMode.of(setup.config)
-    several, late = "" not in setup.prunings, setup.prunings.get("")
-    if several:  # more methods may come
+    config = setup.config
+    mode = AnswerMode.of(setup.config)
+    has_several = "" not in setup.prunings
+    late = setup.prunings.get("")
+    if has_several:  # later runs may add methods
         order = "own" if setup.own_order else "index"
     else:
         order = "selection" if late is not None and late.pruner.reorders and setup.own_order else setup.order
     stored_ratio = cache_identity["retention_ratio"]
     identity: AnswersIdentity = {
-        "cache": drop_evidence(cache_identity) if several else cache_identity,
+        "cache": drop_evidence(cache_identity) if has_several else cache_identity,
         "model": identify_model(setup.source),
         "retention_ratio": stored_ratio if config.retention_ratio is None else config.retention_ratio,
         "prompt": {**policy.describe(), "order": order},
@@ -315,14 +338,15 @@ def identify_answers(
     }
     if late is not None:
         identity["pruner"] = late.describe()
-    if several:
+    if has_several:
         identity[PRUNINGS] = describe_prunings(setup.prunings, cache_identity)
     return identity
 
 
 def drop_evidence(cache_identity: CacheIdentity) -> CacheIdentity:
-    """Return a cache's identity without its evidence, which does not decide its tokens."""
-    identity, model = cache_identity.copy(), cache_identity["model"].copy()
+    """Return a copy of a cache's identity without the description of its evidence, which does not change the tokens."""
+    identity = cache_identity.copy()
+    model = cache_identity["model"].copy()
     identity.pop("evidence", None)
     model.pop("pooling_head", None)
     dtype = {name: value for name, value in cache_identity["dtype"].items() if name != "evidence"}

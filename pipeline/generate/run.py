@@ -1,12 +1,12 @@
-"""The life of a run that answers questions on one page: ``answer``, then its steps.
+"""The life of a run that answers questions: ``answer``, which calls these steps in order.
 
-check_request      generate/request.py       options, questions, cache and model: refusals come before anything starts
-Claim              runner/claim.py           the note that this run writes here
-select_todo        generate/request.py       the stored answers, and the questions left to ask (generate/remaining.py)
-split              generate/answer_setup.py  the questions that need a model, and the rows of those that do not
-AnswerJob          generate/job.py           models planned for the cluster, and their graph (generate/answerer.py)
-Stream             runner/stream.py          the graph's shards, over as many graphs as changes of the nodes need
-CommittedAnswers   below                     each shard committed and counted
+check_request      generate/request.py       options, questions, cache and model: errors before anything starts
+Claim              runner/claim.py           the lock on the folder of the answers
+select_todo        generate/request.py       the stored answers, and the questions to ask (generate/remaining.py)
+split              generate/answer_setup.py  the questions for the model, and the rows that need no model
+AnswerJob          generate/job.py           the plan for the cluster, and the graph (generate/answerer.py)
+Stream             runner/stream.py          the graph's shards; a new graph when the cluster's nodes change
+CommittedAnswers   below                     commits and counts each shard
 summarise_answers  generate/summary.py       counts of the committed rows
 """
 
@@ -60,25 +60,33 @@ def answer(
     *,
     here: bool = False,
 ) -> AnswerSummary:
-    """Bring the answers ``config.out`` up to date with the questions, and return the counts of these questions.
+    """Ask the questions that have no answer in ``config.out`` yet, and return the counts over all questions.
+
+    Prints the options, notes and progress. If no question is left, no cluster is started and no record is written.
 
     Args:
-        questions: QUESTION_SCHEMA and carried columns; None reads the file that the options name, or makes those of
-            ``--ask``.
-        specs: the prunings under which every question is asked, by name; None is the pruning that the options name.
-        evaluation: what an evaluation adds to the identity of the answers.
-        here: answer in this process instead of on Ray, and commit every batch, so that a killed run loses one.
+        questions: table with the columns of QUESTION_SCHEMA and carried columns. None reads ``config.questions``, or
+            makes those of ``config.ask``.
+        specs: name -> pruning under which every question is asked. None uses the pruning of the options.
+        evaluation: the entries that an evaluation adds to the identity of the answers.
+        here: answer in this process instead of on Ray, and commit every batch, so that a killed run loses at most one.
 
-    Raises UsageError (nothing was started), CorruptShard, or RunFailed (committed rows stay; a rerun resumes).
+    Raises:
+        UsageError: the options, files, model or cluster do not allow the run, or another run holds the folder
+            (CacheLocked). The model was not asked.
+        CorruptShard: a file of the cache's table or of the answers is damaged.
+        RunFailed: the run stopped, or the store failed. Committed rows stay, and a rerun resumes.
     """
-    say, run_id = speaker(console), new_run_id()
+    say = speaker(console)
+    run_id = new_run_id()
     with convert_store_errors(say):
         request = check_request(config, console, questions, specs, evaluation)
         print_options(config, console)
         request.store.make()
         with Claim(request.store, run_id, say, join=config.join) as claim:
-            request = request.match_answers()  # again: another run may have written before the claim was made
-            start, record = time.monotonic(), None
+            request = request.match_answers()  # again, because another run may have written before the claim
+            start = time.monotonic()
+            record = None
             table, todo = request.select_todo()
             with Monitor(request.store, run_id, claim.set_progress) as monitor:
                 if todo:
@@ -96,35 +104,49 @@ def answer(
 
 
 def ask(request: AnswerRequest, run_id: str, todo: list[QuestionRecord], monitor: Monitor, *, here: bool) -> RunFile:
-    """Commit the rows that need no model, then the answers of a model to the other questions; return the record.
+    """Commit the rows of ``todo`` that need no model, then the model's answers to the others; return the run's record.
 
-    Joins or starts the cluster only if a question needs a model, and ``here`` is False. Raises UsageError before any
-    row is written, RunFailed.
+    Writes the header of the answers first. The cluster is joined or started only if a question needs the model and
+    ``here`` is False.
+
+    Raises:
+        UsageError: the cluster or machine lacks the resources of the flags (no row is written yet), or, with ``here``,
+            the model cannot be loaded.
+        RunFailed: the run stopped. Committed rows stay.
     """
-    config, setup, say = request.config, request.setup, speaker(request.console)
+    config = request.config
+    setup = request.setup
+    say = speaker(request.console)
     for_model, settled_rows = request.forecast.split(todo)
-    if for_model:  # before any row is written: the cluster may lack the resources of the flags
+    if for_model:  # before any row is written, because the cluster may lack the resources of the flags
         device, dtype = choose_device_here(config) if here else choose_device_for_models(config, say)
         setup = replace(setup, device=device, dtype=dtype)
     request.write_header()
-    about = {**provenance(run_id, _RECORDED_VERSIONS), "config": config.as_record(), "questions": len(todo)}
-    with RunFile(request.store, about) as record:
-        done = CommittedAnswers(request, run_id, record, monitor)
-        done.commit_settled(settled_rows)
+    facts = {**provenance(run_id, _RECORDED_VERSIONS), "config": config.as_record(), "questions": len(todo)}
+    with RunFile(request.store, facts) as record:
+        commits = CommittedAnswers(request, run_id, record, monitor)
+        commits.commit_settled(settled_rows)
         if for_model:
             record.save(device=setup.device, dtype=setup.dtype)
             if here:
-                answer_here(setup, for_model, done, say)
+                answer_here(setup, for_model, commits, say)
             else:
                 monitor.start()
                 job = AnswerJob(setup, request.console, record)
-                job.n_shards = done.n_settled_shards
-                commit_all(Stream(job, Questions(for_model), Watch(monitor)), done.commit)
+                job.n_shards = commits.n_settled_shards
+                commit_all(Stream(job, Questions(for_model), Watch(monitor)), commits.commit)
     return record
 
 
 def answer_here(setup: AnswerSetup, questions: list[QuestionRecord], done: CommittedAnswers, say: Say) -> None:
-    """Answer questions batch by batch in this process, commit each batch, and print the progress."""
+    """Load the model into this process, answer the questions sorted by video, and commit each batch.
+
+    Progress is printed after a batch, at intervals of ``config.log_interval`` seconds or more.
+
+    Raises:
+        UsageError: the model cannot be loaded.
+        MethodFails: a user method fails for every video.
+    """
     with usage_errors():
         answerer = Answerer(setup)
     last_line_at = time.monotonic()
@@ -137,29 +159,33 @@ def answer_here(setup: AnswerSetup, questions: list[QuestionRecord], done: Commi
 
 
 def choose_device_here(config: GenerateConfig) -> tuple[str, str]:
-    """Return the (device, dtype) that this process computes with. Raises UsageError."""
+    """Return the (device, dtype) of this process. Raises UsageError if the options do not fit this machine."""
     with usage_errors():
         runtime = choose_runtime(config.device, config.dtype, config.attn)
     return runtime.device, runtime.dtype_name
 
 
 class CommittedAnswers:
-    """The commits of a run, counted for its record and its metrics.
+    """The writer of one run's rows, which counts them for the run's record and metrics.
 
     Attributes:
-        n_settled_shards: shards of rows that needed no model; the shards of answers are numbered on from there.
-        keys: (question_id, pruning) of the rows that a model has answered, or failed to answer.
-        n_failed: failed rows, also of questions that needed no model.
+        n_settled_shards: shards of rows that needed no model; the shards of answers are numbered from here.
+        keys: (question_id, pruning) of the rows that the model has answered, or failed to answer.
+        n_failed: failed rows, including those that needed no model.
     """
 
     def __init__(self, request: AnswerRequest, run_id: str, record: RunFile, monitor: Monitor) -> None:
-        self._request, self._run_id, self._record, self._monitor = request, run_id, record, monitor
+        """Set the counts to zero; nothing is written."""
+        self._request = request
+        self._run_id = run_id
+        self._record = record
+        self._monitor = monitor
         self._runtimes: list[str] = []
         self.keys: set[tuple[str, str | None]] = set()
         self.n_settled_shards = self.n_failed = 0
 
     def commit_settled(self, rows: Sequence[AnswerRecord]) -> None:
-        """Commit the rows that need no model."""
+        """Commit rows that need no model, in shards of ``questions_per_shard``, and count the failed ones."""
         size = self._request.config.questions_per_shard
         for start in range(0, len(rows), size):
             self._write(self.n_settled_shards, rows[start : start + size])
@@ -167,9 +193,13 @@ class CommittedAnswers:
         self.n_failed += sum(row["status"] == "failed" for row in rows)
 
     def commit(self, number: int, rows: pa.Table) -> None:
-        """Commit ``rows`` (ANSWERED_SCHEMA) as shard ``number``, count them, and record new runtimes of workers.
+        """Commit rows of the model as shard ``number``, count them, and add new runtimes of workers to the record.
 
-        Rows that come again after an interrupt count once. Merges small files after every MAX_WAITING_FILES shards.
+        Rows that arrive a second time, after an interrupt, are written again but not counted. After every
+        MAX_WAITING_FILES shards small files are merged; if that fails, a warning is printed.
+
+        Args:
+            rows: table with the columns of ANSWERED_SCHEMA.
         """
         if new := [text for text in pc.unique(rows["runtime"]).to_pylist() if text not in self._runtimes]:
             self._runtimes.extend(new)
@@ -185,7 +215,7 @@ class CommittedAnswers:
             try_merge_answers(self._request.store, MAX_WAITING_FILES, speaker(self._request.console))
 
     def _write(self, number: int, rows: Sequence[AnswerRecord]) -> None:
-        """Write rows as shard ``number``."""
+        """Write rows as shard ``number`` in the format of the options, with the columns that their questions carry."""
         request = self._request
         commit_answers(request.store, self._run_id, number, rows, request.config.format, request.questions)
 
@@ -200,26 +230,30 @@ def answer_questions(
 ) -> AnswerSummary:
     """Answer questions about cached videos with the cache's language model, on Ray.
 
-    >>> asked = [{"question_id": 1, "video_id": "bikes.mp4", "prompt": "What happens here?"}]
-    >>> summary = pipeline.answer_questions("my-cache", asked, out="answers", retention_ratio=0.10)
+    >>> questions = [{"question_id": 1, "video_id": "bikes.mp4", "prompt": "What happens here?"}]
+    >>> summary = pipeline.answer_questions("my-cache", questions, out="answers", retention_ratio=0.10)
     >>> pipeline.read_answers(summary.out).select(["question_id", "answer"]).to_pylist()
 
-    The call is resumable: call it again to ask the questions without an answer. Ray, loggers and settings are left as
-    they were, as in :func:`pipeline.prune_videos`.
+    Calling it again asks only the questions without an answer. A running Ray is used and kept; otherwise Ray is
+    started, and shut down at the end. Settings of Ray, loggers and warnings are restored.
 
     Args:
         cache: a path, or a TokenCache, which is opened again.
         questions: a file as for ``python -m jobs.generate --questions``; or rows with question_id, video_id, prompt or
-            messages, and optional choices, answer, system and options of decoding: dicts, or a table of Arrow, pandas
-            or Polars. None with ``ask=["What happens here?"]``, which asks every video of the cache.
+            messages, and optional choices, answer, system and decoding options: dicts, or a table of Arrow, pandas or
+            Polars. None with ``ask=["What happens here?"]``, which asks every video of the cache.
         out: the answers to create or to continue.
-        progress: as of ``prune_videos``.
-        options: the options of ``python -m jobs.generate --help-all`` by name, ``--max-new-tokens 8`` as
-            ``max_new_tokens=8``.
+        progress: True shows the progress, False shows nothing, and a function is called with each Progress.
+        options: the options of ``python -m jobs.generate --help-all``: ``--max-new-tokens 8`` is ``max_new_tokens=8``.
 
-    Returns the counts of these questions in ``out``; ``failed`` has question_id -> class of the error.
+    Returns:
+        The counts over these questions in ``out``; ``failed`` maps question_id to the error class.
 
-    Raises UsageError, RunFailed and TooManyFailed as ``prune_videos``, and CorruptShard for a damaged cache.
+    Raises:
+        UsageError: an option, a question, the cache or the stored answers do not allow the request.
+        RunFailed: the run stopped before every question had a row. Calling again resumes.
+        TooManyFailed: more questions failed than ``max_failed`` allows, none is answered, or one failed by a bug.
+        CorruptShard: a file of the cache's table or of the answers is damaged.
     """
     place = str(cache.store) if isinstance(cache, TokenCache) else cache
     is_file = questions is None or isinstance(questions, str | os.PathLike)

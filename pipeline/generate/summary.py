@@ -1,4 +1,4 @@
-"""The counts over a file's questions, made from the rows of answers and never from a run's own counts."""
+"""The counts over a file's questions, computed from the stored rows of answers, never from a run's counters."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class AnswerSummary(Outcome):
     """The counts over the questions of a file, with mean tokens and seconds.
 
     Attributes:
-        n_questions: questions of the file times prunings, without removed ones.
-        visual_tokens: in a prompt that was answered, on average.
-        prompt_tokens: text and visual tokens in such a prompt, on average.
-        new_tokens: generated tokens, in all.
-        n_cut: answers that max_new_tokens cut.
+        n_questions: questions times prunings, without those about removed videos.
+        visual_tokens: mean visual tokens per answered prompt.
+        prompt_tokens: mean text and visual tokens per answered prompt.
+        new_tokens: generated tokens in total.
+        seconds: seconds of this run by kind of work (load, prefill, decode); each batch counts once.
+        n_cut: answers that ``max_new_tokens`` cut.
         n_warned: answers about videos that were decoded with warnings.
-        n_warned_videos: these videos; of several in one prompt, all count as one.
-        warned: the first of them.
-        n_removed: questions about removed videos, which are not counted otherwise.
-        seconds: of this run, by the work: load, prefill, decode; each batch counts once.
+        n_warned_videos: those videos; several in one prompt count as one.
+        warned: the first of those videos.
+        n_removed: questions about removed videos, which are counted nowhere else.
     """
 
     n_questions: int
@@ -51,7 +51,7 @@ class AnswerSummary(Outcome):
     warned: list[str] = field(default_factory=list)
 
     def exit_code(self, failure_limit: int, infrastructure_limit: int | None = None) -> int:
-        """Return 0 if every question is about a removed video, else the exit code for the counts of failures."""
+        """Return 0 if every question is about a removed video; otherwise the exit code for the counts of failures."""
         if self.n_removed and not self.n_questions:
             return 0
         return super().exit_code(failure_limit, infrastructure_limit)
@@ -63,13 +63,13 @@ class AnswerSummary(Outcome):
 def summarise_answers(
     live: pa.Table, n_questions: int, new: Set[tuple[str, str | None]], wall_s: float
 ) -> AnswerSummary:
-    """Count the live rows of a run's questions.
+    """Count the live rows of a run's questions; ``out`` and ``log`` of the summary stay empty.
 
     Args:
-        live: the rows of the answers to these questions under the run's prunings.
-        n_questions: the number of questions, each as often as there are prunings.
-        new: (question_id, pruning) of the questions that this run asked. Seconds are summed over their good rows.
-        wall_s: seconds that the run took.
+        live: the live rows of these questions under the run's prunings.
+        n_questions: the number of questions times prunings.
+        new: (question_id, pruning) of the questions that this run asked; seconds are those of their good rows.
+        wall_s: the seconds that the run took.
     """
     rows = live.select(list(_COLUMNS)).to_pylist()
     good = [row for row in rows if row["status"] == "ok"]
@@ -105,7 +105,7 @@ def summarise_answers(
 
 
 def render_answers(summary: AnswerSummary) -> RenderableType:
-    """Return the summary for the terminal, with the failures by class, an example and the remedy of each."""
+    """Render the summary for the terminal; failures are listed by class, with an example and the remedy."""
     table = Table.grid(padding=(0, 2))
     counts = f"{summary.n_ok} answered, {summary.n_failed} failed, {summary.n_missing} without a row"
     table.add_row("questions", counts)
@@ -125,7 +125,7 @@ def render_answers(summary: AnswerSummary) -> RenderableType:
 
 
 def format_warned(summary: AnswerSummary) -> str:
-    """Format the number of answers on videos whose frames may be damaged, with the first videos."""
+    """Describe how many answers are about videos whose frames may be damaged, and name the first videos."""
     names = name_first(summary.warned, summary.n_warned_videos)
     return (
         f"{summary.n_warned} answers are about videos that were decoded with warnings ({names}): their frames may be "
@@ -134,5 +134,5 @@ def format_warned(summary: AnswerSummary) -> str:
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Return the mean of a column, 0 without rows."""
+    """Return the mean of a column, or 0 if there are no rows."""
     return sum(row[name] for row in rows) / len(rows) if rows else 0.0

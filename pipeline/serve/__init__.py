@@ -1,11 +1,11 @@
-"""What ``python -m jobs.serve`` does: vLLM's own OpenAI server, on cached videos or with live pruning.
+"""What ``python -m jobs.serve`` does: it runs vLLM's OpenAI server, on cached videos or with live pruning.
 
-On a cache, ``cache://`` names a cached video in messages. With live pruning, messages bring their videos.
+On a cache, messages name cached videos by ``cache://`` links. With live pruning, messages bring their videos.
 """
 
 from __future__ import annotations
 
-#: By this name vLLM finds the tokenizer (its own) and the renderer (ours) of a server.
+#: The name under which vLLM finds the tokenizer (its own) and the renderer (ours) of a server.
 MODE = "cached-videos"
 #: The key of a ServedCache in vLLM's ``additional_config``; a server with live pruning has none.
 CONFIG = "served"
@@ -14,11 +14,11 @@ LIMITS = "limits"
 
 
 def register() -> None:
-    """Register the renderer and tokenizer of cached videos: vLLM's entry point ``vllm.general_plugins``.
+    """Register the renderer and tokenizer of cached videos in vLLM, as its entry point ``vllm.general_plugins``.
 
-    Every process of vLLM calls it, often more than once.
+    Every vLLM process calls it, often more than once; later calls do nothing.
     """
-    from vllm.renderers.registry import RENDERER_REGISTRY  # noqa: PLC0415 - this package is imported without it, too
+    from vllm.renderers.registry import RENDERER_REGISTRY  # noqa: PLC0415 - this package is imported without vLLM, too
     from vllm.tokenizers.registry import TokenizerRegistry  # noqa: PLC0415
 
     if MODE not in RENDERER_REGISTRY.renderers:

@@ -1,4 +1,4 @@
-"""The options of a server, of cached videos or with live pruning: dataclasses that flags come from."""
+"""The options of a server, on cached videos or with live pruning: dataclasses from which the flags are made."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _HOST_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.I)
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """The options of every server. Raises UsageError where a value makes no sense."""
+    """The options of every server. Raises UsageError for an invalid value."""
 
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV", group="model")
     served_model_name: str | None = option(None, "what requests call the model (default: --model)", metavar="NAME")
@@ -65,7 +65,7 @@ class ServerOptions:
     )
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an invalid value, also of ``engine_param``."""
+        """Raise UsageError for an invalid value, or if other machines can reach the server and it has no key."""
         check_choices(self)
         check(self.tensor_parallel >= 1, "tensor_parallel", "at least 1", self.tensor_parallel)
         check(0 < self.port < 65536, "port", "in [1, 65535]", self.port)
@@ -78,21 +78,25 @@ class ServerOptions:
         check(self.max_request_bytes >= 1024, "max_request_bytes", "at least 1024", self.max_request_bytes)
         check(0 <= self.shutdown_timeout < math.inf, "shutdown_timeout", "0 or above", self.shutdown_timeout)
         if "config" in self.engine_params():
-            raise UsageError("--engine-param config: vLLM would not read the file; give each of its options by itself")
+            raise UsageError("--engine-param config: vLLM would not read the file; give each of its options separately")
 
     @property
     def needs_key(self) -> bool:
-        """True if other machines may reach the server, and ``no_key`` does not allow that without a key."""
+        """True if other machines may reach the server and ``no_key`` does not allow that."""
         return not self.no_key and not _is_loopback(self.host)
 
     def engine_params(self) -> dict[str, Json]:
-        """Return the values of ``--engine-param`` by name, spelled as vLLM's EngineArgs spells it."""
+        """Parse ``--engine-param`` into values by name, spelled as in vLLM's EngineArgs; JSON values are decoded.
+
+        Raises:
+            UsageError: an argument is not NAME=VALUE.
+        """
         return engine_values(self.engine_param)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(ServerOptions, PromptOptions, S3Options):
-    """The options of ``python -m jobs.serve``. Raises UsageError where a value makes no sense."""
+    """The options of ``python -m jobs.serve``. Raises UsageError for an invalid value."""
 
     cache: str = option("cache", "the cache that jobs.prune wrote", positional=True, metavar="CACHE", group="cache")
     caches: list[str] = option(
@@ -122,22 +126,23 @@ class ServeConfig(ServerOptions, PromptOptions, S3Options):
     refresh_seconds: float = option(10.0, "look for new, redone and removed videos this often, in seconds", metavar="S")
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an invalid value, also of ``caches``."""
+        """Raise UsageError for an invalid value, and for ``live``, which only the command line accepts."""
         super().__post_init__()
         if self.live:
             raise UsageError("--live: write it on the command line, and whole; it takes no cache and has other options")
         ratio = self.retention_ratio
         check_ratio("retention_ratio", ratio)
         check(self.held_bytes >= 2**20, "held_bytes", "at least 1048576", self.held_bytes)
-        room = self.max_tokens_per_video
-        check(room is None or room >= 1, "max_tokens_per_video", "at least 1", room)
+        max_tokens = self.max_tokens_per_video
+        check(max_tokens is None or max_tokens >= 1, "max_tokens_per_video", "at least 1", max_tokens)
         check(positive(self.refresh_seconds), "refresh_seconds", "above 0", self.refresh_seconds)
         self.named_caches()
 
     def named_caches(self) -> dict[str, str]:
-        """Return the place of each ``--cache NAME=PLACE`` by name, without the first cache.
+        """Parse ``--cache`` into name -> place; the first cache has no name and is not included.
 
-        Raises UsageError if it is malformed or a name repeats.
+        Raises:
+            UsageError: an argument is not NAME=PLACE, or a name repeats.
         """
         places: dict[str, str] = {}
         for text in self.caches:
@@ -150,7 +155,7 @@ class ServeConfig(ServerOptions, PromptOptions, S3Options):
 
 @dataclass(frozen=True, kw_only=True)
 class LiveConfig(ServerOptions):
-    """The options of ``python -m jobs.serve --live``. Raises UsageError where a value makes no sense."""
+    """The options of ``python -m jobs.serve --live``. Raises UsageError for an invalid value."""
 
     live: bool = option(False, "prune the videos of requests as vLLM encodes them, without a cache", group="videos")
     num_frames: int = option(
@@ -182,7 +187,7 @@ class LiveConfig(ServerOptions):
     )
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an invalid value, also of ``method_param``, ``media_domain`` and ``media_path``."""
+        """Raise UsageError if ``model`` is None, the ratio is 1, ``media_path`` is no folder, or a value is invalid."""
         super().__post_init__()
         if self.model is None:
             raise UsageError("--model is missing: a Hugging Face id or a folder")
@@ -191,34 +196,39 @@ class LiveConfig(ServerOptions):
             raise UsageError("--retention-ratio must be below 1, got 1.0: vllm serve MODEL alone keeps all tokens")
         check(self.num_frames >= 2, "num_frames", "at least 2, the frames of a temporal patch", self.num_frames)
         check(self.seed >= 0, "seed", "at least 0", self.seed)
-        wrong = [name for name in self.media_domain if not _HOST_NAME.fullmatch(name)]
-        check(not wrong, "media_domain", "a host name without a port, such as videos.example.org", wrong)
+        invalid_hosts = [name for name in self.media_domain if not _HOST_NAME.fullmatch(name)]
+        check(
+            not invalid_hosts, "media_domain", "a host name without a port, such as videos.example.org", invalid_hosts
+        )
         if self.media_path is not None and not Path(self.media_path).is_dir():
             raise UsageError(f"--media-path {self.media_path}: there is no such folder")
         self.method_params()
 
     def method_params(self) -> dict[str, str]:
-        """Parse ``--method-param`` into texts by name."""
+        """Parse ``--method-param`` into texts by name. Raises UsageError if an argument is not NAME=VALUE."""
         return named_values(self.method_param, "--method-param")
 
     def media_hosts(self) -> list[str]:
-        """Return the hosts of ``--media-domain`` in lower case, in which vLLM reads those of URLs."""
+        """Return the hosts of ``--media-domain`` in lower case, because vLLM compares lower-case hosts."""
         return [name.lower() for name in self.media_domain]
 
 
 def _is_loopback(host: str) -> bool:
-    """Return True if every address of a host is a loopback address; an empty host is all addresses of the machine."""
+    """Return True if every address of a host is a loopback address, False if the host does not exist.
+
+    An empty host stands for all addresses of the machine.
+    """
     try:
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host or None, None, flags=socket.AI_PASSIVE)}
-    except (OSError, UnicodeError):  # no such host; :func:`check_port` says so
+    except (OSError, UnicodeError):  # no such host: :func:`check_port` raises an error
         return False
     return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise UsageError if the server cannot listen on this port; vLLM would say so only after loading the model.
+    """Raise UsageError if the server cannot listen on this port, which vLLM would report only after loading the model.
 
-    The port stays free.
+    The port is released again.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as port_socket:

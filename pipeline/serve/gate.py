@@ -1,4 +1,4 @@
-"""What every request passes before vLLM sees it: its key, its size, and whether the server still takes requests."""
+"""The gate that every request passes before vLLM sees it: it checks the key and the size, and ends the server."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = frozenset(("/health", "/ping"))  # routes that load balancers ask without a key, also while the server ends
+OPEN_PATHS = frozenset(("/health", "/ping"))  # routes for load balancers: no key, open during the shutdown
 RETRY_AFTER_S = 10
-# A body that is too large is read up to this many times the limit, so that the client gets the error.
+# A body that is too large is read up to this multiple of the limit, so that the client receives the error.
 _MAX_SKIPPED_BODIES = 16
 _HEADER = b"x-cached-videos"
-# The answer of vLLM to a request that its engine ended. The engine does so if it lacks the rows of a video.
+# In vLLM's answer to a request that its engine ended, which it does if it lacks the rows of a video.
 _ENGINE_ENDED = b'"Internal server error"'
 _NO_FILES = "local files without `--allowed-local-media-path`"  # the end of vLLM's error for a file:// URL
 
-#: The content names of the videos that this task's answer is made from.
+#: The content names of the videos from which the answer to this task's request is made.
 VIDEOS: ContextVar[list[str] | None] = ContextVar("videos", default=None)
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """The settings of the gate, which travel in vLLM's configuration.
+    """The settings of the gate, which are passed in vLLM's configuration.
 
     Attributes:
         needs_key: True if the server must not start without a key.
-        max_request_bytes: the largest body of a request.
-        shutdown_timeout: seconds in which requests may end after SIGTERM.
+        max_request_bytes: the maximum size of a request's body.
+        shutdown_timeout: the seconds that running requests have after SIGTERM.
     """
 
     needs_key: bool
@@ -53,29 +53,29 @@ class RequestLimits:
 
 
 class RequestGate:
-    """The outermost ASGI middleware: it asks for the key on every route, limits bodies, and names an answer's videos.
+    """The outermost ASGI middleware: it requires the key on every route, limits bodies, and names an answer's videos.
 
-    vLLM's own check of the key leaves out some routes that answer and read. After SIGTERM the gate lets in no other
-    request, where vLLM would answer with an empty text, and the server ends once the last has its answer or
-    ``shutdown_timeout`` is over.
+    vLLM's own check of the key leaves out some routes that answer and read. After SIGTERM, vLLM would answer new
+    requests with an empty text; the gate refuses them, and ends the server once the running requests have their answers
+    or ``shutdown_timeout`` is over.
     """
 
     def __init__(self, app: App) -> None:
-        """Take the key from the environment; caches, if any, are opened when the server starts."""
+        """Read the key from the environment; limits and caches follow when the server starts."""
         self._app = app
         self._key = os.environ.get(KEY, "").encode()
-        self._state: Any = None  # of vLLM's own application
+        self._state: Any = None  # the state of vLLM's application
         self._limits = RequestLimits(needs_key=True, max_request_bytes=0, shutdown_timeout=0.0)  # until the start
         self._is_live = False
         self._busy = 0
         self._draining: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on to the app, or refuse it: 401 without the key, 503 while the server drains.
+        """Pass a request on to the app, or refuse it: 401 without the key, 503 while the server shuts down.
 
-        A request is busy until it has its answer. No key is needed if the server has none. Paths of ``OPEN_PATHS``
-        always pass, without a key and while draining, and are never busy. A websocket needs the key too, but it passes
-        while draining and is never busy. The start of the server (lifespan) opens the caches, if any.
+        No key is required if the server has none. OPEN_PATHS always pass. A websocket needs the key (it is closed with
+        1008 otherwise), but passes during the shutdown, which does not wait for it. The ASGI lifespan event starts the
+        gate, and opens the caches, if any.
         """
         if scope["type"] == "lifespan":
             self._start(scope["app"].state)
@@ -99,29 +99,34 @@ class RequestGate:
                 self._busy -= 1
 
     def _start(self, state: Any) -> None:
-        """Open the caches, if any, take over SIGTERM, and hide the model's path from clients.
+        """Read the limits, open the caches, handle SIGTERM, and hide the model's path from clients.
 
-        Raises UsageError if the server needs a key and has none, and as CachedPrompts.
+        Raises:
+            UsageError: the server needs a key and has none, or a cache does not fit the model.
+            ModelError: the model of the caches cannot be used.
+            CorruptShard: a file of a cache's table is damaged.
+            OSError: a store failed.
         """
         self._state = state
         values = state.vllm_config.additional_config
-        self._limits, self._is_live = RequestLimits(**values[LIMITS]), CONFIG not in values
-        if self._limits.needs_key and not self._key.strip():  # a printed command may run in another environment
+        self._limits = RequestLimits(**values[LIMITS])
+        self._is_live = CONFIG not in values
+        if self._limits.needs_key and not self._key.strip():  # a printed command may run where the variable is not set
             raise UsageError(MISSING_KEY)
         if not self._is_live:
             find_prompts(ServedCache.from_config(state.vllm_config))
         for model in state.openai_serving_models.base_model_paths:
-            model.model_path = model.name  # else /v1/models tells everybody where the model lies
+            model.model_path = model.name  # otherwise /v1/models would reveal the path of the model
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._drain)
 
     def _drain(self) -> None:
-        """Begin to end the server: no more requests are admitted."""
+        """Begin the shutdown: from now on new requests are refused. Later calls do nothing."""
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._end())
 
     async def _end(self) -> None:
-        """Wait until the running requests have ended, or the shutdown timeout is over, and tell the server to end."""
+        """Wait until no request is running or the shutdown timeout is over, then tell vLLM's server to exit."""
         deadline = time.monotonic() + self._limits.shutdown_timeout
         while self._busy and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
@@ -129,29 +134,33 @@ class RequestGate:
         self._state.server.should_exit = True
 
     def _has_key(self, scope: Scope) -> bool:
-        """Return True if a request carries the right key, compared in constant time."""
-        scheme, _, sent = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")
-        return scheme.lower() == b"bearer" and secrets.compare_digest(sent, self._key)
+        """Return True if the header is ``Authorization: Bearer KEY``; keys are compared in constant time."""
+        scheme, _, client_key = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")
+        return scheme.lower() == b"bearer" and secrets.compare_digest(client_key, self._key)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read a request's body and pass the request on to vLLM; refuse a large body (413) before anything parses it.
+        """Read a request's body, and pass the request on to vLLM; refuse a body that is too large (413).
 
-        The answer gets a header for each cached video that it is made from, and "retry-after" if it is a 503. A request
-        that vLLM's engine ended, since it lacked a video's rows, is passed on a second time. Nothing is sent to a
-        client that left.
+        The answer gets a header for each cached video that it was made from, and "retry-after" if it is a 503. A
+        request that vLLM's engine ended because it lacked a video's rows is passed on a second time. On a live server,
+        a video that cannot be read gets a 400. If the client disconnects while it sends the body, nothing is sent.
         """
-        most, parts, size, more = self._limits.max_request_bytes, [], 0, True
-        while more and size <= _MAX_SKIPPED_BODIES * most:
+        max_bytes = self._limits.max_request_bytes
+        parts = []
+        size = 0
+        has_more = True
+        while has_more and size <= _MAX_SKIPPED_BODIES * max_bytes:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
             size += len(message.get("body", b""))
-            parts += [message.get("body", b"")] if size <= most else []
-            more = message.get("more_body", False)
-        if size > most:
-            await _refuse(send, 413, f"a request has at most {most:,} bytes here (--max-request-bytes)")
+            parts += [message.get("body", b"")] if size <= max_bytes else []
+            has_more = message.get("more_body", False)
+        if size > max_bytes:
+            await _refuse(send, 413, f"a request has at most {max_bytes:,} bytes here (--max-request-bytes)")
             return
-        body, videos = b"".join(parts), list[str]()
+        body = b"".join(parts)
+        videos = list[str]()
         VIDEOS.set(videos)
 
         async def send_named(message: Message) -> None:
@@ -164,7 +173,7 @@ class RequestGate:
 
         try:
             if not await self._try_answer(scope, _replay_body(body, receive), send_named, videos):
-                # The engine lacked rows that vLLM had noted as sent. vLLM knows that now, and sends the rows this time.
+                # The engine lacked rows that vLLM had recorded as sent. vLLM knows that now, and sends them this time.
                 await self._app(scope, _replay_body(body, receive), send_named)
         except Exception as error:
             reason = _explain_no_media(error) if self._is_live else None
@@ -173,9 +182,13 @@ class RequestGate:
             await _refuse(send, 400, reason)
 
     async def _try_answer(self, scope: Scope, receive: Receive, send: Send, videos: list[str]) -> bool:
-        """Pass a request on to vLLM; return False if its engine ended the request, and then send nothing.
+        """Pass a request on to vLLM; return False, with nothing sent, if its engine ended the request.
 
-        Only a request about cached ``videos`` can be ended so; ``videos`` is filled while vLLM makes the prompt.
+        Only a request about cached videos can be ended this way. The start of a 500 is held back until its body shows
+        whether it was.
+
+        Args:
+            videos: filled by the renderer while vLLM makes the prompt.
         """
         is_ended = False
         kept_messages = list[Message]()
@@ -197,9 +210,10 @@ class RequestGate:
 
 
 def _explain_no_media(error: Exception) -> str | None:
-    """Return why vLLM could not read a video that a request names; None for an error that is no fault of the request.
+    """Return why a video that a request names cannot be read; None for errors that are not the request's fault.
 
-    vLLM itself would answer 500 and log a traceback.
+    The reasons are a file that is not allowed, is missing or cannot be opened, and a URL that cannot be fetched. vLLM
+    itself would answer 500 and log a traceback.
     """
     if isinstance(error, RuntimeError) and _NO_FILES in str(error):
         return "this server reads no files: send the video as a data URL"
@@ -211,19 +225,19 @@ def _explain_no_media(error: Exception) -> str | None:
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return a ``receive`` that first gives a body that was read already, and then the client's further messages."""
-    whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    """Return a ``receive`` that first returns a body that was read already, then the client's further messages."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
-        return whole.pop() if whole else await receive()
+        return messages.pop() if messages else await receive()
 
     return replay
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:
-    """Send a whole response: an error in the form of OpenAI's API.
+    """Send a complete error response in the form of OpenAI's API.
 
-    A 413 closes the connection, and a 503 says when to try again.
+    A 413 closes the connection, and a 503 has a "retry-after" header.
     """
     kind = "server_error" if status >= 500 else "invalid_request_error"
     body = json.dumps({"error": {"message": message, "type": kind, "code": status}}).encode()

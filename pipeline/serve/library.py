@@ -1,4 +1,4 @@
-"""Cached videos for those who run a vLLM of their own, from Python."""
+"""Cached videos for users who run their own vLLM from Python."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from pipeline.generate.model import find_model, read_tower_hash, refuse_vllm
 
 
 def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "auto", **more: Any) -> dict[str, Any]:
-    """Return arguments for vLLM's ``EngineArgs`` or ``AsyncEngineArgs`` that serve a cache; ``more`` are added to them.
+    """Return arguments for vLLM's ``EngineArgs`` or ``AsyncEngineArgs`` that serve a cache.
 
     Call it before vLLM is imported: it sets environment variables for vLLM in this process.
 
     Args:
-        model: the folder with the weights that the cache was made with, if the cache does not name it.
+        model: the folder with the weights that made the cache, if the cache does not name the model.
         dtype: "auto" is bfloat16 on GPUs and float32 on CPUs.
-        more: arguments of EngineArgs; they win over the arguments that are made here.
+        more: further arguments of EngineArgs; they replace those made here.
 
-    Raises UsageError if the cache was made with another model. Raises ModelError if the model is not there, and for a
-    connector of keys and values (``kv_transfer_config``) that cannot tell videos apart, and as check_arithmetic.
+    Raises:
+        UsageError: the cache was made with another model, or vLLM does not support the model.
+        ModelError: there is no such checkpoint, this CPU cannot run it, or a KV connector (``kv_transfer_config``)
+            cannot tell videos apart.
     """
     check_connectors(more)
     runtime = choose_runtime("auto", dtype)
@@ -51,21 +53,24 @@ def vllm_input(
     """Return the input of ``add_request`` (``LLMEngine``, ``AsyncLLM``) for a question about cached videos.
 
     Args:
-        video: from :meth:`TokenCache.get`; several stand in the prompt in this order.
-        prompt: the question, as a user's message says it.
-        model: as of :func:`vllm_options`.
+        video: from :meth:`TokenCache.get`; several videos appear in the prompt in this order.
+        prompt: the question, as a user's message.
+        model: the folder with the weights that made the cache, if the cache does not name the model.
         system: a system message; None leaves it to the chat template.
-        positions, rule, frame_times: as of :func:`gstep.language.prompt_builder`.
+        positions, rule, frame_times: the arguments of :func:`gstep.language.prompt_builder`.
 
-    Raises UsageError and ModelError as ``vllm_options``. Raises ValueError for a text or policy that the model does not
-    take, such as a text with the model's placeholder of a video, for no video, and for videos of different models.
+    Raises:
+        UsageError: the cache was made with another model, or vLLM does not support the model.
+        ModelError: there is no such checkpoint, or it cannot be used.
+        ValueError: there is no video, the videos come from caches of different models, a text has a placeholder of the
+            model, or the positions are not supported.
     """
     videos = [video] if isinstance(video, CachedVideo) else list(video)
     if not videos or any(video.header is None for video in videos):
         raise ValueError("videos must come from TokenCache.get, at least one of them")
     identity, *other_identities = [video.header["identity"]["model"] for video in videos if video.header is not None]
     if any(other != identity for other in other_identities):
-        raise ValueError("the videos are of caches of different models")
+        raise ValueError("the videos come from caches of different models")
     refuse_vllm(identity)
     made_with = identity["type"], identity["weights"], videos[0].metadata.get("tower_hash")
     builder = _builder(model, *made_with, positions, rule, frame_times)
@@ -84,9 +89,13 @@ def _builder(
     rule: str,
     frame_times: str,
 ) -> PromptBuilder:
-    """Return the prompt builder for a cache's model; the last eight are kept, so that calls share a builder.
+    """Return the prompt builder of a cache's model; the last eight builders are kept for later calls.
 
-    ``tower`` is the hash of the vision encoder that made the cache. Raises IdentityMismatch for another vision encoder.
+    Args:
+        tower: the hash of the vision encoder that made the cache.
+
+    Raises:
+        IdentityMismatch: ``model`` has another vision encoder.
     """
     source = find_model("the cache", {"type": model_type, "weights": weights}, model, read_tower=lambda: tower)
     return prompt_builder(source, positions, rule, frame_times)

@@ -1,6 +1,6 @@
-"""Messages as an OpenAI client writes them -> a prompt of cached tokens. Needs no vLLM.
+"""Messages as an OpenAI client writes them -> a prompt of cached tokens; vLLM is not needed.
 
-``cache://VIDEO_ID?retention_ratio=R`` is how a message names a cached video.
+A message names a cached video by ``cache://VIDEO_ID?retention_ratio=R``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ ClientMessage = JsonObject
 SCHEME = "cache://"
 _RATIO = "retention_ratio"
 _CACHE = "cache"
-_CHARACTERS_PER_TOKEN = 8  # longest average of a text that may fit; usual text has four
+_CHARACTERS_PER_TOKEN = 8  # the highest average of a text that may fit; ordinary text has four
 
 
 @dataclass(frozen=True)
 class CacheLink:
-    """A parsed link: video id, share of its tokens (None: the server's), and cache name ("": the first cache)."""
+    """A parsed link to a cached video.
+
+    Attributes:
+        retention_ratio: the share of the video's tokens; None uses the server's.
+        cache: the name of the cache; "" is the first cache.
+    """
 
     video_id: str
     retention_ratio: float | None = None
@@ -45,13 +50,14 @@ class CacheLink:
 
     @classmethod
     def parse(cls, url: str) -> CacheLink:
-        """Read a link, whose id is percent-decoded so that an id with a ``?`` or ``%`` can be named.
+        """Parse a link; its id is percent-decoded, so that ids may contain ``?`` and ``%``.
 
-        Raises ValueError for another scheme, a link without an id, and an unknown, repeated or impossible option.
+        Raises:
+            ValueError: another scheme, no id, or an unknown, repeated or invalid option.
         """
         if not url.startswith(SCHEME):
             raise ValueError(
-                f"{url[:80]!r} is no cached video: this server reads {SCHEME}VIDEO_ID?{_RATIO}=R, no files and no "
+                f"{url[:80]!r} is not a cached video: this server reads {SCHEME}VIDEO_ID?{_RATIO}=R, no files and no "
                 "addresses"
             )
         name, _, query = url.removeprefix(SCHEME).partition("?")
@@ -67,7 +73,7 @@ class CacheLink:
 
 
 def _ratio(text: str) -> float:
-    """Parse a ratio in (0, 1]. Raises ValueError."""
+    """Parse a ratio. Raises ValueError if it is not a number in (0, 1]."""
     try:
         ratio = float(text)
     except ValueError:
@@ -79,18 +85,18 @@ def _ratio(text: str) -> float:
 
 @dataclass(frozen=True)
 class ServedCache:
-    """The caches that a server answers from; JSON-able.
+    """The settings of a server on caches, JSON-able.
 
-    It travels in vLLM's own configuration, which vLLM logs: where objects are is in the environment.
+    They are passed in vLLM's configuration, which vLLM logs, so credentials and endpoints stay in the environment.
 
     Attributes:
-        cache: a folder or ``s3://bucket/prefix``.
-        model: and its ``revision``: the argument of ModelSource.resolve.
-        others: (name, place) of more caches, which links name by ``?cache=NAME``.
-        retention_ratio: of videos whose link says none; None is all that is stored.
-        positions, rule, frame_times: as of prompt_builder.
-        refresh_seconds: how often the videos tables are looked at again.
-        held_bytes: of tokens that are kept in memory for later questions.
+        cache: the first cache: a folder or ``s3://bucket/prefix``.
+        model, revision: the arguments of ModelSource.resolve.
+        others: (name, place) of further caches, which links name by ``?cache=NAME``.
+        retention_ratio: for links without a ratio; None is all that is stored.
+        positions, rule, frame_times: the arguments of prompt_builder.
+        refresh_seconds: the interval at which the videos tables are read again.
+        held_bytes: the bytes of tokens kept in memory for later questions.
     """
 
     cache: str
@@ -106,13 +112,13 @@ class ServedCache:
 
     @classmethod
     def from_config(cls, config: VllmConfig) -> ServedCache:
-        """Make the settings from vLLM's configuration, where JSON has turned tuples into lists."""
+        """Create the settings from vLLM's configuration, in which JSON has turned tuples into lists."""
         values = config.additional_config[CONFIG]
         return cls(**{**values, "others": tuple((name, place) for name, place in values["others"])})
 
 
 class Conversation(NamedTuple):
-    """A parsed conversation: messages for the chat template, the videos they link, and the length of their texts."""
+    """A parsed conversation: messages for the chat template, their links in order, and the length of their texts."""
 
     messages: list[ChatMessage]
     links: list[CacheLink]
@@ -120,28 +126,42 @@ class Conversation(NamedTuple):
 
 
 class CachedPrompts:
-    """The maker of one model's prompts about the videos of ``served`` caches. Threads may share it.
+    """The maker of prompts about videos of the served caches, for one model; thread-safe.
 
-    Raises UsageError where they do not go together, ModelError, NotACache, CorruptShard and OSError.
+    Attributes:
+        served: the settings.
+        source: the checkpoint.
+        builder: the prompt builder of the checkpoint.
+        caches: name -> the videos of each cache; "" is the first cache.
+        largest_video: the maximum number of visual tokens of a cached video in a prompt.
     """
 
     def __init__(self, config: ServedCache) -> None:
-        """Open all caches and check that they fit the model; a thread for each cache refreshes it until ``close``.
+        """Open all caches and check that they fit the model; a thread per cache refreshes it until ``close``.
 
-        The model's weights are not loaded.
+        Weights are not loaded.
+
+        Raises:
+            UsageError: a cache does not exist, was made with another model, or cannot serve the ratio.
+            ModelError: there is no such checkpoint, or it cannot be used.
+            CorruptShard: a file of a cache's table is damaged.
+            OSError: a store failed.
         """
         self.served = config
         self.source = ModelSource.resolve(config.model, config.revision, quantized=True)
         self.builder: PromptBuilder = prompt_builder(self.source, config.positions, config.rule, config.frame_times)
         places = {"": config.cache, **dict(config.others)}
         self.caches = {name: self._open_cache(place) for name, place in places.items()}
-        #: The most visual tokens that a video of the caches has in a prompt.
         self.largest_video = max(videos.cache.max_tokens for videos in self.caches.values())
         self.largest_video += 1 if self.builder.needs_newline else 0
 
     def _open_cache(self, place: str) -> ServedVideos:
-        """Open a cache, which a thread refreshes at intervals. Raises UsageError if it does not fit the model."""
-        # If the store is away, a request gets its 503 soon, not after minutes.
+        """Open a cache, check that it fits the model, and start the thread that refreshes it.
+
+        Raises:
+            UsageError: the cache was made with another model, or cannot serve the server's ratio.
+        """
+        # If the store does not answer, a request gets its 503 soon instead of after minutes.
         open_token_cache = partial(TokenCache, place, store=store_at(place).impatient())
         first = open_token_cache()
         model = first.identity["model"]
@@ -152,38 +172,44 @@ class CachedPrompts:
         return ServedVideos(open_token_cache, self.served.refresh_seconds, self.served.held_bytes)
 
     def close(self) -> None:
-        """Stop refreshing the caches."""
+        """Stop refreshing the caches, and start no further reads."""
         for videos in self.caches.values():
             videos.close()
 
     def read(self, messages: Iterable[ClientMessage]) -> Conversation:
-        """Parse messages without tokenizing them; the videos of their links are not looked up yet.
+        """Parse messages, without tokenizing them or looking up the videos of their links.
 
-        Raises ValueError, with the reason, for a link that is malformed, and for content that the model does not take.
+        Raises:
+            ValueError: a link is malformed, a role or content is not supported, or the texts are too long.
         """
-        read = [(_role(message), parts_of(message)) for message in messages]
-        links = [CacheLink.parse(part["url"]) for _, parts in read for part in parts if "url" in part]
-        messages_out = [ChatMessage(role=role, content=[_for_template(part) for part in parts]) for role, parts in read]
-        n_characters = sum(len(part.get("text", "")) for _, parts in read for part in parts)
+        parsed_messages = [(_role(message), parts_of(message)) for message in messages]
+        links = [CacheLink.parse(part["url"]) for _, parts in parsed_messages for part in parts if "url" in part]
+        chat = [
+            ChatMessage(role=role, content=[_for_template(part) for part in parts]) for role, parts in parsed_messages
+        ]
+        n_characters = sum(len(part.get("text", "")) for _, parts in parsed_messages for part in parts)
         self.check_length(n_characters)
-        return Conversation(messages_out, links, n_characters)
+        return Conversation(chat, links, n_characters)
 
     def check_length(self, n_characters: int) -> None:
-        """Raise ValueError if texts of ``n_characters`` in all are too long for any prompt of the model.
+        """Raise ValueError if texts of ``n_characters`` in total are too long for any prompt of the model.
 
-        The limit is ``_CHARACTERS_PER_TOKEN`` characters for each token of the model's context.
+        The limit is ``_CHARACTERS_PER_TOKEN`` characters per token of the model's context.
         """
-        most = _CHARACTERS_PER_TOKEN * self.builder.context_length
-        if n_characters > most:
+        max_characters = _CHARACTERS_PER_TOKEN * self.builder.context_length
+        if n_characters > max_characters:
             raise ValueError(
-                f"the messages have {n_characters:,} characters; this server takes {most:,}, as a prompt of this model "
-                f"has at most {self.builder.context_length:,} tokens"
+                f"the messages have {n_characters:,} characters; this server takes {max_characters:,}, as a prompt of "
+                f"this model has at most {self.builder.context_length:,} tokens"
             )
 
     def find(self, link: CacheLink) -> Future[ServedVideo]:
-        """Return a future of the linked video, finished if memory has its tokens; else a thread reads them.
+        """Return a future of the linked video, done already if the tokens are in memory; otherwise a thread reads them.
 
-        A link without a ratio gets the server's ratio. Raises ValueError for an unknown cache.
+        A link without a ratio gets the server's ratio.
+
+        Raises:
+            ValueError: the server has no cache of this name.
         """
         if link.cache not in self.caches:
             names = ", ".join(filter(None, self.caches)) or "none"
@@ -192,13 +218,15 @@ class CachedPrompts:
         return self.caches[link.cache].find(link.video_id, ratio)
 
     def prompt(self, conversation: Conversation, videos: Sequence[ServedVideo], max_tokens: float = math.inf) -> Prompt:
-        """Return the prompt of a conversation up to where the model is to speak.
+        """Build the prompt of a conversation, up to the model's next message.
 
         Args:
-            videos: of the conversation's links, in their order.
-            max_tokens: visual tokens that a video may have in a prompt.
+            videos: the videos of the conversation's links, in their order.
+            max_tokens: the visual tokens that a video may have in a prompt.
 
-        Raises ValueError, as the builder, and TooLarge.
+        Raises:
+            TooLarge: a video has more tokens than that.
+            ValueError: a text is not valid, or the chat template does not write every video and text.
         """
         for link, video in zip(conversation.links, videos, strict=True):
             if (n_tokens := self.builder.n_visual([video.visual])) > max_tokens:
@@ -211,8 +239,12 @@ class CachedPrompts:
 
 
 def _check_ratio(cache: TokenCache, ratio: float | None) -> None:
-    """Raise UsageError if the cache cannot serve the ratio: it is larger, or the method is not nested."""
-    stored_ratio, method = cache.retention_ratio, read_declared_method(cache.identity)
+    """Raise UsageError if the cache cannot serve the ratio: it is above the stored one, or the method is not nested.
+
+    None and the stored ratio always pass.
+    """
+    stored_ratio = cache.retention_ratio
+    method = read_declared_method(cache.identity)
     if ratio is None or abs(ratio - stored_ratio) <= 1e-9:
         return
     if ratio > stored_ratio:
@@ -226,19 +258,22 @@ def _check_ratio(cache: TokenCache, ratio: float | None) -> None:
 
 @lru_cache(maxsize=1)
 def find_prompts(config: ServedCache) -> CachedPrompts:
-    """Return this process's only CachedPrompts, which renderer and gate share."""
+    """Return the CachedPrompts of this process, which renderer and gate share; the first call opens the caches."""
     return CachedPrompts(config)
 
 
 _NO_MORE = frozenset(("role", "content", "name", "type"))
 _ROLES = ("system", "developer", "user", "assistant")
-_TEXTS = ("text", "input_text", "output_text")  # the last two are those of /v1/responses
+_TEXTS = ("text", "input_text", "output_text")  # the last two occur in /v1/responses
 
 
 def parts_of(message: ClientMessage) -> list[dict[str, str]]:
-    """Return the content of a message as ``{"text": ...}`` and ``{"url": ...}``; the urls are not checked.
+    """Return the content of a message as ``{"text": ...}`` and ``{"url": ...}``; empty content gives [].
 
-    Raises ValueError for parts of any other kind, since the server reads no files and no addresses.
+    URLs are not checked.
+
+    Raises:
+        ValueError: a part is of another kind, such as an image, or lacks its text or url.
     """
     content = message.get("content")
     if content is None or isinstance(content, str):
@@ -252,22 +287,26 @@ def parts_of(message: ClientMessage) -> list[dict[str, str]]:
 
 
 def _role(message: ClientMessage) -> str:
-    """Return a message's role; "developer" is "system". Raises ValueError for any other role, such as of tool calls.
+    """Return a message's role, with "system" for "developer".
 
-    Raises ValueError also for further fields, which a template would write unchecked.
+    Raises:
+        ValueError: another role, such as that of tool calls, or a further field with a value, which a template would
+            write unchecked.
     """
     role = message.get("role")
     if role not in _ROLES:
         raise ValueError(f"a message of role {str(role)[:40]!r} cannot go with a cached video")
-    if more := sorted(name for name in message.keys() - _NO_MORE if message[name]):
-        raise ValueError(f"{more[0]} of a message cannot go with a cached video")
+    if extra_fields := sorted(name for name in message.keys() - _NO_MORE if message[name]):
+        raise ValueError(f"{extra_fields[0]} of a message cannot go with a cached video")
     return "system" if role == "developer" else str(role)
 
 
 def _part(part: Json) -> dict[str, str]:
-    """Return one part of a message as {"text": ...} or {"url": ...}. Raises ValueError for other kinds.
+    """Return a part of a message, or a plain text, as {"text": ...} or {"url": ...}.
 
-    Raises KeyError for a part without its text or url.
+    Raises:
+        ValueError: the part is neither a text nor a video (``video_url``, or ``input_file`` with ``file_url``).
+        KeyError: the part lacks its text or url.
     """
     if isinstance(part, str):
         return {"text": part}
@@ -279,11 +318,11 @@ def _part(part: Json) -> dict[str, str]:
     if kind == "video_url":
         link = part["video_url"]
         return {"url": str(link["url"] if isinstance(link, Mapping) else link)}
-    if kind == "input_file" and part.get("file_url"):  # /v1/responses knows no video
+    if kind == "input_file" and part.get("file_url"):  # /v1/responses has no type for videos
         return {"url": str(part["file_url"])}
     raise ValueError(f"a part of type {str(kind)[:40]!r}: this server takes text, and video_url with {SCHEME}VIDEO_ID")
 
 
 def _for_template(part: Mapping[str, str]) -> ChatPart:
-    """Return a part in the form that chat templates take."""
+    """Convert a part to the form of chat templates."""
     return {"type": "video"} if "url" in part else {"type": "text", "text": part["text"]}

@@ -1,4 +1,4 @@
-"""The start of vLLM's own server, on a cache or with live pruning, in this process, after a check of the request."""
+"""The start of vLLM's server in this process, on a cache or with live pruning, after checks of the options."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from pipeline.serve.gate import RequestGate, RequestLimits
 from pipeline.serve.prompts import CachedPrompts, ServedCache
 from pipeline.storage.stores import store_at
 
-# Arguments that no user may set: of any server, of one of cached videos, and of one with live pruning.
+# Arguments that users may not set: on any server, on cached videos, and with live pruning.
 _RESERVED = frozenset(
     (
         *("host", "port", "api_key", "served_model_name", "chat_template"),
@@ -52,21 +52,23 @@ _RESERVED = frozenset(
     )
 )
 _CACHE_RESERVED = RESERVED_OPTIONS | _RESERVED | {"tokenizer_mode"}
-# Arguments that only a server of cached videos sets.
+# Arguments that only a server of cached videos sets; with live pruning, users may.
 _LIVE_FREE = frozenset(("limit_mm_per_prompt", "mm_processor_cache_gb", "generation_config", "disable_log_stats"))
 _LIVE_RESERVED = (RESERVED_OPTIONS - _LIVE_FREE) | LIVE_RESERVED_OPTIONS | _RESERVED
 _NO_HOST = "no-host.invalid"  # an empty list would allow every host
 _REDIRECTS = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
 _RUST = "VLLM_USE_RUST_FRONTEND"
-_ENDS_S = 5  # seconds after the shutdown timeout that a process may take to end
+_ENDS_S = 5  # seconds that a process may take to exit after the shutdown timeout
 
 
 def serve(config: ServeConfig | LiveConfig) -> None:
     """Run the server until the process is told to stop.
 
-    With ``print_command`` it only prints the command by which vLLM's own ``vllm serve`` answers alike, without the key.
+    With ``print_command``, only print the equivalent ``vllm serve`` command, without the key. Sets environment
+    variables in this process.
 
-    Sets environment variables in this process. Raises UsageError before anything is loaded.
+    Raises:
+        UsageError: the options, the model or a cache do not fit together; nothing was loaded.
     """
     arguments = server_arguments(config)
     if config.print_command:
@@ -81,19 +83,26 @@ def serve(config: ServeConfig | LiveConfig) -> None:
 
 
 def server_arguments(config: ServeConfig | LiveConfig) -> list[str]:
-    """Return the command line of ``vllm serve``, after a check that cache or model, and flags go together.
+    """Check the options, the model and the caches, and return the arguments of ``vllm serve``.
 
-    Sets variables of the environment that vLLM's processes need: the store, the key, and vLLM's own. Raises UsageError.
+    Sets the environment variables that vLLM's processes need in this process: the store, the key, and vLLM's.
+
+    Raises:
+        UsageError: they do not fit together, or vLLM is missing.
     """
     os.environ.update(_list_variables(config))
     if config.api_key is not None:
-        os.environ[KEY] = config.api_key  # where the gate and vLLM's processes read it
+        os.environ[KEY] = config.api_key  # the gate and vLLM's processes read it there
     return _live_arguments(config) if isinstance(config, LiveConfig) else _cache_arguments(config)
 
 
 def _list_variables(config: ServeConfig | LiveConfig) -> dict[str, str]:
-    """Return the variables that decide where vLLM's processes read: the store that the flags name, or media URLs."""
-    if isinstance(config, LiveConfig):  # vLLM would otherwise follow a redirection from an allowed host to any other
+    """Return the environment variables that vLLM's processes need to read what the flags name, and nothing else.
+
+    On a cache these are the variables of ``--s3-endpoint``, or none without it. With live pruning it is the one that
+    forbids redirections of media URLs, unless the environment sets it.
+    """
+    if isinstance(config, LiveConfig):  # otherwise vLLM follows redirections from an allowed host to any other
         return {_REDIRECTS: os.environ.get(_REDIRECTS, "0")}
     if config.s3_endpoint is None:
         return {}
@@ -102,7 +111,11 @@ def _list_variables(config: ServeConfig | LiveConfig) -> dict[str, str]:
 
 
 def _prepare(config: ServeConfig | LiveConfig, source: ModelSource) -> Runtime:
-    """Choose the model's device and arithmetic, and set vLLM's variables in this process. Raises UsageError."""
+    """Choose the device and dtype, check that vLLM can compute with them, and set vLLM's environment variables.
+
+    Raises:
+        UsageError: they are not available, this CPU cannot run the model, or this package is not installed.
+    """
     with usage_errors():
         runtime = choose_runtime("auto", config.dtype)
         check_arithmetic(source, runtime)
@@ -111,7 +124,11 @@ def _prepare(config: ServeConfig | LiveConfig, source: ModelSource) -> Runtime:
 
 
 def _live_arguments(config: LiveConfig) -> list[str]:
-    """Return the command line of a server with live pruning. Raises UsageError."""
+    """Return the arguments of ``vllm serve`` for live pruning.
+
+    Raises:
+        UsageError: the options and the model do not fit together, or vLLM is missing.
+    """
     source, live = check_live(config)
     check_installed("jobs.serve --live")
     runtime = _prepare(config, source)
@@ -124,9 +141,12 @@ def _live_arguments(config: LiveConfig) -> list[str]:
 
 
 def check_live(config: LiveConfig) -> tuple[ModelSource, LivePruning]:
-    """Check that model, method and arguments go together. Reads small files of the model, and needs no vLLM.
+    """Check that model, method and engine arguments fit together; return the checkpoint and the pruning.
 
-    Raises UsageError.
+    Reads small files of the model, and does not need vLLM.
+
+    Raises:
+        UsageError: they do not fit together, or an engine argument is reserved.
     """
     assert config.model is not None
     params = whole_names(config.engine_params())
@@ -141,8 +161,13 @@ def check_live(config: LiveConfig) -> tuple[ModelSource, LivePruning]:
 
 
 def _cache_arguments(config: ServeConfig) -> list[str]:
-    """Return the command line of a server of cached videos. Raises UsageError."""
-    served_config = served_cache(config)  # which refuses a cache that vLLM cannot serve at all
+    """Return the arguments of ``vllm serve`` for cached videos; the caches are opened for checks and closed again.
+
+    Raises:
+        UsageError: options, caches and model do not fit together, vLLM is missing, or the largest video does not fit.
+        CorruptShard: a file of a cache's table is damaged.
+    """
+    served_config = served_cache(config)  # raises for a cache that vLLM cannot serve at all
     check_installed("jobs.serve")
     with usage_errors(), store_usage_errors():
         prompts = CachedPrompts(served_config)
@@ -154,17 +179,18 @@ def _cache_arguments(config: ServeConfig) -> list[str]:
         check_generation_settings(prompts.source.name, generation_config(prompts.source, prompts.builder.config))
         refuse_reserved(whole_names(params), _CACHE_RESERVED)
         check_connectors(params)
-    runtime, largest = _prepare(config, prompts.source), _largest_video(config, prompts)
+    runtime = _prepare(config, prompts.source)
+    largest = _largest_video(config, prompts)
     with usage_errors():
         options = engine_options(prompts.source, runtime, largest, config.tensor_parallel)
     del options["disable_log_stats"]
     options |= {
-        "generation_config": "auto",  # the checkpoint decides the settings that a request leaves open
+        "generation_config": "auto",  # the checkpoint sets what a request leaves open
         "tokenizer_mode": MODE,
-        # If a route of vLLM fetched a media URL before the renderer sees it, no domain would be allowed.
+        # In case a route of vLLM fetches a media URL before the renderer sees it: no domain is allowed.
         "allowed_media_domains": ["cached-videos.invalid"],
         "additional_config": {CONFIG: asdict(served_config)},
-        # Rows go to the engine with the first question on a video; it keeps them for later ones.
+        # The engine gets a video's rows with the first question, and keeps them for later ones.
         "mm_processor_cache_gb": config.held_bytes / 2**30,
     }
     arguments = server_words(config, options, config.model or prompts.source.name)
@@ -179,23 +205,28 @@ def _cache_arguments(config: ServeConfig) -> list[str]:
 
 
 def _largest_video(config: ServeConfig, prompts: CachedPrompts) -> int:
-    """Return the maximum number of tokens of a video for which memory is reserved, with the newline of the prompt.
+    """Return the number of visual tokens per video, with the prompt's newline, for which memory is reserved.
 
-    Raises UsageError if ``max_tokens_per_video`` is too few for a cached video.
+    Raises:
+        UsageError: ``max_tokens_per_video`` is too small for a cached video.
     """
-    most, newline = config.max_tokens_per_video, 1 if prompts.builder.needs_newline else 0
-    if most is None:
+    max_tokens = config.max_tokens_per_video
+    newline = 1 if prompts.builder.needs_newline else 0
+    if max_tokens is None:
         return prompts.largest_video
-    if most + newline < prompts.largest_video:
+    if max_tokens + newline < prompts.largest_video:
         largest = prompts.largest_video - newline
-        raise UsageError(f"--max-tokens-per-video {most}: the caches have a video of {largest}; give that or more")
-    return most + newline
+        raise UsageError(
+            f"--max-tokens-per-video {max_tokens}: the caches have a video of {largest}; give that or more"
+        )
+    return max_tokens + newline
 
 
 def served_cache(config: ServeConfig) -> ServedCache:
-    """Return the renderer's settings, which travel in vLLM's configuration.
+    """Return the settings for vLLM's configuration; the header of the first cache names the model.
 
-    The first cache's header names the model. Raises UsageError.
+    Raises:
+        UsageError: a cache cannot be read, vLLM does not support its model, or no model is named.
     """
     with usage_errors(), store_usage_errors():
         places = (config.cache, *config.named_caches().values())
@@ -218,21 +249,20 @@ def served_cache(config: ServeConfig) -> ServedCache:
 
 
 def whole_names(params: JsonObject) -> JsonObject:
-    """Return arguments by their whole names: the command line also takes a part, as in compilation_config.mode=3."""
+    """Return arguments by their names up to the first dot, such as compilation_config of compilation_config.mode."""
     return {name.partition(".")[0]: value for name, value in params.items()}
 
 
 def server_words(config: ServerOptions, options: Mapping[str, Any], model_name: str) -> list[str]:
-    """Return the words of vLLM's command line after ``vllm serve``, with what every server has: gate, host, port.
-
-    The gate reads its limits from them. If they will be printed, ends the process with 2 for arguments of the user
-    that vLLM does not know.
+    """Return the arguments of ``vllm serve``, with what every server has: gate, limits, name, host and port.
 
     Args:
-        options: the arguments of vLLM by name, with ``model``; those of the user win over them.
-        model_name: the model's name or folder, for clients.
+        options: the arguments of vLLM by name, with ``model``; ``engine_params`` of the user replace them.
+        model_name: the model's id or folder, from which the name for clients is made.
 
-    Raises UsageError if the environment asks for vLLM's server in Rust.
+    Raises:
+        UsageError: the environment selects vLLM's server in Rust.
+        SystemExit: with ``print_command``, vLLM does not know an argument of the user (code 2).
     """
     if os.environ.get(_RUST, "0") != "0":
         raise UsageError(f"{_RUST}: vLLM's server in Rust asks for no key here and limits no request. Unset {_RUST}")
@@ -240,7 +270,7 @@ def server_words(config: ServerOptions, options: Mapping[str, Any], model_name: 
     options = {
         **options,
         "additional_config": {**options.get("additional_config", {}), LIMITS: limits},
-        # To clients, a model is a Hub id, or the last part of a folder's path.
+        # Clients see a Hub id, or only the last component of a folder's path.
         "served_model_name": config.served_model_name
         or (Path(model_name).name if Path(model_name).exists() else model_name),
         "middleware": [f"{RequestGate.__module__}.{RequestGate.__name__}"],
@@ -249,7 +279,7 @@ def server_words(config: ServerOptions, options: Mapping[str, Any], model_name: 
         **config.engine_params(),
     }
     if options.get("api_server_count", options.get("data_parallel_size", 1)) != 1:
-        # Each server process drains by itself; the parent kills a process that has not ended by then.
+        # Each server process shuts down by itself; the parent kills those that have not exited by then.
         options["shutdown_timeout"] = math.ceil(config.shutdown_timeout) + _ENDS_S
     model = str(options.pop("model"))
     words = [model, *(word for name, value in options.items() for word in _make_words(name, value))]
@@ -259,7 +289,7 @@ def server_words(config: ServerOptions, options: Mapping[str, Any], model_name: 
 
 
 def parse_words(words: Sequence[str]) -> Namespace:
-    """Parse the command line of ``vllm serve``."""
+    """Parse the arguments of ``vllm serve``; an unknown one ends the process with code 2. Imports vLLM."""
     from vllm.entrypoints.cli.serve import ServeSubcommand  # noqa: PLC0415 - tens of seconds to import
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
 
@@ -269,7 +299,11 @@ def parse_words(words: Sequence[str]) -> Namespace:
 
 
 def _make_words(name: str, value: Any) -> list[str]:
-    """Return one option as words of vLLM's command line; None gives no words, and False ``--no-NAME``."""
+    """Return one option as command-line arguments of vLLM.
+
+    None gives no arguments, True ``--NAME``, False ``--no-NAME``, a list the flag and its values, a dict the flag and
+    JSON, and any other value ``--NAME=VALUE``. Underscores in the name become hyphens.
+    """
     flag = f"--{name.replace('_', '-')}"
     if value is None:
         return []

@@ -1,4 +1,4 @@
-"""The videos of one cache that a server answers from, as prompts take them; those asked about last stay in memory."""
+"""The videos of one cache that a server answers from; those asked about most recently stay in memory."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from pipeline.errors import CorruptShard, NotACache, RemovedVideo, UnknownVideo
 from pipeline.generate.prompts import LruCache, count_bytes
 from pipeline.rows import VideoRow
 
-_MAX_READERS = 8  # videos that are read at once
-VideoKey = tuple[str, float | None]  # video id, and the share of its tokens
+_MAX_READERS = 8  # videos read in parallel
+VideoKey = tuple[str, float | None]  # video id, retention ratio
 
 
 class StoreAway(Exception):  # noqa: N818
-    """An error: the cache's store does not answer now, but may later."""
+    """The store of the cache does not answer now, but may later."""
 
 
 class VideoGone(Exception):  # noqa: N818
-    """An error: the cache names tokens that no longer exist, or has removed the video."""
+    """The video was removed, or its tokens no longer exist."""
 
 
 class TooLarge(Exception):  # noqa: N818
-    """An error: the engine has no memory for so many tokens of a video until the server restarts."""
+    """The engine has no memory for a video of this many tokens until the server restarts."""
 
 
 class ServedVideo(NamedTuple):
-    """A video as prompts take it.
+    """A video in the form that prompts take.
 
     Attributes:
-        content_name: changes when the video is encoded again.
-        snapshot: the number of the snapshot whose row had that content.
+        content_name: a name of the stored content; it changes when the video is encoded again.
+        snapshot: the number of the last snapshot whose row had this content.
     """
 
     visual: Visual
@@ -46,7 +46,7 @@ class ServedVideo(NamedTuple):
 
 
 class _Snapshot(NamedTuple):
-    """An opened cache, the files of its table at that time, and how many snapshots there were before."""
+    """An open cache, the names of the files of its table when it was opened, and the number of earlier snapshots."""
 
     cache: TokenCache
     files: frozenset[str]
@@ -54,16 +54,22 @@ class _Snapshot(NamedTuple):
 
 
 class ServedVideos:
-    """The videos of one open cache that a server answers from. Threads may share it.
+    """The videos of one open cache that a server answers from; thread-safe.
 
     Attributes:
-        away: whether the store did not answer when it was asked last.
+        away: True if the store did not answer at the last access.
     """
 
     def __init__(self, open_cache: Callable[[], TokenCache], refresh_seconds: float, held_bytes: int) -> None:
-        """Open the cache, and look again every ``refresh_seconds`` in a thread; keep up to ``held_bytes`` of tokens.
+        """Open the cache, and start a thread that refreshes it every ``refresh_seconds``.
 
-        Raises NotACache, CorruptShard and OSError.
+        Args:
+            held_bytes: the bytes of tokens to keep in memory.
+
+        Raises:
+            NotACache: there is no cache.
+            CorruptShard: a file of the cache's table is damaged.
+            OSError: the store failed.
         """
         self._open = open_cache
         cache = open_cache()
@@ -85,19 +91,18 @@ class ServedVideos:
         return self._snapshot.cache
 
     def close(self) -> None:
-        """Stop refreshing the cache, and start no further read."""
+        """Stop refreshing the cache, and start no further reads."""
         self._close_event.set()
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def find(self, video_id: str, retention_ratio: float | None) -> Future[ServedVideo]:
-        """Return a future of the video, finished if memory has it as of the last refresh; else a thread reads it.
+        """Return a future of the video, done already if memory has the current content; otherwise a thread reads it.
 
-        Callers that ask while a thread reads it share the read.
-
-        It raises UnknownVideo, RatioNotCached and CorruptShard as TokenCache.get, VideoGone and StoreAway.
+        Callers that ask while a thread reads the video share the read. The future raises UnknownVideo, RatioNotCached,
+        CorruptShard, VideoGone or StoreAway.
         """
         key = (video_id, retention_ratio)
-        with self._lock:  # under which videos are stored, so that no video is read twice
+        with self._lock:  # videos are stored under this lock, so that none is read twice
             video = self._videos_in_memory.get(key)
             if video is not None and video.snapshot == self._snapshot.number:
                 in_memory: Future[ServedVideo] = Future()
@@ -110,7 +115,10 @@ class ServedVideos:
             return loading
 
     def refresh(self) -> None:
-        """Open the table again if its files changed; an error sets ``away``, and videos in memory are still served."""
+        """Open the table again if its files have changed, or if the store was away.
+
+        If that fails, this sets ``away`` instead of raising; videos in memory are still served.
+        """
         try:
             if self.away or _file_names(self.cache) != self._snapshot.files:
                 self._look_again()
@@ -121,8 +129,11 @@ class ServedVideos:
     def _look_again(self) -> None:
         """Open the cache again as the next snapshot.
 
-        Raises the errors of TokenCache, and NotACache if another cache has taken its place: the model may not
-        understand its tokens.
+        Raises:
+            NotACache: the cache is gone, or was replaced by one with another identity, whose tokens the model may not
+                understand.
+            CorruptShard: a file of the cache's table is damaged.
+            OSError: the store failed.
         """
         cache = self._open()
         if cache.identity != self._identity:
@@ -132,12 +143,17 @@ class ServedVideos:
             self._snapshot = _Snapshot(cache, files, self._snapshot.number + 1)
 
     def _keep_looking(self, seconds: float) -> None:
-        """Refresh at intervals until closed; runs in a thread."""
+        """Refresh the cache every so many seconds until ``close``; runs in a thread."""
         while not self._close_event.wait(seconds):
             self.refresh()
 
     def _read(self, key: VideoKey) -> ServedVideo:
-        """Read a video and keep it in memory; runs in a reader thread. Sets ``away``, and raises as ``find``."""
+        """Read a video and keep it in memory; runs in a reader thread. Sets ``away`` by whether the store answers.
+
+        If the store was away and the video or its tokens are not found, the cache is opened again for a second try.
+
+        Raises UnknownVideo (without suggesting other ids), RatioNotCached, CorruptShard, VideoGone or StoreAway.
+        """
         try:
             try:
                 video = self._load(*key)
@@ -148,7 +164,7 @@ class ServedVideos:
                 video = self._load(*key)
         except (OSError, NotACache, CorruptShard, UnknownVideo) as error:
             explanation = self._explain_error(error)
-            if type(explanation) is UnknownVideo:  # a client learns no ids of other videos
+            if type(explanation) is UnknownVideo:  # the message must not reveal ids of other videos
                 raise UnknownVideo(f"{key[0]!r} is not in the cache") from error
             if explanation is error:
                 raise
@@ -157,8 +173,9 @@ class ServedVideos:
         return video
 
     def _load(self, video_id: str, retention_ratio: float | None) -> ServedVideo:
-        """Return a video's tokens from memory if the cache still has the same tokens, else read and keep them."""
-        snapshot, key = self._snapshot, (video_id, retention_ratio)
+        """Return a video from memory if its row still names the same content; otherwise read and keep it."""
+        snapshot = self._snapshot
+        key = (video_id, retention_ratio)
         content_name = _content_name(snapshot.cache.metadata(video_id))
         with self._lock:
             video = self._videos_in_memory.get(key)
@@ -170,14 +187,16 @@ class ServedVideos:
             return self._videos_in_memory.put(key, video._replace(snapshot=snapshot.number))
 
     def _explain_error(self, error: Exception) -> Exception:
-        """Return the error that a request gets: StoreAway, VideoGone, or ``error`` itself.
+        """Convert an error of reading a video to the error that its request gets.
 
-        Asks the store again in doubt, and sets ``away`` if the store does not answer.
+        That is StoreAway if the store does not answer, which is checked again if a video or its tokens are missing;
+        this sets ``away``. It is VideoGone for a removed video or a missing token shard, and otherwise ``error``
+        itself.
         """
         is_missing = isinstance(error, CorruptShard) and error.kind == "missing"
-        # A folder that was unmounted looks like an empty cache.
-        doubtful = is_missing or type(error) is UnknownVideo
-        if isinstance(error, OSError | NotACache) or (doubtful and not self._reachable()):
+        # An unmounted folder looks like an empty cache.
+        is_doubtful = is_missing or type(error) is UnknownVideo
+        if isinstance(error, OSError | NotACache) or (is_doubtful and not self._reachable()):
             self.away = True
             return StoreAway("the store of the cache does not answer; ask again later")
         if is_missing or isinstance(error, RemovedVideo):
@@ -185,7 +204,7 @@ class ServedVideos:
         return error
 
     def _reachable(self) -> bool:
-        """Return True if the cache's store answers."""
+        """Return True if the header of the cache can be read."""
         try:
             read_header(self.cache.store)
         except (OSError, NotACache):
@@ -194,16 +213,16 @@ class ServedVideos:
 
 
 def _n_bytes(video: ServedVideo) -> int:
-    """Return the bytes of a video's tensors; its placeholder rows count only if they are a copy."""
+    """Return the bytes of a video's tensors, with its placeholder rows if they are a copy of the tokens."""
     visual = video.visual
     return count_bytes(visual) + (0 if visual.placeholder_rows is visual.tokens else visual.placeholder_rows.nbytes)
 
 
 def _file_names(cache: TokenCache) -> frozenset[str]:
-    """Return the names of the table's files."""
+    """Return the names of the files of the cache's table."""
     return frozenset(file.name for file in list_table_files(cache.store))
 
 
 def _content_name(row: VideoRow) -> str:
-    """Return a name for the video's stored content, which changes when it is encoded again."""
+    """Return a name for the stored content of a video: ID=SHARD:ROW_GROUP:CHECKSUM, with the id percent-encoded."""
     return f"{quote(row['video_id'])}={row['token_shard']}:{row['first_row_group']}:{row['checksum']}"

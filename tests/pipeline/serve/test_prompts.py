@@ -273,9 +273,9 @@ def test_a_link_names_a_video_a_ratio_and_a_cache(url, link):
     ("url", "why"),
     [
         ("file:///etc/passwd", "no files and no addresses"),
-        ("http://example.org/v.mp4", "no cached video"),
-        ("data:video/mp4;base64,AAAA", "no cached video"),
-        ("CACHE://a", "no cached video"),
+        ("http://example.org/v.mp4", "is not a cached video"),
+        ("data:video/mp4;base64,AAAA", "is not a cached video"),
+        ("CACHE://a", "is not a cached video"),
         ("cache://", "names no video"),
         ("cache://?retention_ratio=0.1", "names no video"),
         ("cache://a?ratio=0.1", "unknown option 'ratio'"),
