@@ -1,4 +1,4 @@
-"""The options of an evaluation: one dataclass that flags and the run's record come from."""
+"""The options of an evaluation, as one dataclass that defines the command-line flags and is checked when it is made."""
 
 from __future__ import annotations
 
@@ -43,7 +43,14 @@ _GOES_WITH = {
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(EngineOptions):
-    """All options of ``python -m jobs.evaluate``. Raises UsageError for an invalid value."""
+    """All options of ``python -m jobs.evaluate``.
+
+    Exactly one of ``benchmark``, ``score`` and ``results`` selects what the command does. Empty ``method`` and
+    ``retention_ratio`` stand for the defaults with ``benchmark``, and for everything that exists with ``results``.
+
+    Raises:
+        UsageError: an option has an invalid value, or two options cannot be combined.
+    """
 
     item: ClassVar[str] = "question"
 
@@ -194,7 +201,12 @@ class EvaluateConfig(EngineOptions):
     )
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an invalid value, options that do not go together, or a malformed method."""
+        """Check all options.
+
+        Raises:
+            UsageError: a value is invalid, options cannot be combined, a method is malformed, or ``reference`` or
+                ``ours`` names no row of the table that ``benchmark`` will produce.
+        """
         super().__post_init__()
         if [self.benchmark is None, not self.score, not self.results].count(False) != 1:
             raise UsageError(
@@ -226,9 +238,9 @@ class EvaluateConfig(EngineOptions):
         self._check_rows({spec.method_label.partition(",positions=")[0] for spec in self.grid().values() if spec})
 
     def _check_rows(self, labels: Collection[str]) -> None:
-        """Raise UsageError if ``reference`` or ``ours`` names no row of the table, before hours go into the answers.
+        """Raise UsageError if ``reference`` or ``ours`` names no row of the table, before hours are spent on answers.
 
-        The check is for ``--benchmark`` alone: results that exist are checked when their table is made.
+        Without ``benchmark`` nothing is checked here: existing results are checked when their table is made.
 
         Args:
             labels: the methods of the grid with their seeds, without ratios and positions.
@@ -241,20 +253,24 @@ class EvaluateConfig(EngineOptions):
                 raise UsageError(f"--{option_name} {value} is no row of the table; there are {', '.join(sorted(rows))}")
 
     def shared_with(self, kind: type[RunOptions]) -> dict[str, Any]:
-        """Return by name the options that the configuration class of another run has too, with the same meaning."""
+        """Return the options, by name, that another configuration class also has with the same meaning."""
         names = [item.name for item in fields(kind) if item.name not in _NOT_SHARED]
         return {name: value for name, value in vars(self).items() if name in names}
 
     def in_out(self, name: str) -> str:
-        """Return the folder or URI of this name in ``--out``."""
+        """Return the path or URI of ``name`` below ``out``."""
         return f"{self.out.rstrip('/')}/{name}"
 
     def grid(self) -> dict[str, PruningSpec | None]:
-        """Return the arms that every question is answered under, by label: first full retention, which is None.
+        """Return the prunings that every question is asked under, by label; the first is full retention, which is None.
 
-        Each other method follows, at each ratio from the largest. It has its own positions, else a separate arm for
-        each position that ``positions`` names. The method ``none`` adds no arm, since full retention is always there.
-        Raises UsageError for a method that is no METHOD[,NAME=VALUE...].
+        The other methods follow in the given order, each at every ratio from the largest. A method that names positions
+        gets one arm per ratio; otherwise it gets one for each kind of positions that ``positions`` stands for. The
+        method ``none`` adds no arm, since full retention is always included. Methods are parsed but not looked up.
+
+        Raises:
+            UsageError: a method is not of the form METHOD[,NAME=VALUE...], or its positions or range of seeds are
+                invalid.
         """
         specs = parse_pruning_grid(
             self.method or DEFAULT_METHODS, self.retention_ratio or DEFAULT_RATIOS, self.siglip, self.seed

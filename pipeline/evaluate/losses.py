@@ -1,4 +1,4 @@
-"""The losses of pruning by kind of ability, from the scores of several benchmarks."""
+"""Compute *Where it breaks* from the scores of several benchmarks: the loss of each method on each kind of ability."""
 
 from __future__ import annotations
 
@@ -32,7 +32,13 @@ _DIGITS = 9  # of points: further ones are rounding errors
 
 
 class _Measured(NamedTuple):
-    """The numbers of a task: its estimate, and whether each row's scores differ anywhere from full retention's."""
+    """The measurements of one task.
+
+    Attributes:
+        ability: the kind of ability that the task tests.
+        estimate: the score of each row of the table, with its bootstrap draws.
+        changed: for each row, True if the score of any question differs from full retention under any of its seeds.
+    """
 
     ability: str
     task: Task
@@ -51,18 +57,21 @@ def find_breaks(
 ) -> Breaks:
     """Find the lowest safe retention ratio of each method on each kind of ability.
 
-    The seeds of a method are averaged, and rows are those of the table of results. Benchmarks whose scores are not per
-    question take no part.
+    Rows are those of the table of results, so the seeds of a method are averaged. A benchmark without a score per
+    question is left out, which a note says. Other notes name the user's rules that match no question.
 
     Args:
-        benchmarks: by the name that the rules know them by.
-        rules: the abilities of questions; the first rule that matches counts.
-        within: the points that a safe ratio may lose.
-        methods: as of results_table.
-        draws: the number of bootstrap draws of whole videos; a benchmark's depend on the seed and its title alone.
-        seed: of the draws.
+        benchmarks: by the name that the rules match.
+        rules: the abilities of questions; the first matching rule counts.
+        within: the number of points that a safe ratio may lose.
+        methods: the methods to include; a name without a seed or positions means all of them. None includes all
+            methods.
+        draws: the number of bootstrap draws of whole videos. A benchmark's draws depend only on the seed and its title.
+        seed: the seed of the draws.
 
-    Raises ValueError if the scores of a benchmark are not paired (score_matrix).
+    Raises:
+        ValueError: the arms of a benchmark were not scored on the same questions, once each, or a question lacks the
+            split that the benchmark averages over.
     """
     scored = {name: benchmark for name, benchmark in benchmarks.items() if benchmark.per_question}
     notes = [
@@ -110,7 +119,13 @@ def _measure_tasks(
     draws: int,
     seed: int,
 ) -> Iterator[_Measured]:
-    """Yield the tasks of one benchmark, which share its draws of videos; ``abilities`` are of its questions."""
+    """Yield the tasks of one benchmark, one for each ability that has a question that counts in its overall score.
+
+    All tasks of the benchmark share its bootstrap draws of videos.
+
+    Args:
+        abilities: the ability of each question of ``matrix``.
+    """
     whole, ability_Q = benchmark.average(matrix), np.array(abilities)
     parts = {name: whole.within(ability_Q == name) for name in dict.fromkeys(abilities)}
     parts = {name: of_one for name, of_one in parts.items() if (of_one.numbers != NO_PART).any()}
@@ -130,9 +145,10 @@ def _measure_tasks(
 def _judge_methods(
     kind: Kind, tasks: Sequence[_Measured], groups: Sequence[ArmGroup], titles: Mapping[str, str], within: float
 ) -> list[Verdict]:
-    """Return the verdict on each method, whose rows are neither of other methods nor of other positions.
+    """Return one verdict on a kind for each method and kind of positions; full retention gets none.
 
-    ``titles`` are the names of methods from elsewhere, by import path.
+    Args:
+        titles: the names of user methods, by import path.
     """
     estimate = average([of_one.estimate for of_one in tasks])
     rows: dict[tuple[str, str], list[int]] = {}
@@ -154,7 +170,11 @@ def _judge_methods(
 def _measure_loss(
     estimate: Estimate, kind: Kind, tasks: Sequence[_Measured], row: int, group: ArmGroup, within: float
 ) -> Loss:
-    """Return the loss of a row against full retention on a kind's tasks, with the outcome of its test."""
+    """Return the loss of a row against full retention on the tasks of a kind, with the outcome of its test.
+
+    Too few videos, and a full score of at most ``within``, are checked before the scores are compared. If every
+    bootstrap draw has the same difference, the interval is that single number.
+    """
     by = estimate.difference(row, FULL_ROW)
     if math.isnan(by.value):
         return Loss(ratio=group.ratio, outcome="not run", lacking=_describe_lacking(tasks, row, group))
@@ -174,7 +194,11 @@ def _measure_loss(
 
 
 def _judge(low: float, high: float, within: float) -> Outcome:
-    """Return the outcome of a ratio whose interval has these ends, in points."""
+    """Return the outcome of a ratio from the ends of its interval in points.
+
+    "loses" if the whole interval is below -``within``; otherwise "wide" if half its width is above ``within``;
+    otherwise "passes" if ``low`` is above -``within``, else "may lose".
+    """
     if high < -within:
         return "loses"
     if round((high - low) / 2, _DIGITS) > within:
@@ -183,9 +207,10 @@ def _judge(low: float, high: float, within: float) -> Outcome:
 
 
 def _describe_lacking(tasks: Sequence[_Measured], row: int, group: ArmGroup) -> str:
-    """Return on which benchmarks a row, or full retention, was not run."""
+    """Return on which benchmarks a row was not run; if full retention is missing on any, return those instead."""
 
     def list_missing(row: int) -> str:
+        """Return the titles of the benchmarks on which a row has no score."""
         return ", ".join(of_one.task.title for of_one in tasks if math.isnan(of_one.estimate.value[row]))
 
     if without_full := list_missing(FULL_ROW):

@@ -1,4 +1,4 @@
-"""The removal of videos from results for good: from answers, scores, tables, page and submissions."""
+"""Remove videos from results for good: from answers, scores, tables, report page and submissions."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ _WRITTEN = (OWN_NUMBERS, SCORES, TABLES_MD, TABLES_TEX, TABLES_JSON, REPORT)
 
 @dataclass
 class ResultsRemoval(AnswersRemoval):
-    """The result of a removal from results.
+    """The result of a removal from the results of an evaluation.
 
     Attributes:
-        scores: rows of scores that were removed now.
-        left: questions that are still scored.
-        written: files that were made again.
+        scores: the number of score rows that this call removed.
+        left: the number of questions that still have scores.
+        written: the names of the files that were rewritten.
     """
 
     scores: int = 0
@@ -59,7 +59,7 @@ class ResultsRemoval(AnswersRemoval):
     written: Sequence[str] = ()
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for the user about the result."""
+        """Yield lines for the user that describe the result."""
         yield from super().lines()
         files = f": {', '.join(self.written)}" if self.written else ""
         yield f"{self.scores:,} scores removed, {self.left:,} questions are left{files}"
@@ -73,12 +73,23 @@ class ResultsRemoval(AnswersRemoval):
 def remove_results(
     store: Store, ids: Sequence[str], reason: str, say: Callable[[str], object], objects: Objects
 ) -> ResultsRemoval:
-    """Remove videos from the results of an evaluation for ``reason``; repeat it to resume.
+    """Remove videos from the results of an evaluation; after an interruption, the same call resumes.
 
-    The scores of other questions stay as they are, and the tables are computed from them. A cache below the results is
-    left as it is.
+    Questions about a removed video lose their answers and scores, and the video is barred from later runs. The scores
+    of other questions stay unchanged; tables and report page are made from them again, or deleted if no question is
+    left. The pages of older results, which show frames, are deleted. A cache below the results is not touched.
 
-    Raises NotResults, NotAnswers, UsageError, CacheLocked, CorruptShard and OSError.
+    Args:
+        reason: stored with each barred video.
+        say: gets notes for the user.
+
+    Raises:
+        NotResults: ``store`` holds no results, or its scores are damaged; nothing was removed.
+        NotAnswers: the header of the answers is missing or damaged.
+        UsageError: the benchmark is unknown, or the tables cannot be computed.
+        CacheLocked: a run is writing to the answers.
+        CorruptShard: a file of answers, or of earlier removals, is damaged.
+        OSError: a file cannot be read or written.
     """
     identity = cast(JsonObject, read_results_header(store)["identity"])
     scores = SCORE_SCHEMA.empty_table()
@@ -116,7 +127,11 @@ def remove_results(
 def _find_questions(
     store: Store, identity: JsonObject, ids: Sequence[str], objects: Objects, say: Callable[[str], object]
 ) -> list[str]:
-    """List the questions that are removed by their answers: those of jobs.evaluate, or those that were scored."""
+    """Return the sorted ids of the questions whose answers were removed or are about one of these videos.
+
+    The answers are those below the results, or those in other folders that the results scored. If a folder's answers
+    cannot be read, a note says so, and the others are still searched.
+    """
     scored_places = cast(Sequence[str], identity.get("scored", [f"{store}/{ANSWERS_FOLDER}"]))
     tables = list[pa.Table]()
     for place in scored_places:
@@ -131,7 +146,8 @@ def _find_questions(
 
 
 def _drop_rows(store: Store, ids: Collection[str], question_ids: Collection[str]) -> None:
-    """Take videos out of the manifest, and their questions out of the submissions."""
+    """Rewrite the manifest without these videos and the submissions without these questions; absent files are skipped.
+    """
     if store.exists(MANIFEST):
         lines = store.read(MANIFEST).decode().split("\n")
         other_lines = [line for line in lines if not line or json.loads(line)["video_id"] not in ids]
@@ -144,9 +160,10 @@ def _drop_rows(store: Store, ids: Collection[str], question_ids: Collection[str]
 
 
 def _drop_own_numbers(store: Store) -> list[str]:
-    """Take out the numbers that a benchmark's own code made, since they are about removed questions too.
+    """Empty the numbers that a benchmark's own code computed, since they include removed questions.
 
-    Returns the names of the files that were written.
+    Returns:
+        The name of the rewritten file in a list; [] if there is no such file.
     """
     if not store.exists(OWN_NUMBERS):
         return []
@@ -156,7 +173,10 @@ def _drop_own_numbers(store: Store) -> list[str]:
 
 
 def _write(store: Store, identity: JsonObject, scores: pa.Table) -> list[str]:
-    """Write scores, and tables and page made of them; return the names of the files."""
+    """Write the scores, and the tables and report page computed from them; return the names of the written files.
+
+    For a benchmark without published answers, only the scores are written.
+    """
     is_scored = "scored" in identity
     benchmark = None if is_scored else find_benchmark(str(identity["benchmark"])).stored_in(store)
     if benchmark is not None and benchmark.submission:
@@ -183,7 +203,11 @@ def _write(store: Store, identity: JsonObject, scores: pa.Table) -> list[str]:
 
 
 def _read_options(store: Store) -> dict[str, Any]:
-    """Read the reference, draws and seed of the tables that are there; {} where they do not say it."""
+    """Return the draws, seed and reference of the existing tables.
+
+    Full retention as the reference is left out, since it may have been a default. If the tables are missing or do not
+    name these settings, return {}.
+    """
     try:
         table = json.loads(store.read(TABLES_JSON))[0]
         return {name: table[name] for name in ("draws", "seed")} | (
