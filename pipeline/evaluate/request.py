@@ -122,8 +122,7 @@ class EvaluateRequest:
 
     @property
     def token_bytes(self) -> int | None:
-        """The bytes that a bfloat16 cache stores per token, with its deepstack levels; None if the config has no hidden size.
-        """
+        """The bytes per token in a bfloat16 cache, deepstack levels included; None if the config has no hidden size."""
         config = self.source.config  # the weights may be gone once every question is answered
         width = (config.get("text_config") or config).get("hidden_size")
         levels = len((config.get("vision_config") or {}).get("deepstack_visual_indexes") or ())
@@ -131,7 +130,7 @@ class EvaluateRequest:
 
     @property
     def names(self) -> dict[str, str]:
-        """The name that each user method in the grid gives itself, by import path; names that are not unique are left out.
+        """The name that each user method in the grid gives itself, by import path; ambiguous names are left out.
 
         Imports the modules of these methods.
         """
@@ -143,7 +142,10 @@ class EvaluateRequest:
 
     @property
     def about(self) -> JsonObject:
-        """Facts that may differ between results in one folder: the model's name, a hash of the questions and right answers, the bytes of a cached token, and the names of user methods. JSON-able.
+        """JSON-able facts in which the results in one folder may differ.
+
+        They are the model's name, a hash of questions and right answers, the bytes per cached token, and names of user
+        methods.
         """
         questions = [
             [item.question_id, item.question, item.options, item.expected, *filter(None, [item.conversation])]

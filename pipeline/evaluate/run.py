@@ -1,7 +1,7 @@
-"""An evaluation, on the driver: encode each video once, answer the whole grid in one run, score.
+"""The steps of an evaluation on the driver: encode each video once, answer all questions under all prunings, score.
 
-Both runs are those of jobs.prune and jobs.generate, and resume as they do: a video that is cached is not encoded again,
-and nothing is answered twice.
+Encoding is a run of jobs.prune and answering a run of jobs.generate. Both resume: cached videos are not encoded again,
+and no question is answered twice.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ class ScoredQuestions:
     """The questions of an evaluation, their scores, and the counts of answers and videos.
 
     Attributes:
-        loaded: the questions, and what was wrong with the annotations.
-        scores: SCORE_SCHEMA.
-        answers: counts of the answers; None where only scored.
-        videos: counts of the videos; None where none had to be encoded.
-        n_left_out: of questions whose answers were given, those without a right answer.
+        loaded: the scored questions, and the faults of the annotations.
+        scores: rows of SCORE_SCHEMA.
+        answers: counts of the answers; None if existing answers of jobs.generate were scored.
+        videos: counts of the videos; None if no jobs.prune run was necessary.
+        n_left_out: the number of answered questions that were left out because they have no right answer.
     """
 
     loaded: LoadedQuestions
@@ -101,11 +101,13 @@ class ScoredQuestions:
 def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuestions:
     """Encode missing videos, answer unanswered questions, and return the scores of all answers.
 
-    The scores are not written here. Writes the results' header: before the runs if there is none, and again at the end
-    with the facts of these scores. If a killed run began to delete the cache, and questions are left, the deletion is
-    finished first.
+    Writes the header of the results before the first run, and again when the scores are ready, with the facts behind
+    them. Writes the numbers that a benchmark's own code computes, but not the scores. If questions are unanswered and
+    an earlier run was killed while it deleted the cache, this deletion is finished first.
 
-    Raises UsageError (nothing was started) or RunFailed (committed rows stay; a rerun resumes).
+    Raises:
+        UsageError: the request cannot be carried out, or every question is about a removed video.
+        RunFailed: a run stopped. Committed rows stay, and a rerun resumes.
     """
     match_results(request.store, request.identity)
     if not request.store.exists(RESULTS_HEADER):
@@ -157,10 +159,12 @@ def _live(request: EvaluateRequest) -> pa.Table:
 
 
 def _find_unanswered(request: EvaluateRequest) -> list[Item]:
-    """Return the questions with a missing answer in some arm.
+    """Return the questions that lack an answer under some arm, in order; without stored answers, all of them.
 
-    ``--retry-failed`` makes a failed answer count as missing. Raises QuestionsChanged if a question with a good answer
-    has changed since.
+    With ``--retry-failed``, a failed answer counts as missing.
+
+    Raises:
+        QuestionsChanged: a question with a good answer now has another text, other videos, choices or decoding.
     """
     if not _answers_store(request).exists(ANSWERS_HEADER):
         return list(request.loaded.items)
@@ -176,10 +180,13 @@ def _find_unanswered(request: EvaluateRequest) -> list[Item]:
 
 
 def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Summary:
-    """Run jobs.prune on the videos of unanswered questions, storing all tokens; it skips cached videos.
+    """Run jobs.prune on the videos of unanswered questions, storing all tokens, and return its counts.
 
-    Prints the number of videos, and writes their manifest beside the results. Raises RunFailed if no video is ok, and
-    none was cached before.
+    Writes the manifest of these videos into the results, and prints their number and notes.
+
+    Raises:
+        RunFailed: no video could be encoded, and the cache has none; or the run stopped.
+        UsageError: jobs.prune refuses the request.
     """
     assert request.videos is not None
     folder = Path(str(request.config.data)).absolute()  # video ids are relative to it
@@ -199,7 +206,7 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
 
 
 def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
-    """Answer every question under the whole grid, in one run."""
+    """Answer every question under the whole grid in one run of jobs.generate, and return its counts."""
     config = answers_config(request)
     evaluation: AnswersIdentity = {"benchmark": request.benchmark.name, "protocol": request.identity}
     n_questions = len(request.questions) * len(request.grid)
@@ -208,7 +215,7 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
 
 
 def answers_config(request: EvaluateRequest) -> GenerateConfig:
-    """Return the options of jobs.generate: the protocol's mode of answering, and the evaluation's options."""
+    """Return the options of the jobs.generate run: the protocol's way of answering, and the options in common."""
     source, options = request.source, request.config
     mode = mode_of(request.protocol, source.model_type)
     shared = options.shared_with(GenerateConfig)
@@ -231,14 +238,15 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
 
 
 def drop_tokens(request: EvaluateRequest, console: Console) -> None:
-    """Delete the cache of all tokens, and no file that a run did not write. Do nothing if there is no cache.
+    """Delete the cache of all tokens, except files that no run wrote; do nothing if there is no cache.
 
-    The videos that were removed from the cache are barred from the answers first, since nothing else knows of them
-    afterwards. The header is deleted before other files, so that a half-deleted cache is no cache. The mark DROPPING is
-    written before that and deleted last: with it a later run finishes a deletion that was killed.
+    Videos that were removed from the cache are first barred from the answers, because no other file will name them. The
+    mark DROPPING is written next and deleted last, so that a later run can finish an interrupted deletion. The header
+    is deleted before other files, so that a half-deleted cache is not mistaken for a cache.
 
-    Raises CacheLocked if a run writes to the cache, and UsageError if the cache is a link: its target may be another
-    user's.
+    Raises:
+        CacheLocked: a run is writing to the cache.
+        UsageError: the cache is a symbolic link, whose target may be another user's.
     """
     cache, folders = store_at(request.cache, request.objects), (VIDEOS, TOKENS, RUNS)
     if cache.folder is not None and cache.folder.is_symlink():
@@ -267,10 +275,16 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
 
 
 def score_answers(config: EvaluateConfig) -> ScoredQuestions:
-    """Score the answers that jobs.generate gave to questions with a right answer, by the rule of the protocol "letter".
+    """Score answers of jobs.generate to questions with a right answer, by the rule of the protocol ``letter``.
 
-    Several places are compared. Raises UsageError for a place without answers to score, and a method that is there
-    twice. Raises it also if a place holds other questions than the first place, or answers with other settings.
+    Each folder of ``config.score`` is one arm, so that several are compared. Questions that were removed in one folder
+    are left out of all.
+
+    Raises:
+        UsageError: a folder has no answers or none to score, its method and ratio occur twice, its questions or
+            settings differ from those of the first folder, or jobs.evaluate made its answers.
+        CorruptShard: a file of answers is damaged.
+        OSError: a folder cannot be read.
     """
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
     first, tables, arms = QuestionCollector(), list[pa.Table](), dict[str, MethodAtRatio]()
@@ -303,7 +317,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
 
 
 def list_removed(answers: Iterable[pa.Table], barred: Collection[str]) -> list[str]:
-    """List the ids of the questions that are removed in one of these tables, or about a ``barred`` video."""
+    """Return the sorted ids of the questions that are removed in one of these tables, or are about a ``barred`` video."""
     return sorted(
         {
             row["question_id"]
@@ -315,7 +329,7 @@ def list_removed(answers: Iterable[pa.Table], barred: Collection[str]) -> list[s
 
 
 def _collect_answered(live: pa.Table) -> QuestionCollector:
-    """Collect the questions of the answers; a question that has no right answer is left out as a fault."""
+    """Collect the questions of these answers; a question without a published right answer is left out as a fault."""
     collector = QuestionCollector()
     for row in live.to_pylist():
         item = answered_item(without_nulls(row, AnswerRecord))
@@ -328,9 +342,9 @@ def _collect_answered(live: pa.Table) -> QuestionCollector:
 
 
 def _comparable(identity: AnswersIdentity) -> JsonObject:
-    """Return the part of an answers' identity that must be equal for scores to be compared.
+    """Return the settings that two sets of answers must share for their scores to be compared.
 
-    The order of tokens and the snapping to keyframes may differ.
+    The order of tokens in the prompt and the snapping to keyframes are left out, so these may differ.
     """
     prompt = {name: value for name, value in identity.get("prompt", {}).items() if name != "order"}
     sampling = {name: value for name, value in _sampling(identity).items() if name != _SNAP}
@@ -340,14 +354,17 @@ def _comparable(identity: AnswersIdentity) -> JsonObject:
 
 
 def _sampling(identity: AnswersIdentity) -> SamplingIdentity:
-    """Return the sampling of a cache's frames; {} if an old header lacks it."""
+    """Return how the frames of the cache were sampled; {} if an old header does not state it."""
     return identity["cache"].get("sampling") or {}
 
 
 def _arm(identity: AnswersIdentity) -> MethodAtRatio:
-    """Return the arm of these answers; its label names parameters, seed, keyframe snap and codec if unusual.
+    """Return the arm of a set of answers: its ratio, and its method with settings that differ from the defaults.
 
-    Raises NotAnswers for answers of jobs.evaluate.
+    These are parameters, a seed other than 0, a snap to keyframes, and a codec other than bfloat16.
+
+    Raises:
+        NotAnswers: jobs.evaluate made the answers.
     """
     if "prunings" in identity:
         raise NotAnswers("these are answers of jobs.evaluate, which scores them itself: run it again with its options")
@@ -363,9 +380,9 @@ def _arm(identity: AnswersIdentity) -> MethodAtRatio:
 
 
 def _label(method: str, params: JsonObject) -> str:
-    """Name a method with the parameters that differ from its defaults.
+    """Return the method with the parameters that differ from its defaults, such as ``fastv,K=3``.
 
-    All parameters of a user's own method are named: its code must not be loaded for answers.
+    A user method is labeled with all its parameters, because its code must not be loaded just to read answers.
     """
     usual: JsonObject = {}
     if method in PRUNERS:
