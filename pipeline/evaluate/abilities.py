@@ -1,4 +1,4 @@
-"""The kinds of ability that questions test: a table of rules over benchmarks and their splits, which users can extend."""
+"""The kinds of ability that questions test: a table of rules over benchmarks and their splits that users can extend."""
 
 from __future__ import annotations
 

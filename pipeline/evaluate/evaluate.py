@@ -257,7 +257,7 @@ def _machine() -> list[tuple[str, str]]:
 
 
 def render_evaluation(evaluation: Evaluation) -> RenderableType:
-    """Render the table for the terminal (or where to submit), then the counts of answers, and the names of the files."""
+    """Render the table for the terminal (or where to submit), then the counts of answers and the names of the files."""
     parts: list[RenderableType] = []
     if evaluation.table is None:
         parts.append(Text(f"no score: the right answers are not published; {evaluation.submission}"))

@@ -272,7 +272,7 @@ def render_breaks(breaks: Breaks) -> Iterator[RenderableType]:
 
 
 def _render_cell(cell: Cell | None) -> RenderableType:
-    """Return a score for the terminal, with its difference and whether that is unclear on lines below; a dash for None."""
+    """Return a score for the terminal, above its difference and whether that is unclear; a dash for None."""
     if cell is None:
         return Text(NONE)
     number = Text.assemble((cell.printed, _STYLES[cell.mark]), cell.spread_text)

@@ -193,7 +193,7 @@ def _down(number: float, axis: Sequence[float], top: int, height: int) -> float:
 
 
 def _space(labels: Iterable[tuple[float, str]], apart: int) -> list[tuple[float, str]]:
-    """Return the (x, label) pairs, which ascend in x, without those closer than ``apart`` pixels to the last one kept."""
+    """Return the (x, label) pairs, which ascend in x, without those closer than ``apart`` pixels to the last kept pair."""
     spaced = list[tuple[float, str]]()
     for x, label in labels:
         if not spaced or x - spaced[-1][0] >= apart:

@@ -183,7 +183,7 @@ class Protocol:
         return self._prompt(model_type).text(item.question, item.options)
 
     def rules(self, model_type: str, family: str | None = None) -> ModelRules:
-        """Return the rules for a model type and the family whose code reads it; None is the family of the model type."""
+        """Return the rules for a model type, read by ``family``; None is the family of the model type."""
         return self.models.get(model_type, self.others).for_family(model_type, family or model_type)
 
     def describe(self, model_type: str, family: str | None = None) -> JsonObject:

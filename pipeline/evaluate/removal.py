@@ -146,7 +146,7 @@ def _find_questions(
 
 
 def _drop_rows(store: Store, ids: Collection[str], question_ids: Collection[str]) -> None:
-    """Rewrite the manifest without these videos and the submissions without these questions; absent files are skipped."""
+    """Rewrite the manifest without these videos, and submissions without these questions; absent files are skipped."""
     if store.exists(MANIFEST):
         lines = store.read(MANIFEST).decode().split("\n")
         other_lines = [line for line in lines if not line or json.loads(line)["video_id"] not in ids]

@@ -350,7 +350,7 @@ def _check_alike(results: Sequence[_Results]) -> None:
 
 
 def _list_missing(result: _Results, requested: Sequence[MethodAtRatio]) -> list[str]:
-    """Return lines about the requested arms and the later columns that these results lack, then the results' own notes."""
+    """Return lines about requested arms and later columns that these results lack, then the results' own notes."""
     present = set(arms_of(result.scores))
     lacking = [f"{arm.method}@{arm.ratio:g}" for arm in requested if arm not in present]
     more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
@@ -363,7 +363,7 @@ def _list_missing(result: _Results, requested: Sequence[MethodAtRatio]) -> list[
 
 
 def _list_facts(results: Sequence[_Results]) -> list[tuple[str, str]]:
-    """Return (name, value) facts for the report page: the model, then each benchmark's questions, frames and protocol."""
+    """Return (name, value) facts for the page: the model, then each benchmark's questions, frames and protocol."""
     model = results[0].model_identity
     facts = [("model", f"{results[0].model}, {model['type']}, {model['weights']}")]
     for result in results:

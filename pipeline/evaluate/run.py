@@ -317,7 +317,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
 
 
 def list_removed(answers: Iterable[pa.Table], barred: Collection[str]) -> list[str]:
-    """Return the sorted ids of the questions that are removed in one of these tables, or are about a ``barred`` video."""
+    """Return the sorted ids of the questions that are removed in one of these tables, or about a ``barred`` video."""
     return sorted(
         {
             row["question_id"]

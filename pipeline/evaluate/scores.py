@@ -202,7 +202,7 @@ def _row(item: Item, arm: MethodAtRatio, row: AnswerRecord | None, protocol: Pro
 
 
 def mode_of(protocol: Protocol, model_type: str) -> AnswerMode:
-    """Return how the protocol asks all questions of this model type: method for choices, system message and decoding."""
+    """Return how the protocol asks this model type: method for choices, system message and decoding."""
     return AnswerMode(protocol.decoding, protocol.choices, protocol.rules(model_type).system)
 
 

@@ -99,7 +99,7 @@ class Cell:
 
     @property
     def unclear_text(self) -> str:
-        """ "unclear", with the number of videos that would resolve the difference if known; "" unless it is unclear."""
+        """The word "unclear", with the number of videos that would resolve the difference if known; "" unless it is unclear."""
         needed = "" if self.videos_needed is None else f" (about {self.videos_needed:,} videos)"
         return f"{UNCLEAR}{needed}" if self.unclear else ""
 
@@ -197,7 +197,7 @@ class ResultsTable:
 
     @property
     def titles(self) -> list[str]:
-        """The titles of the cells that ``numbers`` returns; columns with too few videos for an interval end with FEW."""
+        """The titles of the cells that ``numbers`` returns; FEW is appended to columns with too few videos."""
         titles = [
             f"{column.text if self.several else column.title}{FEW if column.few else ''}" for column in self.columns
         ]
@@ -205,7 +205,7 @@ class ResultsTable:
 
     @property
     def made_of(self) -> list[tuple[str, list[str]]]:
-        """What the scores were made with: (name, one text per column), beginning with numbers of questions and videos."""
+        """What the scores were made with, as (name, one text per column), beginning with numbers of questions and videos."""
         rows = {
             "Questions": list(map(_format_count, self.columns)),
             "Videos": [f"{column.n_videos:,}" for column in self.columns],
@@ -233,7 +233,7 @@ class ResultsTable:
         return [*lines, *self.notes]
 
     def _about_differences(self) -> Iterator[str]:
-        """Yield sentences that explain the spread over seeds, the differences and their intervals, if the table has any."""
+        """Yield sentences that explain the spread over seeds, the differences and the intervals that the table has."""
         cells = [cell for row in self.rows for cell in self.numbers(row) if cell]
         if any(cell.spread is not None for cell in cells):
             yield "±: standard deviation over the seeds whose mean stands there; an interval is of videos alone."
