@@ -210,7 +210,6 @@ def _describe_lacking(tasks: Sequence[_Measured], row: int, group: ArmGroup) -> 
     """Return on which benchmarks a row was not run; if full retention is missing on any, return those instead."""
 
     def list_missing(row: int) -> str:
-        """Return the titles of the benchmarks on which a row has no score."""
         return ", ".join(of_one.task.title for of_one in tasks if math.isnan(of_one.estimate.value[row]))
 
     if without_full := list_missing(FULL_ROW):

@@ -193,7 +193,7 @@ def _down(number: float, axis: Sequence[float], top: int, height: int) -> float:
 
 
 def _space(labels: Iterable[tuple[float, str]], apart: int) -> list[tuple[float, str]]:
-    """Return the (x, label) pairs, which ascend in x, without those closer than ``apart`` pixels to the last kept pair."""
+    """Return the (x, label) pairs, ascending in x, without those closer than ``apart`` pixels to the last kept one."""
     spaced = list[tuple[float, str]]()
     for x, label in labels:
         if not spaced or x - spaced[-1][0] >= apart:
@@ -212,7 +212,6 @@ def _chart(table: ResultsTable, token_bytes: int | None, styles: Mapping[str, St
     """
 
     def value(row: Row) -> float | None:
-        """Return the row's score in percent, or None if it has none."""
         cell = row.rel if table.several else row.cells[-1]
         return cell.score if cell else None
 
@@ -225,16 +224,13 @@ def _chart(table: ResultsTable, token_bytes: int | None, styles: Mapping[str, St
     fewest, most = (math.log(pick(tokens for _, tokens, _ in points)) for pick in (min, max))
 
     def right(tokens: float) -> float:
-        """Return the x coordinate of a number of tokens; if all points have the same number, it is centered."""
         share = (math.log(tokens) - fewest) / (most - fewest) if most > fewest else 0.5
         return _LEFT + 24 + (_WIDTH - _LEFT - 60) * share
 
     def down(score: float) -> float:
-        """Return the y coordinate of a score."""
         return _down(score, axis, _TOP, _HEIGHT - _TOP - _BOTTOM)
 
     def megabytes(tokens: float) -> str:
-        """Return the size of these tokens in megabytes as text; "" if the bytes per token are unknown."""
         return "" if token_bytes is None else f"{tokens * token_bytes / 1e6:.2g} MB"
 
     ordered = sorted({tokens for _, tokens, _ in points})
@@ -265,7 +261,6 @@ def _panels(breaks: Breaks, styles: Mapping[str, Style]) -> list[Chart]:
     axis = _ticks([0.0, -breaks.within, *numbers])
 
     def down(points: float) -> float:
-        """Return the y coordinate of a loss in points."""
         return _down(points, axis, _PANEL_TOP, _PANEL_HEIGHT - _PANEL_TOP - _PANEL_BOTTOM)
 
     place = (_PANEL_WIDTH - _PANEL_LEFT - _PANEL_RIGHT) / max(len(breaks.ratios), 1)

@@ -99,7 +99,7 @@ class Cell:
 
     @property
     def unclear_text(self) -> str:
-        """The word "unclear", with the number of videos that would resolve the difference if known; "" unless it is unclear."""
+        """The word "unclear", with how many videos would resolve the difference if known; "" for other differences."""
         needed = "" if self.videos_needed is None else f" (about {self.videos_needed:,} videos)"
         return f"{UNCLEAR}{needed}" if self.unclear else ""
 
@@ -205,7 +205,7 @@ class ResultsTable:
 
     @property
     def made_of(self) -> list[tuple[str, list[str]]]:
-        """What the scores were made with, as (name, one text per column), beginning with numbers of questions and videos."""
+        """What the scores were made with, as (name, one text per column); counts of questions and videos come first."""
         rows = {
             "Questions": list(map(_format_count, self.columns)),
             "Videos": [f"{column.n_videos:,}" for column in self.columns],
