@@ -71,7 +71,8 @@ def _write_tables(config: EvaluateConfig, console: Console) -> CommandResult:
     """Write the tables of the results in several folders (``--results``), print notes, and return what to print."""
     from pipeline.evaluate.results import lay_out  # noqa: PLC0415
 
-    layout, say = lay_out(config), speaker(console)
+    layout = lay_out(config)
+    say = speaker(console)
     for line in layout.missing:
         say(f"note: {line}")
     return CommandResult(0, layout.as_record(), [layout.render()])

@@ -141,11 +141,13 @@ def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
         RunFailed: a run stopped; committed rows stay.
         OSError: the results cannot be written.
     """
-    request, say = prepare(config, console), speaker(console)
+    request = prepare(config, console)
+    say = speaker(console)
     for line in describe_data(request.loaded, request.benchmark):
         say(line)
     scored = answer_and_score(request, console)
-    submission, table = request.benchmark.submission, None
+    submission = request.benchmark.submission
+    table = None
     if submission:
         files = write_submissions(request.store, scored.loaded.items, scored.scores, say)
     else:
@@ -233,10 +235,8 @@ def _list_facts(request: EvaluateRequest, scored: ScoredQuestions) -> Iterator[t
     yield "videos", f"{len({video for item in request.loaded.items for video in item.video_ids}):,}"
     cache = store_at(request.cache, request.objects)
     if cache.exists(HEADER):
-        size, n_videos = (
-            sum(file.size for file in cache.list_files(TOKENS)),
-            len(TokenCache(request.cache, store=cache)),
-        )
+        size = sum(file.size for file in cache.list_files(TOKENS))
+        n_videos = len(TokenCache(request.cache, store=cache))
         yield "all tokens", f"{size / max(1, n_videos) / 1e6:.1f} MB a video, evidence included"
     if scored.videos is not None:
         seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in scored.videos.seconds.items())

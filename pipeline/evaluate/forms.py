@@ -45,7 +45,8 @@ def markdown(*tables: ResultsTable, breaks: Breaks | None = None) -> str:
 
     The remarks of a table stand below it, except those that an earlier table has already shown.
     """
-    sections, written_titles = list[str](), set[str]()
+    sections = list[str]()
+    written_titles = set[str]()
     for table in tables:
         width = len(table.titles) + len(_COUNTS)
         heads = [(f"*{name}*", texts) for name, texts in table.made_of]
@@ -175,7 +176,10 @@ def _latex_head(table: ResultsTable) -> list[str]:
     if all(len(titles) == 1 for _, titles in spans):
         flat = ["Method", *(title for _, titles in spans for title in titles), *other_titles]
         return [" & ".join(_bold(escape_latex(title)) for title in flat) + r" \\"]
-    upper, lower, rules, start = [_two_rows("Method")], [""], [], 2
+    upper = [_two_rows("Method")]
+    lower = [""]
+    rules = []
+    start = 2
     for name, titles in spans:
         if len(titles) == 1:
             upper.append(_two_rows(titles[0]))

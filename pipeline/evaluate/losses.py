@@ -87,7 +87,8 @@ def find_breaks(
         matrix = score_matrix(benchmark.scores, arms)
         abilities = classify_questions(rules, name, matrix.splits)
         measured += _measure_tasks(benchmark, matrix, groups, abilities, draws, seed)
-    kinds, verdicts = list[Kind](), list[Verdict]()
+    kinds = list[Kind]()
+    verdicts = list[Verdict]()
     titles = {path: title for benchmark in scored.values() for path, title in benchmark.names.items()}
     for ability in order_abilities([of_one.ability for of_one in measured]):
         tasks = [of_one for of_one in measured if of_one.ability == ability]
@@ -126,7 +127,8 @@ def _measure_tasks(
     Args:
         abilities: the ability of each question of ``matrix``.
     """
-    whole, ability_Q = benchmark.average(matrix), np.array(abilities)
+    whole = benchmark.average(matrix)
+    ability_Q = np.array(abilities)
     parts = {name: whole.within(ability_Q == name) for name in dict.fromkeys(abilities)}
     parts = {name: of_one for name, of_one in parts.items() if (of_one.numbers != NO_PART).any()}
     measured = measure(benchmark, matrix, groups, list(parts.values()), draws, seed)

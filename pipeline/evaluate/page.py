@@ -268,10 +268,12 @@ def _panels(breaks: Breaks, styles: Mapping[str, Style]) -> list[Chart]:
     across = _space([(x, f"{100 * ratio:g}%") for ratio, x in center.items()], _PANEL_APART)
     panels = []
     for kind in breaks.kinds:
-        verdicts, lines = breaks.of_kind(kind), list[Line]()
+        verdicts = breaks.of_kind(kind)
+        lines = list[Line]()
         step = min(_DODGE, _SPREAD * place / len(verdicts)) if verdicts else 0.0
         for i, verdict in enumerate(verdicts):
-            aside, safe = step * (i - (len(verdicts) - 1) / 2), verdict.passed
+            aside = step * (i - (len(verdicts) - 1) / 2)
+            safe = verdict.passed
             points = [
                 Point(
                     x=center[loss.ratio] + aside,

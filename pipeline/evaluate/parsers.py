@@ -81,7 +81,9 @@ def parse(rule: str, reply: str, options: Sequence[str]) -> Parsed:
 _ANSWERS = ("answer", "correct answer", "best answer", "correct option", "best option", "choice", "correct choice")
 _ENGLISH = [f"{article}{answer} is" for article, answer in product(("", "the "), _ANSWERS)]
 _FIRST_PERSON = ["i choose", "i select", "i pick", "my answer is", "my choice is"]
-_KOREAN, _CHINESE, _JAPANESE = ["옵션", "정답은", "답은", "답:"], ["答案是", "答案为", "选"], ["答えは"]
+_KOREAN = ["옵션", "정답은", "답은", "답:"]
+_CHINESE = ["答案是", "答案为", "选"]
+_JAPANESE = ["答えは"]
 _INTRODUCTIONS = [*_ENGLISH, *_FIRST_PERSON, *_KOREAN, *_CHINESE, *_JAPANESE]
 
 

@@ -95,7 +95,8 @@ def remove_results(
     scores = SCORE_SCHEMA.empty_table()
     if store.exists(SCORES):  # damaged scores end the command here, before anything is deleted
         scores = read_scores(str(store), store, published=False, columns=SCORE_SCHEMA.names)
-    answers, is_scored = store_at(f"{store}/{ANSWERS_FOLDER}", objects), "scored" in identity
+    answers = store_at(f"{store}/{ANSWERS_FOLDER}", objects)
+    is_scored = "scored" in identity
     if not is_scored and (answers.exists(ANSWERS_HEADER) or AnswersTable(answers).names()):
         result = ResultsRemoval(**vars(remove_answers(answers, ids, reason, say)))
     else:  # scored answers are a place of their own, and an evaluation that was stopped early has none

@@ -189,7 +189,9 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     """
     assert config.benchmark is not None  # the config refuses a request without it
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
-    store, cache, say = store_at(config.out, objects), config.cache or config.in_out(CACHE_FOLDER), speaker(console)
+    store = store_at(config.out, objects)
+    cache = config.cache or config.in_out(CACHE_FOLDER)
+    say = speaker(console)
     check_out(store)
     cache_store = store_at(cache, objects)
     cache_identity = _read_cache_identity(cache_store, is_named=config.cache is not None)
@@ -335,7 +337,8 @@ def _check_thought(protocol: Protocol, questions: LoadedQuestions, source: Model
     if not tag or builder.policy.thought == "closed":
         return
     if protocol.choices != "generate" and any(item.options for item in questions.items):
-        why, remedy = "scores the options there, as if they began the reasoning", ""
+        why = "scores the options there, as if they began the reasoning"
+        remedy = ""
     elif (n_tokens := protocol.decoding.max_new_tokens) < MIN_THOUGHT_TOKENS:
         why = f"gives a reply {n_tokens} tokens, and what is cut inside the reasoning would be read as an option"
         remedy = f"give it --max-new-tokens {MIN_THOUGHT_TOKENS} or more, or "
@@ -359,7 +362,8 @@ def _arms(config: EvaluateConfig, source: ModelSource, builder: PromptBuilder, a
     with store_usage_errors():
         prunings = read_answers_header(answers)["identity"].get(PRUNINGS, {}) if answers.exists(ANSWERS_HEADER) else {}
     with usage_errors():
-        usual, variant = builder.policy.positions, family_of(source).variant
+        usual = builder.policy.positions
+        variant = family_of(source).variant
         arms: dict[str, PruningSpec | None] = {}
         for label, requested in config.grid().items():
             if requested is None:
@@ -540,7 +544,8 @@ def check_frames(
     is_requested = (config.num_frames or config.fps) is not None or has_rules
     if not is_requested or "sampling" not in cache_identity:
         return
-    options, family = PruneConfig(**frame_options(config, protocol, source)), family_of(source)
+    options = PruneConfig(**frame_options(config, protocol, source))
+    family = family_of(source)
     with usage_errors():
         sampling = make_sampling(options, family.default_max_frames, family.min_frames(), family.min_rule)
     requested = sampling_settings(sampling)

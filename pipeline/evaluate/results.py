@@ -172,7 +172,8 @@ def _make_scored(benchmark: Benchmark, identity: JsonObject, scores: pa.Table) -
     If the benchmark's own code computes one number per arm, every score of an arm is replaced by that number.
     """
     facts = {"Frames": _frames(identity), "Protocol": str(identity.get("protocol", ""))}
-    metric, notes = benchmark.metric(str(identity.get("metric", QUESTIONS))), list[str]()
+    metric = benchmark.metric(str(identity.get("metric", QUESTIONS)))
+    notes = list[str]()
     for split in benchmark.splits:
         present = pc.map_lookup(scores["splits"], split.name, "first").unique().drop_null().to_pylist()
         notes.append(split.describe_parts(present, metric))
@@ -367,7 +368,8 @@ def _list_facts(results: Sequence[_Results]) -> list[tuple[str, str]]:
     model = results[0].model_identity
     facts = [("model", f"{results[0].model}, {model['type']}, {model['weights']}")]
     for result in results:
-        frames, protocol = _frames(result.identity), result.identity["protocol"]
+        frames = _frames(result.identity)
+        protocol = result.identity["protocol"]
         n_questions = pc.count_distinct(result.scores["question_id"]).as_py()
         note = ", scores from its server, without intervals" if result.benchmark.submission else ""
         facts.append((result.benchmark.title, f"{n_questions:,} questions, {frames} frames, {protocol}{note}"))
@@ -393,7 +395,8 @@ def _read(place: str, objects: Objects) -> _Results:
     if lacking := {"model", "num_frames", "protocol"} - identity.keys():
         raise NotResults(f"{place}: {RESULTS_HEADER} does not say {', '.join(sorted(lacking))}: evaluate again")
     benchmark = find_benchmark(str(identity["benchmark"])).stored_in(store)
-    scores, notes = read_scores(place, store, published=benchmark.scores_questions), list[str]()
+    scores = read_scores(place, store, published=benchmark.scores_questions)
+    notes = list[str]()
     if benchmark.submission:
         unknown = unknown_names(store, arms_of(scores))
         notes += [f"{place}/{FORM} has a score of {name}, which is none of its submissions" for name in unknown]

@@ -169,7 +169,8 @@ def _find_unanswered(request: EvaluateRequest) -> list[Item]:
     if not _answers_store(request).exists(ANSWERS_HEADER):
         return list(request.loaded.items)
     questions = {row["question_id"]: without_nulls(row, QuestionRecord) for row in request.questions.to_pylist()}
-    counts, changes = Counter[str](), list[str]()
+    counts = Counter[str]()
+    changes = list[str]()
     for row in iter_answers(_live(request).select(["question_id", "status", *COMPARED_COLUMNS])):
         good = row["status"] == "ok"
         if good and (text := describe_change(questions[row["question_id"]], row)):
@@ -216,7 +217,8 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
 
 def answers_config(request: EvaluateRequest) -> GenerateConfig:
     """Return the options of the jobs.generate run: the protocol's way of answering, and the options in common."""
-    source, options = request.source, request.config
+    source = request.source
+    options = request.config
     mode = mode_of(request.protocol, source.model_type)
     shared = options.shared_with(GenerateConfig)
     if options.engine == "vllm":
@@ -248,7 +250,8 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
         CacheLocked: a run is writing to the cache.
         UsageError: the cache is a symbolic link, whose target may be another user's.
     """
-    cache, folders = store_at(request.cache, request.objects), (VIDEOS, TOKENS, RUNS)
+    cache = store_at(request.cache, request.objects)
+    folders = (VIDEOS, TOKENS, RUNS)
     if cache.folder is not None and cache.folder.is_symlink():
         raise UsageError(f"--drop-tokens: {cache} is a link to another place, which is yours to delete")
     if not (cache.exists(HEADER) or cache.exists(DROPPING)):
@@ -287,20 +290,24 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
         OSError: a folder cannot be read.
     """
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
-    first, tables, arms = QuestionCollector(), list[pa.Table](), dict[str, MethodAtRatio]()
+    first = QuestionCollector()
+    tables = list[pa.Table]()
+    arms = dict[str, MethodAtRatio]()
     settings: JsonObject = {}
     answers = [read_answers(place, store=store_at(place, objects)) for place in config.score]
     removed_ids = list_removed(answers, read_barred(store_at(config.out, objects)))
     for place, rows in zip(config.score, answers, strict=True):
         live = rows.filter(pc.invert(pc.is_in(rows["question_id"], value_set=pa.array(removed_ids, pa.string()))))
         identity = read_answers_header(store_at(place, objects))["identity"]
-        arm, collector = _arm(identity), _collect_answered(live)
+        arm = _arm(identity)
+        collector = _collect_answered(live)
         if arm in arms.values():
             raise UsageError(f"--score {place}: {arm.method} at {arm.ratio:g} is there twice; name each once")
         if not collector.items:
             raise UsageError(f"--score {place}: no question has an answer to compare with; give them a column answer")
         if not arms:
-            first, settings = collector, _comparable(identity)
+            first = collector
+            settings = _comparable(identity)
         if wrong := list_differences(settings, _comparable(identity), old_subject=f"{config.score[0]} has"):
             lines = "\n  ".join(wrong)
             raise UsageError(f"--score {place} cannot be compared with {config.score[0]}:\n  {lines}")

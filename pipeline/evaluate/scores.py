@@ -278,7 +278,8 @@ def submissions(items: Sequence[Item], scores: pa.Table) -> dict[MethodAtRatio, 
     rows = scores.select(["question_id", "status", "parsed"]).to_pylist()
     for arm, row in zip(arm_by_row(scores), rows, strict=True):
         if row["status"] == "ok":
-            name, choice = row["question_id"], row["parsed"]
+            name = row["question_id"]
+            choice = row["parsed"]
             if choice is None:
                 hashed = int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
                 choice = hashed % len(items_by_id[name].options)

@@ -324,7 +324,8 @@ def estimates(
         draws: R. With 0, the estimates have no draws.
         generator: advanced by the call. Generators in equal states give equal draws for equal numbers of videos.
     """
-    G, columns = int(cluster_Q.max(initial=-1)) + 1, [_sums(scores_AQ, cluster_Q, of_one.numbers) for of_one in parts]
+    G = int(cluster_Q.max(initial=-1)) + 1
+    columns = [_sums(scores_AQ, cluster_Q, of_one.numbers) for of_one in parts]
     drawn = [np.empty((draws, len(scores_AQ))) for _ in parts]
     for start in range(0, draws, _CHUNK):
         n = min(_CHUNK, draws - start)

@@ -151,7 +151,10 @@ def results_table(
     pairs = {row: _find_reference_row(groups, row, reference) for row in range(len(groups))}
     against = {row: other for row, other in pairs.items() if other is not None}
     matrices = [score_matrix(benchmark.scores, arms) for benchmark in benchmarks]
-    columns, cells, overall, of_arms = list[Column](), list[list[Cell | None]](), list[Estimate](), list[Estimate]()
+    columns = list[Column]()
+    cells = list[list[Cell | None]]()
+    overall = list[Estimate]()
+    of_arms = list[Estimate]()
     last = list[int]()  # the index of each benchmark's overall score among the columns
     for benchmark, matrix in zip(benchmarks, matrices, strict=True):
         parts = _list_columns(benchmark, matrix)
@@ -186,7 +189,8 @@ def results_table(
         / len(row)
         for row in scores
     ]
-    of_rel, n_videos = relative(overall, FULL_ROW), sum(of_one.n_videos for of_one in overall)
+    of_rel = relative(overall, FULL_ROW)
+    n_videos = sum(of_one.n_videos for of_one in overall)
     rel = _make_cells(groups, against, rels, of_rel, relative(of_arms, FULL_ROW).value, n_videos, "%")
     names = {path: name for benchmark in benchmarks for path, name in benchmark.names.items()}
     rows = [
@@ -276,7 +280,8 @@ def group_arms(
         if methods is None
         else [split_seed(name.partition(POSITIONS)[0])[0] for name in methods]
     )
-    arms, groups = [ORIGINAL], [ArmGroup(ORIGINAL.method, "", ORIGINAL.ratio, [0], slice(1))]
+    arms = [ORIGINAL]
+    groups = [ArmGroup(ORIGINAL.method, "", ORIGINAL.ratio, [0], slice(1))]
     for minus, positions, method in sorted(seeds, key=lambda row: (*row[:2], order.index(row[2]))):
         members = dict(sorted(seeds[minus, positions, method].items()))
         label = method if len(members) > 1 else next(iter(members.values())).method.partition(POSITIONS)[0]
