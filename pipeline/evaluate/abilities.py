@@ -135,7 +135,10 @@ def classify_questions(rules: Sequence[AbilityRule], name: str, splits: Sequence
         splits: for each question, its split values by split name.
     """
     rules = [rule for rule in rules if rule.matches_benchmark(name)]
-    return [next((rule.ability for rule in rules if rule.matches_splits(of_one)), GENERAL) for of_one in splits]
+    return [
+        next((rule.ability for rule in rules if rule.matches_splits(question_splits)), GENERAL)
+        for question_splits in splits
+    ]
 
 
 def order_abilities(present: Sequence[str]) -> list[str]:
@@ -143,8 +146,8 @@ def order_abilities(present: Sequence[str]) -> list[str]:
 
     Abilities that are not in ABILITIES keep the order in which they first appear.
     """
-    own = [ability for ability in dict.fromkeys(present) if ability not in ABILITIES]
-    return [ability for ability in (*ABILITIES[:-1], *own, GENERAL) if ability in present]
+    user_abilities = [ability for ability in dict.fromkeys(present) if ability not in ABILITIES]
+    return [ability for ability in (*ABILITIES[:-1], *user_abilities, GENERAL) if ability in present]
 
 
 def list_unused_rules(rules: Sequence[AbilityRule], splits: Mapping[str, Sequence[Mapping[str, str]]]) -> list[str]:
@@ -159,10 +162,12 @@ def list_unused_rules(rules: Sequence[AbilityRule], splits: Mapping[str, Sequenc
     lines = []
     for rule in rules:
         names = [name for name in splits if rule.matches_benchmark(name)]
-        if not rule.source or any(rule.matches_splits(of_one) for name in names for of_one in splits[name]):
+        if not rule.source or any(
+            rule.matches_splits(question_splits) for name in names for question_splits in splits[name]
+        ):
             continue
-        what = f"no question of {', '.join(names)} has {rule.split}={rule.value}"
+        problem = f"no question of {', '.join(names)} has {rule.split}={rule.value}"
         if not names:
-            what = f"no results are of a benchmark {rule.benchmark!r}; there are {', '.join(splits)}"
-        lines.append(f"{rule.source}: {what}")
+            problem = f"no results are of a benchmark {rule.benchmark!r}; there are {', '.join(splits)}"
+        lines.append(f"{rule.source}: {problem}")
     return lines

@@ -202,8 +202,8 @@ class Verdict:
         if loss is None:
             return ""
         if loss.outcome == "few videos":
-            of_task = next(task.title for task in self.kind.tasks if task.n_videos == self.kind.n_videos)
-            return f"{self.kind.n_videos:,} videos" + (f" of {of_task}" if len(self.kind.tasks) > 1 else "")
+            title = next(task.title for task in self.kind.tasks if task.n_videos == self.kind.n_videos)
+            return f"{self.kind.n_videos:,} videos" + (f" of {title}" if len(self.kind.tasks) > 1 else "")
         if loss.outcome == "nothing to lose":
             return f"full retention scores {printed(self.kind.full_score)}"
         at = f"at {loss.share}"
@@ -289,11 +289,11 @@ class Breaks:
         """Sentences to print below the verdicts: the abilities that were not measured, if any, then the notes."""
         lines = []
         if self.not_measured:
-            here = f"Not measured here: {', '.join(self.not_measured)}."
+            sentence = f"Not measured here: {', '.join(self.not_measured)}."
             elsewhere = [name.capitalize() for name in _FROM_ELSEWHERE if name in self.not_measured]
-            more = " and ".join(elsewhere[:1] + [name.lower() for name in elsewhere[1:]])
-            needs = f" {more}: by tasks of lmms-eval, or questions that --abilities names." if elsewhere else ""
-            lines.append(here + needs)
+            kinds_text = " and ".join(elsewhere[:1] + [name.lower() for name in elsewhere[1:]])
+            remedy = f" {kinds_text}: by tasks of lmms-eval, or questions that --abilities names." if elsewhere else ""
+            lines.append(sentence + remedy)
         return [*lines, *self.notes]
 
     def as_record(self) -> JsonObject:

@@ -58,9 +58,9 @@ def markdown(*tables: ResultsTable, breaks: Breaks | None = None) -> str:
         for heading, rows in table.blocks:
             lines.append(table_row([f"*{escape_markdown(heading)}*", *[""] * width]))
             lines += [_markdown_row(table, row) for row in rows]
-        new = [text for text in table.remarks if text not in written_titles]
-        written_titles.update(new)
-        sections += [f"### {escape_markdown(table.title)}", "\n".join(lines), *map(escape_markdown, new)]
+        new_remarks = [text for text in table.remarks if text not in written_titles]
+        written_titles.update(new_remarks)
+        sections += [f"### {escape_markdown(table.title)}", "\n".join(lines), *map(escape_markdown, new_remarks)]
     sections.append(escape_markdown(f"{MARKS} {COUNTS}"))
     return "\n\n".join([*sections, *(_breaks_sections(breaks) if breaks else [])]) + "\n"
 
@@ -232,23 +232,25 @@ def render_table(results: ResultsTable) -> Iterator[RenderableType]:
     line names the file that has the other columns.
     """
     keys = [column.key.rpartition(": ")[2] for column in results.columns]
-    few = len(results.columns) <= _TERMINAL_COLUMNS
-    shown = [number for number in range(len(results.titles)) if few or number >= len(keys) or keys[number] == OVERALL]
+    all_fit = len(results.columns) <= _TERMINAL_COLUMNS
+    indices = [
+        number for number in range(len(results.titles)) if all_fit or number >= len(keys) or keys[number] == OVERALL
+    ]
     table = Table(title=Text(results.title), title_justify="left", show_edge=False)
     table.add_column("method")
-    titles = ["kept", *(results.titles[number] for number in shown)]
+    titles = ["kept", *(results.titles[number] for number in indices)]
     for title in titles:
         table.add_column(Text(title), justify="right")
     for rows in ([results.original], *(rows for _, rows in results.blocks)):
         for row in rows:
             numbers = results.numbers(row)
-            cells = [_render_cell(numbers[number]) for number in shown]
+            cells = [_render_cell(numbers[number]) for number in indices]
             table.add_row(Text(add_counts(row)), f"{100 * row.ratio:g} %", *cells, end_section=row is rows[-1])
     yield table
     for remark in (*results.remarks, MARKS):
         if not remark.startswith(FEW) or any(FEW in title for title in titles):
             yield Text(remark)
-    if n_left_out := len(results.titles) - len(shown):
+    if n_left_out := len(results.titles) - len(indices):
         yield Text(f"the {n_left_out} splits are in tables.md")
 
 

@@ -79,7 +79,9 @@ def find_breaks(
         for benchmark in benchmarks.values()
         if not benchmark.per_question
     ]
-    splits = {name: [dict(row) for row in of_one.scores["splits"].to_pylist()] for name, of_one in benchmarks.items()}
+    splits = {
+        name: [dict(row) for row in benchmark.scores["splits"].to_pylist()] for name, benchmark in benchmarks.items()
+    }
     notes += [f"{line}." for line in list_unused_rules(rules, splits)]
     arms, groups = group_arms(list(scored.values()), methods)
     measured = list[_Measured]()
@@ -90,13 +92,13 @@ def find_breaks(
     kinds = list[Kind]()
     verdicts = list[Verdict]()
     titles = {path: title for benchmark in scored.values() for path, title in benchmark.names.items()}
-    for ability in order_abilities([of_one.ability for of_one in measured]):
-        tasks = [of_one for of_one in measured if of_one.ability == ability]
+    for ability in order_abilities([measured_task.ability for measured_task in measured]):
+        tasks = [measured_task for measured_task in measured if measured_task.ability == ability]
         kinds.append(
             Kind(
                 name=ability,
-                tasks=[of_one.task for of_one in tasks],
-                full_score=100 * float(np.mean([of_one.estimate.value[FULL_ROW] for of_one in tasks])),
+                tasks=[measured_task.task for measured_task in tasks],
+                full_score=100 * float(np.mean([measured_task.estimate.value[FULL_ROW] for measured_task in tasks])),
             )
         )
         verdicts += _judge_methods(kinds[-1], tasks, groups, titles, within)
@@ -130,10 +132,10 @@ def _measure_tasks(
     whole = benchmark.average(matrix)
     ability_Q = np.array(abilities)
     parts = {name: whole.within(ability_Q == name) for name in dict.fromkeys(abilities)}
-    parts = {name: of_one for name, of_one in parts.items() if (of_one.numbers != NO_PART).any()}
+    parts = {name: subset for name, subset in parts.items() if (subset.numbers != NO_PART).any()}
     measured = measure(benchmark, matrix, groups, list(parts.values()), draws, seed)
-    for (name, of_one), numbers in zip(parts.items(), measured, strict=True):
-        inside_Q = of_one.numbers != NO_PART
+    for (name, subset), numbers in zip(parts.items(), measured, strict=True):
+        inside_Q = subset.numbers != NO_PART
         scores_AQ = matrix.scores[:, inside_Q]
         differs_A = (scores_AQ != scores_AQ[FULL_ROW]).any(1)
         yield _Measured(
@@ -152,20 +154,20 @@ def _judge_methods(
     Args:
         titles: the names of user methods, by import path.
     """
-    estimate = average([of_one.estimate for of_one in tasks])
+    estimate = average([task.estimate for task in tasks])
     rows: dict[tuple[str, str], list[int]] = {}
     for row in range(FULL_ROW + 1, len(groups)):
         rows.setdefault((groups[row].method, groups[row].positions), []).append(row)
     return [
         Verdict(
             kind=kind,
-            title=row_title(groups[of_method[0]], titles),
+            title=row_title(groups[method_rows[0]], titles),
             method=method,
             positions=positions,
-            losses=[_measure_loss(estimate, kind, tasks, row, groups[row], within) for row in of_method],
+            losses=[_measure_loss(estimate, kind, tasks, row, groups[row], within) for row in method_rows],
             within=within,
         )
-        for (method, positions), of_method in rows.items()
+        for (method, positions), method_rows in rows.items()
     ]
 
 
@@ -177,20 +179,20 @@ def _measure_loss(
     Too few videos, and a full score of at most ``within``, are checked before the scores are compared. If every
     bootstrap draw has the same difference, the interval is that single number.
     """
-    by = estimate.difference(row, FULL_ROW)
-    if math.isnan(by.value):
+    difference = estimate.difference(row, FULL_ROW)
+    if math.isnan(difference.value):
         return Loss(ratio=group.ratio, outcome="not run", lacking=_describe_lacking(tasks, row, group))
-    number = 100 * by.value
+    number = 100 * difference.value
     if estimate.n_videos < FEWEST_VIDEOS:
         return Loss(ratio=group.ratio, outcome="few videos", difference=number)
     if round(kind.full_score, _DIGITS) <= within:
         return Loss(ratio=group.ratio, outcome="nothing to lose", difference=number)
-    if not any(of_one.changed[row] for of_one in tasks):
+    if not any(task.changed[row] for task in tasks):
         return Loss(ratio=group.ratio, outcome="no change", difference=0.0)
     if not np.isfinite(estimate.drawn[:, row] - estimate.drawn[:, FULL_ROW]).any():
         return Loss(ratio=group.ratio, outcome="no interval", difference=number)
     # Without an interval although there are draws: each has the same difference.
-    ends = (number, number) if math.isnan(by.low) else (100 * by.low, 100 * by.high)
+    ends = (number, number) if math.isnan(difference.low) else (100 * difference.low, 100 * difference.high)
     low, high = (round(end, _DIGITS) for end in ends)
     return Loss(ratio=group.ratio, outcome=_judge(low, high, within), difference=number, low=low, high=high)
 
@@ -212,7 +214,9 @@ def _describe_lacking(tasks: Sequence[_Measured], row: int, group: ArmGroup) -> 
     """Return on which benchmarks a row was not run; if full retention is missing on any, return those instead."""
 
     def list_missing(row: int) -> str:
-        return ", ".join(of_one.task.title for of_one in tasks if math.isnan(of_one.estimate.value[row]))
+        return ", ".join(
+            measured_task.task.title for measured_task in tasks if math.isnan(measured_task.estimate.value[row])
+        )
 
     if without_full := list_missing(FULL_ROW):
         return f"full retention not run on {without_full}"

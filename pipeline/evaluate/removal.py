@@ -167,8 +167,8 @@ def _drop_own_numbers(store: Store) -> list[str]:
     """
     if not store.exists(OWN_NUMBERS):
         return []
-    own = json.loads(store.read(OWN_NUMBERS))
-    store.put(OWN_NUMBERS, (json.dumps({**own, "numbers": {}}, indent=1) + "\n").encode())
+    record = json.loads(store.read(OWN_NUMBERS))
+    store.put(OWN_NUMBERS, (json.dumps({**record, "numbers": {}}, indent=1) + "\n").encode())
     return [OWN_NUMBERS]
 
 

@@ -293,10 +293,10 @@ def match_results(store: Store, identity: JsonObject) -> None:
         return
     header = read_results_header(store)
     requested = json.loads(json.dumps(identity))
-    if wrong := list_differences(cast(JsonObject, header["identity"]), requested, old_subject="the results have"):
+    if differences := list_differences(cast(JsonObject, header["identity"]), requested, old_subject="the results have"):
         raise IdentityMismatch(
             f"{store} holds results of other settings, and one place holds one kind:\n  "
-            + "\n  ".join(wrong)
+            + "\n  ".join(differences)
             + "\nUse the settings of the results, or another --out."
         )
 

@@ -340,12 +340,14 @@ def _check_alike(results: Sequence[_Results]) -> None:
                 raise UsageError(
                     f"{earlier.place} and {result.place} are both of {result.benchmark.title}: name one of them"
                 )
-        if wrong := list_differences(first.model_identity, result.model_identity, old_subject=f"{first.place} has"):
-            raise IdentityMismatch(f"{result.place} is of another model than {first.place}: {'; '.join(wrong)}")
-        first_values, values = ({name: of.identity.get(name) for name in _EQUAL} for of in (first, result))
-        if wrong := list_differences(first_values, values, old_subject=f"{first.benchmark.title} has"):
+        if differences := list_differences(
+            first.model_identity, result.model_identity, old_subject=f"{first.place} has"
+        ):
+            raise IdentityMismatch(f"{result.place} is of another model than {first.place}: {'; '.join(differences)}")
+        first_values, values = ({name: source.identity.get(name) for name in _EQUAL} for source in (first, result))
+        if differences := list_differences(first_values, values, old_subject=f"{first.benchmark.title} has"):
             raise IdentityMismatch(
-                f"one table must not mix what differs here: {result.benchmark.title}: {'; '.join(wrong)}\n"
+                f"one table must not mix what differs here: {result.benchmark.title}: {'; '.join(differences)}\n"
                 "Evaluate both alike, or lay them out apart."
             )
 
@@ -392,8 +394,8 @@ def _read(place: str, objects: Objects) -> _Results:
     identity, about = cast(JsonObject, header["identity"]), cast(JsonObject, header.get("about", {}))
     if "benchmark" not in identity:
         raise NotResults(f"{place} holds scored answers, not the results of a benchmark")
-    if lacking := {"model", "num_frames", "protocol"} - identity.keys():
-        raise NotResults(f"{place}: {RESULTS_HEADER} does not say {', '.join(sorted(lacking))}: evaluate again")
+    if missing_keys := {"model", "num_frames", "protocol"} - identity.keys():
+        raise NotResults(f"{place}: {RESULTS_HEADER} does not say {', '.join(sorted(missing_keys))}: evaluate again")
     benchmark = find_benchmark(str(identity["benchmark"])).stored_in(store)
     scores = read_scores(place, store, published=benchmark.scores_questions)
     notes = list[str]()
@@ -401,9 +403,9 @@ def _read(place: str, objects: Objects) -> _Results:
         unknown = unknown_names(store, arms_of(scores))
         notes += [f"{place}/{FORM} has a score of {name}, which is none of its submissions" for name in unknown]
         scores = with_server_scores(store, scores)
-        if without := arms_of(scores.filter(pc.is_null(scores["score"]))):
+        if unscored_arms := arms_of(scores.filter(pc.is_null(scores["score"]))):
             where = f"type what its server returns into {place}/{FORM}"
-            notes.append(f"{place} ({benchmark.title}) has {len(without)} submissions without a score: {where}")
+            notes.append(f"{place} ({benchmark.title}) has {len(unscored_arms)} submissions without a score: {where}")
     return _Results(place, benchmark, identity, about, scores, notes)
 
 
@@ -440,10 +442,13 @@ def read_scores(
         raise NotResults(f"{place}: {SCORES} is damaged ({error}): {remedy}") from error
     # Without these columns the counts of cut and weak replies are unknown, not 0.
     scores = scores.drop_columns(sorted(_OPTIONAL.difference(stored_table.column_names)))
-    if wrong := [field.name for field in scores.schema if field.type != SCORE_SCHEMA.field(field.name).type]:
-        raise NotResults(f"{place}: {SCORES} has no {wrong[0]} as it should be: {remedy}")
-    ok = scores.filter(pc.equal(scores["status"], "ok"))["score"]
-    if published and (ok.null_count or not pc.all(pc.and_(pc.greater_equal(ok, 0), pc.less_equal(ok, 1))).as_py()):
+    if wrong_columns := [field.name for field in scores.schema if field.type != SCORE_SCHEMA.field(field.name).type]:
+        raise NotResults(f"{place}: {SCORES} has no {wrong_columns[0]} as it should be: {remedy}")
+    good_scores = scores.filter(pc.equal(scores["status"], "ok"))["score"]
+    if published and (
+        good_scores.null_count
+        or not pc.all(pc.and_(pc.greater_equal(good_scores, 0), pc.less_equal(good_scores, 1))).as_py()
+    ):
         raise NotResults(f"{place}: {SCORES} has answers without a score from 0 to 1: {remedy}")
     try:
         score_matrix(scores, arms_of(scores))

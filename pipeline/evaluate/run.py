@@ -127,12 +127,12 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
     answered = AnsweredItems.select(request.loaded.items, arms, live)
     if not answered.items:
         raise UsageError(f"{request.store}: every question is about a removed video, and none is left to score")
-    own = request.benchmark.score_replies(answered.items, answered.replies(request.protocol), request.protocol)
-    if own is not None:
-        request.store.put(OWN_NUMBERS, (json.dumps(own.numbers, indent=1) + "\n").encode())
-        for line in own.notes:
+    own_scores = request.benchmark.score_replies(answered.items, answered.replies(request.protocol), request.protocol)
+    if own_scores is not None:
+        request.store.put(OWN_NUMBERS, (json.dumps(own_scores.numbers, indent=1) + "\n").encode())
+        for line in own_scores.notes:
             speaker(console)(f"note: {line}")
-    scores = score_table(answered, request.protocol, own)
+    scores = score_table(answered, request.protocol, own_scores)
     # The facts in the header have been about the earlier scores until now.
     write_results_header(request.store, request.identity, request.about)
     scored_ids = set(pc.unique(scores["question_id"]).to_pylist())
@@ -290,7 +290,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
         OSError: a folder cannot be read.
     """
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
-    first = QuestionCollector()
+    first_collector = QuestionCollector()
     tables = list[pa.Table]()
     arms = dict[str, MethodAtRatio]()
     settings: JsonObject = {}
@@ -306,17 +306,17 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
         if not collector.items:
             raise UsageError(f"--score {place}: no question has an answer to compare with; give them a column answer")
         if not arms:
-            first = collector
+            first_collector = collector
             settings = _comparable(identity)
-        if wrong := list_differences(settings, _comparable(identity), old_subject=f"{config.score[0]} has"):
-            lines = "\n  ".join(wrong)
+        if differences := list_differences(settings, _comparable(identity), old_subject=f"{config.score[0]} has"):
+            lines = "\n  ".join(differences)
             raise UsageError(f"--score {place} cannot be compared with {config.score[0]}:\n  {lines}")
-        if first.items != collector.items:
+        if first_collector.items != collector.items:
             raise UsageError(f"--score {place}: other questions than in {config.score[0]}; score them by themselves")
         arms[place] = arm
         live = live.select(ANSWER_SCHEMA.names)  # the columns that questions carry may differ in type
         tables.append(live.set_column(live.schema.get_field_index("pruning"), "pruning", pa.repeat(place, len(live))))
-    questions = first.finish(config.score[0], "give the questions a column answer")
+    questions = first_collector.finish(config.score[0], "give the questions a column answer")
     items = clusters_of(questions.items)
     scores = score_table(AnsweredItems.select(items, arms, pa.concat_tables(tables)), LETTER)
     n_left_out = sum(fault.left_out for fault in questions.faults)

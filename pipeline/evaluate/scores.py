@@ -116,8 +116,8 @@ class AnsweredItems(NamedTuple):
         removed_ids = set(answers.filter(pc.equal(answers["status"], "removed"))["question_id"].to_pylist())
         rows = {}
         for label, arm in arms.items():
-            own_answers = answers.filter(pc.equal(answers["pruning"], label)).select(_NEEDED_COLUMNS)
-            rows[arm] = {row["question_id"]: without_nulls(row, AnswerRecord) for row in own_answers.to_pylist()}
+            arm_answers = answers.filter(pc.equal(answers["pruning"], label)).select(_NEEDED_COLUMNS)
+            rows[arm] = {row["question_id"]: without_nulls(row, AnswerRecord) for row in arm_answers.to_pylist()}
         return cls([item for item in items if item.question_id not in removed_ids], rows)
 
     def replies(self, protocol: Protocol) -> dict[str, dict[str, str]]:
@@ -125,10 +125,10 @@ class AnsweredItems(NamedTuple):
         return {
             arm.label: {
                 question_id: without_reasoning(row["answer"], protocol.reasoning)
-                for question_id, row in of_arm.items()
+                for question_id, row in arm_rows.items()
                 if row["status"] == "ok"
             }
-            for arm, of_arm in self.rows.items()
+            for arm, arm_rows in self.rows.items()
         }
 
 
@@ -145,14 +145,14 @@ def score_table(answered: AnsweredItems, protocol: Protocol, own: OwnScores | No
     """
     tables = [SCORE_SCHEMA.empty_table()]
     for arm, rows in answered.rows.items():
-        of_arm = None if own is None or own.scores is None else own.scores[arm.label]
+        arm_scores = None if own is None or own.scores is None else own.scores[arm.label]
         score_rows = []
         for item in answered.items:
-            if of_arm is not None and item.question_id not in of_arm:
+            if arm_scores is not None and item.question_id not in arm_scores:
                 continue
             row = _row(item, arm, rows.get(item.question_id), protocol)
             if own is not None:
-                score = None if of_arm is None else of_arm[item.question_id] if row["status"] == "ok" else 0.0
+                score = None if arm_scores is None else arm_scores[item.question_id] if row["status"] == "ok" else 0.0
                 row = {**row, "score": score, "right": None if score is None else score == 1.0}
             score_rows.append(row)
         tables.append(pa.Table.from_pylist(score_rows, schema=SCORE_SCHEMA))
@@ -193,12 +193,12 @@ def _row(item: Item, arm: MethodAtRatio, row: AnswerRecord | None, protocol: Pro
         "n_options": len(item.options),
     }
     if row is None or row["status"] != "ok":
-        why = "unanswered" if row is None else row["error_class"]
-        nothing = (None, None) if item.expected is None else (False, 0.0)
-        return {**common, "status": "failed", "error_class": why, **Reply(None, *nothing)._asdict()}
+        error_class = "unanswered" if row is None else row["error_class"]
+        unscored = (None, None) if item.expected is None else (False, 0.0)
+        return {**common, "status": "failed", "error_class": error_class, **Reply(None, *unscored)._asdict()}
     reply = read_reply(item, row, protocol)
-    same = {name: row.get(name) for name in _SAME}
-    return {**common, "status": "ok", "reply": row["answer"], **reply._asdict(), **same}
+    copied = {name: row.get(name) for name in _SAME}
+    return {**common, "status": "ok", "reply": row["answer"], **reply._asdict(), **copied}
 
 
 def mode_of(protocol: Protocol, model_type: str) -> AnswerMode:

@@ -155,7 +155,7 @@ class ScoreMatrix:
 
     def split(self, name: str, value: str) -> Parts:
         """Return a single part with the questions that have this value of the split ``name``."""
-        return Parts(np.array([0 if of_one.get(name) == value else NO_PART for of_one in self.splits], np.int64))
+        return Parts(np.array([0 if question.get(name) == value else NO_PART for question in self.splits], np.int64))
 
     def by(self, name: str, weights: Mapping[str, float] = MappingProxyType({})) -> Parts:
         """Return one part for each value of the split ``name``, such as MLVU's tasks.
@@ -176,8 +176,8 @@ class ScoreMatrix:
             return Parts(np.unique(values, return_inverse=True)[1])
         counted = sorted({value for value in values if weights.get(value)})
         number = {value: i for i, value in enumerate(counted)}
-        of_questions = [number.get(value, NO_PART) for value in values]
-        return Parts(np.array(of_questions, np.int64), np.array([weights[value] for value in counted]))
+        part_numbers = [number.get(value, NO_PART) for value in values]
+        return Parts(np.array(part_numbers, np.int64), np.array([weights[value] for value in counted]))
 
 
 def arms_of(scores: pa.Table) -> list[MethodAtRatio]:
@@ -325,22 +325,22 @@ def estimates(
         generator: advanced by the call. Generators in equal states give equal draws for equal numbers of videos.
     """
     G = int(cluster_Q.max(initial=-1)) + 1
-    columns = [_sums(scores_AQ, cluster_Q, of_one.numbers) for of_one in parts]
+    columns = [_sums(scores_AQ, cluster_Q, subset.numbers) for subset in parts]
     drawn = [np.empty((draws, len(scores_AQ))) for _ in parts]
     for start in range(0, draws, _CHUNK):
         n = min(_CHUNK, draws - start)
         flat = generator.integers(max(G, 1), size=(n, G)) + np.arange(n)[:, None] * G
         times_RG = np.bincount(flat.ravel(), minlength=n * G).reshape(n, G).astype(float)
-        for drawn_RA, (sum_GPA, count_GP), of_one in zip(drawn, columns, parts, strict=True):
+        for drawn_RA, (sum_GPA, count_GP), subset in zip(drawn, columns, parts, strict=True):
             sum_RPA = np.tensordot(times_RG, sum_GPA, axes=1)
-            drawn_RA[start : start + n] = _mean_over_parts(sum_RPA, times_RG @ count_GP, of_one.weights)
+            drawn_RA[start : start + n] = _mean_over_parts(sum_RPA, times_RG @ count_GP, subset.weights)
     return [
         Estimate(
-            value=_mean_over_parts(sum_GPA.sum(0, keepdims=True), count_GP.sum(0, keepdims=True), of_one.weights)[0],
+            value=_mean_over_parts(sum_GPA.sum(0, keepdims=True), count_GP.sum(0, keepdims=True), subset.weights)[0],
             drawn=drawn_RA,
             n_videos=int(np.sum(count_GP.any(1))),
         )
-        for drawn_RA, (sum_GPA, count_GP), of_one in zip(drawn, columns, parts, strict=True)
+        for drawn_RA, (sum_GPA, count_GP), subset in zip(drawn, columns, parts, strict=True)
     ]
 
 
@@ -374,15 +374,15 @@ def relative(overall: Sequence[Estimate], full: int) -> Estimate:
     draws.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        relative_ones = [
+        ratios = [
             Estimate(
-                value=tally.value / (tally.value[full] or math.nan),
-                drawn=tally.drawn / np.where(tally.drawn[:, [full]] == 0, math.nan, tally.drawn[:, [full]]),
-                n_videos=tally.n_videos,
+                value=estimate.value / (estimate.value[full] or math.nan),
+                drawn=estimate.drawn / np.where(estimate.drawn[:, [full]] == 0, math.nan, estimate.drawn[:, [full]]),
+                n_videos=estimate.n_videos,
             )
-            for tally in overall
+            for estimate in overall
         ]
-    return average(relative_ones)
+    return average(ratios)
 
 
 def average(overall: Sequence[Estimate]) -> Estimate:
@@ -390,8 +390,8 @@ def average(overall: Sequence[Estimate]) -> Estimate:
 
     Draw r of the mean combines draw r of each benchmark, so all must have the same number of draws.
     """
-    values, drawn = [tally.value for tally in overall], [tally.drawn for tally in overall]
-    return Estimate(np.mean(values, axis=0), np.mean(drawn, axis=0), min(tally.n_videos for tally in overall))
+    values, drawn = [estimate.value for estimate in overall], [estimate.drawn for estimate in overall]
+    return Estimate(np.mean(values, axis=0), np.mean(drawn, axis=0), min(estimate.n_videos for estimate in overall))
 
 
 def count_videos_needed(difference: Difference, n_videos: int) -> int | None:

@@ -225,11 +225,11 @@ class ResultsTable:
         if any(column.few for column in self.columns):
             lines.append(f"{FEW} Fewer than {FEWEST_VIDEOS} videos: no interval.")
         tally = sum((row.tally for row in self.rows), AnswerCounts())
-        of = f"of {tally.n_replies:,} replies were"
+        replies = f"of {tally.n_replies:,} replies were"
         if tally.n_cut:
-            lines.append(f"Cut: {tally.n_cut:,} {of} cut by max_new_tokens; the rule read an unfinished reply.")
+            lines.append(f"Cut: {tally.n_cut:,} {replies} cut by max_new_tokens; the rule read an unfinished reply.")
         if tally.n_weak:
-            lines.append(f"Weak: {tally.n_weak:,} {of} read by chance: drawn, or by a letter inside a word.")
+            lines.append(f"Weak: {tally.n_weak:,} {replies} read by chance: drawn, or by a letter inside a word.")
         return [*lines, *self.notes]
 
     def _about_differences(self) -> Iterator[str]:

@@ -154,20 +154,20 @@ def results_table(
     columns = list[Column]()
     cells = list[list[Cell | None]]()
     overall = list[Estimate]()
-    of_arms = list[Estimate]()
+    arm_estimates = list[Estimate]()
     last = list[int]()  # the index of each benchmark's overall score among the columns
     for benchmark, matrix in zip(benchmarks, matrices, strict=True):
         parts = _list_columns(benchmark, matrix)
-        of_columns = [of_one for *_, of_one in parts]
-        measured = measure(benchmark, matrix, groups, of_columns, draws, seed)
-        measured_arms = estimates(matrix.scores, matrix.clusters, of_columns, 0, np.random.default_rng(seed))
-        for (key, name, of_one), numbers, arm_numbers in zip(parts, measured, measured_arms, strict=True):
+        parts_by_column = [subset for *_, subset in parts]
+        measured = measure(benchmark, matrix, groups, parts_by_column, draws, seed)
+        measured_arms = estimates(matrix.scores, matrix.clusters, parts_by_column, 0, np.random.default_rng(seed))
+        for (key, name, subset), numbers, arm_numbers in zip(parts, measured, measured_arms, strict=True):
             columns.append(
                 Column(
                     key=key if len(benchmarks) == 1 else f"{benchmark.title}: {key}",
                     title=name,
                     benchmark=benchmark.title,
-                    n_questions=int(np.sum(of_one.numbers != NO_PART)),
+                    n_questions=int(np.sum(subset.numbers != NO_PART)),
                     n_whole=benchmark.n_questions if key == OVERALL else None,
                     n_videos=numbers.n_videos,
                     made_of=benchmark.made_of,
@@ -177,21 +177,21 @@ def results_table(
             cells.append(_make_cells(groups, against, percentages, numbers, arm_numbers.value, numbers.n_videos))
         last.append(len(columns) - 1)
         overall.append(measured[-1])
-        of_arms.append(measured_arms[-1])
+        arm_estimates.append(measured_arms[-1])
     by_row = list(zip(*cells, strict=True))
     # The paper's tables are means of printed scores.
     scores = [[math.nan if (cell := row[c]) is None else float(cell.printed) for c in last] for row in by_row]
     means = [math.fsum(row) / len(row) for row in scores]
-    mean = _make_cells(groups, {}, means, average(overall), average(of_arms).value, 0)
+    mean = _make_cells(groups, {}, means, average(overall), average(arm_estimates).value, 0)
     rels = [
         100
         * math.fsum(score / (full or math.nan) for score, full in zip(row, scores[FULL_ROW], strict=True))
         / len(row)
         for row in scores
     ]
-    of_rel = relative(overall, FULL_ROW)
-    n_videos = sum(of_one.n_videos for of_one in overall)
-    rel = _make_cells(groups, against, rels, of_rel, relative(of_arms, FULL_ROW).value, n_videos, "%")
+    rel_estimate = relative(overall, FULL_ROW)
+    n_videos = sum(estimate.n_videos for estimate in overall)
+    rel = _make_cells(groups, against, rels, rel_estimate, relative(arm_estimates, FULL_ROW).value, n_videos, "%")
     names = {path: name for benchmark in benchmarks for path, name in benchmark.names.items()}
     rows = [
         Row(
@@ -329,11 +329,11 @@ def _find_reference_row(groups: Sequence[ArmGroup], row: int, reference: str) ->
     """
     if reference == ORIGINAL.method or row == FULL_ROW:
         return None if row == FULL_ROW else FULL_ROW
-    same = [i for i, group in enumerate(groups) if group.method == reference and group.ratio == groups[row].ratio]
-    if row in same:
+    candidates = [i for i, group in enumerate(groups) if group.method == reference and group.ratio == groups[row].ratio]
+    if row in candidates:
         return None
-    exact = [i for i in same if groups[i].positions == groups[row].positions]
-    return next(iter(exact), same[0] if len(same) == 1 else None)
+    exact = [i for i in candidates if groups[i].positions == groups[row].positions]
+    return next(iter(exact), candidates[0] if len(candidates) == 1 else None)
 
 
 def row_title(group: ArmGroup, names: Mapping[str, str]) -> str:
@@ -406,14 +406,14 @@ def _describe_difference(numbers: Estimate, row: int, reference: int, n_videos: 
 
     Without an interval, the only field is ``difference``.
     """
-    by = numbers.difference(row, reference)
-    if math.isnan(by.value):
+    difference = numbers.difference(row, reference)
+    if math.isnan(difference.value):
         return {}
-    points, low, high = (100 * share for share in by)
-    if math.isnan(by.low):
+    points, low, high = (100 * share for share in difference)
+    if math.isnan(difference.low):
         return {"difference": points}
     unclear = low < PRINTED_0 and high > -PRINTED_0
-    needed = count_videos_needed(by, n_videos) if unclear and abs(points) >= PRINTED_0 else None
+    needed = count_videos_needed(difference, n_videos) if unclear and abs(points) >= PRINTED_0 else None
     return {"difference": points, "low": low, "high": high, "unclear": unclear, "videos_needed": needed}
 
 
