@@ -19,21 +19,21 @@ DEFAULT_WITHIN = 2.0  # points that a safe ratio may lose
 FULL = "none"  # full retention
 LIST = "lmms:list"  # the --benchmark that lists the tasks of lmms-eval
 RESULTS_HEADER = "evaluation.json"
-ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"  # of results, in the layouts of jobs.generate and jobs.prune
-#: ``--positions`` -> the positions that every method is asked at; None is the model family's.
+ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"  # below the results, as jobs.generate and jobs.prune write them
+#: ``--positions`` -> the positions that each method is run with; None is the model family's default.
 POSITIONS: Mapping[str, tuple[str | None, ...]] = {
     "auto": (None,),
     "contiguous": ("contiguous",),
     "original": ("original",),
     "both": ("contiguous", "original"),
 }
-#: The options that mean something else here than in jobs.prune and jobs.generate, follow from the protocol there, or
-#: are taken over by one of the two alone.
+#: Options that mean something else here than in jobs.prune and jobs.generate, that are set from the protocol there, or
+#: that are passed on explicitly.
 _NOT_SHARED = frozenset(
     {"model", "family", "siglip", "out", "cache", "video_root", "limit", "seed", "retention_ratio", "positions"}
     | {"num_frames", "fps", "max_frames", "max_video_tokens", "max_new_tokens", "max_failed", "on_changed"}
 )
-#: Option -> the option without which it says nothing.
+#: Option -> the option that it requires.
 _GOES_WITH = {
     **dict.fromkeys(("limit", "drop_tokens", "max_new_tokens", "close_thought", "fps"), "benchmark"),
     **dict.fromkeys(("within", "abilities"), "results"),
@@ -59,19 +59,19 @@ class EvaluateConfig(EngineOptions):
         "videomme, longvideobench, mlvu-dev, mlvu-test, mvbench, egoschema-subset (500 with published "
         "answers), egoschema (all 5,031, for a file to submit), shapes (jobs.testbed), lmms:TASK or "
         "lmms:TASK@METRIC of lmms-eval (lmms:list lists them), or a file of your own questions (.jsonl/.parquet/.csv: "
-        "as of jobs.generate, with answer, perhaps split, cluster)",
+        "as for jobs.generate, plus answer and optional split, cluster)",
         metavar="NAME",
         group="benchmark",
     )
     data: str | None = option(
         None,
         "the folder with the benchmark's annotations and videos (lmms:TASK: HF_HOME), or the videos of your own "
-        "questions (without --data their video_id is a video of --cache)",
+        "questions (without --data, their video_id names a video of --cache)",
         metavar="DIR",
     )
     video_root: list[str] = option(
         [],
-        "a folder, besides --data, that links in --data may lead into; may be repeated",
+        "a folder, besides --data, that links in --data may point into; may be repeated",
         metavar="DIR",
     )
     protocol: str | None = option(
@@ -81,23 +81,25 @@ class EvaluateConfig(EngineOptions):
         metavar="NAME",
     )
     max_new_tokens: int | None = option(
-        None, "tokens that a reply may have (default: the protocol's); models that reason need thousands", metavar="N"
+        None,
+        "maximum number of tokens per reply (default: the protocol's); models that reason need thousands",
+        metavar="N",
     )
     close_thought: bool = option(
         False,
-        "where the model's chat template ends with an opening tag, such as <think>: put its closing tag behind it, so "
-        "that the model answers at once",
+        "if the model's chat template ends with an opening tag, such as <think>: append its closing tag, so that the "
+        "model answers at once",
     )
     limit: int | None = option(None, "ask only the first N questions", metavar="N")
     score: list[str] = option(
         [],
-        "score answers that jobs.generate has given to questions with a right answer; several folders are compared",
+        "score answers of jobs.generate to questions that have a right answer; several folders are compared",
         metavar="ANSWERS",
         several=True,
     )
     results: list[str] = option(
         [],
-        "lay out the results of earlier evaluations, a folder per benchmark, as one table; --method and "
+        "lay out the results of earlier evaluations, one folder per benchmark, as one table; --method and "
         "--retention-ratio choose its rows",
         metavar="RESULTS",
         several=True,
@@ -105,14 +107,14 @@ class EvaluateConfig(EngineOptions):
     model: str | None = option(
         None,
         "a Hugging Face id or folder with safetensors, 'shapes', or a seeded random model of jobs.prune (default: "
-        "the one that the cache names, else tiny)",
+        "the model that the cache names, or tiny)",
         metavar="MODEL",
         group="model",
     )
     family: str | None = option(
         None,
-        "generic: encode and answer by the model's own code in transformers, which every model type does that has no "
-        "family of its own; or module:Class of your own family (default: by the model type)",
+        "generic: encode and answer with the model's own code in transformers, the default for model types without a "
+        "family here; or module:Class of your own family (default: by model type)",
         metavar="FAMILY",
     )
     siglip: str | None = option(
@@ -120,12 +122,14 @@ class EvaluateConfig(EngineOptions):
         "for fastvid and cdpruner on LLaVA-OneVision: the SigLIP checkpoint that its vision tower was made from",
         metavar="MODEL",
     )
-    dtype: str = option("auto", "the model's arithmetic; auto is bfloat16 on GPUs and float32 on CPUs", choices=DTYPES)
+    dtype: str = option(
+        "auto", "the dtype that the model computes in; auto is bfloat16 on GPUs and float32 on CPUs", choices=DTYPES
+    )
     method: list[str] = option(
         [],
-        f"pruning methods: {', '.join(METHODS)}, or module:Class of your own; parameters behind commas, fastv,K=3; "
-        "random,seed=0..4 is five seeds, whose mean is one row "
-        f"(default: {' '.join(DEFAULT_METHODS)}); full retention is always there",
+        f"pruning methods: {', '.join(METHODS)}, or module:Class of your own; parameters follow commas: fastv,K=3; "
+        "random,seed=0..4 runs five seeds, and their mean is one row "
+        f"(default: {' '.join(DEFAULT_METHODS)}); full retention is always included",
         metavar="METHOD",
         several=True,
         group="methods",
@@ -139,37 +143,37 @@ class EvaluateConfig(EngineOptions):
     )
     positions: str = option(
         "auto",
-        "positions of the kept tokens: as before pruning (original), renumbered (contiguous), or a row of each (both); "
-        "auto is the model family's: contiguous for LLaVA-OneVision and InternVL, original for Qwen. On "
-        "LLaVA-OneVision original gains more than a choice of method. positions=original behind a method is for that "
-        "method alone",
+        "positions of the kept tokens: as before pruning (original), renumbered (contiguous), or a row each (both); "
+        "auto is the model family's default: contiguous for LLaVA-OneVision and InternVL, original for Qwen. On "
+        "LLaVA-OneVision, original gains more than the choice of method does. positions=original after a method "
+        "applies to that method only",
         choices=tuple(POSITIONS),
     )
     seed: int = option(
-        0, "seed of the intervals, and of methods that draw random numbers and name no seed", metavar="N"
+        0, "seed of the intervals, and of methods that draw random numbers and are given no seed", metavar="N"
     )
     reference: str | None = option(
         None,
-        "the method that others are compared with; none: full retention (default: gstep, else the first method; full "
-        "retention where there is one method)",
+        "the method that others are compared with; none: full retention (default: gstep, or the first method; full "
+        "retention if there is only one method)",
         metavar="METHOD",
     )
     within: float | None = option(
         None,
-        "with --results: a retention ratio is safe for a kind of questions if it loses less than X points, as far as "
-        "its 95 %% interval tells (default: 2)",
+        "with --results: a retention ratio is safe for a kind of questions if its whole 95 %% interval is above a loss "
+        "of X points (default: 2)",
         metavar="X",
     )
     abilities: str | None = option(
         None,
         "with --results: a .csv with the columns benchmark,split,value,ability, which says what kind of ability "
-        "questions test, before the built-in table",
+        "questions test; it takes precedence over the built-in table",
         metavar="FILE",
     )
     ours: str | None = option(None, "the method that tables.tex marks as ours", metavar="METHOD")
     out: str = option(
         "results",
-        "the results to create or to continue: a folder or s3://bucket/prefix",
+        "the results to create or continue: a folder or s3://bucket/prefix",
         metavar="DIR",
         group="results",
     )
@@ -178,10 +182,11 @@ class EvaluateConfig(EngineOptions):
     )
     drop_tokens: bool = option(False, "delete the cache in --out once every question is answered")
     draws: int = option(10_000, "bootstrap samples of videos for intervals", metavar="N")
-    num_frames: int | None = option(None, "frames a video (default: the protocol's)", metavar="T", group="videos")
+    num_frames: int | None = option(None, "frames per video (default: the protocol's)", metavar="T", group="videos")
     fps: float | None = option(
         None,
-        "instead of the protocol's frames: sample by time, F frames a second of video; sizes are the checkpoint's own",
+        "sample F frames per second of video instead of the protocol's frames; frame sizes follow the checkpoint's own "
+        "settings",
         metavar="F",
     )
     max_frames: int | None = option(
@@ -190,14 +195,14 @@ class EvaluateConfig(EngineOptions):
     max_video_tokens: int | None = option(
         None, "with --fps, Qwen models: cap long videos as jobs.prune --max-video-tokens does", metavar="N"
     )
-    decode_timeout: float = option(120.0, "give up a video after S seconds of decoding", metavar="S")
-    decode_workers: int | None = option(None, "start at most N decode workers (default: one a CPU)", metavar="N")
-    encode_workers: int | None = option(None, "start at most N encoders (default: one a GPU)", metavar="N")
+    decode_timeout: float = option(120.0, "give up on a video after S seconds of decoding", metavar="S")
+    decode_workers: int | None = option(None, "start at most N decode workers (default: one per CPU)", metavar="N")
+    encode_workers: int | None = option(None, "start at most N encoders (default: one per GPU)", metavar="N")
     workers: int | None = option(
-        None, "start at most N language models (default: one a GPU; one on CPUs)", metavar="N", group="answers"
+        None, "start at most N language models (default: one per GPU; one on CPUs)", metavar="N", group="answers"
     )
     questions_per_shard: int = option(
-        64, "put at most N answers into one file; a killed run loses at most N answers per worker", metavar="N"
+        64, "write at most N answers to one file; a killed run loses at most N answers per worker", metavar="N"
     )
 
     def __post_init__(self) -> None:
