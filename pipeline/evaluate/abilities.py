@@ -168,6 +168,6 @@ def list_unused_rules(rules: Sequence[AbilityRule], splits: Mapping[str, Sequenc
             continue
         problem = f"no question of {', '.join(names)} has {rule.split}={rule.value}"
         if not names:
-            problem = f"no results are of a benchmark {rule.benchmark!r}; there are {', '.join(splits)}"
+            problem = f"there are no results of a benchmark {rule.benchmark!r}; the benchmarks are {', '.join(splits)}"
         lines.append(f"{rule.source}: {problem}")
     return lines

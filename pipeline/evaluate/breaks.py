@@ -267,7 +267,7 @@ class Breaks:
     def explanation(self) -> list[str]:
         """Sentences that explain how to read the verdicts; without verdicts, one sentence that nothing can be said."""
         if not self.verdicts:
-            return ["No method was run here on questions that have a score each, so nothing can be said."]
+            return ["No method was run on questions that each have a score, so nothing can be said."]
         n_methods = len({verdict.title for verdict in self.verdicts})
         counts = f"{len(self.kinds)} kinds and {n_methods} methods"
         return [
@@ -292,7 +292,7 @@ class Breaks:
             sentence = f"Not measured here: {', '.join(self.not_measured)}."
             elsewhere = [name.capitalize() for name in _FROM_ELSEWHERE if name in self.not_measured]
             kinds_text = " and ".join(elsewhere[:1] + [name.lower() for name in elsewhere[1:]])
-            remedy = f" {kinds_text}: by tasks of lmms-eval, or questions that --abilities names." if elsewhere else ""
+            remedy = f" {kinds_text}: use tasks of lmms-eval, or name questions with --abilities." if elsewhere else ""
             lines.append(sentence + remedy)
         return [*lines, *self.notes]
 

@@ -19,7 +19,7 @@ DEFAULT_WITHIN = 2.0  # points that a safe ratio may lose
 FULL = "none"  # full retention
 LIST = "lmms:list"  # the --benchmark that lists the tasks of lmms-eval
 RESULTS_HEADER = "evaluation.json"
-ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"  # below the results, as jobs.generate and jobs.prune write them
+ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"  # below --out, as jobs.generate and jobs.prune write them
 #: ``--positions`` -> the positions that each method is run with; None is the model family's default.
 POSITIONS: Mapping[str, tuple[str | None, ...]] = {
     "auto": (None,),
@@ -215,8 +215,8 @@ class EvaluateConfig(EngineOptions):
         super().__post_init__()
         if [self.benchmark is None, not self.score, not self.results].count(False) != 1:
             raise UsageError(
-                "name what to ask, --benchmark NAME, or answers to score, --score ANSWERS, or results for one table, "
-                "--results RESULTS: one of them"
+                "give exactly one of --benchmark NAME (questions to ask), --score ANSWERS (answers to score) and "
+                "--results RESULTS (results for one table)"
             )
         for name, other in _GOES_WITH.items():
             value = getattr(self, name)
@@ -236,7 +236,7 @@ class EvaluateConfig(EngineOptions):
         check(self.draws >= 100, "draws", "at least 100", self.draws)
         check(positive(self.decode_timeout), "decode_timeout", "a positive number of seconds", self.decode_timeout)
         if self.drop_tokens and self.cache is not None:
-            raise UsageError("--drop-tokens deletes the cache in --out; one that --cache names is yours to delete")
+            raise UsageError("--drop-tokens deletes the cache in --out; a cache that --cache names is yours to delete")
         check(self.fps is None or positive(self.fps), "fps", "a positive number", self.fps)
         if self.fps is not None and self.num_frames is not None:
             raise UsageError("--num-frames and --fps are two ways of sampling: give one of them")

@@ -37,7 +37,7 @@ from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
-# Error classes that another attempt may not meet.
+# Error classes of answers that may succeed at another attempt.
 _MAY_SUCCEED = ("corrupt", "io", "out-of-memory", "own-code", "internal")
 _VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "numpy")
 
@@ -156,7 +156,7 @@ def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
         assert scored.answers is not None
         may_succeed = [scored.answers.failures.get(name, 0) for name in _MAY_SUCCEED]
         if n_unanswered := scored.answers.n_missing + sum(may_succeed):
-            console.print(f"note: {n_unanswered} questions may be asked again (--retry-failed): their tokens stay")
+            console.print(f"note: {n_unanswered} questions may be asked again (--retry-failed), so the tokens are kept")
         else:
             drop_tokens(request, console)
     return Evaluation(done=scored, table=table, out=config.out, files=files, submission=submission)

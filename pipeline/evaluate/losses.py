@@ -28,7 +28,7 @@ from pipeline.evaluate.statistics import (
 from pipeline.evaluate.table import FULL_ROW, ArmGroup
 from pipeline.evaluate.tabulate import ScoredBenchmark, group_arms, measure, row_title
 
-_DIGITS = 9  # of points: further ones are rounding errors
+_DIGITS = 9  # decimals of points; further ones are rounding errors
 
 
 class _Measured(NamedTuple):
@@ -75,7 +75,7 @@ def find_breaks(
     """
     scored = {name: benchmark for name, benchmark in benchmarks.items() if benchmark.per_question}
     notes = [
-        f"{benchmark.title} takes no part here: its numbers are not means over questions that have a score each."
+        f"{benchmark.title} is left out here: its numbers are not means over the scores of questions."
         for benchmark in benchmarks.values()
         if not benchmark.per_question
     ]
@@ -191,7 +191,7 @@ def _measure_loss(
         return Loss(ratio=group.ratio, outcome="no change", difference=0.0)
     if not np.isfinite(estimate.drawn[:, row] - estimate.drawn[:, FULL_ROW]).any():
         return Loss(ratio=group.ratio, outcome="no interval", difference=number)
-    # Without an interval although there are draws: each has the same difference.
+    # There are draws but no interval: all draws have the same difference.
     ends = (number, number) if math.isnan(difference.low) else (100 * difference.low, 100 * difference.high)
     low, high = (round(end, _DIGITS) for end in ends)
     return Loss(ratio=group.ratio, outcome=_judge(low, high, within), difference=number, low=low, high=high)

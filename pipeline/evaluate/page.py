@@ -22,14 +22,14 @@ from pipeline.evaluate.table import NONE, ResultsTable, Row
 from pipeline.html_pages import environment
 from pipeline.rows import JsonObject
 
-_STEPS = 6  # of a vertical axis, about
-_COLORS, _DASHES = 6, 3  # GSTEP has the first color for itself; dashes tell methods apart once colors are used up
+_STEPS = 6  # approximate number of steps on a vertical axis
+_COLORS, _DASHES = 6, 3  # GSTEP has the first color to itself; dashes distinguish methods of one color
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 820, 330, 46, 12, 44  # pixels of the chart and its margins
-_APART = 64  # pixels between two labels of the horizontal axis
+_APART = 64  # minimum pixels between two labels of the horizontal axis
 _PANEL_WIDTH, _PANEL_HEIGHT = 380, 270  # pixels of a panel
-_PANEL_LEFT, _PANEL_RIGHT, _PANEL_TOP, _PANEL_BOTTOM = 40, 8, 22, 42  # pixels of its margins
-_PANEL_APART = 40  # pixels between two labels of its horizontal axis
-_DODGE, _SPREAD = 8.0, 0.7  # pixels between methods at one ratio, and at most this share of a ratio's place
+_PANEL_LEFT, _PANEL_RIGHT, _PANEL_TOP, _PANEL_BOTTOM = 40, 8, 22, 42  # pixels of a panel's margins
+_PANEL_APART = 40  # minimum pixels between two labels of a panel's horizontal axis
+_DODGE, _SPREAD = 8.0, 0.7  # pixels between methods at one ratio, and the maximum share of a ratio's width for all
 
 
 class Style(NamedTuple):

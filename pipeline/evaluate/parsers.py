@@ -41,9 +41,9 @@ class Parsed:
         in_word: True if the letter was found inside a word: "Based on" is B.
     """
 
-    choice: int | None  # index of the option that the reply names; None where it names none of the question's
-    drawn: bool = False  # the published code draws one of the question's options at random
-    in_word: bool = False  # its letter was found inside a word: "Based on" is B
+    choice: int | None
+    drawn: bool = False
+    in_word: bool = False
 
     def score(self, answer: int | None, n_options: int) -> float:
         """Return 1.0 if the named option is right, otherwise 0.0; if the rule draws, the expectation 1/``n_options``.
@@ -177,7 +177,9 @@ def _strip_punctuation(text: str) -> str:
     for mark in _MARKS:
         beside_space = f"{mark} " in text or f" {mark}" in text
         result = result.replace(mark, "" if beside_space or thousands else " ")
-    return re.sub(r"\.(?!\d)", "", result, count=32)  # the code passes a flag, of value 32, for the count
+    return re.sub(
+        r"\.(?!\d)", "", result, count=32
+    )  # the published code passes a flag, whose value is 32, as the count
 
 
 def _egoschema(reply: str, options: Sequence[str]) -> Parsed:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 #: How a question with options is answered: a reply is generated and read, or options are scored.
 ChoicesMethod = Literal["generate", "letter", "loglikelihood"]
-#: The metric that is the plain mean over all questions.
+#: The metric that is the mean over all questions.
 QUESTIONS = "questions"
-#: The GSTEP paper's protocol. The paper does not state it; but its rows of full retention, VidCom2 and FastV are, digit
-#: for digit, those of github.com/xuyang-liu16/VidCom2, which carries lmms-eval 0.5.0: 32 frames, greedy replies.
+#: The GSTEP paper's protocol. The paper does not state it, but its rows of full retention, VidCom2 and FastV equal, digit
+#: for digit, those of github.com/xuyang-liu16/VidCom2, which bundles lmms-eval 0.5.0: 32 frames, greedy replies.
 PAPER = "paper"
 #: Other names of protocols.
 ALIASES: Mapping[str, str] = {PAPER: "lmms-eval-0.5"}
@@ -119,29 +119,29 @@ class ModelRules:
         return self if family == model_type else replace(self, pixels=None, frame_times="true")
 
 
-# lmms-eval passes its own bounds to the processor and to qwen-vl-utils. The latter allows a frame 768 tokens at most.
+# lmms-eval passes its own limits to the processor and to qwen-vl-utils, which allows at most 768 tokens per frame.
 _MIN = 256 * 28 * 28
 _ROUNDED_FRAMES = FrameRule(32, "round", even=True)
 _QWEN2_5_VL = ModelRules(None, _ROUNDED_FRAMES, PixelLimits(_MIN, 768 * 28 * 28))
-# On Qwen3-VL our bounds are of all frames together, and lmms-eval's bounds are of a single frame.
+# On Qwen3-VL, our limits apply to all frames together, and lmms-eval's to each frame.
 _QWEN3_PIXELS = PixelLimits(_ROUNDED_FRAMES.num_frames * _MIN, _ROUNDED_FRAMES.num_frames * 768 * 32 * 32)
 _QWEN3_0_7 = ModelRules(_HELPFUL, _ROUNDED_FRAMES, _QWEN3_PIXELS, "stock")
 _QWEN3_0_5 = ModelRules(None, _ROUNDED_FRAMES, _QWEN3_PIXELS, "stock")
 
-#: lmms-eval 0.7.3, the classes that ``--model llava_onevision``, ``qwen2_5_vl`` and ``qwen3_vl`` run (chat before
-#: simple; the last runs the mixtures of experts, too). Of Qwen2.5-VL's template the system text is the same one. A
-#: video with fewer than 32 frames ends in an error on Qwen3-VL there; here it is treated as on Qwen2.5-VL. The times
-#: that Qwen3-VL reads are the stock processor's, of the places and the average frames a second that qwen-vl-utils gives
-#: it.
+#: The rules of lmms-eval 0.7.3, in the classes that ``--model llava_onevision``, ``qwen2_5_vl`` and ``qwen3_vl`` run
+#: (chat classes before simple ones; the last also runs the mixtures of experts). Qwen2.5-VL's template has the same
+#: system message by default. On Qwen3-VL, lmms-eval fails for a video with fewer than 32 frames; here such a video is
+#: treated as on Qwen2.5-VL. The stock processor computes the times that Qwen3-VL reads from the frame indices and the
+#: average frame rate that qwen-vl-utils passes to it.
 LMMS_EVAL_0_7: Mapping[str, ModelRules] = {
     "llava_onevision": ModelRules(_HELPFUL),
     "qwen2_5_vl": _QWEN2_5_VL,
     "qwen3_vl": _QWEN3_0_7,
     "qwen3_vl_moe": _QWEN3_0_7,
 }
-#: lmms-eval 0.5.0: the same frames and sizes (a short video ends in an error on both Qwen models). 0.5.0 itself has no
-#: Qwen3-VL; the class that came after it under the same number gives no system text. It is the one of
-#: github.com/xuyang-liu16/VidCom2, branch qwen.
+#: The rules of lmms-eval 0.5.0: the same frames and sizes (it fails for short videos on both Qwen models). Release 0.5.0
+#: has no Qwen3-VL; the class that was added later under the same version number, which is also in
+#: github.com/xuyang-liu16/VidCom2, branch qwen, sets no system message.
 LMMS_EVAL_0_5: Mapping[str, ModelRules] = {
     **LMMS_EVAL_0_7,
     "qwen3_vl": _QWEN3_0_5,
@@ -241,7 +241,7 @@ def lmms_eval(
     )
 
 
-#: Questions of one's own: asked as ``jobs.generate --questions`` asks them, with its frames and its length of replies.
+#: The protocol of users' own questions: asked as ``jobs.generate --questions`` asks, with its frames and reply length.
 LETTER = Protocol(
     name="letter",
     prompt=PromptTemplate(f"{{question}}\n{{options}}\n{INSTRUCTION}", "{letter}. {text}"),

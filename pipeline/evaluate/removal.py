@@ -40,7 +40,7 @@ from pipeline.runner.run_record import new_run_id
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
-_PAGES = "pages"  # folder of older results: pages with the frames of some videos
+_PAGES = "pages"  # folder of older results, with pages that show frames of some videos
 _WRITTEN = (OWN_NUMBERS, SCORES, TABLES_MD, TABLES_TEX, TABLES_JSON, REPORT)
 
 
@@ -65,8 +65,8 @@ class ResultsRemoval(AnswersRemoval):
         yield f"{self.scores:,} scores removed, {self.left:,} questions are left{files}"
         if OWN_NUMBERS in self.written:
             yield (
-                f"note: {OWN_NUMBERS} has no numbers now, since they were about removed questions too: rerun the "
-                "jobs.evaluate command of these results, which makes them again without these questions"
+                f"note: {OWN_NUMBERS} has no numbers now, since they included removed questions: rerun the "
+                "jobs.evaluate command of these results to compute them without these questions"
             )
 
 
@@ -99,11 +99,11 @@ def remove_results(
     is_scored = "scored" in identity
     if not is_scored and (answers.exists(ANSWERS_HEADER) or AnswersTable(answers).names()):
         result = ResultsRemoval(**vars(remove_answers(answers, ids, reason, say)))
-    else:  # scored answers are a place of their own, and an evaluation that was stopped early has none
+    else:  # scored answers are in other folders, and an evaluation that was stopped early has no answers
         bar_videos(store if is_scored else answers, new_run_id(), dict.fromkeys(ids, reason))
         result = ResultsRemoval("", len(ids))
     removed_ids = _find_questions(store, identity, ids, objects, say)
-    # Of a question about several videos the scores know the first.
+    # For a question about several videos, the scores store only the first video.
     is_removed = pc.or_(
         pc.is_in(scores["question_id"], value_set=pa.array(removed_ids, pa.string())),
         pc.is_in(scores["video_id"], value_set=pa.array(ids, pa.string())),
@@ -117,7 +117,7 @@ def remove_results(
     if result.left:
         changed = _drop_own_numbers(store) if result.questions else []
         result.written = [*changed, *_write(store, identity, other_scores)]
-    else:  # nothing is left to make them of
+    else:  # no question is left to make tables of
         old_names |= {name for name in (*_WRITTEN, *store.names(SUBMISSIONS, ".json")) if store.exists(name)} - {FORM}
     for name in sorted(old_names):
         store.delete(name)

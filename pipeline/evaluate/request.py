@@ -70,7 +70,7 @@ from pipeline.video.sampling import ROUND_EVEN, TRUNCATE
 
 #: The prunings under which every question is asked, by label; None is full retention.
 Grid = Mapping[str, PruningSpec | None]
-#: Minimum tokens for a reply of a model whose chat template opens a thought.
+#: Minimum ``max_new_tokens`` for a model whose chat template opens a thought.
 MIN_THOUGHT_TOKENS = 2048
 _RESULTS_VERSION = 1
 
@@ -295,7 +295,7 @@ def match_results(store: Store, identity: JsonObject) -> None:
     requested = json.loads(json.dumps(identity))
     if differences := list_differences(cast(JsonObject, header["identity"]), requested, old_subject="the results have"):
         raise IdentityMismatch(
-            f"{store} holds results of other settings, and one place holds one kind:\n  "
+            f"{store} holds results of other settings, and all results in a folder must share theirs:\n  "
             + "\n  ".join(differences)
             + "\nUse the settings of the results, or another --out."
         )
@@ -340,13 +340,13 @@ def _check_thought(protocol: Protocol, questions: LoadedQuestions, source: Model
         why = "scores the options there, as if they began the reasoning"
         remedy = ""
     elif (n_tokens := protocol.decoding.max_new_tokens) < MIN_THOUGHT_TOKENS:
-        why = f"gives a reply {n_tokens} tokens, and what is cut inside the reasoning would be read as an option"
-        remedy = f"give it --max-new-tokens {MIN_THOUGHT_TOKENS} or more, or "
+        why = f"gives a reply {n_tokens} tokens, and a reply cut inside the reasoning would be read as an option"
+        remedy = f"give --max-new-tokens {MIN_THOUGHT_TOKENS} or more, or "
     else:
         return
     raise UsageError(
         f"the chat template of {source.name} ends with {tag}: the model reasons first. The protocol {protocol.name} "
-        f"{why}: {remedy}put {tag.replace('<', '</')} behind it with --close-thought"
+        f"{why}: {remedy}append {tag.replace('<', '</')} with --close-thought"
     )
 
 
@@ -418,8 +418,8 @@ def _require_whole(cache_identity: CacheIdentity | None, cache: str) -> CacheIde
     """
     if cache_identity is None:
         raise UsageError(
-            f"{cache} is no cache, and there is nothing to make one of: name the videos with --data, or with --cache "
-            "one that python -m jobs.prune --pruner none made"
+            f"{cache} is not a cache, and there are no videos to make one from: name the videos with --data, or with "
+            "--cache a cache that python -m jobs.prune --pruner none made"
         )
     if not is_whole(cache_identity):
         raise UsageError(
@@ -489,7 +489,7 @@ def plan_missing_videos(
     return PruneConfig(
         out=cache,
         video_root=[str(config.data), *config.video_root],
-        on_forbidden="record",  # the benchmark has said already what is wrong with its videos
+        on_forbidden="record",  # the benchmark has already reported what is wrong with its videos
         model=source.name,
         family=identify_model(source).get("family"),
         pruner="none",
@@ -529,7 +529,7 @@ def frame_rule(rule: FrameRule) -> str:
     """
     names = {("truncate", False): TRUNCATE, ("round", True): ROUND_EVEN}
     if (rule.rounding, rule.even) not in names:
-        raise UsageError(f"frames that are {rule} are not sampled here")
+        raise UsageError(f"jobs.prune cannot sample frames by {rule}")
     return names[rule.rounding, rule.even]
 
 

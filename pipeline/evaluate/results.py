@@ -40,9 +40,9 @@ from pipeline.storage.stores import Store, store_at
 
 TABLES_MD, TABLES_TEX, TABLES_JSON, REPORT = "tables.md", "tables.tex", "tables.json", "report.html"
 WHERE_IT_BREAKS = "where_it_breaks"  # key of the first record of a table that --results lays out
-_MAX_PARTS = 30  # parts of a split that a table shows
-_SPLIT_IN_PAPER = ("videomme",)  # benchmarks whose first split has columns beside other benchmarks
-#: The fields of the identity that all columns of a table share, besides the model.
+_MAX_PARTS = 30  # maximum number of split values that a table shows
+_SPLIT_IN_PAPER = ("videomme",)  # benchmarks whose first split has columns in a table of several benchmarks too
+#: Fields of the identity, besides the model, that must be equal for all columns of a table.
 _EQUAL = ("protocol", "num_frames", "system", "frames", "pixels", "frame_times", "temperature", "thought")
 _NEEDED_COLUMNS = (
     *("question_id", "cluster", "splits", "method", "retention_ratio", "status", "parsed"),
@@ -291,7 +291,7 @@ def lay_out(config: EvaluateConfig) -> LaidOut:
     objects = Objects.from_environment(config.s3_endpoint, config.s3_requester_pays)
     store = store_at(config.out, objects)
     if store.has_other_files() and (store.exists(RESULTS_HEADER) or not store.exists(TABLES_JSON)):
-        raise NotResults(f"{store} exists and holds something else than {TABLES_JSON}: name another place with --out")
+        raise NotResults(f"{store} exists and holds files other than {TABLES_JSON}: name another folder with --out")
     results = [_read(place, objects) for place in config.results]
     _check_alike(results)
     methods = [spec.method_label for spec in parse_pruning_grid(config.method, [1.0])]
@@ -343,12 +343,14 @@ def _check_alike(results: Sequence[_Results]) -> None:
         if differences := list_differences(
             first.model_identity, result.model_identity, old_subject=f"{first.place} has"
         ):
-            raise IdentityMismatch(f"{result.place} is of another model than {first.place}: {'; '.join(differences)}")
+            raise IdentityMismatch(
+                f"{result.place} and {first.place} were made with different models: {'; '.join(differences)}"
+            )
         first_values, values = ({name: source.identity.get(name) for name in _EQUAL} for source in (first, result))
         if differences := list_differences(first_values, values, old_subject=f"{first.benchmark.title} has"):
             raise IdentityMismatch(
-                f"one table must not mix what differs here: {result.benchmark.title}: {'; '.join(differences)}\n"
-                "Evaluate both alike, or lay them out apart."
+                f"one table cannot mix different settings: {result.benchmark.title}: {'; '.join(differences)}\n"
+                "Evaluate both with the same settings, or lay them out in separate tables."
             )
 
 
@@ -401,7 +403,7 @@ def _read(place: str, objects: Objects) -> _Results:
     notes = list[str]()
     if benchmark.submission:
         unknown = unknown_names(store, arms_of(scores))
-        notes += [f"{place}/{FORM} has a score of {name}, which is none of its submissions" for name in unknown]
+        notes += [f"{place}/{FORM} has a score for {name}, which is not one of its submissions" for name in unknown]
         scores = with_server_scores(store, scores)
         if unscored_arms := arms_of(scores.filter(pc.is_null(scores["score"]))):
             where = f"type what its server returns into {place}/{FORM}"
@@ -443,7 +445,7 @@ def read_scores(
     # Without these columns the counts of cut and weak replies are unknown, not 0.
     scores = scores.drop_columns(sorted(_OPTIONAL.difference(stored_table.column_names)))
     if wrong_columns := [field.name for field in scores.schema if field.type != SCORE_SCHEMA.field(field.name).type]:
-        raise NotResults(f"{place}: {SCORES} has no {wrong_columns[0]} as it should be: {remedy}")
+        raise NotResults(f"{place}: the column {wrong_columns[0]} of {SCORES} has the wrong type: {remedy}")
     good_scores = scores.filter(pc.equal(scores["status"], "ok"))["score"]
     if published and (
         good_scores.null_count

@@ -72,7 +72,7 @@ from pipeline.storage.stores import CARD, Store, store_at
 MANIFEST = "videos.jsonl"
 _SNAP = "snap_to_keyframes_s"  # key of a cache's sampling
 DROPPING = "dropping"  # file that marks a cache as being deleted
-# The files of a cache as runs name them.
+# The names of the files that runs write into a cache.
 _OWN_FILES = re.compile(
     r"tokens/.+-[0-9a-f]{32}\.parquet|videos/.+-\d{6,}-[0-9a-f]{32}\.parquet|videos/sorted-[-0-9a-f]+\.parquet"
     r"|runs/[^/]+\.(json|log)"
@@ -133,7 +133,7 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
         for line in own_scores.notes:
             speaker(console)(f"note: {line}")
     scores = score_table(answered, request.protocol, own_scores)
-    # The facts in the header have been about the earlier scores until now.
+    # Until now, the facts in the header described the earlier scores.
     write_results_header(request.store, request.identity, request.about)
     scored_ids = set(pc.unique(scores["question_id"]).to_pylist())
     items = tuple(item for item in request.loaded.items if item.question_id in scored_ids)
@@ -195,7 +195,7 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
     lines = [json.dumps(rows[video_id]) for video_id in sorted(rows)]
     request.store.put(MANIFEST, ("\n".join(lines) + "\n").encode())
     config = PruneConfig(**{**vars(request.videos), "videos": [request.config.in_out(MANIFEST)]})
-    console.print(f"{len(rows)} videos, all tokens of each once", highlight=False)
+    console.print(f"{len(rows)} videos; all tokens of each are stored once", highlight=False)
     summary = prune(config, console)
     for line in () if summary.frame_limits is None else describe_limits(summary.frame_limits):
         console.print(f"note: {line}", highlight=False)
@@ -222,7 +222,7 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
     mode = mode_of(request.protocol, source.model_type)
     shared = options.shared_with(GenerateConfig)
     if options.engine == "vllm":
-        shared["attn"] = "auto"  # --attn is then for the vision encoder alone
+        shared["attn"] = "auto"  # with vLLM, --attn applies to the vision encoder only
     return GenerateConfig(
         cache=request.cache,
         questions=options.benchmark,
@@ -302,7 +302,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
         arm = _arm(identity)
         collector = _collect_answered(live)
         if arm in arms.values():
-            raise UsageError(f"--score {place}: {arm.method} at {arm.ratio:g} is there twice; name each once")
+            raise UsageError(f"--score {place}: {arm.method} at {arm.ratio:g} occurs twice; name each once")
         if not collector.items:
             raise UsageError(f"--score {place}: no question has an answer to compare with; give them a column answer")
         if not arms:
@@ -312,7 +312,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
             lines = "\n  ".join(differences)
             raise UsageError(f"--score {place} cannot be compared with {config.score[0]}:\n  {lines}")
         if first_collector.items != collector.items:
-            raise UsageError(f"--score {place}: other questions than in {config.score[0]}; score them by themselves")
+            raise UsageError(f"--score {place} has other questions than {config.score[0]}; score it separately")
         arms[place] = arm
         live = live.select(ANSWER_SCHEMA.names)  # the columns that questions carry may differ in type
         tables.append(live.set_column(live.schema.get_field_index("pruning"), "pruning", pa.repeat(place, len(live))))
@@ -342,7 +342,7 @@ def _collect_answered(live: pa.Table) -> QuestionCollector:
         item = answered_item(without_nulls(row, AnswerRecord))
         where = f"question {row['question_id']}"
         if item is None:
-            collector.leave_out(where, row["question_id"], NotAskable("bad-row", "nobody said what is right"))
+            collector.leave_out(where, row["question_id"], NotAskable("bad-row", "it has no right answer"))
         else:
             collector.keep(where, item)
     return collector

@@ -32,7 +32,7 @@ from pipeline.storage.stores import Store
 SCORES = "scores.parquet"
 SUBMISSIONS = "submissions"  # folder of results
 FORM = f"{SUBMISSIONS}/server.json"
-DRAWN, IN_WORD = "drawn", "in-word"  # weak ways of reading a reply
+DRAWN, IN_WORD = "drawn", "in-word"  # ways of reading a reply that rest on chance
 
 SCORE_SCHEMA = pa.schema(
     [
@@ -70,9 +70,9 @@ SCORE_SCHEMA = pa.schema(
     ]
 )
 
-#: Nullable columns that came after the version of results, and the date since when files have them.
+#: Nullable columns that older files of the same schema version lack, with the date since when files have them.
 LATER_COLUMNS: Mapping[str, str] = dict.fromkeys(("finish", "weak", "decode_warnings"), "2026-11-26")
-# Columns of an answer that its score has too.
+# Columns that are copied from an answer to its score.
 _SAME = ("finish", "choice_scores", "n_kept", "n_total", "kept_per_frame", "decode_warnings")
 _NEEDED_COLUMNS = ["question_id", "status", "error_class", "answer", "choice", *_SAME]
 
@@ -224,7 +224,7 @@ def _question(item: Item, protocol: Protocol, model_type: str, mode: AnswerMode)
     ``choices``, and the prompt is the protocol's whole message with the options in it.
     """
     is_scored = bool(item.options) and protocol.choices != "generate"
-    # Seeds only count where replies are sampled, and a question's own seed does not depend on the other questions.
+    # Seeds matter only for sampled replies. A question's seed does not depend on the other questions.
     decoding = replace(mode.decoding, seed=derive_seed(mode.decoding.seed, item.question_id))
     mode = replace(mode, decoding=decoding)
     question: QuestionRecord = {
@@ -353,7 +353,7 @@ def server_scores(store: Store) -> dict[str, float | None]:
     try:
         form = json.loads(store.read(FORM))
     except ValueError as error:
-        raise UsageError(f"{store}: {FORM} is no JSON: {error}") from error
+        raise UsageError(f"{store}: {FORM} is not valid JSON: {error}") from error
     if not isinstance(form, dict):
         raise UsageError(f'{store}: {FORM} must be an object such as {{"gstep@0.25": 59.2}}')
     typed = {name: value for name, value in form.items() if value is not None}
@@ -361,5 +361,5 @@ def server_scores(store: Store) -> dict[str, float | None]:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 100:
             raise UsageError(f"{store}: {FORM}: {name} must be a percentage of right answers, got {value!r}")
     if typed and max(typed.values()) <= 1:
-        raise UsageError(f"{store}: {FORM}: percentages are wanted, 59.2 and not 0.592")
+        raise UsageError(f"{store}: {FORM}: numbers must be percentages, 59.2 and not 0.592")
     return form

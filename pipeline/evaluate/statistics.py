@@ -24,11 +24,11 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FEWEST_VIDEOS = 20
-NO_PART = -1  # the part of a question that a column leaves out
+NO_PART = -1  # the part number of a question that a column leaves out
 _TINY = 1e-9  # smaller differences are rounding errors, since scores differ by 1/n or not at all
-_CHUNK = 512  # draws at a time, because their counts of videos take the memory
-_SEED = re.compile(r",seed=(\d+)(?=,|$)")  # in a method's label; a seed of 0 is left out
-POSITIONS = ",positions="  # the last part of a method's label, where it has positions of its own
+_CHUNK = 512  # draws per step, which bounds the memory for their counts of videos
+_SEED = re.compile(r",seed=(\d+)(?=,|$)")  # in a method's label, where seed 0 is left out
+POSITIONS = ",positions="  # begins the last setting in the label of a method with its own positions
 
 
 class MethodAtRatio(NamedTuple):
@@ -214,7 +214,7 @@ def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix
         a, q = np.argwhere(wrong_AQ)[0]
         problem = "no score" if count_AQ[a, q] == 0 else f"{count_AQ[a, q]} scores"
         where = f"{arms[a].method} at ratio {arms[a].ratio:g} has {problem} of question {questions[q]!s}"
-        raise ValueError(f"{where}: every method is to be scored on the same questions, once each")
+        raise ValueError(f"{where}: every method must be scored on the same questions, once each")
     failed_N = scores["status"].to_numpy() != "ok"
     scores_AQ = np.full(count_AQ.shape, np.nan)
     score_N = scores["score"].to_numpy().astype(float)

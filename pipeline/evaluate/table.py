@@ -236,18 +236,20 @@ class ResultsTable:
         """Yield sentences that explain the spread over seeds, the differences and the intervals that the table has."""
         cells = [cell for row in self.rows for cell in self.numbers(row) if cell]
         if any(cell.spread is not None for cell in cells):
-            yield "±: standard deviation over the seeds whose mean stands there; an interval is of videos alone."
+            yield "±: standard deviation over the seeds whose mean is shown; intervals are over videos only."
         count = sum(cell.low is not None for cell in cells)
         if any(cell.difference is not None for cell in cells):
             title = next(row.title for row in self.rows if row.method == self.reference)
             drawn = f", with the 95 % interval of {self.draws:,} draws of whole videos (seed {self.seed})"
             yield f"Beside a number: its paired difference to {title} in points{drawn if count else ''}."
         if count:
-            unclear = f"{UNCLEAR.capitalize()}: the interval holds 0. " if any(cell.unclear for cell in cells) else ""
+            unclear = (
+                f"{UNCLEAR.capitalize()}: the interval contains 0. " if any(cell.unclear for cell in cells) else ""
+            )
             if any(cell.videos_needed is not None for cell in cells):
-                of_rel = " Of Rel. it is of all benchmarks together." if self.several else ""
+                of_rel = " For Rel., N counts the videos of all benchmarks." if self.several else ""
                 unclear += (
-                    "About N videos: so many videos like these would resolve the difference if it stays as it is, an "
+                    "About N videos: N videos like these would resolve the difference if it stays as it is, an "
                     f"estimate: the number of videos x (half width of the interval / difference)², rounded up.{of_rel} "
                 )
             yield (

@@ -144,7 +144,7 @@ def results_table(
     """
     titles = [benchmark.title for benchmark in benchmarks]
     if not titles or len(set(titles)) < len(titles):
-        raise ValueError(f"benchmarks need different titles, for each is drawn on its own: {titles}")
+        raise ValueError(f"benchmarks need different titles, since each has bootstrap draws of its own: {titles}")
     arms, groups = group_arms(benchmarks, methods)
     reference = _choose_reference(groups, reference)
     ours = None if ours is None else _find_method(groups, ours, "ours")
