@@ -110,10 +110,10 @@ def _read_rule(where: str, row: UserRow) -> AbilityRule:
     """Convert a row of a user's file to a rule; missing cells count as empty, and surrounding spaces are removed.
 
     Args:
-        where: the file and row. It begins error messages, and becomes the rule's ``source``.
+        where: the file and row, which begin error messages and become the rule's ``source``.
 
     Raises:
-        BadRow: the row has an unknown column, benchmark or ability is empty, or only one of split and value is given.
+        BadRow: a column is unknown, benchmark or ability is empty, or only one of split and value is given.
     """
     if unknown := [name for name in row if name not in _COLUMNS]:
         raise BadRow(f"{where}: there is no column {unknown[0]!r}")
@@ -151,9 +151,7 @@ def order_abilities(present: Sequence[str]) -> list[str]:
 
 
 def list_unused_rules(rules: Sequence[AbilityRule], splits: Mapping[str, Sequence[Mapping[str, str]]]) -> list[str]:
-    """Return a line for each user's rule that matches no question of the results.
-
-    A line names the rule's source and says whether the benchmark or only the split value is missing.
+    """Return a line for each user's rule that matches no question, with its source and what is missing.
 
     Args:
         rules: all rules; built-in rules are ignored.

@@ -1,8 +1,7 @@
 """The section *Where it breaks*: for each kind of ability, what pruning loses and the lowest safe retention ratio.
 
-The ratios of a method are tested from the largest down, and the first one that fails ends the test. Because the order
-is fixed, the probability of calling some unsafe ratio safe is that of a single test, however many ratios there are.
-``losses.py`` computes these records; ``forms.py`` and ``page.py`` render them.
+The ratios of a method are tested from the largest down, and the first one that fails ends the test. In this fixed
+order, the probability of calling some unsafe ratio safe is that of a single test, however many ratios there are.
 """
 
 from __future__ import annotations
@@ -176,11 +175,11 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """The reason for the answer as text, with "; " between its clauses.
+        """The reason for the answer, with "; " between its clauses.
 
-        It says what ended the test, or that the lowest tested ratio passed, then which ratios were skipped for lack of
-        a number. If no ratio has a number, it says only why. If too few videos or a full score of at most ``within``
-        ruled out the test, it says only that.
+        It says what ended the test, or that the lowest tested ratio passed, then which ratios have no number. If no
+        ratio has a number, it says only why. If too few videos or a full score of at most ``within`` ruled out the
+        test, it says only that.
         """
         if not self.tested:
             return "; ".join(dict.fromkeys(loss.lacking for loss in self.losses))
@@ -237,11 +236,10 @@ class Breaks:
     """The contents of the section *Where it breaks*.
 
     Attributes:
-        kinds: the kinds with their tasks, in display order.
+        kinds: in display order.
         verdicts: for each kind in turn, one verdict per method and positions.
         within: the number of points that a safe ratio may lose.
-        draws: the number of bootstrap draws behind each interval.
-        seed: the seed of the draws.
+        draws, seed: of the bootstrap behind the intervals.
         not_measured: built-in abilities that no question tests.
         notes: sentences about benchmarks that are left out, and about unused rules in the user's table of abilities.
     """

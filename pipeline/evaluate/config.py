@@ -43,13 +43,13 @@ _GOES_WITH = {
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(EngineOptions):
-    """All options of ``python -m jobs.evaluate``.
+    """All options of ``python -m jobs.evaluate``; exactly one of ``benchmark``, ``score`` and ``results`` is given.
 
-    Exactly one of ``benchmark``, ``score`` and ``results`` selects what the command does. Empty ``method`` and
-    ``retention_ratio`` stand for the defaults with ``benchmark``, and for everything that exists with ``results``.
+    Empty ``method`` and ``retention_ratio`` mean the defaults with ``benchmark``, and everything that exists with
+    ``results``.
 
     Raises:
-        UsageError: an option has an invalid value, or two options cannot be combined.
+        UsageError: an option has an invalid value, or options cannot be combined.
     """
 
     item: ClassVar[str] = "question"

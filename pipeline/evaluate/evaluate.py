@@ -1,7 +1,7 @@
-"""One evaluation from its options to its files. Start here to read the package.
+"""One evaluation from its options to its files: the page to read first.
 
-``prepare`` (request.py) checks the request, ``answer_and_score`` (run.py) runs jobs.prune and jobs.generate and scores
-the answers, and ``write_results`` (results.py) writes tables and the report page.
+``prepare`` (request.py) checks the request, ``answer_and_score`` (run.py) encodes, answers and scores, and
+``write_results`` (results.py) writes tables and page.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class Evaluation:
     """The outcome of an evaluation.
 
     Attributes:
-        done: the questions, their scores, and the counts of answers and videos.
         table: the main table; None if the right answers are not published.
         out: the results folder or URI.
         files: the names of the written files below ``out``.
@@ -131,10 +130,10 @@ def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
 
 
 def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
-    """Encode, answer and score a benchmark, and write the results, or the submissions if its answers are not published.
+    """Encode, answer and score a benchmark, and write the results, or submissions if its answers are not published.
 
     Prints notes about the annotations first. With ``--drop-tokens``, the cached tokens are deleted at the end, unless
-    answers are missing or failed in a way that another attempt may fix; then a note says that the tokens stay.
+    answers are missing or failed in a way that another attempt may fix; a note then says so.
 
     Raises:
         UsageError: the request cannot be carried out; nothing was started.
@@ -182,9 +181,9 @@ def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
 
 
 def describe_data(questions: LoadedQuestions, benchmark: Benchmark) -> Iterator[str]:
-    """Yield lines for the user: the number of questions, split values without a question, and each kind of fault.
+    """Yield lines for the user: the number of questions, split values without a question, and the faults by kind.
 
-    The line of a fault has its count, whether its questions are kept or left out, and an example.
+    A fault's line has its count, an example, and whether its questions are kept or left out.
     """
     whole = f" of {benchmark.n_questions:,} in the whole benchmark" if benchmark.n_questions else ""
     yield f"{benchmark.title}: {len(questions.items):,} questions to ask; {questions.n_annotated:,} annotated{whole}"
@@ -210,10 +209,7 @@ def _make_presentation(request: EvaluateRequest, scored: ScoredQuestions) -> Pre
 
 
 def present_answers(config: EvaluateConfig) -> Presentation:
-    """Return how to present scored answers of jobs.generate; the title lists their folders.
-
-    The benchmark in it is a stand-in named "answers", with the split "split" and the parser of the protocol ``letter``.
-    """
+    """Return how to present scored answers of jobs.generate: with their folders as title and a stand-in benchmark."""
     benchmark = Benchmark(name="answers", title="Answers", protocols=(LETTER,), splits=(Split("split", "Split"),))
     return Presentation(
         title=", ".join(config.score),
@@ -227,8 +223,8 @@ def present_answers(config: EvaluateConfig) -> Presentation:
 def _list_facts(request: EvaluateRequest, scored: ScoredQuestions) -> Iterator[tuple[str, str]]:
     """Yield (name, value) facts about the model, the cache and the runs for the report page.
 
-    Reads the size and number of the cached videos from the cache if it still exists. Times are included only for runs
-    that took place now.
+    Reads the size and number of the cached videos if the cache still exists. Times are those of runs that took place
+    now.
     """
     yield "model", request.source.name
     yield "weights", request.source.identity

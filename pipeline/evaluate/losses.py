@@ -35,7 +35,6 @@ class _Measured(NamedTuple):
     """The measurements of one task.
 
     Attributes:
-        ability: the kind of ability that the task tests.
         estimate: the score of each row of the table, with its bootstrap draws.
         changed: for each row, True if the score of any question differs from full retention under any of its seeds.
     """
@@ -57,17 +56,16 @@ def find_breaks(
 ) -> Breaks:
     """Find the lowest safe retention ratio of each method on each kind of ability.
 
-    Rows are those of the table of results, so the seeds of a method are averaged. A benchmark without a score per
-    question is left out, which a note says. Other notes name the user's rules that match no question.
+    Rows are those of the table of results, so the seeds of a method are averaged. Notes name benchmarks that are left
+    out because their questions have no scores of their own, and user's rules that match no question.
 
     Args:
         benchmarks: by the name that the rules match.
-        rules: the abilities of questions; the first matching rule counts.
+        rules: the first rule that matches a question counts.
         within: the number of points that a safe ratio may lose.
         methods: the methods to include; a name without a seed or positions means all of them. None includes all
             methods.
-        draws: the number of bootstrap draws of whole videos. A benchmark's draws depend only on the seed and its title.
-        seed: the seed of the draws.
+        draws: the number of bootstrap draws of whole videos, which depend only on ``seed`` and a benchmark's title.
 
     Raises:
         ValueError: the arms of a benchmark were not scored on the same questions, once each, or a question lacks the
@@ -122,12 +120,9 @@ def _measure_tasks(
     draws: int,
     seed: int,
 ) -> Iterator[_Measured]:
-    """Yield the tasks of one benchmark, one for each ability that has a question that counts in its overall score.
+    """Yield a task for each ability with a question that counts in the benchmark's overall score.
 
-    All tasks of the benchmark share its bootstrap draws of videos.
-
-    Args:
-        abilities: the ability of each question of ``matrix``.
+    All tasks share the benchmark's draws of videos. ``abilities`` are those of the questions of ``matrix``.
     """
     whole = benchmark.average(matrix)
     ability_Q = np.array(abilities)
@@ -149,11 +144,7 @@ def _measure_tasks(
 def _judge_methods(
     kind: Kind, tasks: Sequence[_Measured], groups: Sequence[ArmGroup], titles: Mapping[str, str], within: float
 ) -> list[Verdict]:
-    """Return one verdict on a kind for each method and kind of positions; full retention gets none.
-
-    Args:
-        titles: the names of user methods, by import path.
-    """
+    """Return a verdict for each method and positions except full retention; ``titles`` are names by import path."""
     estimate = average([task.estimate for task in tasks])
     rows: dict[tuple[str, str], list[int]] = {}
     for row in range(FULL_ROW + 1, len(groups)):

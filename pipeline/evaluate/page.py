@@ -70,12 +70,12 @@ class Chart:
 
     Attributes:
         title: the title of the vertical axis; in a panel, the ability.
-        text: in a panel, the ability's tasks and the score of full retention; otherwise "".
-        empty_text: the text in the middle of a panel without points; "" if there are points.
-        up: (y, label) of each tick of the vertical axis. All panels share this axis.
+        text: in a panel, the ability's tasks and the score of full retention.
+        empty_text: the text in the middle of a panel without points.
+        up: (y, label) of each tick of the vertical axis, which all panels share.
         across: (x, label) of the ticks of the horizontal axis: tokens on a logarithmic scale, or equally spaced
             retention ratios in a panel.
-        below: (x, label) of a second row of labels, megabytes; () without.
+        below: (x, label) of a second row of labels: megabytes.
         level: the y coordinate of full retention, or of no loss in a panel; None if full retention has no score.
         limit: in a panel, the y coordinate of the largest safe loss.
         lines: one per method.
@@ -107,8 +107,8 @@ def report_page(
         tables: the main table first; at least one.
         facts: (name, value) about model, data and run.
         token_bytes: the bytes that a cache stores per token, for labels in megabytes; None if unknown.
-        scored: the questions, whose annotation faults are listed, with the scores, whose failed answers are counted and
-            whose decode warnings are noted. None leaves these lists out.
+        scored: questions and scores, for the lists of annotation faults and failed answers and the note on decode
+            warnings.
         identity: the JSON-able settings that all results share.
         breaks: the section *Where it breaks*; None leaves it out.
     """
@@ -154,10 +154,10 @@ def format_warned_line(scores: pa.Table) -> str:
 
 
 def _assign_styles(titles: Iterable[str]) -> dict[str, Style]:
-    """Return a style for each title, in the order of first appearance; repeated titles count once.
+    """Return a style for each distinct title, in the order of first appearance.
 
-    "GSTEP" always gets color 0. The others share the remaining colors, with another dash in each round, so styles
-    repeat after ``(_COLORS - 1) * _DASHES`` titles.
+    "GSTEP" always gets color 0. The others share the remaining colors, with another dash in each round; beyond
+    ``(_COLORS - 1) * _DASHES`` titles, styles repeat.
     """
     titles = dict.fromkeys(titles)
     others = [title for title in titles if title != "GSTEP"]

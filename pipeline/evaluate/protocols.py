@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ChoicesMethod = Literal["generate", "letter", "loglikelihood"]
 #: The metric that is the mean over all questions.
 QUESTIONS = "questions"
-#: The GSTEP paper's protocol. The paper does not state it, but its rows of full retention, VidCom2 and FastV equal, digit
+#: The GSTEP paper's protocol. The paper does not name it, but its rows of full retention, VidCom2 and FastV are, digit
 #: for digit, those of github.com/xuyang-liu16/VidCom2, which bundles lmms-eval 0.5.0: 32 frames, greedy replies.
 PAPER = "paper"
 #: Other names of protocols.
@@ -139,7 +139,7 @@ LMMS_EVAL_0_7: Mapping[str, ModelRules] = {
     "qwen3_vl": _QWEN3_0_7,
     "qwen3_vl_moe": _QWEN3_0_7,
 }
-#: The rules of lmms-eval 0.5.0: the same frames and sizes (it fails for short videos on both Qwen models). Release 0.5.0
+#: The rules of lmms-eval 0.5.0: the same frames and sizes (it fails for short videos on both Qwen models). The release
 #: has no Qwen3-VL; the class that was added later under the same version number, which is also in
 #: github.com/xuyang-liu16/VidCom2, branch qwen, sets no system message.
 LMMS_EVAL_0_5: Mapping[str, ModelRules] = {

@@ -75,9 +75,9 @@ def remove_results(
 ) -> ResultsRemoval:
     """Remove videos from the results of an evaluation; after an interruption, the same call resumes.
 
-    Questions about a removed video lose their answers and scores, and the video is barred from later runs. The scores
-    of other questions stay unchanged; tables and report page are made from them again, or deleted if no question is
-    left. The pages of older results, which show frames, are deleted. A cache below the results is not touched.
+    Questions about a removed video lose their answers and scores, and the video is barred from later runs. Tables and
+    report page are made again from the other scores, or deleted if no question is left. The pages of older results are
+    deleted. A cache below the results is not touched.
 
     Args:
         reason: stored with each barred video.
@@ -130,8 +130,8 @@ def _find_questions(
 ) -> list[str]:
     """Return the sorted ids of the questions whose answers were removed or are about one of these videos.
 
-    The answers are those below the results, or those in other folders that the results scored. If a folder's answers
-    cannot be read, a note says so, and the others are still searched.
+    Reads the answers below the results, or the folders whose answers were scored. A folder that cannot be read is
+    skipped with a note.
     """
     scored_places = cast(Sequence[str], identity.get("scored", [f"{store}/{ANSWERS_FOLDER}"]))
     tables = list[pa.Table]()
@@ -203,10 +203,9 @@ def _write(store: Store, identity: JsonObject, scores: pa.Table) -> list[str]:
 
 
 def _read_options(store: Store) -> dict[str, Any]:
-    """Return the draws, seed and reference of the existing tables.
+    """Return the draws, seed and reference of the existing tables; {} if these cannot be read.
 
-    Full retention as the reference is left out, since it may have been a default. If the tables are missing or do not
-    name these settings, return {}.
+    Full retention as the reference is left out, since it may have been a default.
     """
     try:
         table = json.loads(store.read(TABLES_JSON))[0]

@@ -80,10 +80,9 @@ class EvaluateRequest:
     """A checked request to evaluate, made by ``prepare``.
 
     Attributes:
-        loaded: the questions to ask, and the faults of the annotations.
         grid: the arms that every question is asked under, by the labels of their answers.
         thought: "closed" if --close-thought closes a tag that the chat template opens; otherwise "open".
-        questions: the questions as a table of QUESTION_SCHEMA.
+        questions: the questions of ``loaded`` as a table of QUESTION_SCHEMA.
         store: where the results are written.
         cache: the path or URI of the cache of all tokens.
         videos: the options of the jobs.prune run that adds missing videos to the cache, without a manifest; None if the
@@ -181,8 +180,8 @@ def _read_cache_identity(cache_store: Store, *, is_named: bool) -> CacheIdentity
 def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     """Check the options against the data, the model and all existing files, and return the request.
 
-    Starts no run, writes nothing, and reads neither weights nor videos. Prints notes: questions that are left out
-    because their videos were removed, and questions whose videos an existing cache lacks.
+    Starts no run, writes nothing, and reads neither weights nor videos; user methods are imported. Prints notes:
+    questions that are left out because their videos were removed, and questions whose videos an existing cache lacks.
 
     Raises:
         UsageError: the request cannot be carried out, or existing answers, results or cache do not match it.
@@ -330,8 +329,8 @@ def write_results_header(store: Store, identity: JsonObject, about: JsonObject |
 def _check_thought(protocol: Protocol, questions: LoadedQuestions, source: ModelSource, builder: PromptBuilder) -> None:
     """Raise UsageError if a reply would be cut, or options scored, inside a thought that the chat template opens.
 
-    Generated replies pass with at least ``MIN_THOUGHT_TOKENS`` tokens. Scored options never pass, unless
-    --close-thought closes the tag.
+    Generated replies pass with at least ``MIN_THOUGHT_TOKENS`` tokens. Everything passes if --close-thought closes the
+    tag.
     """
     tag = builder.open_tag
     if not tag or builder.policy.thought == "closed":
@@ -396,11 +395,11 @@ def _answers_label(spec: PruningSpec, prunings: Mapping[str, LateIdentity | None
 def _model(config: EvaluateConfig, cache_identity: CacheIdentity | None) -> ModelSource:
     """Return the model to ask: the one that the options name, otherwise the cache's model, or ``tiny`` without a cache.
 
-    Whether a named model fits the cache is checked elsewhere.
+    Whether a named model fits the cache is not checked here.
 
     Raises:
-        UsageError: the model cannot be resolved, the cache was made from a model folder that it does not name, or it
-            was made with a user family that --family does not name.
+        UsageError: the model cannot be resolved, or the cache names only a folder or a user family, which the options
+            must then name.
     """
     with usage_errors():
         if cache_identity is None:
@@ -584,10 +583,9 @@ def _evidence(
 
 
 def identify_cache(videos: PruneConfig, cache_store: Store, objects: Objects, console: Console) -> CacheIdentity:
-    """Return the identity that the cache has, or will have once it is made.
+    """Return the identity that the cache has, or will have once it is made; an undecided dtype counts as float32.
 
-    If the compute dtype is "auto" and no cache decides it, float32 stands for it. Prints a note if the cache stores a
-    larger ratio than ``videos`` names.
+    Prints a note if the cache stores a larger ratio than ``videos`` names.
 
     Raises:
         IdentityMismatch: the existing cache has another identity.

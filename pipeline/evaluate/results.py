@@ -61,10 +61,7 @@ class Presentation:
         facts: (name, value) about model, cache and run.
         token_bytes: the bytes that a cache stores per token; None if unknown.
         names: the names of user methods, by import path.
-        reference: the method that rows are compared with; None for the default of ``results_table``.
-        ours: the method that LaTeX marks as ours; None for none.
-        draws: the number of bootstrap draws of videos.
-        seed: the seed of the draws.
+        reference, ours, draws, seed: arguments of ``results_table``.
     """
 
     title: str
@@ -121,10 +118,7 @@ def table_options(source: Presentation | EvaluateConfig) -> dict[str, Any]:
 def _split_tables(title: str, scored: ScoredBenchmark, splits: Sequence[Split], **options: Any) -> list[ResultsTable]:
     """Compute a benchmark's tables: the main one with the values of its first split, then one for each other split.
 
-    A further split whose values cannot be shown as columns gets no table.
-
-    Args:
-        options: passed on to ``results_table``.
+    A further split whose values cannot be columns gets no table. ``options`` go to ``results_table``.
     """
     tables = [results_table(title, [_split_scores(scored, splits[0]) if splits else scored], **options)]
     by_part = [(split.title, _split_scores(scored, split)) for split in splits[1:]]
@@ -167,9 +161,9 @@ def _record(table: ResultsTable, breaks: Breaks | None) -> JsonObject:
 
 
 def _make_scored(benchmark: Benchmark, identity: JsonObject, scores: pa.Table) -> ScoredBenchmark:
-    """Return a benchmark's scores for a table, with its metric and with notes on split values without questions.
+    """Return a benchmark's scores for a table, with its metric, its notes, and notes on split values without questions.
 
-    If the benchmark's own code computes one number per arm, every score of an arm is replaced by that number.
+    If a task of lmms-eval has only one number per arm, every score of the arm is replaced by it.
     """
     facts = {"Frames": _frames(identity), "Protocol": str(identity.get("protocol", ""))}
     metric = benchmark.metric(str(identity.get("metric", QUESTIONS)))
@@ -207,7 +201,6 @@ class LaidOut:
 
     Attributes:
         tables: the main table first.
-        breaks: the section *Where it breaks*.
         missing: lines about methods, ratios, columns and server scores that the results lack.
         out: the folder or URI with the tables.
         files: the names of the written files below ``out``.
@@ -238,8 +231,8 @@ class _Results:
 
     Attributes:
         place: the folder or URI.
-        identity: the settings that all results in the folder share, from ``evaluation.json``.
-        about: facts from there that results may differ in: the model's name, a hash of the annotations.
+        identity: the settings that all results in the folder share.
+        about: facts that results may differ in: the model's name, a hash of the annotations.
         scores: the needed columns of SCORE_SCHEMA.
         notes: lines about scores of the benchmark's server that are missing or unknown.
     """

@@ -186,8 +186,8 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
     Writes the manifest of these videos into the results, and prints their number and notes.
 
     Raises:
-        RunFailed: no video could be encoded, and the cache has none; or the run stopped.
         UsageError: jobs.prune refuses the request.
+        RunFailed: the run stopped, or no video could be encoded and the cache has none.
     """
     assert request.videos is not None
     folder = Path(str(request.config.data)).absolute()  # video ids are relative to it
@@ -240,7 +240,7 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
 
 
 def drop_tokens(request: EvaluateRequest, console: Console) -> None:
-    """Delete the cache of all tokens, except files that no run wrote; do nothing if there is no cache.
+    """Delete the cache of all tokens, except files that no run wrote, and print how many; do nothing without a cache.
 
     Videos that were removed from the cache are first barred from the answers, because no other file will name them. The
     mark DROPPING is written next and deleted last, so that a later run can finish an interrupted deletion. The header

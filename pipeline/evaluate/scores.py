@@ -78,12 +78,11 @@ _NEEDED_COLUMNS = ["question_id", "status", "error_class", "answer", "choice", *
 
 
 class Reply(NamedTuple):
-    """A reply as read by the rule of the protocol.
+    """A reply as read by the protocol's rule; ``right`` and ``score`` are None if the right answer is not published.
 
     Attributes:
         parsed: the index of the named option; None if it names none, or there are no options.
-        right: whether the reply is right; None if the right answer is not published.
-        score: 0 to 1; None if the right answer is not published.
+        score: 0 to 1.
         weak: DRAWN or IN_WORD if a weak rule read the reply; otherwise None.
     """
 
@@ -209,8 +208,7 @@ def mode_of(protocol: Protocol, model_type: str) -> AnswerMode:
 def question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -> pa.Table:
     """Return the items as a table of QUESTION_SCHEMA, one row per item in order.
 
-    If the reply is generated, the prompt is the protocol's whole message. If the options are scored, it is the bare
-    question, and the options are in ``choices``.
+    If a reply is generated, the prompt is the protocol's whole message. If options are scored, it is the bare question.
     """
     mode = mode_of(protocol, model_type)
     rows = [_question(item, protocol, model_type, mode) for item in items]

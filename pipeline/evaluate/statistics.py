@@ -71,7 +71,7 @@ class AnswerCounts:
     Attributes:
         n_answers: all answers, including failed ones.
         n_failed: answers that failed; each scores 0.
-        n_unparsed: replies that name none of the question's options.
+        n_unparsed: replies that name none of the options; questions without options do not count.
         n_cut: replies that max_new_tokens cut; None if older scores do not record it.
         n_weak: replies that a weak rule read (column ``weak`` of the scores); None if older scores do not record it.
         n_kept_known: answers that record how many visual tokens were kept.
@@ -229,7 +229,7 @@ def score_matrix(scores: pa.Table, arms: Sequence[MethodAtRatio]) -> ScoreMatrix
 
 
 def _tallies(scores: pa.Table, arm_N: Ints, failed_N: NDArray[np.bool_], n_arms: int) -> list[AnswerCounts]:
-    """Return the counts of each arm's answers.
+    """Return the counts of each arm's answers; ``n_cut`` and ``n_weak`` are None if the scores lack their columns.
 
     Args:
         arm_N: the index of each row's arm.

@@ -1,8 +1,7 @@
 """The table of results: rows are methods at a ratio and positions, columns are benchmarks (or split values) and Rel.
 
 Beside a score is its difference to a reference method, with a 95 % interval. The seeds of a method share one row.
-Tables 1, 2 and 4 of the GSTEP paper are such tables of several benchmarks. ``tabulate.py`` computes the table, and
-``forms.py`` and ``page.py`` render it.
+Tables 1, 2 and 4 of the GSTEP paper are such tables of several benchmarks.
 """
 
 from __future__ import annotations
@@ -151,12 +150,10 @@ class ResultsTable:
     """The table of results.
 
     Attributes:
-        title: the model, or the benchmark and the model.
         rows: full retention first.
         reference: the method that other rows are compared with.
         ours: the method that LaTeX marks as ours; None for none.
-        draws: the number of bootstrap draws behind the intervals.
-        seed: the seed of the draws.
+        draws, seed: of the bootstrap behind the intervals.
         notes: sentences to print below the table, after its own remarks.
     """
 

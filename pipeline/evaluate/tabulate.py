@@ -240,8 +240,8 @@ def measure(
 def mark_rows(numbers: Estimate, shown: Mapping[int, Cell | None]) -> dict[int, Mark]:
     """Return the marks of the best row of a block and of the next best, or {} if their difference is unclear.
 
-    The best row has the largest printed number, and must not share it. The interval of its difference to the next best
-    row, or to each of several that tie, must be above 0 as printed.
+    The best row has the largest printed number and must not share it. The interval of its difference to the next best
+    row, or to each of several that tie, must be above 0 as printed. If all rows have the same number, none is marked.
 
     Args:
         numbers: the unrounded numbers of all rows, with their draws.
