@@ -221,10 +221,10 @@ def present_answers(config: EvaluateConfig) -> Presentation:
 
 
 def _list_facts(request: EvaluateRequest, scored: ScoredQuestions) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) facts about the model, the cache and the runs for the report page.
+    """Yield (name, value) facts for the report page: model, weights, number of videos, cache size, seconds of runs.
 
-    Reads the size and number of the cached videos if the cache still exists. Times are those of runs that took place
-    now.
+    The cache is read only if it still exists, and the seconds are those of runs that took place now. The last fact is
+    the mean number of visual tokens per question before pruning, if known.
     """
     yield "model", request.source.name
     yield "weights", request.source.identity

@@ -82,7 +82,10 @@ def _breaks_sections(breaks: Breaks) -> list[str]:
 
 
 def _markdown_row(table: ResultsTable, row: Row) -> str:
-    """Return a row of the Markdown table: its scores with their differences, then the counts of its answers."""
+    """Return a row of the Markdown table: its title, scores with differences, and the counts of its answers.
+
+    The best score is bold and the second underlined; missing numbers are dashes.
+    """
     cells = []
     for cell in table.numbers(row):
         if cell is None:
@@ -199,7 +202,7 @@ def _two_rows(title: str) -> str:
 
 
 def _latex_number(cell: Cell | None) -> str:
-    """Return LaTeX for a score, bold if best and underlined if second, above its difference; "--" for None."""
+    """Return LaTeX for a score, bold if best and underlined if second, above its difference, if any; "--" for None."""
     if cell is None:
         return "--"
     text = escape_latex(cell.printed)
@@ -229,7 +232,7 @@ def render_table(results: ResultsTable) -> Iterator[RenderableType]:
     """Yield the table of results for the terminal, then its remarks.
 
     With more than ``_TERMINAL_COLUMNS`` score columns, only the overall scores, the mean and Rel. are shown, and a last
-    line names the file that has the other columns.
+    line names the file with the other columns. The remark on too few videos is left out if no shown column has too few.
     """
     keys = [column.key.rpartition(": ")[2] for column in results.columns]
     all_fit = len(results.columns) <= _TERMINAL_COLUMNS

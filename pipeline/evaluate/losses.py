@@ -167,8 +167,10 @@ def _measure_loss(
 ) -> Loss:
     """Return the loss of a row against full retention on the tasks of a kind, with the outcome of its test.
 
-    Too few videos, and a full score of at most ``within``, are checked before the scores are compared. If every
-    bootstrap draw has the same difference, the interval is that single number.
+    The first of these outcomes that applies counts: "not run" if a score is missing, which has a reason and no
+    difference; "few videos"; "nothing to lose" if full retention scores at most ``within``; "no change" if no
+    question's score changed; "no interval" if no draw is defined; otherwise that of ``_judge``. Only the last has an
+    interval, which is a single number if all draws have the same difference.
     """
     difference = estimate.difference(row, FULL_ROW)
     if math.isnan(difference.value):
@@ -202,7 +204,10 @@ def _judge(low: float, high: float, within: float) -> Outcome:
 
 
 def _describe_lacking(tasks: Sequence[_Measured], row: int, group: ArmGroup) -> str:
-    """Return on which benchmarks a row was not run; if full retention is missing on any, return those instead."""
+    """Return why a row has no loss: "not run on" or "not run with all N seeds on", and the titles of benchmarks.
+
+    If full retention is missing on any benchmark, return "full retention not run on" and their titles instead.
+    """
 
     def list_missing(row: int) -> str:
         return ", ".join(

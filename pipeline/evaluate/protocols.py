@@ -48,7 +48,7 @@ class PromptTemplate:
     free: str = "{question}"
 
     def text(self, question: str, options: Sequence[str]) -> str:
-        """Return the message for a question; braces in the question and the options stay as they are.
+        """Return the message for a question; without options it is ``free``. Braces in the texts stay as they are.
 
         If ``option`` adds letters, letters that all options carry already are removed first.
         """

@@ -59,7 +59,7 @@ class ResultsRemoval(AnswersRemoval):
     written: Sequence[str] = ()
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for the user that describe the result."""
+        """Yield lines for the user: those on the answers, then removed scores, remaining questions and rewritten files."""
         yield from super().lines()
         files = f": {', '.join(self.written)}" if self.written else ""
         yield f"{self.scores:,} scores removed, {self.left:,} questions are left{files}"
@@ -175,6 +175,7 @@ def _drop_own_numbers(store: Store) -> list[str]:
 def _write(store: Store, identity: JsonObject, scores: pa.Table) -> list[str]:
     """Write the scores, and the tables and report page computed from them; return the names of the written files.
 
+    The draws, seed and reference are those of the existing tables; of the page's facts, only model and weights remain.
     For a benchmark without published answers, only the scores are written.
     """
     is_scored = "scored" in identity

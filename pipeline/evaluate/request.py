@@ -106,7 +106,10 @@ class EvaluateRequest:
 
     @property
     def identity(self) -> JsonObject:
-        """The settings that all results in one folder must share, as a JSON-able record."""
+        """The JSON-able settings that all results in one folder must share: benchmark, model, frames and protocol.
+
+        With ``fps``, the frame rate and maximum replace the protocol's frames and pixel limits.
+        """
         frames = frame_options(self.config, self.protocol, self.source)
         by_time: JsonObject = {"frames": frames, "pixels": None} if "fps" in frames else {}
         thought_entry: JsonObject = {"thought": self.thought} if self.thought == "closed" else {}

@@ -348,7 +348,10 @@ def _check_alike(results: Sequence[_Results]) -> None:
 
 
 def _list_missing(result: _Results, requested: Sequence[MethodAtRatio]) -> list[str]:
-    """Return lines about requested arms and later columns that these results lack, then the results' own notes."""
+    """Return lines about requested arms and later columns that these results lack, then the results' own notes.
+
+    At most three arms are named; the others are counted.
+    """
     present = set(arms_of(result.scores))
     lacking = [f"{arm.method}@{arm.ratio:g}" for arm in requested if arm not in present]
     more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""

@@ -216,7 +216,10 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
 
 
 def answers_config(request: EvaluateRequest) -> GenerateConfig:
-    """Return the options of the jobs.generate run: the protocol's way of answering, and the options in common."""
+    """Return the options of the jobs.generate run: the protocol's way of answering, and the options in common.
+
+    With vLLM, ``attn`` is "auto", since the user's choice applies to the vision encoder only.
+    """
     source = request.source
     options = request.config
     mode = mode_of(request.protocol, source.model_type)

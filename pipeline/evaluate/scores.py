@@ -266,7 +266,7 @@ class Submission(NamedTuple):
 
 
 def submissions(items: Sequence[Item], scores: pa.Table) -> dict[MethodAtRatio, Submission]:
-    """Return the submission of every arm in ``scores``.
+    """Return the submission of every arm in ``scores``; failed questions are left out.
 
     If a reply names no option, one is drawn, as in lmms-eval. The draw depends only on the question's id, so it is the
     same for all methods and in every run.

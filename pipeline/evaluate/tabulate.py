@@ -121,19 +121,19 @@ def results_table(
     """Compare methods on one or several benchmarks: scores, differences with intervals, and averages.
 
     A row is a method at one retention ratio and kind of positions, averaged over its seeds. The first row is full
-    retention. Rel. is the mean over the benchmarks of a row's score in percent of that of full retention. The mean and
-    Rel. are computed from printed scores, as in the paper; their intervals are computed from unrounded scores.
+    retention; the others are ordered by descending ratio, positions and method. Rel. is the mean over the benchmarks of
+    a row's score in percent of that of full retention. The mean and Rel. are computed from printed scores, as in the
+    paper, but intervals from unrounded ones; the mean is compared with no other row.
 
     Args:
         title: the title of the table, such as the model.
         benchmarks: in the order of their columns.
-        methods: the methods to show, in row order; a name without a seed or positions selects all of them. None shows
-            all methods in order of first appearance.
+        methods: the methods to show, in order; a name without a seed or positions selects all of them. None shows all
+            methods in order of first appearance.
         reference: the method that each row is compared with, at the row's own ratio. None is gstep if it has rows, or
             else the first method; with a single method, it is full retention.
         ours: the method that LaTeX marks as ours.
-        draws: the number of bootstrap draws of whole videos. A benchmark's draws depend only on the seed and its title.
-        seed: the seed of the draws.
+        draws: the number of bootstrap draws of whole videos, which depend only on ``seed`` and a benchmark's title.
         notes: sentences to print below the table, before those of the benchmarks.
 
     Raises:
@@ -404,7 +404,8 @@ def _make_cells(
 def _describe_difference(numbers: Estimate, row: int, reference: int, n_videos: int) -> dict[str, Any]:
     """Return the fields of a Cell for a row's difference to a reference row, in points; {} if either has no score.
 
-    Without an interval, the only field is ``difference``.
+    Without an interval, the only field is ``difference``. ``videos_needed`` is a number only if the difference is
+    unclear and not printed as 0.0.
     """
     difference = numbers.difference(row, reference)
     if math.isnan(difference.value):
