@@ -137,10 +137,7 @@ def report_page(
 def format_warned_line(scores: pa.Table) -> str:
     """Return a line about the answers whose videos were decoded with warnings; "" if there are none.
 
-    It names up to three videos. Only the first video of each question is counted.
-
-    Args:
-        scores: rows of SCORE_SCHEMA.
+    It names up to three videos, and counts only the first video of each question.
     """
     rows_with_warnings = scores.filter(pc.greater(pc.fill_null(scores["decode_warnings"], 0), 0))
     if not len(rows_with_warnings):
@@ -166,13 +163,7 @@ def _assign_styles(titles: Iterable[str]) -> dict[str, Style]:
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
-    """Return at least two evenly spaced round numbers, ascending, that enclose the values.
-
-    The step is 1, 2 or 5 times a power of ten.
-
-    Raises:
-        ValueError: there are no values.
-    """
+    """Return at least two ascending round numbers, spaced by 1, 2 or 5 times a power of ten, that enclose the values."""
     low, high = min(values), max(values)
     rough = max(high - low, 0.5) / _STEPS
     power = 10.0 ** math.floor(math.log10(rough))

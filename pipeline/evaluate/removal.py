@@ -59,7 +59,7 @@ class ResultsRemoval(AnswersRemoval):
     written: Sequence[str] = ()
 
     def lines(self) -> Iterator[str]:
-        """Yield lines for the user: those on the answers, then removed scores, remaining questions and rewritten files."""
+        """Yield lines for the user: those on the answers, then removed scores, remaining questions, rewritten files."""
         yield from super().lines()
         files = f": {', '.join(self.written)}" if self.written else ""
         yield f"{self.scores:,} scores removed, {self.left:,} questions are left{files}"

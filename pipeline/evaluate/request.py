@@ -314,11 +314,11 @@ def read_results_header(store: Store) -> dict[str, Json]:
 
 
 def write_results_header(store: Store, identity: JsonObject, about: JsonObject | None = None) -> None:
-    """Create the folder if necessary, and write the header of its results, replacing an earlier one.
+    """Write the header of results, replacing an earlier one; create the folder if necessary.
 
     Args:
         identity: the settings that all results in the folder share.
-        about: facts that later runs may change; None or {} leaves them out.
+        about: facts that later runs may change.
     """
     store.make()
     header: JsonObject = {

@@ -99,11 +99,11 @@ class ScoredQuestions:
 
 
 def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuestions:
-    """Encode missing videos, answer unanswered questions, and return the scores of all answers.
+    """Encode missing videos, answer unanswered questions, and return the scores of all answers, which are not written.
 
     Writes the header of the results before the first run, and again when the scores are ready, with the facts behind
-    them. Writes the numbers that a benchmark's own code computes, but not the scores. If questions are unanswered and
-    an earlier run was killed while it deleted the cache, this deletion is finished first.
+    them; also the numbers that a benchmark's own code computes. If questions are unanswered and an earlier run was
+    killed while it deleted the cache, this deletion is finished first.
 
     Raises:
         UsageError: the request cannot be carried out, or every question is about a removed video.

@@ -3,8 +3,8 @@
 Questions about one video are not independent, so the bootstrap draws whole videos (clusters) with replacement. The same
 draws serve all methods, ratios and columns: differences are paired, and adding a method does not change the interval of
 another pair. With fewer than ``FEWEST_VIDEOS`` videos, bootstrap percentiles miss the true difference too often, so
-there is no interval. Shape letters: A arms (a method at a ratio), Q questions, G videos, R draws, and P parts, the
-groups of questions whose means are averaged (such as MLVU's tasks). N is the number of rows of scores.
+there is no interval. Shape letters: A arms (a method at a ratio), Q questions, G videos, R draws, N rows of scores, and
+P parts, groups of questions whose means are averaged (such as MLVU's tasks).
 """
 
 from __future__ import annotations
