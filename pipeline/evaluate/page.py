@@ -163,7 +163,7 @@ def _assign_styles(titles: Iterable[str]) -> dict[str, Style]:
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
-    """Return at least two ascending round numbers, spaced by 1, 2 or 5 times a power of ten, that enclose the values."""
+    """Return at least two ascending round numbers, spaced by 1, 2 or 5 times a power of ten, around the values."""
     low, high = min(values), max(values)
     rough = max(high - low, 0.5) / _STEPS
     power = 10.0 ** math.floor(math.log10(rough))
